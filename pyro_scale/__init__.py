@@ -1,0 +1,32 @@
+"""Minibatch Bayesian inference for Pyro models.
+
+A Pyro model, or an `nn.Module` with a prior on its weights, and a `DataLoader`: the converter
+(`LogPosterior`) makes a minibatch-scaled log posterior of them, the inference classes sample it,
+and the draws go to ArviZ.
+"""
+
+from pyro_scale import errors, kernels
+from pyro_scale.core import schedules
+from pyro_scale.infer.explain import explain
+from pyro_scale.infer.sampler import Sampler
+from pyro_scale.model.bayesianize import bayesianize, init_to_module
+from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.scaling import Evaluation
+
+BAOA = Sampler.of(kernels.BAOA)
+SGHMC = Sampler.of(kernels.SGHMC)
+SGLD = Sampler.of(kernels.SGLD)
+
+__all__ = [
+    "BAOA",
+    "SGHMC",
+    "SGLD",
+    "Evaluation",
+    "LogPosterior",
+    "Sampler",
+    "bayesianize",
+    "errors",
+    "explain",
+    "init_to_module",
+    "schedules",
+]

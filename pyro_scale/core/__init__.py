@@ -1,0 +1,1 @@
+"""Vectors, rows, seeds and schedules: knows no model and no method."""

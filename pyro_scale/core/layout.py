@@ -1,0 +1,80 @@
+"""Site names, shapes and offsets: a dict of tensors <-> one flat vector [D]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor of a dict lies in one flat vector.
+
+    Args:
+        names: the entries, in the vector's order.
+        shapes: their shapes.
+        dtypes: their dtypes; the vector has the widest of them.
+
+    Example:
+        >>> layout = Layout.of({"w": torch.zeros(2, 3), "b": torch.ones(2)})
+        >>> layout.size
+        8
+        >>> layout.flatten({"w": torch.zeros(2, 3), "b": torch.ones(2)})
+        tensor([0., 0., 0., 0., 0., 0., 1., 1.])
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Tensor]) -> Layout:
+        """The layout of a dict of tensors, in its own order."""
+        return cls(
+            tuple(values),
+            tuple(value.shape for value in values.values()),
+            tuple(value.dtype for value in values.values()),
+        )
+
+    @property
+    def size(self) -> int:
+        """The vector's length D."""
+        return sum(shape.numel() for shape in self.shapes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The vector's dtype: the one that every entry's promotes to."""
+        dtype = self.dtypes[0]
+        for other in self.dtypes[1:]:
+            dtype = torch.promote_types(dtype, other)
+        return dtype
+
+    def slices(self) -> dict[str, slice]:
+        """Each entry's place in the vector."""
+        places, start = {}, 0
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            places[name] = slice(start, start + shape.numel())
+            start += shape.numel()
+        return places
+
+    def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Dict of tensors -> vector [D]."""
+        return torch.cat([values[name].reshape(-1).to(self.dtype) for name in self.names])
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """Vector [..., D] -> dict of tensors [..., *shape]."""
+        sizes = [shape.numel() for shape in self.shapes]
+        parts = vector.split(sizes, dim=-1)
+        return {
+            name: part.reshape(vector.shape[:-1] + shape).to(dtype)
+            for name, part, shape, dtype in zip(
+                self.names, parts, self.shapes, self.dtypes, strict=True
+            )
+        }
+
+    def site_at(self, index: int) -> str:
+        """The name of the entry that holds the vector's element `index`."""
+        return next(name for name, place in self.slices().items() if index < place.stop)

@@ -1,0 +1,92 @@
+"""A batch: the model's arguments, whose tensors are rows.
+
+The arguments are a tuple (by position) or a dict (by name), nested as they like.  Every tensor
+in them with at least one dimension is rows, and all of them share the first dimension; anything
+else passes unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.errors import DataError
+
+#: The model's arguments: a tuple by position, or a dict by name.
+Arguments = tuple[Any, ...] | dict[str, Any]
+
+
+def is_rows(leaf: object) -> bool:
+    """Whether a leaf of the arguments is rows."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def as_arguments(batch: object) -> Arguments:
+    """What a loader yields or a user passes, as the model's arguments."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch)
+    return (batch,)
+
+
+def call(model: Callable[..., Any], arguments: Arguments) -> Any:
+    """Calls the model with its arguments."""
+    if isinstance(arguments, dict):
+        return model(**arguments)
+    return model(*arguments)
+
+
+def map_rows(function: Callable[[Tensor], Tensor], arguments: Arguments) -> Arguments:
+    """Applies a function to every tensor of rows; the rest passes unchanged."""
+    return pytree.tree_map(lambda leaf: function(leaf) if is_rows(leaf) else leaf, arguments)
+
+
+def take(arguments: Arguments, index: Any) -> Arguments:
+    """The rows at `index` (a slice, or a tensor of indices of any shape) of every tensor."""
+    return map_rows(lambda rows: rows[index], arguments)
+
+
+def count(arguments: Arguments) -> int | None:
+    """How many rows there are; None if no argument is rows.
+
+    Raises:
+        DataError: the tensors' first dimensions differ.
+    """
+    sizes = {
+        pytree.keystr(path): leaf.shape[0]
+        for path, leaf in pytree.tree_flatten_with_path(arguments)[0]
+        if is_rows(leaf)
+    }
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
+        raise DataError(
+            f"the tensors' first dimensions differ ({listed}): every tensor passed to the model "
+            "is rows; bind tensors that are not with functools.partial(model, name=tensor)"
+        )
+    return next(iter(sizes.values()), None)
+
+
+def vmap_dims(arguments: Arguments, dim: int | None) -> Any:
+    """`in_dims` for `torch.vmap`: `dim` for rows, None for the rest."""
+    return pytree.tree_map(lambda leaf: dim if is_rows(leaf) else None, arguments)
+
+
+def concatenate(parts: Sequence[Arguments]) -> Arguments:
+    """Batches of one structure, one after another."""
+    return _join(torch.cat, parts)
+
+
+def stack(parts: Sequence[Arguments]) -> Arguments:
+    """Batches of one structure and size, along a new first dimension."""
+    return _join(torch.stack, parts)
+
+
+def _join(join: Callable[[list[Tensor]], Tensor], parts: Sequence[Arguments]) -> Arguments:
+    columns = zip(*(pytree.tree_leaves(part) for part in parts), strict=True)
+    joined = [join(list(column)) if is_rows(column[0]) else column[0] for column in columns]
+    return pytree.tree_unflatten(joined, pytree.tree_structure(parts[0]))

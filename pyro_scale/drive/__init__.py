@@ -1,0 +1,1 @@
+"""Runs a kernel: batches, chains, collection."""

@@ -1,0 +1,273 @@
+"""Batches for every chain.
+
+Three kinds: tensors in memory; a loader over a data set that is read by index; and a stream,
+any other loader.  The first two are read by our own indices, so that every chain has its own
+minibatches, whatever the number of chains, the sampler's order or the number of workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import data as torch_data
+from torch.utils.data import default_collate
+
+from pyro_scale.core import rows
+from pyro_scale.core.randomness import Purpose, derived_seed, generator
+from pyro_scale.core.rows import Arguments
+from pyro_scale.drive.indices import RowIndices, Sampling
+from pyro_scale.errors import ArgumentError, DataError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's data of all chains.
+
+    Attributes:
+        arguments: the model's arguments, whose rows are `[chains, B, ...]`, or `[B, ...]`.
+        per_chain: whether each chain has its own.
+        indices: `[chains, B]` for a model that subsamples by itself.
+    """
+
+    arguments: Arguments
+    per_chain: bool
+    indices: Tensor | None = None
+
+    def of(self, chains: Tensor) -> Batch:
+        """The batch of some of the chains."""
+        indices = None if self.indices is None else self.indices[chains]
+        arguments = rows.take(self.arguments, chains) if self.per_chain else self.arguments
+        return Batch(arguments, self.per_chain, indices)
+
+    def shared(self, num_chains: int) -> Batch:
+        """The first chain's batch for all chains."""
+        arguments, indices = self.of_chain(0)
+        repeated = None if indices is None else indices.expand(num_chains, -1)
+        return Batch(arguments, per_chain=False, indices=repeated)
+
+    def of_chain(self, chain: int) -> tuple[Arguments, Tensor | None]:
+        """One chain's arguments and indices."""
+        arguments = rows.take(self.arguments, chain) if self.per_chain else self.arguments
+        return arguments, None if self.indices is None else self.indices[chain]
+
+
+class Data(Protocol):
+    """Data that batches are taken from.
+
+    Attributes:
+        num_data: N; None where only the model can tell.
+        batch_size: B; None for the whole data.
+    """
+
+    num_data: int | None
+    batch_size: int | None
+
+    def first(self) -> Arguments:
+        """One batch, for the model's preflight."""
+        ...
+
+    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Iterator[Batch]:
+        """An endless stream of batches, one a step."""
+        ...
+
+    def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
+        """All rows once, in the data's order."""
+        ...
+
+
+@dataclass
+class TensorData:
+    """The model's own arguments: tensors in memory, or none at all."""
+
+    arguments: Arguments
+    num_data: int | None
+    batch_size: int | None = None
+
+    def first(self) -> Arguments:
+        if self.batch_size is None:
+            return self.arguments
+        return rows.take(self.arguments, slice(0, self.batch_size))
+
+    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Iterator[Batch]:
+        if self.batch_size is None:
+            return itertools.repeat(Batch(self.arguments, per_chain=False))
+        num_rows = rows.count(self.arguments) or 0
+        indices = RowIndices(seed, num_chains, num_rows, self.batch_size, sampling)
+        return (
+            Batch(rows.take(self.arguments, indices.at(step)), per_chain=True)
+            for step in itertools.count()
+        )
+
+    def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
+        num_rows = rows.count(self.arguments)
+        size = batch_size or self.batch_size
+        if num_rows is None or size is None:
+            yield self.arguments
+            return
+        for start in range(0, num_rows, size):
+            yield rows.take(self.arguments, slice(start, start + size))
+
+
+@dataclass
+class OwnSubsamples:
+    """The whole data for a model that subsamples by itself: it is given indices alone."""
+
+    arguments: Arguments
+    num_data: int
+    batch_size: int
+
+    def first(self) -> Arguments:
+        return self.arguments
+
+    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Iterator[Batch]:
+        indices = RowIndices(seed, num_chains, self.num_data, self.batch_size, sampling)
+        return (
+            Batch(self.arguments, per_chain=False, indices=indices.at(step))
+            for step in itertools.count()
+        )
+
+    def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
+        yield self.arguments
+
+
+@dataclass
+class IndexedData:
+    """A loader over a data set that is read by index: its rows are collated as it would."""
+
+    loader: torch_data.DataLoader[Any]
+    subset: Tensor
+    num_data: int
+    batch_size: int
+    device: torch.device | None
+
+    def first(self) -> Arguments:
+        chosen = [self.loader.dataset[int(i)] for i in self.subset[: self.batch_size]]
+        collate = self.loader.collate_fn or default_collate
+        return self._received(collate(chosen))
+
+    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Iterator[Batch]:
+        indices = RowIndices(seed, num_chains, len(self.subset), self.batch_size, sampling)
+        order = (
+            self.subset[index].tolist()
+            for step in itertools.count()
+            for index in indices.at(step)
+        )
+        loaded = iter(self._reloader(order, generator(seed, 0, Purpose.DATA_LOADER)))
+        while True:
+            parts = [self._received(next(loaded)) for _ in range(num_chains)]
+            yield Batch(rows.stack(parts), per_chain=True)
+
+    def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
+        chunks = self.subset.split(batch_size or self.batch_size)
+        order = (chunk.tolist() for chunk in chunks)
+        for batch in self._reloader(order, torch.Generator()):
+            yield self._received(batch)
+
+    def _received(self, batch: Any) -> Arguments:
+        return to_device(rows.as_arguments(batch), self.device)
+
+    def _reloader(self, order: Iterable[list[int]], source: torch.Generator) -> Iterable[Any]:
+        """The user's loader with our indices in place of its sampler."""
+        loader = self.loader
+        workers = {}
+        if loader.num_workers > 0:
+            workers = {
+                "prefetch_factor": loader.prefetch_factor,
+                "multiprocessing_context": loader.multiprocessing_context,
+                "worker_init_fn": loader.worker_init_fn,
+            }
+        return torch_data.DataLoader(
+            loader.dataset,
+            batch_sampler=order,  # type: ignore[arg-type]
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            generator=source,
+            **workers,  # type: ignore[arg-type]
+        )
+
+
+@dataclass
+class StreamData:
+    """Any other loader: its batches in its order, cut anew into batches of one size.
+
+    Each chain takes batches of its own, `num_chains` of them a step; a ragged tail is carried
+    into the next epoch.
+    """
+
+    loader: Iterable[Any]
+    num_data: int | None
+    device: torch.device | None
+    batch_size: int | None = None
+
+    def first(self) -> Arguments:
+        batch = next(self._epoch(seed=0, epoch=0), None)
+        if batch is None:
+            raise DataError("the loader yields no batch: the data are empty")
+        self.batch_size = rows.count(batch)
+        if self.batch_size is None:
+            raise DataError("the loader's batches hold no tensor: each must hold rows")
+        return batch
+
+    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Iterator[Batch]:
+        if sampling == "replacement":
+            raise ArgumentError(
+                "sampling='replacement' needs data that can be read by index: pass the tensors, "
+                "or a DataLoader over a map-style data set without a sampler of its own"
+            )
+        pieces = self._pieces(seed)
+        while True:
+            parts = [next(pieces) for _ in range(num_chains)]
+            yield Batch(rows.stack(parts), per_chain=True)
+
+    def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
+        return self._epoch(seed=0, epoch=0)
+
+    def _pieces(self, seed: int) -> Iterator[Arguments]:
+        """All epochs' rows, one after another, in pieces of exactly B."""
+        size = self.batch_size or 1
+        left: list[Arguments] = []
+        for epoch in itertools.count():
+            seen = 0
+            for batch in self._epoch(seed, epoch):
+                seen += 1
+                joined = rows.concatenate([*left, batch]) if left else batch
+                total = rows.count(joined) or 0
+                for start in range(0, total - size + 1, size):
+                    yield rows.take(joined, slice(start, start + size))
+                rest = total % size
+                left = [rows.take(joined, slice(total - rest, total))] if rest else []
+            if not seen:
+                raise DataError(
+                    f"the loader yielded nothing in epoch {epoch}: it must be iterable again and "
+                    "again; pass a DataLoader, not a generator"
+                )
+
+    def _epoch(self, seed: int, epoch: int) -> Iterator[Arguments]:
+        """One pass through the loader, its draws from torch's generator seeded by the run."""
+        with torch.random.fork_rng():
+            torch.manual_seed(derived_seed(seed, 0, Purpose.DATA_LOADER, epoch))
+            loaded = iter(self.loader)
+            state = torch.random.get_rng_state()
+        while True:
+            with torch.random.fork_rng():
+                torch.random.set_rng_state(state)
+                try:
+                    batch = next(loaded)
+                except StopIteration:
+                    return
+                state = torch.random.get_rng_state()
+            yield to_device(rows.as_arguments(batch), self.device)
+
+
+def to_device(arguments: Arguments, device: torch.device | None) -> Arguments:
+    """The arguments with their rows on a device; as they are, if None."""
+    if device is None:
+        return arguments
+    return rows.map_rows(lambda tensor: tensor.to(device), arguments)

@@ -1,0 +1,165 @@
+"""Data as users have them -> N, B and a source of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import data as torch_data
+from torch.utils.data import default_collate
+
+from pyro_scale.core import rows
+from pyro_scale.core.rows import Arguments
+from pyro_scale.drive.batches import Data, IndexedData, StreamData, TensorData, to_device
+from pyro_scale.errors import ArgumentError, DataError
+
+
+def open_data(
+    data: Any,
+    batch_size: int | None = None,
+    num_data: int | None = None,
+    device: torch.device | None = None,
+) -> Data:
+    """Data as users pass them.
+
+    Args:
+        data: a loader (any iterable with `.dataset`), or the model's own arguments: a tensor, a
+            tuple by position, a dict by name, None for a model without arguments.
+        batch_size: B, for arguments; a loader has its own.
+        num_data: N, which overrides what the data say.
+        device: where batches go; where they are, if None.
+
+    Raises:
+        DataError: empty; no known length; a batch larger than the data; not tensors.
+        ArgumentError: a `batch_size` that is no count, or beside a loader's own.
+    """
+    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+        raise ArgumentError(f"batch_size={batch_size!r}: pass an int >= 1, or None for all rows")
+    if data is None:
+        data = ()
+    if isinstance(data, Tensor | tuple | Mapping) or _is_list_of_tensors(data):
+        return _open_tensors(rows.as_arguments(data), batch_size, num_data, device)
+    if not isinstance(data, Iterable):
+        raise DataError(
+            f"data is a {type(data).__name__}: pass a DataLoader, or the model's own arguments "
+            "as a tensor, tuple or dict of tensors"
+        )
+    if _is_array(data):
+        raise DataError(f"data is a {type(data).__name__}: pass torch.as_tensor of it")
+    if batch_size is not None:
+        raise ArgumentError(
+            f"batch_size={batch_size} beside a loader, which has its own: set it there, or pass "
+            "the tensors"
+        )
+    return _open_loader(data, num_data, device)
+
+
+def _open_tensors(
+    arguments: Arguments,
+    batch_size: int | None,
+    num_data: int | None,
+    device: torch.device | None,
+) -> Data:
+    items = arguments.items() if isinstance(arguments, dict) else enumerate(arguments)
+    for name, value in items:
+        if _is_array(value):
+            raise DataError(
+                f"argument {name!r} is a {type(value).__name__}, not a tensor, so its rows would "
+                "not be taken by minibatch: pass torch.as_tensor of it"
+            )
+    num_rows = rows.count(arguments)
+    if num_rows is None and batch_size is not None:
+        raise DataError(
+            f"batch_size={batch_size}, but there is no tensor among the data to take rows of"
+        )
+    if num_rows is not None:
+        _check_size(num_rows, batch_size)
+    if batch_size == num_rows:
+        batch_size = None
+    total = num_data if num_data is not None else num_rows
+    return TensorData(to_device(arguments, device), total, batch_size)
+
+
+def _open_loader(loader: Any, num_data: int | None, device: torch.device | None) -> Data:
+    dataset = getattr(loader, "dataset", None)
+    length = _length(dataset)
+    if length is None and num_data is None:
+        raise DataError(
+            "the data's number of rows N is unknown: the loader has no .dataset with a length; "
+            "pass num_data=N (rows, not batches)"
+        )
+    if length == 0:
+        raise DataError("the data set is empty")
+    total = num_data if num_data is not None else length
+    subset = _indices_of(loader, length)
+    if subset is None:
+        return StreamData(loader, total, device)
+    if num_data is None:
+        total = len(subset)
+    assert total is not None
+    _check_size(len(subset), loader.batch_size)
+    if loader.collate_fn is default_collate:
+        tensors = _tensors_of(dataset, subset)
+        if tensors is not None:
+            return _open_tensors(tensors, loader.batch_size, total, device)
+    return IndexedData(loader, subset, total, loader.batch_size, device)
+
+
+def _indices_of(loader: Any, length: int | None) -> Tensor | None:
+    """Which rows a loader reads, if it is a plain DataLoader over a map-style data set."""
+    if not isinstance(loader, torch_data.DataLoader) or length is None:
+        return None
+    if isinstance(loader.dataset, torch_data.IterableDataset):
+        return None
+    sampler = loader.sampler
+    if isinstance(sampler, torch_data.WeightedRandomSampler):
+        raise DataError(
+            "a WeightedRandomSampler draws rows with unequal probability, so the batches do not "
+            "estimate the likelihood of the data; weigh rows by poutine.scale in the model instead"
+        )
+    if type(loader.batch_sampler) is not torch_data.BatchSampler:
+        return None
+    if isinstance(sampler, torch_data.SubsetRandomSampler):
+        return torch.as_tensor(list(sampler.indices))
+    if isinstance(sampler, torch_data.SequentialSampler | torch_data.RandomSampler):
+        return torch.arange(length)
+    return None
+
+
+def _tensors_of(dataset: Any, index: Tensor) -> Arguments | None:
+    """The tensors of a TensorDataset, or of a subset of one, at some rows."""
+    while isinstance(dataset, torch_data.Subset):
+        index = torch.as_tensor(dataset.indices)[index]
+        dataset = dataset.dataset
+    if type(dataset) is not torch_data.TensorDataset:
+        return None
+    if torch.equal(index, torch.arange(len(dataset))):
+        return tuple(dataset.tensors)
+    return tuple(tensor[index] for tensor in dataset.tensors)
+
+
+def _check_size(num_rows: int, batch_size: int | None) -> None:
+    if num_rows == 0:
+        raise DataError("the data have no rows")
+    if batch_size is not None and batch_size > num_rows:
+        raise DataError(
+            f"batch_size={batch_size} is more than the {num_rows} rows of the data: pass at most "
+            f"{num_rows}, or None for all of them"
+        )
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
+
+
+def _is_array(value: Any) -> bool:
+    return not isinstance(value, Tensor) and hasattr(value, "__array__")
+
+
+def _is_list_of_tensors(data: Any) -> bool:
+    return isinstance(data, list) and bool(data) and all(isinstance(d, Tensor) for d in data)

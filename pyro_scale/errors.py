@@ -1,0 +1,39 @@
+"""What users can get wrong, one class each.
+
+Every message names the site or the argument and says the fix.  All of them derive from
+`PyroScaleError`; those about a value that was passed are `ValueError`s too.
+"""
+
+from __future__ import annotations
+
+
+class PyroScaleError(Exception):
+    """The base of every error that this library raises on purpose."""
+
+
+class ArgumentError(PyroScaleError, ValueError):
+    """An argument is out of its range, unknown, or contradicts another one."""
+
+
+class DataError(PyroScaleError, ValueError):
+    """The data are empty, ragged, without a known length, or contradict `batch_size`."""
+
+
+class ModelError(PyroScaleError):
+    """The model as a whole cannot be sampled: no latents, random draws in the likelihood, ..."""
+
+
+class SiteError(ModelError):
+    """One sample site cannot be handled: local, discrete, of changing shape, or not finite."""
+
+
+class PlateError(ModelError):
+    """It is not certain how often the likelihood is to be counted, so nothing is run."""
+
+
+class NonFiniteError(PyroScaleError):
+    """A chain's state became NaN or infinite; the draws of the finished chains are kept."""
+
+
+class NotRunError(PyroScaleError):
+    """Results were asked for before `run` (or `step`) produced any."""

@@ -1,0 +1,209 @@
+"""What the library understood of a model, as a table."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributions import ComposeTransform, IndependentTransform, biject_to
+
+from pyro_scale.core.layout import Layout
+from pyro_scale.drive.data import open_data
+from pyro_scale.infer.setup import as_log_posterior, module_device
+from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.preflight import Understanding
+from pyro_scale.model.scaling import Rule
+from pyro_scale.model.sites import Point, Site
+
+_COLUMNS = ("site", "kind", "shape", "support", "transform", "plate", "Pyro", "ours", "why")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A table of sites and the figures that scale them; prints as text, and as HTML in a
+    notebook.
+
+    Attributes:
+        rows: one dict a site, by column: site, kind, shape, support, transform, plate, what
+            Pyro multiplied its log density by, what we multiply it by, and why.
+        num_data: N.
+        batch_size: B.
+        num_dimensions: of the unconstrained latents together.
+        partition_error: in nats, the largest difference between a row's log likelihood in the
+            first batch and in a part of it; None where there are no parts to compare.
+        warnings: what may be a mistake.
+    """
+
+    rows: tuple[dict[str, str], ...]
+    num_data: int
+    batch_size: int
+    num_dimensions: int
+    partition_error: float | None
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        widths = [max(len(c), *(len(row[c]) for row in self.rows)) for c in _COLUMNS]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(_COLUMNS, widths, strict=True)).rstrip()]
+        lines.append("-" * len(lines[0]))
+        for row in self.rows:
+            cells = (row[c].ljust(w) for c, w in zip(_COLUMNS, widths, strict=True))
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join([*lines, "", *self._figures()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th style='text-align:left'>{c}</th>" for c in _COLUMNS)
+        body = "".join(
+            "<tr>"
+            + "".join(f"<td style='text-align:left'>{html.escape(row[c])}</td>" for c in _COLUMNS)
+            + "</tr>"
+            for row in self.rows
+        )
+        figures = "<br>".join(html.escape(line) for line in self._figures())
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{figures}</p>"
+
+    def _figures(self) -> list[str]:
+        ratio = self.num_data / self.batch_size
+        checked = (
+            "not checked"
+            if self.partition_error is None
+            else f"a row's log likelihood differs by at most {self.partition_error:.1e} nats"
+        )
+        return [
+            f"N = {self.num_data} rows, B = {self.batch_size} a batch, N/B = {ratio:.6g}",
+            f"{self.num_dimensions} unconstrained dimensions",
+            f"partition check (whole batch against its parts): {checked}",
+            *(f"warning: {warning}" for warning in self.warnings),
+        ]
+
+
+def explain(
+    model: Any, data: Any = None, batch_size: int | None = None, num_data: int | None = None
+) -> Explanation:
+    """What is latent, what is observed, and who scales what by N/B.
+
+    Args:
+        model: a Pyro model, a `PyroModule` or a `LogPosterior`.
+        data: a loader, or the model's own arguments, as for a sampler's `run`.
+        batch_size: rows a step, for tensors.
+        num_data: N, which overrides what the data say.
+
+    Raises:
+        ModelError, SiteError, PlateError, DataError, ArgumentError: as `run` would.
+
+    Example:
+        >>> import torch, pyro, pyro.distributions as dist, pyro_scale as ps
+        >>> def model(x):
+        ...     s = pyro.sample("s", dist.HalfNormal(1.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         pyro.sample("y", dist.Normal(0.0, s), obs=x)
+        >>> explanation = ps.explain(model, torch.randn(100), batch_size=20)
+        >>> explanation.num_data, explanation.batch_size, explanation.rows[1]["ours"]
+        (100, 20, 'N/B = 5')
+    """
+    opened = open_data(data, batch_size, num_data, module_device(model))
+    log_posterior = as_log_posterior(model, opened.num_data)
+    log_posterior.prepare(opened.first())
+    known = log_posterior.understanding
+    latents = {
+        site.name: site.unconstrained
+        for site in known.sites.values()
+        if site.unconstrained is not None
+    }
+    return Explanation(
+        rows=tuple(_table(log_posterior)),
+        num_data=log_posterior.num_data,
+        batch_size=known.batch_size,
+        num_dimensions=Layout.of(latents).size,
+        partition_error=known.partition_error,
+        warnings=tuple(_warnings(known)),
+    )
+
+
+def _table(log_posterior: LogPosterior) -> list[dict[str, str]]:
+    known = log_posterior.understanding
+    ratio = log_posterior.num_data / known.batch_size
+    rules = {part: rule for name, rule in known.scaling.rules.items() for part in name.split("+")}
+    rows = [
+        _site_row(site, rules.get(site.name), ratio)
+        for site in known.sites.values()
+        if site.kind != "subsample"
+    ]
+    return rows + [_point_row(point) for point in log_posterior.points.values()]
+
+
+def _site_row(site: Site, rule: Rule | None, ratio: float) -> dict[str, str]:
+    is_latent = site.kind == "latent"
+    pyro, ours, why = ("", "", "") if rule is None else (rule.pyro, rule.ours, rule.why)
+    if site.kind == "enumerated":
+        why = "summed out"
+    if site.kind == "deterministic":
+        why = "a function of the others"
+    return {
+        "site": site.name,
+        "kind": site.kind,
+        "shape": str(list(site.value.shape)),
+        "support": "" if site.kind == "factor" else _support(site.fn.support),
+        "transform": _transform(biject_to(site.fn.support)) if is_latent else "",
+        "plate": ", ".join(_plate(frame) for frame in site.plates),
+        "Pyro": _factor(pyro, ratio),
+        "ours": _factor(ours, ratio),
+        "why": why,
+    }
+
+
+def _point_row(point: Point) -> dict[str, str]:
+    empty = dict.fromkeys(_COLUMNS, "")
+    return empty | {
+        "site": point.name,
+        "kind": "param",
+        "shape": str(list(point.unconstrained.shape)),
+        "support": _support(point.constraint),
+        "why": "point-estimated: one value for all chains, moved at temperature 0",
+    }
+
+
+def _factor(words: str, ratio: float) -> str:
+    return f"N/B = {ratio:.6g}" if words == "N/B" else words
+
+
+def _plate(frame: Any) -> str:
+    if frame.full_size in (None, frame.size):
+        return f"{frame.name} [{frame.size}]"
+    return f"{frame.name} [{frame.size} of {frame.full_size}]"
+
+
+def _support(constraint: Any) -> str:
+    """A constraint's name, such as `positive` or `interval(0, 1)`."""
+    while hasattr(constraint, "base_constraint"):
+        constraint = constraint.base_constraint
+    return str(constraint).removesuffix("()").replace("lower_bound=", "").replace("upper_bound=", "")
+
+
+def _transform(transform: Any) -> str:
+    """A transform's name, its parts in the order in which they are applied."""
+    if isinstance(transform, IndependentTransform):
+        return _transform(transform.base_transform)
+    if isinstance(transform, ComposeTransform):
+        return " then ".join(map(_transform, transform.parts)) or "identity"
+    return type(transform).__name__.removesuffix("Transform")
+
+
+def _warnings(known: Understanding) -> list[str]:
+    warnings = []
+    rules = known.scaling.rules
+    by_hand = [name for name, rule in rules.items() if not rule.keeps_scale]
+    if by_hand:
+        warnings.append(
+            f"the poutine.scale of {by_hand} was taken for N/B written by hand and is replaced"
+        )
+    if known.whole_only or any(rule.whole_data for rule in rules.values()):
+        warnings.append("the model runs on the whole data only: no minibatches")
+    if not any(rule.role == "rows" for rule in rules.values()):
+        warnings.append("no site follows the rows: nothing is scaled by N/B")
+    dtypes = {s.value.dtype for s in known.sites.values() if s.kind == "latent"}
+    if len(dtypes) > 1:
+        warnings.append(f"the latents' dtypes differ: {sorted(map(str, dtypes))}")
+    return warnings

@@ -1,0 +1,105 @@
+"""Draws to ArviZ: groups with named dims and coords, nothing lost between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_scale.infer.predictive import data_sites
+from pyro_scale.infer.result import Result
+
+#: The name of the rows' dimension where the model has no plate for them.
+ROWS = "row"
+
+
+def to_inference_data(result: Result, groups: Mapping[str, Mapping[str, Tensor]]) -> Any:
+    """ArviZ's InferenceData, or, with ArviZ 1, the DataTree that took its place.
+
+    Args:
+        result: of the run.
+        groups: by group, by variable: `[chains, draws, ...]`, but `observed_data` as it is.
+    """
+    import arviz
+    import xarray
+
+    datasets = {
+        group: xarray.Dataset(
+            {name: _array(result, group, name, value) for name, value in variables.items()},
+            attrs=_attributes(result.attrs),
+        )
+        for group, variables in groups.items()
+    }
+    if hasattr(arviz, "InferenceData"):
+        return arviz.InferenceData(attrs=_attributes(result.attrs), **datasets)
+    tree = xarray.DataTree.from_dict(datasets)
+    tree.attrs.update(_attributes(result.attrs))
+    return tree
+
+
+def _array(result: Result, group: str, name: str, value: Tensor) -> Any:
+    import xarray
+
+    array = value.detach().cpu().numpy()
+    lead = () if group == "observed_data" else ("chain", "draw")
+    dims = (*lead, *_dims(result, group, name, array.ndim - len(lead)))
+    coords = {dim: np.arange(size) for dim, size in zip(dims, array.shape, strict=True)}
+    return xarray.DataArray(array, dims=dims, coords=coords)
+
+
+def _dims(result: Result, group: str, name: str, count: int) -> list[str]:
+    """A variable's dims after chain and draw: plates by their names, the rest by the site's."""
+    known = result.log_posterior.understanding
+    if group == "sample_stats":
+        return []
+    rows = _rows_dim(result)
+    if group == "log_likelihood":
+        return [rows]
+    dims = [f"{name}_dim_{i}" for i in range(count)]
+    site = known.sites.get(name)
+    if site is None:
+        return dims
+    for frame in site.plates:
+        place = count - len(site.fn.event_shape) + (frame.dim or 0)
+        if frame.dim is not None and 0 <= place < count:
+            dims[place] = str(frame.name)
+    axes = data_sites(result)
+    if name in axes:
+        dims[count + axes[name]] = rows
+    return dims
+
+
+def _rows_dim(result: Result) -> str:
+    """The data plate's name, if all rows have one plate."""
+    known = result.log_posterior.understanding
+    names = {
+        next((f.name for f in site.plates if f.dim == rule.dim), ROWS)
+        for name, rule in known.scaling.rules.items()
+        if rule.role == "rows" and (site := known.sites.get(name)) is not None and not rule.depth
+    }
+    return str(names.pop()) if len(names) == 1 else ROWS
+
+
+def _attributes(attrs: Mapping[str, Any]) -> dict[str, str | int | float]:
+    """netCDF attributes are strings and numbers; the rest goes in as JSON."""
+    return {
+        key: value if isinstance(value, str | int | float) else json.dumps(value)
+        for key, value in attrs.items()
+    }
+
+
+def grouped(result: Result, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`[chains * draws, ...]` -> `[chains, draws, ...]`."""
+    chains, draws = result.positions.shape[:2]
+    return {k: v.reshape(chains, draws, *v.shape[1:]) for k, v in values.items()}
+
+
+def log_likelihood_bytes(result: Result, num_sites: int) -> int:
+    """The size of the pointwise log likelihood of all draws."""
+    chains, draws = result.positions.shape[:2]
+    size = torch.finfo(result.layout.dtype).bits // 8
+    return chains * draws * result.log_posterior.num_data * num_sites * size

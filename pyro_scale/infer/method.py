@@ -1,0 +1,206 @@
+"""What every method offers once it has run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pyro_scale.drive.batches import Data
+from pyro_scale.drive.data import open_data
+from pyro_scale.errors import ArgumentError, NotRunError
+from pyro_scale.infer import diagnostics, export, predictive
+from pyro_scale.infer.result import Result
+from pyro_scale.infer.setup import module_device
+from pyro_scale.model.log_posterior import LogPosterior, check_num_data
+
+#: Bytes of pointwise log likelihood that `to_arviz` computes without being asked.
+_LOG_LIKELIHOOD_BYTES = 2**30
+
+
+class Method:
+    """An inference method on a model: `run` it on data, then read the results.
+
+    Args:
+        model: a Pyro model, a `PyroModule` or a `LogPosterior`.
+        init_strategy: where chains start: one of Pyro's (`init_to_median`, ...), or a dict of
+            constrained tensors `[num_chains, ...]`.
+        num_data: N, which overrides what the data say.
+
+    Raises:
+        ArgumentError: a model that is not callable, an unknown init strategy, an N below 1.
+    """
+
+    def __init__(self, model: Any, *, init_strategy: Any = None, num_data: int | None = None):
+        if not isinstance(model, LogPosterior) and not callable(model):
+            raise ArgumentError(
+                f"model={model!r} is not callable: pass a Pyro model, a PyroModule or a LogPosterior"
+            )
+        if isinstance(model, LogPosterior) and num_data is not None:
+            raise ArgumentError("num_data: a LogPosterior has its own; leave it out")
+        if init_strategy is not None and not isinstance(init_strategy, dict):
+            if not callable(init_strategy):
+                raise ArgumentError(
+                    f"init_strategy={init_strategy!r} is unknown: pass one of Pyro's, such as "
+                    "pyro.infer.autoguide.init_to_median, or a dict of tensors [num_chains, ...]"
+                )
+        check_num_data(num_data)
+        self.model = model
+        self._init_strategy, self._num_data = init_strategy, num_data
+        self._result: Result | None = None
+
+    # ------------------------------------------------------------------ results
+
+    def get_samples(
+        self, num_samples: int | None = None, group_by_chain: bool = False
+    ) -> dict[str, Tensor]:
+        """Draws of the latent sites, constrained, and of deterministic sites outside the data's
+        plate.
+
+        Args:
+            num_samples: about how many draws in all (per chain, if grouped), evenly thinned.
+            group_by_chain: `[chains, draws, ...]` instead of `[chains * draws, ...]`.
+
+        Raises:
+            NotRunError: nothing has been run.
+            ArgumentError: more draws are asked for than there are.
+        """
+        samples = self._results().samples
+        if not group_by_chain:
+            samples = {name: value.flatten(0, 1) for name, value in samples.items()}
+        if num_samples is None:
+            return dict(samples)
+        axis = 1 if group_by_chain else 0
+        total = next(iter(samples.values())).shape[axis]
+        index = predictive.even(total, num_samples)
+        return {name: value.index_select(axis, index) for name, value in samples.items()}
+
+    def summary(self, var_names: list[str] | None = None) -> Any:
+        """ArviZ's summary, a DataFrame; a site of over 100 elements is one row with its worst
+        R-hat and least ESS, unless it is named."""
+        idata = export.to_inference_data(self._results(), {"posterior": self._results().samples})
+        return diagnostics.summary(idata, var_names)
+
+    def diagnostics(self) -> Any:
+        """How far to trust the draws: a DataFrame, one row a latent site.
+
+        Columns: the worst `r_hat` and least `ess_bulk`, `ess_tail` of the site's elements;
+        `temperature_inflation`, by what the noise of minibatches multiplied the temperature, to
+        first order in lr: 1 + lr N V / (2 friction B T), V the variance over rows of one row's
+        log likelihood gradient (an upper bound where batches are shuffled); with shared batches
+        `chain_correlation`, which R-hat and ESS do not see.  The run's facts are in `.attrs`.
+
+        Warns:
+            UserWarning: an inflation above 1.1, with the lr that would bring it below.
+        """
+        result = self._results()
+        idata = export.to_inference_data(result, {"posterior": result.samples})
+        return diagnostics.diagnostics(result, idata)
+
+    def log_likelihood(self, data: Any = None) -> dict[str, Tensor]:
+        """Each data site's log likelihood, `[chains * draws, N]` in nats, a value a row.
+
+        Without N/B, with the user's own scale and mask; in the order of the data set.
+
+        Args:
+            data: other data than the run's, in any form that `run` takes.
+        """
+        return predictive.log_likelihood(self._results(), self._data(data))
+
+    def predict(
+        self,
+        *args: Any,
+        num_samples: int | None = None,
+        batch_size: int | None = None,
+        return_sites: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Tensor]:
+        """Posterior predictive draws, `[draws, ...]`, one for each posterior draw.
+
+        Observed sites are drawn anew, whether their data are passed or not, from torch's
+        generator.
+
+        Args:
+            args, kwargs: the model's own.
+            num_samples: how many of the posterior draws to use, evenly thinned; all by default.
+            batch_size: rows to hold at a time; all by default.
+            return_sites: which sites; observed ones and deterministic ones inside the data's
+                plate by default.
+        """
+        result = self._results()
+        arguments = result.log_posterior.bind(args, kwargs)
+        return predictive.predict(result, arguments, num_samples, batch_size, return_sites)
+
+    def to_arviz(
+        self,
+        log_likelihood: bool | None = None,
+        posterior_predictive: bool = False,
+        data: Any = None,
+    ) -> Any:
+        """The run as ArviZ's InferenceData (with ArviZ 1, a DataTree).
+
+        Groups: `posterior`, `sample_stats` (`lp`, the log joint's estimate from the batch of
+        the step before the draw; `lr`, `temperature`, ... at it; `step`), `observed_data`,
+        `log_likelihood` (a value a row, without N/B, ready for `arviz.loo`) and, if asked for,
+        `posterior_predictive`.  `attrs` holds method, hyperparameters, N, B, seed, versions.
+
+        Args:
+            log_likelihood: whether to compute it; by default, if it fits in 1 GiB.
+            posterior_predictive: whether to draw it for the run's data.
+            data: other data than the run's for all but the posterior.
+        """
+        result, source = self._results(), self._data(data)
+        groups: dict[str, dict[str, Tensor]] = {
+            "posterior": result.samples,
+            "sample_stats": result.sample_stats,
+        }
+        sites = predictive.data_sites(result)
+        if sites:
+            groups["observed_data"] = predictive.observed_data(result, source)
+        if log_likelihood is None:
+            log_likelihood = self._affordable(result, len(sites))
+        if log_likelihood and sites:
+            pointwise = predictive.log_likelihood(result, source)
+            groups["log_likelihood"] = export.grouped(result, pointwise)
+        if posterior_predictive and sites:
+            drawn = predictive.predict_all(result, source)
+            groups["posterior_predictive"] = export.grouped(result, drawn)
+        return export.to_inference_data(result, groups)
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """`pyro.param` sites and unfrozen weights: one value each, shared by the chains."""
+        return self._results().params
+
+    def write_params(self) -> None:
+        """Puts `params` into Pyro's param store, and weights into their modules."""
+        self._results().log_posterior.write_points(self.params)
+
+    # ------------------------------------------------------------------ inside
+
+    def _results(self) -> Result:
+        if self._result is None:
+            raise NotRunError(f"{type(self).__name__} has no draws yet: call run(data, ...) first")
+        return self._result
+
+    def _data(self, data: Any) -> Data:
+        result = self._results()
+        if data is None:
+            return result.data
+        opened = open_data(data, None, None, module_device(self.model))
+        opened.first()
+        return opened
+
+    @staticmethod
+    def _affordable(result: Result, num_sites: int) -> bool:
+        size = export.log_likelihood_bytes(result, num_sites)
+        if size > _LOG_LIKELIHOOD_BYTES:
+            warnings.warn(
+                f"the pointwise log likelihood would take {size / 2**30:.1f} GiB and is left out: "
+                "pass log_likelihood=True to have it, or thin the draws",
+                UserWarning,
+                stacklevel=3,
+            )
+        return size <= _LOG_LIKELIHOOD_BYTES

@@ -1,0 +1,189 @@
+"""Per-row log likelihood, and draws from the posterior predictive distribution."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core import rows
+from pyro_scale.core.rows import Arguments
+from pyro_scale.drive.batches import Data
+from pyro_scale.errors import ArgumentError
+from pyro_scale.infer.result import Result
+from pyro_scale.model.sites import Site
+from pyro_scale.model.terms import unwrapped
+
+#: Rows that are evaluated together, unless the user says otherwise.
+_PIECE_ROWS = 4096
+
+
+class Piece(NamedTuple):
+    """Part of the data, as the model takes it.
+
+    Attributes:
+        arguments: the model's arguments.
+        indices: which rows, for a model that subsamples by itself.
+        keep: which of the piece's rows are new.
+        num_rows: how many rows the piece has.
+    """
+
+    arguments: Arguments
+    indices: Tensor | None
+    keep: slice
+    num_rows: int
+
+
+def log_likelihood(result: Result, data: Data) -> dict[str, Tensor]:
+    """Per data site `[chains * draws, N]` in the data's order, in nats, without N/B."""
+    parts = []
+    for piece in _pieces(result, data.in_order(_piece_rows(result))):
+
+        def values(params: dict[str, Tensor], piece: Piece = piece) -> dict[str, Tensor]:
+            return result.log_posterior.log_likelihood(params, piece.arguments, piece.indices)
+
+        part = result.over_draws(values, piece.num_rows)
+        parts.append({name: value[:, piece.keep] for name, value in part.items()})
+    return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
+
+
+def observed_data(result: Result, data: Data) -> dict[str, Tensor]:
+    """The observed values of each data site, in the data's order."""
+    params = result.layout.unflatten(result.positions[0, 0])
+    parts = []
+    for piece in _pieces(result, data.in_order(_piece_rows(result))):
+        sites = result.log_posterior.run(params, piece.arguments, piece.indices).sites
+        values = {name: sites[name].value for name in data_sites(result)}
+        parts.append((values, piece))
+    return _joined(result, parts)
+
+
+def data_sites(result: Result) -> dict[str, int]:
+    """Observed sites that have a value a row -> the rows' axis in their value, from the right."""
+    known = result.log_posterior.understanding
+    axes = {}
+    for name, rule in known.scaling.rules.items():
+        if rule.role == "rows" and rule.dim is not None:
+            for part in name.split("+"):
+                site = known.sites[part]
+                if site.kind == "observed":
+                    axes[part] = rule.dim - len(unwrapped(site.fn, rule.depth).event_shape)
+    return axes
+
+
+def predict(
+    result: Result,
+    arguments: Arguments,
+    num_samples: int | None,
+    batch_size: int | None,
+    return_sites: Sequence[str] | None,
+) -> dict[str, Tensor]:
+    """Draws of observed and other sites, `[draws, ...]`, one for each posterior draw."""
+    num_rows = rows.count(arguments)
+    pieces = [arguments]
+    if batch_size is not None and num_rows is not None:
+        starts = range(0, num_rows, batch_size)
+        pieces = [rows.take(arguments, slice(start, start + batch_size)) for start in starts]
+    return _predicted(thinned(result, num_samples), pieces, return_sites)
+
+
+def predict_all(result: Result, data: Data) -> dict[str, Tensor]:
+    """Draws of the data sites for all rows of the data, in their order."""
+    return _predicted(result, data.in_order(_piece_rows(result)), list(data_sites(result)))
+
+
+def _predicted(
+    result: Result, batches: Iterable[Arguments], return_sites: Sequence[str] | None
+) -> dict[str, Tensor]:
+    parts = []
+    for piece in _pieces(result, batches):
+
+        def values(params: dict[str, Tensor], piece: Piece = piece) -> dict[str, Tensor]:
+            run = result.log_posterior.simulate(params, piece.arguments, piece.indices)
+            names = _returned(result, run.sites) if return_sites is None else return_sites
+            for name in names:
+                if name not in run.sites:
+                    raise ArgumentError(
+                        f"return_sites: no site '{name}'; the model has {sorted(run.sites)}"
+                    )
+            return {name: run.sites[name].value for name in names}
+
+        parts.append((result.draw_by_draw(values), piece))
+    return _joined(result, parts)
+
+
+def thinned(result: Result, num_samples: int | None) -> Result:
+    """The result with `num_samples` draws in all, evenly spaced over chains and draws."""
+    if num_samples is None:
+        return result
+    flat = result.positions.flatten(0, 1)
+    return dataclasses.replace(result, positions=flat[even(len(flat), num_samples)][None])
+
+
+def even(total: int, wanted: int) -> Tensor:
+    """`wanted` indices, evenly spaced over `total`.
+
+    Raises:
+        ArgumentError: more are wanted than there are, or none.
+    """
+    if type(wanted) is not int or not 1 <= wanted <= total:
+        raise ArgumentError(f"num_samples={wanted}: pass an int from 1 to {total}, or None for all")
+    return torch.linspace(0, total - 1, wanted, dtype=torch.float64).round().long()
+
+
+def _piece_rows(result: Result) -> int | None:
+    known = result.log_posterior.understanding
+    joint = any(rule.whole_data for rule in known.scaling.rules.values())
+    return None if joint or known.whole_only else _PIECE_ROWS
+
+
+def _pieces(result: Result, batches: Iterable[Arguments]) -> Iterator[Piece]:
+    """Batches as the model takes them; one that subsamples by itself gets blocks of indices."""
+    known = result.log_posterior.understanding
+    for arguments in batches:
+        total = rows.count(arguments)
+        if known.own_plate is None:
+            yield Piece(arguments, None, slice(None), total or known.batch_size)
+            continue
+        size, total = known.batch_size, total or result.log_posterior.num_data
+        for start in range(0, total, size):
+            begin = max(0, min(start, total - size))  # the last block overlaps the one before
+            indices = torch.arange(begin, begin + size)
+            yield Piece(arguments, indices, slice(start - begin, None), size)
+
+
+def _returned(result: Result, sites: Mapping[str, Site]) -> list[str]:
+    """What `predict` returns unless it is told: neither latents nor what `get_samples` has."""
+    known = set(result.log_posterior.latents) | set(result.log_posterior.understanding.steady)
+    return [
+        name
+        for name, site in sites.items()
+        if site.kind in ("observed", "deterministic") and name not in known
+    ]
+
+
+def _joined(result: Result, parts: list[tuple[dict[str, Tensor], Piece]]) -> dict[str, Tensor]:
+    """Pieces' values, joined along each site's rows; what has no rows is the first piece's."""
+    axes = data_sites(result)
+    joined = {}
+    for name, first in parts[0][0].items():
+        axis = axes.get(name, _axis_of_size(first, parts[0][1].num_rows))
+        if axis is None or (len(parts) == 1 and parts[0][1].keep == slice(None)):
+            joined[name] = first
+            continue
+        kept = [
+            values[name].movedim(axis, 0)[piece.keep].movedim(0, axis) for values, piece in parts
+        ]
+        joined[name] = torch.cat(kept, dim=axis)
+    return joined
+
+
+def _axis_of_size(value: Tensor, size: int) -> int | None:
+    """The first axis after the draws' of a size, from the right."""
+    for axis in range(1, value.dim()):
+        if value.shape[axis] == size:
+            return axis - value.dim()
+    return None

@@ -1,0 +1,219 @@
+"""Samplers: kernels as inference classes in Pyro's manner."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any, ClassVar, Self
+
+from pyro_scale.core.randomness import choose_seed
+from pyro_scale.core.schedules import Schedule
+from pyro_scale.drive.data import open_data
+from pyro_scale.drive.indices import Sampling
+from pyro_scale.drive.progress import Progress
+from pyro_scale.drive.simulate import Chains, Draws, Steps, simulate
+from pyro_scale.errors import ArgumentError, NonFiniteError
+from pyro_scale.infer.collect import collected, temperature_inflation, warn_of_short_warmup
+from pyro_scale.infer.method import Method
+from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
+from pyro_scale.kernels import Kernel
+
+
+class Sampler(Method):
+    """A stochastic-gradient MCMC sampler on a Pyro model.
+
+    Args:
+        model: a Pyro model, a `PyroModule` or a `LogPosterior`.
+        init_strategy: where chains start: one of Pyro's, drawn anew for each chain
+            (`init_to_uniform` by default), or a dict of constrained tensors `[num_chains, ...]`.
+        num_data: N, which overrides what the data say.
+        hyperparameters: the kernel's, each a float or a schedule (step -> float).
+
+    Raises:
+        ArgumentError: a hyperparameter that the kernel does not have, or out of its range.
+    """
+
+    kernel_class: ClassVar[type[Kernel]]
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        init_strategy: Any = None,
+        num_data: int | None = None,
+        **hyperparameters: float | Schedule,
+    ):
+        super().__init__(model, init_strategy=init_strategy, num_data=num_data)
+        known = [field.name for field in dataclasses.fields(self.kernel_class)]
+        for name in hyperparameters:
+            if name not in known:
+                raise ArgumentError(
+                    f"{type(self).__name__} has no hyperparameter '{name}'; it has {known}"
+                )
+        if "lr" not in hyperparameters:
+            raise ArgumentError(f"{type(self).__name__} needs a step size: pass lr=")
+        self.kernel = self.kernel_class(**hyperparameters)
+        self._stepping: tuple[Setup, Chains] | None = None
+
+    @staticmethod
+    def of(kernel_class: type[Kernel]) -> type[Sampler]:
+        """The sampler class of a kernel, documented by it."""
+        own = inspect.signature(Sampler.__init__).parameters
+        hyperparameters = inspect.signature(kernel_class).parameters
+        common = [p for p in own.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        signature = inspect.Signature([own["model"], *hyperparameters.values(), *common])
+        namespace = {
+            "kernel_class": kernel_class,
+            "__doc__": kernel_class.__doc__,
+            "__module__": "pyro_scale",
+            "__signature__": signature,
+        }
+        return type(kernel_class.__name__, (Sampler,), namespace)
+
+    def run(
+        self,
+        data: Any,
+        *,
+        num_samples: int,
+        warmup_steps: int = 0,
+        thinning: int = 1,
+        num_chains: int = 1,
+        batch_size: int | None = None,
+        sampling: Sampling = "shuffle",
+        share_batches: bool = False,
+        seed: int | None = None,
+        progress: bool = True,
+    ) -> Self:
+        """Runs `warmup_steps + num_samples * thinning` steps and keeps every thinning-th state
+        after warm-up.
+
+        Args:
+            data: a `DataLoader` (any iterable with `.dataset`), or the model's own arguments: a
+                tensor, a tuple by position, a dict by name; None for a model without arguments.
+                Tensors are rows.
+            num_samples: draws to keep, per chain.
+            warmup_steps: steps before the first that may be kept.
+            thinning: steps from one draw to the next.
+            num_chains: chains, each with its own start, noise and minibatches.
+            batch_size: rows a step, for tensors; all of them by default.  A loader has its own.
+            sampling: `"shuffle"` goes through the rows in a new order each epoch,
+                `"replacement"` draws them anew at every step.
+            share_batches: gives all chains the same minibatches, which saves loading but
+                correlates the chains, to which R-hat and ESS are blind.
+            seed: the same seed gives the same draws; drawn from torch's generator by default.
+            progress: whether to show a progress bar.
+
+        Returns:
+            The sampler itself.
+
+        Raises:
+            ArgumentError, DataError: before the model is run.
+            ModelError, SiteError, PlateError: before any step.
+            NonFiniteError: a chain's state became NaN or infinite; the others have finished and
+                `get_samples` holds their draws.
+
+        Warns:
+            UserWarning: warm-up was under five relaxation times, judged by the draws.
+        """
+        counts = {"num_samples": num_samples, "thinning": thinning, "num_chains": num_chains}
+        for name, value in counts.items():
+            _check_count(name, value, least=1)
+        _check_count("warmup_steps", warmup_steps, least=0)
+        steps = Steps(num_samples, warmup_steps, thinning)
+        tape = self.kernel.tape(steps.total)
+        seed = choose_seed(seed)
+        data = open_data(data, batch_size, self._num_data, module_device(self.model))
+        self._result, self._stepping = None, None
+
+        setup = self._set_up(data, num_chains, seed)
+        batches = setup.data.batches(seed, 1 if share_batches else num_chains, sampling)
+        if share_batches:
+            batches = (batch.shared(num_chains) for batch in batches)
+        title = f"{type(self).__name__}, {num_chains} chain{'s' * (num_chains > 1)}"
+        with Progress(steps.total, title, progress) as bar:
+            draws = simulate(setup.engine, setup.positions, batches, tape, steps, seed, bar)
+
+        if draws.finished:
+            values = {name: column[-1] for name, column in tape.items()}
+            replacement = sampling == "replacement"
+            inflation = temperature_inflation(setup, draws, batches, values, replacement)
+            attrs = {
+                **self._attrs(),
+                **counts,
+                "warmup_steps": warmup_steps,
+                "sampling": sampling,
+                "share_batches": int(share_batches),
+            }
+            self._result = collected(setup, draws, tape, attrs, inflation)
+        if draws.failures:
+            raise NonFiniteError(_failure_message(draws, tape["lr"]))
+        warn_of_short_warmup(setup, self._results(), values, warmup_steps)
+        return self
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Moves one chain by one step on a batch, given as the model's own arguments.
+
+        For loops of your own.  `num_data` is needed, unless the model's plate says it; the seed
+        is drawn from torch's generator at the first step.  `get_samples` holds the latest state.
+
+        Returns:
+            The log joint's estimate from the batch, in nats, at the state before the step.
+
+        Raises:
+            NonFiniteError: the state became NaN or infinite.
+        """
+        if self._stepping is None:
+            device = module_device(self.model)
+            arguments = as_log_posterior(self.model, None).bind(args, kwargs)
+            setup = self._set_up(
+                open_data(arguments, None, self._num_data, device), 1, choose_seed(None)
+            )
+            chains = Chains(setup.engine, setup.positions, self.kernel.values(0), setup.seed)
+            self._stepping = setup, chains
+        setup, chains = self._stepping
+        batch = setup.batch_of(args, kwargs, chains.count)
+        values = self.kernel.values(chains.count)
+        evaluation = chains.step(batch, values)
+        draws = Draws.empty(1, 1, *setup.positions.shape[1:], setup.positions.dtype)
+        draws.failures = chains.failures
+        tape = {name: value.expand(chains.count) for name, value in values.items()}
+        if draws.failures:
+            raise NonFiniteError(_failure_message(draws, tape["lr"]))
+        chains.keep(draws, 0, evaluation)
+        self._result = collected(setup, draws, tape, self._attrs())
+        return float(evaluation.log_joint)
+
+    def _set_up(self, data: Any, num_chains: int, seed: int) -> Setup:
+        log_posterior = as_log_posterior(self.model, data.num_data)
+        return set_up(log_posterior, data, self.kernel, self._init_strategy, num_chains, seed)
+
+    def _attrs(self) -> dict[str, Any]:
+        hyperparameters = {
+            name: "schedule" if callable(hyper) else float(hyper)
+            for name, hyper in self.kernel.hyperparameters().items()
+        }
+        return {"method": type(self).__name__, **hyperparameters}
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ArgumentError(f"{name}={value!r}: pass an int >= {least}")
+
+
+def _failure_message(draws: Draws, lr: Any) -> str:
+    stopped = "; ".join(
+        f"chain {failure.chain} at step {failure.step}, site '{failure.site}'"
+        for failure in draws.failures[:5]
+    )
+    more = f" and {len(draws.failures) - 5} more" if len(draws.failures) > 5 else ""
+    now = float(lr[draws.failures[0].step])
+    kept = (
+        f"The other {len(draws.finished)} chains have finished; get_samples() has their draws. "
+        if draws.finished
+        else ""
+    )
+    return (
+        f"the state became NaN or infinite: {stopped}{more}. {kept}The step size is most likely "
+        f"above the stable range: try lr={now / 3:.2g} instead of {now:.2g}; else start nearer to "
+        "the mode (init_strategy=), scale the data, or give the site a tighter prior"
+    )

@@ -1,0 +1,163 @@
+"""Everything that comes before the first step: the model understood, chains at their starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyro_scale.core.layout import Layout
+from pyro_scale.core.rows import Arguments
+from pyro_scale.drive.batches import Batch, Data, OwnSubsamples, TensorData, to_device
+from pyro_scale.drive.engine import Engine
+from pyro_scale.errors import ArgumentError, SiteError
+from pyro_scale.kernels import Kernel
+from pyro_scale.model.log_posterior import LogPosterior
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run starts from.
+
+    Attributes:
+        log_posterior: the model, understood.
+        data: where batches come from.
+        engine: moves the chains.
+        positions: the chains' starts, `[chains, D]`.
+        seed: of the run.
+    """
+
+    log_posterior: LogPosterior
+    data: Data
+    engine: Engine
+    positions: Tensor
+    seed: int
+
+    def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> Batch:
+        """The batch of one step, given as the model's own arguments."""
+        arguments = self.log_posterior.bind(args, kwargs)
+        if isinstance(self.data, OwnSubsamples):
+            data = dataclasses.replace(self.data, arguments=arguments)
+            return next(itertools.islice(data.batches(self.seed, 1, "shuffle"), step, None))
+        device = module_device(self.log_posterior)
+        return Batch(to_device(arguments, device), per_chain=False)
+
+
+def set_up(
+    log_posterior: LogPosterior,
+    data: Data,
+    kernel: Kernel,
+    init_strategy: Any,
+    num_chains: int,
+    seed: int,
+) -> Setup:
+    """Runs the model's preflight and finds every chain's start.
+
+    Raises:
+        ModelError, SiteError, PlateError: what is wrong with the model.
+        ArgumentError: a dict of starts that does not fit the model or the number of chains.
+    """
+    arguments = data.first()
+    strategy = None if isinstance(init_strategy, dict) else init_strategy
+    log_posterior.prepare(arguments, strategy, seed)
+    data = _as_taken(log_posterior, data)
+    starts = _starts(log_posterior, arguments, init_strategy, num_chains, seed)
+    points = {name: point.unconstrained for name, point in log_posterior.points.items()}
+    layout = Layout.of(starts[0] | points)
+    positions = torch.stack([layout.flatten(start | points) for start in starts])
+    num_latents = Layout.of(starts[0]).size
+    engine = Engine(kernel, log_posterior, layout, num_latents)
+    _refuse_broken_starts(log_posterior, layout, positions, arguments)
+    return Setup(log_posterior, data, engine, positions, seed)
+
+
+def as_log_posterior(
+    model: Callable[..., Any] | LogPosterior, num_data: int | None
+) -> LogPosterior:
+    """The model as a log posterior, for N rows."""
+    if isinstance(model, LogPosterior):
+        return model.renewed()
+    return LogPosterior(model, num_data)
+
+
+def module_device(model: Callable[..., Any] | LogPosterior) -> torch.device | None:
+    """Where the model's parameters are; None for a model without any."""
+    module = model.model if isinstance(model, LogPosterior) else model
+    if isinstance(module, nn.Module):
+        parameter = next(module.parameters(), None)
+        return None if parameter is None else parameter.device
+    return None
+
+
+def _as_taken(log_posterior: LogPosterior, data: Data) -> Data:
+    """The data, or indices into them for a model that subsamples by itself."""
+    known = log_posterior.understanding
+    if known.own_plate is None:
+        return data
+    if not isinstance(data, TensorData) or data.batch_size is not None:
+        raise ArgumentError(
+            f"the model subsamples by itself in plate '{known.own_plate}': pass the whole data as "
+            "tensors, without a loader or batch_size"
+        )
+    return OwnSubsamples(data.arguments, log_posterior.num_data, known.batch_size)
+
+
+def _starts(
+    log_posterior: LogPosterior,
+    arguments: Arguments,
+    init_strategy: Any,
+    num_chains: int,
+    seed: int,
+) -> list[dict[str, Tensor]]:
+    """Each chain's unconstrained latents, where `init_strategy` puts them."""
+    given = init_strategy if isinstance(init_strategy, dict) else {}
+    strategy = None if isinstance(init_strategy, dict) else init_strategy
+    for name, value in given.items():
+        if name not in log_posterior.latents:
+            raise ArgumentError(
+                f"init_strategy: '{name}' is not a latent site; the model has "
+                f"{list(log_posterior.latents)}"
+            )
+        if value.dim() == 0 or len(value) != num_chains:
+            raise ArgumentError(
+                f"init_strategy['{name}'] has shape {list(value.shape)}: its first dimension must "
+                f"be num_chains={num_chains}"
+            )
+    starts = []
+    for chain in range(num_chains):
+        values = {name: value[chain] for name, value in given.items()}
+        starts.append(log_posterior.start(arguments, seed, chain, strategy, values))
+    return starts
+
+
+def _refuse_broken_starts(
+    log_posterior: LogPosterior, layout: Layout, positions: Tensor, arguments: Arguments
+) -> None:
+    """Chains whose log joint at their start is NaN or infinite on the first batch."""
+    for chain, position in enumerate(positions):
+        for name, place in layout.slices().items():
+            if not bool(torch.isfinite(position[place]).all()):
+                raise SiteError(
+                    f"site '{name}': chain {chain} starts at a value that is not finite in "
+                    "unconstrained space (on the edge of its support?); change init_strategy"
+                )
+
+    def log_joint(position: Tensor) -> Tensor:
+        params = layout.unflatten(position)
+        indices = log_posterior.first_indices()
+        return log_posterior(params, arguments, indices).log_joint
+
+    with torch.no_grad():
+        finite = torch.isfinite(torch.vmap(log_joint, chunk_size=64)(positions))
+    if not bool(finite.all()):
+        chain = int(torch.nonzero(~finite)[0])
+        site = log_posterior.broken_site(layout.unflatten(positions[chain]), arguments)
+        raise SiteError(
+            f"site '{site}': its log density is NaN or infinite on the first batch where chain "
+            f"{chain} starts; check the data, or change init_strategy"
+        )

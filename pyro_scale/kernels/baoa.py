@@ -1,0 +1,45 @@
+"""BAOA: Langevin dynamics split into kick, drift, noise, drift."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_scale.kernels.kernel import Target
+from pyro_scale.kernels.underdamped import PhaseState, Underdamped
+
+
+@dataclass(frozen=True, kw_only=True)
+class BAOA(Underdamped):
+    """Underdamped Langevin dynamics by the splitting kick, drift, noise, drift, mass 1.
+
+        B  p1     = p + lr g(theta),                     g = gradient of log joint / N
+        A  theta1 = theta + lr/2 p1
+        O  p'     = c p1 + sqrt((1 - c^2) T) zeta,       c = exp(-lr friction)
+        A  theta' = theta1 + lr/2 p'
+
+    with T the temperature over N, so that `temperature=1` samples the posterior, and zeta
+    standard normal.  It is the cycle of Leimkuhler and Matthews' BAOAB (2013) with its two half
+    kicks made one: one gradient and one normal a step.  On a Gaussian of precision L (over N)
+    the stationary variance is exactly T / L at any stable step, lr^2 L < 4.
+    At temperature 0 it is SGD with momentum c and learning rate lr^2 (1 + c) / 2.
+
+    Args:
+        lr: the step size (of time, about the square root of SGD's), a float or a schedule.
+        friction: the rate at which momentum decays.
+        temperature: 1 is the posterior, 0 is SGD with momentum.
+    """
+
+    def update(self, state: PhaseState, target: Target, noise: Tensor) -> tuple[PhaseState, Any]:
+        position, momentum = state
+        gradient, evaluation = target.grad(position)
+        decay = torch.exp(-self.lr * self.friction)
+        spread = torch.sqrt((1 - decay * decay) * self.temperature)
+        momentum = momentum + self.lr * gradient
+        position = position + self.lr / 2 * momentum
+        momentum = decay * momentum + spread * noise[0]
+        position = position + self.lr / 2 * momentum
+        return PhaseState(position, momentum), evaluation

@@ -1,0 +1,49 @@
+"""Stochastic gradient Langevin dynamics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.kernels.kernel import Kernel, Target
+
+
+class SGLDState(NamedTuple):
+    """A chain's position [D]."""
+
+    position: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLD(Kernel):
+    """Stochastic gradient Langevin dynamics (Welling and Teh 2011; the paper's B.1).
+
+        theta' = theta + lr g(theta) + sqrt(2 lr T) zeta,    g = gradient of log joint / N
+
+    with T the temperature over N, so that `temperature=1` samples the posterior, and zeta
+    standard normal.  On a Gaussian of precision L (over N) the stationary variance is
+    T / (L (1 - lr L / 2)): the bias is first order in lr, and chains are stable while lr L < 2.
+    At temperature 0 it is gradient ascent, SGD without momentum.
+
+    Args:
+        lr: the step size, a float or a schedule.
+        temperature: 1 is the posterior, 0 is SGD.
+    """
+
+    def init(self, position: Tensor, noise: Tensor) -> SGLDState:
+        return SGLDState(position)
+
+    def update(self, state: SGLDState, target: Target, noise: Tensor) -> tuple[SGLDState, Any]:
+        (position,) = state
+        gradient, evaluation = target.grad(position)
+        spread = torch.sqrt(2 * self.lr * self.temperature)
+        return SGLDState(position + self.lr * gradient + spread * noise[0]), evaluation
+
+    def relaxation_steps(self, precision: Tensor) -> Tensor:
+        return 1 / (self.lr * precision)
+
+    def added_temperature(self, gradient_noise: Tensor) -> Tensor:
+        return self.lr * gradient_noise / 2

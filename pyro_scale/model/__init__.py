@@ -1,0 +1,1 @@
+"""From a Pyro model to a log posterior, scaled for minibatches."""

@@ -1,0 +1,112 @@
+"""What makes a model unfit for minibatches, each found by running it and named by its site."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from pyro_scale.errors import ModelError, PlateError, SiteError
+from pyro_scale.model.scaling import close
+from pyro_scale.model.sites import Recorder, Site, plate_scale
+from pyro_scale.model.terms import Term
+
+
+def refuse_batch_noise(module: nn.Module) -> None:
+    """BatchNorm in train mode and active dropout, before they run."""
+    name = type(module).__name__
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if module.training or module.running_mean is None:
+            raise ModelError(
+                f"{name} in train mode: a row's likelihood would depend on the other rows of its "
+                "batch, and the batch's statistics would be written into your module; call .eval()"
+            )
+    elif isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+        raise ModelError(
+            f"{name}(p={module.p}) is active: the likelihood would be random; call .eval()"
+        )
+
+
+def refuse_broken_terms(sites: Mapping[str, Site], terms: Mapping[str, Term]) -> None:
+    """NaN or infinite log densities, and observations outside of their support."""
+    for site in sites.values():
+        if site.kind == "observed" and not bool(site.fn.support.check(site.value).all()):
+            raise SiteError(
+                f"site '{site.name}': an observed value is NaN or outside the support of its "
+                f"{_family(site.fn)} ({site.fn.support}); check the data, or choose a likelihood "
+                "that allows it"
+            )
+    for term in terms.values():
+        if not bool(torch.isfinite(term.log_prob).all()):
+            what = "NaN" if bool(torch.isnan(term.log_prob).any()) else "infinite"
+            raise SiteError(
+                f"site '{term.name}': its log density is {what} on the first batch, at the start; "
+                "check the data for NaN and scale them, or start elsewhere with init_strategy="
+            )
+
+
+def refuse_random_draws(terms: Mapping[str, Term], again: Mapping[str, Term]) -> None:
+    """Terms that differ between two runs on the same batch at the same latent values."""
+    for name, term in terms.items():
+        if name not in again or not close(term.log_prob, again[name].log_prob, roundings=64):
+            raise ModelError(
+                f"site '{name}': two evaluations at the same latent values differ, so something "
+                "in the model draws at random: call .eval() on modules with dropout, and make "
+                "every random draw a pyro.sample site"
+            )
+
+
+def refuse_other_subsampling(
+    sites: Mapping[str, Site], own_plate: str | None, batch_size: int
+) -> None:
+    """Plates other than the data's that take part of their rows."""
+    for site in sites.values():
+        if site.kind != "subsample" or site.name == own_plate:
+            continue
+        taken = site.fn.subsample_size
+        if taken not in (None, site.fn.size, batch_size):
+            raise PlateError(
+                f"plate '{site.name}' takes {taken} of {site.fn.size} at random; only the data's "
+                "plate may subsample"
+            )
+
+
+def refuse_local_latents(
+    sites: Mapping[str, Site],
+    own_plate: str | None,
+    runs: list[Recorder],
+) -> None:
+    """Latents that there is one of for every row."""
+    data_plates = {own_plate} | {
+        frame.name
+        for site in sites.values()
+        for frame in site.plates
+        for run in runs
+        if own_plate is None
+        and (other := run.sites.get(site.name)) is not None
+        and frame.size != next((f.size for f in other.plates if f.name == frame.name), frame.size)
+    }
+    for site in sites.values():
+        for frame in site.plates:
+            if site.kind == "latent" and frame.name in data_plates:
+                raise SiteError(local_message(site.name, f"inside the data's plate '{frame.name}'"))
+            if site.kind == "latent" and plate_scale(site.plates) != 1:
+                raise SiteError(local_message(site.name, f"in subsampled plate '{frame.name}'"))
+
+
+def local_message(name: str, where: str) -> str:
+    """What to do about a latent of which there is one for every row."""
+    return (
+        f"site '{name}': a latent {where}, one for every row, would need all rows at every step. "
+        "If it is an observation, pass its data (it was called with obs=None); else marginalise "
+        'it by hand, sum it out with infer={"enumerate": "parallel"} if it is discrete, or give '
+        "it a fixed number of groups"
+    )
+
+
+def _family(fn: Any) -> str:
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return type(fn).__name__

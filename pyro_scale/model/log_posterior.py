@@ -1,0 +1,369 @@
+"""The converter: a Pyro model as a function of unconstrained parameters and a batch."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyro
+import torch
+from pyro.distributions import ImproperUniform, constraints
+from pyro.infer.autoguide.initialization import init_to_uniform, init_to_value
+from torch import Tensor
+from torch.distributions import transform_to
+
+from pyro_scale.core import rows
+from pyro_scale.core.randomness import Purpose, derived_seed
+from pyro_scale.core.rows import Arguments
+from pyro_scale.errors import ArgumentError, NotRunError
+from pyro_scale.model.bayesianize import init_to_module, init_to_reset
+from pyro_scale.model.preflight import (
+    InitFunction,
+    Understanding,
+    draw_latents,
+    understand,
+    understand_function,
+)
+from pyro_scale.model.scaling import Evaluation
+from pyro_scale.model.sites import Program, Recorder, Simulator
+from pyro_scale.model.terms import terms_of
+
+Params = Mapping[str, Tensor]
+
+
+class LogPosterior:
+    """The log joint density of a Pyro model, estimated from a batch, in unconstrained space.
+
+    `log_posterior(params, batch)` is `log_prior + N/B * log_lik.sum()` in nats, a total over the
+    data whatever the batch's size B: unbiased for the full-data log joint over batches drawn
+    uniformly.  Sites are understood on the first batch that it sees (by `init`, `prepare` or a
+    call), which must not be inside of `torch.vmap`; everything after that is a pure function
+    that goes through `torch.func`.
+
+    Args:
+        model: a Pyro model or a `PyroModule`.
+        num_data: N, the rows of the whole data set; may be left out where a plate says it.
+
+    Raises:
+        ModelError, SiteError, PlateError: on the first batch, what is wrong with the model.
+        ArgumentError: N is unknown, or less than the rows of a batch.
+
+    Example:
+        >>> import torch, pyro, pyro.distributions as dist
+        >>> import pyro_scale as ps
+        >>> def model(x, y):
+        ...     w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+        >>> log_posterior = ps.LogPosterior(model, num_data=1000)
+        >>> batch = (torch.ones(4), torch.ones(4))
+        >>> value = log_posterior({"w": torch.tensor(1.0)}, batch)
+        >>> value.log_lik.shape, round(float(value.log_joint - value.log_prior), 1)
+        (torch.Size([4]), -918.9)
+    """
+
+    def __init__(self, model: Callable[..., Any], num_data: int | None = None):
+        if not callable(model):
+            raise ArgumentError(f"model={model!r} is not callable: pass a Pyro model")
+        check_num_data(num_data)
+        self.model = model
+        self._num_data = num_data
+        self._program = Program(model)
+        self._understanding: Understanding | None = None
+
+    @staticmethod
+    def from_function(
+        fn: Callable[[dict[str, Tensor], Any], Tensor], params: Params, num_data: int
+    ) -> LogPosterior:
+        """A log posterior without Pyro, from a function in the manner of the paper's Figure 3.
+
+        Args:
+            fn: `fn(params, batch)`, the log posterior per datum (mean log likelihood plus log
+                prior over N), a scalar; it is multiplied by N.
+                The batch is a tuple by position or a dict by name, as for a model's arguments.
+            params: unconstrained tensors, where every chain starts unless it is told otherwise.
+            num_data: N.
+
+        Example:
+            >>> import torch, pyro_scale as ps
+            >>> lp = ps.LogPosterior.from_function(
+            ...     lambda params, batch: -0.5 * (params["w"] ** 2).sum(),
+            ...     {"w": torch.ones(2)}, num_data=10)
+            >>> float(lp({"w": torch.ones(2)}, ()).log_joint)
+            -10.0
+        """
+        return _FunctionLogPosterior(fn, params, num_data)
+
+    # ------------------------------------------------------------------ the density
+
+    def __call__(
+        self, params: Params, batch: Any, indices: Tensor | None = None
+    ) -> Evaluation:
+        """The log joint at unconstrained params, estimated from a batch.
+
+        Args:
+            params: unconstrained tensors by site; `pyro.param` sites may be among them, and keep
+                their value where they are not.
+            batch: the model's arguments, a tuple by position or a dict by name.
+            indices: the rows `[B]` to take, for a model that subsamples by itself; drawn from
+                torch's generator if left out.
+        """
+        arguments = rows.as_arguments(batch)
+        self.prepare(arguments)
+        run = self.run(params, arguments, indices)
+        size = self._batch_size(arguments)
+        return self.understanding.scaling.evaluate(run.sites, terms_of(run.sites), size)
+
+    def grad(
+        self, params: Params, batch: Any, indices: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Evaluation]:
+        """(Gradient of the log joint by site, the evaluation), as for a call."""
+        self.prepare(rows.as_arguments(batch))
+
+        def log_joint(params: Params) -> tuple[Tensor, Evaluation]:
+            evaluation = self(params, batch, indices)
+            return evaluation.log_joint, evaluation
+
+        gradient, evaluation = torch.func.grad(log_joint, has_aux=True)(dict(params))
+        return gradient, evaluation
+
+    def log_likelihood(
+        self, params: Params, batch: Any, indices: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Each data site's log likelihood a row, `[B]`: without N/B, the user's scale in it."""
+        run = self.run(params, rows.as_arguments(batch), indices)
+        return self.understanding.scaling.rows(terms_of(run.sites))
+
+    def simulate(
+        self, params: Params, arguments: Arguments, indices: Tensor | None = None
+    ) -> Recorder:
+        """Runs the model at unconstrained params, its observations drawn anew."""
+        return self.run(params, arguments, indices, Simulator)
+
+    # ------------------------------------------------------------------ parameters
+
+    def init(self, seed: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Unconstrained params, each uniform in (-2, 2), for a batch given as the model's own
+        arguments.
+
+        The same seed gives the same params, and torch's generator is left as it was.
+        """
+        arguments = self.bind(args, kwargs)
+        self.prepare(arguments)
+        return self.start(arguments, seed)
+
+    def start(
+        self,
+        arguments: Arguments,
+        seed: int,
+        chain: int = 0,
+        init: InitFunction | None = None,
+        values: Params | None = None,
+    ) -> dict[str, Tensor]:
+        """Unconstrained params from an initialisation in Pyro's manner, for one chain.
+
+        Args:
+            arguments: a batch.
+            seed: of the run; the draw is a function of (seed, chain).
+            chain: which chain.
+            init: site -> constrained value; uniform in (-2, 2), unconstrained, by default, and
+                for weights of bayesianized modules the module's values (chain 0) or
+                `reset_parameters()`.
+            values: constrained values that go before the initialisation.
+        """
+        init = init or self.default_init(chain)
+        if values:
+            init = init_to_value(values=dict(values), fallback=init)
+        with torch.random.fork_rng():
+            torch.manual_seed(derived_seed(seed, chain, Purpose.INIT))
+            sites = draw_latents(self._program, arguments, init).sites
+        return {
+            site.name: site.unconstrained.detach().clone()
+            for site in sites.values()
+            if site.unconstrained is not None
+        }
+
+    def constrain(self, params: Params) -> dict[str, Tensor]:
+        """Unconstrained params -> the sites' own values (and those of params among them)."""
+        run = self.run(params, self.understanding.example)
+        latents = {s.name: s.value for s in run.sites.values() if s.kind == "latent"}
+        points = {
+            name: transform_to(point.constraint)(params[name])
+            for name, point in self.points.items()
+            if name in params
+        }
+        return latents | points
+
+    def unconstrain(self, values: Params) -> dict[str, Tensor]:
+        """The sites' own values, all of them, -> unconstrained params."""
+        for name in self.latents:
+            if name not in values:
+                raise ArgumentError(f"unconstrain: no value for site '{name}'")
+        params = self.start(self.understanding.example, seed=0, values=values)
+        for name, point in self.points.items():
+            if name in values:
+                params[name] = transform_to(point.constraint).inv(values[name])
+        return params
+
+    def deterministics(self, params: Params) -> dict[str, Tensor]:
+        """`pyro.deterministic` sites outside the data's plate."""
+        run = self.run(params, self.understanding.example)
+        return {name: run.sites[name].value for name in self.understanding.steady}
+
+    def first_indices(self) -> Tensor | None:
+        """The first rows' indices, for a model that subsamples by itself."""
+        known = self.understanding
+        return None if known.own_plate is None else torch.arange(known.batch_size)
+
+    def broken_site(self, params: Params, arguments: Arguments) -> str:
+        """The first site whose log density is NaN or infinite at unconstrained params."""
+        terms = terms_of(self.run(params, arguments, self.first_indices()).sites)
+        broken = (n for n, t in terms.items() if not bool(torch.isfinite(t.log_prob).all()))
+        return next(broken, "?")
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The model's arguments as given by position and name, in one of the two forms."""
+        if not kwargs:
+            return args
+        if not args:
+            return kwargs
+        model = getattr(self.model, "forward", self.model)
+        return dict(inspect.signature(model).bind(*args, **kwargs).arguments)
+
+    def write_points(self, values: Params) -> None:
+        """Puts constrained values of points into Pyro's param store, or into their modules."""
+        for name, value in values.items():
+            point = self.points[name]
+            if name in self._program.owned:
+                module, path = self._program.owned[name]
+                with torch.no_grad():
+                    module.get_parameter(path).copy_(value)
+            else:
+                store = pyro.get_param_store()
+                store.setdefault(name, value, constraint=point.constraint)
+                store[name] = value
+
+    # ------------------------------------------------------------------ what is known of it
+
+    def prepare(
+        self, arguments: Arguments, init: InitFunction | None = None, seed: int = 0
+    ) -> None:
+        """Understands the model on a first batch; does nothing the second time."""
+        if self._understanding is None:
+            with torch.random.fork_rng():
+                torch.manual_seed(derived_seed(seed, 0, Purpose.INIT))
+                self._understanding = self._understand(arguments, init or self.default_init(0))
+
+    def renewed(self) -> LogPosterior:
+        """The same, before it has seen a batch."""
+        other = copy.copy(self)
+        other._program, other._understanding = Program(self.model), None
+        return other
+
+    def default_init(self, chain: int) -> InitFunction:
+        """Where a chain starts unless it is told otherwise."""
+        if chain == 0:
+            return init_to_module
+        return init_to_reset(fallback=init_to_uniform)
+
+    def _understand(self, arguments: Arguments, init: InitFunction) -> Understanding:
+        return understand(self._program, arguments, init, self._num_data)
+
+    @property
+    def understanding(self) -> Understanding:
+        """What the preflight found.
+
+        Raises:
+            NotRunError: no batch has been seen yet.
+        """
+        if self._understanding is None:
+            raise NotRunError("the model has not seen a batch yet: call init(seed, *batch) first")
+        return self._understanding
+
+    @property
+    def num_data(self) -> int:
+        """N."""
+        return self.understanding.scaling.num_data
+
+    @property
+    def latents(self) -> tuple[str, ...]:
+        """The latent sites' names, in the model's order."""
+        return tuple(s.name for s in self.understanding.sites.values() if s.kind == "latent")
+
+    @property
+    def points(self) -> Mapping[str, Any]:
+        """`pyro.param` sites and unfrozen weights: point-estimated."""
+        return self.understanding.points
+
+    # ------------------------------------------------------------------ inside
+
+    def run(
+        self,
+        params: Params,
+        arguments: Arguments,
+        indices: Tensor | None = None,
+        recorder: type[Recorder] = Recorder,
+    ) -> Recorder:
+        """Runs the model at unconstrained params and records its sites."""
+        known = self.understanding
+        points = {name: point.unconstrained for name, point in known.points.items()}
+        points |= {name: params[name] for name in known.points if name in params}
+        chosen = {}
+        if known.own_plate is not None:
+            if indices is None:
+                indices = torch.randperm(self.num_data)[: known.batch_size]
+            chosen = {known.own_plate: indices}
+        enum_dim = known.enum_dim
+        return self._program.run(
+            arguments,
+            recorder(latents=params, points=points, indices=chosen, enum_dim=enum_dim),
+        )
+
+    def _batch_size(self, arguments: Arguments) -> int:
+        known = self.understanding
+        if known.own_plate is not None:
+            return known.batch_size
+        count = rows.count(arguments)
+        return self.num_data if count is None else count
+
+
+class _FunctionLogPosterior(LogPosterior):
+    """See `LogPosterior.from_function`: a Pyro model of flat priors and one factor.
+
+    The function does not tell prior from likelihood, so all of it is in `log_prior`, and
+    `log_lik` is zero.
+    """
+
+    def __init__(
+        self, fn: Callable[[dict[str, Tensor], Any], Tensor], params: Params, num_data: int
+    ):
+        start = {name: torch.as_tensor(value).detach() for name, value in params.items()}
+
+        def model(*args: Any, **kwargs: Any) -> None:
+            values = {
+                name: pyro.sample(name, ImproperUniform(constraints.real, (), value.shape))
+                for name, value in start.items()
+            }
+            pyro.factor("log_posterior", num_data * fn(values, kwargs or args))
+
+        super().__init__(model, num_data)
+        self._start = start
+
+    def default_init(self, chain: int) -> InitFunction:
+        return init_to_value(values=self._start)
+
+    def _understand(self, arguments: Arguments, init: InitFunction) -> Understanding:
+        return understand_function(self._program, arguments, init, self._num_data or 1)
+
+
+def check_num_data(num_data: int | None) -> None:
+    """Refuses an N that is no count of rows.
+
+    Raises:
+        ArgumentError: not an int, or below 1.
+    """
+    good = isinstance(num_data, int) and not isinstance(num_data, bool) and num_data >= 1
+    if num_data is not None and not good:
+        raise ArgumentError(f"num_data={num_data!r}: pass the number of rows, an int >= 1")

@@ -1,0 +1,388 @@
+"""Understands a model before any step: its sites, its rows, and everything that is wrong with it.
+
+The model is run a few times on the first batch, at one set of latent values: as it is (twice,
+to find random draws), and on other rows (to find what follows the batch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import torch
+from pyro.infer.autoguide.initialization import InitMessenger
+from torch import Tensor
+
+from pyro_scale.core import rows
+from pyro_scale.core.rows import Arguments
+from pyro_scale.errors import ArgumentError, ModelError, PlateError, PyroScaleError, SiteError
+from pyro_scale.model.checks import (
+    local_message,
+    refuse_batch_noise,
+    refuse_broken_terms,
+    refuse_local_latents,
+    refuse_other_subsampling,
+    refuse_random_draws,
+)
+from pyro_scale.model.scaling import Rule, Scaling, Variant, classify
+from pyro_scale.model.sites import (
+    LatentShapeChanged,
+    Point,
+    Program,
+    Recorder,
+    Site,
+    executed_modules,
+)
+from pyro_scale.model.terms import Term, terms_of
+
+#: An initialisation in Pyro's manner: site -> constrained value.
+InitFunction = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Understanding:
+    """What is known of a model after its preflight.
+
+    Attributes:
+        sites: every site of the run on the first batch.
+        points: `pyro.param` sites and unfrozen weights.
+        scaling: how each term enters the log joint.
+        batch_size: rows of that batch; N for a model without rows.
+        own_plate: the plate that the model subsamples by itself, if it does.
+        enum_dim: the first dimension that is free for enumerated sites; None without any.
+        partition_error: largest difference, in nats, between a row's log likelihood in the
+            batch and in a part of it: how well the parts add up to the whole; None without
+            parts or rows.
+        example: a small batch to run the model on when only its latents matter.
+        whole_only: whether the model runs on the whole data only.
+        steady: deterministic sites that do not change with the batch.
+    """
+
+    sites: Mapping[str, Site]
+    points: Mapping[str, Point]
+    scaling: Scaling
+    batch_size: int
+    own_plate: str | None
+    enum_dim: int | None
+    partition_error: float | None
+    example: Arguments
+    whole_only: bool
+    steady: tuple[str, ...]
+
+
+def draw_latents(
+    program: Program, arguments: Arguments, init: InitFunction, **recorder: Any
+) -> Recorder:
+    """Runs the model with its latents drawn by an initialisation in Pyro's manner."""
+    with torch.no_grad(), InitMessenger(init):
+        return program.run(arguments, Recorder(store=_store(), **recorder))
+
+
+def understand(
+    program: Program, arguments: Arguments, init: InitFunction, num_data: int | None
+) -> Understanding:
+    """The preflight.
+
+    Raises:
+        ModelError, SiteError, PlateError: see there; nothing has been run yet when they come.
+        ArgumentError: N is neither given nor in the model.
+    """
+    count = rows.count(arguments)
+    with torch.random.fork_rng(), torch.no_grad():
+        with executed_modules(refuse_batch_noise) as executed:
+            first = _first_run(program, arguments, init, count, num_data)
+        program.find_owners(first.points, executed)
+        own_plate = _own_plate(first.sites, count)
+        recipe = _Recipe(program, first, own_plate)
+        whole = recipe.run(arguments)
+        terms = terms_of(whole.sites)
+        refuse_broken_terms(whole.sites, terms)
+        refuse_random_draws(terms, terms_of(recipe.run(arguments).sites))
+        _check_with_validation(recipe, arguments)
+        if own_plate is not None:
+            batch_size = _frame_size(whole.sites, own_plate)
+            variants, runs = recipe.other_indices(arguments, own_plate, batch_size)
+            total = _plate_size(whole.sites, own_plate)
+            num_data = _agree(num_data, total, own_plate)
+        elif count is None:
+            num_data = num_data or _data_plate_size(whole.sites)
+            batch_size, variants, runs = num_data, [], []
+        else:
+            batch_size = count
+            variants, runs = recipe.other_rows(arguments, batch_size, num_data)
+            num_data = num_data or _declared_size([whole, *runs])
+    if num_data is None:
+        raise ArgumentError(
+            "the number of rows N is unknown: pass num_data=N, the size of the whole data set "
+            "(not of a batch, nor the number of batches)"
+        )
+    if batch_size > num_data:
+        raise ArgumentError(
+            f"num_data={num_data} is less than the {batch_size} rows of one batch: pass the size "
+            "of the whole data set"
+        )
+    refuse_other_subsampling(whole.sites, own_plate, batch_size)
+    scaling = classify(terms, variants, batch_size, num_data, own_plate)
+    refuse_local_latents(whole.sites, own_plate, runs)
+    return Understanding(
+        sites=whole.sites,
+        points=first.points,
+        scaling=scaling,
+        batch_size=batch_size,
+        own_plate=own_plate,
+        enum_dim=recipe.enum_dim,
+        partition_error=_partition_error(scaling, terms, variants),
+        example=_example(arguments, runs, own_plate),
+        whole_only=count is not None and own_plate is None and not variants,
+        steady=_steady(whole.sites, runs),
+    )
+
+
+def understand_function(
+    program: Program, arguments: Arguments, init: InitFunction, num_data: int
+) -> Understanding:
+    """The preflight of a function that is the log posterior as a whole: nothing is scaled."""
+    with torch.random.fork_rng(), torch.no_grad(), executed_modules(refuse_batch_noise):
+        first = _first_run(program, arguments, init, None, num_data)
+        recipe = _Recipe(program, first, None)
+        terms = terms_of(first.sites)
+        refuse_broken_terms(first.sites, terms)
+        refuse_random_draws(terms, terms_of(recipe.run(arguments).sites))
+    rules = {
+        name: Rule("prior" if term.is_prior else "global", why="log posterior per datum, times N")
+        for name, term in terms.items()
+    }
+    return Understanding(
+        sites=first.sites,
+        points=first.points,
+        scaling=Scaling(num_data, rules),
+        batch_size=rows.count(arguments) or num_data,
+        own_plate=None,
+        enum_dim=None,
+        partition_error=None,
+        example=arguments,
+        whole_only=False,
+        steady=(),
+    )
+
+
+class _Recipe:
+    """How to run the model again at the latent values of its first run."""
+
+    def __init__(self, program: Program, first: Recorder, own_plate: str | None):
+        self._program, self._first, self._own_plate = program, first, own_plate
+        self.enum_dim = _free_dim(first.sites)
+
+    def run(
+        self,
+        arguments: Arguments,
+        indices: Mapping[str, Tensor] | None = None,
+        validate: bool = False,
+    ) -> Recorder:
+        latents = {
+            site.name: site.unconstrained
+            for site in self._first.sites.values()
+            if site.unconstrained is not None
+        }
+        points = {point.name: point.unconstrained for point in self._first.points.values()}
+        recorder = Recorder(
+            latents=latents, points=points, indices=indices, enum_dim=self.enum_dim
+        )
+        return self._program.run(arguments, recorder, validate)
+
+    def other_rows(
+        self, arguments: Arguments, size: int, num_data: int | None
+    ) -> tuple[list[Variant], list[Recorder]]:
+        """The two halves of the batch; a single row is doubled."""
+        whole = torch.arange(size)
+        parts = [whole[: size // 2], whole[size // 2 :]] if size > 1 else [whole.repeat(2)]
+        runs: list[Recorder] = []
+        for part in parts:
+            try:
+                runs.append(self.run(rows.take(arguments, _slice(part))))
+            except LatentShapeChanged as error:
+                raise _explained(error, size, len(part)) from None
+            except PyroScaleError:
+                raise
+            except Exception as error:
+                if num_data in (None, size):  # the whole data, so that the factor is 1 anyway
+                    return [], []
+                raise PlateError(
+                    f"the model runs on {size} rows but not on {len(part)} of them "
+                    f"({type(error).__name__}: {error}). Take sizes from the batch: "
+                    f"plate('data', {num_data}, subsample_size=len(x))"
+                ) from error
+        return [Variant(terms_of(r.sites), p) for r, p in zip(runs, parts, strict=True)], runs
+
+    def other_indices(
+        self, arguments: Arguments, plate: str, size: int
+    ) -> tuple[list[Variant], list[Recorder]]:
+        """The same rows in another order, for a model that subsamples by itself."""
+        order = torch.arange(size - 1, -1, -1)
+        run = self.run(arguments, {plate: order})
+        return [Variant(terms_of(run.sites), order)], [run]
+
+
+def _first_run(
+    program: Program,
+    arguments: Arguments,
+    init: InitFunction,
+    count: int | None,
+    num_data: int | None,
+) -> Recorder:
+    recorder = Recorder(store=_store())
+    try:
+        with InitMessenger(init):
+            program.run(arguments, recorder)
+    except PyroScaleError:
+        raise
+    except Exception as error:
+        for site in recorder.sites.values():
+            if site.kind == "subsample" and count is not None:
+                size = site.fn.size
+                if site.fn.subsample_size in (None, size) and size == num_data != count:
+                    raise PlateError(
+                        f"plate '{site.name}' has the fixed size {size} but the batch has "
+                        f"{count} rows: write plate('{site.name}', {size}, subsample_size=len(x))"
+                    ) from error
+        raise
+    if not any(site.kind == "latent" for site in recorder.sites.values()):
+        raise ModelError("the model has no latent site: there is nothing to infer")
+    return recorder
+
+
+def _store() -> dict[str, Tensor]:
+    store = pyro.get_param_store()
+    return {name: store[name].detach() for name in store.keys()}
+
+
+def _check_with_validation(recipe: _Recipe, arguments: Arguments) -> None:
+    """Pyro's and torch's own checks of shapes and of distributions' arguments."""
+    if not pyro.infer.util.is_validation_enabled():
+        return
+    try:
+        recipe.run(arguments, validate=True)
+    except PyroScaleError:
+        raise
+    except ValueError as error:
+        raise ModelError(f"the model fails validation on the first batch: {error}") from error
+
+
+def _own_plate(sites: Mapping[str, Site], count: int | None) -> str | None:
+    """The plate whose rows the model draws by itself: it takes part of what is passed in."""
+    own = None
+    for site in sites.values():
+        if site.kind != "subsample" or site.fn.subsample_size in (None, site.fn.size):
+            continue
+        if count is None or count == site.fn.size:
+            if own is not None:
+                raise PlateError(
+                    f"plates '{own}' and '{site.name}' both subsample by themselves; only the "
+                    "data's plate may"
+                )
+            own = site.name
+        elif count != site.fn.subsample_size:
+            raise PlateError(
+                f"plate '{site.name}' takes {site.fn.subsample_size} of {site.fn.size} rows, but "
+                f"{count} are passed in: pass all {site.fn.size} rows and let the model "
+                f"subsample, or pass the batch and write plate('{site.name}', {site.fn.size}, "
+                "subsample_size=len(x))"
+            )
+    return own
+
+
+def _explained(error: LatentShapeChanged, size: int, part: int) -> SiteError:
+    follows = [n for n, m in zip(error.given, error.wanted, strict=False) if n != m]
+    if len(error.given) == len(error.wanted) and follows == [size]:
+        return SiteError(local_message(error.name, "of the batch's size"))
+    return error
+
+
+def _free_dim(sites: Mapping[str, Site]) -> int | None:
+    """The first dimension left of all batch dimensions, if anything is enumerated."""
+    if not any(site.kind == "enumerated" for site in sites.values()):
+        return None
+    batch_dims = [len(site.fn.batch_shape) for site in sites.values() if site.kind != "subsample"]
+    plate_dims = [-frame.dim for site in sites.values() for frame in site.plates if frame.dim]
+    return -1 - max(batch_dims + plate_dims)
+
+
+def _frame_size(sites: Mapping[str, Site], plate: str) -> int:
+    return int(sites[plate].fn.subsample_size)
+
+
+def _plate_size(sites: Mapping[str, Site], plate: str) -> int:
+    return int(sites[plate].fn.size)
+
+
+def _agree(num_data: int | None, size: int, plate: str) -> int:
+    if num_data not in (None, size):
+        raise PlateError(
+            f"plate '{plate}' has {size} rows in all, but num_data is {num_data}: leave num_data "
+            "out, or correct the plate"
+        )
+    return size
+
+
+def _data_plate_size(sites: Mapping[str, Site]) -> int:
+    """For a model without arguments: the size of the plate of observations alone, else 1."""
+    latent = {f.name for s in sites.values() if s.kind == "latent" for f in s.plates}
+    for site in sites.values():
+        if site.kind in ("observed", "factor"):
+            for frame in site.plates:
+                if frame.name not in latent and frame.dim is not None:
+                    return int(frame.size)
+    return 1
+
+
+def _declared_size(runs: list[Recorder]) -> int | None:
+    """N as a plate around the batch says it."""
+    for run in runs:
+        for site in run.sites.values():
+            if site.kind == "subsample" and site.fn.subsample_size not in (None, site.fn.size):
+                return int(site.fn.size)
+    return None
+
+
+def _partition_error(
+    scaling: Scaling, terms: Mapping[str, Term], variants: list[Variant]
+) -> float | None:
+    whole = scaling.rows(terms)
+    return max(
+        (
+            float((rows_of[variant.origin] - part[name]).abs().max())
+            for variant in variants
+            for part in [scaling.rows(variant.terms)]
+            for name, rows_of in whole.items()
+        ),
+        default=None,
+    )
+
+
+def _example(arguments: Arguments, runs: list[Recorder], own_plate: str | None) -> Arguments:
+    """Half of the batch where that works: enough to run the model for its latents' sake."""
+    count = rows.count(arguments)
+    if own_plate is not None or not runs or count is None or count < 2:
+        return arguments
+    return rows.take(arguments, slice(0, count // 2))
+
+
+def _steady(sites: Mapping[str, Site], runs: list[Recorder]) -> tuple[str, ...]:
+    """Deterministic sites that do not change with the batch."""
+    return tuple(
+        name
+        for name, site in sites.items()
+        if site.kind == "deterministic"
+        and all(
+            name in run.sites and torch.equal(site.value, run.sites[name].value) for run in runs
+        )
+    )
+
+
+def _slice(part: Tensor) -> Any:
+    """A contiguous part as a slice, which copies nothing."""
+    if len(set(part.tolist())) < len(part):
+        return part
+    return slice(int(part[0]), int(part[-1]) + 1)

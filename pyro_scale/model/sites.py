@@ -1,0 +1,375 @@
+"""Runs a Pyro model once and records every site.
+
+The recorder is the outermost effect handler: by the time it sees a site, the user's own
+handlers (condition, scale, mask, reparam, plates) have done their work.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pyro
+import pyro.distributions as dist
+import torch
+
+from pyro.poutine.indep_messenger import CondIndepStackFrame
+from pyro.poutine.messenger import Messenger
+from torch import Tensor, nn
+from torch.distributions import biject_to, transform_to
+
+from pyro_scale.core import rows
+from pyro_scale.core.rows import Arguments
+from pyro_scale.errors import SiteError
+
+Kind = Literal["latent", "observed", "factor", "deterministic", "enumerated", "subsample"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One sample statement, as it happened in one run of the model.
+
+    Attributes:
+        name: the site's name.
+        kind: what it is.
+        fn: its distribution, with validation off.
+        value: its value, constrained.
+        scale: the user's `poutine.scale`.
+        mask: the user's `poutine.mask`.
+        plates: the plates around it, outermost first.
+        infer: the site's `infer` dict.
+        unconstrained: the value before the transform (latents only).
+        log_det: log |d value / d unconstrained|, summed (latents only).
+        enum_dim: the dimension, from the right, along which it is enumerated.
+    """
+
+    name: str
+    kind: Kind
+    fn: Any
+    value: Tensor
+    scale: float | Tensor
+    mask: bool | Tensor | None
+    plates: tuple[CondIndepStackFrame, ...]
+    infer: dict[str, Any]
+    unconstrained: Tensor | None = None
+    log_det: Tensor | None = None
+    enum_dim: int | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The distribution's batch and event shape together."""
+        return self.fn.batch_shape + self.fn.event_shape
+
+
+@dataclass(frozen=True)
+class Point:
+    """A `pyro.param` site or an unfrozen weight of a module: one value, point-estimated.
+
+    Attributes:
+        name: the param site's name.
+        constraint: its support.
+        unconstrained: its value when the model was first run.
+        parameter: the module's own tensor, where it belongs to one.
+    """
+
+    name: str
+    constraint: Any
+    unconstrained: Tensor
+    parameter: nn.Parameter | None
+
+
+class LatentShapeChanged(SiteError):
+    """A latent's shape differs from that of the value that is given for it."""
+
+    def __init__(self, name: str, given: torch.Size, wanted: torch.Size):
+        super().__init__(
+            f"site '{name}': its shape depends on the data ({list(given)} on the first batch, "
+            f"{list(wanted)} now); a latent must have one shape for every batch: take the size "
+            "from a constant instead of from the batch"
+        )
+        self.name, self.given, self.wanted = name, given, wanted
+
+
+class Recorder(Messenger):
+    """Gives a model its latents, points and indices, and keeps what happens at each site.
+
+    Args:
+        latents: unconstrained values; without them, latents come from the handlers outside of
+            this one (an initialisation) or from their priors.
+        points: unconstrained values of params; those not given are taken from `store`, else
+            from the param statement itself.
+        indices: what subsampling plates take, by the plate's name; other such plates take
+            their first rows, since the batch that is passed in is the subsample.
+        enum_dim: the first free dimension for enumerated sites; without it they are sampled.
+        store: constrained values in Pyro's param store.
+    """
+
+    def __init__(
+        self,
+        *,
+        latents: Mapping[str, Tensor] | None = None,
+        points: Mapping[str, Tensor] | None = None,
+        indices: Mapping[str, Tensor] | None = None,
+        enum_dim: int | None = None,
+        store: Mapping[str, Tensor] | None = None,
+    ):
+        super().__init__()
+        self._latents, self._given_points = latents, points or {}
+        self._indices, self._store = indices or {}, store or {}
+        self._enum_dim = enum_dim
+        self._jacobians: dict[str, tuple[Tensor, Tensor]] = {}
+        self._enum_dims: dict[str, int] = {}
+        self._drawn: set[str] = set()
+        self.sites: dict[str, Site] = {}
+        self.points: dict[str, Point] = {}
+        self.output: Any = None
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if _is_subsample(msg["fn"]):
+            if msg["value"] is None:
+                msg["value"] = self._subsample(msg["name"], msg["fn"])
+        elif msg["is_observed"] or msg["value"] is not None:
+            return
+        elif _is_discrete(msg):
+            self._enumerate(msg)
+        elif self._latents is not None:
+            self._constrain(msg, self._latents)
+
+    def _subsample(self, plate: str, fn: Any) -> Tensor:
+        if plate in self._indices:
+            return self._indices[plate]
+        size = fn.size if fn.subsample_size is None else fn.subsample_size
+        return torch.arange(size, device=fn.device)
+
+    def _enumerate(self, msg: Any) -> None:
+        name, fn = msg["name"], msg["fn"]
+        if msg["infer"].get("enumerate") != "parallel" or not fn.has_enumerate_support:
+            raise SiteError(
+                f"site '{name}': a discrete latent has no gradient; give it "
+                'infer={"enumerate": "parallel"} to have it summed out, or marginalise it by hand '
+                "(if it is an observation, pass its data: it was called with obs=None)"
+            )
+        if self._enum_dim is None:
+            with torch.no_grad():
+                msg["value"] = fn.sample()
+            return
+        support = fn.enumerate_support(expand=False)
+        inner = (1,) * (-self._enum_dim - 1)
+        msg["value"] = support.reshape(support.shape[:1] + inner + fn.event_shape)
+        self._enum_dims[name] = self._enum_dim
+        self._enum_dim -= 1
+
+    def _constrain(self, msg: Any, latents: Mapping[str, Tensor]) -> None:
+        name, fn = msg["name"], msg["fn"]
+        if name not in latents:
+            raise SiteError(
+                f"site '{name}': it was not there on the first batch; every batch must have the "
+                "same latent sites (or was its observation left out: obs=None?)"
+            )
+        transform, unconstrained = biject_to(fn.support), latents[name]
+        value = transform(unconstrained)
+        wanted = fn.batch_shape + fn.event_shape
+        if value.shape != wanted and not self._enum_dims:
+            raise LatentShapeChanged(name, value.shape, wanted)
+        log_det = transform.log_abs_det_jacobian(unconstrained, value)
+        self._jacobians[name] = unconstrained, log_det.sum()
+        msg["value"] = value
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        name, kind = msg["name"], _kind(msg)
+        if name in self.sites:
+            raise SiteError(f"site '{name}': two sites have this name; rename one")
+        unconstrained, log_det = self._jacobians.get(name, (None, None))
+        if kind == "latent" and unconstrained is None:
+            unconstrained = biject_to(msg["fn"].support).inv(msg["value"])
+        self.sites[name] = Site(
+            name=name,
+            kind=kind,
+            fn=msg["fn"] if kind == "subsample" else without_validation(msg["fn"]),
+            value=msg["value"],
+            scale=msg["scale"] / plate_scale(msg["cond_indep_stack"]),
+            mask=msg["mask"],
+            plates=msg["cond_indep_stack"],
+            infer=msg["infer"],
+            unconstrained=unconstrained,
+            log_det=log_det,
+            enum_dim=self._enum_dims.get(name),
+        )
+
+    def _pyro_param(self, msg: Any) -> None:
+        """Answers param statements itself, so that Pyro's param store is never written to."""
+        name, constraint = msg["name"], msg["kwargs"].get("constraint", dist.constraints.real)
+        given = msg["args"][1] if len(msg["args"]) > 1 else None
+        parameter = given if isinstance(given, nn.Parameter) else None
+        if name in self._given_points:
+            unconstrained = self._given_points[name]
+        else:
+            if name in self._store:
+                constrained = self._store[name]
+            elif callable(given):
+                constrained = given()
+            else:
+                constrained = msg["fn"](*msg["args"], **msg["kwargs"])
+            unconstrained = transform_to(constraint).inv(constrained.detach())
+        if parameter is None or parameter.requires_grad:
+            self.points[name] = Point(name, constraint, unconstrained, parameter)
+        value = transform_to(constraint)(unconstrained)
+        value = value.view_as(value)  # what is set on it must not be set on the caller's tensor
+        value.unconstrained = lambda: unconstrained
+        msg["value"], msg["done"] = value, True
+
+
+class Simulator(Recorder):
+    """A recorder that draws observations anew, and every site without a given latent."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if _is_subsample(msg["fn"]):
+            super()._pyro_sample(msg)
+        elif msg["is_observed"]:
+            if _kind(msg) == "observed":
+                msg["is_observed"], msg["value"], msg["done"] = False, None, False
+                self._drawn.add(msg["name"])
+        elif self._latents is not None and msg["name"] in self._latents:
+            self._constrain(msg, self._latents)
+        else:
+            self._drawn.add(msg["name"])
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if msg["name"] in self._drawn:
+            msg["is_observed"] = True
+        super()._pyro_post_sample(msg)
+
+
+class Program:
+    """A Pyro model, and the modules whose weights are swapped when it is run.
+
+    Attributes:
+        model: the user's callable.
+        owned: param site -> (module, the weight's name in it), for weights of modules.
+    """
+
+    def __init__(self, model: Callable[..., Any]):
+        self.model = model
+        self.owned: dict[str, tuple[nn.Module, str]] = {}
+
+    def run(
+        self, arguments: Arguments, recorder: Recorder, validate: bool = False
+    ) -> Recorder:
+        """Runs the model under the recorder, without a trace left in Pyro's or torch's settings."""
+        points = recorder._given_points
+        swapped = {name: value for name, value in points.items() if name in self.owned}
+        with pyro.validation_enabled(validate), pyro.get_param_store().scope(), recorder:
+            if swapped:
+                recorder.output = self._run_swapped(arguments, swapped)
+            else:
+                recorder.output = rows.call(self.model, arguments)
+        return recorder
+
+    def _run_swapped(self, arguments: Arguments, swapped: Mapping[str, Tensor]) -> Any:
+        modules = list({id(m): m for m, _ in self.owned.values()}.values())
+        root = _Root(self.model, modules)
+        places = {id(module): f"modules_.{i}" for i, module in enumerate(modules)}
+        values = {}
+        for name, value in swapped.items():
+            module, path = self.owned[name]
+            values[f"{places[id(module)]}.{path}"] = value
+        return torch.func.functional_call(root, values, (arguments,))
+
+    def find_owners(self, points: Mapping[str, Point], executed: list[nn.Module]) -> None:
+        """Finds the module that each weight among the points belongs to."""
+        for point in points.values():
+            for module in executed if point.parameter is not None else ():
+                path = next(
+                    (p for p, tensor in module.named_parameters() if tensor is point.parameter),
+                    None,
+                )
+                if path is not None:
+                    self.owned[point.name] = module, path
+                    break
+
+
+class _Root(nn.Module):
+    """Makes the modules that a model calls reachable for `torch.func.functional_call`."""
+
+    def __init__(self, model: Callable[..., Any], modules: list[nn.Module]):
+        super().__init__()
+        self._model = [model]  # in a list, so that a module does not become a child twice
+        self.modules_ = nn.ModuleList(modules)
+
+    def forward(self, arguments: Arguments) -> Any:
+        return rows.call(self._model[0], arguments)
+
+
+def plate_scale(plates: tuple[CondIndepStackFrame, ...]) -> float:
+    """What plates make Pyro multiply a log density by: size over subsample size."""
+    scale = 1.0
+    for frame in plates:
+        if frame.full_size is not None:
+            scale = scale * frame.full_size / frame.size
+    return scale
+
+
+@contextmanager
+def executed_modules(check: Callable[[nn.Module], None]) -> Iterator[list[nn.Module]]:
+    """Lists the modules whose forward runs, outermost first, each checked before it runs."""
+    executed: list[nn.Module] = []
+
+    def hook(module: nn.Module, _: Any) -> None:
+        check(module)
+        executed.append(module)
+
+    handle = nn.modules.module.register_module_forward_pre_hook(hook)
+    try:
+        yield executed
+    finally:
+        handle.remove()
+
+
+def without_validation(fn: Any) -> Any:
+    """The distribution, or a copy that does not validate.
+
+    Switching validation off globally does not reach distributions that were made before, and
+    their checks need a tensor's truth value, which vmap and tracing cannot give.
+    """
+    parts = {
+        name: without_validation(value)
+        for name, value in vars(fn).items()
+        if isinstance(value, torch.distributions.Distribution)
+    }
+    changed = {name: part for name, part in parts.items() if part is not vars(fn)[name]}
+    if not changed and not getattr(fn, "_validate_args", False):
+        return fn
+    fn = copy.copy(fn)
+    fn.__dict__.update(changed, _validate_args=False)
+    return fn
+
+
+def _is_subsample(fn: Any) -> bool:
+    return type(fn).__name__ == "_Subsample"
+
+
+def _is_discrete(msg: Any) -> bool:
+    try:
+        return bool(msg["fn"].support.is_discrete)
+    except NotImplementedError:
+        raise SiteError(
+            f"site '{msg['name']}': {type(msg['fn']).__name__} has no support property, so its "
+            "values cannot be transformed to unconstrained space; use a distribution that has one"
+        ) from None
+
+
+def _kind(msg: Any) -> Kind:
+    fn = msg["fn"]
+    if _is_subsample(fn):
+        return "subsample"
+    if not msg["is_observed"]:
+        return "enumerated" if _is_discrete(msg) else "latent"
+    # a site that poutine.reparam replaced is an observed, masked Delta, as is a deterministic one
+    if isinstance(fn, dist.MaskedDistribution):
+        if fn._mask is False and isinstance(fn.base_dist, dist.Delta):
+            return "deterministic"
+        fn = fn.base_dist
+    return "factor" if isinstance(fn, dist.Unit) else "observed"

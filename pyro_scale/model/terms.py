@@ -1,0 +1,155 @@
+"""The log joint density as a sum of terms: one a site, enumerated sites summed out.
+
+A term keeps its batch dimensions, so that whoever scales it can tell rows from the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.indep_messenger import CondIndepStackFrame
+from torch import Tensor
+from torch.distributions import Independent
+
+from pyro_scale.errors import SiteError
+from pyro_scale.model.sites import Site
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of the log joint density, without any scale.
+
+    Attributes:
+        name: the site's name; of a sum over enumerated sites, the observed sites' names.
+        log_prob: log density per batch element, masked, `[*batch_shape]`.
+        scale: the user's `poutine.scale`.
+        plates: the plates around it.
+        is_prior: whether it is the density of a latent.
+        site: the site, where the term is of one.
+    """
+
+    name: str
+    log_prob: Tensor
+    scale: float | Tensor
+    plates: tuple[CondIndepStackFrame, ...]
+    is_prior: bool
+    site: Site | None = field(default=None, repr=False)
+
+    def unwrapped(self, depth: int) -> Tensor:
+        """The log density with `depth` layers of `to_event` undone: more dimensions, same sum."""
+        if depth == 0:
+            return self.log_prob
+        return _log_prob(self._site(), depth)
+
+    @property
+    def max_depth(self) -> int:
+        """How many layers of `to_event` there are to undo."""
+        depth, fn = 0, self.site.fn if self.site else None
+        while isinstance(fn, Independent):
+            depth, fn = depth + 1, fn.base_dist
+        return depth
+
+    def _site(self) -> Site:
+        assert self.site is not None  # a sum over enumerated sites has max_depth 0
+        return self.site
+
+
+def terms_of(sites: Mapping[str, Site]) -> dict[str, Term]:
+    """The terms of one run of a model."""
+    terms = [
+        Term(
+            name=site.name,
+            log_prob=_log_prob(site, 0),
+            scale=site.scale,
+            plates=site.plates,
+            is_prior=site.kind == "latent",
+            site=site,
+        )
+        for site in sites.values()
+        if site.kind in ("latent", "observed", "factor", "enumerated")
+    ]
+    enumerated = [site for site in sites.values() if site.enum_dim is not None]
+    for variable in sorted(enumerated, key=lambda site: -len(site.plates)):
+        terms = _sum_out(variable, terms)
+    return {term.name: term for term in terms}
+
+
+def unwrapped(fn: Any, depth: int) -> Any:
+    """A distribution with `depth` layers of `to_event` undone."""
+    for _ in range(depth):
+        fn = fn.base_dist
+    return fn
+
+
+def _log_prob(site: Site, depth: int) -> Tensor:
+    fn = unwrapped(site.fn, depth)
+    log_prob = fn.log_prob(site.value)
+    mask = _align(site.mask, len(fn.batch_shape) - len(site.fn.batch_shape))
+    return scale_and_mask(log_prob, 1.0, mask)
+
+
+def aligned_scale(term: Term, log_prob: Tensor) -> float | Tensor:
+    """A term's scale, shaped to multiply its log density as unwrapped."""
+    return _align(term.scale, log_prob.dim() - term.log_prob.dim())
+
+
+def _align(batchwise: Any, extra: int) -> Any:
+    """A scale or mask over batch dimensions, with room for `extra` event dimensions."""
+    if not isinstance(batchwise, Tensor) or batchwise.dim() == 0:
+        return batchwise
+    return batchwise.reshape(batchwise.shape + (1,) * extra)
+
+
+def _sum_out(variable: Site, terms: list[Term]) -> list[Term]:
+    """Replaces the terms that depend on an enumerated site by the log of their summed product.
+
+    Deeper plates are multiplied out first: inside the variable's own plates, the rows of a
+    plate that it is not in share its value.
+    """
+    dim = variable.enum_dim
+    assert dim is not None
+    own = _dims(variable.plates)
+    involved = [t for t in terms if t.log_prob.dim() >= -dim and t.log_prob.shape[dim] > 1]
+    rest = [t for t in terms if t.name not in {i.name for i in involved}]
+    total: Tensor | None = None
+    for term in involved:
+        around = _dims(term.plates)
+        if not own <= around:
+            raise SiteError(
+                f"site '{term.name}' depends on the enumerated site '{variable.name}' but is not "
+                "in all of its plates, so the sum does not factorise over the plate; put it "
+                f"inside the plate, or take '{variable.name}' out of it"
+            )
+        log_prob = term.log_prob
+        for extra in around - own:
+            log_prob = log_prob.sum(extra, keepdim=True)
+        total = log_prob if total is None else total + log_prob
+    if total is None:  # a single value in the support: nothing to sum
+        return terms
+    observed = [t.name for t in involved if t.site is None or t.site.kind != "enumerated"]
+    merged = Term(
+        name="+".join(observed) or variable.name,
+        log_prob=torch.logsumexp(total, dim, keepdim=True),
+        scale=_common_scale(variable, involved),
+        plates=variable.plates,
+        is_prior=False,
+    )
+    return [*rest, merged]
+
+
+def _dims(plates: Iterable[CondIndepStackFrame]) -> frozenset[int]:
+    return frozenset(frame.dim for frame in plates if frame.dim is not None)
+
+
+def _common_scale(variable: Site, involved: Iterable[Term]) -> float | Tensor:
+    scales = [term.scale for term in involved]
+    if any(scale is not scales[0] and scale != scales[0] for scale in scales):
+        raise SiteError(
+            f"site '{variable.name}': the sites that are summed over it have different scales; "
+            "put one poutine.scale around all of them"
+        )
+    return scales[0]
