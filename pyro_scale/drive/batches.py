@@ -64,8 +64,11 @@ class Data(Protocol):
         batch_size: B; None for the whole data.
     """
 
-    num_data: int | None
-    batch_size: int | None
+    @property
+    def num_data(self) -> int | None: ...
+
+    @property
+    def batch_size(self) -> int | None: ...
 
     def first(self) -> Arguments:
         """One batch, for the model's preflight."""
@@ -153,9 +156,7 @@ class IndexedData:
     def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Iterator[Batch]:
         indices = RowIndices(seed, num_chains, len(self.subset), self.batch_size, sampling)
         order = (
-            self.subset[index].tolist()
-            for step in itertools.count()
-            for index in indices.at(step)
+            self.subset[index].tolist() for step in itertools.count() for index in indices.at(step)
         )
         loaded = iter(self._reloader(order, generator(seed, 0, Purpose.DATA_LOADER)))
         while True:
@@ -183,13 +184,13 @@ class IndexedData:
             }
         return torch_data.DataLoader(
             loader.dataset,
-            batch_sampler=order,  # type: ignore[arg-type]
+            batch_sampler=order,
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
             generator=source,
-            **workers,  # type: ignore[arg-type]
+            **workers,
         )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from torch import Tensor
 from tqdm.auto import tqdm
 
 
@@ -21,10 +21,10 @@ class Progress:
     def __init__(self, total: int, title: str, show: bool):
         self._bar = tqdm(total=total, desc=title, disable=not show, unit="step")
 
-    def update(self, log_joint: Callable[[], float]) -> None:
-        """One more step; the log joint is asked for only when the bar is redrawn."""
+    def update(self, log_joint: Tensor) -> None:
+        """One more step; the chains' log joint is read only when the bar is redrawn."""
         if self._bar.update(1):
-            self._bar.set_postfix_str(f"log joint {log_joint():.5g}", refresh=False)
+            self._bar.set_postfix_str(f"log joint {float(log_joint.mean()):.5g}", refresh=False)
 
     def __enter__(self) -> Self:
         return self

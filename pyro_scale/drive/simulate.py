@@ -150,7 +150,7 @@ def simulate(
         draw = steps.draw_of(step)
         if draw is not None:
             chains.keep(draws, draw, evaluation)
-        progress.update(lambda now=evaluation: float(now.log_joint.mean()))
+        progress.update(evaluation.log_joint)
     draws.failures = chains.failures
     draws.seconds = time.perf_counter() - start
     return draws

@@ -29,9 +29,9 @@ def summary(idata: Any, var_names: list[str] | None) -> Any:
 
     posterior = idata.posterior
     names = list(var_names or posterior.data_vars)
-    tables = []
+    tables: list[Any] = []
     for name in names:
-        table = arviz.summary(idata, var_names=[name])
+        table: Any = arviz.summary(idata, var_names=[name])
         if var_names is None and len(table) > _MOST_ELEMENTS:
             worst = {c: table[c].max() if c == "r_hat" else table[c].min() for c in _mixing(table)}
             shape = "x".join(str(n) for n in posterior[name].shape[2:])
@@ -134,7 +134,9 @@ def gradient_noise(
                 return log_posterior(params, arguments, indices).log_lik
 
             jacobian = torch.func.jacrev(rows_of, chunk_size=256)(layout.unflatten(position))
-            gradients.append(torch.cat([jacobian[name].reshape(size, -1) for name in latents], dim=1))
+            gradients.append(
+                torch.cat([jacobian[name].reshape(size, -1) for name in latents], dim=1)
+            )
         variances.append(torch.cat(gradients).var(0))
     size, num_data = len(gradients[0]), log_posterior.num_data
     all_different = 0.0 if replacement else size / num_data

@@ -179,7 +179,9 @@ def _support(constraint: Any) -> str:
     """A constraint's name, such as `positive` or `interval(0, 1)`."""
     while hasattr(constraint, "base_constraint"):
         constraint = constraint.base_constraint
-    return str(constraint).removesuffix("()").replace("lower_bound=", "").replace("upper_bound=", "")
+    return (
+        str(constraint).removesuffix("()").replace("lower_bound=", "").replace("upper_bound=", "")
+    )
 
 
 def _transform(transform: Any) -> str:

@@ -27,7 +27,7 @@ def to_inference_data(result: Result, groups: Mapping[str, Mapping[str, Tensor]]
     import arviz
     import xarray
 
-    datasets = {
+    datasets: dict[str, Any] = {
         group: xarray.Dataset(
             {name: _array(result, group, name, value) for name, value in variables.items()},
             attrs=_attributes(result.attrs),

@@ -174,7 +174,7 @@ class Sampler(Method):
         batch = setup.batch_of(args, kwargs, chains.count)
         values = self.kernel.values(chains.count)
         evaluation = chains.step(batch, values)
-        draws = Draws.empty(1, 1, *setup.positions.shape[1:], setup.positions.dtype)
+        draws = Draws.empty(1, 1, setup.positions.shape[1], setup.positions.dtype)
         draws.failures = chains.failures
         tape = {name: value.expand(chains.count) for name, value in values.items()}
         if draws.failures:

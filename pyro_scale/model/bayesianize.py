@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pyro
 import pyro.distributions as dist
@@ -73,9 +73,10 @@ class BayesianModule(PyroModule):
         ]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the network with its weights drawn."""
         weights = {
             name: pyro.sample(
-                self._pyro_get_fullname(name), prior, infer={_WEIGHT: (self, name)}
+                self._pyro_get_fullname(name), prior, infer=cast(Any, {_WEIGHT: (self, name)})
             )
             for name, prior in self.priors()
         }
@@ -89,8 +90,9 @@ class BayesianModule(PyroModule):
         """Weights as `reset_parameters()` draws them; layers without it keep theirs."""
         net = copy.deepcopy(self._net)
         for module in net.modules():
-            if callable(getattr(module, "reset_parameters", None)):
-                module.reset_parameters()
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
         return {name: weight.detach() for name, weight in net.named_parameters()}
 
     @property

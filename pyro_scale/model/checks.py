@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pyro_scale.errors import ModelError, PlateError, SiteError
+from pyro_scale.errors import ModelError, SiteError
 from pyro_scale.model.scaling import close
 from pyro_scale.model.sites import Recorder, Site, plate_scale
 from pyro_scale.model.terms import Term
@@ -55,21 +55,6 @@ def refuse_random_draws(terms: Mapping[str, Term], again: Mapping[str, Term]) ->
                 f"site '{name}': two evaluations at the same latent values differ, so something "
                 "in the model draws at random: call .eval() on modules with dropout, and make "
                 "every random draw a pyro.sample site"
-            )
-
-
-def refuse_other_subsampling(
-    sites: Mapping[str, Site], own_plate: str | None, batch_size: int
-) -> None:
-    """Plates other than the data's that take part of their rows."""
-    for site in sites.values():
-        if site.kind != "subsample" or site.name == own_plate:
-            continue
-        taken = site.fn.subsample_size
-        if taken not in (None, site.fn.size, batch_size):
-            raise PlateError(
-                f"plate '{site.name}' takes {taken} of {site.fn.size} at random; only the data's "
-                "plate may subsample"
             )
 
 

@@ -26,8 +26,9 @@ from pyro_scale.model.preflight import (
     understand,
     understand_function,
 )
+from pyro_scale.model.program import Program
 from pyro_scale.model.scaling import Evaluation
-from pyro_scale.model.sites import Program, Recorder, Simulator
+from pyro_scale.model.sites import Recorder, Simulator
 from pyro_scale.model.terms import terms_of
 
 Params = Mapping[str, Tensor]
@@ -98,9 +99,7 @@ class LogPosterior:
 
     # ------------------------------------------------------------------ the density
 
-    def __call__(
-        self, params: Params, batch: Any, indices: Tensor | None = None
-    ) -> Evaluation:
+    def __call__(self, params: Params, batch: Any, indices: Tensor | None = None) -> Evaluation:
         """The log joint at unconstrained params, estimated from a batch.
 
         Args:

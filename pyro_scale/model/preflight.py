@@ -23,18 +23,19 @@ from pyro_scale.model.checks import (
     refuse_batch_noise,
     refuse_broken_terms,
     refuse_local_latents,
-    refuse_other_subsampling,
     refuse_random_draws,
 )
-from pyro_scale.model.scaling import Rule, Scaling, Variant, classify
-from pyro_scale.model.sites import (
-    LatentShapeChanged,
-    Point,
-    Program,
-    Recorder,
-    Site,
-    executed_modules,
+from pyro_scale.model.plates import (
+    agreed_size,
+    data_plate_size,
+    declared_size,
+    own_plate,
+    refuse_fixed_plate,
+    refuse_other_subsampling,
 )
+from pyro_scale.model.program import Program, executed_modules
+from pyro_scale.model.scaling import Rule, Scaling, Variant, classify
+from pyro_scale.model.sites import LatentShapeChanged, Point, Recorder, Site
 from pyro_scale.model.terms import Term, terms_of
 
 #: An initialisation in Pyro's manner: site -> constrained value.
@@ -72,12 +73,11 @@ class Understanding:
     steady: tuple[str, ...]
 
 
-def draw_latents(
-    program: Program, arguments: Arguments, init: InitFunction, **recorder: Any
-) -> Recorder:
+def draw_latents(program: Program, arguments: Arguments, init: InitFunction) -> Recorder:
     """Runs the model with its latents drawn by an initialisation in Pyro's manner."""
+    recorder = Recorder(store=_store())
     with torch.no_grad(), InitMessenger(init):
-        return program.run(arguments, Recorder(store=_store(), **recorder))
+        return program.run(arguments, recorder)
 
 
 def understand(
@@ -94,25 +94,24 @@ def understand(
         with executed_modules(refuse_batch_noise) as executed:
             first = _first_run(program, arguments, init, count, num_data)
         program.find_owners(first.points, executed)
-        own_plate = _own_plate(first.sites, count)
-        recipe = _Recipe(program, first, own_plate)
+        own = own_plate(first.sites, count)
+        recipe = _Recipe(program, first)
         whole = recipe.run(arguments)
         terms = terms_of(whole.sites)
         refuse_broken_terms(whole.sites, terms)
         refuse_random_draws(terms, terms_of(recipe.run(arguments).sites))
         _check_with_validation(recipe, arguments)
-        if own_plate is not None:
-            batch_size = _frame_size(whole.sites, own_plate)
-            variants, runs = recipe.other_indices(arguments, own_plate, batch_size)
-            total = _plate_size(whole.sites, own_plate)
-            num_data = _agree(num_data, total, own_plate)
+        if own is not None:
+            batch_size = whole.sites[own].fn.subsample_size
+            variants, runs = recipe.other_indices(arguments, own, batch_size)
+            num_data = agreed_size(num_data, whole.sites[own])
         elif count is None:
-            num_data = num_data or _data_plate_size(whole.sites)
+            num_data = num_data or data_plate_size(whole.sites)
             batch_size, variants, runs = num_data, [], []
         else:
             batch_size = count
             variants, runs = recipe.other_rows(arguments, batch_size, num_data)
-            num_data = num_data or _declared_size([whole, *runs])
+            num_data = num_data or declared_size([whole, *runs])
     if num_data is None:
         raise ArgumentError(
             "the number of rows N is unknown: pass num_data=N, the size of the whole data set "
@@ -123,19 +122,19 @@ def understand(
             f"num_data={num_data} is less than the {batch_size} rows of one batch: pass the size "
             "of the whole data set"
         )
-    refuse_other_subsampling(whole.sites, own_plate, batch_size)
-    scaling = classify(terms, variants, batch_size, num_data, own_plate)
-    refuse_local_latents(whole.sites, own_plate, runs)
+    refuse_other_subsampling(whole.sites, own, batch_size)
+    scaling = classify(terms, variants, batch_size, num_data, own)
+    refuse_local_latents(whole.sites, own, runs)
     return Understanding(
         sites=whole.sites,
         points=first.points,
         scaling=scaling,
         batch_size=batch_size,
-        own_plate=own_plate,
+        own_plate=own,
         enum_dim=recipe.enum_dim,
         partition_error=_partition_error(scaling, terms, variants),
-        example=_example(arguments, runs, own_plate),
-        whole_only=count is not None and own_plate is None and not variants,
+        example=_example(arguments, runs, own),
+        whole_only=count is not None and not variants,
         steady=_steady(whole.sites, runs),
     )
 
@@ -146,7 +145,7 @@ def understand_function(
     """The preflight of a function that is the log posterior as a whole: nothing is scaled."""
     with torch.random.fork_rng(), torch.no_grad(), executed_modules(refuse_batch_noise):
         first = _first_run(program, arguments, init, None, num_data)
-        recipe = _Recipe(program, first, None)
+        recipe = _Recipe(program, first)
         terms = terms_of(first.sites)
         refuse_broken_terms(first.sites, terms)
         refuse_random_draws(terms, terms_of(recipe.run(arguments).sites))
@@ -171,8 +170,8 @@ def understand_function(
 class _Recipe:
     """How to run the model again at the latent values of its first run."""
 
-    def __init__(self, program: Program, first: Recorder, own_plate: str | None):
-        self._program, self._first, self._own_plate = program, first, own_plate
+    def __init__(self, program: Program, first: Recorder):
+        self._program, self._first = program, first
         self.enum_dim = _free_dim(first.sites)
 
     def run(
@@ -187,9 +186,7 @@ class _Recipe:
             if site.unconstrained is not None
         }
         points = {point.name: point.unconstrained for point in self._first.points.values()}
-        recorder = Recorder(
-            latents=latents, points=points, indices=indices, enum_dim=self.enum_dim
-        )
+        recorder = Recorder(latents=latents, points=points, indices=indices, enum_dim=self.enum_dim)
         return self._program.run(arguments, recorder, validate)
 
     def other_rows(
@@ -239,14 +236,7 @@ def _first_run(
     except PyroScaleError:
         raise
     except Exception as error:
-        for site in recorder.sites.values():
-            if site.kind == "subsample" and count is not None:
-                size = site.fn.size
-                if site.fn.subsample_size in (None, size) and size == num_data != count:
-                    raise PlateError(
-                        f"plate '{site.name}' has the fixed size {size} but the batch has "
-                        f"{count} rows: write plate('{site.name}', {size}, subsample_size=len(x))"
-                    ) from error
+        refuse_fixed_plate(recorder.sites, count, num_data, error)
         raise
     if not any(site.kind == "latent" for site in recorder.sites.values()):
         raise ModelError("the model has no latent site: there is nothing to infer")
@@ -255,7 +245,7 @@ def _first_run(
 
 def _store() -> dict[str, Tensor]:
     store = pyro.get_param_store()
-    return {name: store[name].detach() for name in store.keys()}
+    return {name: store[name].detach() for name in store}
 
 
 def _check_with_validation(recipe: _Recipe, arguments: Arguments) -> None:
@@ -268,29 +258,6 @@ def _check_with_validation(recipe: _Recipe, arguments: Arguments) -> None:
         raise
     except ValueError as error:
         raise ModelError(f"the model fails validation on the first batch: {error}") from error
-
-
-def _own_plate(sites: Mapping[str, Site], count: int | None) -> str | None:
-    """The plate whose rows the model draws by itself: it takes part of what is passed in."""
-    own = None
-    for site in sites.values():
-        if site.kind != "subsample" or site.fn.subsample_size in (None, site.fn.size):
-            continue
-        if count is None or count == site.fn.size:
-            if own is not None:
-                raise PlateError(
-                    f"plates '{own}' and '{site.name}' both subsample by themselves; only the "
-                    "data's plate may"
-                )
-            own = site.name
-        elif count != site.fn.subsample_size:
-            raise PlateError(
-                f"plate '{site.name}' takes {site.fn.subsample_size} of {site.fn.size} rows, but "
-                f"{count} are passed in: pass all {site.fn.size} rows and let the model "
-                f"subsample, or pass the batch and write plate('{site.name}', {site.fn.size}, "
-                "subsample_size=len(x))"
-            )
-    return own
 
 
 def _explained(error: LatentShapeChanged, size: int, part: int) -> SiteError:
@@ -307,43 +274,6 @@ def _free_dim(sites: Mapping[str, Site]) -> int | None:
     batch_dims = [len(site.fn.batch_shape) for site in sites.values() if site.kind != "subsample"]
     plate_dims = [-frame.dim for site in sites.values() for frame in site.plates if frame.dim]
     return -1 - max(batch_dims + plate_dims)
-
-
-def _frame_size(sites: Mapping[str, Site], plate: str) -> int:
-    return int(sites[plate].fn.subsample_size)
-
-
-def _plate_size(sites: Mapping[str, Site], plate: str) -> int:
-    return int(sites[plate].fn.size)
-
-
-def _agree(num_data: int | None, size: int, plate: str) -> int:
-    if num_data not in (None, size):
-        raise PlateError(
-            f"plate '{plate}' has {size} rows in all, but num_data is {num_data}: leave num_data "
-            "out, or correct the plate"
-        )
-    return size
-
-
-def _data_plate_size(sites: Mapping[str, Site]) -> int:
-    """For a model without arguments: the size of the plate of observations alone, else 1."""
-    latent = {f.name for s in sites.values() if s.kind == "latent" for f in s.plates}
-    for site in sites.values():
-        if site.kind in ("observed", "factor"):
-            for frame in site.plates:
-                if frame.name not in latent and frame.dim is not None:
-                    return int(frame.size)
-    return 1
-
-
-def _declared_size(runs: list[Recorder]) -> int | None:
-    """N as a plate around the batch says it."""
-    for run in runs:
-        for site in run.sites.values():
-            if site.kind == "subsample" and site.fn.subsample_size not in (None, site.fn.size):
-                return int(site.fn.size)
-    return None
 
 
 def _partition_error(

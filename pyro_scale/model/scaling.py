@@ -174,7 +174,7 @@ class _Comparison:
             return next((f.dim for f in term.plates if f.name == self.own_plate), None)
         shape = term.unwrapped(depth).shape
         if not self.variants:  # the whole data or nothing: the factor is 1 whatever is a row
-            plated = [f.dim for f in term.plates if f.size == self.batch_size]
+            plated = [f.dim for f in term.plates if f.dim and f.size == self.batch_size]
             sized = [i - len(shape) for i, n in enumerate(shape) if n == self.batch_size]
             return next(iter(plated + sized), None)
         following = set()
@@ -334,7 +334,9 @@ def _why_rows(term: Term, rule: Rule) -> str:
 
 
 def _scales_in_words(scales: Sequence[float], sizes: Sequence[int]) -> str:
-    return ", ".join(f"{scale:.6g} for {size} rows" for scale, size in zip(scales, sizes, strict=True))
+    return ", ".join(
+        f"{scale:.6g} for {size} rows" for scale, size in zip(scales, sizes, strict=True)
+    )
 
 
 def _joint_message(name: str, batch_size: int, num_data: int) -> str:

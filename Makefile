@@ -1,0 +1,35 @@
+# Two commands: `make demo` and `make test`.  Each makes .venv if it is missing.
+
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-slow lint types notebooks clean
+
+demo: .venv/installed
+	$(BIN)/python examples/demo.py
+
+test: .venv/installed
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-slow: .venv/installed
+	$(BIN)/python -m pytest -n 2 -m slow
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/installed
+	$(BIN)/mypy
+
+notebooks: .venv/installed
+	$(BIN)/python -m pytest --nbmake notebooks/*.ipynb
+
+clean:
+	rm -rf .venv demo-output
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

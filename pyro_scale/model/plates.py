@@ -1,0 +1,91 @@
+"""What plates say of the data: who subsamples, and how many rows there are in all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from pyro_scale.errors import PlateError
+from pyro_scale.model.sites import Recorder, Site
+
+
+def own_plate(sites: Mapping[str, Site], count: int | None) -> str | None:
+    """The plate whose rows the model draws by itself: it takes part of what is passed in."""
+    own = None
+    for site in sites.values():
+        if site.kind != "subsample" or site.fn.subsample_size in (None, site.fn.size):
+            continue
+        if count is None or count == site.fn.size:
+            if own is not None:
+                raise PlateError(
+                    f"plates '{own}' and '{site.name}' both subsample by themselves; only the "
+                    "data's plate may"
+                )
+            own = site.name
+        elif count != site.fn.subsample_size:
+            raise PlateError(
+                f"plate '{site.name}' takes {site.fn.subsample_size} of {site.fn.size} rows, but "
+                f"{count} are passed in: pass all {site.fn.size} rows and let the model "
+                f"subsample, or pass the batch and write plate('{site.name}', {site.fn.size}, "
+                "subsample_size=len(x))"
+            )
+    return own
+
+
+def agreed_size(num_data: int | None, plate: Site) -> int:
+    """N of a model that subsamples by itself, which must not be given differently."""
+    size = int(plate.fn.size)
+    if num_data not in (None, size):
+        raise PlateError(
+            f"plate '{plate.name}' has {size} rows in all, but num_data is {num_data}: leave num_data "
+            "out, or correct the plate"
+        )
+    return size
+
+
+def data_plate_size(sites: Mapping[str, Site]) -> int:
+    """For a model without arguments: the size of the plate of observations alone, else 1."""
+    latent = {f.name for s in sites.values() if s.kind == "latent" for f in s.plates}
+    for site in sites.values():
+        if site.kind in ("observed", "factor"):
+            for frame in site.plates:
+                if frame.name not in latent and frame.dim is not None:
+                    return int(frame.size)
+    return 1
+
+
+def declared_size(runs: Iterable[Recorder]) -> int | None:
+    """N as a plate around the batch says it."""
+    for run in runs:
+        for site in run.sites.values():
+            if site.kind == "subsample" and site.fn.subsample_size not in (None, site.fn.size):
+                return int(site.fn.size)
+    return None
+
+
+def refuse_other_subsampling(
+    sites: Mapping[str, Site], own_plate: str | None, batch_size: int
+) -> None:
+    """Plates other than the data's that take part of their rows."""
+    for site in sites.values():
+        if site.kind != "subsample" or site.name == own_plate:
+            continue
+        taken = site.fn.subsample_size
+        if taken not in (None, site.fn.size, batch_size):
+            raise PlateError(
+                f"plate '{site.name}' takes {taken} of {site.fn.size} at random; only the data's "
+                "plate may subsample"
+            )
+
+
+def refuse_fixed_plate(
+    sites: Mapping[str, Site], count: int | None, num_data: int | None, error: Exception
+) -> None:
+    """Says what is wrong when a model fails because its plate has N rows but the batch has B."""
+    for site in sites.values():
+        if site.kind != "subsample" or site.fn.subsample_size not in (None, site.fn.size):
+            continue
+        if count is not None and site.fn.size == num_data != count:
+            raise PlateError(
+                f"plate '{site.name}' has the fixed size {num_data} but the batch has {count} "
+                f"rows: write plate('{site.name}', {num_data}, subsample_size=len(x))"
+            ) from error

@@ -1,0 +1,89 @@
+"""A Pyro model as something to run: no trace left in Pyro's or torch's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor, nn
+
+from pyro_scale.core import rows
+from pyro_scale.core.rows import Arguments
+from pyro_scale.model.sites import Point, Recorder
+
+
+class Program:
+    """A Pyro model, and the modules whose weights are swapped when it is run.
+
+    Attributes:
+        model: the user's callable.
+        owned: param site -> (module, the weight's name in it), for weights of modules.
+    """
+
+    def __init__(self, model: Callable[..., Any]):
+        self.model = model
+        self.owned: dict[str, tuple[nn.Module, str]] = {}
+
+    def run(self, arguments: Arguments, recorder: Recorder, validate: bool = False) -> Recorder:
+        """Runs the model under the recorder, without a trace left in Pyro's or torch's settings."""
+        points = recorder._given_points
+        swapped = {name: value for name, value in points.items() if name in self.owned}
+        with pyro.validation_enabled(validate), pyro.get_param_store().scope(), recorder:
+            if swapped:
+                recorder.output = self._run_swapped(arguments, swapped)
+            else:
+                recorder.output = rows.call(self.model, arguments)
+        return recorder
+
+    def _run_swapped(self, arguments: Arguments, swapped: Mapping[str, Tensor]) -> Any:
+        modules = list({id(m): m for m, _ in self.owned.values()}.values())
+        root = _Root(self.model, modules)
+        places = {id(module): f"modules_.{i}" for i, module in enumerate(modules)}
+        values = {}
+        for name, value in swapped.items():
+            module, path = self.owned[name]
+            values[f"{places[id(module)]}.{path}"] = value
+        return torch.func.functional_call(root, values, (arguments,))
+
+    def find_owners(self, points: Mapping[str, Point], executed: list[nn.Module]) -> None:
+        """Finds the module that each weight among the points belongs to."""
+        for point in points.values():
+            for module in executed if point.parameter is not None else ():
+                path = next(
+                    (p for p, tensor in module.named_parameters() if tensor is point.parameter),
+                    None,
+                )
+                if path is not None:
+                    self.owned[point.name] = module, path
+                    break
+
+
+class _Root(nn.Module):
+    """Makes the modules that a model calls reachable for `torch.func.functional_call`."""
+
+    def __init__(self, model: Callable[..., Any], modules: list[nn.Module]):
+        super().__init__()
+        self._model = [model]  # in a list, so that a module does not become a child twice
+        self.modules_ = nn.ModuleList(modules)
+
+    def forward(self, arguments: Arguments) -> Any:
+        return rows.call(self._model[0], arguments)
+
+
+@contextmanager
+def executed_modules(check: Callable[[nn.Module], None]) -> Iterator[list[nn.Module]]:
+    """Lists the modules whose forward runs, outermost first, each checked before it runs."""
+    executed: list[nn.Module] = []
+
+    def hook(module: nn.Module, _: Any) -> None:
+        check(module)
+        executed.append(module)
+
+    handle = nn.modules.module.register_module_forward_pre_hook(hook)
+    try:
+        yield executed
+    finally:
+        handle.remove()
