@@ -71,6 +71,13 @@ def count(arguments: Arguments) -> int | None:
     return next(iter(sizes.values()), None)
 
 
+def are_finite(arguments: Arguments) -> bool:
+    """Whether no row holds NaN or an infinite number."""
+    return all(
+        bool(torch.isfinite(leaf).all()) for leaf in pytree.tree_leaves(arguments) if is_rows(leaf)
+    )
+
+
 def vmap_dims(arguments: Arguments, dim: int | None) -> Any:
     """`in_dims` for `torch.vmap`: `dim` for rows, None for the rest."""
     return pytree.tree_map(lambda leaf: dim if is_rows(leaf) else None, arguments)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pyro_scale.core import rows
 from pyro_scale.core.randomness import NoiseTape, Purpose, generator
 from pyro_scale.drive.batches import Batch
 from pyro_scale.drive.engine import Engine
@@ -19,11 +20,19 @@ from pyro_scale.drive.progress import Progress
 
 @dataclass(frozen=True)
 class Failure:
-    """Where a chain stopped: its state became NaN or infinite."""
+    """Where a chain stopped: its state became NaN or infinite.
+
+    Attributes:
+        chain: which chain.
+        step: the step after which it was so.
+        site: the first site whose value is not finite.
+        bad_batch: whether the step's batch itself held NaN or infinite numbers.
+    """
 
     chain: int
     step: int
     site: str
+    bad_batch: bool
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,7 @@ class Steps:
 
     @property
     def total(self) -> int:
+        """All steps, warm-up included."""
         return self.warmup_steps + self.num_samples * self.thinning
 
     def draw_of(self, step: int) -> int | None:
@@ -112,7 +122,7 @@ class Chains:
         finite = torch.isfinite(self._state.position).all(dim=-1)
         if bool(finite.all()):
             return evaluation
-        self._take_out(~finite)
+        self._take_out(~finite, batch)
         self._state, evaluation = pytree.tree_map(lambda x: x[finite], (self._state, evaluation))
         return evaluation
 
@@ -122,11 +132,14 @@ class Chains:
         draws.log_joint[self.alive, draw] = evaluation.log_joint.double().cpu()
         draws.kept_steps[draw] = self.count - 1
 
-    def _take_out(self, broken: Tensor) -> None:
-        for chain, position in zip(self.alive[broken], self._state.position[broken], strict=True):
+    def _take_out(self, broken: Tensor, batch: Batch) -> None:
+        for place in torch.nonzero(broken)[:, 0].tolist():
+            position = self._state.position[place]
             first = int(torch.nonzero(~torch.isfinite(position))[0])
             site = self._engine.layout.site_at(first)
-            self.failures.append(Failure(int(chain), self.count - 1, site))
+            bad_batch = not rows.are_finite(batch.of_chain(place)[0])
+            chain = int(self.alive[place])
+            self.failures.append(Failure(chain, self.count - 1, site, bad_batch))
         self.alive = self.alive[~broken.cpu()]
 
 

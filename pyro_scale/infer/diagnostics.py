@@ -81,8 +81,8 @@ def warn_of_inflation(factor: float, lr: float) -> None:
         warnings.warn(
             f"the noise of minibatches multiplies the temperature by up to {factor:.3g}, so the "
             f"posterior comes out about {100 * (factor**0.5 - 1):.0f}% too wide in standard "
-            f"deviations there (less with shuffled batches): lower lr from {lr:.2g} to about {lower:.2g}, or raise "
-            "batch_size in proportion",
+            f"deviations there (less with shuffled batches): lower lr from {lr:.2g} to about "
+            f"{lower:.2g}, or raise batch_size in proportion",
             UserWarning,
             stacklevel=4,
         )

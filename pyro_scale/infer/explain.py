@@ -6,6 +6,7 @@ import html
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.distributions import ComposeTransform, IndependentTransform, biject_to
 
 from pyro_scale.core.layout import Layout
@@ -141,6 +142,10 @@ def _site_row(site: Site, rule: Rule | None, ratio: float) -> dict[str, str]:
         why = "summed out"
     if site.kind == "deterministic":
         why = "a function of the others"
+    elif rule is not None and rule.keeps_scale and not _is_one(site.scale):
+        why += f"; the user's scale {_number(site.scale)} is kept"
+    if site.kind != "deterministic" and site.mask is not None:
+        why += "; masked"
     return {
         "site": site.name,
         "kind": site.kind,
@@ -167,6 +172,16 @@ def _point_row(point: Point) -> dict[str, str]:
 
 def _factor(words: str, ratio: float) -> str:
     return f"N/B = {ratio:.6g}" if words == "N/B" else words
+
+
+def _is_one(scale: float | Tensor) -> bool:
+    return not isinstance(scale, Tensor) and scale == 1
+
+
+def _number(scale: float | Tensor) -> str:
+    if isinstance(scale, Tensor) and scale.numel() > 1:
+        return f"of shape {list(scale.shape)}"
+    return f"{float(scale):.6g}"
 
 
 def _plate(frame: Any) -> str:

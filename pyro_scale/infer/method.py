@@ -36,16 +36,17 @@ class Method:
     def __init__(self, model: Any, *, init_strategy: Any = None, num_data: int | None = None):
         if not isinstance(model, LogPosterior) and not callable(model):
             raise ArgumentError(
-                f"model={model!r} is not callable: pass a Pyro model, a PyroModule or a LogPosterior"
+                f"model={model!r} is not callable: pass a Pyro model, a PyroModule or a "
+                "LogPosterior"
             )
         if isinstance(model, LogPosterior) and num_data is not None:
             raise ArgumentError("num_data: a LogPosterior has its own; leave it out")
-        if init_strategy is not None and not isinstance(init_strategy, dict):
-            if not callable(init_strategy):
-                raise ArgumentError(
-                    f"init_strategy={init_strategy!r} is unknown: pass one of Pyro's, such as "
-                    "pyro.infer.autoguide.init_to_median, or a dict of tensors [num_chains, ...]"
-                )
+        known = init_strategy is None or isinstance(init_strategy, dict) or callable(init_strategy)
+        if not known:
+            raise ArgumentError(
+                f"init_strategy={init_strategy!r} is unknown: pass one of Pyro's, such as "
+                "pyro.infer.autoguide.init_to_median, or a dict of tensors [num_chains, ...]"
+            )
         check_num_data(num_data)
         self.model = model
         self._init_strategy, self._num_data = init_strategy, num_data

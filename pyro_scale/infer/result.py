@@ -43,6 +43,7 @@ class Result:
 
     @property
     def num_chains(self) -> int:
+        """Chains that finished."""
         return self.positions.shape[0]
 
     @cached_property

@@ -212,6 +212,11 @@ def _failure_message(draws: Draws, lr: Any) -> str:
         if draws.finished
         else ""
     )
+    if any(failure.bad_batch for failure in draws.failures):
+        return (
+            f"the state became NaN or infinite: {stopped}{more}. {kept}The batch of that step "
+            "holds NaN or infinite numbers: clean the data (torch.isfinite finds them)"
+        )
     return (
         f"the state became NaN or infinite: {stopped}{more}. {kept}The step size is most likely "
         f"above the stable range: try lr={now / 3:.2g} instead of {now:.2g}; else start nearer to "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
 import torch
@@ -60,9 +61,10 @@ class Kernel:
         """
         may_be_zero = name == "temperature"
         bound = ">= 0" if may_be_zero else "> 0"
-        good = isinstance(value, int | float) and not isinstance(value, bool)
-        if good and 0 <= value < float("inf") and (may_be_zero or value > 0):  # type: ignore[operator]
-            return
+        if isinstance(value, Real) and not isinstance(value, bool):
+            number = float(value)
+            if 0 < number < float("inf") or (may_be_zero and number == 0):
+                return
         raise ArgumentError(
             f"{name}={value!r}{where}: pass a number {bound}, or a schedule (step -> number)"
         )
@@ -75,7 +77,7 @@ class Kernel:
         """
         values = {}
         for name, hyper in self.hyperparameters().items():
-            value = hyper(step) if callable(hyper) else hyper
+            value = float(hyper(step)) if callable(hyper) else hyper
             self.check(name, value, f" at step {step}")
             values[name] = torch.tensor(float(value), dtype=torch.float64)
         return values

@@ -186,7 +186,7 @@ class LogPosterior:
 
     def constrain(self, params: Params) -> dict[str, Tensor]:
         """Unconstrained params -> the sites' own values (and those of params among them)."""
-        run = self.run(params, self.understanding.example)
+        run = self.run(params, self.understanding.example, self.first_indices())
         latents = {s.name: s.value for s in run.sites.values() if s.kind == "latent"}
         points = {
             name: transform_to(point.constraint)(params[name])
@@ -208,7 +208,7 @@ class LogPosterior:
 
     def deterministics(self, params: Params) -> dict[str, Tensor]:
         """`pyro.deterministic` sites outside the data's plate."""
-        run = self.run(params, self.understanding.example)
+        run = self.run(params, self.understanding.example, self.first_indices())
         return {name: run.sites[name].value for name in self.understanding.steady}
 
     def first_indices(self) -> Tensor | None:

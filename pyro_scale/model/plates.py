@@ -36,8 +36,8 @@ def agreed_size(num_data: int | None, plate: Site) -> int:
     size = int(plate.fn.size)
     if num_data not in (None, size):
         raise PlateError(
-            f"plate '{plate.name}' has {size} rows in all, but num_data is {num_data}: leave num_data "
-            "out, or correct the plate"
+            f"plate '{plate.name}' has {size} rows in all, but num_data is {num_data}: leave "
+            "num_data out, or correct the plate"
         )
     return size
 

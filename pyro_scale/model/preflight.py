@@ -239,7 +239,10 @@ def _first_run(
         refuse_fixed_plate(recorder.sites, count, num_data, error)
         raise
     if not any(site.kind == "latent" for site in recorder.sites.values()):
-        raise ModelError("the model has no latent site: there is nothing to infer")
+        raise ModelError(
+            "the model has no latent site, so there is nothing to infer: give it a pyro.sample "
+            "without obs=, or wrap a network by pyro_scale.bayesianize(net)"
+        )
     return recorder
 
 
