@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from pyro_scale.errors import ArgumentError, ModelError
 
-#: The key of a site's `infer` dict that says which module's weight it is.
-_WEIGHT = "pyro_scale_weight"
+#: The key of a site's `infer` dict that says which module's weight it is: (module, name).
+WEIGHT = "pyro_scale_weight"
 
 
 def bayesianize(net: nn.Module, prior: Any = None) -> PyroModule:
@@ -76,7 +76,7 @@ class BayesianModule(PyroModule):
         """Calls the network with its weights drawn."""
         weights = {
             name: pyro.sample(
-                self._pyro_get_fullname(name), prior, infer=cast(Any, {_WEIGHT: (self, name)})
+                self._pyro_get_fullname(name), prior, infer=cast(Any, {WEIGHT: (self, name)})
             )
             for name, prior in self.priors()
         }
@@ -110,8 +110,8 @@ def init_to_module(site: Any = None) -> Any:
     """
     if site is None:
         return init_to_module
-    if _WEIGHT in site["infer"]:
-        module, name = site["infer"][_WEIGHT]
+    if WEIGHT in site["infer"]:
+        module, name = site["infer"][WEIGHT]
         return module.weights()[name].clone()
     return init_to_uniform(site)
 
@@ -121,9 +121,9 @@ def init_to_reset(fallback: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
     drawn: dict[int, dict[str, Tensor]] = {}
 
     def init(site: Any) -> Tensor:
-        if _WEIGHT not in site["infer"]:
+        if WEIGHT not in site["infer"]:
             return fallback(site)
-        module, name = site["infer"][_WEIGHT]
+        module, name = site["infer"][WEIGHT]
         if id(module) not in drawn:
             drawn[id(module)] = module.reset_weights()
         return drawn[id(module)][name]

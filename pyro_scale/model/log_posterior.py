@@ -9,7 +9,6 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.distributions import ImproperUniform, constraints
 from pyro.infer.autoguide.initialization import init_to_uniform, init_to_value
 from torch import Tensor
 from torch.distributions import transform_to
@@ -19,6 +18,7 @@ from pyro_scale.core.randomness import Purpose, derived_seed
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.model.bayesianize import init_to_module, init_to_reset
+from pyro_scale.model.function import function_model
 from pyro_scale.model.preflight import (
     InitFunction,
     Understanding,
@@ -72,6 +72,7 @@ class LogPosterior:
         self.model = model
         self._num_data = num_data
         self._program = Program(model)
+        self._preflight = understand
         self._understanding: Understanding | None = None
 
     @staticmethod
@@ -95,7 +96,9 @@ class LogPosterior:
             >>> float(lp({"w": torch.ones(2)}, ()).log_joint)
             -10.0
         """
-        return _FunctionLogPosterior(fn, params, num_data)
+        log_posterior = LogPosterior(function_model(fn, params, num_data), num_data)
+        log_posterior._preflight = understand_function
+        return log_posterior
 
     # ------------------------------------------------------------------ the density
 
@@ -253,7 +256,10 @@ class LogPosterior:
         if self._understanding is None:
             with torch.random.fork_rng():
                 torch.manual_seed(derived_seed(seed, 0, Purpose.INIT))
-                self._understanding = self._understand(arguments, init or self.default_init(0))
+                init = init or self.default_init(0)
+                self._understanding = self._preflight(
+                    self._program, arguments, init, self._num_data
+                )
 
     def renewed(self) -> LogPosterior:
         """The same, before it has seen a batch."""
@@ -266,9 +272,6 @@ class LogPosterior:
         if chain == 0:
             return init_to_module
         return init_to_reset(fallback=init_to_uniform)
-
-    def _understand(self, arguments: Arguments, init: InitFunction) -> Understanding:
-        return understand(self._program, arguments, init, self._num_data)
 
     @property
     def understanding(self) -> Understanding:
@@ -326,35 +329,6 @@ class LogPosterior:
             return known.batch_size
         count = rows.count(arguments)
         return self.num_data if count is None else count
-
-
-class _FunctionLogPosterior(LogPosterior):
-    """See `LogPosterior.from_function`: a Pyro model of flat priors and one factor.
-
-    The function does not tell prior from likelihood, so all of it is in `log_prior`, and
-    `log_lik` is zero.
-    """
-
-    def __init__(
-        self, fn: Callable[[dict[str, Tensor], Any], Tensor], params: Params, num_data: int
-    ):
-        start = {name: torch.as_tensor(value).detach() for name, value in params.items()}
-
-        def model(*args: Any, **kwargs: Any) -> None:
-            values = {
-                name: pyro.sample(name, ImproperUniform(constraints.real, (), value.shape))
-                for name, value in start.items()
-            }
-            pyro.factor("log_posterior", num_data * fn(values, kwargs or args))
-
-        super().__init__(model, num_data)
-        self._start = start
-
-    def default_init(self, chain: int) -> InitFunction:
-        return init_to_value(values=self._start)
-
-    def _understand(self, arguments: Arguments, init: InitFunction) -> Understanding:
-        return understand_function(self._program, arguments, init, self._num_data or 1)
 
 
 def check_num_data(num_data: int | None) -> None:

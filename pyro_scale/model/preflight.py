@@ -140,9 +140,10 @@ def understand(
 
 
 def understand_function(
-    program: Program, arguments: Arguments, init: InitFunction, num_data: int
+    program: Program, arguments: Arguments, init: InitFunction, num_data: int | None
 ) -> Understanding:
     """The preflight of a function that is the log posterior as a whole: nothing is scaled."""
+    num_data = num_data or 1
     with torch.random.fork_rng(), torch.no_grad(), executed_modules(refuse_batch_noise):
         first = _first_run(program, arguments, init, None, num_data)
         recipe = _Recipe(program, first)
