@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributions import ComposeTransform, IndependentTransform, biject_to
 
 from pyro_scale.core.layout import Layout
+from pyro_scale.core.rows import count
 from pyro_scale.drive.data import open_data
 from pyro_scale.infer.setup import as_log_posterior, module_device
 from pyro_scale.model.log_posterior import LogPosterior
@@ -218,7 +219,8 @@ def _warnings(known: Understanding) -> list[str]:
         )
     if known.whole_only or any(rule.whole_data for rule in rules.values()):
         warnings.append("the model runs on the whole data only: no minibatches")
-    if not any(rule.role == "rows" for rule in rules.values()):
+    followers = [rule for rule in rules.values() if rule.role == "rows" or rule.whole_data]
+    if not followers and count(known.example) is not None:
         warnings.append("no site follows the rows: nothing is scaled by N/B")
     dtypes = {s.value.dtype for s in known.sites.values() if s.kind == "latent"}
     if len(dtypes) > 1:

@@ -158,8 +158,9 @@ class Method:
             "sample_stats": result.sample_stats,
         }
         sites = predictive.data_sites(result)
-        if sites:
-            groups["observed_data"] = predictive.observed_data(result, source)
+        observed = predictive.observed_data(result, source)
+        if observed:
+            groups["observed_data"] = observed
         if log_likelihood is None:
             log_likelihood = self._affordable(result, len(sites))
         if log_likelihood and sites:

@@ -51,12 +51,12 @@ def log_likelihood(result: Result, data: Data) -> dict[str, Tensor]:
 
 
 def observed_data(result: Result, data: Data) -> dict[str, Tensor]:
-    """The observed values of each data site, in the data's order."""
+    """The observed values of each site; those with a value a row in the data's order."""
     params = result.layout.unflatten(result.positions[0, 0])
     parts = []
     for piece in _pieces(result, data.in_order(_piece_rows(result))):
         sites = result.log_posterior.run(params, piece.arguments, piece.indices).sites
-        values = {name: sites[name].value for name in data_sites(result)}
+        values = {name: site.value for name, site in sites.items() if site.kind == "observed"}
         parts.append((values, piece))
     return _joined(result, parts)
 

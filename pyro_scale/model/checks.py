@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pyro_scale.errors import ModelError, SiteError
 from pyro_scale.model.scaling import close
@@ -32,7 +32,7 @@ def refuse_batch_noise(module: nn.Module) -> None:
 def refuse_broken_terms(sites: Mapping[str, Site], terms: Mapping[str, Term]) -> None:
     """NaN or infinite log densities, and observations outside of their support."""
     for site in sites.values():
-        if site.kind == "observed" and not bool(site.fn.support.check(site.value).all()):
+        if site.kind == "observed" and not bool(_inside_support(site).all()):
             raise SiteError(
                 f"site '{site.name}': an observed value is NaN or outside the support of its "
                 f"{_family(site.fn)} ({site.fn.support}); check the data, or choose a likelihood "
@@ -89,6 +89,15 @@ def local_message(name: str, where: str) -> str:
         'it by hand, sum it out with infer={"enumerate": "parallel"} if it is discrete, or give '
         "it a fixed number of groups"
     )
+
+
+def _inside_support(site: Site) -> Tensor:
+    """Whether each observed value is possible, or masked out."""
+    inside = site.fn.support.check(site.value)
+    for mask in (site.mask, getattr(site.fn, "_mask", None)):
+        if mask is not None:
+            inside = inside | ~torch.as_tensor(mask)
+    return inside
 
 
 def _family(fn: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -241,7 +242,7 @@ class LogPosterior:
             if name in self._program.owned:
                 module, path = self._program.owned[name]
                 with torch.no_grad():
-                    module.get_parameter(path).copy_(value)
+                    module.get_parameter(path).copy_(transform_to(point.constraint).inv(value))
             else:
                 store = pyro.get_param_store()
                 store.setdefault(name, value, constraint=point.constraint)
@@ -310,8 +311,10 @@ class LogPosterior:
     ) -> Recorder:
         """Runs the model at unconstrained params and records its sites."""
         known = self.understanding
-        points = {name: point.unconstrained for name, point in known.points.items()}
-        points |= {name: params[name] for name in known.points if name in params}
+        points = {
+            name: replace(point, unconstrained=params.get(name, point.unconstrained))
+            for name, point in known.points.items()
+        }
         chosen = {}
         if known.own_plate is not None:
             if indices is None:

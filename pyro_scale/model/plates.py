@@ -43,14 +43,15 @@ def agreed_size(num_data: int | None, plate: Site) -> int:
 
 
 def data_plate_size(sites: Mapping[str, Site]) -> int:
-    """For a model without arguments: the size of the plate of observations alone, else 1."""
+    """For a model without arguments: the size of its observations' plate, else 1.
+
+    A plate of observations alone goes before one that holds latents too.
+    """
     latent = {f.name for s in sites.values() if s.kind == "latent" for f in s.plates}
-    for site in sites.values():
-        if site.kind in ("observed", "factor"):
-            for frame in site.plates:
-                if frame.name not in latent and frame.dim is not None:
-                    return int(frame.size)
-    return 1
+    observed = [s for s in sites.values() if s.kind in ("observed", "factor")]
+    frames = [f for site in observed for f in site.plates if f.dim is not None]
+    frames.sort(key=lambda frame: frame.name in latent)
+    return int(frames[0].size) if frames else 1
 
 
 def declared_size(runs: Iterable[Recorder]) -> int | None:

@@ -35,7 +35,7 @@ from pyro_scale.model.plates import (
 )
 from pyro_scale.model.program import Program, executed_modules
 from pyro_scale.model.scaling import Rule, Scaling, Variant, classify
-from pyro_scale.model.sites import LatentShapeChanged, Point, Recorder, Site
+from pyro_scale.model.sites import LatentShapeChanged, Point, Recorder, Site, points_of_store
 from pyro_scale.model.terms import Term, terms_of
 
 #: An initialisation in Pyro's manner: site -> constrained value.
@@ -75,7 +75,7 @@ class Understanding:
 
 def draw_latents(program: Program, arguments: Arguments, init: InitFunction) -> Recorder:
     """Runs the model with its latents drawn by an initialisation in Pyro's manner."""
-    recorder = Recorder(store=_store())
+    recorder = Recorder(store=points_of_store())
     with torch.no_grad(), InitMessenger(init):
         return program.run(arguments, recorder)
 
@@ -186,8 +186,12 @@ class _Recipe:
             for site in self._first.sites.values()
             if site.unconstrained is not None
         }
-        points = {point.name: point.unconstrained for point in self._first.points.values()}
-        recorder = Recorder(latents=latents, points=points, indices=indices, enum_dim=self.enum_dim)
+        recorder = Recorder(
+            latents=latents,
+            points=self._first.points,
+            indices=indices,
+            enum_dim=self.enum_dim,
+        )
         return self._program.run(arguments, recorder, validate)
 
     def other_rows(
@@ -230,7 +234,7 @@ def _first_run(
     count: int | None,
     num_data: int | None,
 ) -> Recorder:
-    recorder = Recorder(store=_store())
+    recorder = Recorder(store=points_of_store())
     try:
         with InitMessenger(init):
             program.run(arguments, recorder)
@@ -245,11 +249,6 @@ def _first_run(
             "without obs=, or wrap a network by pyro_scale.bayesianize(net)"
         )
     return recorder
-
-
-def _store() -> dict[str, Tensor]:
-    store = pyro.get_param_store()
-    return {name: store[name].detach() for name in store}
 
 
 def _check_with_validation(recipe: _Recipe, arguments: Arguments) -> None:

@@ -29,8 +29,12 @@ class Program:
 
     def run(self, arguments: Arguments, recorder: Recorder, validate: bool = False) -> Recorder:
         """Runs the model under the recorder, without a trace left in Pyro's or torch's settings."""
-        points = recorder._given_points
-        swapped = {name: value for name, value in points.items() if name in self.owned}
+        swapped = {
+            name: point.unconstrained
+            for name, point in recorder.given_points.items()
+            # the recorder answers for a PyroParam; only plain weights are read past it
+            if name in self.owned and not self.owned[name][1].endswith("_unconstrained")
+        }
         with pyro.validation_enabled(validate), pyro.get_param_store().scope(), recorder:
             if swapped:
                 recorder.output = self._run_swapped(arguments, swapped)

@@ -334,9 +334,8 @@ def _why_rows(term: Term, rule: Rule) -> str:
 
 
 def _scales_in_words(scales: Sequence[float], sizes: Sequence[int]) -> str:
-    return ", ".join(
-        f"{scale:.6g} for {size} rows" for scale, size in zip(scales, sizes, strict=True)
-    )
+    words = [f"{s:.6g} for {n} rows" for s, n in zip(scales, sizes, strict=True)]
+    return ", ".join(dict.fromkeys(words))
 
 
 def _joint_message(name: str, batch_size: int, num_data: int) -> str:

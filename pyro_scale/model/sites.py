@@ -7,16 +7,18 @@ handlers (condition, scale, mask, reparam, plates) have done their work.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import pyro
 import pyro.distributions as dist
 import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
-from torch.distributions import biject_to, transform_to
+from torch.distributions import biject_to, constraints, transform_to
 
 from pyro_scale.errors import SiteError
 
@@ -67,7 +69,7 @@ class Point:
         name: the param site's name.
         constraint: its support.
         unconstrained: its value when the model was first run.
-        parameter: the module's own tensor, where it belongs to one.
+        parameter: the module's own, unconstrained tensor, where it belongs to one.
     """
 
     name: str
@@ -94,25 +96,25 @@ class Recorder(Messenger):
     Args:
         latents: unconstrained values; without them, latents come from the handlers outside of
             this one (an initialisation) or from their priors.
-        points: unconstrained values of params; those not given are taken from `store`, else
-            from the param statement itself.
+        points: params; those not given are taken from their modules, from `store`, or from the
+            param statement.
         indices: what subsampling plates take, by the plate's name; other such plates take
             their first rows, since the batch that is passed in is the subsample.
         enum_dim: the first free dimension for enumerated sites; without it they are sampled.
-        store: constrained values in Pyro's param store.
+        store: the points in Pyro's param store.
     """
 
     def __init__(
         self,
         *,
         latents: Mapping[str, Tensor] | None = None,
-        points: Mapping[str, Tensor] | None = None,
+        points: Mapping[str, Point] | None = None,
         indices: Mapping[str, Tensor] | None = None,
         enum_dim: int | None = None,
-        store: Mapping[str, Tensor] | None = None,
+        store: Mapping[str, Point] | None = None,
     ):
         super().__init__()
-        self._latents, self._given_points = latents, points or {}
+        self._latents, self.given_points = latents, points or {}
         self._indices, self._store = indices or {}, store or {}
         self._enum_dim = enum_dim
         self._jacobians: dict[str, tuple[Tensor, Tensor]] = {}
@@ -196,25 +198,30 @@ class Recorder(Messenger):
 
     def _pyro_param(self, msg: Any) -> None:
         """Answers param statements itself, so that Pyro's param store is never written to."""
-        name, constraint = msg["name"], msg["kwargs"].get("constraint", dist.constraints.real)
-        given = msg["args"][1] if len(msg["args"]) > 1 else None
-        parameter = given if isinstance(given, nn.Parameter) else None
-        if name in self._given_points:
-            unconstrained = self._given_points[name]
-        else:
-            if name in self._store:
-                constrained = self._store[name]
-            elif callable(given):
-                constrained = given()
-            else:
-                constrained = msg["fn"](*msg["args"], **msg["kwargs"])
-            unconstrained = transform_to(constraint).inv(constrained.detach())
-        if parameter is None or parameter.requires_grad:
-            self.points[name] = Point(name, constraint, unconstrained, parameter)
-        value = transform_to(constraint)(unconstrained)
+        name = msg["name"]
+        point = self.given_points[name] if name in self.given_points else self._found(msg)
+        if point.parameter is None or point.parameter.requires_grad:
+            self.points[name] = point
+        value = transform_to(point.constraint)(point.unconstrained)
         value = value.view_as(value)  # what is set on it must not be set on the caller's tensor
-        value.unconstrained = lambda: unconstrained
+        value.unconstrained = lambda: point.unconstrained
         msg["value"], msg["done"] = value, True
+
+    def _found(self, msg: Any) -> Point:
+        """The point of a param statement that is met for the first time."""
+        name, given = msg["name"], msg["args"][1] if len(msg["args"]) > 1 else None
+        if isinstance(given, nn.Parameter):
+            return Point(name, constraints.real, given.detach(), given)
+        scope = points_of_store()  # a PyroParam has just put its own tensor there
+        if name in scope:
+            return scope[name]
+        if name in self._store:
+            return dataclasses.replace(self._store[name], parameter=None)
+        constrained = given() if callable(given) else given
+        if constrained is None:
+            raise SiteError(f"param '{name}' has no value: give pyro.param an initial one")
+        constraint = msg["kwargs"].get("constraint", constraints.real)
+        return Point(name, constraint, transform_to(constraint).inv(constrained.detach()), None)
 
 
 class Simulator(Recorder):
@@ -236,6 +243,20 @@ class Simulator(Recorder):
         if msg["name"] in self._drawn:
             msg["is_observed"] = True
         super()._pyro_post_sample(msg)
+
+
+def points_of_store() -> dict[str, Point]:
+    """What Pyro's param store holds now."""
+    state = pyro.get_param_store().get_state()
+    return {
+        name: Point(
+            name,
+            state["constraints"][name],
+            tensor.detach(),
+            tensor if isinstance(tensor, nn.Parameter) else None,
+        )
+        for name, tensor in state["params"].items()
+    }
 
 
 def plate_scale(plates: tuple[CondIndepStackFrame, ...]) -> float:
