@@ -73,7 +73,7 @@ def temperature_inflation(
     known, engine = setup.log_posterior, setup.engine
     if values["temperature"] == 0:
         return None
-    if known.understanding.batch_size == known.num_data and not replacement:
+    if setup.data.batch_size is None:  # the whole data at every step
         return torch.ones(engine.num_latents)
     size = known.understanding.batch_size
     count = max(1, -(-_NOISE_ROWS // (size * len(setup.positions))))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_scale.core.layout import Layout
 from pyro_scale.drive.batches import Batch
+from pyro_scale.infer.export import quiet_arviz
 from pyro_scale.infer.result import Result
 from pyro_scale.model.log_posterior import LogPosterior
 
@@ -24,9 +25,9 @@ _MOST_INFLATION = 1.1
 
 def summary(idata: Any, var_names: list[str] | None) -> Any:
     """ArviZ's table; a large site is one row, with its worst R-hat and least ESS."""
-    import arviz
     import pandas
 
+    arviz = quiet_arviz()
     posterior = idata.posterior
     names = list(var_names or posterior.data_vars)
     tables: list[Any] = []
@@ -46,9 +47,9 @@ def _mixing(table: Any) -> list[str]:
 
 def diagnostics(result: Result, idata: Any) -> Any:
     """A table, one row a site; see `Method.diagnostics`."""
-    import arviz
     import pandas
 
+    arviz = quiet_arviz()
     table = pandas.DataFrame(index=pandas.Index([*result.log_posterior.latents], name="site"))
     latent = idata.posterior[list(table.index)]
     table["r_hat"] = _each(arviz.rhat(latent), "max")

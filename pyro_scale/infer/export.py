@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,14 @@ from pyro_scale.infer.result import Result
 ROWS = "row"
 
 
+def quiet_arviz() -> Any:
+    """ArviZ, imported when it is needed, without the notice of its next version."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        import arviz
+    return arviz
+
+
 def to_inference_data(result: Result, groups: Mapping[str, Mapping[str, Tensor]]) -> Any:
     """ArviZ's InferenceData, or, with ArviZ 1, the DataTree that took its place.
 
@@ -24,9 +33,9 @@ def to_inference_data(result: Result, groups: Mapping[str, Mapping[str, Tensor]]
         result: of the run.
         groups: by group, by variable: `[chains, draws, ...]`, but `observed_data` as it is.
     """
-    import arviz
     import xarray
 
+    arviz = quiet_arviz()
     datasets: dict[str, Any] = {
         group: xarray.Dataset(
             {name: _array(result, group, name, value) for name, value in variables.items()},
