@@ -51,17 +51,21 @@ def take(arguments: Arguments, index: Any) -> Arguments:
     return map_rows(lambda rows: rows[index], arguments)
 
 
+def named_leaves(arguments: Arguments) -> list[tuple[str, Any]]:
+    """Every leaf with its place, such as `0`, `'x'` or `0['x']`."""
+    return [
+        (pytree.keystr(path[:1])[1:-1] + pytree.keystr(path[1:]), leaf)
+        for path, leaf in pytree.tree_flatten_with_path(arguments)[0]
+    ]
+
+
 def count(arguments: Arguments) -> int | None:
     """How many rows there are; None if no argument is rows.
 
     Raises:
         DataError: the tensors' first dimensions differ.
     """
-    sizes = {
-        pytree.keystr(path): leaf.shape[0]
-        for path, leaf in pytree.tree_flatten_with_path(arguments)[0]
-        if is_rows(leaf)
-    }
+    sizes = {name: leaf.shape[0] for name, leaf in named_leaves(arguments) if is_rows(leaf)}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
         raise DataError(

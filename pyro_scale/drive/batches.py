@@ -15,10 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.utils import data as torch_data
-from torch.utils.data import default_collate
 
 from pyro_scale.core import rows
-from pyro_scale.core.randomness import Purpose, derived_seed, generator
+from pyro_scale.core.randomness import Purpose, derived_seed
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.indices import RowIndices, Sampling
 from pyro_scale.errors import ArgumentError, DataError
@@ -149,30 +148,26 @@ class IndexedData:
     device: torch.device | None
 
     def first(self) -> Arguments:
-        chosen = [self.loader.dataset[int(i)] for i in self.subset[: self.batch_size]]
-        collate = self.loader.collate_fn or default_collate
-        return self._received(collate(chosen))
+        return next(self._read([self.subset[: self.batch_size].tolist()], seed=0))
 
     def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Iterator[Batch]:
         indices = RowIndices(seed, num_chains, len(self.subset), self.batch_size, sampling)
         order = (
             self.subset[index].tolist() for step in itertools.count() for index in indices.at(step)
         )
-        loaded = iter(self._reloader(order, generator(seed, 0, Purpose.DATA_LOADER)))
+        read = self._read(order, seed)
         while True:
-            parts = [self._received(next(loaded)) for _ in range(num_chains)]
-            yield Batch(rows.stack(parts), per_chain=True)
+            yield _stacked([next(read) for _ in range(num_chains)])
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
         chunks = self.subset.split(batch_size or self.batch_size)
-        order = (chunk.tolist() for chunk in chunks)
-        for batch in self._reloader(order, torch.Generator()):
-            yield self._received(batch)
+        return self._read((chunk.tolist() for chunk in chunks), seed=0)
 
-    def _received(self, batch: Any) -> Arguments:
-        return to_device(rows.as_arguments(batch), self.device)
+    def _read(self, order: Iterable[list[int]], seed: int) -> Iterator[Arguments]:
+        own = derived_seed(seed, 0, Purpose.DATA_LOADER)
+        return (_received(b, self.device) for b in _isolated(self._reloader(order), own))
 
-    def _reloader(self, order: Iterable[list[int]], source: torch.Generator) -> Iterable[Any]:
+    def _reloader(self, order: Iterable[list[int]]) -> Iterable[Any]:
         """The user's loader with our indices in place of its sampler."""
         loader = self.loader
         workers = {}
@@ -189,7 +184,6 @@ class IndexedData:
             collate_fn=loader.collate_fn,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
-            generator=source,
             **workers,
         )
 
@@ -224,8 +218,7 @@ class StreamData:
             )
         pieces = self._pieces(seed)
         while True:
-            parts = [next(pieces) for _ in range(num_chains)]
-            yield Batch(rows.stack(parts), per_chain=True)
+            yield _stacked([next(pieces) for _ in range(num_chains)])
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
         return self._epoch(seed=0, epoch=0)
@@ -251,20 +244,60 @@ class StreamData:
                 )
 
     def _epoch(self, seed: int, epoch: int) -> Iterator[Arguments]:
-        """One pass through the loader, its draws from torch's generator seeded by the run."""
+        own = derived_seed(seed, 0, Purpose.DATA_LOADER, epoch)
+        return (_received(batch, self.device) for batch in _isolated(self.loader, own))
+
+
+def _isolated(loader: Iterable[Any], seed: int) -> Iterator[Any]:
+    """Iterates with a state of torch's generator that is seeded here and shared with nobody.
+
+    Samplers, and data sets that draw augmentations, read torch's generator.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        loaded = iter(loader)
+        state = torch.random.get_rng_state()
+    while True:
         with torch.random.fork_rng():
-            torch.manual_seed(derived_seed(seed, 0, Purpose.DATA_LOADER, epoch))
-            loaded = iter(self.loader)
+            torch.random.set_rng_state(state)
+            try:
+                batch = next(loaded)
+            except StopIteration:
+                return
             state = torch.random.get_rng_state()
-        while True:
-            with torch.random.fork_rng():
-                torch.random.set_rng_state(state)
-                try:
-                    batch = next(loaded)
-                except StopIteration:
-                    return
-                state = torch.random.get_rng_state()
-            yield to_device(rows.as_arguments(batch), self.device)
+        yield batch
+
+
+def _received(batch: Any, device: torch.device | None) -> Arguments:
+    """A loader's batch as the model's arguments, on the model's device."""
+    arguments = rows.as_arguments(batch)
+    refuse_arrays(arguments)
+    return to_device(arguments, device)
+
+
+def _stacked(parts: list[Arguments]) -> Batch:
+    """The chains' batches, side by side."""
+    try:
+        return Batch(rows.stack(parts), per_chain=True)
+    except RuntimeError as error:
+        raise DataError(
+            f"the chains' batches of one step differ in shape ({error}): let the collate function "
+            "pad all rows to one length, or run one chain (num_chains=1)"
+        ) from error
+
+
+def refuse_arrays(arguments: Arguments) -> None:
+    """Refuses NumPy arrays and the like, which would pass as constants instead of rows.
+
+    Raises:
+        DataError: it names the argument.
+    """
+    for name, leaf in rows.named_leaves(arguments):
+        if not isinstance(leaf, Tensor) and hasattr(leaf, "__array__"):
+            raise DataError(
+                f"argument {name} is a {type(leaf).__name__}, not a tensor, so its rows would not "
+                "be taken by minibatch: pass torch.as_tensor of it"
+            )
 
 
 def to_device(arguments: Arguments, device: torch.device | None) -> Arguments:

@@ -12,7 +12,14 @@ from torch.utils.data import default_collate
 
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
-from pyro_scale.drive.batches import Data, IndexedData, StreamData, TensorData, to_device
+from pyro_scale.drive.batches import (
+    Data,
+    IndexedData,
+    StreamData,
+    TensorData,
+    refuse_arrays,
+    to_device,
+)
 from pyro_scale.errors import ArgumentError, DataError
 
 
@@ -39,15 +46,13 @@ def open_data(
         raise ArgumentError(f"batch_size={batch_size!r}: pass an int >= 1, or None for all rows")
     if data is None:
         data = ()
-    if isinstance(data, Tensor | tuple | Mapping) or _is_list_of_tensors(data):
+    if isinstance(data, Tensor | tuple | Mapping) or hasattr(data, "__array__") or _is_row(data):
         return _open_tensors(rows.as_arguments(data), batch_size, num_data, device)
     if not isinstance(data, Iterable):
         raise DataError(
             f"data is a {type(data).__name__}: pass a DataLoader, or the model's own arguments "
             "as a tensor, tuple or dict of tensors"
         )
-    if _is_array(data):
-        raise DataError(f"data is a {type(data).__name__}: pass torch.as_tensor of it")
     if batch_size is not None:
         raise ArgumentError(
             f"batch_size={batch_size} beside a loader, which has its own: set it there, or pass "
@@ -62,13 +67,7 @@ def _open_tensors(
     num_data: int | None,
     device: torch.device | None,
 ) -> Data:
-    items = arguments.items() if isinstance(arguments, dict) else enumerate(arguments)
-    for name, value in items:
-        if _is_array(value):
-            raise DataError(
-                f"argument {name!r} is a {type(value).__name__}, not a tensor, so its rows would "
-                "not be taken by minibatch: pass torch.as_tensor of it"
-            )
+    refuse_arrays(arguments)
     num_rows = rows.count(arguments)
     if num_rows is None and batch_size is not None:
         raise DataError(
@@ -93,38 +92,42 @@ def _open_loader(loader: Any, num_data: int | None, device: torch.device | None)
     if length == 0:
         raise DataError("the data set is empty")
     total = num_data if num_data is not None else length
-    subset = _indices_of(loader, length)
-    if subset is None:
+    sampler = _batch_sampler(loader)
+    subset = None if sampler is None else _indices_of(sampler.sampler, length)
+    if sampler is None or subset is None:
         return StreamData(loader, total, device)
     if num_data is None:
         total = len(subset)
     assert total is not None
-    _check_size(len(subset), loader.batch_size)
+    _check_size(len(subset), sampler.batch_size)
     if loader.collate_fn is default_collate:
         tensors = _tensors_of(dataset, subset)
         if tensors is not None:
-            return _open_tensors(tensors, loader.batch_size, total, device)
-    return IndexedData(loader, subset, total, loader.batch_size, device)
+            return _open_tensors(tensors, sampler.batch_size, total, device)
+    return IndexedData(loader, subset, total, sampler.batch_size, device)
 
 
-def _indices_of(loader: Any, length: int | None) -> Tensor | None:
-    """Which rows a loader reads, if it is a plain DataLoader over a map-style data set."""
-    if not isinstance(loader, torch_data.DataLoader) or length is None:
+def _batch_sampler(loader: Any) -> torch_data.BatchSampler | None:
+    """The plain batch sampler of a DataLoader over a map-style data set; None for any other."""
+    if not isinstance(loader, torch_data.DataLoader):
         return None
-    if isinstance(loader.dataset, torch_data.IterableDataset):
-        return None
-    sampler = loader.sampler
+    if loader.batch_sampler is None and not isinstance(loader.dataset, torch_data.IterableDataset):
+        raise DataError("the DataLoader has batch_size=None, so it yields single rows: give it one")
+    sampler: Any = loader.batch_sampler
+    return sampler if type(sampler) is torch_data.BatchSampler else None
+
+
+def _indices_of(sampler: Any, length: int | None) -> Tensor | None:
+    """Which rows a sampler draws with equal probability; None for one of the user's own."""
     if isinstance(sampler, torch_data.WeightedRandomSampler):
         raise DataError(
             "a WeightedRandomSampler draws rows with unequal probability, so the batches do not "
             "estimate the likelihood of the data; weigh rows by poutine.scale in the model instead"
         )
-    if type(loader.batch_sampler) is not torch_data.BatchSampler:
-        return None
     if isinstance(sampler, torch_data.SubsetRandomSampler):
         return torch.as_tensor(list(sampler.indices))
     if isinstance(sampler, torch_data.SequentialSampler | torch_data.RandomSampler):
-        return torch.arange(length)
+        return torch.arange(length or 0)
     return None
 
 
@@ -157,9 +160,6 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def _is_array(value: Any) -> bool:
-    return not isinstance(value, Tensor) and hasattr(value, "__array__")
-
-
-def _is_list_of_tensors(data: Any) -> bool:
-    return isinstance(data, list) and bool(data) and all(isinstance(d, Tensor) for d in data)
+def _is_row(data: Any) -> bool:
+    """Whether a list is the model's arguments, as a loader collates them."""
+    return isinstance(data, list) and bool(data) and all(hasattr(d, "__array__") for d in data)

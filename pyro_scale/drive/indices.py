@@ -18,6 +18,12 @@ _BLOCK_STEPS = 256
 _MOST_BYTES = 4 * 2**30
 
 
+def check_sampling(sampling: object) -> None:
+    """Refuses a way of sampling rows that there is not."""
+    if sampling not in ("shuffle", "replacement"):
+        raise ArgumentError(f"sampling={sampling!r}: pass 'shuffle' or 'replacement'")
+
+
 class RowIndices:
     """One stream of row indices a chain, a function of (seed, chain) alone.
 
@@ -39,8 +45,7 @@ class RowIndices:
     def __init__(
         self, seed: int, num_chains: int, num_rows: int, batch_size: int, sampling: Sampling
     ):
-        if sampling not in ("shuffle", "replacement"):
-            raise ArgumentError(f"sampling={sampling!r}: pass 'shuffle' or 'replacement'")
+        check_sampling(sampling)
         if sampling == "shuffle" and 16 * num_chains * num_rows > _MOST_BYTES:
             raise ArgumentError(
                 f"sampling='shuffle' would hold {num_chains} orders of {num_rows} rows "

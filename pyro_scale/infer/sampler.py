@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Self
 
 from pyro_scale.core.randomness import choose_seed
 from pyro_scale.core.schedules import Schedule
+from pyro_scale.drive.batches import Data
 from pyro_scale.drive.data import open_data
-from pyro_scale.drive.indices import Sampling
+from pyro_scale.drive.indices import Sampling, check_sampling
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.simulate import Chains, Draws, Steps, simulate
 from pyro_scale.errors import ArgumentError, NonFiniteError
@@ -119,13 +120,14 @@ class Sampler(Method):
         for name, value in counts.items():
             _check_count(name, value, least=1)
         _check_count("warmup_steps", warmup_steps, least=0)
+        check_sampling(sampling)
         steps = Steps(num_samples, warmup_steps, thinning)
         tape = self.kernel.tape(steps.total)
         seed = choose_seed(seed)
         data = open_data(data, batch_size, self._num_data, module_device(self.model))
         self._result, self._stepping = None, None
 
-        setup = self._set_up(data, num_chains, seed)
+        setup = self._set_up(data, data.num_data, num_chains, seed)
         batches = setup.data.batches(seed, 1 if share_batches else num_chains, sampling)
         if share_batches:
             batches = (batch.shared(num_chains) for batch in batches)
@@ -165,9 +167,8 @@ class Sampler(Method):
         if self._stepping is None:
             device = module_device(self.model)
             arguments = as_log_posterior(self.model, None).bind(args, kwargs)
-            setup = self._set_up(
-                open_data(arguments, None, self._num_data, device), 1, choose_seed(None)
-            )
+            data = open_data(arguments, None, self._num_data, device)
+            setup = self._set_up(data, self._num_data, 1, choose_seed(None))
             chains = Chains(setup.engine, setup.positions, self.kernel.values(0), setup.seed)
             self._stepping = setup, chains
         setup, chains = self._stepping
@@ -183,8 +184,8 @@ class Sampler(Method):
         self._result = collected(setup, draws, tape, self._attrs())
         return float(evaluation.log_joint)
 
-    def _set_up(self, data: Any, num_chains: int, seed: int) -> Setup:
-        log_posterior = as_log_posterior(self.model, data.num_data)
+    def _set_up(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Setup:
+        log_posterior = as_log_posterior(self.model, num_data)
         return set_up(log_posterior, data, self.kernel, self._init_strategy, num_chains, seed)
 
     def _attrs(self) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def as_log_posterior(
 ) -> LogPosterior:
     """The model as a log posterior, for N rows."""
     if isinstance(model, LogPosterior):
-        return model.renewed()
+        return model.renewed(num_data)
     return LogPosterior(model, num_data)
 
 
@@ -123,10 +123,16 @@ def _starts(
                 f"init_strategy: '{name}' is not a latent site; the model has "
                 f"{list(log_posterior.latents)}"
             )
-        if value.dim() == 0 or len(value) != num_chains:
+        if not isinstance(value, Tensor):
             raise ArgumentError(
-                f"init_strategy['{name}'] has shape {list(value.shape)}: its first dimension must "
-                f"be num_chains={num_chains}"
+                f"init_strategy['{name}'] is a {type(value).__name__}: pass a tensor of "
+                "constrained values, [num_chains, ...]"
+            )
+        shape = (num_chains, *log_posterior.understanding.sites[name].value.shape)
+        if value.shape != shape:
+            raise ArgumentError(
+                f"init_strategy['{name}'] has shape {list(value.shape)}: with "
+                f"num_chains={num_chains} it must be {list(shape)}"
             )
     starts = []
     for chain in range(num_chains):

@@ -262,9 +262,10 @@ class LogPosterior:
                     self._program, arguments, init, self._num_data
                 )
 
-    def renewed(self) -> LogPosterior:
-        """The same, before it has seen a batch."""
+    def renewed(self, num_data: int | None) -> LogPosterior:
+        """The same, before it has seen a batch; `num_data` counts where it has none itself."""
         other = copy.copy(self)
+        other._num_data = self._num_data or num_data
         other._program, other._understanding = Program(self.model), None
         return other
 
