@@ -167,10 +167,10 @@ def _returned(result: Result, sites: Mapping[str, Site]) -> list[str]:
 
 def _joined(result: Result, parts: list[tuple[dict[str, Tensor], Piece]]) -> dict[str, Tensor]:
     """Pieces' values, joined along each site's rows; what has no rows is the first piece's."""
-    axes = data_sites(result)
+    axes = {**result.log_posterior.understanding.row_axes, **data_sites(result)}
     joined = {}
     for name, first in parts[0][0].items():
-        axis = axes.get(name, _axis_of_size(first, parts[0][1].num_rows))
+        axis = axes.get(name)
         if axis is None or (len(parts) == 1 and parts[0][1].keep == slice(None)):
             joined[name] = first
             continue
@@ -179,11 +179,3 @@ def _joined(result: Result, parts: list[tuple[dict[str, Tensor], Piece]]) -> dic
         ]
         joined[name] = torch.cat(kept, dim=axis)
     return joined
-
-
-def _axis_of_size(value: Tensor, size: int) -> int | None:
-    """The first axis after the draws' of a size, from the right."""
-    for axis in range(1, value.dim()):
-        if value.shape[axis] == size:
-            return axis - value.dim()
-    return None

@@ -59,6 +59,7 @@ class Understanding:
         example: a small batch to run the model on when only its latents matter.
         whole_only: whether the model runs on the whole data only.
         steady: deterministic sites that do not change with the batch.
+        row_axes: of deterministic sites that follow the batch: the rows' axis, from the right.
     """
 
     sites: Mapping[str, Site]
@@ -71,6 +72,7 @@ class Understanding:
     example: Arguments
     whole_only: bool
     steady: tuple[str, ...]
+    row_axes: Mapping[str, int]
 
 
 def draw_latents(program: Program, arguments: Arguments, init: InitFunction) -> Recorder:
@@ -136,6 +138,7 @@ def understand(
         example=_example(arguments, runs, own),
         whole_only=count is not None and not variants,
         steady=_steady(whole.sites, runs),
+        row_axes=_row_axes(whole.sites, runs, batch_size, own),
     )
 
 
@@ -165,6 +168,7 @@ def understand_function(
         example=arguments,
         whole_only=False,
         steady=(),
+        row_axes={},
     )
 
 
@@ -312,6 +316,25 @@ def _steady(sites: Mapping[str, Site], runs: list[Recorder]) -> tuple[str, ...]:
             name in run.sites and torch.equal(site.value, run.sites[name].value) for run in runs
         )
     )
+
+
+def _row_axes(
+    sites: Mapping[str, Site], runs: list[Recorder], size: int, own: str | None
+) -> dict[str, int]:
+    """The axis along which each deterministic site follows the batch."""
+    axes = {}
+    for site in sites.values():
+        if site.kind != "deterministic" or site.name in _steady(sites, runs):
+            continue
+        shape = site.value.shape
+        shapes = [run.sites[site.name].value.shape for run in runs if site.name in run.sites]
+        for axis in range(len(shape)):
+            # a model that subsamples by itself always has B rows: there the size must do
+            follows = own is not None or any(other[axis] != size for other in shapes)
+            if shape[axis] == size and follows:
+                axes[site.name] = axis - len(shape)
+                break
+    return axes
 
 
 def _slice(part: Tensor) -> Any:
