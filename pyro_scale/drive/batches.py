@@ -164,28 +164,7 @@ class IndexedData:
         return self._read((chunk.tolist() for chunk in chunks), seed=0)
 
     def _read(self, order: Iterable[list[int]], seed: int) -> Iterator[Arguments]:
-        own = derived_seed(seed, 0, Purpose.DATA_LOADER)
-        return (_received(b, self.device) for b in _isolated(self._reloader(order), own))
-
-    def _reloader(self, order: Iterable[list[int]]) -> Iterable[Any]:
-        """The user's loader with our indices in place of its sampler."""
-        loader = self.loader
-        workers = {}
-        if loader.num_workers > 0:
-            workers = {
-                "prefetch_factor": loader.prefetch_factor,
-                "multiprocessing_context": loader.multiprocessing_context,
-                "worker_init_fn": loader.worker_init_fn,
-            }
-        return torch_data.DataLoader(
-            loader.dataset,
-            batch_sampler=order,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            **workers,
-        )
+        return _read_by_index(self.loader, order, seed, self.device)
 
 
 @dataclass
@@ -221,7 +200,12 @@ class StreamData:
             yield _stacked([next(pieces) for _ in range(num_chains)])
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
-        return self._epoch(seed=0, epoch=0)
+        """The data set's order where it can be read by index; else the loader's own."""
+        loader = self.loader
+        if not isinstance(loader, torch_data.DataLoader) or is_iterable_style(loader):
+            return self._epoch(seed=0, epoch=0)
+        order = torch.arange(len(loader.dataset)).split(batch_size or self.batch_size or 1)
+        return _read_by_index(loader, (part.tolist() for part in order), 0, self.device)
 
     def _pieces(self, seed: int) -> Iterator[Arguments]:
         """All epochs' rows, one after another, in pieces of exactly B."""
@@ -246,6 +230,38 @@ class StreamData:
     def _epoch(self, seed: int, epoch: int) -> Iterator[Arguments]:
         own = derived_seed(seed, 0, Purpose.DATA_LOADER, epoch)
         return (_received(batch, self.device) for batch in _isolated(self.loader, own))
+
+
+def is_iterable_style(loader: torch_data.DataLoader[Any]) -> bool:
+    """Whether a loader's data set cannot be read by index."""
+    return isinstance(loader.dataset, torch_data.IterableDataset)
+
+
+def _read_by_index(
+    loader: torch_data.DataLoader[Any],
+    order: Iterable[list[int]],
+    seed: int,
+    device: torch.device | None,
+) -> Iterator[Arguments]:
+    """The user's loader with our indices in place of its sampler."""
+    workers = {}
+    if loader.num_workers > 0:
+        workers = {
+            "prefetch_factor": loader.prefetch_factor,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "worker_init_fn": loader.worker_init_fn,
+        }
+    reloader = torch_data.DataLoader(
+        loader.dataset,
+        batch_sampler=order,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        **workers,
+    )
+    own = derived_seed(seed, 0, Purpose.DATA_LOADER)
+    return (_received(batch, device) for batch in _isolated(reloader, own))
 
 
 def _isolated(loader: Iterable[Any], seed: int) -> Iterator[Any]:

@@ -17,6 +17,7 @@ from pyro_scale.drive.batches import (
     IndexedData,
     StreamData,
     TensorData,
+    is_iterable_style,
     refuse_arrays,
     to_device,
 )
@@ -111,7 +112,7 @@ def _batch_sampler(loader: Any) -> torch_data.BatchSampler | None:
     """The plain batch sampler of a DataLoader over a map-style data set; None for any other."""
     if not isinstance(loader, torch_data.DataLoader):
         return None
-    if loader.batch_sampler is None and not isinstance(loader.dataset, torch_data.IterableDataset):
+    if loader.batch_sampler is None and not is_iterable_style(loader):
         raise DataError("the DataLoader has batch_size=None, so it yields single rows: give it one")
     sampler: Any = loader.batch_sampler
     return sampler if type(sampler) is torch_data.BatchSampler else None
