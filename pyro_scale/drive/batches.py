@@ -204,7 +204,8 @@ class StreamData:
         loader = self.loader
         if not isinstance(loader, torch_data.DataLoader) or is_iterable_style(loader):
             return self._epoch(seed=0, epoch=0)
-        order = torch.arange(len(loader.dataset)).split(batch_size or self.batch_size or 1)
+        dataset: Any = loader.dataset
+        order = torch.arange(len(dataset)).split(batch_size or self.batch_size or 1)
         return _read_by_index(loader, (part.tolist() for part in order), 0, self.device)
 
     def _pieces(self, seed: int) -> Iterator[Arguments]:

@@ -1,0 +1,64 @@
+"""What a kernel does on a Gaussian, read out exactly: its linear map, noise and stationary law."""
+
+import torch
+
+
+class Field:
+    """A target with a given gradient (over N)."""
+
+    def __init__(self, gradient):
+        self.gradient = gradient
+
+    def grad(self, position):
+        return self.gradient(position), torch.zeros(())
+
+
+def bound(kernel, num_data=1, step=0):
+    """The kernel at a step's values, its temperature over N, as the driver binds it."""
+    values = kernel.values(step)
+    return kernel.bind({**values, "temperature": values["temperature"] / num_data})
+
+
+def state_of(kernel, vector):
+    """A state from the concatenation of its vectors."""
+    probe = kernel.init(torch.zeros(1).double(), torch.zeros(1).double())
+    return type(probe)(*vector.split(len(vector) // len(probe)))
+
+
+def read_out(kernel, precision):
+    """The maps of (state, noise, gradient noise) to the next state, for log joint / N
+    -x'Px/2: the columns are the images of basis vectors."""
+    dim = len(precision)
+    target = Field(lambda x: -precision @ x)
+    rest = torch.zeros(dim).double()
+    size = torch.cat(kernel.init(rest, rest)).numel()
+    still = torch.zeros(kernel.normals, dim).double()
+
+    def columns(images):
+        return torch.stack([torch.cat(image) for image in images], dim=1)
+
+    def moved(vector, noise=still, target=target):
+        return kernel.update(state_of(kernel, vector), target, noise)[0]
+
+    zero = torch.zeros(size).double()
+    transition = columns(moved(unit) for unit in torch.eye(size).double())
+    units = torch.eye(kernel.normals * dim).double().reshape(-1, kernel.normals, dim)
+    noise = columns(moved(zero, unit) for unit in units)
+    pushed = columns(
+        moved(zero, still, Field(lambda x, push=push: push)) for push in torch.eye(dim).double()
+    )
+    return transition, noise, pushed
+
+
+def lyapunov(transition, noise_covariance):
+    """S = A S A' + Q, solved as one linear system."""
+    size = len(transition)
+    system = torch.eye(size * size).double() - torch.kron(transition, transition)
+    return torch.linalg.solve(system, noise_covariance.flatten()).reshape(size, size)
+
+
+def stationary(kernel, precision, gradient_noise=0.0):
+    """The exact stationary covariance of (position[, momentum])."""
+    transition, noise, pushed = read_out(kernel, precision)
+    assert torch.linalg.eigvals(transition).abs().max() < 1
+    return lyapunov(transition, noise @ noise.T + gradient_noise * pushed @ pushed.T)

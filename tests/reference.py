@@ -1,0 +1,59 @@
+"""Log densities computed without the package: by Pyro itself, and Jacobians by autograd."""
+
+import pyro.poutine as poutine
+import torch
+
+from pyro_scale.core import rows
+
+
+def close(actual, expected, tolerance=1e-9):
+    """Equal to 1e-9 of the larger, or to 1e-9 where that is below 1."""
+    torch.testing.assert_close(
+        actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=tolerance, atol=tolerance
+    )
+
+
+def pyro_log_joint(model, values, arguments):
+    """Pyro's own log density of a model's sites, its latents at constrained values."""
+    trace = poutine.trace(poutine.condition(model, values)).get_trace(*arguments)
+    return trace.log_prob_sum().detach()
+
+
+def log_jacobian(constrain, params, free=lambda name, value: value):
+    """log |d values / d params| from autograd's Jacobian of the whole map.
+
+    Args:
+        constrain: unconstrained params -> values.
+        params: unconstrained params.
+        free: (name, value) -> the value's coordinates that are free, as many as the param's.
+    """
+    names = list(params)
+    sizes = [params[name].numel() for name in names]
+
+    def flat(vector):
+        parts = zip(names, vector.split(sizes), strict=True)
+        values = constrain({name: part.reshape(params[name].shape) for name, part in parts})
+        return torch.cat([free(name, values[name]).reshape(-1) for name in names])
+
+    vector = torch.cat([params[name].reshape(-1) for name in names])
+    return torch.linalg.slogdet(torch.autograd.functional.jacobian(flat, vector)).logabsdet
+
+
+def full_log_joint(model, log_posterior, params, arguments):
+    """The whole data's log density in unconstrained space, for sites whose value is all free."""
+    values = log_posterior.constrain(params)
+    jacobian = log_jacobian(log_posterior.constrain, params)
+    return pyro_log_joint(model, values, arguments) + jacobian
+
+
+def batches(arguments, size):
+    """A partition into batches of `size` rows, the last with what is left."""
+    count = rows.count(arguments)
+    return [rows.take(arguments, slice(i, i + size)) for i in range(0, count, size)]
+
+
+def averaged(log_posterior, params, arguments, size):
+    """The mean of the log joint's estimates over a partition, each weighted by its rows."""
+    parts = batches(arguments, size)
+    total = sum(log_posterior(params, part).log_joint * rows.count(part) for part in parts)
+    return total / rows.count(arguments)

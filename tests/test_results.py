@@ -1,0 +1,750 @@
+"""What a finished run gives: draws, tables, predictions and ArviZ's groups, against known values.
+
+Statistical tests have fixed seeds; were those drawn anew, a z beyond 4.4 would come once in
+90,000 comparisons.
+"""
+
+import html
+import json
+import math
+import warnings
+
+import arviz
+import matplotlib as mpl
+import numpy as np
+import pandas
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import pyro_scale as ps
+from pyro_scale.errors import ArgumentError, PlateError, SiteError
+
+mpl.use("Agg")
+QUIET = {"progress": False}
+
+
+def double(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def normals(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def close(actual, expected, rtol=1e-12):
+    actual = torch.as_tensor(np.array(actual))
+    expected = torch.as_tensor(np.array(expected)).to(actual.dtype)
+    assert actual.shape == expected.shape
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
+
+
+def z_of_variance(centred, expected):
+    return float((centred.square().mean() / expected - 1) / (2 / centred.numel()) ** 0.5)
+
+
+SIZE = 12
+X = normals(SIZE, 2, seed=1)
+Y = X @ double(1.0, -0.5) + 0.7 * normals(SIZE, seed=2)
+
+
+def regression(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+    s = pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
+    pyro.deterministic("twice", 2 * w)
+    with pyro.plate("data", len(x)):
+        mean = pyro.deterministic("mean", x @ w)
+        return pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def fitted(model=regression, data=(X, Y), method=ps.BAOA, lr=0.1, temperature=1.0, **kwargs):
+    settings = {"num_samples": 10, "num_chains": 3, "seed": 0, **QUIET, **kwargs}
+    return method(model, lr=lr, temperature=temperature).run(data, **settings)
+
+
+def log_density(samples, x=X, y=Y):
+    """The log likelihood of each row at each draw, by hand."""
+    mean, s = samples["w"] @ x.T, samples["s"][..., None]
+    return -0.5 * ((y - mean) / s) ** 2 - s.log() - 0.5 * math.log(2 * math.pi)
+
+
+# ------------------------------------------------------------------ get_samples
+
+
+def test_draws_are_the_same_with_and_without_chains():
+    fit = fitted()
+    flat, grouped = fit.get_samples(), fit.get_samples(group_by_chain=True)
+    assert list(flat) == list(grouped) == ["w", "s", "twice"]
+    for name, value in grouped.items():
+        assert value.shape[:2] == (3, 10)
+        assert torch.equal(value.flatten(0, 1), flat[name])
+    close(flat["twice"], 2 * flat["w"])
+    assert "mean" not in flat  # in the data's plate: it belongs to predict
+
+
+@pytest.mark.parametrize(
+    ("wanted", "index"),
+    [(1, [0]), (4, [0, 3, 6, 9]), (3, [0, 4, 9]), (10, list(range(10)))],
+)
+def test_fewer_draws_are_evenly_spaced(wanted, index):
+    fit = fitted()
+    close(
+        fit.get_samples(wanted, group_by_chain=True)["w"],
+        fit.get_samples(group_by_chain=True)["w"][:, index],
+    )
+    one = fitted(num_chains=1)
+    close(one.get_samples(wanted)["s"], one.get_samples()["s"][index])
+
+
+@pytest.mark.parametrize("wanted", [0, 31, 2.0, -1, True])
+def test_more_draws_than_there_are_or_none_are_refused(wanted):
+    with pytest.raises(ArgumentError, match=rf"num_samples={wanted}: pass an int from 1 to 30"):
+        fitted().get_samples(wanted)
+
+
+def test_get_samples_gives_a_dict_of_ones_own():
+    fit = fitted()
+    fit.get_samples().clear()
+    assert fit.get_samples()
+
+
+def test_constrained_sites_are_in_their_own_terms():
+    """In unconstrained space a LogNormal is Gaussian, which BAOA samples exactly: a Jacobian
+    left out, or counted twice, would move the mean by the variance."""
+
+    def model():
+        one = torch.ones(3000, dtype=torch.float64)
+        pyro.sample("s", dist.LogNormal(one, 0.5).to_event(1))
+        pyro.sample("p", dist.Dirichlet(one[:3]))
+        pyro.sample("u", dist.Uniform(2 * one[0], 5.0))
+        pyro.sample("L", dist.LKJCholesky(3, torch.ones((), dtype=torch.float64)))
+
+    fit = ps.BAOA(model, lr=0.3)
+    fit.run(None, num_samples=8, warmup_steps=60, thinning=25, num_chains=2, seed=3, **QUIET)
+    samples = fit.get_samples()
+    logs = samples["s"].log()
+    assert abs(z_of_variance(logs - 1, 0.25)) < 4.4
+    assert abs(logs.mean() - 1) < 4.4 * 0.5 / logs.numel() ** 0.5
+    close(samples["p"].sum(-1), torch.ones(16))
+    assert ((samples["u"] > 2) & (samples["u"] < 5)).all()
+    close(samples["L"].square().sum(-1), torch.ones(16, 3))
+    assert torch.equal(samples["L"], samples["L"].tril())
+
+
+# ------------------------------------------------------------------ summary, diagnostics
+
+
+def wide(x):
+    big = pyro.sample("big", dist.Normal(torch.zeros(11, 10).double(), 1.0).to_event(2))
+    pyro.sample("small", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(big.sum(), 1.0), obs=x[:, 0])
+
+
+def test_summary_is_arvizs_with_large_sites_in_one_row():
+    fit = fitted(wide, X, num_samples=50)
+    table = fit.summary()
+    posterior = fit.to_arviz().posterior
+    whole = arviz.summary(posterior, var_names=["big"])
+    assert list(table.index) == ["big [11x10], worst", "small[0]", "small[1]"]
+    worst = table.loc["big [11x10], worst"]
+    assert worst["r_hat"] == whole["r_hat"].max() > whole["r_hat"].min()
+    for column in ("ess_bulk", "ess_tail"):
+        assert worst[column] == whole[column].min() < whole[column].max()
+    assert math.isnan(worst["mean"])
+    small = fit.get_samples()["small"]
+    assert table.loc["small[1]", "mean"] == pytest.approx(float(small[:, 1].mean()), abs=6e-4)
+    assert table.loc["small[1]", "sd"] == pytest.approx(float(small[:, 1].std()), abs=6e-4)
+    pandas.testing.assert_frame_equal(fit.summary(["big"]), whole)
+    assert list(fit.summary(var_names=["small"]).index) == ["small[0]", "small[1]"]
+
+
+def test_summary_refuses_unknown_names():
+    with pytest.raises(KeyError, match="nothing"):
+        fitted().summary(["nothing"])
+
+
+def test_diagnostics_has_the_worst_of_each_latent_site():
+    fit = fitted(wide, X, num_samples=50)
+    table = fit.diagnostics()
+    posterior = fit.to_arviz().posterior[["big", "small"]]
+    assert list(table.index) == ["big", "small"]
+    for name in table.index:
+        assert table.loc[name, "r_hat"] == float(arviz.rhat(posterior)[name].max())
+        for kind in ("bulk", "tail"):
+            least = float(arviz.ess(posterior, method=kind)[name].min())
+            assert table.loc[name, f"ess_{kind}"] == least
+    assert "chain_correlation" not in table
+    assert table.attrs["num_data"] == SIZE
+
+
+def shared(temperature, share=True):
+    """Three chains from one start."""
+    start = {"w": torch.ones(3, 2).double(), "s": torch.ones(3).double()}
+    fit = ps.SGLD(regression, lr=0.01, temperature=temperature, init_strategy=start)
+    settings = {"batch_size": 3, "num_chains": 3, "num_samples": 60, "seed": 0, **QUIET}
+    fit.run((X, Y), share_batches=share, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of the noise of batches
+        return fit.diagnostics(), fit.get_samples(group_by_chain=True)
+
+
+def test_chains_that_share_batches_are_found_out():
+    """By the largest mean correlation of a pair of chains; without noise of their own, 1."""
+    table, draws = shared(temperature=1.0)
+    assert table.attrs["share_batches"] == 1
+    for name, value in draws.items():
+        elements = value.reshape(3, 60, -1).unbind(-1)
+        pairs = [(np.corrcoef(chains).sum() - 3) / 6 for chains in elements]
+        if name in table.index:
+            assert table.loc[name, "chain_correlation"] == pytest.approx(max(pairs), rel=1e-9)
+    close(shared(temperature=0.0)[0]["chain_correlation"], [1.0, 1.0])
+    assert "chain_correlation" not in shared(temperature=1.0, share=False)[0]
+
+
+# ------------------------------------------------------------------ log likelihood
+
+
+class RowByRow(Dataset):
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        return {"x": X[index], "y": Y[index]}
+
+
+def own_subsamples(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+    s = pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
+    with pyro.plate("data", SIZE, subsample_size=5) as i:
+        pyro.sample("y", dist.Normal(x[i] @ w, s), obs=y[i])
+
+
+def pre_scaled(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+    s = pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
+    with pyro.plate("data", SIZE, subsample_size=len(x)):
+        pyro.sample("y", dist.Normal(x @ w, s), obs=y)
+
+
+def event_rows(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+    s = pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
+    pyro.sample("y", dist.Normal(x @ w, s).to_event(1), obs=y)
+
+
+class AnyOrder:
+    """A batch sampler that nobody knows, with a ragged tail and randomness of its own."""
+
+    source = np.random.default_rng(0)
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        return iter([part.tolist() for part in np.array_split(self.source.permutation(SIZE), 3)])
+
+
+DATASET = TensorDataset(X, Y)
+FITS = {
+    "whole": lambda: fitted(),
+    "minibatch": lambda: fitted(batch_size=5),
+    "by name": lambda: fitted(data={"y": Y, "x": X}, batch_size=5),
+    "loader": lambda: fitted(data=DataLoader(DATASET, 5, shuffle=True, drop_last=True)),
+    "by index": lambda: fitted(data=DataLoader(RowByRow(), 5, shuffle=True)),
+    "stream": lambda: fitted(data=DataLoader(RowByRow(), batch_sampler=[range(7), range(7, 12)])),
+    "own order": lambda: fitted(data=DataLoader(RowByRow(), batch_sampler=AnyOrder())),
+    "own subsamples": lambda: fitted(own_subsamples),
+    "scaled plate": lambda: fitted(pre_scaled, batch_size=5),
+    "to_event": lambda: fitted(event_rows, batch_size=5),
+}
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_log_likelihood_is_a_value_a_row_in_the_data_sets_order(kind):
+    """Unscaled, whoever multiplied by N/B; and so is observed_data."""
+    fit = FITS[kind]()
+    values = fit.log_likelihood()
+    assert list(values) == ["y"]
+    close(values["y"], log_density(fit.get_samples()))
+    idata = fit.to_arviz()
+    close(idata.log_likelihood.y.values.reshape(30, SIZE), values["y"])
+    close(idata.observed_data.y.values, Y)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (X[:4], Y[:4]),
+        {"y": Y[:4], "x": X[:4]},
+        DataLoader(TensorDataset(X[:4], Y[:4]), 3, shuffle=True),
+    ],
+    ids=["tensors", "dict", "loader"],
+)
+def test_log_likelihood_of_other_data(data):
+    fit = fitted(batch_size=5)
+    close(fit.log_likelihood(data)["y"], log_density(fit.get_samples(), X[:4], Y[:4]))
+    idata = fit.to_arviz(data=data)
+    close(idata.observed_data.y.values, Y[:4])
+    assert idata.log_likelihood.sizes["data"] == 4
+
+
+WEIGHTS = torch.linspace(0.5, 2.0, SIZE).double()
+MASK = torch.arange(SIZE) % 3 > 0
+
+
+def test_log_likelihood_keeps_the_users_scale_and_mask_by_site():
+    def model(x, y, weights, mask):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+        s = pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
+        with pyro.plate("data", len(x)):
+            with poutine.scale(scale=weights), poutine.mask(mask=mask):
+                pyro.sample("y", dist.Normal(x @ w, s), obs=y)
+            pyro.sample("z", dist.Normal(x, s).to_event(1), obs=x)
+            pyro.factor("soft", 0.1 * (x @ w))
+        pyro.sample("known", dist.Normal(s, 1.0), obs=double(1.0)[0])
+
+    fit = fitted(model, (X, Y, WEIGHTS, MASK), batch_size=5)
+    samples, values = fit.get_samples(), fit.log_likelihood()
+    close(values["y"], log_density(samples) * WEIGHTS * MASK)
+    s = samples["s"][:, None]
+    close(values["z"], (-2 * s.log() - math.log(2 * math.pi)).expand(30, SIZE))
+    close(values["soft"], 0.1 * samples["w"] @ X.T)
+    assert "known" not in values
+
+
+def mixture(y):
+    p = pyro.sample("p", dist.Beta(double(2.0)[0], 2.0))
+    m = pyro.sample("m", dist.Normal(double(-1.0, 1.0), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Bernoulli(p), infer={"enumerate": "parallel"})
+        pyro.sample("y", dist.Normal(m[z.long()], 0.5), obs=y)
+
+
+@pytest.mark.parametrize("batch_size", [None, 5])
+def test_enumerated_mixtures_are_summed_out(batch_size):
+    fit = fitted(mixture, Y, batch_size=batch_size, num_samples=400, lr=0.05)
+    samples, values = fit.get_samples(), fit.log_likelihood()
+    weights = torch.stack([1 - samples["p"], samples["p"]], 1).log()
+    parts = dist.Normal(samples["m"][:, :, None], 0.5).log_prob(Y) + weights[:, :, None]
+    assert set(samples) == {"p", "m"}
+    close(values["y"], parts.logsumexp(1), rtol=1e-11)
+    drawn = fit.predict(Y)  # the second moment and the weight: E z = p, E y^2 = 1/4 + E m_z^2
+    assert set(drawn) == {"y", "z"} or set(drawn) == {"y"}
+    p, m = samples["p"], samples["m"]
+    expected = 0.25 + (1 - p) * m[:, 0] ** 2 + p * m[:, 1] ** 2
+    error = drawn["y"].square().mean(1) - expected
+    assert abs(error.mean()) < 4.4 * error.std() / len(error) ** 0.5
+    assert fit.to_arviz().log_likelihood.y.dims == ("chain", "draw", "data")
+
+
+# ------------------------------------------------------------------ predict
+
+
+def normal_mean(y):
+    """Independent conjugate models in the columns: w ~ N(0, 1), y ~ N(w, 1/4)."""
+    w = pyro.sample("w", dist.Normal(torch.zeros_like(y[0]), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(w, 0.5).to_event(1), obs=y)
+
+
+def test_predictions_have_the_exact_predictive_moments():
+    """Three rows and precision 1 + 3 * 4 = 13: mean 12/13 of the data's, variance 1/13 + 1/4;
+    two new rows share their draw of w, so that they covary by 1/13."""
+    y = normals(3, 2000, seed=4)
+    fit = ps.BAOA(normal_mean, lr=0.3)
+    fit.run(y, num_samples=8, warmup_steps=80, thinning=25, seed=1, **QUIET)
+    torch.manual_seed(0)
+    drawn = fit.predict(torch.zeros(2, 2000).double())["y"]
+    assert drawn.shape == (8, 2, 2000)
+    centred = drawn - 12 / 13 * y.mean(0)
+    variance = 1 / 13 + 1 / 4
+    for row in (0, 1):
+        assert abs(z_of_variance(centred[:, row], variance)) < 4.4
+        assert abs(centred[:, row].mean()) < 4.4 * (variance / 16000) ** 0.5
+    product = (centred[:, 0] * centred[:, 1]).flatten()
+    assert abs(product.mean() - 1 / 13) < 4.4 * product.std() / 16000**0.5
+    within = drawn - fit.get_samples()["w"][:, None]
+    assert abs(z_of_variance(within, 0.25)) < 4.4
+
+
+def test_predict_returns_what_follows_the_rows():
+    fit = fitted(batch_size=5)
+    w = fit.get_samples()["w"]
+    drawn = fit.predict(X[:4])
+    assert set(drawn) == {"y", "mean"}
+    close(drawn["mean"], w @ X[:4].T)
+    assert drawn["y"].shape == (30, 4)
+    assert not torch.equal(fit.predict(X[:4])["y"], drawn["y"])  # drawn anew
+    with_y = fit.predict(X[:4], Y[:4])["y"]
+    assert not torch.equal(with_y, Y[:4].expand(30, 4))
+    close(fit.predict(x=X[:4])["mean"], drawn["mean"])
+    close(fit.predict(X[:4], y=None)["mean"], drawn["mean"])
+
+
+def test_predict_is_ruled_by_torchs_generator():
+    fit = fitted()
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        draws.append(fit.predict(X)["y"])
+    assert torch.equal(*draws)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 5, SIZE, 100])
+def test_predict_in_batches_is_predict(batch_size):
+    """Batches of 2 hold as many rows as w has elements, which must not be taken for rows."""
+    fit = fitted()
+    names = ["mean", "w", "twice", "y"]
+    whole = fit.predict(X, return_sites=names)
+    parts = fit.predict(X, batch_size=batch_size, return_sites=names)
+    for name in names[:3]:
+        close(parts[name], whole[name])
+    assert parts["y"].shape == (30, SIZE)
+
+
+def test_predict_thins_and_chooses_sites():
+    fit = fitted()
+    drawn = fit.predict(X, num_samples=3, return_sites=["w"])
+    assert list(drawn) == ["w"]
+    close(drawn["w"], fit.get_samples()["w"][[0, 14, 29]], rtol=1e-12)
+    with pytest.raises(ArgumentError, match=r"no site 'q'; the model has .*'y'"):
+        fit.predict(X, return_sites=["q"])
+    for wanted in (0, 31):
+        with pytest.raises(ArgumentError, match="from 1 to 30"):
+            fit.predict(X, num_samples=wanted)
+
+
+def test_pyros_predictive_takes_the_samples():
+    fit = fitted()
+    samples = fit.get_samples()
+    drawn = pyro.infer.Predictive(regression, samples)(X)
+    close(drawn["mean"], samples["w"] @ X.T)
+    z = (drawn["y"] - samples["w"] @ X.T) / samples["s"][:, None]
+    assert abs(z_of_variance(z, 1.0)) < 4.4
+
+
+# ------------------------------------------------------------------ ArviZ
+
+
+def grouped_model(x, group, y=None):
+    m = pyro.sample("m", dist.Normal(torch.zeros(()).double(), 1.0))
+    with pyro.plate("groups", 4):
+        a = pyro.sample("a", dist.Normal(m, 1.0))
+        b = pyro.sample("b", dist.Normal(torch.zeros(4, 3).double(), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        mean = a[group] + b[group, 0] * x[:, 0]
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+        pyro.sample("v", dist.Normal(mean[:, None], 1.0).expand([len(x), 2]).to_event(1), obs=x)
+
+
+def test_groups_dims_coords_and_attrs():
+    fit = ps.SGHMC(grouped_model, lr=0.05, friction=2.0, temperature=0.5)
+    data = (X, torch.arange(SIZE) % 4, Y)
+    settings = {"num_samples": 6, "warmup_steps": 4, "thinning": 2, "num_chains": 3, "seed": 9}
+    fit.run(data, batch_size=5, sampling="replacement", **settings, **QUIET)
+    idata = fit.to_arviz(posterior_predictive=True)
+    assert set(idata.groups()) == {
+        "posterior",
+        "sample_stats",
+        "observed_data",
+        "log_likelihood",
+        "posterior_predictive",
+    }
+    lead = ("chain", "draw")
+    assert idata.posterior.m.dims == lead
+    assert idata.posterior.a.dims == (*lead, "groups")
+    assert idata.posterior.b.dims == (*lead, "groups", "b_dim_1")
+    for group in (idata.log_likelihood, idata.posterior_predictive):
+        assert group.y.dims == (*lead, "data")
+    assert idata.observed_data.y.dims == ("data",)
+    assert idata.observed_data.v.dims == ("data", "v_dim_1")
+    assert idata.log_likelihood.v.dims == (*lead, "data")
+    for name, size in {"chain": 3, "draw": 6, "groups": 4}.items():
+        assert idata.posterior[name].values.tolist() == list(range(size))
+    assert idata.observed_data["data"].values.tolist() == list(range(SIZE))
+    close(idata.posterior.b.values, fit.get_samples(group_by_chain=True)["b"])
+    assert set(idata.sample_stats) == {"lp", "lr", "friction", "temperature", "step"}
+    assert np.all(idata.sample_stats.friction.values == 2.0)
+    assert np.all(idata.sample_stats.temperature.values == 0.5)
+    assert idata.sample_stats.step.values.tolist() == [[5, 7, 9, 11, 13, 15]] * 3
+    for attrs in (idata.attrs, idata.posterior.attrs):
+        known = {
+            "method": "SGHMC",
+            "lr": 0.05,
+            "friction": 2.0,
+            "temperature": 0.5,
+            "num_data": SIZE,
+            "batch_size": 5,
+            "seed": 9,
+            "num_samples": 6,
+            "warmup_steps": 4,
+            "thinning": 2,
+            "num_chains": 3,
+            "sampling": "replacement",
+            "torch_version": torch.__version__,
+            "pyro_version": pyro.__version__,
+            "inference_library": "pyro_scale",
+        }
+        assert {key: attrs[key] for key in known} == known
+        assert attrs["sampling_time"] > 0
+
+
+def test_lp_is_the_log_joint_in_unconstrained_space_at_the_state_before():
+    """On the whole data, so exactly: the estimate at step k + 1 is of draw k."""
+    fit = fitted()
+    samples = fit.get_samples(group_by_chain=True)
+    log_s = samples["s"].log()
+    prior = dist.Normal(0.0, 1.0).log_prob(samples["w"]).sum(-1)
+    prior = prior + dist.Normal(double(0.0)[0], 0.5).log_prob(log_s)  # LogNormal and Jacobian
+    expected = prior + log_density(samples).sum(-1)
+    lp = torch.as_tensor(fit.to_arviz().sample_stats.lp.values)
+    close(lp[:, 1:], expected[:, :-1], rtol=1e-7)
+
+
+def test_lp_of_a_minibatch_is_a_total_over_the_data():
+    """Where chains stand still, its mean over an epoch of three batches is the whole's."""
+    still = {"method": ps.SGLD, "lr": 1e-12, "temperature": 0}
+    means = fitted(**still, batch_size=4, num_samples=3).to_arviz().sample_stats.lp.values
+    whole = fitted(**still, num_samples=1).to_arviz().sample_stats.lp.values
+    close(means.mean(1), whole[:, 0], rtol=1e-9)
+    assert np.ptp(means, axis=1).min() > 0.1
+
+
+def test_log_likelihood_is_left_out_when_it_is_large_or_unwanted(monkeypatch):
+    fit = fitted()
+    assert "log_likelihood" not in fit.to_arviz(log_likelihood=False).groups()
+    monkeypatch.setattr("pyro_scale.infer.method._LOG_LIKELIHOOD_BYTES", 30 * SIZE * 8 - 1)
+    with pytest.warns(UserWarning, match=r"log likelihood would take.*log_likelihood=True"):
+        assert "log_likelihood" not in fit.to_arviz().groups()
+    assert "log_likelihood" in fit.to_arviz(log_likelihood=True).groups()
+
+
+def one_mean(y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(()).double(), 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+
+def one_wide_mean(y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(()).double(), 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(w, 3.0), obs=y)
+
+
+@pytest.fixture(scope="module")
+def conjugate():
+    """Two conjugate models of 30 rows, 4000 nearly independent draws each."""
+    y = normals(30, seed=6)
+    settings = {"num_samples": 20, "warmup_steps": 60, "thinning": 12, "num_chains": 200}
+    return y, {
+        model.__name__: ps.BAOA(model, lr=0.6).run(y, seed=2, **settings, **QUIET)
+        for model in (one_mean, one_wide_mean)
+    }
+
+
+def exact_loo(y, sd):
+    """Sum over rows of log p(y_i | the others), for w ~ N(0, 1), y ~ N(w, sd^2)."""
+    precision = 1 + (len(y) - 1) / sd**2
+    mean = (y.sum() - y) / sd**2 / precision
+    return float(dist.Normal(mean, (1 / precision + sd**2) ** 0.5).log_prob(y).sum())
+
+
+def test_loo_is_the_exact_leave_one_out(conjugate):
+    """A log likelihood with N/B, or summed otherwise, would be off by nats."""
+    y, fits = conjugate
+    idatas = {name: fit.to_arviz() for name, fit in fits.items()}
+    for sd, name in ((1.0, "one_mean"), (3.0, "one_wide_mean")):
+        loo = arviz.loo(idatas[name], pointwise=True)
+        assert float(loo.elpd_loo) == pytest.approx(exact_loo(y, sd), abs=0.03)
+        assert float(loo.pareto_k.max()) < 0.7
+    table = arviz.compare(idatas)
+    assert list(table.index) == ["one_mean", "one_wide_mean"]
+    gap = exact_loo(y, 1.0) - exact_loo(y, 3.0)
+    assert table.loc["one_wide_mean", "elpd_diff"] == pytest.approx(gap, abs=0.05)
+
+
+def test_loo_names_one_of_two_sites():
+    fit = fitted(grouped_model, (X, torch.arange(SIZE) % 4, Y), num_samples=50, lr=0.05)
+    idata = fit.to_arviz()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a short chain's Pareto k
+        assert np.isfinite(float(arviz.loo(idata, var_name="v").elpd_loo))
+
+
+def test_arviz_reads_writes_and_plots(tmp_path):
+    fit = fitted(batch_size=5, num_samples=20)
+    idata = fit.to_arviz(posterior_predictive=True)
+    table = arviz.summary(idata, var_names=["w"], round_to=12)
+    assert table.loc["w[1]", "mean"] == pytest.approx(float(fit.get_samples()["w"][:, 1].mean()))
+    assert arviz.plot_trace(idata, var_names=["w", "s"]).shape == (2, 2)
+    arviz.plot_ppc(idata, num_pp_samples=5)
+    mpl.pyplot.close("all")
+    path = str(tmp_path / "posterior.nc")
+    idata.to_netcdf(path)
+    again = arviz.from_netcdf(path)
+    assert set(again.groups()) == set(idata.groups())
+    for group in idata.groups():
+        assert again[group].equals(idata[group])
+        for key, value in idata[group].attrs.items():
+            assert again[group].attrs[key] == value
+    assert again.posterior.attrs["method"] == "BAOA"
+
+
+def test_attrs_of_a_schedule_go_through_netcdf(tmp_path):
+    fit = ps.SGLD(one_mean, lr=lambda step: 0.01 / (1 + step))
+    idata = fit.run(Y, num_samples=4, seed=0, **QUIET).to_arviz()
+    assert idata.attrs["lr"] == "schedule"
+    idata.to_netcdf(str(tmp_path / "schedule.nc"))
+    close(idata.sample_stats.lr.values[0], double(*(0.01 / (1 + k) for k in range(4))))
+    assert json.dumps(dict(idata.attrs))
+
+
+def test_a_model_without_data_has_posterior_and_stats_alone():
+    def model():
+        pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+
+    idata = ps.BAOA(model, lr=0.3).run(None, num_samples=3, seed=0, **QUIET).to_arviz()
+    assert set(idata.groups()) == {"posterior", "sample_stats"}
+
+
+def test_a_model_that_subsamples_by_itself_gives_all_rows():
+    fit = fitted(own_subsamples)
+    idata = fit.to_arviz(posterior_predictive=True)
+    assert idata.attrs["num_data"] == SIZE
+    assert idata.attrs["batch_size"] == 5
+    assert idata.posterior_predictive.y.sizes == {"chain": 3, "draw": 10, "data": SIZE}
+    residual = torch.as_tensor(idata.posterior_predictive.y.values).reshape(30, SIZE)
+    samples = fit.get_samples()
+    z = (residual - samples["w"] @ X.T) / samples["s"][:, None]
+    assert abs(z_of_variance(z, 1.0)) < 4.4
+
+
+def test_results_of_step_are_one_draw():
+    fit = ps.BAOA(regression, lr=0.1, num_data=SIZE)
+    fit.step(X, Y)
+    fit.step(X, Y)
+    samples = fit.get_samples()
+    assert samples["w"].shape == (1, 2)
+    close(fit.log_likelihood()["y"], log_density(samples))
+    assert fit.to_arviz().posterior.sizes["draw"] == 1
+
+
+# ------------------------------------------------------------------ explain
+
+
+def site_rows(explanation):
+    return {row["site"]: row for row in explanation.rows}
+
+
+def test_explain_says_who_scales_what():
+    def model(x, y, weights):
+        scale = pyro.param("scale", torch.tensor(1.0), constraint=dist.constraints.positive)
+        w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), scale).to_event(1))
+        s = pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
+        p = pyro.sample("p", dist.Dirichlet(torch.ones(3).double()))
+        pyro.factor("soft", -w.square().sum())
+        with pyro.plate("data", len(x)):
+            mean = pyro.deterministic("mean", x @ w)
+            with poutine.scale(scale=weights):
+                pyro.sample("y", dist.Normal(mean * p[0], s), obs=y)
+
+    pyro.clear_param_store()
+    explanation = ps.explain(model, (X, Y, WEIGHTS), batch_size=5)
+    assert (explanation.num_data, explanation.batch_size) == (SIZE, 5)
+    assert explanation.num_dimensions == 2 + 1 + 2
+    assert explanation.partition_error < 1e-12
+    assert explanation.warnings == ()
+    assert not list(pyro.get_param_store())
+    rows = site_rows(explanation)
+    assert {name: row["kind"] for name, row in rows.items()} == {
+        "w": "latent",
+        "s": "latent",
+        "p": "latent",
+        "soft": "factor",
+        "mean": "deterministic",
+        "y": "observed",
+        "scale": "param",
+    }
+    assert rows["y"]["ours"] == "N/B = 2.4"
+    assert {name: rows[name]["ours"] for name in ("w", "s", "p", "soft")} == dict.fromkeys(
+        ("w", "s", "p", "soft"), "1"
+    )
+    assert rows["y"]["plate"] == "data [5]"
+    assert (rows["w"]["shape"], rows["p"]["shape"]) == ("[2]", "[3]")
+    assert rows["w"]["transform"] == "identity"
+    assert "Exp" in rows["s"]["transform"]
+    assert "StickBreaking" in rows["p"]["transform"]
+    assert rows["p"]["support"] == "Simplex"
+    assert "temperature 0" in rows["scale"]["why"]
+
+
+def test_explain_says_when_pyro_scales():
+    rows = site_rows(ps.explain(pre_scaled, (X, Y), batch_size=4))
+    assert (rows["y"]["Pyro"], rows["y"]["ours"]) == ("N/B = 3", "1")
+    rows = site_rows(ps.explain(own_subsamples, (X, Y)))
+    assert (rows["y"]["Pyro"], rows["y"]["ours"]) == ("N/B = 2.4", "1")
+    assert rows["y"]["plate"] == "data [5 of 12]"
+
+    def by_hand(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+        with poutine.scale(scale=SIZE / len(x)), pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    explanation = ps.explain(by_hand, (X, Y), batch_size=4)
+    assert site_rows(explanation)["y"]["Pyro"] == "N/B = 3"
+    assert "by hand" in explanation.warnings[0]
+
+
+def test_explain_prints_all_of_it_as_text_and_as_html():
+    explanation = ps.explain(regression, DataLoader(DATASET, 5))
+    text = str(explanation)
+    assert repr(explanation) == text
+    for line in (
+        "N = 12 rows, B = 5 a batch, N/B = 2.4",
+        "3 unconstrained dimensions",
+        "partition check",
+    ):
+        assert line in text
+        assert line in explanation._repr_html_()
+    lines = text.splitlines()
+    starts = [lines[0].index(column) for column in ("site", "kind", "shape", "support")]
+    y = next(line for line in lines if line.startswith("y "))
+    assert y[starts[1] :].startswith("observed")
+    assert y[starts[2] :].startswith("[5]")
+    page = explanation._repr_html_()
+    assert page.count("<tr>") == 1 + len(explanation.rows)
+    for row in explanation.rows:
+        for cell in row.values():
+            assert f">{html.escape(cell)}</td>" in page
+
+
+def test_explain_escapes_html_in_names():
+    def model(x):
+        w = pyro.sample("<b>&w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=x[:, 0])
+
+    page = ps.explain(model, X)._repr_html_()
+    assert "&lt;b&gt;&amp;w" in page
+    assert "<b>" not in page
+
+
+def test_explain_warns_of_what_may_be_a_mistake():
+    def no_rows(x):
+        pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+
+    def joint(x):
+        w = pyro.sample("w", dist.Normal(torch.zeros(()).double(), 1.0))
+        covariance = torch.eye(len(x)).double() + 0.5
+        pyro.sample("y", dist.MultivariateNormal(w.expand(len(x)), covariance), obs=x[:, 0])
+
+    assert any("nothing is scaled" in w for w in ps.explain(no_rows, X).warnings)
+    assert any("whole data only" in w for w in ps.explain(joint, X).warnings)
+    with pytest.raises(PlateError, match="site 'y'"):
+        ps.explain(joint, X, batch_size=4)
+    with pytest.raises(SiteError, match="site 'y'"):
+        ps.explain(regression, X)  # its observations were forgotten

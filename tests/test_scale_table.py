@@ -1,0 +1,682 @@
+"""Every row of the design's scale table, against Pyro's own density of the whole data.
+
+Each model has the same two latents, and says what one row adds and what is counted once; the
+log joint of every batch is then known by hand, and its average over a partition by Pyro.
+"""
+
+import math
+from dataclasses import dataclass
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+from reference import averaged, batches, close, full_log_joint, log_jacobian, pyro_log_joint
+from torch.distributions import Normal
+
+import pyro_scale as ps
+from pyro_scale.errors import PlateError
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+N, B = 12, 4
+
+
+def data():
+    source = torch.Generator().manual_seed(0)
+    kwargs = {"generator": source, "dtype": torch.float64}
+    return torch.randn(N, 2, **kwargs), torch.randn(N, **kwargs), torch.rand(N, **kwargs) + 0.5
+
+
+def latents(x):
+    w = pyro.sample("w", dist.Normal(torch.tensor([0.0, 1.0]), 2.0).to_event(1))
+    s = pyro.sample("s", dist.LogNormal(0.3, 0.5))
+    return x @ w, s
+
+
+# ------------------------------------------------------------------ the models
+
+
+def declared_plate(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", N, subsample_size=len(x)):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def indexed_plate(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", N, subsample=torch.arange(len(x))):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def plate_of_the_batch(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def no_plate(x, y, weight):
+    mean, s = latents(x)
+    pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def no_plate_broadcast_by_the_data(x, y, weight):
+    _, s = latents(x)
+    pyro.sample("y", dist.Normal(s, s), obs=y)
+
+
+def to_event(x, y, weight):
+    mean, s = latents(x)
+    pyro.sample("y", dist.Normal(mean, s).to_event(1), obs=y)
+
+
+def to_event_over_rows_and_columns(x, y, weight):
+    mean, s = latents(x)
+    pyro.sample("y", dist.Normal(mean[:, None], s).expand([len(x), 2]).to_event(2), obs=x)
+
+
+def columns_in_the_event(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mean[:, None], s).expand([len(x), 2]).to_event(1), obs=x)
+
+
+def columns_in_a_plate(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("columns", 2, dim=-2), pyro.plate("data", len(x), dim=-1):
+        pyro.sample("y", dist.Normal(mean, s), obs=x.T)
+
+
+def rows_left_of_columns(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", len(x), dim=-2), pyro.plate("columns", 2, dim=-1):
+        pyro.sample("y", dist.Normal(mean[:, None], s), obs=x)
+
+
+def scaled_by_hand(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", len(x)), poutine.scale(scale=N / len(x)):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def scaled_by_hand_with_a_tensor(x, y, weight):
+    mean, s = latents(x)
+    with poutine.scale(scale=torch.tensor(N) / len(x)):
+        pyro.sample("y", dist.Normal(mean, s).to_event(1), obs=y)
+
+
+def own_scale(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", len(x)), poutine.scale(scale=0.5):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def own_scale_that_equals_n_over_b(x, y, weight):
+    # equal numbers alone decide nothing: this one does not follow the batch
+    mean, s = latents(x)
+    with pyro.plate("data", len(x)), poutine.scale(scale=N / B):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def weighted_rows(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", len(x)), poutine.scale(scale=weight):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def weighted_rows_in_a_declared_plate(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", N, subsample_size=len(x)), poutine.scale(scale=weight):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def masked(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", len(x)), poutine.mask(mask=y > 0):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def masked_distribution(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mean, s).mask(y > 0), obs=y)
+
+
+def masked_event(x, y, weight):
+    mean, s = latents(x)
+    pyro.sample("y", dist.Normal(mean, s).mask(y > 0).to_event(1), obs=y)
+
+
+def factor(x, y, weight):
+    mean, s = latents(x)
+    pyro.factor("y", Normal(mean, s).log_prob(y))
+
+
+def factor_in_a_plate(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", len(x)):
+        pyro.factor("y", Normal(mean, s).log_prob(y))
+
+
+def factor_in_a_declared_plate(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", N, subsample_size=len(x)):
+        pyro.factor("y", Normal(mean, s).log_prob(y))
+
+
+def global_factor(x, y, weight):
+    mean, s = latents(x)
+    pyro.factor("f", -3 * s)
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def global_observation(x, y, weight):
+    mean, s = latents(x)
+    pyro.sample("known", dist.Normal(s, 0.2), obs=torch.tensor(1.5))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def calibration_set_as_large_as_the_batch(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("calibration", B):
+        pyro.sample("known", dist.Normal(s, 0.2), obs=torch.arange(B) * 1.0)
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def scaled_calibration_set_without_a_plate(x, y, weight):
+    mean, s = latents(x)
+    with poutine.scale(scale=2.0):
+        pyro.sample("known", dist.Normal(s, 0.2).expand([B]).to_event(1), obs=torch.arange(B) * 1.0)
+    pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def two_observations_by_different_hands(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", N, subsample_size=len(x)):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+    pyro.sample("weight", dist.Gamma(s, 1.0), obs=weight)
+
+
+def group_effects_as_many_as_the_batch(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("groups", B):
+        u = pyro.sample("u", dist.Normal(0.0, s))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mean + u[(4 * weight).long() % B], s), obs=y)
+
+
+def tempered_as_a_whole(x, y, weight):
+    with poutine.scale(scale=0.25):
+        plate_of_the_batch(x, y, weight)
+
+
+# ------------------------------------------------------------------ what they should give
+
+
+def normal(x, y, weight, v):
+    return Normal(x @ v["w"], v["s"]).log_prob(y)
+
+
+def columns(x, y, weight, v):
+    return Normal((x @ v["w"])[:, None], v["s"]).log_prob(x).sum(-1)
+
+
+def calibration(v):
+    return Normal(v["s"], 0.2).log_prob(torch.arange(B) * 1.0).sum()
+
+
+@dataclass
+class Row:
+    """A model and its parts by hand: a row's log likelihood, what is counted once, who scales."""
+
+    model: object
+    rows: object = normal
+    once: object = lambda v: 0.0
+    scaled_by: str = "us"
+    prior_scale: float = 1.0
+
+
+TABLE = [
+    Row(declared_plate, scaled_by="Pyro"),
+    Row(indexed_plate, scaled_by="Pyro"),
+    Row(plate_of_the_batch),
+    Row(no_plate),
+    Row(
+        no_plate_broadcast_by_the_data, lambda x, y, weight, v: Normal(v["s"], v["s"]).log_prob(y)
+    ),
+    Row(to_event),
+    Row(to_event_over_rows_and_columns, columns),
+    Row(columns_in_the_event, columns),
+    Row(columns_in_a_plate, columns),
+    Row(rows_left_of_columns, columns),
+    Row(scaled_by_hand, scaled_by="Pyro"),
+    Row(scaled_by_hand_with_a_tensor, scaled_by="Pyro"),
+    Row(own_scale, lambda *a: 0.5 * normal(*a)),
+    Row(own_scale_that_equals_n_over_b, lambda *a: N / B * normal(*a)),
+    Row(weighted_rows, lambda x, y, weight, v: weight * normal(x, y, weight, v)),
+    Row(
+        weighted_rows_in_a_declared_plate,
+        lambda x, y, weight, v: weight * normal(x, y, weight, v),
+        scaled_by="Pyro",
+    ),
+    Row(masked, lambda x, y, weight, v: normal(x, y, weight, v) * (y > 0)),
+    Row(masked_distribution, lambda x, y, weight, v: normal(x, y, weight, v) * (y > 0)),
+    Row(masked_event, lambda x, y, weight, v: normal(x, y, weight, v) * (y > 0)),
+    Row(factor),
+    Row(factor_in_a_plate),
+    Row(factor_in_a_declared_plate, scaled_by="Pyro"),
+    Row(global_factor, once=lambda v: -3 * v["s"]),
+    Row(global_observation, once=lambda v: Normal(v["s"], 0.2).log_prob(torch.tensor(1.5))),
+    Row(calibration_set_as_large_as_the_batch, once=calibration),
+    Row(scaled_calibration_set_without_a_plate, once=lambda v: 2 * calibration(v)),
+    Row(
+        two_observations_by_different_hands,
+        lambda x, y, weight, v: (
+            normal(x, y, weight, v) + torch.distributions.Gamma(v["s"], 1.0).log_prob(weight)
+        ),
+        scaled_by="Pyro",
+    ),
+    Row(
+        group_effects_as_many_as_the_batch,
+        lambda x, y, weight, v: normal(x, y - v["u"][(4 * weight).long() % B], weight, v),
+        once=lambda v: Normal(0.0, v["s"]).log_prob(v["u"]).sum(),
+    ),
+    Row(tempered_as_a_whole, lambda *a: 0.25 * normal(*a), prior_scale=0.25),
+]
+IDS = [row.model.__name__ for row in TABLE]
+
+
+def prior(v):
+    w = Normal(torch.tensor([0.0, 1.0]), 2.0).log_prob(v["w"]).sum()
+    return w + torch.distributions.LogNormal(0.3, 0.5).log_prob(v["s"])
+
+
+@pytest.mark.parametrize("row", TABLE, ids=IDS)
+class TestTable:
+    def test_every_batch_is_prior_plus_n_over_b_times_its_rows(self, row):
+        log_posterior = ps.LogPosterior(row.model, num_data=N)
+        params = log_posterior.init(1, *batches(data(), B)[0])
+        v = log_posterior.constrain(params)
+        # s = exp(u), so the log Jacobian is u
+        log_prior = row.prior_scale * prior(v) + row.once(v) + params["s"]
+        for batch in batches(data(), B) + batches(data(), 1)[:2] + batches(data(), 5):
+            value, log_lik = log_posterior(params, batch), row.rows(*batch, v)
+            close(value.log_lik, log_lik)
+            close(value.log_prior, log_prior)
+            close(value.log_joint, log_prior + N / len(log_lik) * log_lik.sum())
+
+    @pytest.mark.parametrize("size", [1, 3, B, 5, N])
+    def test_the_average_over_a_partition_is_pyros_density_of_the_whole(self, row, size):
+        log_posterior = ps.LogPosterior(row.model, num_data=N)
+        params = log_posterior.init(2, *batches(data(), size)[0])
+        whole = full_log_joint(row.model, log_posterior, params, data())
+        close(averaged(log_posterior, params, data(), size), whole)
+
+    def test_explain_says_who_scales(self, row):
+        shown = {r["site"]: r for r in ps.explain(row.model, data(), batch_size=B).rows}
+        factors = {"us": ("1", "N/B = 3"), "Pyro": ("N/B = 3", "1")}
+        assert (shown["y"]["Pyro"], shown["y"]["ours"]) == factors[row.scaled_by]
+        for site in shown.keys() - {"y", "weight"}:
+            assert (shown[site]["Pyro"], shown[site]["ours"]) == ("1", "1")
+        if "weight" in shown:  # the second site on the same rows has its own factor
+            assert (shown["weight"]["Pyro"], shown["weight"]["ours"]) == factors["us"]
+
+
+# ------------------------------------------------------------------ models that subsample
+
+
+def own_plate(x, y, weight, size=B):
+    mean, s = latents(x)
+    with pyro.plate("data", N, subsample_size=size) as i:
+        pyro.sample("y", dist.Normal(mean[i], s), obs=y[i])
+
+
+def own_plate_by_subsample(x, y, weight, size=B):
+    _, s = latents(x)
+    w = pyro.deterministic("w_", torch.ones(2) * s)
+    with pyro.plate("data", N, subsample_size=size):
+        rows, values = pyro.subsample(x, event_dim=1), pyro.subsample(y, event_dim=0)
+        pyro.sample("y", dist.Normal(rows @ w, s), obs=values)
+
+
+def own_plate_without_arguments(size=B, rows=data()):
+    own_plate(*rows, size=size)
+
+
+def own_plate_of_weighted_rows(x, y, weight, size=B):
+    mean, s = latents(x)
+    with pyro.plate("data", N, subsample_size=size) as i, poutine.scale(scale=weight[i]):
+        pyro.sample("y", dist.Normal(mean[i], s), obs=y[i])
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        (own_plate, data()),
+        (own_plate_by_subsample, data()),
+        (own_plate_of_weighted_rows, data()),
+        (own_plate_without_arguments, ()),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_model_that_subsamples_takes_the_rows_it_is_given(model, arguments):
+    log_posterior = ps.LogPosterior(model)
+    params = log_posterior.init(0, *arguments)
+    assert log_posterior.num_data == N
+    values = log_posterior.constrain(params)
+    jacobian = log_jacobian(log_posterior.constrain, params)
+    whole = pyro_log_joint(lambda *a: model(*a, size=N), values, arguments) + jacobian
+
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(0)).reshape(-1, B)
+    estimates = []
+    for index in order:
+        value = log_posterior(params, arguments, indices=index)
+        estimates.append(value.log_joint)
+        given = pyro_log_joint(model, values | {"data": index}, arguments)
+        close(value.log_joint, given + jacobian)
+        close(value.log_prior + N / B * value.log_lik.sum(), value.log_joint)
+    close(torch.stack(estimates).mean(), whole)
+    vmapped = torch.vmap(lambda i: log_posterior(params, arguments, indices=i).log_joint)(order)
+    close(vmapped, torch.stack(estimates))
+
+
+def test_indices_are_drawn_without_repetition_if_left_out():
+    log_posterior = ps.LogPosterior(own_plate)
+    params = log_posterior.init(0, *data())
+    values = log_posterior.constrain(params)
+    each = normal(*data(), values)
+    taken = log_posterior(params, data()).log_lik
+    found = (taken[:, None] - each).abs() < 1e-9
+    assert found.sum() == B
+    assert found.any(0).sum() == B
+
+
+# ------------------------------------------------------------------ the whole data only
+
+
+def gaussian_process(x, y, weight):
+    mean, s = latents(x)
+    covariance = torch.exp(-torch.cdist(x, x) ** 2) + s * torch.eye(len(x))
+    pyro.sample("y", dist.MultivariateNormal(mean, covariance), obs=y)
+
+
+def autoregression(x, y, weight):
+    _, s = latents(x)
+    before = torch.tensor(0.0)
+    for t in pyro.markov(range(len(y))):
+        pyro.sample(f"y_{t}", dist.Normal(0.7 * before, s), obs=y[t])
+        before = y[t]
+
+
+def sequential_plate(x, y, weight):
+    mean, s = latents(x)
+    for i in pyro.plate("data", len(x)):
+        pyro.sample(f"y_{i}", dist.Normal(mean[i], s), obs=y[i])
+
+
+def scalar_factor(x, y, weight):
+    mean, s = latents(x)
+    pyro.factor("y", Normal(mean, s).log_prob(y).sum())
+
+
+def mean_factor(x, y, weight):
+    mean, s = latents(x)
+    pyro.factor("y", Normal(mean, s).log_prob(y).mean())
+
+
+def scalar_factor_scaled_by_hand(x, y, weight):
+    mean, s = latents(x)
+    pyro.factor("y", N / len(x) * Normal(mean, s).log_prob(y).sum())
+
+
+def row_factor_scaled_inside(x, y, weight):
+    mean, s = latents(x)
+    pyro.factor("y", N / len(x) * Normal(mean, s).log_prob(y))
+
+
+def batch_statistics(x, y, weight):
+    mean, s = latents(x - x.mean(0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def summary_of_the_batch(x, y, weight):
+    _, s = latents(x)
+    pyro.sample("y", dist.Normal(s, 1.0), obs=y.mean())
+
+
+def position_in_the_batch(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mean + torch.arange(len(x)), s), obs=y)
+
+
+JOINT = [
+    gaussian_process,
+    autoregression,
+    sequential_plate,
+    scalar_factor,
+    mean_factor,
+    scalar_factor_scaled_by_hand,
+    row_factor_scaled_inside,
+    batch_statistics,
+    summary_of_the_batch,
+    position_in_the_batch,
+]
+
+
+@pytest.mark.parametrize("model", JOINT)
+class TestJointDensity:
+    def test_counts_once_with_the_whole_data(self, model):
+        log_posterior = ps.LogPosterior(model, num_data=N)
+        params = log_posterior.init(3, *data())
+        close(
+            log_posterior(params, data()).log_joint,
+            full_log_joint(model, log_posterior, params, data()),
+        )
+
+    def test_is_refused_for_a_batch(self, model):
+        log_posterior = ps.LogPosterior(model, num_data=N)
+        with pytest.raises(PlateError, match="(?s)site 'y.*one value.*per row, inside .*plate"):
+            log_posterior.init(3, *batches(data(), B)[0])
+
+    def test_is_refused_for_a_batch_that_comes_later(self, model):
+        log_posterior = ps.LogPosterior(model, num_data=N)
+        params = log_posterior.init(3, *data())
+        with pytest.raises((PlateError, ps.errors.SiteError), match="site 'y"):
+            log_posterior(params, batches(data(), B)[0])
+
+
+# ------------------------------------------------------------------ what is ambiguous
+
+
+def doubly_scaled(x, y, weight):
+    mean, s = latents(x)
+    with (
+        pyro.plate("data", N, subsample_size=len(x)),
+        poutine.scale(scale=N / len(x)),
+    ):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def averaged_rows(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", len(x)), poutine.scale(scale=1 / len(x)):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def scaled_for_another_n(x, y, weight):
+    mean, s = latents(x)
+    with poutine.scale(scale=100 / len(x)):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def weights_normalised_over_the_batch(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", len(x)), poutine.scale(scale=weight / weight.sum()):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def plate_of_another_n(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", 100, subsample_size=len(x)):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def plate_of_fixed_size(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", N):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def scaled_prior(x, y, weight):
+    with poutine.scale(scale=len(x) / N):  # as if for a mean of log likelihoods
+        mean, s = latents(x)
+    pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def global_factor_in_the_hand_made_scale(x, y, weight):
+    mean, s = latents(x)
+    with poutine.scale(scale=N / len(x)):
+        pyro.factor("f", -3 * s)
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def prior_from_the_batch(x, y, weight):
+    mean, s = latents(x)
+    b = pyro.sample("b", dist.Normal(y.mean(), 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mean + b, s), obs=y)
+
+
+def support_from_the_batch(x, y, weight):
+    mean, s = latents(x)
+    b = pyro.sample("b", dist.Uniform(y.min(), y.max()))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mean + b, s), obs=y)
+
+
+def columns_subsampled(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", len(x), dim=-2), pyro.plate("columns", 2, subsample_size=1) as j:
+        pyro.sample("y", dist.Normal(mean[:, None], s), obs=x[:, j])
+
+
+def fixed_subsample_size(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", N, subsample_size=3):
+        pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def outer_product_by_mistake(x, y, weight):
+    mean, s = latents(x)
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mean, s), obs=y[:, None])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (doubly_scaled, "site 'y': plate 'data' already multiplies .* remove the poutine.scale"),
+        (averaged_rows, r"site 'y': its poutine.scale changes .*0.25 for 4 rows.*remove it"),
+        (scaled_for_another_n, r"site 'y': .*25 for 4 rows.*not N/B \(N = 12\)"),
+        (weights_normalised_over_the_batch, "site 'y': .*scale depends on the other rows"),
+        (plate_of_another_n, "site 'y': plate 'data' .* 100 rows in all, .*N = 12; write plate"),
+        (plate_of_fixed_size, r"plate 'data' .*fixed size 12 .*4 rows: .*subsample_size=len\(x\)"),
+        (scaled_prior, "site 'w': a prior must count once, but its scale follows the batch; move"),
+        (global_factor_in_the_hand_made_scale, "site 'f': .*must count once.*move it out of"),
+        (prior_from_the_batch, "site 'b'.*prior"),
+        (support_from_the_batch, "site 'b'.*(prior|support)"),
+        (columns_subsampled, "plate 'columns' takes 1 of 2"),
+        (fixed_subsample_size, r"plate 'data' takes 3 of 12 .*but 4 .*subsample_size=len\(x\)"),
+        (outer_product_by_mistake, r"site 'y'"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_ambiguous_models_are_refused_with_site_sizes_and_fix(model, message):
+    with pytest.raises(PlateError, match=f"(?s){message}"):
+        ps.LogPosterior(model, num_data=N).init(0, *batches(data(), B)[0])
+
+
+@pytest.mark.parametrize("model", [plate_of_fixed_size, no_plate])
+def test_a_single_row_does_not_hide_a_plate_of_fixed_size(model):
+    # in plate("data", N), one row broadcasts to N copies of itself, without an error of Pyro's
+    log_posterior = ps.LogPosterior(model, num_data=N)
+    params = log_posterior.init(0, *data())
+    row = batches(data(), 1)[0]
+    if model is no_plate:
+        expected = normal(*row, log_posterior.constrain(params))
+        close(log_posterior(params, row).log_lik, expected)
+    else:
+        with pytest.raises(PlateError, match="subsample_size"):
+            log_posterior(params, row)
+        with pytest.raises(PlateError, match="subsample_size"):
+            ps.LogPosterior(model, num_data=N).init(0, *row)
+
+
+def test_rows_selected_inside_the_model_are_refused_when_some_are_missing():
+    def selected(x, y, weight):
+        mean, s = latents(x)
+        kept = y < 10
+        pyro.sample("y", dist.Normal(mean[kept], s), obs=y[kept])
+
+    x, y, weight = data()
+    y[[5, 6, 7]] = 11.0  # leaves one row of the second batch, which would broadcast over B
+    log_posterior = ps.LogPosterior(selected, num_data=N)
+    first, second, _ = batches((x, y, weight), B)
+    params = log_posterior.init(0, *first)
+    with pytest.raises(PlateError, match="site 'y'"):
+        log_posterior(params, second)
+
+
+def test_two_self_subsampling_plates_are_refused():
+    def model(x, y, weight):
+        mean, s = latents(x)
+        for name in ("first", "second"):
+            with pyro.plate(name, N, subsample_size=B) as i:
+                pyro.sample(f"y_{name}", dist.Normal(mean[i], s), obs=y[i])
+
+    with pytest.raises(PlateError, match="plates 'first' and 'second' both subsample"):
+        ps.LogPosterior(model).init(0, *data())
+
+
+def test_n_of_a_self_subsampling_plate_cannot_be_overridden():
+    with pytest.raises(PlateError, match="plate 'data' has 12 rows in all, but num_data is 100"):
+        ps.LogPosterior(own_plate, num_data=100).init(0, *data())
+
+
+def test_n_comes_from_a_declared_plate_or_must_be_given():
+    batch = batches(data(), B)[0]
+    log_posterior = ps.LogPosterior(declared_plate)
+    log_posterior.init(0, *batch)
+    assert log_posterior.num_data == N
+    with pytest.raises(ps.errors.ArgumentError, match="N is unknown: pass num_data"):
+        ps.LogPosterior(plate_of_the_batch).init(0, *batch)
+    with pytest.raises(ps.errors.ArgumentError, match="num_data=3 is less than the 4 rows"):
+        ps.LogPosterior(plate_of_the_batch, num_data=3).init(0, *batch)
+
+
+def test_temperature_of_the_data_is_theirs_alone():
+    """The posterior of a conjugate model: were the prior counted N/B times, or the likelihood
+    averaged, its curvature would be another."""
+
+    def model(y):
+        m = pyro.sample("m", dist.Normal(0.0, 0.5))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(m, 2.0), obs=y)
+
+    y = data()[1]
+    log_posterior = ps.LogPosterior(model, num_data=N)
+    log_posterior.init(0, y[:B])
+    precision = -torch.func.hessian(lambda m: log_posterior({"m": m}, (y[:B],)).log_joint)(
+        torch.tensor(0.3)
+    )
+    close(precision, 1 / 0.5**2 + N / 2.0**2)
+    gradient, value = log_posterior.grad({"m": torch.tensor(0.0)}, (y[:B],))
+    close(gradient["m"], N / B * y[:B].sum() / 4)
+    expected = -0.5 * math.log(2 * math.pi * 0.25)
+    close(value.log_prior, expected)
