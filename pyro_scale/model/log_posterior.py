@@ -136,8 +136,9 @@ class LogPosterior:
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Each data site's log likelihood a row, `[B]`: without N/B, the user's scale in it."""
-        run = self.run(params, rows.as_arguments(batch), indices)
-        return self.understanding.scaling.rows(terms_of(run.sites))
+        arguments = rows.as_arguments(batch)
+        terms = terms_of(self.run(params, arguments, indices).sites)
+        return self.understanding.scaling.rows(terms, self._batch_size(arguments))
 
     def simulate(
         self, params: Params, arguments: Arguments, indices: Tensor | None = None

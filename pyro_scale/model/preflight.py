@@ -134,7 +134,7 @@ def understand(
         batch_size=batch_size,
         own_plate=own,
         enum_dim=recipe.enum_dim,
-        partition_error=_partition_error(scaling, terms, variants),
+        partition_error=_partition_error(scaling, terms, variants, batch_size),
         example=_example(arguments, runs, own),
         whole_only=count is not None and not variants,
         steady=_steady(whole.sites, runs),
@@ -245,6 +245,7 @@ def _first_run(
     except PyroScaleError:
         raise
     except Exception as error:
+        own_plate(recorder.sites, count)
         refuse_fixed_plate(recorder.sites, count, num_data, error)
         raise
     if not any(site.kind == "latent" for site in recorder.sites.values()):
@@ -284,14 +285,14 @@ def _free_dim(sites: Mapping[str, Site]) -> int | None:
 
 
 def _partition_error(
-    scaling: Scaling, terms: Mapping[str, Term], variants: list[Variant]
+    scaling: Scaling, terms: Mapping[str, Term], variants: list[Variant], batch_size: int
 ) -> float | None:
-    whole = scaling.rows(terms)
+    whole = scaling.rows(terms, batch_size)
     return max(
         (
             float((rows_of[variant.origin] - part[name]).abs().max())
             for variant in variants
-            for part in [scaling.rows(variant.terms)]
+            for part in [scaling.rows(variant.terms, len(variant.origin))]
             for name, rows_of in whole.items()
         ),
         default=None,

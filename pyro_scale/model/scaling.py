@@ -92,17 +92,23 @@ class Scaling:
             if self.rules[name].role != "rows":
                 parts.append((term.log_prob * term.scale).sum())
         log_prior = sum(parts[1:], start=parts[0])
-        log_lik = sum(self.rows(terms).values(), start=log_prior.new_zeros(batch_size))
+        log_lik = sum(self.rows(terms, batch_size).values(), start=log_prior.new_zeros(batch_size))
         log_joint = log_prior + self.num_data / batch_size * log_lik.sum()
         return Evaluation(log_joint, log_prior, log_lik)
 
-    def rows(self, terms: Mapping[str, Term]) -> dict[str, Tensor]:
+    def rows(self, terms: Mapping[str, Term], batch_size: int) -> dict[str, Tensor]:
         """Each data site's log likelihood a row, `[B]`: no N/B, the user's scale and mask kept."""
         rows = {}
         for name, term in terms.items():
             rule = self.rules[name]
             if rule.role == "rows":
                 rows[name] = _rows(term, rule)
+                if len(rows[name]) != batch_size:
+                    raise PlateError(
+                        f"site '{name}': it has {len(rows[name])} rows but the batch has "
+                        f"{batch_size}; every row of the batch needs one value: "
+                        + _ESCAPE.format(num_data=self.num_data)
+                    )
         return rows
 
     def _check(self, terms: Mapping[str, Term], batch_size: int) -> None:
@@ -151,7 +157,7 @@ class _Comparison:
             return self._joint(term)
         if term.is_prior:
             self._require_fixed_scale(term, "a prior")
-            return Rule("prior", why="latent")
+            return self._prior(term)
         found = self._find_rows(term)
         if isinstance(found, Rule):
             return found
@@ -159,6 +165,17 @@ class _Comparison:
             self._require_fixed_scale(term, "a term that the batch does not change")
             return Rule("global", why="does not change with the batch")
         return self._joint(term)
+
+    def _prior(self, term: Term) -> Rule:
+        if self._is_constant(term):
+            return Rule("prior", why="latent")
+        if self.batch_size != self.num_data:
+            raise PlateError(
+                f"site '{term.name}': its prior changes with the rows of the batch, so minibatches "
+                "do not estimate it; compute what it takes from the data once, from all rows and "
+                "outside of the model"
+            )
+        return Rule("prior", whole_data=True, why="latent; its prior needs the whole data")
 
     def _find_rows(self, term: Term) -> Rule | None:
         for depth in range(term.max_depth + 1):
