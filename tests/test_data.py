@@ -433,6 +433,16 @@ def test_batches_padded_to_different_lengths(num_chains):
             list(batches)
 
 
+def test_a_stream_whose_batches_are_padded_differently_is_refused_when_it_is_cut_anew():
+    """Carrying a ragged tail on joins batches of different lengths, which torch refuses."""
+    given = DataLoader(Rows(), batch_sampler=[[0, 4], [8], [3, 7], [1, 2], [5, 6]])
+    given.collate_fn = padded
+    data = open_data(given)
+    data.first()
+    with pytest.raises(DataError, match=r"shape.*pad"):
+        list(itertools.islice(data.batches(0, 1, "shuffle"), 5))
+
+
 @pytest.mark.parametrize("sampling", ["foo", None, 3])
 @pytest.mark.parametrize("kind", ["whole", "minibatch", "map-style", "stream"])
 def test_unknown_sampling_is_refused(kind, sampling):

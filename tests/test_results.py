@@ -21,7 +21,7 @@ from pyro import poutine
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import pyro_scale as ps
-from pyro_scale.errors import ArgumentError, PlateError, SiteError
+from pyro_scale.errors import ArgumentError, PlateError, PyroScaleError, SiteError
 
 mpl.use("Agg")
 QUIET = {"progress": False}
@@ -621,6 +621,23 @@ def test_a_model_that_subsamples_by_itself_gives_all_rows():
     samples = fit.get_samples()
     z = (residual - samples["w"] @ X.T) / samples["s"][:, None]
     assert abs(z_of_variance(z, 1.0)) < 4.4
+
+
+@pytest.mark.parametrize("name", ["chain", "draw"])
+def test_sites_and_plates_with_the_names_of_arvizs_dims_are_not_lost_silently(name):
+    def site(x):
+        w = pyro.sample(name, dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=x[:, 0])
+
+    def plate(x):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+        with pyro.plate(name, len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=x[:, 0])
+
+    for model in (site, plate):
+        with pytest.raises(PyroScaleError, match=f"'{name}'"):
+            fitted(model, X).to_arviz()
 
 
 def test_results_of_step_are_one_draw():

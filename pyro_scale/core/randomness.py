@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -40,9 +41,9 @@ def choose_seed(seed: int | None) -> int:
     """
     if seed is None:
         return int(torch.randint(2**31, ()).item())
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:
         raise ArgumentError(f"seed={seed!r}: pass an int in [0, 2**63), or None to have one drawn")
-    return seed
+    return int(seed)
 
 
 def derived_seed(seed: int, chain: int, purpose: Purpose, block: int = 0) -> int:

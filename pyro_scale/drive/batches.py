@@ -216,7 +216,7 @@ class StreamData:
             seen = 0
             for batch in self._epoch(seed, epoch):
                 seen += 1
-                joined = rows.concatenate([*left, batch]) if left else batch
+                joined = _joined(left, batch)
                 total = rows.count(joined) or 0
                 for start in range(0, total - size + 1, size):
                     yield rows.take(joined, slice(start, start + size))
@@ -233,9 +233,11 @@ class StreamData:
         return (_received(batch, self.device) for batch in _isolated(self.loader, own))
 
 
-def is_iterable_style(loader: torch_data.DataLoader[Any]) -> bool:
-    """Whether a loader's data set cannot be read by index."""
-    return isinstance(loader.dataset, torch_data.IterableDataset)
+def is_iterable_style(loader: Any) -> bool:
+    """Whether it is a DataLoader whose data set cannot be read by index."""
+    return isinstance(loader, torch_data.DataLoader) and isinstance(
+        loader.dataset, torch_data.IterableDataset
+    )
 
 
 def _read_by_index(
@@ -297,10 +299,22 @@ def _stacked(parts: list[Arguments]) -> Batch:
     try:
         return Batch(rows.stack(parts), per_chain=True)
     except RuntimeError as error:
-        raise DataError(
-            f"the chains' batches of one step differ in shape ({error}): let the collate function "
-            "pad all rows to one length, or run one chain (num_chains=1)"
-        ) from error
+        raise _different_shapes(error, "or run one chain (num_chains=1)") from error
+
+
+def _joined(left: list[Arguments], batch: Arguments) -> Arguments:
+    """What an epoch left over, and the batch after it."""
+    try:
+        return rows.concatenate([*left, batch]) if left else batch
+    except RuntimeError as error:
+        raise _different_shapes(error, "or make all batches of one size") from error
+
+
+def _different_shapes(error: RuntimeError, otherwise: str) -> DataError:
+    return DataError(
+        f"batches differ in the shape of their rows ({error}): let the collate function pad all "
+        f"rows to one length, {otherwise}"
+    )
 
 
 def refuse_arrays(arguments: Arguments) -> None:
@@ -310,7 +324,7 @@ def refuse_arrays(arguments: Arguments) -> None:
         DataError: it names the argument.
     """
     for name, leaf in rows.named_leaves(arguments):
-        if not isinstance(leaf, Tensor) and hasattr(leaf, "__array__"):
+        if not isinstance(leaf, Tensor) and getattr(leaf, "ndim", 0) > 0:
             raise DataError(
                 f"argument {name} is a {type(leaf).__name__}, not a tensor, so its rows would not "
                 "be taken by minibatch: pass torch.as_tensor of it"

@@ -11,6 +11,7 @@ from torch.utils import data as torch_data
 from torch.utils.data import default_collate
 
 from pyro_scale.core import rows
+from pyro_scale.core.counts import as_count
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.batches import (
     Data,
@@ -43,8 +44,10 @@ def open_data(
         DataError: empty; no known length; a batch larger than the data; not tensors.
         ArgumentError: a `batch_size` that is no count, or beside a loader's own.
     """
-    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
-        raise ArgumentError(f"batch_size={batch_size!r}: pass an int >= 1, or None for all rows")
+    if batch_size is not None:
+        batch_size = as_count("batch_size", batch_size, hint=", or None for all rows")
+    if num_data is not None:
+        num_data = as_count("num_data", num_data)
     if data is None:
         data = ()
     if isinstance(data, Tensor | tuple | Mapping) or hasattr(data, "__array__") or _is_row(data):
@@ -96,6 +99,11 @@ def _open_loader(loader: Any, num_data: int | None, device: torch.device | None)
     sampler = _batch_sampler(loader)
     subset = None if sampler is None else _indices_of(sampler.sampler, length)
     if sampler is None or subset is None:
+        if is_iterable_style(loader) and loader.drop_last:
+            raise DataError(
+                "drop_last=True drops the same rows in every epoch of a loader that cannot be read "
+                "by index: set drop_last=False (a ragged tail is carried into the next epoch)"
+            )
         return StreamData(loader, total, device)
     if num_data is None:
         total = len(subset)
@@ -113,7 +121,10 @@ def _batch_sampler(loader: Any) -> torch_data.BatchSampler | None:
     if not isinstance(loader, torch_data.DataLoader):
         return None
     if loader.batch_sampler is None and not is_iterable_style(loader):
-        raise DataError("the DataLoader has batch_size=None, so it yields single rows: give it one")
+        raise DataError(
+            "the DataLoader has batch_size=None, which switches its batching off: give it a "
+            "batch_size, or your sampler of batches as batch_sampler="
+        )
     sampler: Any = loader.batch_sampler
     return sampler if type(sampler) is torch_data.BatchSampler else None
 

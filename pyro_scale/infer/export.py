@@ -68,7 +68,8 @@ def _dims(result: Result, group: str, name: str, count: int) -> list[str]:
     rows = _rows_dim(result)
     if group == "log_likelihood":
         return [rows]
-    dims = [f"{name}_dim_{i}" for i in range(count)]
+    taken = "_" if any(f"{name}_dim_{i}" in known.sites for i in range(count)) else ""
+    dims = [f"{name}_dim_{i}{taken}" for i in range(count)]
     site = known.sites.get(name)
     if site is None:
         return dims

@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
+from pyro_scale.core.counts import as_count
 from pyro_scale.drive.batches import Data
 from pyro_scale.drive.data import open_data
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.infer import diagnostics, export, predictive
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import module_device
-from pyro_scale.model.log_posterior import LogPosterior, check_num_data
+from pyro_scale.model.log_posterior import LogPosterior
 
 #: Bytes of pointwise log likelihood that `to_arviz` computes without being asked.
 _LOG_LIKELIHOOD_BYTES = 2**30
@@ -47,9 +48,9 @@ class Method:
                 f"init_strategy={init_strategy!r} is unknown: pass one of Pyro's, such as "
                 "pyro.infer.autoguide.init_to_median, or a dict of tensors [num_chains, ...]"
             )
-        check_num_data(num_data)
         self.model = model
-        self._init_strategy, self._num_data = init_strategy, num_data
+        self._init_strategy = init_strategy
+        self._num_data = None if num_data is None else as_count("num_data", num_data)
         self._result: Result | None = None
 
     # ------------------------------------------------------------------ results

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from typing import Any, ClassVar, Self
 
+from pyro_scale.core.counts import as_count
 from pyro_scale.core.randomness import choose_seed
 from pyro_scale.core.schedules import Schedule
 from pyro_scale.drive.batches import Data
@@ -116,10 +117,10 @@ class Sampler(Method):
         Warns:
             UserWarning: warm-up was under five relaxation times, judged by the draws.
         """
-        counts = {"num_samples": num_samples, "thinning": thinning, "num_chains": num_chains}
-        for name, value in counts.items():
-            _check_count(name, value, least=1)
-        _check_count("warmup_steps", warmup_steps, least=0)
+        num_samples = as_count("num_samples", num_samples)
+        warmup_steps = as_count("warmup_steps", warmup_steps, least=0)
+        thinning = as_count("thinning", thinning)
+        num_chains = as_count("num_chains", num_chains)
         check_sampling(sampling)
         steps = Steps(num_samples, warmup_steps, thinning)
         tape = self.kernel.tape(steps.total)
@@ -141,8 +142,10 @@ class Sampler(Method):
             inflation = temperature_inflation(setup, draws, batches, values, replacement)
             attrs = {
                 **self._attrs(),
-                **counts,
+                "num_samples": num_samples,
                 "warmup_steps": warmup_steps,
+                "thinning": thinning,
+                "num_chains": num_chains,
                 "sampling": sampling,
                 "share_batches": int(share_batches),
             }
@@ -194,11 +197,6 @@ class Sampler(Method):
             for name, hyper in self.kernel.hyperparameters().items()
         }
         return {"method": type(self).__name__, **hyperparameters}
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ArgumentError(f"{name}={value!r}: pass an int >= {least}")
 
 
 def _failure_message(draws: Draws, lr: Any) -> str:

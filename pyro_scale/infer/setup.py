@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +13,8 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.batches import Batch, Data, OwnSubsamples, TensorData, to_device
 from pyro_scale.drive.engine import Engine
-from pyro_scale.errors import ArgumentError, SiteError
+from pyro_scale.drive.indices import RowIndices
+from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.kernels import Kernel
 from pyro_scale.model.log_posterior import LogPosterior
 
@@ -42,8 +41,9 @@ class Setup:
         """The batch of one step, given as the model's own arguments."""
         arguments = self.log_posterior.bind(args, kwargs)
         if isinstance(self.data, OwnSubsamples):
-            data = dataclasses.replace(self.data, arguments=arguments)
-            return next(itertools.islice(data.batches(self.seed, 1, "shuffle"), step, None))
+            data = self.data
+            indices = RowIndices(self.seed, 1, data.num_data, data.batch_size, "shuffle").at(step)
+            return Batch(arguments, per_chain=False, indices=indices)
         device = module_device(self.log_posterior)
         return Batch(to_device(arguments, device), per_chain=False)
 
@@ -134,9 +134,10 @@ def _starts(
                 f"init_strategy['{name}'] has shape {list(value.shape)}: with "
                 f"num_chains={num_chains} it must be {list(shape)}"
             )
+    sites = log_posterior.understanding.sites
     starts = []
     for chain in range(num_chains):
-        values = {name: value[chain] for name, value in given.items()}
+        values = {name: value[chain].to(sites[name].value) for name, value in given.items()}
         starts.append(log_posterior.start(arguments, seed, chain, strategy, values))
     return starts
 
@@ -144,7 +145,8 @@ def _starts(
 def _refuse_broken_starts(
     log_posterior: LogPosterior, layout: Layout, positions: Tensor, arguments: Arguments
 ) -> None:
-    """Chains whose log joint at their start is NaN or infinite on the first batch."""
+    """Chains whose log joint at their start is NaN or infinite on the first batch, and models
+    that do not go through vmap."""
     for chain, position in enumerate(positions):
         for name, place in layout.slices().items():
             if not bool(torch.isfinite(position[place]).all()):
@@ -158,8 +160,15 @@ def _refuse_broken_starts(
         indices = log_posterior.first_indices()
         return log_posterior(params, arguments, indices).log_joint
 
-    with torch.no_grad():
-        finite = torch.isfinite(torch.vmap(log_joint, chunk_size=64)(positions))
+    try:
+        _, values = torch.vmap(torch.func.grad_and_value(log_joint), chunk_size=64)(positions)
+    except RuntimeError as error:
+        raise ModelError(
+            f"the model cannot be vectorised over chains ({error}). Compute with tensors "
+            "throughout: no .item(), no `if` on values of latents, and no layer without a vmap "
+            "rule (LSTM and GRU have none)"
+        ) from error
+    finite = torch.isfinite(values)
     if not bool(finite.all()):
         chain = int(torch.nonzero(~finite)[0])
         site = log_posterior.broken_site(layout.unflatten(positions[chain]), arguments)

@@ -29,6 +29,16 @@ def refuse_batch_noise(module: nn.Module) -> None:
         )
 
 
+def refuse_reserved_names(sites: Mapping[str, Site]) -> None:
+    """Sites and plates that would be lost among ArviZ's dimensions."""
+    names = {*sites, *(frame.name for site in sites.values() for frame in site.plates)}
+    for name in sorted({"chain", "draw"} & names):
+        raise SiteError(
+            f"'{name}' is the name of a site or plate here, and of a dimension of every result; "
+            "rename it"
+        )
+
+
 def refuse_broken_terms(sites: Mapping[str, Site], terms: Mapping[str, Term]) -> None:
     """NaN or infinite log densities, and observations outside of their support."""
     for site in sites.values():

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributions import transform_to
 
 from pyro_scale.core import rows
+from pyro_scale.core.counts import as_count
 from pyro_scale.core.randomness import Purpose, derived_seed
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError, NotRunError
@@ -69,9 +70,8 @@ class LogPosterior:
     def __init__(self, model: Callable[..., Any], num_data: int | None = None):
         if not callable(model):
             raise ArgumentError(f"model={model!r} is not callable: pass a Pyro model")
-        check_num_data(num_data)
         self.model = model
-        self._num_data = num_data
+        self._num_data = None if num_data is None else as_count("num_data", num_data)
         self._program = Program(model)
         self._preflight = understand
         self._understanding: Understanding | None = None
@@ -334,14 +334,3 @@ class LogPosterior:
             return known.batch_size
         count = rows.count(arguments)
         return self.num_data if count is None else count
-
-
-def check_num_data(num_data: int | None) -> None:
-    """Refuses an N that is no count of rows.
-
-    Raises:
-        ArgumentError: not an int, or below 1.
-    """
-    good = isinstance(num_data, int) and not isinstance(num_data, bool) and num_data >= 1
-    if num_data is not None and not good:
-        raise ArgumentError(f"num_data={num_data!r}: pass the number of rows, an int >= 1")

@@ -24,6 +24,7 @@ from pyro_scale.model.checks import (
     refuse_broken_terms,
     refuse_local_latents,
     refuse_random_draws,
+    refuse_reserved_names,
 )
 from pyro_scale.model.plates import (
     agreed_size,
@@ -100,6 +101,7 @@ def understand(
         recipe = _Recipe(program, first)
         whole = recipe.run(arguments)
         terms = terms_of(whole.sites)
+        refuse_reserved_names(whole.sites)
         refuse_broken_terms(whole.sites, terms)
         refuse_random_draws(terms, terms_of(recipe.run(arguments).sites))
         _check_with_validation(recipe, arguments)
