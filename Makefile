@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test test-slow lint types notebooks clean
 
 demo: .venv/installed
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -W ignore::FutureWarning examples/demo.py
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2 -m "not slow"

@@ -259,6 +259,29 @@ def noise_from_python(x, y):
         pyro.sample("y", dist.Normal(x @ w + random.random(), 1.0), obs=y)
 
 
+def branches_on_a_latent(x, y):
+    w = weights()
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w if w.sum() > 0 else x @ -w, 1.0), obs=y)
+
+
+def branches_on_the_data(x, y):
+    w = weights()
+    sign = 1.0 if y.sum() > -100 else -1.0
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(sign * x @ w, 1.0), obs=y)
+
+
+LSTM = nn.LSTM(2, 2).double()  # without a rule for vmap
+BAYESIAN_LSTM = ps.bayesianize(nn.LSTM(2, 2).double())
+
+
+def weights_of_an_lstm(x, y):
+    features, _ = BAYESIAN_LSTM(x)
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(features[:, 0], 1.0), obs=y)
+
+
 BAD = {
     "no latent": (nothing_latent, ModelError, "no latent site.*nothing to infer"),
     "local latent": (local_latent, SiteError, "site 'e': .*one for every row.*marginalise"),
@@ -411,6 +434,26 @@ def test_bad_models_are_refused_before_any_step(kind):
         ps.BAOA(model, lr=0.1).run(rows_of(N), num_samples=1, batch_size=B, seed=0, progress=False)
     with pytest.raises(error, match=f"(?s){message}"):
         ps.explain(model, rows_of(N), batch_size=B)
+
+
+@pytest.mark.usefixtures("no_steps")
+@pytest.mark.parametrize("num_chains", [1, 2])
+@pytest.mark.parametrize(
+    "model",
+    [branches_on_a_latent, branches_on_the_data, regression(lambda x: LSTM(x)[0])]
+    + [weights_of_an_lstm],
+    ids=["branch on a latent", "branch on the data", "LSTM", "LSTM's weights"],
+)
+def test_models_that_cannot_be_vectorised_are_refused_in_words(model, num_chains):
+    with pytest.raises(ModelError, match=r"(?s)cannot be vectorised over chains.*\.item\(\)"):
+        ps.BAOA(model, lr=0.1).run(
+            rows_of(N),
+            num_samples=1,
+            batch_size=B,
+            num_chains=num_chains,
+            seed=0,
+            progress=False,
+        )
 
 
 @pytest.mark.usefixtures("no_steps")

@@ -397,6 +397,26 @@ def test_a_component_for_each_of_several_columns():
     close(log_posterior({"m": m}, (y,)).log_lik, mixture_log_lik(m, y).sum(-1))
 
 
+def test_deeper_plates_are_summed_out_first():
+    """A component for each row, and within it a sign for each repeat."""
+
+    def model(y):
+        m = component_means()
+        with pyro.plate("data", len(y), dim=-2):
+            a = pyro.sample("a", dist.Categorical(PROBS), infer=PARALLEL)
+            with pyro.plate("repeats", 5, dim=-1):
+                b = pyro.sample("b", dist.Bernoulli(0.2), infer=PARALLEL)
+                pyro.sample("y", dist.Normal(m[a] * (1 - 2 * b), 1.0), obs=y)
+
+    m, y = normals(3), normals(4, 5, seed=1)
+    each = [Normal(sign * m, 1.0).log_prob(y[..., None]) for sign in (1, -1)]
+    repeat = torch.logaddexp(math.log(0.8) + each[0], math.log(0.2) + each[1])
+    log_lik = (PROBS.log() + repeat.sum(1)).logsumexp(-1)
+    log_posterior = ps.LogPosterior(model, num_data=8)
+    log_posterior.init(0, y)
+    close(log_posterior({"m": m}, (y,)).log_lik, log_lik)
+
+
 def test_two_enumerated_sites_of_which_one_depends_on_the_other():
     table = torch.tensor([[0.7, 0.3], [0.1, 0.9], [0.5, 0.5]])
 
@@ -768,7 +788,7 @@ def test_two_modules_with_weights_of_the_same_name_stay_apart():
 
 def test_pyro_module_statement_makes_points_of_a_plain_networks_weights():
     pyro.clear_param_store()
-    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).eval()
     net[0].bias.requires_grad_(False)
 
     def model(x, y):

@@ -17,8 +17,8 @@ from pyro_scale.infer.diagnostics import gradient_noise
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import Setup
 
-#: Rows from which the noise of minibatches is estimated at the end of a run.
-_NOISE_ROWS = 1024
+#: Draws of a chain at which the noise of minibatches is estimated, with a batch each.
+_NOISE_DRAWS = 32
 #: Draws below which their variance says nothing of the posterior's.
 _FEWEST_DRAWS = 20
 
@@ -66,7 +66,7 @@ def temperature_inflation(
     values: Mapping[str, Tensor],
     replacement: bool,
 ) -> Tensor | None:
-    """By what minibatches multiply the temperature, from a few batches at the last draws.
+    """By what minibatches multiply the temperature, from a batch at each of some draws.
 
     None at temperature 0, and where the rows' gradients cannot be had.
     """
@@ -75,12 +75,11 @@ def temperature_inflation(
         return None
     if setup.data.batch_size is None:  # the whole data at every step
         return torch.ones(engine.num_latents)
-    size = known.understanding.batch_size
-    count = max(1, -(-_NOISE_ROWS // (size * len(setup.positions))))
-    device = setup.positions.device
-    some = [next(batches).of(torch.tensor(draws.finished)) for _ in range(count)]
-    last = draws.positions[draws.finished, -1].to(device)
-    noise = gradient_noise(known, engine.layout, last, some, replacement)
+    finished, total = torch.tensor(draws.finished), draws.positions.shape[1]
+    chosen = torch.linspace(0, total - 1, min(total, _NOISE_DRAWS)).round().long()
+    positions = draws.positions[finished][:, chosen].to(setup.positions.device)
+    some = [next(batches).of(finished) for _ in chosen]
+    noise = gradient_noise(known, engine.layout, positions, some, replacement)
     if noise is None:
         return None
     added = engine.kernel.bind(values).added_temperature(noise)

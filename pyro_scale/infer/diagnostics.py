@@ -108,15 +108,15 @@ def gradient_noise(
 ) -> Tensor | None:
     """The variance of the minibatch gradient of the log joint, over N, `[latents]`.
 
-    N V / B with V the variance over rows of one row's log likelihood gradient, each chain's at
-    its own position; times 1 - B/N where a batch's rows are all different.  None where the
-    model has no rows, or they are too many to differentiate one by one.
+    N V / B with V the variance over rows of one row's log likelihood gradient, on average over
+    the draws; times 1 - B/N where a batch's rows are all different.  None where the model has
+    no rows, or they are too many to differentiate one by one.
 
     Args:
         log_posterior: the target.
         layout: of a position.
-        positions: `[chains, D]`.
-        batches: whose rows to use.
+        positions: `[chains, draws, D]`.
+        batches: whose rows to use, one for each draw.
         replacement: whether a batch's rows are drawn with replacement.
     """
     scaling = log_posterior.understanding.scaling
@@ -126,19 +126,16 @@ def gradient_noise(
         return None
     latents = [name for name in layout.names if name in log_posterior.latents]
     variances = []
-    for chain, position in enumerate(positions):
-        gradients = []
-        for batch in batches:
+    for chain, draws in enumerate(positions):
+        for position, batch in zip(draws, batches, strict=True):
             arguments, indices = batch.of_chain(chain)
 
             def rows_of(params: Any, arguments: Any = arguments, indices: Any = indices) -> Tensor:
                 return log_posterior(params, arguments, indices).log_lik
 
             jacobian = torch.func.jacrev(rows_of, chunk_size=256)(layout.unflatten(position))
-            gradients.append(
-                torch.cat([jacobian[name].reshape(size, -1) for name in latents], dim=1)
-            )
-        variances.append(torch.cat(gradients).var(0))
-    size, num_data = len(gradients[0]), log_posterior.num_data
+            gradients = torch.cat([jacobian[n].reshape(size, -1) for n in latents], dim=1)
+            variances.append(gradients.var(0))
+    num_data = log_posterior.num_data
     all_different = 0.0 if replacement else size / num_data
     return torch.stack(variances).mean(0) * num_data / size * (1 - all_different)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.distributions import ComposeTransform, IndependentTransform, biject_to
+from torch.distributions import ComposeTransform, IndependentTransform
 
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import count
@@ -17,6 +17,7 @@ from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.preflight import Understanding
 from pyro_scale.model.scaling import Rule
 from pyro_scale.model.sites import Point, Site
+from pyro_scale.model.transforms import bijection
 
 _COLUMNS = ("site", "kind", "shape", "support", "transform", "plate", "Pyro", "ours", "why")
 
@@ -152,7 +153,7 @@ def _site_row(site: Site, rule: Rule | None, ratio: float) -> dict[str, str]:
         "kind": site.kind,
         "shape": str(list(site.value.shape)),
         "support": "" if site.kind == "factor" else _support(site.fn.support),
-        "transform": _transform(biject_to(site.fn.support)) if is_latent else "",
+        "transform": _transform(bijection(site.fn.support)) if is_latent else "",
         "plate": ", ".join(_plate(frame) for frame in site.plates),
         "Pyro": _factor(pyro, ratio),
         "ours": _factor(ours, ratio),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from pyro_scale.drive.indices import RowIndices
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.kernels import Kernel
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.preflight import InitFunction
 
 
 @dataclass(frozen=True)
@@ -63,16 +64,18 @@ def set_up(
         ArgumentError: a dict of starts that does not fit the model or the number of chains.
     """
     arguments = data.first()
-    strategy = None if isinstance(init_strategy, dict) else init_strategy
-    log_posterior.prepare(arguments, strategy, seed)
+    inits = [_init_of(log_posterior, init_strategy, c, num_chains) for c in range(num_chains)]
+    log_posterior.prepare(arguments, inits[0], seed)
+    if isinstance(init_strategy, dict):
+        _refuse_unknown_sites(log_posterior, init_strategy)
     data = _as_taken(log_posterior, data)
-    starts = _starts(log_posterior, arguments, init_strategy, num_chains, seed)
+    starts = [log_posterior.start(arguments, seed, c, init) for c, init in enumerate(inits)]
     points = {name: point.unconstrained for name, point in log_posterior.points.items()}
     layout = Layout.of(starts[0] | points)
     positions = torch.stack([layout.flatten(start | points) for start in starts])
     num_latents = Layout.of(starts[0]).size
     engine = Engine(kernel, log_posterior, layout, num_latents)
-    _refuse_broken_starts(log_posterior, layout, positions, arguments)
+    _try_chains(log_posterior, layout, positions, arguments)
     return Setup(log_posterior, data, engine, positions, seed)
 
 
@@ -107,53 +110,49 @@ def _as_taken(log_posterior: LogPosterior, data: Data) -> Data:
     return OwnSubsamples(data.arguments, log_posterior.num_data, known.batch_size)
 
 
-def _starts(
-    log_posterior: LogPosterior,
-    arguments: Arguments,
-    init_strategy: Any,
-    num_chains: int,
-    seed: int,
-) -> list[dict[str, Tensor]]:
-    """Each chain's unconstrained latents, where `init_strategy` puts them."""
-    given = init_strategy if isinstance(init_strategy, dict) else {}
-    strategy = None if isinstance(init_strategy, dict) else init_strategy
-    for name, value in given.items():
-        if name not in log_posterior.latents:
-            raise ArgumentError(
-                f"init_strategy: '{name}' is not a latent site; the model has "
-                f"{list(log_posterior.latents)}"
-            )
+def _init_of(
+    log_posterior: LogPosterior, init_strategy: Any, chain: int, num_chains: int
+) -> InitFunction:
+    """Where one chain starts: site -> constrained value."""
+    default = log_posterior.default_init(chain)
+    if not isinstance(init_strategy, dict):
+        return init_strategy or default
+    for name, value in init_strategy.items():
         if not isinstance(value, Tensor):
             raise ArgumentError(
                 f"init_strategy['{name}'] is a {type(value).__name__}: pass a tensor of "
                 "constrained values, [num_chains, ...]"
             )
-        shape = (num_chains, *log_posterior.understanding.sites[name].value.shape)
-        if value.shape != shape:
+
+    def init(site: Any) -> Tensor:
+        name = site["name"]
+        if name not in init_strategy:
+            return default(site)
+        given, like = init_strategy[name], default(site)
+        if given.shape != (num_chains, *like.shape):
             raise ArgumentError(
-                f"init_strategy['{name}'] has shape {list(value.shape)}: with "
-                f"num_chains={num_chains} it must be {list(shape)}"
+                f"init_strategy['{name}'] has shape {list(given.shape)}: with "
+                f"num_chains={num_chains} it must be {[num_chains, *like.shape]}"
             )
-    sites = log_posterior.understanding.sites
-    starts = []
-    for chain in range(num_chains):
-        values = {name: value[chain].to(sites[name].value) for name, value in given.items()}
-        starts.append(log_posterior.start(arguments, seed, chain, strategy, values))
-    return starts
+        return given[chain].to(like)
+
+    return init
 
 
-def _refuse_broken_starts(
+def _refuse_unknown_sites(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> None:
+    for name in starts:
+        if name not in log_posterior.latents:
+            raise ArgumentError(
+                f"init_strategy: '{name}' is not a latent site; the model has "
+                f"{list(log_posterior.latents)}"
+            )
+
+
+def _try_chains(
     log_posterior: LogPosterior, layout: Layout, positions: Tensor, arguments: Arguments
 ) -> None:
-    """Chains whose log joint at their start is NaN or infinite on the first batch, and models
-    that do not go through vmap."""
-    for chain, position in enumerate(positions):
-        for name, place in layout.slices().items():
-            if not bool(torch.isfinite(position[place]).all()):
-                raise SiteError(
-                    f"site '{name}': chain {chain} starts at a value that is not finite in "
-                    "unconstrained space (on the edge of its support?); change init_strategy"
-                )
+    """Refuses models that do not go through vmap, and chains whose log joint at their start is
+    NaN or infinite on the first batch."""
 
     def log_joint(position: Tensor) -> Tensor:
         params = layout.unflatten(position)
@@ -163,6 +162,11 @@ def _refuse_broken_starts(
     try:
         _, values = torch.vmap(torch.func.grad_and_value(log_joint), chunk_size=64)(positions)
     except RuntimeError as error:
+        if "random operation" in str(error):
+            raise ModelError(
+                "something in the model draws at random: call .eval() on modules with dropout, "
+                f"and make every random draw a pyro.sample site ({error})"
+            ) from error
         raise ModelError(
             f"the model cannot be vectorised over chains ({error}). Compute with tensors "
             "throughout: no .item(), no `if` on values of latents, and no layer without a vmap "

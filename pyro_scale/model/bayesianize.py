@@ -14,6 +14,7 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 from pyro_scale.errors import ArgumentError, ModelError
+from pyro_scale.model.transforms import bijection
 
 #: The key of a site's `infer` dict that says which module's weight it is: (module, name).
 WEIGHT = "pyro_scale_weight"
@@ -103,6 +104,16 @@ class BayesianModule(PyroModule):
         return net
 
 
+def uniform(site: Any) -> Tensor:
+    """Uniform in (-2, 2), unconstrained; for improper priors too, which cannot be drawn from."""
+    fn = site["fn"]
+    if not isinstance(fn, dist.ImproperUniform):
+        return init_to_uniform(site)
+    transform = bijection(fn.support)
+    shape = transform.inverse_shape(fn.batch_shape + fn.event_shape)
+    return transform(4 * torch.rand(shape) - 2)
+
+
 def init_to_module(site: Any = None) -> Any:
     """An init strategy: weights of bayesianized modules start at the module's values.
 
@@ -113,7 +124,7 @@ def init_to_module(site: Any = None) -> Any:
     if WEIGHT in site["infer"]:
         module, name = site["infer"][WEIGHT]
         return module.weights()[name].clone()
-    return init_to_uniform(site)
+    return uniform(site)
 
 
 def init_to_reset(fallback: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +19,13 @@ def refuse_batch_noise(module: nn.Module) -> None:
     """BatchNorm in train mode and active dropout, before they run."""
     name = type(module).__name__
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        if module.training or module.running_mean is None:
+        if module.running_mean is None:
+            raise ModelError(
+                f"{name} keeps no running statistics, so a row's likelihood depends on the other "
+                "rows of its batch, in eval mode too: build it with track_running_stats=True and "
+                "train them first, or use GroupNorm or LayerNorm"
+            )
+        if module.training:
             raise ModelError(
                 f"{name} in train mode: a row's likelihood would depend on the other rows of its "
                 "batch, and the batch's statistics would be written into your module; call .eval()"
@@ -39,15 +46,29 @@ def refuse_reserved_names(sites: Mapping[str, Site]) -> None:
         )
 
 
-def refuse_broken_terms(sites: Mapping[str, Site], terms: Mapping[str, Term]) -> None:
-    """NaN or infinite log densities, and observations outside of their support."""
+def refuse_broken_starts(sites: Mapping[str, Site], chain: int = 0) -> None:
+    """Latents that start off their support, or on its edge."""
+    for site in sites.values():
+        if site.unconstrained is not None and not bool(torch.isfinite(site.unconstrained).all()):
+            raise SiteError(
+                f"site '{site.name}': chain {chain} starts off its support ({site.fn.support}), "
+                "or on the edge of it; change init_strategy"
+            )
+
+
+def refuse_impossible_observations(sites: Mapping[str, Site]) -> None:
+    """Observations outside of their support."""
     for site in sites.values():
         if site.kind == "observed" and not bool(_inside_support(site).all()):
             raise SiteError(
                 f"site '{site.name}': an observed value is NaN or outside the support of its "
-                f"{_family(site.fn)} ({site.fn.support}); check the data, or choose a likelihood "
-                "that allows it"
+                f"{type(_unwrapped(site.fn)).__name__} ({site.fn.support}); check the data, or "
+                "choose a likelihood that allows it"
             )
+
+
+def refuse_broken_terms(terms: Mapping[str, Term]) -> None:
+    """NaN or infinite log densities."""
     for term in terms.values():
         if not bool(torch.isfinite(term.log_prob).all()):
             what = "NaN" if bool(torch.isnan(term.log_prob).any()) else "infinite"
@@ -57,15 +78,25 @@ def refuse_broken_terms(sites: Mapping[str, Site], terms: Mapping[str, Term]) ->
             )
 
 
-def refuse_random_draws(terms: Mapping[str, Term], again: Mapping[str, Term]) -> None:
-    """Terms that differ between two runs on the same batch at the same latent values."""
+def refuse_random_draws(terms: Mapping[str, Term], again: Mapping[str, Term], drew: bool) -> None:
+    """Terms that differ between two runs on the same batch at the same latent values.
+
+    Args:
+        terms: of one run.
+        again: of the other.
+        drew: whether that one drew from torch's generator, which can go without a difference.
+    """
+    advice = (
+        "so something in the model draws at random: call .eval() on modules with dropout, and "
+        "make every random draw a pyro.sample site"
+    )
     for name, term in terms.items():
         if name not in again or not close(term.log_prob, again[name].log_prob, roundings=64):
             raise ModelError(
-                f"site '{name}': two evaluations at the same latent values differ, so something "
-                "in the model draws at random: call .eval() on modules with dropout, and make "
-                "every random draw a pyro.sample site"
+                f"site '{name}': two evaluations at the same latent values differ, {advice}"
             )
+    if drew:
+        raise ModelError(f"an evaluation moves torch's random generator, {advice}")
 
 
 def refuse_local_latents(
@@ -107,10 +138,12 @@ def _inside_support(site: Site) -> Tensor:
     for mask in (site.mask, getattr(site.fn, "_mask", None)):
         if mask is not None:
             inside = inside | ~torch.as_tensor(mask)
+    if isinstance(_unwrapped(site.fn), dist.NanMaskedNormal | dist.NanMaskedMultivariateNormal):
+        return torch.as_tensor(True)
     return inside
 
 
-def _family(fn: Any) -> str:
+def _unwrapped(fn: Any) -> Any:
     while hasattr(fn, "base_dist"):
         fn = fn.base_dist
-    return type(fn).__name__
+    return fn

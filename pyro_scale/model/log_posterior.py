@@ -10,7 +10,7 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.infer.autoguide.initialization import init_to_uniform, init_to_value
+from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor
 from torch.distributions import transform_to
 
@@ -19,7 +19,8 @@ from pyro_scale.core.counts import as_count
 from pyro_scale.core.randomness import Purpose, derived_seed
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError, NotRunError
-from pyro_scale.model.bayesianize import init_to_module, init_to_reset
+from pyro_scale.model.bayesianize import init_to_module, init_to_reset, uniform
+from pyro_scale.model.checks import refuse_broken_starts
 from pyro_scale.model.function import function_model
 from pyro_scale.model.preflight import (
     InitFunction,
@@ -129,7 +130,8 @@ class LogPosterior:
             evaluation = self(params, batch, indices)
             return evaluation.log_joint, evaluation
 
-        gradient, evaluation = torch.func.grad(log_joint, has_aux=True)(dict(params))
+        with torch.no_grad():  # no graph of weights that are not among the params
+            gradient, evaluation = torch.func.grad(log_joint, has_aux=True)(dict(params))
         return gradient, evaluation
 
     def log_likelihood(
@@ -183,6 +185,7 @@ class LogPosterior:
         with torch.random.fork_rng():
             torch.manual_seed(derived_seed(seed, chain, Purpose.INIT))
             sites = draw_latents(self._program, arguments, init).sites
+        refuse_broken_starts(sites, chain)
         return {
             site.name: site.unconstrained.detach().clone()
             for site in sites.values()
@@ -274,7 +277,7 @@ class LogPosterior:
         """Where a chain starts unless it is told otherwise."""
         if chain == 0:
             return init_to_module
-        return init_to_reset(fallback=init_to_uniform)
+        return init_to_reset(fallback=uniform)
 
     @property
     def understanding(self) -> Understanding:

@@ -85,8 +85,9 @@ def refuse_fixed_plate(
     for site in sites.values():
         if site.kind != "subsample" or site.fn.subsample_size not in (None, site.fn.size):
             continue
-        if count is not None and site.fn.size == num_data != count:
+        size = site.fn.size
+        if count is not None and size != count and num_data in (None, size):
             raise PlateError(
-                f"plate '{site.name}' has the fixed size {num_data} but the batch has {count} "
-                f"rows: write plate('{site.name}', {num_data}, subsample_size=len(x))"
+                f"plate '{site.name}' has the fixed size {size} but the batch has {count} rows: "
+                f"write plate('{site.name}', {size}, subsample_size=len(x)) ({error})"
             ) from error

@@ -21,7 +21,9 @@ from pyro_scale.errors import ArgumentError, ModelError, PlateError, PyroScaleEr
 from pyro_scale.model.checks import (
     local_message,
     refuse_batch_noise,
+    refuse_broken_starts,
     refuse_broken_terms,
+    refuse_impossible_observations,
     refuse_local_latents,
     refuse_random_draws,
     refuse_reserved_names,
@@ -97,13 +99,17 @@ def understand(
         with executed_modules(refuse_batch_noise) as executed:
             first = _first_run(program, arguments, init, count, num_data)
         program.find_owners(first.points, executed)
+        refuse_broken_starts(first.sites)
         own = own_plate(first.sites, count)
         recipe = _Recipe(program, first)
         whole = recipe.run(arguments)
-        terms = terms_of(whole.sites)
         refuse_reserved_names(whole.sites)
-        refuse_broken_terms(whole.sites, terms)
-        refuse_random_draws(terms, terms_of(recipe.run(arguments).sites))
+        refuse_impossible_observations(whole.sites)
+        terms = terms_of(whole.sites)
+        refuse_broken_terms(terms)
+        state = torch.random.get_rng_state()
+        again = terms_of(recipe.run(arguments).sites)
+        refuse_random_draws(terms, again, not torch.equal(state, torch.random.get_rng_state()))
         _check_with_validation(recipe, arguments)
         if own is not None:
             batch_size = whole.sites[own].fn.subsample_size
@@ -153,8 +159,8 @@ def understand_function(
         first = _first_run(program, arguments, init, None, num_data)
         recipe = _Recipe(program, first)
         terms = terms_of(first.sites)
-        refuse_broken_terms(first.sites, terms)
-        refuse_random_draws(terms, terms_of(recipe.run(arguments).sites))
+        refuse_broken_terms(terms)
+        refuse_random_draws(terms, terms_of(recipe.run(arguments).sites), False)
     rules = {
         name: Rule("prior" if term.is_prior else "global", why="log posterior per datum, times N")
         for name, term in terms.items()

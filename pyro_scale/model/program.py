@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
+from pyro_scale.errors import ModelError
 from pyro_scale.model.sites import Point, Recorder
 
 
@@ -79,15 +80,31 @@ class _Root(nn.Module):
 
 @contextmanager
 def executed_modules(check: Callable[[nn.Module], None]) -> Iterator[list[nn.Module]]:
-    """Lists the modules whose forward runs, outermost first, each checked before it runs."""
+    """Lists the modules whose forward runs, outermost first, each checked before it runs.
+
+    Raises:
+        ModelError: a module wrote to its buffers; they are put back.
+    """
     executed: list[nn.Module] = []
+    buffers: dict[Tensor, Tensor] = {}
 
     def hook(module: nn.Module, _: Any) -> None:
         check(module)
         executed.append(module)
+        for buffer in module.buffers():
+            buffers.setdefault(buffer, buffer.clone())
 
     handle = nn.modules.module.register_module_forward_pre_hook(hook)
     try:
         yield executed
     finally:
         handle.remove()
+        written = [b for b, before in buffers.items() if not torch.equal(b, before)]
+        for buffer in written:
+            buffer.copy_(buffers[buffer])
+    for module in reversed(executed):
+        if any(buffer is b for b in written for buffer in module.buffers()):
+            raise ModelError(
+                f"{type(module).__name__} writes to its buffers whenever it is called, so two "
+                "evaluations of the likelihood would differ: call .eval()"
+            )

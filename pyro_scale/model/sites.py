@@ -18,9 +18,13 @@ import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
-from torch.distributions import biject_to, constraints, transform_to
+from torch.distributions import constraints, transform_to
 
 from pyro_scale.errors import SiteError
+from pyro_scale.model.transforms import bijection
+
+#: Dimensions of a torch tensor, with some left for the arithmetic on them.
+_MOST_DIMS = 60
 
 Kind = Literal["latent", "observed", "factor", "deterministic", "enumerated", "subsample"]
 
@@ -132,8 +136,10 @@ class Recorder(Messenger):
             return
         elif _is_discrete(msg):
             self._enumerate(msg)
-        elif self._latents is not None:
-            self._constrain(msg, self._latents)
+        else:
+            transform = _transform(msg)
+            if self._latents is not None:
+                self._constrain(msg, transform, self._latents)
 
     def _subsample(self, plate: str, fn: Any) -> Tensor:
         if plate in self._indices:
@@ -143,7 +149,12 @@ class Recorder(Messenger):
 
     def _enumerate(self, msg: Any) -> None:
         name, fn = msg["name"], msg["fn"]
-        if msg["infer"].get("enumerate") != "parallel" or not fn.has_enumerate_support:
+        if msg["infer"].get("enumerate") == "parallel" and not fn.has_enumerate_support:
+            raise SiteError(
+                f"site '{name}': a {type(fn).__name__} cannot be enumerated, for its support has "
+                "no end; marginalise it by hand, or use a Categorical over its first values"
+            )
+        if msg["infer"].get("enumerate") != "parallel":
             raise SiteError(
                 f"site '{name}': a discrete latent has no gradient; give it "
                 'infer={"enumerate": "parallel"} to have it summed out, or marginalise it by hand '
@@ -153,21 +164,32 @@ class Recorder(Messenger):
             with torch.no_grad():
                 msg["value"] = fn.sample()
             return
+        if -self._enum_dim > _MOST_DIMS:
+            raise SiteError(
+                f"site '{name}': there are more enumerated sites than a tensor has dimensions; "
+                "sum them out by hand (the forward algorithm, for a Markov chain)"
+            )
         support = fn.enumerate_support(expand=False)
         inner = (1,) * (-self._enum_dim - 1)
         msg["value"] = support.reshape(support.shape[:1] + inner + fn.event_shape)
         self._enum_dims[name] = self._enum_dim
         self._enum_dim -= 1
 
-    def _constrain(self, msg: Any, latents: Mapping[str, Tensor]) -> None:
+    def _constrain(self, msg: Any, transform: Any, latents: Mapping[str, Tensor]) -> None:
         name, fn = msg["name"], msg["fn"]
         if name not in latents:
             raise SiteError(
                 f"site '{name}': it was not there on the first batch; every batch must have the "
                 "same latent sites (or was its observation left out: obs=None?)"
             )
-        transform, unconstrained = biject_to(fn.support), latents[name]
+        unconstrained = latents[name]
         value = transform(unconstrained)
+        nesting = -1 - max(self._enum_dims.values(), default=-_MOST_DIMS)
+        if value.dim() - len(fn.event_shape) > nesting:
+            raise SiteError(
+                f"site '{name}': its support depends on an enumerated site; sum that site out by "
+                "hand, or give this one a fixed support"
+            )
         wanted = fn.batch_shape + fn.event_shape
         if value.shape != wanted and not self._enum_dims:
             raise LatentShapeChanged(name, value.shape, wanted)
@@ -181,7 +203,7 @@ class Recorder(Messenger):
             raise SiteError(f"site '{name}': two sites have this name; rename one")
         unconstrained, log_det = self._jacobians.get(name, (None, None))
         if kind == "latent" and unconstrained is None:
-            unconstrained = biject_to(msg["fn"].support).inv(msg["value"])
+            unconstrained = bijection(msg["fn"].support).inv(msg["value"])
         self.sites[name] = Site(
             name=name,
             kind=kind,
@@ -235,7 +257,7 @@ class Simulator(Recorder):
                 msg["is_observed"], msg["value"], msg["done"] = False, None, False
                 self._drawn.add(msg["name"])
         elif self._latents is not None and msg["name"] in self._latents:
-            self._constrain(msg, self._latents)
+            self._constrain(msg, _transform(msg), self._latents)
         else:
             self._drawn.add(msg["name"])
 
@@ -269,10 +291,11 @@ def plate_scale(plates: tuple[CondIndepStackFrame, ...]) -> float:
 
 
 def without_validation(fn: Any) -> Any:
-    """The distribution, or a copy that does not validate.
+    """A copy of the distribution that never validates.
 
-    Switching validation off globally does not reach distributions that were made before, and
-    their checks need a tensor's truth value, which vmap and tracing cannot give.
+    Switching validation off globally does not reach distributions that were made before, nor
+    those that are evaluated after, and their checks need a tensor's truth value, which vmap and
+    tracing cannot give.
     """
     parts = {
         name: without_validation(value)
@@ -280,7 +303,7 @@ def without_validation(fn: Any) -> Any:
         if isinstance(value, torch.distributions.Distribution)
     }
     changed = {name: part for name, part in parts.items() if part is not vars(fn)[name]}
-    if not changed and not getattr(fn, "_validate_args", False):
+    if not changed and vars(fn).get("_validate_args") is False:
         return fn
     fn = copy.copy(fn)
     fn.__dict__.update(changed, _validate_args=False)
@@ -291,7 +314,28 @@ def _is_subsample(fn: Any) -> bool:
     return type(fn).__name__ == "_Subsample"
 
 
+def _transform(msg: Any) -> Any:
+    """The map from unconstrained space to a latent's support."""
+    name, fn = msg["name"], msg["fn"]
+    try:
+        return bijection(fn.support)
+    except NotImplementedError:
+        raise SiteError(
+            f"site '{name}': there is no smooth transform from unconstrained space to the support "
+            f"of its {type(fn).__name__} ({fn.support}); use another distribution, or sample its "
+            "unconstrained coordinates and transform them in the model"
+        ) from None
+
+
 def _is_discrete(msg: Any) -> bool:
+    fn = msg["fn"]
+    while isinstance(fn, dist.Independent | dist.MaskedDistribution):
+        fn = fn.base_dist
+    if isinstance(fn, dist.Delta):
+        raise SiteError(
+            f"site '{msg['name']}': an unobserved Delta has nothing to infer: use "
+            "pyro.deterministic(name, value)"
+        )
     try:
         return bool(msg["fn"].support.is_discrete)
     except NotImplementedError:

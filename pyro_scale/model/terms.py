@@ -73,8 +73,11 @@ def terms_of(sites: Mapping[str, Site]) -> dict[str, Term]:
         if site.kind in ("latent", "observed", "factor", "enumerated")
     ]
     enumerated = [site for site in sites.values() if site.enum_dim is not None]
+    free = max((site.enum_dim or 0 for site in enumerated), default=0)
+    if enumerated:
+        _require_plates(terms, enumerated[0].name, free)
     for variable in sorted(enumerated, key=lambda site: -len(site.plates)):
-        terms = _sum_out(variable, terms)
+        terms = _sum_out(variable, terms, free)
     return {term.name: term for term in terms}
 
 
@@ -88,6 +91,8 @@ def unwrapped(fn: Any, depth: int) -> Any:
 def _log_prob(site: Site, depth: int) -> Tensor:
     fn = unwrapped(site.fn, depth)
     log_prob = fn.log_prob(site.value)
+    if site.kind == "enumerated":  # where all that depends on it is masked, it sums to one
+        return log_prob
     mask = _align(site.mask, len(fn.batch_shape) - len(site.fn.batch_shape))
     return scale_and_mask(log_prob, 1.0, mask)
 
@@ -104,20 +109,23 @@ def _align(batchwise: Any, extra: int) -> Any:
     return batchwise.reshape(batchwise.shape + (1,) * extra)
 
 
-def _sum_out(variable: Site, terms: list[Term]) -> list[Term]:
+def _sum_out(variable: Site, terms: list[Term], free: int) -> list[Term]:
     """Replaces the terms that depend on an enumerated site by the log of their summed product.
 
-    Deeper plates are multiplied out first: inside the variable's own plates, the rows of a
-    plate that it is not in share its value.
+    What lies in dimensions that the variable does not have shares its value, so it is multiplied
+    out first; in those that it has, there is a sum for each element.
     """
     dim = variable.enum_dim
     assert dim is not None
-    own = _dims(variable.plates)
     involved = [t for t in terms if t.log_prob.dim() >= -dim and t.log_prob.shape[dim] > 1]
-    rest = [t for t in terms if t.name not in {i.name for i in involved}]
-    total: Tensor | None = None
+    if not involved:  # a single value in the support: nothing to sum
+        return terms
+    names = {term.name for term in involved}
+    rest = [term for term in terms if term.name not in names]
+    own = _dims(variable.plates, variable.fn.batch_shape, free)
+    total: Tensor | float = 0.0
     for term in involved:
-        around = _dims(term.plates)
+        around = _dims(term.plates, term.log_prob.shape, free)
         if not own <= around:
             raise SiteError(
                 f"site '{term.name}' depends on the enumerated site '{variable.name}' but is not "
@@ -126,14 +134,13 @@ def _sum_out(variable: Site, terms: list[Term]) -> list[Term]:
             )
         log_prob = term.log_prob
         for extra in around - own:
-            log_prob = log_prob.sum(extra, keepdim=True)
-        total = log_prob if total is None else total + log_prob
-    if total is None:  # a single value in the support: nothing to sum
-        return terms
+            if log_prob.dim() >= -extra:
+                log_prob = log_prob.sum(extra, keepdim=True)
+        total = total + log_prob
     observed = [t.name for t in involved if t.site is None or t.site.kind != "enumerated"]
     merged = Term(
         name="+".join(observed) or variable.name,
-        log_prob=torch.logsumexp(total, dim, keepdim=True),
+        log_prob=torch.logsumexp(torch.as_tensor(total), dim, keepdim=True),
         scale=_common_scale(variable, involved),
         plates=variable.plates,
         is_prior=False,
@@ -141,13 +148,35 @@ def _sum_out(variable: Site, terms: list[Term]) -> list[Term]:
     return [*rest, merged]
 
 
-def _dims(plates: Iterable[CondIndepStackFrame]) -> frozenset[int]:
-    return frozenset(frame.dim for frame in plates if frame.dim is not None)
+def _dims(plates: Iterable[CondIndepStackFrame], shape: torch.Size, free: int) -> set[int]:
+    """The dimensions, from the right, of plates and of rows outside of plates.
+
+    Those from `free` on to the left are enumerated sites'.
+    """
+    plated = {frame.dim for frame in plates if frame.dim is not None}
+    return plated | {i for i in range(max(free + 1, -len(shape)), 0) if shape[i] > 1}
+
+
+def _require_plates(terms: list[Term], enumerated: str, free: int) -> None:
+    """A site in plates must have all of its dimensions in them.
+
+    One of another size is an enumerated dimension that the model moved, by a sum or an index.
+    """
+    for term in terms:
+        plated = {frame.dim for frame in term.plates}
+        for dim in _dims((), term.log_prob.shape, free) - plated:
+            if plated and not term.is_prior:
+                raise SiteError(
+                    f"site '{term.name}': dimension {dim} of its log density, of size "
+                    f"{term.log_prob.shape[dim]}, is in no plate; in a model with enumerated "
+                    f"sites ('{enumerated}') keep values in the dimensions that they have"
+                )
 
 
 def _common_scale(variable: Site, involved: Iterable[Term]) -> float | Tensor:
     scales = [term.scale for term in involved]
-    if any(scale is not scales[0] and scale != scales[0] for scale in scales):
+    first = torch.as_tensor(scales[0])
+    if not all(torch.equal(torch.as_tensor(scale), first) for scale in scales):
         raise SiteError(
             f"site '{variable.name}': the sites that are summed over it have different scales; "
             "put one poutine.scale around all of them"
