@@ -272,14 +272,14 @@ def branches_on_the_data(x, y):
         pyro.sample("y", dist.Normal(sign * x @ w, 1.0), obs=y)
 
 
-LSTM = nn.LSTM(2, 2).double()  # without a rule for vmap
-BAYESIAN_LSTM = ps.bayesianize(nn.LSTM(2, 2).double())
+LSTM = nn.LSTM(2, 2, batch_first=True).double()  # vmap has no rule for it
+BAYESIAN_LSTM = ps.bayesianize(LSTM)
 
 
 def weights_of_an_lstm(x, y):
-    features, _ = BAYESIAN_LSTM(x)
+    features, _ = BAYESIAN_LSTM(x[:, None])
     with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(features[:, 0], 1.0), obs=y)
+        pyro.sample("y", dist.Normal(features[:, 0, 0], 1.0), obs=y)
 
 
 BAD = {
@@ -440,8 +440,12 @@ def test_bad_models_are_refused_before_any_step(kind):
 @pytest.mark.parametrize("num_chains", [1, 2])
 @pytest.mark.parametrize(
     "model",
-    [branches_on_a_latent, branches_on_the_data, regression(lambda x: LSTM(x)[0])]
-    + [weights_of_an_lstm],
+    [
+        branches_on_a_latent,
+        branches_on_the_data,
+        regression(lambda x: LSTM(x[:, None])[0][:, 0]),
+        weights_of_an_lstm,
+    ],
     ids=["branch on a latent", "branch on the data", "LSTM", "LSTM's weights"],
 )
 def test_models_that_cannot_be_vectorised_are_refused_in_words(model, num_chains):

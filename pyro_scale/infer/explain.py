@@ -14,10 +14,10 @@ from pyro_scale.core.rows import count
 from pyro_scale.drive.data import open_data
 from pyro_scale.infer.setup import as_log_posterior, module_device
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.model.preflight import Understanding
 from pyro_scale.model.scaling import Rule
 from pyro_scale.model.sites import Point, Site
 from pyro_scale.model.transforms import bijection
+from pyro_scale.model.understanding import Understanding
 
 _COLUMNS = ("site", "kind", "shape", "support", "transform", "plate", "Pyro", "ours", "why")
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pyro_scale.errors import ModelError, SiteError
-from pyro_scale.model.scaling import close
-from pyro_scale.model.sites import Recorder, Site, plate_scale
+from pyro_scale.model.classify import close
+from pyro_scale.model.recorder import Recorder
+from pyro_scale.model.sites import Site, plate_scale
 from pyro_scale.model.terms import Term
 
 

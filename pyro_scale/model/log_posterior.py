@@ -24,15 +24,15 @@ from pyro_scale.model.checks import refuse_broken_starts
 from pyro_scale.model.function import function_model
 from pyro_scale.model.preflight import (
     InitFunction,
-    Understanding,
     draw_latents,
     understand,
     understand_function,
 )
 from pyro_scale.model.program import Program
+from pyro_scale.model.recorder import Recorder, Simulator
 from pyro_scale.model.scaling import Evaluation
-from pyro_scale.model.sites import Recorder, Simulator
 from pyro_scale.model.terms import terms_of
+from pyro_scale.model.understanding import Understanding
 
 Params = Mapping[str, Tensor]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from pyro_scale.errors import PlateError
-from pyro_scale.model.sites import Recorder, Site
+from pyro_scale.model.recorder import Recorder
+from pyro_scale.model.sites import Site
 
 
 def own_plate(sites: Mapping[str, Site], count: int | None) -> str | None:

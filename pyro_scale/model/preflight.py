@@ -7,7 +7,6 @@ to find random draws), and on other rows (to find what follows the batch).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import pyro
@@ -28,6 +27,7 @@ from pyro_scale.model.checks import (
     refuse_random_draws,
     refuse_reserved_names,
 )
+from pyro_scale.model.classify import Variant, classify
 from pyro_scale.model.plates import (
     agreed_size,
     data_plate_size,
@@ -37,45 +37,21 @@ from pyro_scale.model.plates import (
     refuse_other_subsampling,
 )
 from pyro_scale.model.program import Program, executed_modules
-from pyro_scale.model.scaling import Rule, Scaling, Variant, classify
-from pyro_scale.model.sites import LatentShapeChanged, Point, Recorder, Site, points_of_store
-from pyro_scale.model.terms import Term, terms_of
+from pyro_scale.model.recorder import LatentShapeChanged, Recorder
+from pyro_scale.model.scaling import Rule, Scaling
+from pyro_scale.model.sites import points_of_store
+from pyro_scale.model.terms import terms_of
+from pyro_scale.model.understanding import (
+    Understanding,
+    example_of,
+    free_dim,
+    partition_error_of,
+    row_axes_of,
+    steady_of,
+)
 
 #: An initialisation in Pyro's manner: site -> constrained value.
 InitFunction = Callable[[Any], Tensor]
-
-
-@dataclass(frozen=True)
-class Understanding:
-    """What is known of a model after its preflight.
-
-    Attributes:
-        sites: every site of the run on the first batch.
-        points: `pyro.param` sites and unfrozen weights.
-        scaling: how each term enters the log joint.
-        batch_size: rows of that batch; N for a model without rows.
-        own_plate: the plate that the model subsamples by itself, if it does.
-        enum_dim: the first dimension that is free for enumerated sites; None without any.
-        partition_error: largest difference, in nats, between a row's log likelihood in the
-            batch and in a part of it: how well the parts add up to the whole; None without
-            parts or rows.
-        example: a small batch to run the model on when only its latents matter.
-        whole_only: whether the model runs on the whole data only.
-        steady: deterministic sites that do not change with the batch.
-        row_axes: of deterministic sites that follow the batch: the rows' axis, from the right.
-    """
-
-    sites: Mapping[str, Site]
-    points: Mapping[str, Point]
-    scaling: Scaling
-    batch_size: int
-    own_plate: str | None
-    enum_dim: int | None
-    partition_error: float | None
-    example: Arguments
-    whole_only: bool
-    steady: tuple[str, ...]
-    row_axes: Mapping[str, int]
 
 
 def draw_latents(program: Program, arguments: Arguments, init: InitFunction) -> Recorder:
@@ -142,11 +118,11 @@ def understand(
         batch_size=batch_size,
         own_plate=own,
         enum_dim=recipe.enum_dim,
-        partition_error=_partition_error(scaling, terms, variants, batch_size),
-        example=_example(arguments, runs, own),
+        partition_error=partition_error_of(scaling, terms, variants, batch_size),
+        example=example_of(arguments, runs, own),
         whole_only=count is not None and not variants,
-        steady=_steady(whole.sites, runs),
-        row_axes=_row_axes(whole.sites, runs, batch_size, own),
+        steady=steady_of(whole.sites, runs),
+        row_axes=row_axes_of(whole.sites, runs, batch_size, own),
     )
 
 
@@ -185,7 +161,7 @@ class _Recipe:
 
     def __init__(self, program: Program, first: Recorder):
         self._program, self._first = program, first
-        self.enum_dim = _free_dim(first.sites)
+        self.enum_dim = free_dim(first.sites)
 
     def run(
         self,
@@ -281,69 +257,6 @@ def _explained(error: LatentShapeChanged, size: int, part: int) -> SiteError:
     if len(error.given) == len(error.wanted) and follows == [size]:
         return SiteError(local_message(error.name, "of the batch's size"))
     return error
-
-
-def _free_dim(sites: Mapping[str, Site]) -> int | None:
-    """The first dimension left of all batch dimensions, if anything is enumerated."""
-    if not any(site.kind == "enumerated" for site in sites.values()):
-        return None
-    batch_dims = [len(site.fn.batch_shape) for site in sites.values() if site.kind != "subsample"]
-    plate_dims = [-frame.dim for site in sites.values() for frame in site.plates if frame.dim]
-    return -1 - max(batch_dims + plate_dims)
-
-
-def _partition_error(
-    scaling: Scaling, terms: Mapping[str, Term], variants: list[Variant], batch_size: int
-) -> float | None:
-    whole = scaling.rows(terms, batch_size)
-    return max(
-        (
-            float((rows_of[variant.origin] - part[name]).abs().max())
-            for variant in variants
-            for part in [scaling.rows(variant.terms, len(variant.origin))]
-            for name, rows_of in whole.items()
-        ),
-        default=None,
-    )
-
-
-def _example(arguments: Arguments, runs: list[Recorder], own_plate: str | None) -> Arguments:
-    """Half of the batch where that works: enough to run the model for its latents' sake."""
-    count = rows.count(arguments)
-    if own_plate is not None or not runs or count is None or count < 2:
-        return arguments
-    return rows.take(arguments, slice(0, count // 2))
-
-
-def _steady(sites: Mapping[str, Site], runs: list[Recorder]) -> tuple[str, ...]:
-    """Deterministic sites that do not change with the batch."""
-    return tuple(
-        name
-        for name, site in sites.items()
-        if site.kind == "deterministic"
-        and all(
-            name in run.sites and torch.equal(site.value, run.sites[name].value) for run in runs
-        )
-    )
-
-
-def _row_axes(
-    sites: Mapping[str, Site], runs: list[Recorder], size: int, own: str | None
-) -> dict[str, int]:
-    """The axis along which each deterministic site follows the batch."""
-    axes = {}
-    for site in sites.values():
-        if site.kind != "deterministic" or site.name in _steady(sites, runs):
-            continue
-        shape = site.value.shape
-        shapes = [run.sites[site.name].value.shape for run in runs if site.name in run.sites]
-        for axis in range(len(shape)):
-            # a model that subsamples by itself always has B rows: there the size must do
-            follows = own is not None or any(other[axis] != size for other in shapes)
-            if shape[axis] == size and follows:
-                axes[site.name] = axis - len(shape)
-                break
-    return axes
 
 
 def _slice(part: Tensor) -> Any:

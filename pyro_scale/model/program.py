@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ModelError
-from pyro_scale.model.sites import Point, Recorder
+from pyro_scale.model.recorder import Recorder
+from pyro_scale.model.sites import Point
 
 
 class Program:

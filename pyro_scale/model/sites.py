@@ -1,14 +1,8 @@
-"""Runs a Pyro model once and records every site.
-
-The recorder is the outermost effect handler: by the time it sees a site, the user's own
-handlers (condition, scale, mask, reparam, plates) have done their work.
-"""
+"""Sample and param statements of a model, as they happened in one run."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,15 +10,9 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
-from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
-from torch.distributions import constraints, transform_to
 
 from pyro_scale.errors import SiteError
-from pyro_scale.model.transforms import bijection
-
-#: Dimensions of a torch tensor, with some left for the arithmetic on them.
-_MOST_DIMS = 60
 
 Kind = Literal["latent", "observed", "factor", "deterministic", "enumerated", "subsample"]
 
@@ -82,191 +70,6 @@ class Point:
     parameter: nn.Parameter | None
 
 
-class LatentShapeChanged(SiteError):
-    """A latent's shape differs from that of the value that is given for it."""
-
-    def __init__(self, name: str, given: torch.Size, wanted: torch.Size):
-        super().__init__(
-            f"site '{name}': its shape depends on the data ({list(given)} on the first batch, "
-            f"{list(wanted)} now); a latent must have one shape for every batch: take the size "
-            "from a constant instead of from the batch"
-        )
-        self.name, self.given, self.wanted = name, given, wanted
-
-
-class Recorder(Messenger):
-    """Gives a model its latents, points and indices, and keeps what happens at each site.
-
-    Args:
-        latents: unconstrained values; without them, latents come from the handlers outside of
-            this one (an initialisation) or from their priors.
-        points: params; those not given are taken from their modules, from `store`, or from the
-            param statement.
-        indices: what subsampling plates take, by the plate's name; other such plates take
-            their first rows, since the batch that is passed in is the subsample.
-        enum_dim: the first free dimension for enumerated sites; without it they are sampled.
-        store: the points in Pyro's param store.
-    """
-
-    def __init__(
-        self,
-        *,
-        latents: Mapping[str, Tensor] | None = None,
-        points: Mapping[str, Point] | None = None,
-        indices: Mapping[str, Tensor] | None = None,
-        enum_dim: int | None = None,
-        store: Mapping[str, Point] | None = None,
-    ):
-        super().__init__()
-        self._latents, self.given_points = latents, points or {}
-        self._indices, self._store = indices or {}, store or {}
-        self._enum_dim = enum_dim
-        self._jacobians: dict[str, tuple[Tensor, Tensor]] = {}
-        self._enum_dims: dict[str, int] = {}
-        self._drawn: set[str] = set()
-        self.sites: dict[str, Site] = {}
-        self.points: dict[str, Point] = {}
-        self.output: Any = None
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if _is_subsample(msg["fn"]):
-            if msg["value"] is None:
-                msg["value"] = self._subsample(msg["name"], msg["fn"])
-        elif msg["is_observed"] or msg["value"] is not None:
-            return
-        elif _is_discrete(msg):
-            self._enumerate(msg)
-        else:
-            transform = _transform(msg)
-            if self._latents is not None:
-                self._constrain(msg, transform, self._latents)
-
-    def _subsample(self, plate: str, fn: Any) -> Tensor:
-        if plate in self._indices:
-            return self._indices[plate]
-        size = fn.size if fn.subsample_size is None else fn.subsample_size
-        return torch.arange(size, device=fn.device)
-
-    def _enumerate(self, msg: Any) -> None:
-        name, fn = msg["name"], msg["fn"]
-        if msg["infer"].get("enumerate") == "parallel" and not fn.has_enumerate_support:
-            raise SiteError(
-                f"site '{name}': a {type(fn).__name__} cannot be enumerated, for its support has "
-                "no end; marginalise it by hand, or use a Categorical over its first values"
-            )
-        if msg["infer"].get("enumerate") != "parallel":
-            raise SiteError(
-                f"site '{name}': a discrete latent has no gradient; give it "
-                'infer={"enumerate": "parallel"} to have it summed out, or marginalise it by hand '
-                "(if it is an observation, pass its data: it was called with obs=None)"
-            )
-        if self._enum_dim is None:
-            with torch.no_grad():
-                msg["value"] = fn.sample()
-            return
-        if -self._enum_dim > _MOST_DIMS:
-            raise SiteError(
-                f"site '{name}': there are more enumerated sites than a tensor has dimensions; "
-                "sum them out by hand (the forward algorithm, for a Markov chain)"
-            )
-        support = fn.enumerate_support(expand=False)
-        inner = (1,) * (-self._enum_dim - 1)
-        msg["value"] = support.reshape(support.shape[:1] + inner + fn.event_shape)
-        self._enum_dims[name] = self._enum_dim
-        self._enum_dim -= 1
-
-    def _constrain(self, msg: Any, transform: Any, latents: Mapping[str, Tensor]) -> None:
-        name, fn = msg["name"], msg["fn"]
-        if name not in latents:
-            raise SiteError(
-                f"site '{name}': it was not there on the first batch; every batch must have the "
-                "same latent sites (or was its observation left out: obs=None?)"
-            )
-        unconstrained = latents[name]
-        value = transform(unconstrained)
-        nesting = -1 - max(self._enum_dims.values(), default=-_MOST_DIMS)
-        if value.dim() - len(fn.event_shape) > nesting:
-            raise SiteError(
-                f"site '{name}': its support depends on an enumerated site; sum that site out by "
-                "hand, or give this one a fixed support"
-            )
-        wanted = fn.batch_shape + fn.event_shape
-        if value.shape != wanted and not self._enum_dims:
-            raise LatentShapeChanged(name, value.shape, wanted)
-        log_det = transform.log_abs_det_jacobian(unconstrained, value)
-        self._jacobians[name] = unconstrained, log_det.sum()
-        msg["value"] = value
-
-    def _pyro_post_sample(self, msg: Any) -> None:
-        name, kind = msg["name"], _kind(msg)
-        if name in self.sites:
-            raise SiteError(f"site '{name}': two sites have this name; rename one")
-        unconstrained, log_det = self._jacobians.get(name, (None, None))
-        if kind == "latent" and unconstrained is None:
-            unconstrained = bijection(msg["fn"].support).inv(msg["value"])
-        self.sites[name] = Site(
-            name=name,
-            kind=kind,
-            fn=msg["fn"] if kind == "subsample" else without_validation(msg["fn"]),
-            value=msg["value"],
-            scale=msg["scale"] / plate_scale(msg["cond_indep_stack"]),
-            mask=msg["mask"],
-            plates=msg["cond_indep_stack"],
-            infer=msg["infer"],
-            unconstrained=unconstrained,
-            log_det=log_det,
-            enum_dim=self._enum_dims.get(name),
-        )
-
-    def _pyro_param(self, msg: Any) -> None:
-        """Answers param statements itself, so that Pyro's param store is never written to."""
-        name = msg["name"]
-        point = self.given_points[name] if name in self.given_points else self._found(msg)
-        if point.parameter is None or point.parameter.requires_grad:
-            self.points[name] = point
-        value = transform_to(point.constraint)(point.unconstrained)
-        value = value.view_as(value)  # what is set on it must not be set on the caller's tensor
-        value.unconstrained = lambda: point.unconstrained
-        msg["value"], msg["done"] = value, True
-
-    def _found(self, msg: Any) -> Point:
-        """The point of a param statement that is met for the first time."""
-        name, given = msg["name"], msg["args"][1] if len(msg["args"]) > 1 else None
-        if isinstance(given, nn.Parameter):
-            return Point(name, constraints.real, given.detach(), given)
-        scope = points_of_store()  # a PyroParam has just put its own tensor there
-        if name in scope:
-            return scope[name]
-        if name in self._store:
-            return dataclasses.replace(self._store[name], parameter=None)
-        constrained = given() if callable(given) else given
-        if constrained is None:
-            raise SiteError(f"param '{name}' has no value: give pyro.param an initial one")
-        constraint = msg["kwargs"].get("constraint", constraints.real)
-        return Point(name, constraint, transform_to(constraint).inv(constrained.detach()), None)
-
-
-class Simulator(Recorder):
-    """A recorder that draws observations anew, and every site without a given latent."""
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if _is_subsample(msg["fn"]):
-            super()._pyro_sample(msg)
-        elif msg["is_observed"]:
-            if _kind(msg) == "observed":
-                msg["is_observed"], msg["value"], msg["done"] = False, None, False
-                self._drawn.add(msg["name"])
-        elif self._latents is not None and msg["name"] in self._latents:
-            self._constrain(msg, _transform(msg), self._latents)
-        else:
-            self._drawn.add(msg["name"])
-
-    def _pyro_post_sample(self, msg: Any) -> None:
-        if msg["name"] in self._drawn:
-            msg["is_observed"] = True
-        super()._pyro_post_sample(msg)
-
-
 def points_of_store() -> dict[str, Point]:
     """What Pyro's param store holds now."""
     state = pyro.get_param_store().get_state()
@@ -310,24 +113,17 @@ def without_validation(fn: Any) -> Any:
     return fn
 
 
-def _is_subsample(fn: Any) -> bool:
+def is_subsample(fn: Any) -> bool:
+    """Whether a statement is a plate's, of which rows it takes."""
     return type(fn).__name__ == "_Subsample"
 
 
-def _transform(msg: Any) -> Any:
-    """The map from unconstrained space to a latent's support."""
-    name, fn = msg["name"], msg["fn"]
-    try:
-        return bijection(fn.support)
-    except NotImplementedError:
-        raise SiteError(
-            f"site '{name}': there is no smooth transform from unconstrained space to the support "
-            f"of its {type(fn).__name__} ({fn.support}); use another distribution, or sample its "
-            "unconstrained coordinates and transform them in the model"
-        ) from None
+def is_discrete(msg: Any) -> bool:
+    """Whether a latent is discrete.
 
-
-def _is_discrete(msg: Any) -> bool:
+    Raises:
+        SiteError: it has no support, or is a Delta.
+    """
     fn = msg["fn"]
     while isinstance(fn, dist.Independent | dist.MaskedDistribution):
         fn = fn.base_dist
@@ -345,12 +141,13 @@ def _is_discrete(msg: Any) -> bool:
         ) from None
 
 
-def _kind(msg: Any) -> Kind:
+def kind_of(msg: Any) -> Kind:
+    """What a sample statement is."""
     fn = msg["fn"]
-    if _is_subsample(fn):
+    if is_subsample(fn):
         return "subsample"
     if not msg["is_observed"]:
-        return "enumerated" if _is_discrete(msg) else "latent"
+        return "enumerated" if is_discrete(msg) else "latent"
     # a site that poutine.reparam replaced is an observed, masked Delta, as is a deterministic one
     if isinstance(fn, dist.MaskedDistribution):
         if fn._mask is False and isinstance(fn.base_dist, dist.Delta):

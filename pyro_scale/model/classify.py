@@ -1,0 +1,249 @@
+"""Who multiplies by N/B, found by running the model at two batch sizes.
+
+The runs are at the same latent values, so that the data's terms are those that follow B.  Equal
+numbers alone decide nothing, and what stays ambiguous is a `PlateError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_scale.errors import PlateError
+from pyro_scale.model.scaling import Rule, Scaling, joint_message, sum_but
+from pyro_scale.model.terms import Term, aligned_scale
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One more run of the model, on other rows, at the same latent values.
+
+    Attributes:
+        terms: its terms.
+        origin: for each of its rows, which row of the first run it is, `[b]`.
+    """
+
+    terms: Mapping[str, Term]
+    origin: Tensor
+
+
+def classify(
+    terms: Mapping[str, Term],
+    variants: Sequence[Variant],
+    batch_size: int,
+    num_data: int,
+    own_plate: str | None = None,
+) -> Scaling:
+    """Finds each term's rule by comparing a run with its variants.
+
+    Args:
+        terms: of the run on a batch of `batch_size` rows.
+        variants: the same model on other rows; none if it runs on the whole data only.
+        batch_size: B.
+        num_data: N.
+        own_plate: the plate whose rows the model draws by itself, if it does.
+
+    Raises:
+        PlateError: it is ambiguous how often a term is to be counted.
+    """
+    comparison = _Comparison(variants, batch_size, num_data, own_plate)
+    return Scaling(num_data, {name: comparison.rule(term) for name, term in terms.items()})
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    variants: Sequence[Variant]
+    batch_size: int
+    num_data: int
+    own_plate: str | None
+
+    def rule(self, term: Term) -> Rule:
+        if any(term.name not in variant.terms for variant in self.variants):
+            return self._joint(term)
+        if term.is_prior:
+            self._require_fixed_scale(term, "a prior")
+            return self._prior(term)
+        found = self._find_rows(term)
+        if isinstance(found, Rule):
+            return found
+        if self._is_constant(term):
+            self._require_fixed_scale(term, "a term that the batch does not change")
+            return Rule("global", why="does not change with the batch")
+        return self._joint(term)
+
+    def _prior(self, term: Term) -> Rule:
+        if self._is_constant(term):
+            return Rule("prior", why="latent")
+        if self.batch_size != self.num_data:
+            raise PlateError(
+                f"site '{term.name}': its prior changes with the rows of the batch, so minibatches "
+                "do not estimate it; compute what it takes from the data once, from all rows and "
+                "outside of the model"
+            )
+        return Rule("prior", whole_data=True, why="latent; its prior needs the whole data")
+
+    def _find_rows(self, term: Term) -> Rule | None:
+        for depth in range(term.max_depth + 1):
+            dim = self._row_dim(term, depth)
+            if dim is not None:
+                rule = Rule("rows", dim, depth)
+                return self._scaled(term, rule) if self._rows_match(term, rule) else None
+        return None
+
+    def _row_dim(self, term: Term, depth: int) -> int | None:
+        """The dimension from the right that is B here and as long as each variant there."""
+        if self.own_plate is not None:
+            return next((f.dim for f in term.plates if f.name == self.own_plate), None)
+        shape = term.unwrapped(depth).shape
+        if not self.variants:  # the whole data or nothing: the factor is 1 whatever is a row
+            plated = [f.dim for f in term.plates if f.dim and f.size == self.batch_size]
+            sized = [i - len(shape) for i, n in enumerate(shape) if n == self.batch_size]
+            return next(iter(plated + sized), None)
+        following = set()
+        for variant in self.variants:
+            other = variant.terms[term.name].unwrapped(depth).shape
+            if len(other) != len(shape):
+                return None
+            following |= {i - len(shape) for i, n in enumerate(shape) if n != other[i]}
+        if len(following) != 1:
+            return None
+        dim = following.pop()
+        sizes = [v.terms[term.name].unwrapped(depth).shape[dim] for v in self.variants]
+        if shape[dim] != self.batch_size or sizes != [len(v.origin) for v in self.variants]:
+            return None
+        return dim
+
+    def _rows_match(self, term: Term, rule: Rule) -> bool:
+        """Whether a row's value is the same whichever rows are with it."""
+        unscaled = sum_but(term.unwrapped(rule.depth), rule.dim)
+        return all(
+            close(
+                unscaled[v.origin],
+                sum_but(v.terms[term.name].unwrapped(rule.depth), rule.dim),
+            )
+            for v in self.variants
+        )
+
+    def _is_constant(self, term: Term) -> bool:
+        total, *others = [run.log_prob.sum() for run in self._runs(term)]
+        return all(close(total, other, roundings=64) for other in others)
+
+    def _scaled(self, term: Term, rule: Rule) -> Rule:
+        """The rule with who multiplies the rows by N/B."""
+        plate = self._pyro_scales(term)
+        kept = self._keeps_scale(term, rule)
+        if not kept and plate is not None:
+            raise PlateError(
+                f"site '{term.name}': plate '{plate}' already multiplies it by N/B, and so does a "
+                "poutine.scale; remove the poutine.scale"
+            )
+        if self.own_plate is not None:
+            words = ("N/B", "1", f"the model subsamples by itself in plate '{self.own_plate}'")
+        elif plate is not None:
+            words = ("N/B", "1", f"plate '{plate}' has {self.num_data} rows in all")
+        elif not kept:
+            words = ("N/B", "1", "a poutine.scale that follows N/B")
+        else:
+            words = ("1", "N/B", _why_rows(term, rule))
+        return Rule(rule.role, rule.dim, rule.depth, kept, False, *words)
+
+    def _pyro_scales(self, term: Term) -> str | None:
+        """The plate that makes Pyro multiply the term by N/B, if one does."""
+        if self.own_plate is not None:
+            return None
+        for run in self._runs(term):
+            for frame in run.plates:
+                if frame.full_size in (None, frame.size):
+                    continue
+                if frame.full_size != self.num_data:
+                    raise PlateError(
+                        f"site '{term.name}': plate '{frame.name}' says that there are "
+                        f"{frame.full_size} rows in all, but the data have N = {self.num_data}; "
+                        f"write plate('{frame.name}', {self.num_data}, subsample_size=len(x)), "
+                        f"or pass num_data={frame.full_size}"
+                    )
+                return str(frame.name)
+        return None
+
+    def _keeps_scale(self, term: Term, rule: Rule) -> bool:
+        """Whether the user's scale is their own (True) or N/B by hand (False)."""
+        sizes = [self.batch_size, *(len(v.origin) for v in self.variants)]
+        scales = [run.scale for run in self._runs(term)]
+        if all(_is_scalar(scale) for scale in scales):
+            numbers = [float(scale) for scale in scales]
+            if all(abs(number - numbers[0]) <= 1e-9 * abs(numbers[0]) for number in numbers):
+                return True
+            by_hand = [self.num_data / size for size in sizes]
+            if all(abs(a - b) <= 1e-6 * b for a, b in zip(numbers, by_hand, strict=True)):
+                return False
+            raise PlateError(
+                f"site '{term.name}': its poutine.scale changes with the batch "
+                f"({_scales_in_words(numbers, sizes)}) but is not N/B (N = {self.num_data}); "
+                "remove it: the library multiplies by N/B, and a scale of your own must not "
+                "depend on the batch size"
+            )
+        whole = _scale_rows(term, rule)
+        for variant in self.variants:
+            if not close(whole[variant.origin], _scale_rows(variant.terms[term.name], rule)):
+                raise PlateError(
+                    f"site '{term.name}': a row's poutine.scale depends on the other rows of the "
+                    "batch; a weight must belong to its row (the library multiplies by N/B)"
+                )
+        return True
+
+    def _require_fixed_scale(self, term: Term, what: str) -> None:
+        for other in self._runs(term)[1:]:
+            fixed = torch.equal(torch.as_tensor(term.scale), torch.as_tensor(other.scale))
+            if not fixed or any(f.size != f.full_size for f in other.plates if f.full_size):
+                raise PlateError(
+                    f"site '{term.name}': {what} must count once, but its scale follows the "
+                    "batch; move it out of the poutine.scale or plate that holds the data"
+                )
+
+    def _runs(self, term: Term) -> list[Term]:
+        """The term as it is in the first run and in each variant."""
+        return [term, *(variant.terms[term.name] for variant in self.variants)]
+
+    def _joint(self, term: Term) -> Rule:
+        if self.batch_size != self.num_data:
+            raise PlateError(joint_message(term.name, self.batch_size, self.num_data))
+        return Rule(
+            "global", whole_data=True, why="a joint density of all rows; the whole data only"
+        )
+
+
+def close(a: Tensor, b: Tensor, roundings: float | None = None) -> bool:
+    """Equal to so many roundings of the larger, or to half the digits that the dtype has."""
+    eps = torch.finfo(torch.promote_types(a.dtype, b.dtype)).eps
+    tolerance = eps**0.5 if roundings is None else roundings * eps
+    size = torch.maximum(a.detach().abs().max(), torch.ones((), dtype=a.dtype, device=a.device))
+    return a.shape == b.shape and bool(((a - b).abs() <= tolerance * size).all())
+
+
+def _scale_rows(term: Term, rule: Rule) -> Tensor:
+    """The user's scale along the rows, `[B, ...]`."""
+    log_prob = term.unwrapped(rule.depth)
+    scale = torch.as_tensor(aligned_scale(term, log_prob), dtype=log_prob.dtype)
+    assert rule.dim is not None
+    return scale.expand(log_prob.shape).movedim(rule.dim, 0)
+
+
+def _is_scalar(scale: float | Tensor) -> bool:
+    return not isinstance(scale, Tensor) or scale.numel() == 1
+
+
+def _why_rows(term: Term, rule: Rule) -> str:
+    if rule.depth:
+        return "its event dimension follows the batch"
+    plated = next((f.name for f in term.plates if f.dim == rule.dim), None)
+    if plated is not None:
+        return f"plate '{plated}' follows the batch"
+    return "its batch dimension follows the batch"
+
+
+def _scales_in_words(scales: Sequence[float], sizes: Sequence[int]) -> str:
+    words = [f"{s:.6g} for {n} rows" for s, n in zip(scales, sizes, strict=True)]
+    return ", ".join(dict.fromkeys(words))

@@ -1,0 +1,113 @@
+"""What is known of a model after its preflight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from pyro_scale.core import rows
+from pyro_scale.core.rows import Arguments
+from pyro_scale.model.classify import Variant
+from pyro_scale.model.recorder import Recorder
+from pyro_scale.model.scaling import Scaling
+from pyro_scale.model.sites import Point, Site
+from pyro_scale.model.terms import Term
+
+
+@dataclass(frozen=True)
+class Understanding:
+    """What is known of a model after its preflight.
+
+    Attributes:
+        sites: every site of the run on the first batch.
+        points: `pyro.param` sites and unfrozen weights.
+        scaling: how each term enters the log joint.
+        batch_size: rows of that batch; N for a model without rows.
+        own_plate: the plate that the model subsamples by itself, if it does.
+        enum_dim: the first dimension that is free for enumerated sites; None without any.
+        partition_error: largest difference, in nats, between a row's log likelihood in the
+            batch and in a part of it: how well the parts add up to the whole; None without
+            parts or rows.
+        example: a small batch to run the model on when only its latents matter.
+        whole_only: whether the model runs on the whole data only.
+        steady: deterministic sites that do not change with the batch.
+        row_axes: of deterministic sites that follow the batch: the rows' axis, from the right.
+    """
+
+    sites: Mapping[str, Site]
+    points: Mapping[str, Point]
+    scaling: Scaling
+    batch_size: int
+    own_plate: str | None
+    enum_dim: int | None
+    partition_error: float | None
+    example: Arguments
+    whole_only: bool
+    steady: tuple[str, ...]
+    row_axes: Mapping[str, int]
+
+
+def free_dim(sites: Mapping[str, Site]) -> int | None:
+    """The first dimension left of all batch dimensions, if anything is enumerated."""
+    if not any(site.kind == "enumerated" for site in sites.values()):
+        return None
+    batch_dims = [len(site.fn.batch_shape) for site in sites.values() if site.kind != "subsample"]
+    plate_dims = [-frame.dim for site in sites.values() for frame in site.plates if frame.dim]
+    return -1 - max(batch_dims + plate_dims)
+
+
+def partition_error_of(
+    scaling: Scaling, terms: Mapping[str, Term], variants: list[Variant], batch_size: int
+) -> float | None:
+    """The largest difference between a row in the batch and in a part of it, in nats."""
+    whole = scaling.rows(terms, batch_size)
+    return max(
+        (
+            float((rows_of[variant.origin] - part[name]).abs().max())
+            for variant in variants
+            for part in [scaling.rows(variant.terms, len(variant.origin))]
+            for name, rows_of in whole.items()
+        ),
+        default=None,
+    )
+
+
+def example_of(arguments: Arguments, runs: list[Recorder], own_plate: str | None) -> Arguments:
+    """Half of the batch where that works: enough to run the model for its latents' sake."""
+    count = rows.count(arguments)
+    if own_plate is not None or not runs or count is None or count < 2:
+        return arguments
+    return rows.take(arguments, slice(0, count // 2))
+
+
+def steady_of(sites: Mapping[str, Site], runs: list[Recorder]) -> tuple[str, ...]:
+    """Deterministic sites that do not change with the batch."""
+    return tuple(
+        name
+        for name, site in sites.items()
+        if site.kind == "deterministic"
+        and all(
+            name in run.sites and torch.equal(site.value, run.sites[name].value) for run in runs
+        )
+    )
+
+
+def row_axes_of(
+    sites: Mapping[str, Site], runs: list[Recorder], size: int, own: str | None
+) -> dict[str, int]:
+    """The axis along which each deterministic site follows the batch."""
+    axes = {}
+    for site in sites.values():
+        if site.kind != "deterministic" or site.name in steady_of(sites, runs):
+            continue
+        shape = site.value.shape
+        shapes = [run.sites[site.name].value.shape for run in runs if site.name in run.sites]
+        for axis in range(len(shape)):
+            # a model that subsamples by itself always has B rows: there the size must do
+            follows = own is not None or any(other[axis] != size for other in shapes)
+            if shape[axis] == size and follows:
+                axes[site.name] = axis - len(shape)
+                break
+    return axes
