@@ -436,28 +436,57 @@ def test_bad_models_are_refused_before_any_step(kind):
         ps.explain(model, rows_of(N), batch_size=B)
 
 
-@pytest.mark.usefixtures("no_steps")
-@pytest.mark.parametrize("num_chains", [1, 2])
+def absolute(x, y):
+    """`branches_on_a_latent`, written so that it can be vectorised."""
+    w = weights()
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w * torch.sign(w.sum()), 1.0), obs=y)
+
+
+def lstm_by_hand(x, y):
+    """`weights_of_an_lstm` for sequences of one step, from zero states."""
+    shapes = {name.removeprefix("net."): w.shape for name, w in BAYESIAN_LSTM.named_parameters()}
+    w = {
+        name: pyro.sample(name, dist.Normal(0.0, 1.0).expand(shape).to_event(len(shape)))
+        for name, shape in shapes.items()
+    }
+    gates = x @ w["weight_ih_l0"].T + w["bias_ih_l0"] + w["bias_hh_l0"]
+    i, _, g, o = gates.split(2, dim=-1)
+    hidden = o.sigmoid() * torch.tanh(i.sigmoid() * g.tanh())
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(hidden[:, 0], 1.0), obs=y)
+
+
+@pytest.mark.parametrize("batch_size", [None, B])
 @pytest.mark.parametrize(
-    "model",
+    ("model", "equivalent"),
     [
-        branches_on_a_latent,
-        branches_on_the_data,
-        regression(lambda x: LSTM(x[:, None])[0][:, 0]),
-        weights_of_an_lstm,
+        (branches_on_a_latent, absolute),
+        (branches_on_the_data, regression(lambda x: x)),
+        (weights_of_an_lstm, lstm_by_hand),
     ],
-    ids=["branch on a latent", "branch on the data", "LSTM", "LSTM's weights"],
+    ids=["branch on a latent", "branch on the data", "LSTM's weights"],
 )
-def test_models_that_cannot_be_vectorised_are_refused_in_words(model, num_chains):
-    with pytest.raises(ModelError, match=r"(?s)cannot be vectorised over chains.*\.item\(\)"):
-        ps.BAOA(model, lr=0.1).run(
-            rows_of(N),
-            num_samples=1,
-            batch_size=B,
-            num_chains=num_chains,
-            seed=0,
-            progress=False,
+def test_models_that_vmap_refuses_run_chain_by_chain(model, equivalent, batch_size):
+    starts = started_at(equivalent)
+    draws, likelihoods = [], []
+    for each in (model, equivalent):
+        sampler = ps.BAOA(each, lr=0.1, init_strategy=starts)
+        sampler.run(
+            rows_of(N), num_samples=5, batch_size=batch_size, num_chains=2, seed=0, progress=False
         )
+        draws.append(sampler.get_samples())
+        likelihoods.append(sampler.log_likelihood()["y"])
+    for site in draws[0]:
+        torch.testing.assert_close(draws[0][site], draws[1][site], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(*likelihoods, rtol=1e-9, atol=1e-12)
+
+
+def started_at(model):
+    """The same starts for both, `[2, ...]`."""
+    log_posterior = ps.LogPosterior(model, num_data=N)
+    starts = [log_posterior.constrain(log_posterior.init(seed, *rows_of(N))) for seed in (0, 1)]
+    return {site: torch.stack([start[site] for start in starts]) for site in starts[0]}
 
 
 @pytest.mark.usefixtures("no_steps")

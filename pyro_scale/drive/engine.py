@@ -6,7 +6,7 @@ between steps, so that the same function can be traced and compiled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,12 +60,14 @@ class Engine:
         density: the log posterior.
         layout: of a position.
         num_latents: how many of a position's elements are latents; the rest are points.
+        vectorised: False moves the chains one by one, for models that vmap refuses.
     """
 
     kernel: Any
     density: Density
     layout: Layout
     num_latents: int
+    vectorised: bool = True
 
     def init(self, positions: Tensor, noise: Tensor, values: Mapping[str, Tensor]) -> Any:
         """The state of chains at positions `[chains, D]`, given noise `[chains, latents]`."""
@@ -79,19 +81,33 @@ class Engine:
         """(The next state, each chain's evaluation); noise is `[chains, normals, latents]`."""
         kernel = self._bound(values)
 
-        def update(state: Any, arguments: Any, indices: Any, noise: Tensor) -> tuple[Any, Any]:
+        def update(arguments: Any, indices: Any, state: Any, noise: Tensor) -> tuple[Any, Any]:
             target = Target(self.density, self.layout, arguments, indices)
             return kernel.update(state, target, noise)
 
-        in_dims = (
-            0,
-            rows.vmap_dims(batch.arguments, 0 if batch.per_chain else None),
-            None if batch.indices is None else 0,
-            0,
-        )
-        step = torch.vmap(update, in_dims=in_dims)
-        state, evaluation = step(state, batch.arguments, batch.indices, self._padded(noise))
+        state, evaluation = self._over_chains(update, batch, state, self._padded(noise))
         return self._shared(state), evaluation
+
+    def log_joint(self, positions: Tensor, batch: Batch) -> Tensor:
+        """Each chain's log joint at its position, the way that a step evaluates it."""
+
+        def evaluate(arguments: Any, indices: Any, position: Tensor) -> Tensor:
+            _, evaluation = Target(self.density, self.layout, arguments, indices).grad(position)
+            return evaluation.log_joint
+
+        return self._over_chains(evaluate, batch, positions)
+
+    def _over_chains(self, function: Callable[..., Any], batch: Batch, *states: Any) -> Any:
+        """function(arguments, indices, *states) for every chain; states are `[chains, ...]`."""
+        if self.vectorised:
+            every = torch.vmap(function, in_dims=(*_batch_dims(batch), *(0 for _ in states)))
+            return every(batch.arguments, batch.indices, *states)
+        num_chains = len(pytree.tree_leaves(states)[0])
+        moved = [
+            function(*batch.of_chain(c), *pytree.tree_map(lambda leaf, c=c: leaf[c], states))
+            for c in range(num_chains)
+        ]
+        return pytree.tree_map(lambda *leaves: torch.stack(leaves), *moved)
 
     def _bound(self, values: Mapping[str, Tensor]) -> Any:
         """The kernel at this step's values, its temperature over N as in the paper."""
@@ -115,3 +131,11 @@ class Engine:
         return pytree.tree_map(
             lambda leaf: share(leaf) if leaf.shape[-1:] == (self.layout.size,) else leaf, state
         )
+
+
+def _batch_dims(batch: Batch) -> tuple[Any, int | None]:
+    """`in_dims` of a batch's arguments and indices."""
+    return (
+        rows.vmap_dims(batch.arguments, 0 if batch.per_chain else None),
+        None if batch.indices is None else 0,
+    )

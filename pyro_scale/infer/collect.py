@@ -68,10 +68,10 @@ def temperature_inflation(
 ) -> Tensor | None:
     """By what minibatches multiply the temperature, from a batch at each of some draws.
 
-    None at temperature 0, and where the rows' gradients cannot be had.
+    None at temperature 0, and where the rows' gradients cannot be had at once.
     """
     known, engine = setup.log_posterior, setup.engine
-    if values["temperature"] == 0:
+    if values["temperature"] == 0 or not engine.vectorised:
         return None
     if setup.data.batch_size is None:  # the whole data at every step
         return torch.ones(engine.num_latents)

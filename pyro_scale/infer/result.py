@@ -77,11 +77,14 @@ class Result:
             num_rows: rows that it touches; more rows, fewer draws at a time.
         """
         chunk = max(1, _CHUNK_NUMBERS // (self.layout.size + 16 * num_rows))
-        with torch.no_grad():
-            parts = [
-                torch.vmap(function)(self.layout.unflatten(positions))
-                for positions in self.positions.flatten(0, 1).split(chunk)
-            ]
+        try:
+            with torch.no_grad():
+                parts = [
+                    torch.vmap(function)(self.layout.unflatten(positions))
+                    for positions in self.positions.flatten(0, 1).split(chunk)
+                ]
+        except (RuntimeError, NotImplementedError):  # a model that vmap refuses
+            return self.draw_by_draw(function)
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def draw_by_draw(

@@ -133,6 +133,8 @@ class Sampler(Method):
         if share_batches:
             batches = (batch.shared(num_chains) for batch in batches)
         title = f"{type(self).__name__}, {num_chains} chain{'s' * (num_chains > 1)}"
+        if not setup.engine.vectorised:
+            title += " one by one (vmap refuses the model)"
         with Progress(steps.total, title, progress) as bar:
             draws = simulate(setup.engine, setup.positions, batches, tape, steps, seed, bar)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.batches import Batch, Data, OwnSubsamples, TensorData, to_device
@@ -75,7 +77,7 @@ def set_up(
     positions = torch.stack([layout.flatten(start | points) for start in starts])
     num_latents = Layout.of(starts[0]).size
     engine = Engine(kernel, log_posterior, layout, num_latents)
-    _try_chains(log_posterior, layout, positions, arguments)
+    engine = _tried(engine, log_posterior, positions, arguments, data.batch_size is not None)
     return Setup(log_posterior, data, engine, positions, seed)
 
 
@@ -148,30 +150,27 @@ def _refuse_unknown_sites(log_posterior: LogPosterior, starts: Mapping[str, Tens
             )
 
 
-def _try_chains(
-    log_posterior: LogPosterior, layout: Layout, positions: Tensor, arguments: Arguments
-) -> None:
-    """Refuses models that do not go through vmap, and chains whose log joint at their start is
-    NaN or infinite on the first batch."""
+def _tried(
+    engine: Engine,
+    log_posterior: LogPosterior,
+    positions: Tensor,
+    arguments: Arguments,
+    per_chain: bool,
+) -> Engine:
+    """The engine that the model goes through: vectorised over chains, or else one by one.
 
-    def log_joint(position: Tensor) -> Tensor:
-        params = layout.unflatten(position)
-        indices = log_posterior.first_indices()
-        return log_posterior(params, arguments, indices).log_joint
-
-    try:
-        _, values = torch.vmap(torch.func.grad_and_value(log_joint), chunk_size=64)(positions)
-    except RuntimeError as error:
-        if "random operation" in str(error):
-            raise ModelError(
-                "something in the model draws at random: call .eval() on modules with dropout, "
-                f"and make every random draw a pyro.sample site ({error})"
-            ) from error
-        raise ModelError(
-            f"the model cannot be vectorised over chains ({error}). Compute with tensors "
-            "throughout: no .item(), no `if` on values of latents, and no layer without a vmap "
-            "rule (LSTM and GRU have none)"
-        ) from error
+    Raises:
+        SiteError: a chain's log joint at its start is NaN or infinite on the first batch.
+    """
+    layout, num_chains = engine.layout, len(positions)
+    indices = log_posterior.first_indices()
+    if indices is not None:
+        batch = Batch(arguments, per_chain=False, indices=indices.expand(num_chains, -1))
+    elif per_chain:
+        batch = Batch(rows.stack([arguments] * num_chains), per_chain=True)
+    else:
+        batch = Batch(arguments, per_chain=False)
+    engine, values = _first_evaluation(engine, positions, batch)
     finite = torch.isfinite(values)
     if not bool(finite.all()):
         chain = int(torch.nonzero(~finite)[0])
@@ -180,3 +179,18 @@ def _try_chains(
             f"site '{site}': its log density is NaN or infinite on the first batch where chain "
             f"{chain} starts; check the data, or change init_strategy"
         )
+    return engine
+
+
+def _first_evaluation(engine: Engine, positions: Tensor, batch: Batch) -> tuple[Engine, Tensor]:
+    """(The engine that the model goes through, each chain's log joint)."""
+    try:
+        return engine, engine.log_joint(positions, batch)
+    except (RuntimeError, NotImplementedError) as error:
+        if "random operation" in str(error):
+            raise ModelError(
+                "something in the model draws at random: call .eval() on modules with dropout, "
+                f"and make every random draw a pyro.sample site ({error})"
+            ) from error
+    one_by_one = dataclasses.replace(engine, vectorised=False)
+    return one_by_one, one_by_one.log_joint(positions, batch)
