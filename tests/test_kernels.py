@@ -78,7 +78,7 @@ class TestStationaryVariance:
         close(covariance[dim:, dim:], temperature / num_data * torch.eye(dim).double())
 
 
-def test_sghmc_figure_of_the_design():
+def test_sghmc_known_figure():
     variance = float(stationary(bound(SGHMC(lr=0.1)), ONE)[0, 0])
     assert variance == pytest.approx(1.002639, abs=5e-7)
 

@@ -70,7 +70,7 @@ def centred_draws(draws, y, num_data):
 
 
 def stationary_factor(method, lr, over_n):
-    """The stationary variance over T / Lambda, from the design's table, at friction 1."""
+    """The stationary variance over T / Lambda in closed form, at friction 1."""
     if method is ps.BAOA:
         return 1.0
     if method is ps.SGLD:

@@ -1,4 +1,4 @@
-"""Every row of the design's scale table, against Pyro's own density of the whole data.
+"""Every way of scaling the likelihood, against Pyro's own density of the whole data.
 
 Each model has the same two latents, and says what one row adds and what is counted once; the
 log joint of every batch is then known by hand, and its average over a partition by Pyro.
@@ -12,6 +12,7 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
+from pyro.infer.autoguide.initialization import init_to_value
 from reference import averaged, batches, close, full_log_joint, log_jacobian, pyro_log_joint
 from torch.distributions import Normal
 
@@ -681,3 +682,23 @@ def test_temperature_of_the_data_is_theirs_alone():
     close(gradient["m"], N / B * y[:B].sum() / 4)
     expected = -0.5 * math.log(2 * math.pi * 0.25)
     close(value.log_prior, expected)
+
+
+def test_a_constant_scale_that_equals_n_over_b_is_kept_and_questioned():
+    with pytest.warns(UserWarning, match="site 'y': .* equals N/B = 3; it is kept.*remove it"):
+        ps.SGLD(own_scale_that_equals_n_over_b, lr=1e-3).run(
+            data(), batch_size=B, num_samples=1, progress=False
+        )
+    warned = ps.explain(own_scale_that_equals_n_over_b, data(), batch_size=B).warnings
+    assert len(warned) == 1
+
+
+def test_a_factor_that_is_zero_where_the_chain_starts_is_not_taken_for_a_constant():
+    def model(x, y, weight):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+        pyro.factor("f", -torch.relu(w.sum() - 1) * y.sum())
+
+    init = init_to_value(values={"w": torch.zeros(2, dtype=torch.float64)})
+    with pytest.raises(PlateError, match="site 'f'"):
+        ps.LogPosterior(model, num_data=N).prepare(batches(data(), B)[0], init)

@@ -140,7 +140,7 @@ class TestAnyShape:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_mean_over_disjoint_equal_batches_is_the_full_gradient(way):
-    """The design's figure: 1e-12, relative, in float64; for batches in any order."""
+    """To 1e-12, relative, in float64; for batches in any order."""
     data = data_of(96, 3, 2, 5)
     log_posterior = ps.LogPosterior(model_of(way, 5), num_data=96)
     params = log_posterior.init(0, *batches(data, 8)[0])

@@ -17,7 +17,7 @@ from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.scaling import Rule
 from pyro_scale.model.sites import Point, Site
 from pyro_scale.model.transforms import bijection
-from pyro_scale.model.understanding import Understanding
+from pyro_scale.model.understanding import Understanding, doubtful_scales
 
 _COLUMNS = ("site", "kind", "shape", "support", "transform", "plate", "Pyro", "ours", "why")
 
@@ -211,7 +211,7 @@ def _transform(transform: Any) -> str:
 
 
 def _warnings(known: Understanding) -> list[str]:
-    warnings = []
+    warnings = doubtful_scales(known)
     rules = known.scaling.rules
     by_hand = [name for name, rule in rules.items() if not rule.keeps_scale]
     if by_hand:

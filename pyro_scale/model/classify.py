@@ -36,6 +36,7 @@ def classify(
     batch_size: int,
     num_data: int,
     own_plate: str | None = None,
+    elsewhere: Sequence[Mapping[str, Term]] = (),
 ) -> Scaling:
     """Finds each term's rule by comparing a run with its variants.
 
@@ -45,11 +46,13 @@ def classify(
         batch_size: B.
         num_data: N.
         own_plate: the plate whose rows the model draws by itself, if it does.
+        elsewhere: the same runs, the batch's and the variants', at other latent values: a term
+            that the rows do not change at one may change at another.
 
     Raises:
         PlateError: it is ambiguous how often a term is to be counted.
     """
-    comparison = _Comparison(variants, batch_size, num_data, own_plate)
+    comparison = _Comparison(variants, batch_size, num_data, own_plate, elsewhere)
     return Scaling(num_data, {name: comparison.rule(term) for name, term in terms.items()})
 
 
@@ -59,6 +62,7 @@ class _Comparison:
     batch_size: int
     num_data: int
     own_plate: str | None
+    elsewhere: Sequence[Mapping[str, Term]]
 
     def rule(self, term: Term) -> Rule:
         if any(term.name not in variant.terms for variant in self.variants):
@@ -128,8 +132,8 @@ class _Comparison:
         )
 
     def _is_constant(self, term: Term) -> bool:
-        total, *others = [run.log_prob.sum() for run in self._runs(term)]
-        return all(close(total, other, roundings=64) for other in others)
+        there = [run[term.name] for run in self.elsewhere if term.name in run]
+        return _same_totals(self._runs(term)) and _same_totals(there)
 
     def _scaled(self, term: Term, rule: Rule) -> Rule:
         """The rule with who multiplies the rows by N/B."""
@@ -213,6 +217,11 @@ class _Comparison:
         return Rule(
             "global", whole_data=True, why="a joint density of all rows; the whole data only"
         )
+
+
+def _same_totals(runs: Sequence[Term]) -> bool:
+    totals = [run.log_prob.sum() for run in runs]
+    return all(close(totals[0], total, roundings=64) for total in totals[1:])
 
 
 def close(a: Tensor, b: Tensor, roundings: float | None = None) -> bool:

@@ -59,8 +59,9 @@ def declared_size(runs: Iterable[Recorder]) -> int | None:
     """N as a plate around the batch says it."""
     for run in runs:
         for site in run.sites.values():
-            if site.kind == "subsample" and site.fn.subsample_size not in (None, site.fn.size):
-                return int(site.fn.size)
+            for frame in site.plates:
+                if frame.full_size not in (None, frame.size):
+                    return int(frame.full_size)
     return None
 
 

@@ -40,7 +40,7 @@ from pyro_scale.model.program import Program, executed_modules
 from pyro_scale.model.recorder import LatentShapeChanged, Recorder
 from pyro_scale.model.scaling import Rule, Scaling
 from pyro_scale.model.sites import points_of_store
-from pyro_scale.model.terms import terms_of
+from pyro_scale.model.terms import Term, terms_of
 from pyro_scale.model.understanding import (
     Understanding,
     example_of,
@@ -49,6 +49,9 @@ from pyro_scale.model.understanding import (
     row_axes_of,
     steady_of,
 )
+
+#: How far from the first latent values the second ones are, unconstrained.
+_SHIFT = 0.71
 
 #: An initialisation in Pyro's manner: site -> constrained value.
 InitFunction = Callable[[Any], Tensor]
@@ -71,6 +74,7 @@ def understand(
         ArgumentError: N is neither given nor in the model.
     """
     count = rows.count(arguments)
+    elsewhere: list[Mapping[str, Term]] = []
     with torch.random.fork_rng(), torch.no_grad():
         with executed_modules(refuse_batch_noise) as executed:
             first = _first_run(program, arguments, init, count, num_data)
@@ -97,6 +101,7 @@ def understand(
         else:
             batch_size = count
             variants, runs = recipe.other_rows(arguments, batch_size, num_data)
+            elsewhere = _elsewhere(program, first, arguments, batch_size, num_data)
             num_data = num_data or declared_size([whole, *runs])
     if num_data is None:
         raise ArgumentError(
@@ -109,7 +114,7 @@ def understand(
             "of the whole data set"
         )
     refuse_other_subsampling(whole.sites, own, batch_size)
-    scaling = classify(terms, variants, batch_size, num_data, own)
+    scaling = classify(terms, variants, batch_size, num_data, own, elsewhere)
     refuse_local_latents(whole.sites, own, runs)
     return Understanding(
         sites=whole.sites,
@@ -156,11 +161,24 @@ def understand_function(
     )
 
 
-class _Recipe:
-    """How to run the model again at the latent values of its first run."""
+def _elsewhere(
+    program: Program, first: Recorder, arguments: Arguments, size: int, num_data: int | None
+) -> list[Mapping[str, Term]]:
+    """The terms of the batch and of its parts at other latent values, where the model has any."""
+    recipe = _Recipe(program, first, shift=_SHIFT)
+    try:
+        whole = terms_of(recipe.run(arguments).sites)
+        variants, _ = recipe.other_rows(arguments, size, num_data)
+    except Exception:  # the values may be impossible: then there is nothing to compare
+        return []
+    return [whole, *(variant.terms for variant in variants)]
 
-    def __init__(self, program: Program, first: Recorder):
-        self._program, self._first = program, first
+
+class _Recipe:
+    """How to run the model again at the latent values of its first run, or at shifted ones."""
+
+    def __init__(self, program: Program, first: Recorder, shift: float = 0.0):
+        self._program, self._first, self._shift = program, first, shift
         self.enum_dim = free_dim(first.sites)
 
     def run(
@@ -170,7 +188,7 @@ class _Recipe:
         validate: bool = False,
     ) -> Recorder:
         latents = {
-            site.name: site.unconstrained
+            site.name: site.unconstrained + self._shift
             for site in self._first.sites.values()
             if site.unconstrained is not None
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -52,7 +53,9 @@ class Program:
         for name, value in swapped.items():
             module, path = self.owned[name]
             values[f"{places[id(module)]}.{path}"] = value
-        return torch.func.functional_call(root, values, (arguments,))
+        with warnings.catch_warnings():  # of pyro.module, about tensors that are no parameters
+            warnings.filterwarnings("ignore", message=".*was not registered in the param store")
+            return torch.func.functional_call(root, values, (arguments,))
 
     def find_owners(self, points: Mapping[str, Point], executed: list[nn.Module]) -> None:
         """Finds the module that each weight among the points belongs to."""

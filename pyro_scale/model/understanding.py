@@ -111,3 +111,16 @@ def row_axes_of(
                 axes[site.name] = axis - len(shape)
                 break
     return axes
+
+
+def doubtful_scales(known: Understanding) -> list[str]:
+    """Sites whose own constant scale happens to be N/B, which may have been meant as just that."""
+    ratio = known.scaling.num_data / known.batch_size
+    return [
+        f"site '{name}': its poutine.scale is a constant that equals N/B = {ratio:.6g}; it is "
+        "kept, and the rows are multiplied by N/B besides. If it was N/B written by hand, remove it"
+        for name, rule in known.scaling.rules.items()
+        if rule.role == "rows" and rule.keeps_scale and ratio != 1 and name in known.sites
+        for scale in [known.sites[name].scale]
+        if not isinstance(scale, torch.Tensor) and abs(scale - ratio) <= 1e-6 * ratio
+    ]
