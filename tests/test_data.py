@@ -1,6 +1,7 @@
 """Data as users have them: N, batches in which every row counts equally, and bad input."""
 
 import itertools
+import math
 from collections import Counter
 
 import numpy as np
@@ -153,10 +154,23 @@ def test_a_stream_counts_every_row_equally(kind, num_chains):
     size = data.batch_size
     steps = 2 * size  # 2 N epochs in all: a whole number of batches
     batches = visits(data, num_steps=steps * N // size, num_chains=num_chains)
-    order = batches.transpose(0, 1).flatten()  # as the loader gave them: chains take turns
+    order = batches.transpose(0, 1).flatten()
     epochs = order.split(N)
     assert len(epochs) == 2 * num_chains * size
-    assert all(sorted(epoch.tolist()) == list(range(N)) for epoch in epochs)
+    assert torch.equal(order.unique(return_counts=True)[1], torch.full((N,), len(epochs)))
+    if num_chains == 1:  # as the loader gave them; several chains get a step's batches at random
+        assert all(sorted(epoch.tolist()) == list(range(N)) for epoch in epochs)
+
+
+@pytest.mark.parametrize("num_chains", [2, 4])
+def test_every_chain_sees_all_of_an_unshuffled_stream(num_chains):
+    """Dealt in turn, chain c would get the batches c, c + num_chains, ... of four for ever."""
+    batches = [(torch.arange(2 * i, 2 * i + 2),) for i in range(4)]
+    seen = visits(open_data(batches, num_data=8), num_steps=400, num_chains=num_chains)
+    for chain in seen:
+        counts = torch.bincount(chain[:, 0] // 2, minlength=4).double()
+        z = (counts - 100) / math.sqrt(400 * 0.25 * 0.75)
+        assert z.abs().max() < 4.4
 
 
 def test_a_shuffled_stream_is_shuffled_anew_each_epoch_by_the_seed():

@@ -21,7 +21,7 @@ from pyro import poutine
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import pyro_scale as ps
-from pyro_scale.errors import ArgumentError, PlateError, PyroScaleError, SiteError
+from pyro_scale.errors import ArgumentError, ModelError, PlateError, PyroScaleError, SiteError
 
 mpl.use("Agg")
 QUIET = {"progress": False}
@@ -759,7 +759,13 @@ def test_explain_warns_of_what_may_be_a_mistake():
         covariance = torch.eye(len(x)).double() + 0.5
         pyro.sample("y", dist.MultivariateNormal(w.expand(len(x)), covariance), obs=x[:, 0])
 
-    assert any("nothing is scaled" in w for w in ps.explain(no_rows, X).warnings)
+    def closed_over(x):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(X @ w, 1.0).to_event(1), obs=Y)
+
+    with pytest.raises(ModelError, match="no observed site and no factor"):
+        ps.explain(no_rows, X)
+    assert any("nothing is scaled" in w for w in ps.explain(closed_over, X).warnings)
     assert any("whole data only" in w for w in ps.explain(joint, X).warnings)
     with pytest.raises(PlateError, match="site 'y'"):
         ps.explain(joint, X, batch_size=4)

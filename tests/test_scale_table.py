@@ -17,7 +17,7 @@ from reference import averaged, batches, close, full_log_joint, log_jacobian, py
 from torch.distributions import Normal
 
 import pyro_scale as ps
-from pyro_scale.errors import ArgumentError, PlateError, SiteError
+from pyro_scale.errors import ArgumentError, ModelError, PlateError, SiteError
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -702,3 +702,81 @@ def test_a_factor_that_is_zero_where_the_chain_starts_is_not_taken_for_a_constan
     init = init_to_value(values={"w": torch.zeros(2, dtype=torch.float64)})
     with pytest.raises(PlateError, match="site 'f'"):
         ps.LogPosterior(model, num_data=N).prepare(batches(data(), B)[0], init)
+
+
+def own_event(x, y, xb, yb, w):
+    pyro.sample("y", dist.Normal(xb @ w, 1.0).to_event(1), obs=yb)
+
+
+def own_factor(x, y, xb, yb, w):
+    pyro.factor("y", dist.Normal(xb @ w, 1.0).log_prob(yb).sum())
+
+
+def own_prior(x, y, xb, yb, w):
+    pyro.sample("y", dist.Normal(yb.mean(), 1.0))
+
+
+@pytest.mark.parametrize("outside", [own_event, own_factor, own_prior])
+def test_what_uses_an_own_subsample_outside_of_its_plate_is_refused(outside):
+    def model(x, y, weight):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+        with pyro.plate("data", N, subsample_size=B) as i:
+            xb, yb = x[i], y[i]
+            pyro.sample("z", dist.Normal(xb @ w, 1.0), obs=yb)
+        outside(x, y, xb, yb, w)
+
+    with pytest.raises(PlateError, match="site 'y'"):
+        ps.LogPosterior(model).init(0, *data())
+
+
+def test_rows_of_an_own_subsample_that_mix_are_refused():
+    def model(x, y, weight):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+        with pyro.plate("data", N, subsample_size=B) as i:
+            pyro.sample("y", dist.Normal((x[i] - x[i].mean(0)) @ w, 1.0), obs=y[i])
+
+    with pytest.raises(PlateError, match="site 'y'"):
+        ps.LogPosterior(model).init(0, *data())
+
+
+@pytest.mark.parametrize("offset", [10.0, 1e3, 1e4])
+def test_rows_that_mix_are_found_in_float32_beside_large_values(offset):
+    x, y, _ = (rows.float() for rows in data())
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2).float(), 1.0).to_event(1))
+        b = pyro.sample("b", dist.Normal(torch.tensor(0.0).float(), 1000.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(b + (x - x.mean(0)) @ w, 1.0), obs=y)
+
+    with pytest.raises(PlateError, match="site 'y'"):
+        ps.LogPosterior(model, num_data=N).init(0, x[:B], y[:B] + offset)
+
+
+def test_rows_that_mix_only_away_from_the_start_are_refused():
+    def model(x, y, weight):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal((x - x.mean(0)) @ w, 1.0), obs=y)
+
+    init = init_to_value(values={"w": torch.zeros(2, dtype=torch.float64)})
+    with pytest.raises(PlateError, match="site 'y'"):
+        ps.LogPosterior(model, num_data=N).prepare(batches(data(), B)[0], init)
+
+
+@pytest.mark.parametrize("size", [B, N])
+def test_a_column_against_a_row_is_refused_whatever_the_batch(size):
+    def model(x, y, weight):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2, 1), 1.0).to_event(2))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    with pytest.raises(PlateError, match=r"site 'y': .*\[B, 1\].*squeeze"):
+        ps.LogPosterior(model, num_data=N).init(0, *batches(data(), size)[0])
+
+
+@pytest.mark.parametrize("value", [lambda p, b: p["w"].expand(3), lambda p, b: None])
+def test_a_function_that_is_no_scalar_is_refused(value):
+    log_posterior = ps.LogPosterior.from_function(value, {"w": torch.tensor(1.0)}, num_data=9)
+    with pytest.raises(ModelError, match="per datum, a scalar"):
+        log_posterior.init(0, torch.zeros(3))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from pyro_scale.core import rows
-from pyro_scale.core.randomness import Purpose, derived_seed
+from pyro_scale.core.randomness import Purpose, derived_seed, generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.indices import RowIndices, Sampling
 from pyro_scale.errors import ArgumentError, DataError
@@ -196,8 +196,12 @@ class StreamData:
                 "or a DataLoader over a map-style data set without a sampler of its own"
             )
         pieces = self._pieces(seed)
+        shuffler = generator(seed, 0, Purpose.BATCHES)
         while True:
-            yield _stacked([next(pieces) for _ in range(num_chains)])
+            dealt = [next(pieces) for _ in range(num_chains)]
+            # at random: dealt in turn, a chain could get the same part of the data for ever
+            order = torch.randperm(num_chains, generator=shuffler)
+            yield _stacked([dealt[place] for place in order])
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
         """The data set's order where it can be read by index; else the loader's own."""

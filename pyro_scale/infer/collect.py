@@ -17,8 +17,8 @@ from pyro_scale.infer.diagnostics import gradient_noise
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import Setup
 
-#: Draws of a chain at which the noise of minibatches is estimated, with a batch each.
-_NOISE_DRAWS = 32
+#: Batches from which the noise of minibatches is estimated, rows at one draw, and draws.
+_NOISE_BATCHES, _NOISE_ROWS, _FEWEST_PLACES = 128, 64, 4
 #: Draws below which their variance says nothing of the posterior's.
 _FEWEST_DRAWS = 20
 
@@ -75,10 +75,13 @@ def temperature_inflation(
         return None
     if setup.data.batch_size is None:  # the whole data at every step
         return torch.ones(engine.num_latents)
-    finished, total = torch.tensor(draws.finished), draws.positions.shape[1]
-    chosen = torch.linspace(0, total - 1, min(total, _NOISE_DRAWS)).round().long()
-    positions = draws.positions[finished][:, chosen].to(setup.positions.device)
-    some = [next(batches).of(finished) for _ in chosen]
+    each = -(-_NOISE_ROWS // known.understanding.batch_size)  # batches at one draw
+    places = max(_FEWEST_PLACES, _NOISE_BATCHES // each)
+    chains = torch.tensor(draws.finished[:places])
+    total = draws.positions.shape[1]
+    chosen = torch.linspace(0, total - 1, min(total, places // len(chains))).round().long()
+    positions = draws.positions[chains][:, chosen].to(setup.positions.device)
+    some = [[next(batches).of(chains) for _ in range(each)] for _ in chosen]
     noise = gradient_noise(known, engine.layout, positions, some, replacement)
     if noise is None:
         return None

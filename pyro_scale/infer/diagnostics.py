@@ -103,7 +103,7 @@ def gradient_noise(
     log_posterior: LogPosterior,
     layout: Layout,
     positions: Tensor,
-    batches: Sequence[Batch],
+    batches: Sequence[Sequence[Batch]],
     replacement: bool,
 ) -> Tensor | None:
     """The variance of the minibatch gradient of the log joint, over N, `[latents]`.
@@ -116,7 +116,7 @@ def gradient_noise(
         log_posterior: the target.
         layout: of a position.
         positions: `[chains, draws, D]`.
-        batches: whose rows to use, one for each draw.
+        batches: whose rows to use, some for each draw.
         replacement: whether a batch's rows are drawn with replacement.
     """
     scaling = log_posterior.understanding.scaling
@@ -127,15 +127,18 @@ def gradient_noise(
     latents = [name for name in layout.names if name in log_posterior.latents]
     variances = []
     for chain, draws in enumerate(positions):
-        for position, batch in zip(draws, batches, strict=True):
-            arguments, indices = batch.of_chain(chain)
+        for position, some in zip(draws, batches, strict=True):
+            gradients = []
+            for batch in some:
+                data = batch.of_chain(chain)
 
-            def rows_of(params: Any, arguments: Any = arguments, indices: Any = indices) -> Tensor:
-                return log_posterior(params, arguments, indices).log_lik
+                def rows_of(params: Any, data: Any = data) -> Tensor:
+                    return log_posterior(params, *data).log_lik
 
-            jacobian = torch.func.jacrev(rows_of, chunk_size=256)(layout.unflatten(position))
-            gradients = torch.cat([jacobian[n].reshape(size, -1) for n in latents], dim=1)
-            variances.append(gradients.var(0))
+                jacobian = torch.func.jacrev(rows_of, chunk_size=256)(layout.unflatten(position))
+                parts = [jacobian[name].reshape(size, -1) for name in latents]
+                gradients.append(torch.cat(parts, dim=1))
+            variances.append(torch.cat(gradients).var(0))
     num_data = log_posterior.num_data
     all_different = 0.0 if replacement else size / num_data
     return torch.stack(variances).mean(0) * num_data / size * (1 - all_different)

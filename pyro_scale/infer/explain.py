@@ -10,14 +10,13 @@ from torch import Tensor
 from torch.distributions import ComposeTransform, IndependentTransform
 
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.rows import count
 from pyro_scale.drive.data import open_data
 from pyro_scale.infer.setup import as_log_posterior, module_device
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.scaling import Rule
 from pyro_scale.model.sites import Point, Site
 from pyro_scale.model.transforms import bijection
-from pyro_scale.model.understanding import Understanding, doubtful_scales
+from pyro_scale.model.understanding import Understanding, doubts
 
 _COLUMNS = ("site", "kind", "shape", "support", "transform", "plate", "Pyro", "ours", "why")
 
@@ -211,7 +210,7 @@ def _transform(transform: Any) -> str:
 
 
 def _warnings(known: Understanding) -> list[str]:
-    warnings = doubtful_scales(known)
+    warnings = doubts(known)
     rules = known.scaling.rules
     by_hand = [name for name, rule in rules.items() if not rule.keeps_scale]
     if by_hand:
@@ -220,9 +219,6 @@ def _warnings(known: Understanding) -> list[str]:
         )
     if known.whole_only or any(rule.whole_data for rule in rules.values()):
         warnings.append("the model runs on the whole data only: no minibatches")
-    followers = [rule for rule in rules.values() if rule.role == "rows" or rule.whole_data]
-    if not followers and count(known.example) is not None:
-        warnings.append("no site follows the rows: nothing is scaled by N/B")
     dtypes = {s.value.dtype for s in known.sites.values() if s.kind == "latent"}
     if len(dtypes) > 1:
         warnings.append(f"the latents' dtypes differ: {sorted(map(str, dtypes))}")

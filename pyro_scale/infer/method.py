@@ -91,7 +91,8 @@ class Method:
         Columns: the worst `r_hat` and least `ess_bulk`, `ess_tail` of the site's elements;
         `temperature_inflation`, by what the noise of minibatches multiplied the temperature, to
         first order in lr: 1 + lr N V / (2 friction B T), V the variance over rows of one row's
-        log likelihood gradient (an upper bound where batches are shuffled); with shared batches
+        log likelihood gradient, for each element (combinations of elements may be heated more;
+        shuffled batches cancel part of it where lr is small); with shared batches
         `chain_correlation`, which R-hat and ESS do not see.  The run's facts are in `.attrs`.
 
         Warns:

@@ -21,7 +21,7 @@ from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.kernels import Kernel
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.preflight import InitFunction
-from pyro_scale.model.understanding import doubtful_scales
+from pyro_scale.model.understanding import doubts
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def set_up(
     log_posterior.prepare(arguments, inits[0], seed)
     if isinstance(init_strategy, dict):
         _refuse_unknown_sites(log_posterior, init_strategy)
-    for doubt in doubtful_scales(log_posterior.understanding):
+    for doubt in doubts(log_posterior.understanding):
         warnings.warn(doubt, UserWarning, stacklevel=4)
     data = _as_taken(log_posterior, data)
     starts = [log_posterior.start(arguments, seed, c, init) for c, init in enumerate(inits)]

@@ -68,6 +68,21 @@ def refuse_impossible_observations(sites: Mapping[str, Site]) -> None:
             )
 
 
+def refuse_failing_densities(sites: Mapping[str, Site]) -> None:
+    """Observations whose log density cannot be computed at all."""
+    for site in sites.values():
+        if site.kind != "observed":
+            continue
+        try:
+            site.fn.log_prob(site.value)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise SiteError(
+                f"site '{site.name}': the log density of its {type(_unwrapped(site.fn)).__name__} "
+                f"fails on a value of shape {list(site.value.shape)} and dtype {site.value.dtype} "
+                f"({error}); check both (most likelihoods want y.float())"
+            ) from error
+
+
 def refuse_broken_terms(terms: Mapping[str, Term]) -> None:
     """NaN or infinite log densities."""
     for term in terms.values():
@@ -145,6 +160,6 @@ def _inside_support(site: Site) -> Tensor:
 
 
 def _unwrapped(fn: Any) -> Any:
-    while hasattr(fn, "base_dist"):
+    while isinstance(fn, dist.Independent | dist.MaskedDistribution | dist.ExpandedDistribution):
         fn = fn.base_dist
     return fn

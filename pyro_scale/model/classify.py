@@ -23,11 +23,16 @@ class Variant:
 
     Attributes:
         terms: its terms.
-        origin: for each of its rows, which row of the first run it is, `[b]`.
+        origin: for each of its rows, which row of the first run it is, `[b]`; -1 for another.
     """
 
     terms: Mapping[str, Term]
     origin: Tensor
+
+    def shared(self, whole: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows that both runs have, of the first run and of this one."""
+        known = self.origin >= 0
+        return whole[self.origin[known]], part[known]
 
 
 def classify(
@@ -36,7 +41,7 @@ def classify(
     batch_size: int,
     num_data: int,
     own_plate: str | None = None,
-    elsewhere: Sequence[Mapping[str, Term]] = (),
+    elsewhere: Sequence[Variant] = (),
 ) -> Scaling:
     """Finds each term's rule by comparing a run with its variants.
 
@@ -46,8 +51,8 @@ def classify(
         batch_size: B.
         num_data: N.
         own_plate: the plate whose rows the model draws by itself, if it does.
-        elsewhere: the same runs, the batch's and the variants', at other latent values: a term
-            that the rows do not change at one may change at another.
+        elsewhere: the same runs, the batch's first and then the variants', at other latent
+            values: what the rows do not change at one they may change at another.
 
     Raises:
         PlateError: it is ambiguous how often a term is to be counted.
@@ -62,7 +67,7 @@ class _Comparison:
     batch_size: int
     num_data: int
     own_plate: str | None
-    elsewhere: Sequence[Mapping[str, Term]]
+    elsewhere: Sequence[Variant]
 
     def rule(self, term: Term) -> Rule:
         if any(term.name not in variant.terms for variant in self.variants):
@@ -73,6 +78,8 @@ class _Comparison:
         found = self._find_rows(term)
         if isinstance(found, Rule):
             return found
+        if not self.variants:
+            return Rule("global", whole_data=True, why="the model runs on the whole data only")
         if self._is_constant(term):
             self._require_fixed_scale(term, "a term that the batch does not change")
             return Rule("global", why="does not change with the batch")
@@ -103,15 +110,20 @@ class _Comparison:
             return next((f.dim for f in term.plates if f.name == self.own_plate), None)
         shape = term.unwrapped(depth).shape
         if not self.variants:  # the whole data or nothing: the factor is 1 whatever is a row
-            plated = [f.dim for f in term.plates if f.dim and f.size == self.batch_size]
-            sized = [i - len(shape) for i, n in enumerate(shape) if n == self.batch_size]
-            return next(iter(plated + sized), None)
+            sized = {i - len(shape) for i, n in enumerate(shape) if n == self.batch_size}
+            return sized.pop() if len(sized) == 1 else None
         following = set()
         for variant in self.variants:
             other = variant.terms[term.name].unwrapped(depth).shape
             if len(other) != len(shape):
                 return None
             following |= {i - len(shape) for i, n in enumerate(shape) if n != other[i]}
+        if len(following) > 1 and depth == 0:
+            raise PlateError(
+                f"site '{term.name}': its log density has shape {list(shape)}, of which more than "
+                "one dimension follows the batch: a value of shape [B] against a distribution of "
+                "shape [B, 1], or the reverse? squeeze the one"
+            )
         if len(following) != 1:
             return None
         dim = following.pop()
@@ -122,17 +134,13 @@ class _Comparison:
 
     def _rows_match(self, term: Term, rule: Rule) -> bool:
         """Whether a row's value is the same whichever rows are with it."""
-        unscaled = sum_but(term.unwrapped(rule.depth), rule.dim)
-        return all(
-            close(
-                unscaled[v.origin],
-                sum_but(v.terms[term.name].unwrapped(rule.depth), rule.dim),
-            )
-            for v in self.variants
+        return _same_rows(term, self.variants, rule) and (
+            not self.elsewhere
+            or _same_rows(self.elsewhere[0].terms[term.name], self.elsewhere[1:], rule)
         )
 
     def _is_constant(self, term: Term) -> bool:
-        there = [run[term.name] for run in self.elsewhere if term.name in run]
+        there = [run.terms[term.name] for run in self.elsewhere]
         return _same_totals(self._runs(term)) and _same_totals(there)
 
     def _scaled(self, term: Term, rule: Rule) -> Rule:
@@ -191,7 +199,8 @@ class _Comparison:
             )
         whole = _scale_rows(term, rule)
         for variant in self.variants:
-            if not close(whole[variant.origin], _scale_rows(variant.terms[term.name], rule)):
+            other = _scale_rows(variant.terms[term.name], rule)
+            if not close(*variant.shared(whole, other)):
                 raise PlateError(
                     f"site '{term.name}': a row's poutine.scale depends on the other rows of the "
                     "batch; a weight must belong to its row (the library multiplies by N/B)"
@@ -219,17 +228,29 @@ class _Comparison:
         )
 
 
+def _same_rows(term: Term, variants: Sequence[Variant], rule: Rule) -> bool:
+    whole = sum_but(term.unwrapped(rule.depth), rule.dim)
+    return all(
+        close(*v.shared(whole, sum_but(v.terms[term.name].unwrapped(rule.depth), rule.dim)))
+        for v in variants
+    )
+
+
 def _same_totals(runs: Sequence[Term]) -> bool:
     totals = [run.log_prob.sum() for run in runs]
     return all(close(totals[0], total, roundings=64) for total in totals[1:])
 
 
 def close(a: Tensor, b: Tensor, roundings: float | None = None) -> bool:
-    """Equal to so many roundings of the larger, or to half the digits that the dtype has."""
+    """Equal, each element by itself, to so many roundings of it and of one.
+
+    By default 64 roundings of the element, and a third of the dtype's digits after the point:
+    batches of different sizes are added up in different orders.
+    """
     eps = torch.finfo(torch.promote_types(a.dtype, b.dtype)).eps
-    tolerance = eps**0.5 if roundings is None else roundings * eps
-    size = torch.maximum(a.detach().abs().max(), torch.ones((), dtype=a.dtype, device=a.device))
-    return a.shape == b.shape and bool(((a - b).abs() <= tolerance * size).all())
+    of_one = eps**0.5 / 3 if roundings is None else roundings * eps
+    tolerance = of_one + (roundings or 64.0) * eps * a.abs()
+    return a.shape == b.shape and bool(((a - b).abs() <= tolerance).all())
 
 
 def _scale_rows(term: Term, rule: Rule) -> Tensor:

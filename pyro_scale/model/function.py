@@ -10,6 +10,7 @@ import torch
 from pyro.distributions import ImproperUniform, constraints
 from torch import Tensor
 
+from pyro_scale.errors import ModelError
 from pyro_scale.model.bayesianize import WEIGHT
 
 
@@ -40,6 +41,14 @@ def function_model(
             )
             for name, value in start.weights().items()
         }
-        pyro.factor("log_posterior", num_data * fn(values, kwargs or args))
+        density = fn(values, kwargs or args)
+        if not isinstance(density, Tensor) or density.dim() or not density.is_floating_point():
+            got = f"shape {list(density.shape)}" if isinstance(density, Tensor) else repr(density)
+            raise ModelError(
+                f"the function returned {got}: it must return the log posterior per datum, a "
+                "scalar tensor (the mean over the batch's rows of the log likelihood, plus the "
+                "log prior over N)"
+            )
+        pyro.factor("log_posterior", num_data * density)
 
     return model

@@ -22,6 +22,7 @@ from pyro_scale.model.checks import (
     refuse_batch_noise,
     refuse_broken_starts,
     refuse_broken_terms,
+    refuse_failing_densities,
     refuse_impossible_observations,
     refuse_local_latents,
     refuse_random_draws,
@@ -40,8 +41,9 @@ from pyro_scale.model.program import Program, executed_modules
 from pyro_scale.model.recorder import LatentShapeChanged, Recorder
 from pyro_scale.model.scaling import Rule, Scaling
 from pyro_scale.model.sites import points_of_store
-from pyro_scale.model.terms import Term, terms_of
+from pyro_scale.model.terms import terms_of
 from pyro_scale.model.understanding import (
+    PER_DATUM,
     Understanding,
     example_of,
     free_dim,
@@ -74,7 +76,8 @@ def understand(
         ArgumentError: N is neither given nor in the model.
     """
     count = rows.count(arguments)
-    elsewhere: list[Mapping[str, Term]] = []
+    elsewhere: list[Variant] = []
+    other_runs: list[Recorder] = []
     with torch.random.fork_rng(), torch.no_grad():
         with executed_modules(refuse_batch_noise) as executed:
             first = _first_run(program, arguments, init, count, num_data)
@@ -85,6 +88,7 @@ def understand(
         whole = recipe.run(arguments)
         refuse_reserved_names(whole.sites)
         refuse_impossible_observations(whole.sites)
+        refuse_failing_densities(whole.sites)
         terms = terms_of(whole.sites)
         refuse_broken_terms(terms)
         state = torch.random.get_rng_state()
@@ -93,16 +97,21 @@ def understand(
         _check_with_validation(recipe, arguments)
         if own is not None:
             batch_size = whole.sites[own].fn.subsample_size
-            variants, runs = recipe.other_indices(arguments, own, batch_size)
             num_data = agreed_size(num_data, whole.sites[own])
+            variants, runs = recipe.other_indices(arguments, own, batch_size, num_data)
         elif count is None:
             num_data = num_data or data_plate_size(whole.sites)
             batch_size, variants, runs = num_data, [], []
         else:
             batch_size = count
             variants, runs = recipe.other_rows(arguments, batch_size, num_data)
-            elsewhere = _elsewhere(program, first, arguments, batch_size, num_data)
+            elsewhere, other_runs = _elsewhere(program, first, arguments, batch_size, num_data)
             num_data = num_data or declared_size([whole, *runs])
+    if count is not None and all(term.is_prior for term in terms.values()):
+        raise ModelError(
+            "data are passed, but the model has no observed site and no factor, so nothing would "
+            "be learnt from them: give the likelihood's pyro.sample obs="
+        )
     if num_data is None:
         raise ArgumentError(
             "the number of rows N is unknown: pass num_data=N, the size of the whole data set "
@@ -126,7 +135,7 @@ def understand(
         partition_error=partition_error_of(scaling, terms, variants, batch_size),
         example=example_of(arguments, runs, own),
         whole_only=count is not None and not variants,
-        steady=steady_of(whole.sites, runs),
+        steady=steady_of(whole.sites, runs, other_runs),
         row_axes=row_axes_of(whole.sites, runs, batch_size, own),
     )
 
@@ -143,7 +152,7 @@ def understand_function(
         refuse_broken_terms(terms)
         refuse_random_draws(terms, terms_of(recipe.run(arguments).sites), False)
     rules = {
-        name: Rule("prior" if term.is_prior else "global", why="log posterior per datum, times N")
+        name: Rule("prior" if term.is_prior else "global", why=PER_DATUM)
         for name, term in terms.items()
     }
     return Understanding(
@@ -163,15 +172,19 @@ def understand_function(
 
 def _elsewhere(
     program: Program, first: Recorder, arguments: Arguments, size: int, num_data: int | None
-) -> list[Mapping[str, Term]]:
-    """The terms of the batch and of its parts at other latent values, where the model has any."""
+) -> tuple[list[Variant], list[Recorder]]:
+    """The batch and its parts at other latent values, where the model can be evaluated there."""
     recipe = _Recipe(program, first, shift=_SHIFT)
     try:
-        whole = terms_of(recipe.run(arguments).sites)
-        variants, _ = recipe.other_rows(arguments, size, num_data)
+        whole = recipe.run(arguments)
+        variants, runs = recipe.other_rows(arguments, size, num_data)
+        terms = terms_of(whole.sites)
+        refuse_broken_terms(terms)
     except Exception:  # the values may be impossible: then there is nothing to compare
-        return []
-    return [whole, *(variant.terms for variant in variants)]
+        return [], []
+    if any(variant.terms.keys() != terms.keys() for variant in variants):
+        return [], []
+    return [Variant(terms, torch.arange(size)), *variants], [whole, *runs]
 
 
 class _Recipe:
@@ -225,12 +238,15 @@ class _Recipe:
         return [Variant(terms_of(r.sites), p) for r, p in zip(runs, parts, strict=True)], runs
 
     def other_indices(
-        self, arguments: Arguments, plate: str, size: int
+        self, arguments: Arguments, plate: str, size: int, num_data: int
     ) -> tuple[list[Variant], list[Recorder]]:
-        """The same rows in another order, for a model that subsamples by itself."""
-        order = torch.arange(size - 1, -1, -1)
-        run = self.run(arguments, {plate: order})
-        return [Variant(terms_of(run.sites), order)], [run]
+        """Another order, and half of the rows with others, for a model that subsamples itself."""
+        first = torch.arange(size)
+        half = size // 2
+        orders = [first.flip(0), torch.cat([first[:half], (first[half:] + size) % num_data])]
+        runs = [self.run(arguments, {plate: order}) for order in orders]
+        origins = [torch.where(order < size, order, -1) for order in orders]
+        return [Variant(terms_of(r.sites), o) for r, o in zip(runs, origins, strict=True)], runs
 
 
 def _first_run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,9 @@ from pyro_scale.model.recorder import Recorder
 from pyro_scale.model.scaling import Scaling
 from pyro_scale.model.sites import Point, Site
 from pyro_scale.model.terms import Term
+
+#: Why a function's own log posterior is not scaled.
+PER_DATUM = "log posterior per datum, times N"
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,12 @@ def partition_error_of(
     whole = scaling.rows(terms, batch_size)
     return max(
         (
-            float((rows_of[variant.origin] - part[name]).abs().max())
+            float((mine - theirs).abs().max())
             for variant in variants
             for part in [scaling.rows(variant.terms, len(variant.origin))]
-            for name, rows_of in whole.items()
+            for name in whole
+            for mine, theirs in [variant.shared(whole[name], part[name])]
+            if len(mine)
         ),
         default=None,
     )
@@ -82,15 +87,21 @@ def example_of(arguments: Arguments, runs: list[Recorder], own_plate: str | None
     return rows.take(arguments, slice(0, count // 2))
 
 
-def steady_of(sites: Mapping[str, Site], runs: list[Recorder]) -> tuple[str, ...]:
-    """Deterministic sites that do not change with the batch."""
+def steady_of(
+    sites: Mapping[str, Site], runs: Sequence[Recorder], elsewhere: Sequence[Recorder] = ()
+) -> tuple[str, ...]:
+    """Deterministic sites that do not change with the batch, at either latent values."""
+
+    def same(name: str, group: Sequence[Mapping[str, Site]]) -> bool:
+        if not all(name in each for each in group):
+            return False
+        return all(torch.equal(group[0][name].value, each[name].value) for each in group)
+
+    here, there = [sites, *(r.sites for r in runs)], [r.sites for r in elsewhere]
     return tuple(
         name
         for name, site in sites.items()
-        if site.kind == "deterministic"
-        and all(
-            name in run.sites and torch.equal(site.value, run.sites[name].value) for run in runs
-        )
+        if site.kind == "deterministic" and same(name, here) and (not there or same(name, there))
     )
 
 
@@ -113,10 +124,19 @@ def row_axes_of(
     return axes
 
 
-def doubtful_scales(known: Understanding) -> list[str]:
-    """Sites whose own constant scale happens to be N/B, which may have been meant as just that."""
+def doubts(known: Understanding) -> list[str]:
+    """What may be a mistake, though the library can run it.
+
+    A site whose own constant scale happens to be N/B may have been meant as just that; data
+    that nothing follows may have been forgotten.
+    """
     ratio = known.scaling.num_data / known.batch_size
-    return [
+    rules = known.scaling.rules
+    follow = any(rule.role == "rows" or rule.whole_data for rule in rules.values())
+    is_function = any(rule.why == PER_DATUM for rule in rules.values())
+    unused = not follow and not is_function and rows.count(known.example) is not None
+    ignored = "no site follows the rows: nothing is scaled by N/B, and the data may go unused"
+    return [ignored] * unused + [
         f"site '{name}': its poutine.scale is a constant that equals N/B = {ratio:.6g}; it is "
         "kept, and the rows are multiplied by N/B besides. If it was N/B written by hand, remove it"
         for name, rule in known.scaling.rules.items()
