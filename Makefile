@@ -4,16 +4,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow lint types notebooks clean
+.PHONY: demo test lint types notebooks clean
 
 demo: .venv/installed
 	$(BIN)/python -W ignore::FutureWarning examples/demo.py
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n 2 -m "not slow"
-
-test-slow: .venv/installed
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2
 
 lint: .venv/installed
 	$(BIN)/ruff check .

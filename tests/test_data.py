@@ -166,9 +166,11 @@ def test_a_stream_counts_every_row_equally(kind, num_chains):
 def test_every_chain_sees_all_of_an_unshuffled_stream(num_chains):
     """Dealt in turn, chain c would get the batches c, c + num_chains, ... of four for ever."""
     batches = [(torch.arange(2 * i, 2 * i + 2),) for i in range(4)]
-    seen = visits(open_data(batches, num_data=8), num_steps=400, num_chains=num_chains)
-    for chain in seen:
-        counts = torch.bincount(chain[:, 0] // 2, minlength=4).double()
+    data = open_data(batches, num_data=8)
+    data.first()
+    taken = itertools.islice(data.batches(0, num_chains, "shuffle"), 400)
+    for chain in torch.stack([batch.arguments[0][:, 0] for batch in taken], dim=1):
+        counts = torch.bincount(chain // 2, minlength=4).double()
         z = (counts - 100) / math.sqrt(400 * 0.25 * 0.75)
         assert z.abs().max() < 4.4
 

@@ -749,7 +749,7 @@ def test_a_broken_chain_stops_and_the_others_finish(kwargs):
     assert none is None
     assert "chain 1 at step" in message
     assert "site 'v'" in message
-    assert "other 2 chains have finished" in message
+    assert "Finished, and in get_samples(): chains 0, 2." in message
     assert "try lr=0.13 instead of 0.4" in message
     kept = broken.get_samples(group_by_chain=True)
     every = healthy.get_samples(group_by_chain=True)
@@ -883,3 +883,21 @@ def test_the_signature_shows_the_kernels_hyperparameters():
         "num_data",
     ]
     assert "Chen et al" in ps.SGHMC.__doc__
+
+
+def test_the_inflation_is_known_for_batches_of_one_row():
+    y = normals(200, seed=5)
+
+    def model(y):
+        w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=torch.float64), 10.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    sampler = ps.BAOA(model, lr=0.1)
+    data, kwargs = y, {"batch_size": 1, "sampling": "replacement", "num_samples": 50}
+    sampler.run(data, warmup_steps=50, seed=0, **kwargs, **QUIET)
+    with pytest.warns(UserWarning, match="multiplies the temperature"):
+        reported = float(sampler.diagnostics()["temperature_inflation"].iloc[0])
+    expected = 1 + 0.1 * 200 * float(y.var()) / 2
+    # of 256 rows in four groups: the variance is known to a relative 9%
+    assert abs(reported - expected) < 4 * 0.09 * expected

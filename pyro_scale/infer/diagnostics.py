@@ -33,12 +33,13 @@ def summary(idata: Any, var_names: list[str] | None) -> Any:
     tables: list[Any] = []
     for name in names:
         table: Any = arviz.summary(idata, var_names=[name])
+        columns = table.columns
         if var_names is None and len(table) > _MOST_ELEMENTS:
             worst = {c: table[c].max() if c == "r_hat" else table[c].min() for c in _mixing(table)}
             shape = "x".join(str(n) for n in posterior[name].shape[2:])
             table = pandas.DataFrame([worst], index=[f"{name} [{shape}], worst"])
         tables.append(table)
-    return pandas.concat(tables)
+    return pandas.concat(tables)[columns]
 
 
 def _mixing(table: Any) -> list[str]:

@@ -73,7 +73,7 @@ class Method:
         if not group_by_chain:
             samples = {name: value.flatten(0, 1) for name, value in samples.items()}
         if num_samples is None:
-            return dict(samples)
+            return {name: value.clone() for name, value in samples.items()}
         axis = 1 if group_by_chain else 0
         total = next(iter(samples.values())).shape[axis]
         index = predictive.even(total, num_samples)
@@ -82,7 +82,11 @@ class Method:
     def summary(self, var_names: list[str] | None = None) -> Any:
         """ArviZ's summary, a DataFrame; a site of over 100 elements is one row with its worst
         R-hat and least ESS, unless it is named."""
-        idata = export.to_inference_data(self._results(), {"posterior": self._results().samples})
+        samples = self._results().samples
+        for name in var_names or ():
+            if name not in samples:
+                raise ArgumentError(f"var_names: no site '{name}'; there are {list(samples)}")
+        idata = export.to_inference_data(self._results(), {"posterior": samples})
         return diagnostics.summary(idata, var_names)
 
     def diagnostics(self) -> Any:
@@ -154,12 +158,14 @@ class Method:
             posterior_predictive: whether to draw it for the run's data.
             data: other data than the run's for all but the posterior.
         """
-        result, source = self._results(), self._data(data)
+        result = self._results()
         groups: dict[str, dict[str, Tensor]] = {
             "posterior": result.samples,
             "sample_stats": result.sample_stats,
         }
-        sites = predictive.data_sites(result)
+        if data is None and result.data is None:  # single steps
+            return export.to_inference_data(result, groups)
+        source, sites = self._data(data), predictive.data_sites(result)
         observed = predictive.observed_data(result, source)
         if observed:
             groups["observed_data"] = observed
@@ -192,6 +198,8 @@ class Method:
     def _data(self, data: Any) -> Data:
         result = self._results()
         if data is None:
+            if result.data is None:
+                raise ArgumentError("step() keeps no data: pass the whole data as data=")
             return result.data
         opened = open_data(data, None, None, module_device(self.model))
         opened.first()

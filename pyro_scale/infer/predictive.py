@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.counts import as_count
 from pyro_scale.core.rows import Arguments
-from pyro_scale.drive.batches import Data
-from pyro_scale.errors import ArgumentError
+from pyro_scale.drive.batches import Data, refuse_arrays
+from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.infer.result import Result
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import unwrapped
@@ -82,8 +83,19 @@ def predict(
     return_sites: Sequence[str] | None,
 ) -> dict[str, Tensor]:
     """Draws of observed and other sites, `[draws, ...]`, one for each posterior draw."""
+    refuse_arrays(arguments)
     num_rows = rows.count(arguments)
+    if num_rows == 0:
+        raise DataError("predict: the arguments have no rows")
+    own = result.log_posterior.understanding
+    if own.own_plate is not None and num_rows is not None and num_rows < own.batch_size:
+        raise DataError(
+            f"predict: the model takes {own.batch_size} rows at a time in plate "
+            f"'{own.own_plate}', but {num_rows} are passed: pass at least {own.batch_size}"
+        )
     pieces = [arguments]
+    if batch_size is not None:
+        batch_size = as_count("batch_size", batch_size, hint=", or None for all rows")
     if batch_size is not None and num_rows is not None:
         starts = range(0, num_rows, batch_size)
         pieces = [rows.take(arguments, slice(start, start + batch_size)) for start in starts]

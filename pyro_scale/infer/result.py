@@ -24,7 +24,7 @@ class Result:
 
     Attributes:
         log_posterior: what was sampled.
-        data: what it was run on.
+        data: what it was run on; None for single steps.
         layout: of a position.
         positions: unconstrained draws, `[chains, draws, D]`.
         sample_stats: by name, `[chains, draws]`.
@@ -34,7 +34,7 @@ class Result:
     """
 
     log_posterior: LogPosterior
-    data: Data
+    data: Data | None
     layout: Layout
     positions: Tensor
     sample_stats: dict[str, Tensor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from pyro_scale.core.counts import as_count
@@ -19,6 +20,13 @@ from pyro_scale.infer.collect import collected, temperature_inflation, warn_of_s
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
 from pyro_scale.kernels import Kernel
+
+_COMMON_ARGUMENTS = """
+        model: a Pyro model, a `PyroModule` or a `LogPosterior`.
+        init_strategy: where chains start: one of Pyro's, drawn anew for each chain
+            (`init_to_uniform` by default), or a dict of constrained tensors `[num_chains, ...]`.
+        num_data: N, which overrides what the data say.
+    """
 
 
 class Sampler(Method):
@@ -66,7 +74,7 @@ class Sampler(Method):
         signature = inspect.Signature([own["model"], *hyperparameters.values(), *common])
         namespace = {
             "kernel_class": kernel_class,
-            "__doc__": kernel_class.__doc__,
+            "__doc__": (kernel_class.__doc__ or "").rstrip() + _COMMON_ARGUMENTS,
             "__module__": "pyro_scale",
             "__signature__": signature,
         }
@@ -186,7 +194,7 @@ class Sampler(Method):
         if draws.failures:
             raise NonFiniteError(_failure_message(draws, tape["lr"]))
         chains.keep(draws, 0, evaluation)
-        self._result = collected(setup, draws, tape, self._attrs())
+        self._result = replace(collected(setup, draws, tape, self._attrs()), data=None)
         return float(evaluation.log_joint)
 
     def _set_up(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Setup:
@@ -208,11 +216,8 @@ def _failure_message(draws: Draws, lr: Any) -> str:
     )
     more = f" and {len(draws.failures) - 5} more" if len(draws.failures) > 5 else ""
     now = float(lr[draws.failures[0].step])
-    kept = (
-        f"The other {len(draws.finished)} chains have finished; get_samples() has their draws. "
-        if draws.finished
-        else ""
-    )
+    finished = ", ".join(map(str, draws.finished))
+    kept = f"Finished, and in get_samples(): chains {finished}. " if finished else ""
     if any(failure.bad_batch for failure in draws.failures):
         return (
             f"the state became NaN or infinite: {stopped}{more}. {kept}The batch of that step "
