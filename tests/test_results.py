@@ -163,7 +163,7 @@ def test_summary_is_arvizs_with_large_sites_in_one_row():
 
 
 def test_summary_refuses_unknown_names():
-    with pytest.raises(ArgumentError, match="no site 'nothing'.*'w'"):
+    with pytest.raises(ArgumentError, match=r"no site 'nothing'.*'w'"):
         fitted().summary(["nothing"])
 
 
@@ -647,7 +647,7 @@ def test_results_of_step_are_one_draw():
     samples = fit.get_samples()
     assert samples["w"].shape == (1, 2)
     close(fit.log_likelihood((X, Y))["y"], log_density(samples))
-    with pytest.raises(ArgumentError, match="step.. keeps no data: .*data="):  # not the batch's
+    with pytest.raises(ArgumentError, match=r"step.. keeps no data: .*data="):  # not the batch's
         fit.log_likelihood()
     assert set(fit.to_arviz().groups()) == {"posterior", "sample_stats"}
     assert fit.to_arviz().posterior.sizes["draw"] == 1
