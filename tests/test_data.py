@@ -480,3 +480,17 @@ def test_a_stream_cannot_be_drawn_with_replacement():
         sampler.run(
             DataLoader(SizedStream(), B), num_samples=2, sampling="replacement", progress=False
         )
+
+
+def test_a_sampler_of_ones_own_that_shows_part_of_the_data_is_refused():
+    class FirstHalf(torch.utils.data.Sampler):
+        def __iter__(self):
+            return iter(range(N // 2))
+
+        def __len__(self):
+            return N // 2
+
+    given = DataLoader(Rows(), 2, sampler=FirstHalf())
+    with pytest.raises(DataError, match=rf"{N // 2} of the data set's {N} rows.*Subset.*num_data"):
+        open_data(given)
+    assert open_data(given, num_data=N).num_data == N

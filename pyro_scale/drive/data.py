@@ -98,6 +98,14 @@ def _open_loader(loader: Any, num_data: int | None, device: torch.device | None)
     total = num_data if num_data is not None else length
     sampler = _batch_sampler(loader)
     subset = None if sampler is None else _indices_of(sampler.sampler, length)
+    if sampler is not None and subset is None and num_data is None:
+        shown = _length(sampler.sampler)
+        if shown not in (None, length):
+            raise DataError(
+                f"the loader's sampler shows {shown} of the data set's {length} rows in an epoch: "
+                "wrap those rows in torch.utils.data.Subset, or pass num_data=N if in the long run "
+                "it shows all N alike"
+            )
     if sampler is None or subset is None:
         if is_iterable_style(loader) and loader.drop_last:
             raise DataError(
