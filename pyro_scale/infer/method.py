@@ -181,7 +181,8 @@ class Method:
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """`pyro.param` sites and unfrozen weights: one value each, shared by the chains."""
+        """`pyro.param` sites and unfrozen weights: one value each, shared by the chains, as the
+        last step left it."""
         return self._results().params
 
     def write_params(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from pyro_scale.core.counts import as_count
@@ -194,7 +193,7 @@ class Sampler(Method):
         if draws.failures:
             raise NonFiniteError(_failure_message(draws, tape["lr"]))
         chains.keep(draws, 0, evaluation)
-        self._result = replace(collected(setup, draws, tape, self._attrs()), data=None)
+        self._result = dataclasses.replace(collected(setup, draws, tape, self._attrs()), data=None)
         return float(evaluation.log_joint)
 
     def _set_up(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Setup:
