@@ -1,9 +1,18 @@
-"""Log densities computed without the package: by Pyro itself, and Jacobians by autograd."""
+"""Log densities computed without the package: by Pyro itself, and Jacobians by autograd; and
+the float64 numbers that tests are made of."""
 
 import pyro.poutine as poutine
 import torch
 
 from pyro_scale.core import rows
+
+
+def double(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def normals(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def close(actual, expected, tolerance=1e-9):

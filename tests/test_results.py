@@ -18,6 +18,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from reference import double, normals
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import pyro_scale as ps
@@ -25,14 +26,6 @@ from pyro_scale.errors import ArgumentError, ModelError, PlateError, PyroScaleEr
 
 mpl.use("Agg")
 QUIET = {"progress": False}
-
-
-def double(*values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def normals(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def close(actual, expected, rtol=1e-12):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from pyro.infer.autoguide import initialization
 from pyro.nn import PyroModule, PyroSample
+from reference import double, normals
 from torch import nn
 from torch.distributions import constraints
 from torch.utils.data import DataLoader, Dataset
@@ -30,14 +31,6 @@ from pyro_scale.errors import (
 
 SAMPLERS = [ps.BAOA, ps.SGHMC, ps.SGLD]
 QUIET = {"progress": False}
-
-
-def double(*values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def normals(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def close(actual, expected, rtol=1e-12):

@@ -40,9 +40,9 @@ class Program:
         }
         with pyro.validation_enabled(validate), pyro.get_param_store().scope(), recorder:
             if swapped:
-                recorder.output = self._run_swapped(arguments, swapped)
+                self._run_swapped(arguments, swapped)
             else:
-                recorder.output = rows.call(self.model, arguments)
+                rows.call(self.model, arguments)
         return recorder
 
     def _run_swapped(self, arguments: Arguments, swapped: Mapping[str, Tensor]) -> Any:

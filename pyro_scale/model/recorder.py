@@ -76,7 +76,6 @@ class Recorder(Messenger):
         self._drawn: set[str] = set()
         self.sites: dict[str, Site] = {}
         self.points: dict[str, Point] = {}
-        self.output: Any = None
 
     def _pyro_sample(self, msg: Any) -> None:
         if is_subsample(msg["fn"]):
