@@ -1,6 +1,5 @@
 """Data as users have them: N, batches in which every row counts equally, and bad input."""
 
-import itertools
 import math
 from collections import Counter
 
@@ -9,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -90,10 +90,17 @@ def index_of(arguments):
     return x
 
 
+def steps_of(batches, num_steps):
+    """The batches of the first steps, one after another."""
+    for step in range(num_steps):
+        changing = pytree.tree_map(lambda leaf: leaf[:, 0], batches.take(step, step + 1))
+        yield batches.batch(batches.fixed, changing)
+
+
 def visits(data, num_steps, num_chains=1, seed=0, sampling="shuffle"):
     """Each chain's rows in the order in which it saw them, `[chains, steps, B]`."""
     data.first()
-    batches = itertools.islice(data.batches(seed, num_chains, sampling), num_steps)
+    batches = steps_of(data.batches(seed, num_chains, sampling), num_steps)
     steps = []
     for batch in batches:
         chains = [index_of(batch.of_chain(chain)[0]) for chain in range(num_chains)]
@@ -168,7 +175,7 @@ def test_every_chain_sees_all_of_an_unshuffled_stream(num_chains):
     batches = [(torch.arange(2 * i, 2 * i + 2),) for i in range(4)]
     data = open_data(batches, num_data=8)
     data.first()
-    taken = itertools.islice(data.batches(0, num_chains, "shuffle"), 400)
+    taken = steps_of(data.batches(0, num_chains, "shuffle"), 400)
     for chain in torch.stack([batch.arguments[0][:, 0] for batch in taken], dim=1):
         counts = torch.bincount(chain // 2, minlength=4).double()
         z = (counts - 100) / math.sqrt(400 * 0.25 * 0.75)
@@ -259,7 +266,7 @@ def test_random_augmentation_is_ruled_by_the_seed(kind):
         sampler = OddFirst() if kind == "stream" else None
         data = open_data(DataLoader(Augmented(), B, sampler=sampler))
         data.first()
-        batches = itertools.islice(data.batches(0, 2, "shuffle"), 4)
+        batches = steps_of(data.batches(0, 2, "shuffle"), 4)
         values = torch.stack([batch.arguments[0] for batch in batches])
         assert torch.equal(torch.get_rng_state(), before)
         return values
@@ -440,7 +447,7 @@ def padded(rows):
 def test_batches_padded_to_different_lengths(num_chains):
     """One chain takes them as they come; several cannot be stacked, which the library says."""
     given = open_data(DataLoader(Rows(), 2, collate_fn=padded))
-    batches = itertools.islice(given.batches(0, num_chains, "shuffle"), 10)
+    batches = steps_of(given.batches(0, num_chains, "shuffle"), 10)
     if num_chains == 1:
         lengths = {batch.of_chain(0)[0][0].shape[1] for batch in batches}
         assert len(lengths) > 1
@@ -456,7 +463,7 @@ def test_a_stream_whose_batches_are_padded_differently_is_refused_when_it_is_cut
     data = open_data(given)
     data.first()
     with pytest.raises(DataError, match=r"shape.*pad"):
-        list(itertools.islice(data.batches(0, 1, "shuffle"), 5))
+        list(steps_of(data.batches(0, 1, "shuffle"), 5))
 
 
 @pytest.mark.parametrize("sampling", ["foo", None, 3])

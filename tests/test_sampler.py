@@ -874,6 +874,7 @@ def test_the_signature_shows_the_kernels_hyperparameters():
         "friction",
         "init_strategy",
         "num_data",
+        "compile",
     ]
     assert "Chen et al" in ps.SGHMC.__doc__
 

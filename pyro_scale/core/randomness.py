@@ -85,15 +85,27 @@ class NoiseTape:
         self.block_steps = max(1, min(_BLOCK_STEPS, _BLOCK_NUMBERS // max(1, math.prod(shape))))
         self._seed, self._num_chains, self._shape = seed, num_chains, shape
         self._dtype, self._device = dtype, device
-        self._block, self._noise = -1, torch.empty(0)
+        self._blocks: dict[int, Tensor] = {}
 
     def at(self, step: int) -> Tensor:
         """The noise of one step, `[num_chains, *shape]`."""
-        block, place = divmod(step, self.block_steps)
-        if block != self._block:
+        return self.span(step, step + 1)[:, 0]
+
+    def span(self, start: int, stop: int) -> Tensor:
+        """The noise of steps start ... stop - 1, `[num_chains, stop - start, *shape]`."""
+        first, last = start // self.block_steps, (stop - 1) // self.block_steps
+        for old in [block for block in self._blocks if block < first]:
+            del self._blocks[old]
+        blocks = [self._block(block) for block in range(first, last + 1)]
+        joined = torch.cat(blocks, dim=1) if len(blocks) > 1 else blocks[0]
+        offset = start - first * self.block_steps
+        return joined[:, offset : offset + stop - start]
+
+    def _block(self, block: int) -> Tensor:
+        if block not in self._blocks:
             draws = [self._draw(chain, block) for chain in range(self._num_chains)]
-            self._block, self._noise = block, torch.stack(draws, dim=1)
-        return self._noise[place]
+            self._blocks[block] = torch.stack(draws)
+        return self._blocks[block]
 
     def _draw(self, chain: int, block: int) -> Tensor:
         source = generator(self._seed, chain, Purpose.NOISE, block, self._device)

@@ -75,6 +75,12 @@ def count(arguments: Arguments) -> int | None:
     return next(iter(sizes.values()), None)
 
 
+def device(arguments: Arguments) -> torch.device | None:
+    """Where the rows are; None if there are none."""
+    found = (leaf.device for leaf in pytree.tree_leaves(arguments) if is_rows(leaf))
+    return next(found, None)
+
+
 def are_finite(arguments: Arguments) -> bool:
     """Whether no row holds NaN or an infinite number."""
     return all(

@@ -1,26 +1,23 @@
-"""Batches for every chain.
+"""Batches of every chain, in two parts: what stays, and what changes from step to step.
 
-Three kinds: tensors in memory; a loader over a data set that is read by index; and a stream,
-any other loader.  The first two are read by our own indices, so that every chain has its own
-minibatches, whatever the number of chains, the sampler's order or the number of workers.
+What changes is drawn many steps at a time, outside of the step (a tape); what stays is held
+once.  A step puts the two together, by a pure function that can be traced and compiled.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import data as torch_data
+from torch.utils import _pytree as pytree
 
 from pyro_scale.core import rows
-from pyro_scale.core.randomness import Purpose, derived_seed, generator
 from pyro_scale.core.rows import Arguments
-from pyro_scale.drive.indices import RowIndices, Sampling
-from pyro_scale.errors import ArgumentError, DataError
+from pyro_scale.drive.indices import RowIndices
+from pyro_scale.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -43,300 +40,148 @@ class Batch:
         arguments = rows.take(self.arguments, chains) if self.per_chain else self.arguments
         return Batch(arguments, self.per_chain, indices)
 
-    def shared(self, num_chains: int) -> Batch:
-        """The first chain's batch for all chains."""
-        arguments, indices = self.of_chain(0)
-        repeated = None if indices is None else indices.expand(num_chains, -1)
-        return Batch(arguments, per_chain=False, indices=repeated)
-
     def of_chain(self, chain: int) -> tuple[Arguments, Tensor | None]:
         """One chain's arguments and indices."""
         arguments = rows.take(self.arguments, chain) if self.per_chain else self.arguments
         return arguments, None if self.indices is None else self.indices[chain]
 
 
-class Data(Protocol):
-    """Data that batches are taken from.
+class Batches(Protocol):
+    """An endless stream of batches, one a step.
 
     Attributes:
-        num_data: N; None where only the model can tell.
-        batch_size: B; None for the whole data.
+        fixed: what all steps share.
     """
 
     @property
-    def num_data(self) -> int | None: ...
+    def fixed(self) -> Any: ...
 
-    @property
-    def batch_size(self) -> int | None: ...
+    def take(self, start: int, stop: int) -> Any:
+        """What changes, of steps start ... stop - 1: tensors `[chains, stop - start, ...]`.
 
-    def first(self) -> Arguments:
-        """One batch, for the model's preflight."""
+        Each span begins where the last one ended.
+        """
         ...
 
-    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Iterator[Batch]:
-        """An endless stream of batches, one a step."""
-        ...
-
-    def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
-        """All rows once, in the data's order."""
+    def batch(self, fixed: Any, changing: Any) -> Batch:
+        """The batch of one step, whose changing tensors are `[chains, ...]`: a pure function."""
         ...
 
 
-@dataclass
-class TensorData:
-    """The model's own arguments: tensors in memory, or none at all."""
+@dataclass(frozen=True)
+class WholeData:
+    """All rows at every step."""
 
-    arguments: Arguments
-    num_data: int | None
-    batch_size: int | None = None
+    fixed: Arguments
 
-    def first(self) -> Arguments:
-        if self.batch_size is None:
-            return self.arguments
-        return rows.take(self.arguments, slice(0, self.batch_size))
+    def take(self, start: int, stop: int) -> Any:
+        return ()
 
-    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Iterator[Batch]:
-        if self.batch_size is None:
-            return itertools.repeat(Batch(self.arguments, per_chain=False))
-        num_rows = rows.count(self.arguments) or 0
-        indices = RowIndices(seed, num_chains, num_rows, self.batch_size, sampling)
-        return (
-            Batch(rows.take(self.arguments, indices.at(step)), per_chain=True)
-            for step in itertools.count()
-        )
-
-    def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
-        num_rows = rows.count(self.arguments)
-        size = batch_size or self.batch_size
-        if num_rows is None or size is None:
-            yield self.arguments
-            return
-        for start in range(0, num_rows, size):
-            yield rows.take(self.arguments, slice(start, start + size))
+    def batch(self, fixed: Any, changing: Any) -> Batch:
+        return Batch(fixed, per_chain=False)
 
 
-@dataclass
-class OwnSubsamples:
-    """The whole data for a model that subsamples by itself: it is given indices alone."""
+@dataclass(frozen=True)
+class GatheredRows:
+    """Rows in memory, gathered by index."""
 
-    arguments: Arguments
-    num_data: int
-    batch_size: int
+    fixed: Arguments
+    indices: RowIndices
 
-    def first(self) -> Arguments:
-        return self.arguments
+    def take(self, start: int, stop: int) -> Any:
+        return self.indices.span(start, stop)
 
-    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Iterator[Batch]:
-        indices = RowIndices(seed, num_chains, self.num_data, self.batch_size, sampling)
-        return (
-            Batch(self.arguments, per_chain=False, indices=indices.at(step))
-            for step in itertools.count()
-        )
-
-    def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
-        yield self.arguments
+    def batch(self, fixed: Any, changing: Any) -> Batch:
+        return Batch(rows.take(fixed, changing), per_chain=True)
 
 
-@dataclass
-class IndexedData:
-    """A loader over a data set that is read by index: its rows are collated as it would."""
+@dataclass(frozen=True)
+class OwnIndices:
+    """The whole data, and indices for a model that subsamples by itself."""
 
-    loader: torch_data.DataLoader[Any]
-    subset: Tensor
-    num_data: int
-    batch_size: int
-    device: torch.device | None
+    fixed: Arguments
+    indices: RowIndices
 
-    def first(self) -> Arguments:
-        return next(self._read([self.subset[: self.batch_size].tolist()], seed=0))
+    def take(self, start: int, stop: int) -> Any:
+        return self.indices.span(start, stop)
 
-    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Iterator[Batch]:
-        indices = RowIndices(seed, num_chains, len(self.subset), self.batch_size, sampling)
-        order = (
-            self.subset[index].tolist() for step in itertools.count() for index in indices.at(step)
-        )
-        read = self._read(order, seed)
-        while True:
-            yield _stacked([next(read) for _ in range(num_chains)])
-
-    def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
-        chunks = self.subset.split(batch_size or self.batch_size)
-        return self._read((chunk.tolist() for chunk in chunks), seed=0)
-
-    def _read(self, order: Iterable[list[int]], seed: int) -> Iterator[Arguments]:
-        return _read_by_index(self.loader, order, seed, self.device)
+    def batch(self, fixed: Any, changing: Any) -> Batch:
+        return Batch(fixed, per_chain=False, indices=changing)
 
 
-@dataclass
-class StreamData:
-    """Any other loader: its batches in its order, cut anew into batches of one size.
+class ReadBatches:
+    """Batches that a loader yields: for every step, those of all chains.
 
-    Each chain takes batches of its own, `num_chains` of them a step; a ragged tail is carried
-    into the next epoch.
+    Their rows change; anything else must stay as it is in the first.
+
+    Args:
+        steps: an endless iterator over steps, each a list of the chains' arguments.
+        first: a batch.
     """
 
-    loader: Iterable[Any]
-    num_data: int | None
-    device: torch.device | None
-    batch_size: int | None = None
+    fixed: Any = ()
 
-    def first(self) -> Arguments:
-        batch = next(self._epoch(seed=0, epoch=0), None)
-        if batch is None:
-            raise DataError("the loader yields no batch: the data are empty")
-        self.batch_size = rows.count(batch)
-        if self.batch_size is None:
-            raise DataError("the loader's batches hold no tensor: each must hold rows")
-        return batch
+    def __init__(self, steps: Iterator[list[Arguments]], first: Arguments):
+        self._steps = steps
+        self._first, self._structure = pytree.tree_flatten(first)
 
-    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Iterator[Batch]:
-        if sampling == "replacement":
-            raise ArgumentError(
-                "sampling='replacement' needs data that can be read by index: pass the tensors, "
-                "or a DataLoader over a map-style data set without a sampler of its own"
-            )
-        pieces = self._pieces(seed)
-        shuffler = generator(seed, 0, Purpose.BATCHES)
-        while True:
-            dealt = [next(pieces) for _ in range(num_chains)]
-            # at random: dealt in turn, a chain could get the same part of the data for ever
-            order = torch.randperm(num_chains, generator=shuffler)
-            yield _stacked([dealt[place] for place in order])
+    def take(self, start: int, stop: int) -> Any:
+        steps = [[self._rows_of(part) for part in next(self._steps)] for _ in range(start, stop)]
+        by_chain = [step[chain] for chain in range(len(steps[0])) for step in steps]
+        try:
+            stacked = [torch.stack(column) for column in zip(*by_chain, strict=True)]
+        except RuntimeError as error:
+            raise different_shapes(error, "or make all batches of one shape") from error
+        return [column.unflatten(0, (-1, len(steps))) for column in stacked]
 
-    def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
-        """The data set's order where it can be read by index; else the loader's own."""
-        loader = self.loader
-        if not isinstance(loader, torch_data.DataLoader) or is_iterable_style(loader):
-            return self._epoch(seed=0, epoch=0)
-        dataset: Any = loader.dataset
-        order = torch.arange(len(dataset)).split(batch_size or self.batch_size or 1)
-        return _read_by_index(loader, (part.tolist() for part in order), 0, self.device)
+    def batch(self, fixed: Any, changing: Any) -> Batch:
+        tensors = iter(changing)
+        leaves = [next(tensors) if rows.is_rows(leaf) else leaf for leaf in self._first]
+        return Batch(pytree.tree_unflatten(leaves, self._structure), per_chain=True)
 
-    def _pieces(self, seed: int) -> Iterator[Arguments]:
-        """All epochs' rows, one after another, in pieces of exactly B."""
-        size = self.batch_size or 1
-        left: list[Arguments] = []
-        for epoch in itertools.count():
-            seen = 0
-            for batch in self._epoch(seed, epoch):
-                seen += 1
-                joined = _joined(left, batch)
-                total = rows.count(joined) or 0
-                for start in range(0, total - size + 1, size):
-                    yield rows.take(joined, slice(start, start + size))
-                rest = total % size
-                left = [rows.take(joined, slice(total - rest, total))] if rest else []
-            if not seen:
+    def _rows_of(self, arguments: Arguments) -> list[Tensor]:
+        leaves, structure = pytree.tree_flatten(arguments)
+        if structure != self._structure:
+            raise DataError(f"a batch is built as {structure}, the first one as {self._structure}")
+        for (name, leaf), first in zip(rows.named_leaves(arguments), self._first, strict=True):
+            if not rows.is_rows(leaf) and not _same(leaf, first):
                 raise DataError(
-                    f"the loader yielded nothing in epoch {epoch}: it must be iterable again and "
-                    "again; pass a DataLoader, not a generator"
+                    f"argument {name} is {leaf!r} in a batch and {first!r} in the first one: what "
+                    "changes from batch to batch must be a tensor whose first dimension is rows"
                 )
-
-    def _epoch(self, seed: int, epoch: int) -> Iterator[Arguments]:
-        own = derived_seed(seed, 0, Purpose.DATA_LOADER, epoch)
-        return (_received(batch, self.device) for batch in _isolated(self.loader, own))
+        return [leaf for leaf in leaves if rows.is_rows(leaf)]
 
 
-def is_iterable_style(loader: Any) -> bool:
-    """Whether it is a DataLoader whose data set cannot be read by index."""
-    return isinstance(loader, torch_data.DataLoader) and isinstance(
-        loader.dataset, torch_data.IterableDataset
-    )
+@dataclass(frozen=True)
+class SharedBatches:
+    """One chain's batches for all chains."""
+
+    batches: Batches
+    num_chains: int
+
+    @property
+    def fixed(self) -> Any:
+        return self.batches.fixed
+
+    def take(self, start: int, stop: int) -> Any:
+        return pytree.tree_map(
+            lambda leaf: leaf.expand(self.num_chains, *leaf.shape[1:]),
+            self.batches.take(start, stop),
+        )
+
+    def batch(self, fixed: Any, changing: Any) -> Batch:
+        return self.batches.batch(fixed, changing)
 
 
-def _read_by_index(
-    loader: torch_data.DataLoader[Any],
-    order: Iterable[list[int]],
-    seed: int,
-    device: torch.device | None,
-) -> Iterator[Arguments]:
-    """The user's loader with our indices in place of its sampler."""
-    workers = {}
-    if loader.num_workers > 0:
-        workers = {
-            "prefetch_factor": loader.prefetch_factor,
-            "multiprocessing_context": loader.multiprocessing_context,
-            "worker_init_fn": loader.worker_init_fn,
-        }
-    reloader = torch_data.DataLoader(
-        loader.dataset,
-        batch_sampler=order,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        **workers,
-    )
-    own = derived_seed(seed, 0, Purpose.DATA_LOADER)
-    return (_received(batch, device) for batch in _isolated(reloader, own))
-
-
-def _isolated(loader: Iterable[Any], seed: int) -> Iterator[Any]:
-    """Iterates with a state of torch's generator that is seeded here and shared with nobody.
-
-    Samplers, and data sets that draw augmentations, read torch's generator.
-    """
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        loaded = iter(loader)
-        state = torch.random.get_rng_state()
-    while True:
-        with torch.random.fork_rng():
-            torch.random.set_rng_state(state)
-            try:
-                batch = next(loaded)
-            except StopIteration:
-                return
-            state = torch.random.get_rng_state()
-        yield batch
-
-
-def _received(batch: Any, device: torch.device | None) -> Arguments:
-    """A loader's batch as the model's arguments, on the model's device."""
-    arguments = rows.as_arguments(batch)
-    refuse_arrays(arguments)
-    return to_device(arguments, device)
-
-
-def _stacked(parts: list[Arguments]) -> Batch:
-    """The chains' batches, side by side."""
-    try:
-        return Batch(rows.stack(parts), per_chain=True)
-    except RuntimeError as error:
-        raise _different_shapes(error, "or run one chain (num_chains=1)") from error
-
-
-def _joined(left: list[Arguments], batch: Arguments) -> Arguments:
-    """What an epoch left over, and the batch after it."""
-    try:
-        return rows.concatenate([*left, batch]) if left else batch
-    except RuntimeError as error:
-        raise _different_shapes(error, "or make all batches of one size") from error
-
-
-def _different_shapes(error: RuntimeError, otherwise: str) -> DataError:
+def different_shapes(error: RuntimeError, otherwise: str) -> DataError:
+    """What to do about batches that cannot be put side by side."""
     return DataError(
         f"batches differ in the shape of their rows ({error}): let the collate function pad all "
         f"rows to one length, {otherwise}"
     )
 
 
-def refuse_arrays(arguments: Arguments) -> None:
-    """Refuses NumPy arrays and the like, which would pass as constants instead of rows.
-
-    Raises:
-        DataError: it names the argument.
-    """
-    for name, leaf in rows.named_leaves(arguments):
-        if not isinstance(leaf, Tensor) and getattr(leaf, "ndim", 0) > 0:
-            raise DataError(
-                f"argument {name} is a {type(leaf).__name__}, not a tensor, so its rows would not "
-                "be taken by minibatch: pass torch.as_tensor of it"
-            )
-
-
-def to_device(arguments: Arguments, device: torch.device | None) -> Arguments:
-    """The arguments with their rows on a device; as they are, if None."""
-    if device is None:
-        return arguments
-    return rows.map_rows(lambda tensor: tensor.to(device), arguments)
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)

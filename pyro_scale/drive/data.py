@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from pyro_scale.core import rows
 from pyro_scale.core.counts import as_count
 from pyro_scale.core.rows import Arguments
-from pyro_scale.drive.batches import (
+from pyro_scale.drive.sources import (
     Data,
     IndexedData,
     StreamData,

@@ -1,7 +1,8 @@
 """One step of all chains: a kernel's update, vmapped.
 
 The step's batch, noise and hyperparameter values come in as tensors and nothing else changes
-between steps, so that the same function can be traced and compiled.
+between steps, so that the same function can be traced and compiled.  This is what a step means;
+`programs.py` says how many of them are run.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ class Density(Protocol):
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Any]: ...
 
+    def plain_grad(
+        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Any]: ...
+
 
 @dataclass(frozen=True)
 class Target:
@@ -38,11 +43,12 @@ class Target:
     layout: Layout
     arguments: rows.Arguments
     indices: Tensor | None
+    vectorised: bool
 
     def grad(self, position: Tensor) -> tuple[Tensor, Any]:
         """(Gradient of the log joint over N at the position [D], the evaluation)."""
-        params = self.layout.unflatten(position)
-        gradient, evaluation = self.density.grad(params, self.arguments, self.indices)
+        grad = self.density.grad if self.vectorised else self.density.plain_grad
+        gradient, evaluation = grad(self.layout.unflatten(position), self.arguments, self.indices)
         return self.layout.flatten(gradient) / self.density.num_data, evaluation
 
 
@@ -60,7 +66,8 @@ class Engine:
         density: the log posterior.
         layout: of a position.
         num_latents: how many of a position's elements are latents; the rest are points.
-        vectorised: False moves the chains one by one, for models that vmap refuses.
+        vectorised: False moves the chains one by one with plain autograd, for models that vmap
+            or functorch's gradient refuses.
     """
 
     kernel: Any
@@ -82,8 +89,7 @@ class Engine:
         kernel = self._bound(values)
 
         def update(arguments: Any, indices: Any, state: Any, noise: Tensor) -> tuple[Any, Any]:
-            target = Target(self.density, self.layout, arguments, indices)
-            return kernel.update(state, target, noise)
+            return kernel.update(state, self._target(arguments, indices), noise)
 
         state, evaluation = self._over_chains(update, batch, state, self._padded(noise))
         return self._shared(state), evaluation
@@ -92,10 +98,18 @@ class Engine:
         """Each chain's log joint at its position, the way that a step evaluates it."""
 
         def evaluate(arguments: Any, indices: Any, position: Tensor) -> Tensor:
-            _, evaluation = Target(self.density, self.layout, arguments, indices).grad(position)
+            _, evaluation = self._target(arguments, indices).grad(position)
             return evaluation.log_joint
 
         return self._over_chains(evaluate, batch, positions)
+
+    @property
+    def has_points(self) -> bool:
+        """Whether there are points, which tie the chains together."""
+        return self.num_latents < self.layout.size
+
+    def _target(self, arguments: Any, indices: Tensor | None) -> Target:
+        return Target(self.density, self.layout, arguments, indices, self.vectorised)
 
     def _over_chains(self, function: Callable[..., Any], batch: Batch, *states: Any) -> Any:
         """function(arguments, indices, *states) for every chain; states are `[chains, ...]`."""
@@ -118,7 +132,7 @@ class Engine:
         return torch.nn.functional.pad(noise, (0, self.layout.size - self.num_latents))
 
     def _shared(self, state: Any) -> Any:
-        if self.num_latents == self.layout.size:
+        if not self.has_points:
             return state
 
         def share(leaf: Tensor) -> Tensor:

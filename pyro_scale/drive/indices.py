@@ -12,8 +12,8 @@ from pyro_scale.errors import ArgumentError
 
 Sampling = Literal["shuffle", "replacement"]
 
-#: Steps whose indices are drawn together when drawing with replacement.
-_BLOCK_STEPS = 256
+#: Indices of a chain that are drawn together, about.
+_BLOCK_NUMBERS = 2**14
 #: Bytes of permutations that are held at most.
 _MOST_BYTES = 4 * 2**30
 
@@ -37,13 +37,20 @@ class RowIndices:
         num_rows: the range of the indices.
         batch_size: indices a step.
         sampling: how they are drawn.
+        device: where they are drawn and stay.
 
     Raises:
         ArgumentError: an unknown `sampling`; permutations that would not fit in memory.
     """
 
     def __init__(
-        self, seed: int, num_chains: int, num_rows: int, batch_size: int, sampling: Sampling
+        self,
+        seed: int,
+        num_chains: int,
+        num_rows: int,
+        batch_size: int,
+        sampling: Sampling,
+        device: torch.device | None = None,
     ):
         check_sampling(sampling)
         if sampling == "shuffle" and 16 * num_chains * num_rows > _MOST_BYTES:
@@ -51,43 +58,45 @@ class RowIndices:
                 f"sampling='shuffle' would hold {num_chains} orders of {num_rows} rows "
                 f"({16 * num_chains * num_rows / 2**30:.0f} GiB): pass sampling='replacement'"
             )
-        self._seed, self._num_chains = seed, num_chains
+        self._seed, self._num_chains, self._device = seed, num_chains, device
         self._num_rows, self._batch_size = num_rows, batch_size
-        self._draw = self._shuffled if sampling == "shuffle" else self._replaced
+        whole = num_rows if sampling == "shuffle" else batch_size  # epochs, or steps
+        self._draw = self._orders if sampling == "shuffle" else self._fresh
+        self._block_size = max(1, _BLOCK_NUMBERS // whole) * whole
         self._blocks: dict[int, Tensor] = {}
 
     def at(self, step: int) -> Tensor:
         """The indices of one step, `[num_chains, batch_size]`."""
-        return self._draw(step)
+        return self.span(step, step + 1)[:, 0]
 
-    def _shuffled(self, step: int) -> Tensor:
-        start = step * self._batch_size
-        places = torch.arange(start, start + self._batch_size)
-        first, last = start // self._num_rows, int(places[-1]) // self._num_rows
-        orders = [self._block(epoch, first, self._order) for epoch in range(first, last + 1)]
-        joined = torch.cat(orders, dim=1) if len(orders) > 1 else orders[0]
-        offset = start - first * self._num_rows
-        return joined[:, offset : offset + self._batch_size]
-
-    def _replaced(self, step: int) -> Tensor:
-        block, place = divmod(step, _BLOCK_STEPS)
-        return self._block(block, block, self._fresh)[:, place]
-
-    def _block(self, block: int, oldest: int, draw: object) -> Tensor:
-        """A block of all chains' streams; blocks before the oldest in use are forgotten."""
-        for old in [kept for kept in self._blocks if kept < oldest]:
+    def span(self, start: int, stop: int) -> Tensor:
+        """The indices of steps start ... stop - 1, `[num_chains, stop - start, batch_size]`."""
+        begin, end = start * self._batch_size, stop * self._batch_size
+        first, last = begin // self._block_size, (end - 1) // self._block_size
+        for old in [block for block in self._blocks if block < first]:
             del self._blocks[old]
+        blocks = [self._block(block) for block in range(first, last + 1)]
+        joined = torch.cat(blocks, dim=1) if len(blocks) > 1 else blocks[0]
+        offset = begin - first * self._block_size
+        places = joined[:, offset : offset + end - begin]
+        return places.unflatten(1, (stop - start, self._batch_size))
+
+    def _block(self, block: int) -> Tensor:
+        """All chains' indices of one block, `[chains, numbers]`."""
         if block not in self._blocks:
             sources = (
-                generator(self._seed, chain, Purpose.BATCHES, block)
+                generator(self._seed, chain, Purpose.BATCHES, block, self._device)
                 for chain in range(self._num_chains)
             )
-            self._blocks[block] = torch.stack([draw(source) for source in sources])  # type: ignore[operator]
+            self._blocks[block] = torch.stack([self._draw(source) for source in sources])
         return self._blocks[block]
 
-    def _order(self, source: torch.Generator) -> Tensor:
-        return torch.randperm(self._num_rows, generator=source)
+    def _orders(self, source: torch.Generator) -> Tensor:
+        epochs = range(self._block_size // self._num_rows)
+        return torch.cat(
+            [torch.randperm(self._num_rows, generator=source, device=self._device) for _ in epochs]
+        )
 
     def _fresh(self, source: torch.Generator) -> Tensor:
-        size = (_BLOCK_STEPS, self._batch_size)
-        return torch.randint(self._num_rows, size, generator=source)
+        size = (self._block_size,)
+        return torch.randint(self._num_rows, size, generator=source, device=self._device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
-from torch import Tensor
 from tqdm.auto import tqdm
 
 
@@ -19,12 +18,17 @@ class Progress:
     """
 
     def __init__(self, total: int, title: str, show: bool):
+        self._title = title
         self._bar = tqdm(total=total, desc=title, disable=not show, unit="step")
 
-    def update(self, log_joint: Tensor) -> None:
-        """One more step; the chains' log joint is read only when the bar is redrawn."""
-        if self._bar.update(1):
-            self._bar.set_postfix_str(f"log joint {float(log_joint.mean()):.5g}", refresh=False)
+    def say(self, what: str) -> None:
+        """What is going on, behind the title."""
+        self._bar.set_description(f"{self._title}, {what}")
+
+    def update(self, steps: int, log_joint: float) -> None:
+        """So many more steps, and the log joint after them."""
+        if self._bar.update(steps):
+            self._bar.set_postfix_str(f"log joint {log_joint:.5g}", refresh=False)
 
     def __enter__(self) -> Self:
         return self

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,9 +14,11 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.core import rows
 from pyro_scale.core.randomness import NoiseTape, Purpose, generator
-from pyro_scale.drive.batches import Batch
+from pyro_scale.drive.batches import Batches
 from pyro_scale.drive.engine import Engine
+from pyro_scale.drive.programs import Program, program_for
 from pyro_scale.drive.progress import Progress
+from pyro_scale.drive.tape import Inputs, Tape, steps_within_budget
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,13 @@ class Steps:
         """All steps, warm-up included."""
         return self.warmup_steps + self.num_samples * self.thinning
 
-    def draw_of(self, step: int) -> int | None:
-        """Which draw the state after a step is, if it is kept."""
-        done = step + 1 - self.warmup_steps
-        if done <= 0 or done % self.thinning:
-            return None
-        return done // self.thinning - 1
+    def kept_before(self, step: int) -> int:
+        """How many draws are kept before a step."""
+        return max(0, step - self.warmup_steps) // self.thinning
+
+    def left(self, step: int) -> int:
+        """How many steps there are from a step, with it, to the next draw that is kept."""
+        return self.warmup_steps + (self.kept_before(step) + 1) * self.thinning - step
 
 
 @dataclass
@@ -66,6 +70,8 @@ class Draws:
             that the step began from, `[chains, draws]`.
         kept_steps: the number of the step that led to each draw, `[draws]`.
         failures: the chains that stopped.
+        program: how the steps were run, in words.
+        compile_seconds: the time until the first step.
         seconds: the time that the steps took.
     """
 
@@ -73,15 +79,18 @@ class Draws:
     log_joint: Tensor
     kept_steps: Tensor
     failures: list[Failure] = field(default_factory=list)
+    program: str = "eager"
+    compile_seconds: float = 0.0
     seconds: float = 0.0
 
     @classmethod
-    def empty(cls, num_chains: int, num_draws: int, size: int, dtype: torch.dtype) -> Draws:
-        """Room for the draws, in the processor's memory."""
+    def of(cls, positions: Tensor, steps: Steps) -> Draws:
+        """Room for the draws of chains at positions `[chains, D]`, in the processor's memory."""
+        (num_chains, size), num_draws = positions.shape, steps.num_samples
         return cls(
-            torch.full((num_chains, num_draws, size), torch.nan, dtype=dtype),
+            torch.full((num_chains, num_draws, size), torch.nan, dtype=positions.dtype),
             torch.full((num_chains, num_draws), torch.nan, dtype=torch.float64),
-            torch.zeros(num_draws, dtype=torch.long),
+            steps.warmup_steps - 1 + steps.thinning * torch.arange(1, num_draws + 1),
         )
 
     @property
@@ -92,10 +101,13 @@ class Draws:
 
 
 class Chains:
-    """The state of all chains; those that become non-finite are taken out, the others go on.
+    """The state of all chains, and which of them are sound.
+
+    A chain whose state becomes NaN or infinite is stopped: another one's state takes its place,
+    so that shapes stay as they are, and what becomes of it is not kept.
 
     Args:
-        engine: moves them.
+        engine: says what a step is.
         positions: where they start, `[chains, D]`.
         values: the hyperparameters' values at step 0, which momenta are drawn by.
         seed: of the run.
@@ -103,74 +115,103 @@ class Chains:
 
     def __init__(self, engine: Engine, positions: Tensor, values: Mapping[str, Tensor], seed: int):
         self._engine = engine
+        self.state: Any = engine.init(positions, _first_noise(engine, positions, seed), values)
         shape = (engine.kernel.normals, engine.num_latents)
-        num_chains = len(positions)
-        self._noise = NoiseTape(seed, num_chains, shape, positions.dtype, positions.device)
-        self._state: Any = engine.init(positions, _first_noise(engine, positions, seed), values)
-        self._num_chains = num_chains
-        self.alive = torch.arange(num_chains)
-        self.failures: list[Failure] = []
+        self.noise = NoiseTape(seed, len(positions), shape, positions.dtype, positions.device)
+        self.alive = torch.ones(len(positions), dtype=torch.bool)
         self.count = 0
+        self.failures: list[Failure] = []
+        self.log_joint = torch.nan
 
-    def step(self, batch: Batch, values: Mapping[str, Tensor]) -> Any:
-        """Moves the living chains by one step; their evaluations at the state before it."""
-        noise = self._noise.at(self.count)
-        if len(self.alive) < self._num_chains:
-            batch, noise = batch.of(self.alive), noise[self.alive]
-        self._state, evaluation = self._engine.step(self._state, batch, noise, values)
-        self.count += 1
-        finite = torch.isfinite(self._state.position).all(dim=-1)
-        if bool(finite.all()):
-            return evaluation
-        self._take_out(~finite, batch)
-        self._state, evaluation = pytree.tree_map(lambda x: x[finite], (self._state, evaluation))
-        return evaluation
+    def move(
+        self, program: Program, batches: Batches, tape: Tape, steps: Steps, draws: Draws
+    ) -> None:
+        """Runs a tape and writes what is kept; where a chain breaks, it is halved until the
+        step is found."""
+        try:
+            left = steps.left(tape.start)
+            moved, kept = program.run(self.state, tape, left, steps.thinning)
+            sound = torch.isfinite(moved.position).all(dim=-1).cpu()
+        except RuntimeError:  # NaN upsets matrix factorisations
+            if len(tape) == 1:
+                raise
+            sound = ~self.alive
+        broken = self.alive & ~sound
+        if broken.any() and len(tape) > 1:
+            for half in tape.parts(-(-len(tape) // 2)):
+                self.move(program, batches, half, steps, draws)
+            return
+        self._stop(broken, moved, batches, tape)
+        first, last = steps.kept_before(tape.start), steps.kept_before(tape.stop)
+        draws.positions[self.alive, first:last] = kept.positions.cpu()[self.alive]
+        draws.log_joint[self.alive, first:last] = kept.log_joint.double().cpu()[self.alive]
+        self.count = tape.stop
+        self.log_joint = float(kept.last.cpu()[self.alive].mean())
 
-    def keep(self, draws: Draws, draw: int, evaluation: Any) -> None:
-        """Writes the living chains' state into the draws."""
-        draws.positions[self.alive, draw] = self._state.position.cpu()
-        draws.log_joint[self.alive, draw] = evaluation.log_joint.double().cpu()
-        draws.kept_steps[draw] = self.count - 1
-
-    def _take_out(self, broken: Tensor, batch: Batch) -> None:
-        for place in torch.nonzero(broken)[:, 0].tolist():
-            position = self._state.position[place]
+    def _stop(self, broken: Tensor, moved: Any, batches: Batches, tape: Tape) -> None:
+        """Takes the state over, but for chains that this step broke."""
+        for chain in torch.nonzero(broken)[:, 0].tolist():
+            position = moved.position[chain]
             first = int(torch.nonzero(~torch.isfinite(position))[0])
-            site = self._engine.layout.site_at(first)
-            bad_batch = not rows.are_finite(batch.of_chain(place)[0])
-            chain = int(self.alive[place])
-            self.failures.append(Failure(chain, self.count - 1, site, bad_batch))
-        self.alive = self.alive[~broken.cpu()]
+            batch = batches.batch(batches.fixed, tape.at(0)[2])
+            self.failures.append(
+                Failure(
+                    chain=chain,
+                    step=tape.start,
+                    site=self._engine.layout.site_at(first),
+                    bad_batch=not rows.are_finite(batch.of_chain(chain)[0]),
+                )
+            )
+        self.alive = self.alive & ~broken
+        sound = torch.isfinite(moved.position).all(dim=-1)
+        if bool(self.alive.any()) and not bool(sound.all()):
+            stand_in = int(torch.nonzero(self.alive)[0])
+            places = torch.arange(len(sound), device=sound.device).where(sound, stand_in)
+            moved = pytree.tree_map(lambda leaf: leaf[places], moved)
+        self.state = moved
 
 
 def simulate(
     engine: Engine,
     positions: Tensor,
-    batches: Iterator[Batch],
-    tape: Mapping[str, Tensor],
+    batches: Batches,
+    values: Mapping[str, Tensor],
     steps: Steps,
     seed: int,
+    compile: bool | Literal["auto"],
     progress: Progress,
 ) -> Draws:
     """Runs every chain from its position `[chains, D]` to the end, or until it is non-finite."""
-    draws = Draws.empty(len(positions), steps.num_samples, positions.shape[1], positions.dtype)
-    chains = Chains(engine, positions, _at(tape, 0), seed)
-    start = time.perf_counter()
-    for step in range(steps.total):
-        evaluation = chains.step(next(batches), _at(tape, step))
-        if len(chains.alive) == 0:
+    draws = Draws.of(positions, steps)
+    at_first = {name: column[0] for name, column in values.items()}
+    chains = Chains(engine, positions, at_first, seed)
+    inputs = Inputs(values, chains.noise, batches)
+
+    begun = time.perf_counter()
+    first = inputs.tape(0, 1)
+    progress.say("compiling")
+    program = program_for(engine, batches, chains.state, first, compile, steps.total)
+    progress.say(program.name)
+    started = time.perf_counter()
+    size = steps_within_budget(first, program.longest)
+    tapes = inputs.tapes(_spans(1, steps.total, size))
+    for tape in itertools.chain([first], tapes):
+        chains.move(program, batches, tape, steps, draws)
+        progress.update(len(tape), chains.log_joint)
+        if not chains.alive.any():
             break
-        draw = steps.draw_of(step)
-        if draw is not None:
-            chains.keep(draws, draw, evaluation)
-        progress.update(evaluation.log_joint)
     draws.failures = chains.failures
-    draws.seconds = time.perf_counter() - start
+    draws.program, draws.compile_seconds = program.name, started - begun
+    draws.seconds = time.perf_counter() - started
     return draws
 
 
-def _at(tape: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-    return {name: column[step] for name, column in tape.items()}
+def _spans(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """start ... stop - 1 in spans that end at multiples of a size."""
+    while start < stop:
+        end = min(stop, (start // size + 1) * size)
+        yield start, end
+        start = end
 
 
 def _first_noise(engine: Engine, positions: Tensor, seed: int) -> Tensor:

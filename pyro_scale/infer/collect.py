@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from pyro_scale.drive.batches import Batch
+from pyro_scale.drive.batches import Batches
 from pyro_scale.drive.simulate import Draws
 from pyro_scale.infer.diagnostics import gradient_noise
 from pyro_scale.infer.result import Result
@@ -42,6 +43,8 @@ def collected(
         "batch_size": known.understanding.batch_size,
         "seed": setup.seed,
         "sampling_time": draws.seconds,
+        "compile_time": draws.compile_seconds,
+        "program": draws.program,
         "inference_library": "pyro_scale",
         "inference_library_version": version("pyro_scale"),
         "pyro_version": version("pyro-ppl"),
@@ -62,7 +65,8 @@ def collected(
 def temperature_inflation(
     setup: Setup,
     draws: Draws,
-    batches: Iterator[Batch],
+    batches: Batches,
+    step: int,
     values: Mapping[str, Tensor],
     replacement: bool,
 ) -> Tensor | None:
@@ -81,7 +85,10 @@ def temperature_inflation(
     total = draws.positions.shape[1]
     chosen = torch.linspace(0, total - 1, min(total, places // len(chains))).round().long()
     positions = draws.positions[chains][:, chosen].to(setup.positions.device)
-    some = [[next(batches).of(chains) for _ in range(each)] for _ in chosen]
+    taken = [batches.take(step + i, step + i + 1) for i in range(each * len(chosen))]
+    drawn = [pytree.tree_map(lambda leaf: leaf[:, 0], changing) for changing in taken]
+    found = [batches.batch(batches.fixed, changing).of(chains) for changing in drawn]
+    some = [found[i : i + each] for i in range(0, len(found), each)]
     noise = gradient_noise(known, engine.layout, positions, some, replacement)
     if noise is None:
         return None

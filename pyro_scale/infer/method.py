@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from pyro_scale.core.counts import as_count
-from pyro_scale.drive.batches import Data
 from pyro_scale.drive.data import open_data
+from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.infer import diagnostics, export, predictive
 from pyro_scale.infer.result import Result

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.counts import as_count
 from pyro_scale.core.rows import Arguments
-from pyro_scale.drive.batches import Data, refuse_arrays
+from pyro_scale.drive.sources import Data, refuse_arrays
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.infer.result import Result
 from pyro_scale.model.sites import Site

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.layout import Layout
-from pyro_scale.drive.batches import Data
+from pyro_scale.drive.sources import Data
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: Numbers that one vmapped call over draws may hold for its params and rows.

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
-from pyro_scale.drive.batches import Batch, Data, OwnSubsamples, TensorData, to_device
+from pyro_scale.drive.batches import Batch, Batches, OwnIndices, WholeData
 from pyro_scale.drive.engine import Engine
 from pyro_scale.drive.indices import RowIndices
+from pyro_scale.drive.sources import Data, OwnSubsamples, TensorData, to_device
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.kernels import Kernel
 from pyro_scale.model.log_posterior import LogPosterior
@@ -42,15 +43,14 @@ class Setup:
     positions: Tensor
     seed: int
 
-    def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> Batch:
-        """The batch of one step, given as the model's own arguments."""
+    def batches_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batches:
+        """A batch given as the model's own arguments."""
         arguments = self.log_posterior.bind(args, kwargs)
         if isinstance(self.data, OwnSubsamples):
             data = self.data
-            indices = RowIndices(self.seed, 1, data.num_data, data.batch_size, "shuffle").at(step)
-            return Batch(arguments, per_chain=False, indices=indices)
-        device = module_device(self.log_posterior)
-        return Batch(to_device(arguments, device), per_chain=False)
+            indices = RowIndices(self.seed, 1, data.num_data, data.batch_size, "shuffle")
+            return OwnIndices(arguments, indices)
+        return WholeData(to_device(arguments, module_device(self.log_posterior)))
 
 
 def set_up(

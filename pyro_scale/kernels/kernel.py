@@ -75,22 +75,24 @@ class Kernel:
         Raises:
             ArgumentError: a schedule gives a value out of range; it names the step.
         """
-        values = {}
-        for name, hyper in self.hyperparameters().items():
-            value = float(hyper(step)) if callable(hyper) else hyper
-            self.check(name, value, f" at step {step}")
-            values[name] = torch.tensor(float(value), dtype=torch.float64)
-        return values
+        return {
+            name: torch.tensor(self._value(name, hyper, step), dtype=torch.float64)
+            for name, hyper in self.hyperparameters().items()
+        }
 
     def tape(self, num_steps: int) -> dict[str, Tensor]:
         """Every hyperparameter's values at steps 0 ... num_steps - 1, `[num_steps]` in float64."""
-        columns = [self.values(0)] * num_steps
-        if any(callable(hyper) for hyper in self.hyperparameters().values()):
-            columns = [self.values(step) for step in range(num_steps)]
-        return {
-            name: torch.stack([column[name] for column in columns])
-            for name in self.hyperparameters()
-        }
+        tape = {}
+        for name, hyper in self.hyperparameters().items():
+            steps = range(num_steps if callable(hyper) else 1)
+            column = [self._value(name, hyper, step) for step in steps]
+            tape[name] = torch.tensor(column, dtype=torch.float64).expand(num_steps)
+        return tape
+
+    def _value(self, name: str, hyper: Hyper, step: int) -> float:
+        value = float(hyper(step)) if callable(hyper) else float(hyper)
+        self.check(name, value, f" at step {step}")
+        return value
 
     def bind(self, values: Mapping[str, Tensor]) -> Self:
         """The kernel with these values, 0-d tensors, in place of its floats and schedules."""

@@ -134,6 +134,20 @@ class LogPosterior:
             gradient, evaluation = torch.func.grad(log_joint, has_aux=True)(dict(params))
         return gradient, evaluation
 
+    def plain_grad(
+        self, params: Params, batch: Any, indices: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Evaluation]:
+        """As `grad`, by `torch.autograd` instead of `torch.func`: it takes models with an
+        `autograd.Function` that functorch refuses, and does not go through `torch.vmap`."""
+        self.prepare(rows.as_arguments(batch))
+        with torch.enable_grad():
+            leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+            evaluation = self(leaves, batch, indices)
+            found = torch.autograd.grad(
+                evaluation.log_joint, list(leaves.values()), materialize_grads=True
+            )
+        return dict(zip(leaves, found, strict=True)), Evaluation(*(e.detach() for e in evaluation))
+
     def log_likelihood(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:

@@ -1,0 +1,110 @@
+"""A graph of tensor operations -> kernels, by Inductor without Dynamo.
+
+The only file that touches Inductor's insides.  Its options are set around our own call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, fx
+
+_patching = threading.Lock()
+
+
+class CppKernel:
+    """A C++ kernel as Inductor wrote it, built when it is first called."""
+
+    def __init__(self, argument_types: list[str], source: str):
+        self.argument_types, self.source = argument_types, source
+        self._built: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs it on tensors."""
+        if self._built is None:
+            from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+            self._built = CppPythonBindingsCodeCache.load_pybinding(
+                self.argument_types, self.source
+            )
+        return self._built(*args)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled graph.
+
+    Attributes:
+        call: list of inputs -> outputs; it empties the list.
+        source: the Python that allocates buffers and calls kernels.
+        names: what the source's names stand for: kernels and constants.
+    """
+
+    call: Callable[[list[Tensor]], Any]
+    source: str
+    names: Mapping[str, Any]
+
+
+def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int | None) -> Compiled:
+    """Compiles a graph for inputs like the examples.
+
+    Args:
+        module: a graph of aten operations.
+        examples: inputs of the shapes, strides, dtypes and devices that all calls will have.
+        threads: for kernels on the processor; None for torch's number.
+
+    Raises:
+        Exception: whatever Inductor raises on a graph that it cannot compile.
+    """
+    import torch._functorch.config as functorch_config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    found: list[Any] = []
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        found.append(compile_fx_inner(*args, **kwargs))
+        return found[-1]
+
+    options: dict[str, Any] = {} if threads is None else {"cpp.threads": threads}
+    with (
+        _kernels_built_on_demand(),
+        functorch_config.patch(enable_autograd_cache=False),  # it would pass `inner` by
+    ):
+        compile_fx(module, list(examples), inner_compile=inner, config_patches=options)
+    (compiled,) = found
+    names = getattr(compiled.current_callable, "__globals__", {})
+    return Compiled(compiled, compiled.source_code, names)
+
+
+@contextmanager
+def _kernels_built_on_demand() -> Iterator[None]:
+    """Inductor would build every kernel by itself; most are built within one loop instead."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    def on_demand(self: Any, argument_types: list[str], source: str) -> CppKernel:
+        return CppKernel(argument_types, source)
+
+    with _patching, mock.patch.object(AsyncCompile, "cpp_pybinding", on_demand):
+        yield
+
+
+def load_library(source: str) -> ctypes.CDLL:
+    """Builds C++ with Inductor's flags, headers and cache on disk.
+
+    Raises:
+        Exception: there is no C++ compiler, or it refuses the source.
+    """
+    from torch._inductor.codecache import CppCodeCache
+
+    class LoopCache(CppCodeCache):
+        @classmethod
+        def _get_uncompiled_header(cls, device: str) -> str | None:
+            return "torch/csrc/inductor/cpp_prefix.h"  # precompiled once, it saves two thirds
+
+    return LoopCache.load(source)

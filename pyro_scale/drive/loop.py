@@ -1,0 +1,391 @@
+"""A loop over steps, in C++, around the kernels that Inductor wrote.
+
+Inductor hands a step over as a few C++ kernels on plain pointers and a Python function that
+allocates buffers and calls them.  For small models that function costs a hundred times what the
+kernels do.  Here it is read as a plan and written out in C++: buffers are allocated once, tapes
+are walked by pointer, and the state's memory changes place with the step's output.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_scale.drive.inductor import Compiled, CppKernel, load_library
+from pyro_scale.drive.trace import StepGraph
+
+_ALIGNMENT = 64
+
+
+class NotALoop(Exception):
+    """A step that calls more than kernels and matrix products."""
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor in memory: a named C++ pointer, an offset in elements, and its geometry."""
+
+    root: str
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def address(self) -> str:
+        return f"({self.root} + {self.offset * self.dtype.itemsize})"
+
+    @property
+    def num_bytes(self) -> int:
+        """From its first element to its last."""
+        if 0 in self.size:
+            return 0
+        pairs = zip(self.size, self.stride, strict=True)
+        return (1 + sum((n - 1) * step for n, step in pairs)) * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        return torch.empty_strided(self.size, self.stride, device="meta").is_contiguous()
+
+
+@dataclass
+class _Plan:
+    """What one step does, as C++ statements.
+
+    Attributes:
+        lines: the statements.
+        buffers: each buffer's bytes.
+        outputs: what the step returns.
+        kernels: the kernels' sources by name.
+        constants: tensors that Inductor put into the module, by the C++ pointer's name.
+    """
+
+    inputs: list[_View]
+    names: Any
+    lines: list[str] = field(default_factory=list)
+    buffers: dict[str, int] = field(default_factory=dict)
+    outputs: list[_View] = field(default_factory=list)
+    kernels: dict[str, CppKernel] = field(default_factory=dict)
+    views: dict[str, _View] = field(default_factory=dict)
+    free: list[str] = field(default_factory=list)
+
+    # ------------------------------------------------------------------ statements
+
+    def read(self, statement: ast.stmt) -> None:
+        match statement:
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")):
+                for name, view in zip(names, self.inputs, strict=True):
+                    self.views[name.id] = view  # type: ignore[attr-defined]
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                self.views[name] = self.view(value)
+            case ast.Delete(targets=names):
+                for name in names:
+                    self.forget(name.id)  # type: ignore[attr-defined]
+            case ast.Expr(value=ast.Call() as call):
+                self.call(call)
+            case ast.Return(value=ast.Tuple(elts=values)):
+                self.outputs = [self.view(value) for value in values]
+            case _:
+                raise NotALoop(ast.unparse(statement))
+
+    def forget(self, name: str) -> None:
+        root = self.views.pop(name).root
+        if root in self.buffers and all(view.root != root for view in self.views.values()):
+            self.free.append(root)
+
+    def call(self, call: ast.Call) -> None:
+        function = ast.unparse(call.func)
+        kernel = self.names.get(function)
+        if isinstance(kernel, CppKernel):
+            self.kernels[function] = kernel
+            pointers = [
+                f"({kind}){self.view(argument).address}"
+                for kind, argument in zip(kernel.argument_types, call.args, strict=True)
+                if self.is_pointer(kind)
+            ]
+            self.lines.append(f"{function}({', '.join(pointers)});")
+        elif function in _MATRIX_PRODUCTS:
+            self.product(function, call)
+        elif function not in ("args.clear", "assert_size_stride", "assert_alignment"):
+            raise NotALoop(ast.unparse(call))
+
+    @staticmethod
+    def is_pointer(kind: str) -> bool:
+        if not kind.endswith("*"):
+            raise NotALoop(f"a kernel's argument of type {kind}")
+        return True
+
+    def product(self, function: str, call: ast.Call) -> None:
+        """A matrix product, by ATen's stable C interface."""
+        options = {keyword.arg: keyword.value for keyword in call.keywords}
+        operands = [options.pop("out"), *call.args]
+        handles = [self.handle(self.view(operand)) for operand in operands]
+        scales = [
+            repr(float(ast.literal_eval(options.pop(name, ast.Constant(1)))))
+            for name in _MATRIX_PRODUCTS[function]
+        ]
+        if options:
+            raise NotALoop(ast.unparse(call))
+        shim = function.replace("extern_kernels.", "aoti_torch_cpu_") + "_out"
+        self.lines.append(f"check({shim}({', '.join(handles + scales)}));")
+
+    @staticmethod
+    def handle(view: _View) -> str:
+        size, stride = ("{" + ", ".join(map(str, v)) + "}" for v in (view.size, view.stride))
+        kind = f"aoti_torch_dtype_{str(view.dtype).removeprefix('torch.')}()"
+        return f"Handle({view.address}, {len(view.size)}, {size}, {stride}, {kind}).get()"
+
+    # ------------------------------------------------------------------ expressions
+
+    def view(self, expression: ast.expr) -> _View:
+        match expression:
+            case ast.Name(id=name) if name in self.views:
+                return self.views[name]
+            case ast.Call(func=ast.Name(id="empty_strided_cpu"), args=[size, stride, dtype]):
+                kind = getattr(torch, ast.unparse(dtype).removeprefix("torch."))
+                view = _View("", kind, ast.literal_eval(size), ast.literal_eval(stride))
+                return self.allocated(view)
+            case ast.Call(
+                func=ast.Name(id="reinterpret_tensor"), args=[base, size, stride, offset]
+            ):
+                of = self.view(base)
+                sizes = ast.literal_eval(size), ast.literal_eval(stride)
+                return _View(of.root, of.dtype, *sizes, of.offset + ast.literal_eval(offset))
+        raise NotALoop(ast.unparse(expression))
+
+    def allocated(self, view: _View) -> _View:
+        """The view in a buffer of its own, or in one that is no longer used."""
+        root = next((r for r in self.free if self.buffers[r] == view.num_bytes), None)
+        if root is None:
+            root = f"buffer{len(self.buffers)}"
+            self.buffers[root] = view.num_bytes
+        else:
+            self.free.remove(root)
+        return _View(root, view.dtype, view.size, view.stride)
+
+
+#: The matrix products that a loop may call, with the names of their scalar arguments.
+_MATRIX_PRODUCTS: dict[str, tuple[str, ...]] = {
+    "extern_kernels.mm": (),
+    "extern_kernels.bmm": (),
+    "extern_kernels.addmm": ("beta", "alpha"),
+    "extern_kernels.baddbmm": ("beta", "alpha"),
+}
+
+_HANDLES = """
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+
+static void check(AOTITorchError error) {
+    if (error) throw std::runtime_error("a matrix product failed");
+}
+
+struct Handle {
+    AtenTensorHandle handle;
+    Handle(char* data, int64_t dim, std::initializer_list<int64_t> size,
+           std::initializer_list<int64_t> stride, int32_t dtype) {
+        check(aoti_torch_create_tensor_from_blob(
+            data, dim, size.begin(), stride.begin(), 0, dtype, aoti_torch_device_type_cpu(), -1,
+            &handle));
+    }
+    ~Handle() { aoti_torch_delete_tensor_object(handle); }
+    AtenTensorHandle get() const { return handle; }
+};
+"""
+
+_LOOP = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+%(kernels)s
+
+static void run_group(int64_t steps, int64_t left, int64_t every, char** inputs,
+                      const int64_t* strides, char* positions, char* log_joints, char* last) {
+    std::unique_ptr<char, decltype(&std::free)> arena(
+        static_cast<char*>(std::aligned_alloc(%(alignment)d, %(arena)d)), &std::free);
+    if (!arena) throw std::bad_alloc();
+%(pointers)s
+    for (int64_t step = 0; step < steps; ++step) {
+%(step)s
+        if (--left == 0) {
+            std::memcpy(positions, in%(place)d, %(position)d);
+            std::memcpy(log_joints, %(log_joint)s, %(log_joint_bytes)d);
+            positions += %(position)d;
+            log_joints += %(log_joint_bytes)d;
+            left = every;
+        }
+        if (step + 1 == steps) std::memcpy(last, %(log_joint)s, %(log_joint_bytes)d);
+    }
+%(home)s
+}
+
+extern "C" void run(int64_t groups, int64_t threads, int64_t steps, int64_t left, int64_t every,
+                    char** inputs, const int64_t* group_strides, const int64_t* step_strides,
+                    int64_t kept, char* positions, char* log_joints, char* last, char* error) {
+    #pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t group = 0; group < groups; ++group) {
+        char* own[%(inputs)d];
+        for (int64_t i = 0; i < %(inputs)d; ++i) own[i] = inputs[i] + group * group_strides[i];
+        try {
+            run_group(steps, left, every, own, step_strides,
+                      positions + group * kept * %(position)d,
+                      log_joints + group * kept * %(log_joint_bytes)d,
+                      last + group * %(log_joint_bytes)d);
+        } catch (const std::exception& caught) {
+            #pragma omp critical
+            std::strncpy(error, caught.what(), %(error)d - 1);
+        }
+    }
+}
+"""
+_ERROR_BYTES = 4096
+
+
+class Loop:
+    """Steps of independent groups of chains, each group's one after another.
+
+    Args:
+        graph: one step of a group.
+        compiled: the same, compiled.
+        position: which leaf of the state is the position.
+
+    Raises:
+        NotALoop: the step does what cannot be written out in C++.
+    """
+
+    def __init__(self, graph: StepGraph, compiled: Compiled, position: int):
+        self._num_state = graph.state_spec.num_leaves
+        self._position = position
+        self._fixed = [*graph.fixed]
+        inputs = [
+            _View(f"in{i}", example.dtype, tuple(example.shape), example.stride())
+            for i, example in enumerate(graph.examples)
+        ]
+        plan = _Plan(inputs, compiled.names)
+        for statement in _body(compiled.source):
+            plan.read(statement)
+        num_tape = len(inputs) - self._num_state - len(graph.fixed)
+        self._dtype = plan.outputs[-1].dtype
+        self._library = load_library(_source(plan, self._num_state, num_tape, position))
+
+    def run(
+        self, state: list[Tensor], tape: list[Tensor], left: int, every: int, threads: int
+    ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+        """Runs all steps of a tape.
+
+        Args:
+            state: leaves `[groups, chains, ...]`.
+            tape: leaves `[groups, steps, ...]`.
+            left: steps until the first draw that is kept.
+            every: steps from one kept draw to the next.
+            threads: among which groups are shared out.
+
+        Returns:
+            The next state; the kept positions `[groups, kept, chains, D]` and log joints `[groups,
+            kept, chains]`; the last step's log joint `[groups, chains]`.
+        """
+        state = [leaf.clone(memory_format=torch.contiguous_format) for leaf in state]
+        tape = [_steps_contiguous(leaf) for leaf in tape]
+        groups, chains, size = state[self._position].shape
+        steps = tape[0].shape[1]
+        kept = len(range(left, steps + 1, every))
+        position = state[self._position]
+        positions = position.new_empty(groups, kept, chains, size)
+        log_joints = position.new_empty(groups, kept, chains, dtype=self._dtype)
+        last = position.new_empty(groups, chains, dtype=self._dtype)
+        leaves = [*state, *tape, *self._fixed]
+        group_strides = [leaf.stride(0) * leaf.element_size() for leaf in [*state, *tape]]
+        group_strides += [0] * len(self._fixed)
+        step_strides = [0] * len(state)
+        step_strides += [leaf.stride(1) * leaf.element_size() for leaf in tape]
+        step_strides += [0] * len(self._fixed)
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        self._library.run(
+            *(ctypes.c_int64(n) for n in (groups, threads, steps, left, every)),
+            (ctypes.c_void_p * len(leaves))(*(leaf.data_ptr() for leaf in leaves)),
+            (ctypes.c_int64 * len(leaves))(*group_strides),
+            (ctypes.c_int64 * len(leaves))(*step_strides),
+            ctypes.c_int64(kept),
+            *(ctypes.c_void_p(out.data_ptr()) for out in (positions, log_joints, last)),
+            error,
+        )
+        if error.value:
+            raise RuntimeError(error.value.decode())
+        return state, positions, log_joints, last
+
+
+def _body(source: str) -> list[ast.stmt]:
+    """The statements of the generated function `call`."""
+    functions = (
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name == "call"
+    )
+    function = next(functions, None)
+    if function is None:
+        raise NotALoop("Inductor's output has no function `call`")
+    return function.body
+
+
+def _source(plan: _Plan, num_state: int, num_tape: int, position: int) -> str:
+    """The C++ of a loop around a plan."""
+    *states, log_joint = plan.outputs
+    roots = [view.root for view in plan.outputs]
+    lines, home = list(plan.lines), []
+    for i, view in enumerate(states):
+        size = plan.inputs[i].num_bytes
+        if not view.is_contiguous or view.root not in plan.buffers:
+            raise NotALoop(f"an output in the memory of {view.root}")
+        if roots.count(view.root) == 1 and plan.buffers[view.root] == size:
+            lines.append(f"std::swap(in{i}, {view.root});")
+        else:
+            lines.append(f"std::memcpy(in{i}, {view.address}, {size});")
+        home.append(f"if (in{i} != inputs[{i}]) std::memcpy(inputs[{i}], in{i}, {size});")
+    lines += [f"in{i} += strides[{i}];" for i in range(num_state, num_state + num_tape)]
+    pointers = [f"char* in{i} = inputs[{i}];" for i in range(len(plan.inputs))]
+    arena = 0
+    for root, size in plan.buffers.items():
+        pointers.append(f"char* {root} = arena.get() + {arena};")
+        arena += -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT
+    kernels = [_HANDLES] if any(line.startswith("check(") for line in lines) else []
+    kernels += [_named(name, kernel.source) for name, kernel in plan.kernels.items()]
+    return _LOOP % {
+        "kernels": "\n".join(kernels),
+        "alignment": _ALIGNMENT,
+        "arena": max(arena, _ALIGNMENT),
+        "pointers": _indented(pointers, 4),
+        "step": _indented(lines, 8),
+        "home": _indented(home, 4),
+        "inputs": len(plan.inputs),
+        "place": position,
+        "position": plan.inputs[position].num_bytes,
+        "log_joint": log_joint.address,
+        "log_joint_bytes": log_joint.num_bytes,
+        "error": _ERROR_BYTES,
+    }
+
+
+def _named(name: str, source: str) -> str:
+    """A kernel's source as a function of that name."""
+    renamed, count = re.subn(r'extern "C"\s+void\s+kernel\(', f"static void {name}(", source)
+    if count != 1:
+        raise NotALoop("a kernel that is not one C++ function")
+    return renamed
+
+
+def _indented(lines: list[str], by: int) -> str:
+    return "\n".join(" " * by + line for line in lines)
+
+
+def _steps_contiguous(leaf: Tensor) -> Tensor:
+    """The tape's leaf `[groups, steps, ...]`, each step's part contiguous."""
+    return leaf if leaf[0, 0].is_contiguous() else leaf.contiguous()

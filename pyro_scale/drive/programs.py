@@ -1,0 +1,240 @@
+"""How steps are run: one by one, or as one compiled program.
+
+In order of speed, each where the one before it cannot be had:
+
+1. a compiled loop: kernels and loop in C++, no Python between steps;
+2. a compiled step: Inductor's kernels, called from Python;
+3. the step itself, vmapped over chains;
+4. the step itself, chain by chain with plain autograd.
+
+All of them compute the same function, to rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.drive.batches import Batches
+from pyro_scale.drive.engine import Engine
+from pyro_scale.drive.inductor import Compiled, compile_graph
+from pyro_scale.drive.loop import Loop, NotALoop
+from pyro_scale.drive.tape import Tape
+from pyro_scale.drive.trace import StepGraph, tape_leaves, trace
+
+#: Steps from which compiling repays the few seconds that it takes.
+_REPAID_AFTER = 3000
+#: Steps of one tape at most: Python between tapes then costs nothing, and a bar still moves.
+_LONGEST_LOOP, _LONGEST_EAGER = 2**14, 2**6
+
+
+class Kept(NamedTuple):
+    """What some steps leave besides the state.
+
+    Attributes:
+        positions: of the draws that are kept, `[chains, kept, D]`.
+        log_joint: of the steps that led to them, `[chains, kept]`.
+        last: of the last step, `[chains]`.
+    """
+
+    positions: Tensor
+    log_joint: Tensor
+    last: Tensor
+
+
+class Program(Protocol):
+    """Runs the steps of a tape.
+
+    Attributes:
+        name: what it is, in words.
+        longest: how many steps a tape may have.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def longest(self) -> int: ...
+
+    def run(self, state: Any, tape: Tape, left: int, every: int) -> tuple[Any, Kept]:
+        """(The state after the tape, what is kept): the left-th state, and every every-th on."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """Calls a function for every step.
+
+    Attributes:
+        step: (state, values, noise, changing) -> (state, log joint `[chains]`).
+        name: what it is, in words.
+        longest: how many steps a tape may have.
+    """
+
+    step: Callable[..., tuple[Any, Tensor]]
+    name: str
+    longest: int
+
+    def run(self, state: Any, tape: Tape, left: int, every: int) -> tuple[Any, Kept]:
+        positions, log_joints = [], []
+        for place in range(len(tape)):
+            state, log_joint = self.step(state, *tape.at(place))
+            left -= 1
+            if left == 0:
+                positions.append(state.position)
+                log_joints.append(log_joint)
+                left = every
+        if not positions:
+            none = state.position[:, None][:, :0], log_joint[:, None][:, :0]
+            return state, Kept(*none, log_joint)
+        return state, Kept(torch.stack(positions, 1), torch.stack(log_joints, 1), log_joint)
+
+
+@dataclass(frozen=True)
+class ChainByChain:
+    """Runs a program of one chain for every chain."""
+
+    program: OneByOne
+
+    @property
+    def name(self) -> str:
+        return self.program.name
+
+    @property
+    def longest(self) -> int:
+        return self.program.longest
+
+    def run(self, state: Any, tape: Tape, left: int, every: int) -> tuple[Any, Kept]:
+        chains = [slice(chain, chain + 1) for chain in range(len(tape.noise))]
+        ran = [
+            self.program.run(pytree.tree_map(lambda x, c=c: x[c], state), tape.of(c), left, every)
+            for c in chains
+        ]
+        return pytree.tree_map(lambda *leaves: torch.cat(leaves), *ran)
+
+
+@dataclass(frozen=True)
+class CompiledLoop:
+    """Runs a loop in C++, over chains one after another or all of them at once."""
+
+    loop: Loop
+    state_spec: Any
+    all_at_once: bool
+    name: str = "compiled loop"
+    longest: int = _LONGEST_LOOP
+
+    def run(self, state: Any, tape: Tape, left: int, every: int) -> tuple[Any, Kept]:
+        groups = 1 if self.all_at_once else len(tape.noise)
+        leaves = [leaf.unflatten(0, (groups, -1)) for leaf in pytree.tree_leaves(state)]
+        threads = min(groups, torch.get_num_threads())
+        ran = self.loop.run(leaves, tape_leaves(tape, self.all_at_once), left, every, threads)
+        state, positions, log_joints, last = ran
+        moved = pytree.tree_unflatten([leaf.flatten(0, 1) for leaf in state], self.state_spec)
+        kept = Kept(_by_chain(positions), _by_chain(log_joints), last.flatten())
+        return moved, kept
+
+
+def _by_chain(kept: Tensor) -> Tensor:
+    """`[groups, kept, chains, ...]` -> `[all chains, kept, ...]`."""
+    return kept.transpose(1, 2).flatten(0, 1)
+
+
+def eager(engine: Engine, batches: Batches) -> OneByOne:
+    """The step itself, for every step."""
+
+    def step(state: Any, values: Any, noise: Tensor, changing: Any) -> tuple[Any, Tensor]:
+        batch = batches.batch(batches.fixed, changing)
+        state, evaluation = engine.step(state, batch, noise, values)
+        return state, evaluation.log_joint
+
+    name = "eager" if engine.vectorised else "eager, chain by chain"
+    return OneByOne(step, name, _LONGEST_EAGER)
+
+
+def program_for(
+    engine: Engine,
+    batches: Batches,
+    state: Any,
+    tape: Tape,
+    compile: bool | Literal["auto"],
+    num_steps: int,
+) -> Program:
+    """The fastest way of running the steps that the model allows.
+
+    Args:
+        engine: says what a step is.
+        batches: the chains' batches.
+        state: of all chains.
+        tape: the first step's.
+        compile: `"auto"` compiles runs that are long enough to repay it.
+        num_steps: how many steps there will be.
+
+    Warns:
+        UserWarning: the model cannot be compiled; it says what could not be.
+    """
+    as_it_is = eager(engine, batches)
+    if compile is False or (compile == "auto" and num_steps < _REPAID_AFTER):
+        return as_it_is
+    try:
+        return _compiled(engine, batches, state, tape)
+    except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
+        warnings.warn(
+            f"the model could not be compiled, so its steps run one by one from Python, about a "
+            f"hundred times slower ({type(error).__name__}: {_first_line(error)}); pass "
+            "compile=False to say so yourself",
+            UserWarning,
+            stacklevel=4,
+        )
+        return as_it_is
+
+
+def _compiled(engine: Engine, batches: Batches, state: Any, tape: Tape) -> Program:
+    """The steps as one program: a loop if it can be, else a compiled step.
+
+    On a processor chains run one after another, each in its own loop, for nothing is gained by
+    moving them together; points tie them together, and a GPU is filled by all of them at once.
+    """
+    leaves, state_spec = pytree.tree_flatten(state)
+    on_processor = leaves[0].device.type == "cpu"
+    all_at_once = engine.has_points or not on_processor
+    if not all_at_once:
+        engine = dataclasses.replace(engine, vectorised=False)
+        state = pytree.tree_map(lambda leaf: leaf[:1], state)
+        tape = tape.of(slice(0, 1))
+    single = all_at_once or len(leaves[0]) == 1
+    graph = trace(engine, batches, state, tape)
+    compiled = compile_graph(graph.module, graph.examples, threads=None if single else 1)
+    if on_processor:
+        position = pytree.tree_unflatten(list(range(len(leaves))), state_spec).position
+        with contextlib.suppress(NotALoop):
+            return CompiledLoop(Loop(graph, compiled, position), state_spec, all_at_once)
+    program = OneByOne(_compiled_step(graph, compiled), "compiled step", _LONGEST_EAGER)
+    return program if all_at_once else ChainByChain(program)
+
+
+def _compiled_step(graph: StepGraph, compiled: Compiled) -> Callable[..., tuple[Any, Tensor]]:
+    def step(state: Any, values: Any, noise: Tensor, changing: Any) -> tuple[Any, Tensor]:
+        drawn = [noise, *pytree.tree_leaves(changing)]
+        inputs = [
+            *pytree.tree_leaves(state),
+            *values.values(),
+            *(leaf.contiguous() for leaf in drawn),
+            *graph.fixed,
+        ]
+        *moved, log_joint = compiled.call(inputs)
+        return pytree.tree_unflatten(moved, graph.state_spec), log_joint
+
+    compiled.call(list(graph.examples))  # builds the kernels, so that what fails does so here
+    return step
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300]
