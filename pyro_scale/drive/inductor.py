@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,9 +74,11 @@ def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int |
 
     options: dict[str, Any] = {} if threads is None else {"cpp.threads": threads}
     with (
+        warnings.catch_warnings(),  # of modules that Inductor imports
         _kernels_built_on_demand(),
         functorch_config.patch(enable_autograd_cache=False),  # it would pass `inner` by
     ):
+        warnings.simplefilter("ignore")
         compile_fx(module, list(examples), inner_compile=inner, config_patches=options)
     (compiled,) = found
     names = getattr(compiled.current_callable, "__globals__", {})
