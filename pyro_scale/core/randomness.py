@@ -7,11 +7,13 @@ with more chains, or a resumed one, repeat the same noise and batches.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
+from collections.abc import Callable
 from enum import IntEnum
 from numbers import Integral
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,8 +50,8 @@ def choose_seed(seed: int | None) -> int:
 
 def derived_seed(seed: int, chain: int, purpose: Purpose, block: int = 0) -> int:
     """The 63-bit seed of one block of one stream."""
-    sequence = np.random.SeedSequence([seed, chain, int(purpose), block])
-    return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
+    key = struct.pack("<4Q", seed, chain, purpose, block)
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
 def generator(
@@ -58,6 +60,55 @@ def generator(
     """A torch generator at the start of one block of one stream."""
     source = torch.Generator(device or torch.device("cpu"))
     return source.manual_seed(derived_seed(seed, chain, purpose, block))
+
+
+class Blocks:
+    """All chains' streams of numbers, in blocks that are drawn as they are asked for.
+
+    Args:
+        num_chains: how many streams.
+        size: numbers in a block.
+        dtype: of the numbers.
+        device: where they are drawn and stay.
+        draw: (chain, block, out `[size]`) fills a block.
+    """
+
+    def __init__(
+        self,
+        num_chains: int,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device | None,
+        draw: Callable[[int, int, Tensor], object],
+    ):
+        self.size, self._draw = size, draw
+        self._first, self._held = 0, torch.empty(num_chains, 0, dtype=dtype, device=device)
+
+    def span(self, begin: int, end: int) -> Tensor:
+        """The numbers begin ... end - 1 of every stream, `[num_chains, end - begin]`."""
+        first, last = begin // self.size, (end - 1) // self.size
+        if first < self._first or last >= self._first + self._num_held:
+            self._hold(first, last - first + 1)
+        offset = begin - self._first * self.size
+        return self._held[:, offset : offset + end - begin]
+
+    @property
+    def _num_held(self) -> int:
+        return self._held.shape[1] // self.size
+
+    def _hold(self, first: int, count: int) -> None:
+        """Holds some blocks and no others; those that are held already are not drawn again."""
+        chains = len(self._held)
+        held = self._held.new_empty(chains, count, self.size)
+        old = self._held.unflatten(1, (self._num_held, self.size))
+        for place in range(count):
+            known = first + place - self._first
+            if 0 <= known < self._num_held:
+                held[:, place] = old[:, known]
+                continue
+            for chain in range(chains):
+                self._draw(chain, first + place, held[chain, place])
+        self._first, self._held = first, held.flatten(1)
 
 
 class NoiseTape:
@@ -82,10 +133,14 @@ class NoiseTape:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.block_steps = max(1, min(_BLOCK_STEPS, _BLOCK_NUMBERS // max(1, math.prod(shape))))
-        self._seed, self._num_chains, self._shape = seed, num_chains, shape
-        self._dtype, self._device = dtype, device
-        self._blocks: dict[int, Tensor] = {}
+        def draw(chain: int, block: int, out: Tensor) -> None:
+            source = generator(seed, chain, Purpose.NOISE, block, device)
+            torch.randn(out.shape, generator=source, out=out)
+
+        self._shape, self._width = shape, math.prod(shape)
+        self.block_steps = max(1, min(_BLOCK_STEPS, _BLOCK_NUMBERS // max(1, self._width)))
+        size = max(1, self.block_steps * self._width)
+        self._blocks = Blocks(num_chains, size, dtype, device, draw)
 
     def at(self, step: int) -> Tensor:
         """The noise of one step, `[num_chains, *shape]`."""
@@ -93,21 +148,5 @@ class NoiseTape:
 
     def span(self, start: int, stop: int) -> Tensor:
         """The noise of steps start ... stop - 1, `[num_chains, stop - start, *shape]`."""
-        first, last = start // self.block_steps, (stop - 1) // self.block_steps
-        for old in [block for block in self._blocks if block < first]:
-            del self._blocks[old]
-        blocks = [self._block(block) for block in range(first, last + 1)]
-        joined = torch.cat(blocks, dim=1) if len(blocks) > 1 else blocks[0]
-        offset = start - first * self.block_steps
-        return joined[:, offset : offset + stop - start]
-
-    def _block(self, block: int) -> Tensor:
-        if block not in self._blocks:
-            draws = [self._draw(chain, block) for chain in range(self._num_chains)]
-            self._blocks[block] = torch.stack(draws)
-        return self._blocks[block]
-
-    def _draw(self, chain: int, block: int) -> Tensor:
-        source = generator(self._seed, chain, Purpose.NOISE, block, self._device)
-        size = (self.block_steps, *self._shape)
-        return torch.randn(size, generator=source, dtype=self._dtype, device=self._device)
+        numbers = self._blocks.span(start * self._width, stop * self._width)
+        return numbers.unflatten(1, (stop - start, *self._shape))

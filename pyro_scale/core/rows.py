@@ -75,17 +75,19 @@ def count(arguments: Arguments) -> int | None:
     return next(iter(sizes.values()), None)
 
 
+def leaves(arguments: Arguments) -> list[Tensor]:
+    """Every tensor of rows, in the arguments' order."""
+    return [leaf for leaf in pytree.tree_leaves(arguments) if is_rows(leaf)]
+
+
 def device(arguments: Arguments) -> torch.device | None:
     """Where the rows are; None if there are none."""
-    found = (leaf.device for leaf in pytree.tree_leaves(arguments) if is_rows(leaf))
-    return next(found, None)
+    return next((leaf.device for leaf in leaves(arguments)), None)
 
 
 def are_finite(arguments: Arguments) -> bool:
     """Whether no row holds NaN or an infinite number."""
-    return all(
-        bool(torch.isfinite(leaf).all()) for leaf in pytree.tree_leaves(arguments) if is_rows(leaf)
-    )
+    return all(bool(torch.isfinite(leaf).all()) for leaf in leaves(arguments))
 
 
 def vmap_dims(arguments: Arguments, dim: int | None) -> Any:

@@ -6,9 +6,9 @@ once.  A step puts the two together, by a pure function that can be traced and c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.indices import RowIndices
 from pyro_scale.errors import DataError
+
+#: Of a vector register, on the widest processors.
+_REGISTER_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,45 @@ class Batch:
         arguments = rows.take(self.arguments, chains) if self.per_chain else self.arguments
         return Batch(arguments, self.per_chain, indices)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The arguments' rows, and the indices."""
+        indices = [] if self.indices is None else [self.indices]
+        return [*rows.leaves(self.arguments), *indices]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
+        """The batch with these tensors in place of its own."""
+        given = iter(tensors)
+        arguments = rows.map_rows(lambda _: next(given), self.arguments)
+        return Batch(arguments, self.per_chain, None if self.indices is None else next(given))
+
     def of_chain(self, chain: int) -> tuple[Arguments, Tensor | None]:
         """One chain's arguments and indices."""
         arguments = rows.take(self.arguments, chain) if self.per_chain else self.arguments
         return arguments, None if self.indices is None else self.indices[chain]
+
+
+class Fixed(NamedTuple):
+    """A tensor that is the same at every step."""
+
+    tensor: Tensor
+
+
+class Taped(NamedTuple):
+    """A tensor of its own for every step, `[chains, steps, ...]`."""
+
+    tensor: Tensor
+
+
+class Gathered(NamedTuple):
+    """Rows of a table, at indices `[chains, steps, B]`."""
+
+    table: Tensor
+    indices: Tensor
+
+
+#: Where one tensor of a step's batch comes from.
+Source = Fixed | Taped | Gathered
 
 
 class Batches(Protocol):
@@ -67,6 +105,10 @@ class Batches(Protocol):
         """The batch of one step, whose changing tensors are `[chains, ...]`: a pure function."""
         ...
 
+    def sources(self, changing: Any) -> list[Source]:
+        """Where each of `Batch.tensors` comes from, over the steps of a tape."""
+        ...
+
 
 @dataclass(frozen=True)
 class WholeData:
@@ -74,11 +116,24 @@ class WholeData:
 
     fixed: Arguments
 
+    def by_column(self) -> WholeData:
+        """The same with narrow tables stored column by column, where a table's rows are shorter
+        than a vector register: what is done to all rows then fills whole registers."""
+
+        def stored(leaf: Tensor) -> Tensor:
+            narrow = leaf.dim() == 2 and leaf.shape[1] * leaf.element_size() <= _REGISTER_BYTES
+            return leaf.t().contiguous().t() if narrow else leaf
+
+        return WholeData(rows.map_rows(stored, self.fixed))
+
     def take(self, start: int, stop: int) -> Any:
         return ()
 
     def batch(self, fixed: Any, changing: Any) -> Batch:
         return Batch(fixed, per_chain=False)
+
+    def sources(self, changing: Any) -> list[Source]:
+        return [Fixed(leaf) for leaf in rows.leaves(self.fixed)]
 
 
 @dataclass(frozen=True)
@@ -94,6 +149,9 @@ class GatheredRows:
     def batch(self, fixed: Any, changing: Any) -> Batch:
         return Batch(rows.take(fixed, changing), per_chain=True)
 
+    def sources(self, changing: Any) -> list[Source]:
+        return [Gathered(leaf, changing) for leaf in rows.leaves(self.fixed)]
+
 
 @dataclass(frozen=True)
 class OwnIndices:
@@ -107,6 +165,9 @@ class OwnIndices:
 
     def batch(self, fixed: Any, changing: Any) -> Batch:
         return Batch(fixed, per_chain=False, indices=changing)
+
+    def sources(self, changing: Any) -> list[Source]:
+        return [*(Fixed(leaf) for leaf in rows.leaves(self.fixed)), Taped(changing)]
 
 
 class ReadBatches:
@@ -138,6 +199,9 @@ class ReadBatches:
         tensors = iter(changing)
         leaves = [next(tensors) if rows.is_rows(leaf) else leaf for leaf in self._first]
         return Batch(pytree.tree_unflatten(leaves, self._structure), per_chain=True)
+
+    def sources(self, changing: Any) -> list[Source]:
+        return [Taped(leaf) for leaf in changing]
 
     def _rows_of(self, arguments: Arguments) -> list[Tensor]:
         leaves, structure = pytree.tree_flatten(arguments)
@@ -171,6 +235,9 @@ class SharedBatches:
 
     def batch(self, fixed: Any, changing: Any) -> Batch:
         return self.batches.batch(fixed, changing)
+
+    def sources(self, changing: Any) -> list[Source]:
+        return self.batches.sources(changing)
 
 
 def different_shapes(error: RuntimeError, otherwise: str) -> DataError:

@@ -63,23 +63,19 @@ def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int |
     Raises:
         Exception: whatever Inductor raises on a graph that it cannot compile.
     """
-    import torch._functorch.config as functorch_config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
     found: list[Any] = []
-
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        found.append(compile_fx_inner(*args, **kwargs))
-        return found[-1]
-
     options: dict[str, Any] = {} if threads is None else {"cpp.threads": threads}
-    with (
-        warnings.catch_warnings(),  # of modules that Inductor imports
-        _kernels_built_on_demand(),
-        functorch_config.patch(enable_autograd_cache=False),  # it would pass `inner` by
-    ):
-        warnings.simplefilter("ignore")
-        compile_fx(module, list(examples), inner_compile=inner, config_patches=options)
+    with warnings.catch_warnings(), _kernels_built_on_demand():
+        warnings.simplefilter("ignore")  # what Inductor's imports warn of is nobody's to mend
+        import torch._functorch.config as functorch_config
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            found.append(compile_fx_inner(*args, **kwargs))
+            return found[-1]
+
+        with functorch_config.patch(enable_autograd_cache=False):  # it would pass `inner` by
+            compile_fx(module, list(examples), inner_compile=inner, config_patches=options)
     (compiled,) = found
     names = getattr(compiled.current_callable, "__globals__", {})
     return Compiled(compiled, compiled.source_code, names)
@@ -87,7 +83,7 @@ def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int |
 
 @contextmanager
 def _kernels_built_on_demand() -> Iterator[None]:
-    """Inductor would build every kernel by itself; most are built within one loop instead."""
+    """Inductor would build every kernel by itself; most are built within a loop instead."""
     from torch._inductor.async_compile import AsyncCompile
 
     def on_demand(self: Any, argument_types: list[str], source: str) -> CppKernel:

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import itertools
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_scale.drive.batches import Fixed, Gathered, Source, Taped
 from pyro_scale.drive.inductor import Compiled, CppKernel, load_library
 from pyro_scale.drive.trace import StepGraph
 
@@ -204,17 +208,27 @@ _LOOP = """
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <string>
 #include <utility>
+
+template <int64_t count, int64_t bytes>
+static void gather(char* rows, const char* table, const char* at, const char* soon) {
+    const int64_t* indices = reinterpret_cast<const int64_t*>(at);
+    const int64_t* next = reinterpret_cast<const int64_t*>(soon);
+    for (int64_t i = 0; i < count; ++i) {
+        __builtin_prefetch(table + next[i] * bytes);
+        std::memcpy(rows + i * bytes, table + indices[i] * bytes, bytes);
+    }
+}
 %(kernels)s
 
-static void run_group(int64_t steps, int64_t left, int64_t every, char** inputs,
+static void run_group(int64_t steps, int64_t left, int64_t every, char** sources,
                       const int64_t* strides, char* positions, char* log_joints, char* last) {
     std::unique_ptr<char, decltype(&std::free)> arena(
         static_cast<char*>(std::aligned_alloc(%(alignment)d, %(arena)d)), &std::free);
     if (!arena) throw std::bad_alloc();
 %(pointers)s
     for (int64_t step = 0; step < steps; ++step) {
+        const int64_t ahead = step + %(ahead)d < steps ? %(ahead)d : 0;
 %(step)s
         if (--left == 0) {
             std::memcpy(positions, in%(place)d, %(position)d);
@@ -229,12 +243,12 @@ static void run_group(int64_t steps, int64_t left, int64_t every, char** inputs,
 }
 
 extern "C" void run(int64_t groups, int64_t threads, int64_t steps, int64_t left, int64_t every,
-                    char** inputs, const int64_t* group_strides, const int64_t* step_strides,
+                    char** sources, const int64_t* group_strides, const int64_t* step_strides,
                     int64_t kept, char* positions, char* log_joints, char* last, char* error) {
     #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t group = 0; group < groups; ++group) {
-        char* own[%(inputs)d];
-        for (int64_t i = 0; i < %(inputs)d; ++i) own[i] = inputs[i] + group * group_strides[i];
+        char* own[%(sources)d];
+        for (int64_t i = 0; i < %(sources)d; ++i) own[i] = sources[i] + group * group_strides[i];
         try {
             run_group(steps, left, every, own, step_strides,
                       positions + group * kept * %(position)d,
@@ -248,6 +262,8 @@ extern "C" void run(int64_t groups, int64_t threads, int64_t steps, int64_t left
 }
 """
 _ERROR_BYTES = 4096
+#: Steps from asking for a row to using it: rows of large data come from main memory.
+_PREFETCH_STEPS = 4
 
 
 class Loop:
@@ -257,15 +273,16 @@ class Loop:
         graph: one step of a group.
         compiled: the same, compiled.
         position: which leaf of the state is the position.
+        sources: where the batch's tensors come from.
 
     Raises:
         NotALoop: the step does what cannot be written out in C++.
     """
 
-    def __init__(self, graph: StepGraph, compiled: Compiled, position: int):
-        self._num_state = graph.state_spec.num_leaves
-        self._position = position
-        self._fixed = [*graph.fixed]
+    def __init__(
+        self, graph: StepGraph, compiled: Compiled, position: int, sources: Sequence[Source]
+    ):
+        self._position, self._constants = position, graph.constants
         inputs = [
             _View(f"in{i}", example.dtype, tuple(example.shape), example.stride())
             for i, example in enumerate(graph.examples)
@@ -273,18 +290,29 @@ class Loop:
         plan = _Plan(inputs, compiled.names)
         for statement in _body(compiled.source):
             plan.read(statement)
-        num_tape = len(inputs) - self._num_state - len(graph.fixed)
-        self._dtype = plan.outputs[-1].dtype
-        self._library = load_library(_source(plan, self._num_state, num_tape, position))
+        num_state = graph.state_spec.num_leaves
+        num_tape = len(inputs) - num_state - len(sources) - len(graph.constants)
+        kinds = ["state"] * num_state + ["tape"] * num_tape
+        kinds += [_KINDS[type(source)] for source in sources]
+        kinds += ["fixed"] * len(graph.constants)
+        self._log_joint_dtype = plan.outputs[-1].dtype
+        self._library = load_library(_source(plan, kinds, position))
 
     def run(
-        self, state: list[Tensor], tape: list[Tensor], left: int, every: int, threads: int
+        self,
+        state: list[Tensor],
+        tape: list[Tensor],
+        sources: Sequence[Source],
+        left: int,
+        every: int,
+        threads: int,
     ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
         """Runs all steps of a tape.
 
         Args:
             state: leaves `[groups, chains, ...]`.
-            tape: leaves `[groups, steps, ...]`.
+            tape: hyperparameters' values and noise, `[groups, steps, ...]`.
+            sources: of the batch's tensors, on tapes `[groups, steps, ...]`.
             left: steps until the first draw that is kept.
             every: steps from one kept draw to the next.
             threads: among which groups are shared out.
@@ -294,26 +322,23 @@ class Loop:
             kept, chains]`; the last step's log joint `[groups, chains]`.
         """
         state = [leaf.clone(memory_format=torch.contiguous_format) for leaf in state]
-        tape = [_steps_contiguous(leaf) for leaf in tape]
-        groups, chains, size = state[self._position].shape
-        steps = tape[0].shape[1]
-        kept = len(range(left, steps + 1, every))
         position = state[self._position]
+        (groups, chains, size), steps = position.shape, tape[0].shape[1]
+        kept = len(range(left, steps + 1, every))
         positions = position.new_empty(groups, kept, chains, size)
-        log_joints = position.new_empty(groups, kept, chains, dtype=self._dtype)
-        last = position.new_empty(groups, chains, dtype=self._dtype)
-        leaves = [*state, *tape, *self._fixed]
-        group_strides = [leaf.stride(0) * leaf.element_size() for leaf in [*state, *tape]]
-        group_strides += [0] * len(self._fixed)
-        step_strides = [0] * len(state)
-        step_strides += [leaf.stride(1) * leaf.element_size() for leaf in tape]
-        step_strides += [0] * len(self._fixed)
+        log_joints = position.new_empty(groups, kept, chains, dtype=self._log_joint_dtype)
+        last = log_joints.new_empty(groups, chains)
+        pointers = [_Pointer(leaf, leaf.stride(0), 0) for leaf in state]
+        pointers += [_on_tape(leaf) for leaf in tape]
+        for source in sources:
+            pointers += _pointers_of(source)
+        pointers += [_Pointer(leaf, 0, 0) for leaf in self._constants]
         error = ctypes.create_string_buffer(_ERROR_BYTES)
         self._library.run(
             *(ctypes.c_int64(n) for n in (groups, threads, steps, left, every)),
-            (ctypes.c_void_p * len(leaves))(*(leaf.data_ptr() for leaf in leaves)),
-            (ctypes.c_int64 * len(leaves))(*group_strides),
-            (ctypes.c_int64 * len(leaves))(*step_strides),
+            (ctypes.c_void_p * len(pointers))(*(p.tensor.data_ptr() for p in pointers)),
+            (ctypes.c_int64 * len(pointers))(*(p.bytes(p.group_stride) for p in pointers)),
+            (ctypes.c_int64 * len(pointers))(*(p.bytes(p.step_stride) for p in pointers)),
             ctypes.c_int64(kept),
             *(ctypes.c_void_p(out.data_ptr()) for out in (positions, log_joints, last)),
             error,
@@ -321,6 +346,37 @@ class Loop:
         if error.value:
             raise RuntimeError(error.value.decode())
         return state, positions, log_joints, last
+
+
+_KINDS = {Fixed: "fixed", Taped: "tape", Gathered: "gathered"}
+
+
+@dataclass(frozen=True)
+class _Pointer:
+    """A tensor that the loop reads, and how far it moves on with each group and step."""
+
+    tensor: Tensor
+    group_stride: int
+    step_stride: int
+
+    def bytes(self, stride: int) -> int:
+        return stride * self.tensor.element_size()
+
+
+def _on_tape(leaf: Tensor) -> _Pointer:
+    """A leaf `[groups, steps, ...]`, of which each step's part must be contiguous."""
+    leaf = leaf if leaf[0, 0].is_contiguous() else leaf.contiguous()
+    return _Pointer(leaf, leaf.stride(0), leaf.stride(1))
+
+
+def _pointers_of(source: Source) -> list[_Pointer]:
+    match source:
+        case Taped(tensor):
+            return [_on_tape(tensor)]
+        case Gathered(table, indices):
+            return [_Pointer(table.contiguous(), 0, 0), _on_tape(indices)]
+        case Fixed(tensor):
+            return [_Pointer(tensor, 0, 0)]
 
 
 def _body(source: str) -> list[ast.stmt]:
@@ -336,36 +392,52 @@ def _body(source: str) -> list[ast.stmt]:
     return function.body
 
 
-def _source(plan: _Plan, num_state: int, num_tape: int, position: int) -> str:
-    """The C++ of a loop around a plan."""
+def _source(plan: _Plan, kinds: Sequence[str], position: int) -> str:
+    """The C++ of a loop around a plan, whose inputs are of these kinds."""
+    pointers, before, after, home = [], [], [], []
+    places = itertools.count()
+    for i, (kind, view) in enumerate(zip(kinds, plan.inputs, strict=True)):
+        place = next(places)
+        if kind == "gathered":
+            table, place = place, next(places)
+            count = math.prod(view.size[:2])
+            plan.buffers[view.root] = view.num_bytes
+            pointers.append(f"const char* table{i} = sources[{table}];")
+            pointers.append(f"const char* index{i} = sources[{place}];")
+            soon = f"index{i} + ahead * strides[{place}]"
+            row = view.num_bytes // count
+            before.append(f"gather<{count}, {row}>({view.root}, table{i}, index{i}, {soon});")
+            after.append(f"index{i} += strides[{place}];")
+            continue
+        pointers.append(f"char* {view.root} = sources[{place}];")
+        if kind == "tape":
+            after.append(f"{view.root} += strides[{place}];")
     *states, log_joint = plan.outputs
     roots = [view.root for view in plan.outputs]
-    lines, home = list(plan.lines), []
     for i, view in enumerate(states):
-        size = plan.inputs[i].num_bytes
+        old, size = plan.inputs[i].root, plan.inputs[i].num_bytes
         if not view.is_contiguous or view.root not in plan.buffers:
             raise NotALoop(f"an output in the memory of {view.root}")
         if roots.count(view.root) == 1 and plan.buffers[view.root] == size:
-            lines.append(f"std::swap(in{i}, {view.root});")
+            after.append(f"std::swap({old}, {view.root});")
         else:
-            lines.append(f"std::memcpy(in{i}, {view.address}, {size});")
-        home.append(f"if (in{i} != inputs[{i}]) std::memcpy(inputs[{i}], in{i}, {size});")
-    lines += [f"in{i} += strides[{i}];" for i in range(num_state, num_state + num_tape)]
-    pointers = [f"char* in{i} = inputs[{i}];" for i in range(len(plan.inputs))]
+            after.append(f"std::memcpy({old}, {view.address}, {size});")
+        home.append(f"if ({old} != sources[{i}]) std::memcpy(sources[{i}], {old}, {size});")
     arena = 0
     for root, size in plan.buffers.items():
         pointers.append(f"char* {root} = arena.get() + {arena};")
         arena += -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT
-    kernels = [_HANDLES] if any(line.startswith("check(") for line in lines) else []
+    kernels = [_HANDLES] if any(line.startswith("check(") for line in plan.lines) else []
     kernels += [_named(name, kernel.source) for name, kernel in plan.kernels.items()]
     return _LOOP % {
         "kernels": "\n".join(kernels),
         "alignment": _ALIGNMENT,
         "arena": max(arena, _ALIGNMENT),
         "pointers": _indented(pointers, 4),
-        "step": _indented(lines, 8),
+        "ahead": _PREFETCH_STEPS,
+        "step": _indented([*before, *plan.lines, *after], 8),
         "home": _indented(home, 4),
-        "inputs": len(plan.inputs),
+        "sources": next(places),
         "place": position,
         "position": plan.inputs[position].num_bytes,
         "log_joint": log_joint.address,
@@ -384,8 +456,3 @@ def _named(name: str, source: str) -> str:
 
 def _indented(lines: list[str], by: int) -> str:
     return "\n".join(" " * by + line for line in lines)
-
-
-def _steps_contiguous(leaf: Tensor) -> Tensor:
-    """The tape's leaf `[groups, steps, ...]`, each step's part contiguous."""
-    return leaf if leaf[0, 0].is_contiguous() else leaf.contiguous()

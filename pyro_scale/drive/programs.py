@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_scale.drive.batches import Batches
+from pyro_scale.drive.batches import Batches, Gathered, Source, Taped, WholeData
 from pyro_scale.drive.engine import Engine
 from pyro_scale.drive.inductor import Compiled, compile_graph
 from pyro_scale.drive.loop import Loop, NotALoop
 from pyro_scale.drive.tape import Tape
-from pyro_scale.drive.trace import StepGraph, tape_leaves, trace
+from pyro_scale.drive.trace import StepGraph, trace
 
 #: Steps from which compiling repays the few seconds that it takes.
 _REPAID_AFTER = 3000
@@ -126,6 +126,7 @@ class CompiledLoop:
     """Runs a loop in C++, over chains one after another or all of them at once."""
 
     loop: Loop
+    batches: Batches
     state_spec: Any
     all_at_once: bool
     name: str = "compiled loop"
@@ -134,12 +135,29 @@ class CompiledLoop:
     def run(self, state: Any, tape: Tape, left: int, every: int) -> tuple[Any, Kept]:
         groups = 1 if self.all_at_once else len(tape.noise)
         leaves = [leaf.unflatten(0, (groups, -1)) for leaf in pytree.tree_leaves(state)]
-        threads = min(groups, torch.get_num_threads())
-        ran = self.loop.run(leaves, tape_leaves(tape, self.all_at_once), left, every, threads)
-        state, positions, log_joints, last = ran
-        moved = pytree.tree_unflatten([leaf.flatten(0, 1) for leaf in state], self.state_spec)
+        columns = [column.expand(groups, -1) for column in tape.values.values()]
+        moved, positions, log_joints, last = self.loop.run(
+            leaves,
+            [*columns, self._by_group(tape.noise)],
+            [self._source(source) for source in self.batches.sources(tape.changing)],
+            left,
+            every,
+            threads=min(groups, torch.get_num_threads()),
+        )
         kept = Kept(_by_chain(positions), _by_chain(log_joints), last.flatten())
-        return moved, kept
+        return pytree.tree_unflatten([x.flatten(0, 1) for x in moved], self.state_spec), kept
+
+    def _source(self, source: Source) -> Source:
+        match source:
+            case Taped(tensor):
+                return Taped(self._by_group(tensor))
+            case Gathered(table, indices):
+                return Gathered(table, self._by_group(indices))
+        return source
+
+    def _by_group(self, drawn: Tensor) -> Tensor:
+        """`[chains, steps, ...]` -> `[groups, steps, ...]`."""
+        return drawn.transpose(0, 1)[None] if self.all_at_once else drawn
 
 
 def _by_chain(kept: Tensor) -> Tensor:
@@ -184,6 +202,9 @@ def program_for(
     if compile is False or (compile == "auto" and num_steps < _REPAID_AFTER):
         return as_it_is
     try:
+        if isinstance(batches, WholeData):
+            with contextlib.suppress(Exception):  # a model may want its rows contiguous
+                return _compiled(engine, batches.by_column(), state, tape)
         return _compiled(engine, batches, state, tape)
     except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
         warnings.warn(
@@ -205,31 +226,32 @@ def _compiled(engine: Engine, batches: Batches, state: Any, tape: Tape) -> Progr
     leaves, state_spec = pytree.tree_flatten(state)
     on_processor = leaves[0].device.type == "cpu"
     all_at_once = engine.has_points or not on_processor
+    single = all_at_once or len(leaves[0]) == 1
     if not all_at_once:
         engine = dataclasses.replace(engine, vectorised=False)
         state = pytree.tree_map(lambda leaf: leaf[:1], state)
         tape = tape.of(slice(0, 1))
-    single = all_at_once or len(leaves[0]) == 1
-    graph = trace(engine, batches, state, tape)
+    values, noise, changing = tape.at(0)
+    graph = trace(engine, batches.batch(batches.fixed, changing), state, noise, values)
     compiled = compile_graph(graph.module, graph.examples, threads=None if single else 1)
     if on_processor:
         position = pytree.tree_unflatten(list(range(len(leaves))), state_spec).position
         with contextlib.suppress(NotALoop):
-            return CompiledLoop(Loop(graph, compiled, position), state_spec, all_at_once)
-    program = OneByOne(_compiled_step(graph, compiled), "compiled step", _LONGEST_EAGER)
+            loop = Loop(graph, compiled, position, batches.sources(tape.changing))
+            return CompiledLoop(loop, batches, state_spec, all_at_once)
+    step = _compiled_step(graph, compiled, batches)
+    program = OneByOne(step, "compiled step", _LONGEST_EAGER)
     return program if all_at_once else ChainByChain(program)
 
 
-def _compiled_step(graph: StepGraph, compiled: Compiled) -> Callable[..., tuple[Any, Tensor]]:
+def _compiled_step(
+    graph: StepGraph, compiled: Compiled, batches: Batches
+) -> Callable[..., tuple[Any, Tensor]]:
     def step(state: Any, values: Any, noise: Tensor, changing: Any) -> tuple[Any, Tensor]:
-        drawn = [noise, *pytree.tree_leaves(changing)]
-        inputs = [
-            *pytree.tree_leaves(state),
-            *values.values(),
-            *(leaf.contiguous() for leaf in drawn),
-            *graph.fixed,
-        ]
-        *moved, log_joint = compiled.call(inputs)
+        batch = batches.batch(batches.fixed, changing)
+        own = [leaf.contiguous() for leaf in batch.tensors] if batch.per_chain else batch.tensors
+        inputs = [*pytree.tree_leaves(state), *values.values(), noise.contiguous(), *own]
+        *moved, log_joint = compiled.call([*inputs, *graph.constants])
         return pytree.tree_unflatten(moved, graph.state_spec), log_joint
 
     compiled.call(list(graph.examples))  # builds the kernels, so that what fails does so here

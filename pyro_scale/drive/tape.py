@@ -6,8 +6,9 @@ last three are drawn in bulk, the next tape in a thread of its own while one is 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,10 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core.randomness import NoiseTape
 from pyro_scale.drive.batches import Batches
 
-#: Bytes of one tape, about; two are held at a time.
-_BUDGET = 2**26
+#: Bytes of one tape, at most unless it is of one step.
+_BUDGET = 2**25
+#: Tapes that are drawn ahead; noise and indices come in blocks, which takes its time.
+_AHEAD = 3
 
 
 @dataclass(frozen=True)
@@ -89,16 +92,15 @@ class Inputs:
         return Tape(start, values, noise, self.batches.take(start, stop))
 
     def tapes(self, spans: Iterable[tuple[int, int]]) -> Iterator[Tape]:
-        """The tapes of some spans of steps, the next one drawn while one is used."""
+        """The tapes of some spans of steps, the next ones drawn while one is used."""
         with ThreadPoolExecutor(1, thread_name_prefix="pyro_scale-tape") as thread:
-            ahead = None
+            drawn: deque[Future[Tape]] = deque()
             for span in spans:
-                following = thread.submit(self.tape, *span)
-                if ahead is not None:
-                    yield ahead.result()
-                ahead = following
-            if ahead is not None:
-                yield ahead.result()
+                drawn.append(thread.submit(self.tape, *span))
+                if len(drawn) > _AHEAD:
+                    yield drawn.popleft().result()
+            while drawn:
+                yield drawn.popleft().result()
 
 
 def bytes_per_step(tape: Tape) -> int:
