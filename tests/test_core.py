@@ -136,8 +136,8 @@ class TestRandomness:
         """A release that changed these would change every published run."""
         assert [int(p) for p in Purpose] == [0, 1, 2, 3, 4]
         assert [p.name for p in Purpose] == ["INIT", "NOISE", "BATCHES", "MOMENTUM", "DATA_LOADER"]
-        assert derived_seed(0, 0, Purpose.NOISE) == 4324601099084218337
-        assert derived_seed(7, 3, Purpose.BATCHES, block=2) == 7222677663759730264
+        assert derived_seed(0, 0, Purpose.NOISE) == 5950159816103605179
+        assert derived_seed(7, 3, Purpose.BATCHES, block=2) == 2521211164429912937
 
     def test_streams_differ_by_seed_chain_purpose_and_block(self):
         seeds = {

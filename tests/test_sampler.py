@@ -289,7 +289,7 @@ def test_a_run_leaves_torchs_generator_and_pyros_store_alone():
     pyro.clear_param_store()
     torch.manual_seed(8)
     before = torch.get_rng_state()
-    sampler = ps.BAOA(regression, lr=0.1)
+    sampler = ps.BAOA(regression, lr=0.5)
     sampler.run(ROWS, num_samples=4, num_chains=2, batch_size=7, seed=0, **QUIET)
     sampler.get_samples()
     sampler.to_arviz()
