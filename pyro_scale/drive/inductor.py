@@ -5,7 +5,6 @@ The only file that touches Inductor's insides.  Its options are set around our o
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -93,8 +92,8 @@ def _kernels_built_on_demand() -> Iterator[None]:
         yield
 
 
-def load_library(source: str) -> ctypes.CDLL:
-    """Builds C++ with Inductor's flags, headers and cache on disk.
+def build_library(source: str) -> str:
+    """Builds C++ with Inductor's flags and headers; the path of the library.
 
     Raises:
         Exception: there is no C++ compiler, or it refuses the source.
@@ -106,4 +105,4 @@ def load_library(source: str) -> ctypes.CDLL:
         def _get_uncompiled_header(cls, device: str) -> str | None:
             return "torch/csrc/inductor/cpp_prefix.h"  # precompiled once, it saves two thirds
 
-    return LoopCache.load(source)
+    return LoopCache.load(source)._name

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.drive.batches import Fixed, Gathered, Source, Taped
-from pyro_scale.drive.inductor import Compiled, CppKernel, load_library
+from pyro_scale.drive.inductor import Compiled, CppKernel
 from pyro_scale.drive.trace import StepGraph
 
 _ALIGNMENT = 64
@@ -266,37 +266,42 @@ _ERROR_BYTES = 4096
 _PREFETCH_STEPS = 4
 
 
-class Loop:
-    """Steps of independent groups of chains, each group's one after another.
+def kinds_of(graph: StepGraph, sources: Sequence[Source]) -> list[str]:
+    """What kind of memory each of a step's inputs lies in."""
+    num_state, num_last = graph.state_spec.num_leaves, len(sources) + len(graph.constants)
+    num_tape = len(graph.examples) - num_state - num_last
+    kinds = ["state"] * num_state + ["tape"] * num_tape
+    kinds += [_KINDS[type(source)] for source in sources]
+    return kinds + ["fixed"] * len(graph.constants)
 
-    Args:
-        graph: one step of a group.
-        compiled: the same, compiled.
-        position: which leaf of the state is the position.
-        sources: where the batch's tensors come from.
+
+def write_loop(graph: StepGraph, kinds: Sequence[str], compiled: Compiled) -> str:
+    """The C++ of a loop over a compiled step.
 
     Raises:
         NotALoop: the step does what cannot be written out in C++.
     """
+    inputs = [
+        _View(f"in{i}", example.dtype, tuple(example.shape), example.stride())
+        for i, example in enumerate(graph.examples)
+    ]
+    plan = _Plan(inputs, compiled.names)
+    for statement in _body(compiled.source):
+        plan.read(statement)
+    return _source(plan, kinds, graph.position)
 
-    def __init__(
-        self, graph: StepGraph, compiled: Compiled, position: int, sources: Sequence[Source]
-    ):
-        self._position, self._constants = position, graph.constants
-        inputs = [
-            _View(f"in{i}", example.dtype, tuple(example.shape), example.stride())
-            for i, example in enumerate(graph.examples)
-        ]
-        plan = _Plan(inputs, compiled.names)
-        for statement in _body(compiled.source):
-            plan.read(statement)
-        num_state = graph.state_spec.num_leaves
-        num_tape = len(inputs) - num_state - len(sources) - len(graph.constants)
-        kinds = ["state"] * num_state + ["tape"] * num_tape
-        kinds += [_KINDS[type(source)] for source in sources]
-        kinds += ["fixed"] * len(graph.constants)
-        self._log_joint_dtype = plan.outputs[-1].dtype
-        self._library = load_library(_source(plan, kinds, position))
+
+@dataclass(frozen=True)
+class Loop:
+    """Steps of independent groups of chains, each group's one after another.
+
+    Attributes:
+        graph: one step of a group.
+        library: `write_loop`'s, built.
+    """
+
+    graph: StepGraph
+    library: ctypes.CDLL
 
     def run(
         self,
@@ -322,19 +327,19 @@ class Loop:
             kept, chains]`; the last step's log joint `[groups, chains]`.
         """
         state = [leaf.clone(memory_format=torch.contiguous_format) for leaf in state]
-        position = state[self._position]
+        position = state[self.graph.position]
         (groups, chains, size), steps = position.shape, tape[0].shape[1]
         kept = len(range(left, steps + 1, every))
         positions = position.new_empty(groups, kept, chains, size)
-        log_joints = position.new_empty(groups, kept, chains, dtype=self._log_joint_dtype)
+        log_joints = position.new_empty(groups, kept, chains, dtype=self.graph.log_joint_dtype)
         last = log_joints.new_empty(groups, chains)
         pointers = [_Pointer(leaf, leaf.stride(0), 0) for leaf in state]
         pointers += [_on_tape(leaf) for leaf in tape]
         for source in sources:
             pointers += _pointers_of(source)
-        pointers += [_Pointer(leaf, 0, 0) for leaf in self._constants]
+        pointers += [_Pointer(leaf, 0, 0) for leaf in self.graph.constants]
         error = ctypes.create_string_buffer(_ERROR_BYTES)
-        self._library.run(
+        self.library.run(
             *(ctypes.c_int64(n) for n in (groups, threads, steps, left, every)),
             (ctypes.c_void_p * len(pointers))(*(p.tensor.data_ptr() for p in pointers)),
             (ctypes.c_int64 * len(pointers))(*(p.bytes(p.group_stride) for p in pointers)),

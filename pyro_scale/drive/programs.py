@@ -17,6 +17,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -25,8 +26,9 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.drive.batches import Batches, Gathered, Source, Taped, WholeData
 from pyro_scale.drive.engine import Engine
-from pyro_scale.drive.inductor import Compiled, compile_graph
-from pyro_scale.drive.loop import Loop, NotALoop
+from pyro_scale.drive.inductor import Compiled, build_library, compile_graph
+from pyro_scale.drive.libraries import library_for
+from pyro_scale.drive.loop import Loop, NotALoop, kinds_of, write_loop
 from pyro_scale.drive.tape import Tape
 from pyro_scale.drive.trace import StepGraph, trace
 
@@ -223,23 +225,32 @@ def _compiled(engine: Engine, batches: Batches, state: Any, tape: Tape) -> Progr
     On a processor chains run one after another, each in its own loop, for nothing is gained by
     moving them together; points tie them together, and a GPU is filled by all of them at once.
     """
-    leaves, state_spec = pytree.tree_flatten(state)
-    on_processor = leaves[0].device.type == "cpu"
+    state_spec = pytree.tree_structure(state)
+    on_processor = state.position.device.type == "cpu"
     all_at_once = engine.has_points or not on_processor
-    single = all_at_once or len(leaves[0]) == 1
+    single = all_at_once or len(state.position) == 1
     if not all_at_once:
         engine = dataclasses.replace(engine, vectorised=False)
         state = pytree.tree_map(lambda leaf: leaf[:1], state)
         tape = tape.of(slice(0, 1))
     values, noise, changing = tape.at(0)
     graph = trace(engine, batches.batch(batches.fixed, changing), state, noise, values)
-    compiled = compile_graph(graph.module, graph.examples, threads=None if single else 1)
+    threads = None if single else 1
+
+    @cache
+    def compiled() -> Compiled:
+        return compile_graph(graph.module, graph.examples, threads)
+
     if on_processor:
-        position = pytree.tree_unflatten(list(range(len(leaves))), state_spec).position
+        kinds = kinds_of(graph, batches.sources(tape.changing))
+
+        def build() -> str:
+            return build_library(write_loop(graph, kinds, compiled()))
+
         with contextlib.suppress(NotALoop):
-            loop = Loop(graph, compiled, position, batches.sources(tape.changing))
+            loop = Loop(graph, library_for(graph, kinds, threads, build))
             return CompiledLoop(loop, batches, state_spec, all_at_once)
-    step = _compiled_step(graph, compiled, batches)
+    step = _compiled_step(graph, compiled(), batches)
     program = OneByOne(step, "compiled step", _LONGEST_EAGER)
     return program if all_at_once else ChainByChain(program)
 

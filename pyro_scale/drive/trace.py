@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from pyro_scale.drive.batches import Batch
@@ -28,12 +29,16 @@ class StepGraph:
     Attributes:
         module: the graph.
         state_spec: how the state is built from its leaves.
+        position: which of them is the position.
+        log_joint_dtype: of the last output.
         constants: tensors that the model holds: frozen weights, buffers, numbers.
         examples: one tensor for every input.
     """
 
     module: fx.GraphModule
     state_spec: Any
+    position: int
+    log_joint_dtype: torch.dtype
     constants: list[Tensor]
     examples: list[Tensor]
 
@@ -46,10 +51,10 @@ def trace(
     Raises:
         Exception: whatever the model raises when it cannot be traced.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx  # half a second to import
-
     leaves, state_spec = pytree.tree_flatten(state)
     changing = [*leaves, *values.values(), noise]
+
+    found: list[Tensor] = []
 
     def step(*flat: Tensor) -> list[Tensor]:
         given = iter(flat)
@@ -59,6 +64,7 @@ def trace(
         moved, evaluation = engine.step(
             state_in, batch.with_tensors(list(given)), noise_in, values_in
         )
+        found.append(evaluation.log_joint)
         # what is carried on and what is given out must not share memory
         return [leaf.clone() for leaf in [*pytree.tree_leaves(moved), evaluation.log_joint]]
 
@@ -70,7 +76,10 @@ def trace(
     with torch.no_grad():
         module = make_fx(step, tracing_mode="real")(*examples)
     constants = _lift_constants(module)
-    return StepGraph(module, state_spec, constants, [*examples, *constants])
+    position = next(place for place, leaf in enumerate(leaves) if leaf is state.position)
+    return StepGraph(
+        module, state_spec, position, found[0].dtype, constants, [*examples, *constants]
+    )
 
 
 def _lift_constants(module: fx.GraphModule) -> list[Tensor]:
