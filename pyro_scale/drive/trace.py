@@ -6,7 +6,9 @@ Pyro's handlers cannot be traced by Dynamo, but run as they are under `make_fx`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,13 +75,22 @@ def trace(
     examples = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in changing]
     own = batch.tensors if not batch.per_chain else [leaf.contiguous() for leaf in batch.tensors]
     examples += [leaf.detach() for leaf in own]
-    with torch.no_grad():
+    with torch.no_grad(), _without_onednn():
         module = make_fx(step, tracing_mode="real")(*examples)
     constants = _lift_constants(module)
     position = next(place for place, leaf in enumerate(leaves) if leaf is state.position)
     return StepGraph(
         module, state_spec, position, found[0].dtype, constants, [*examples, *constants]
     )
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Its recurrent layers are opaque to Inductor; without it they are traced like any other."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
 
 
 def _lift_constants(module: fx.GraphModule) -> list[Tensor]:
