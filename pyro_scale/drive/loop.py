@@ -215,7 +215,7 @@ static void gather(char* rows, const char* table, const char* at, const char* so
     const int64_t* indices = reinterpret_cast<const int64_t*>(at);
     const int64_t* next = reinterpret_cast<const int64_t*>(soon);
     for (int64_t i = 0; i < count; ++i) {
-        __builtin_prefetch(table + next[i] * bytes);
+        __builtin_prefetch(table + next[i] * bytes);  // large tables are in main memory
         std::memcpy(rows + i * bytes, table + indices[i] * bytes, bytes);
     }
 }
@@ -228,7 +228,7 @@ static void run_group(int64_t steps, int64_t left, int64_t every, char** sources
     if (!arena) throw std::bad_alloc();
 %(pointers)s
     for (int64_t step = 0; step < steps; ++step) {
-        const int64_t ahead = step + %(ahead)d < steps ? %(ahead)d : 0;
+        const int64_t ahead = step + 1 < steps;
 %(step)s
         if (--left == 0) {
             std::memcpy(positions, in%(place)d, %(position)d);
@@ -262,8 +262,6 @@ extern "C" void run(int64_t groups, int64_t threads, int64_t steps, int64_t left
 }
 """
 _ERROR_BYTES = 4096
-#: Steps from asking for a row to using it: rows of large data come from main memory.
-_PREFETCH_STEPS = 4
 
 
 def kinds_of(graph: StepGraph, sources: Sequence[Source]) -> list[str]:
@@ -439,7 +437,6 @@ def _source(plan: _Plan, kinds: Sequence[str], position: int) -> str:
         "alignment": _ALIGNMENT,
         "arena": max(arena, _ALIGNMENT),
         "pointers": _indented(pointers, 4),
-        "ahead": _PREFETCH_STEPS,
         "step": _indented([*before, *plan.lines, *after], 8),
         "home": _indented(home, 4),
         "sources": next(places),

@@ -34,8 +34,6 @@ from pyro_scale.drive.trace import StepGraph, trace
 
 #: Steps from which compiling repays the few seconds that it takes.
 _REPAID_AFTER = 3000
-#: Steps of one tape at most: Python between tapes then costs nothing, and a bar still moves.
-_LONGEST_LOOP, _LONGEST_EAGER = 2**14, 2**6
 
 
 class Kept(NamedTuple):
@@ -57,14 +55,10 @@ class Program(Protocol):
 
     Attributes:
         name: what it is, in words.
-        longest: how many steps a tape may have.
     """
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def longest(self) -> int: ...
 
     def run(self, state: Any, tape: Tape, left: int, every: int) -> tuple[Any, Kept]:
         """(The state after the tape, what is kept): the left-th state, and every every-th on."""
@@ -78,12 +72,10 @@ class OneByOne:
     Attributes:
         step: (state, values, noise, changing) -> (state, log joint `[chains]`).
         name: what it is, in words.
-        longest: how many steps a tape may have.
     """
 
     step: Callable[..., tuple[Any, Tensor]]
     name: str
-    longest: int
 
     def run(self, state: Any, tape: Tape, left: int, every: int) -> tuple[Any, Kept]:
         positions, log_joints = [], []
@@ -110,10 +102,6 @@ class ChainByChain:
     def name(self) -> str:
         return self.program.name
 
-    @property
-    def longest(self) -> int:
-        return self.program.longest
-
     def run(self, state: Any, tape: Tape, left: int, every: int) -> tuple[Any, Kept]:
         chains = [slice(chain, chain + 1) for chain in range(len(tape.noise))]
         ran = [
@@ -132,7 +120,6 @@ class CompiledLoop:
     state_spec: Any
     all_at_once: bool
     name: str = "compiled loop"
-    longest: int = _LONGEST_LOOP
 
     def run(self, state: Any, tape: Tape, left: int, every: int) -> tuple[Any, Kept]:
         groups = 1 if self.all_at_once else len(tape.noise)
@@ -176,7 +163,7 @@ def eager(engine: Engine, batches: Batches) -> OneByOne:
         return state, evaluation.log_joint
 
     name = "eager" if engine.vectorised else "eager, chain by chain"
-    return OneByOne(step, name, _LONGEST_EAGER)
+    return OneByOne(step, name)
 
 
 def program_for(
@@ -251,7 +238,7 @@ def _compiled(engine: Engine, batches: Batches, state: Any, tape: Tape) -> Progr
             loop = Loop(graph, library_for(graph, kinds, threads, build))
             return CompiledLoop(loop, batches, state_spec, all_at_once)
     step = _compiled_step(graph, compiled(), batches)
-    program = OneByOne(step, "compiled step", _LONGEST_EAGER)
+    program = OneByOne(step, "compiled step")
     return program if all_at_once else ChainByChain(program)
 
 

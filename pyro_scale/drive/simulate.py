@@ -20,6 +20,9 @@ from pyro_scale.drive.programs import Program, program_for
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.tape import Inputs, Tape, steps_within_budget
 
+#: From when on a run should show its progress and can be interrupted.
+_NOTICED_SECONDS = 0.05
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -193,10 +196,10 @@ def simulate(
     program = program_for(engine, batches, chains.state, first, compile, steps.total)
     progress.say(program.name)
     started = time.perf_counter()
-    size = steps_within_budget(first, program.longest)
-    tapes = inputs.tapes(_spans(1, steps.total, size))
-    for tape in itertools.chain([first], tapes):
-        chains.move(program, batches, tape, steps, draws)
+    pace = _Pace(steps.total, steps_within_budget(first))
+    for tape in itertools.chain([first], inputs.tapes(pace.spans())):
+        with pace:
+            chains.move(program, batches, tape, steps, draws)
         progress.update(len(tape), chains.log_joint)
         if not chains.alive.any():
             break
@@ -206,12 +209,30 @@ def simulate(
     return draws
 
 
-def _spans(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    """start ... stop - 1 in spans that end at multiples of a size."""
-    while start < stop:
-        end = min(stop, (start // size + 1) * size)
-        yield start, end
-        start = end
+class _Pace:
+    """Lets tapes grow twice as long each time, until one takes long enough to be noticed.
+
+    What is drawn does not depend on it.
+    """
+
+    def __init__(self, num_steps: int, most: int):
+        self._num_steps, self._most, self._quick = num_steps, most, True
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Steps from the second on, in spans that begin at multiples of their length."""
+        start, size = 1, 1
+        while start < self._num_steps:
+            stop = min(start + size, self._num_steps)
+            yield start, stop
+            start = stop
+            if self._quick and size < self._most:
+                size *= 2
+
+    def __enter__(self) -> None:
+        self._begun = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._quick = time.perf_counter() - self._begun < _NOTICED_SECONDS
 
 
 def _first_noise(engine: Engine, positions: Tensor, seed: int) -> Tensor:

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core.randomness import NoiseTape
 from pyro_scale.drive.batches import Batches
 
-#: Bytes of one tape, at most unless it is of one step.
-_BUDGET = 2**25
+#: Bytes of one tape, unless one step has more; and steps, which leave its bytes in the cache.
+_BUDGET, _LONGEST = 2**25, 2**14
 #: Tapes that are drawn ahead; noise and indices come in blocks, which takes its time.
 _AHEAD = 3
 
@@ -109,7 +109,7 @@ def bytes_per_step(tape: Tape) -> int:
     return sum(leaf[:, 0].numel() * leaf.element_size() for leaf in leaves)
 
 
-def steps_within_budget(tape: Tape, most: int) -> int:
-    """How many steps a tape like this one may have: a power of two, or `most`."""
+def steps_within_budget(tape: Tape) -> int:
+    """How many steps a tape like this one may have: a power of two."""
     affordable = max(1, _BUDGET // max(1, bytes_per_step(tape)))
-    return min(most, 1 << (affordable.bit_length() - 1))
+    return min(_LONGEST, 1 << (affordable.bit_length() - 1))
