@@ -63,7 +63,7 @@ def generator(
 
 
 class Blocks:
-    """All chains' streams of numbers, in blocks that are drawn as they are asked for.
+    """All chains' streams of numbers, drawn a block at a time.
 
     Args:
         num_chains: how many streams.
@@ -81,34 +81,45 @@ class Blocks:
         device: torch.device | None,
         draw: Callable[[int, int, Tensor], object],
     ):
-        self.size, self._draw = size, draw
-        self._first, self._held = 0, torch.empty(num_chains, 0, dtype=dtype, device=device)
+        self._num_chains, self._size, self._draw = num_chains, size, draw
+        self._like = torch.empty(0, dtype=dtype, device=device)
+        self._block, self._held = -1, self._like
 
-    def span(self, begin: int, end: int) -> Tensor:
-        """The numbers begin ... end - 1 of every stream, `[num_chains, end - begin]`."""
-        first, last = begin // self.size, (end - 1) // self.size
-        if first < self._first or last >= self._first + self._num_held:
-            self._hold(first, last - first + 1)
-        offset = begin - self._first * self.size
-        return self._held[:, offset : offset + end - begin]
+    def span(self, begin: int, end: int, out: Tensor | None = None) -> Tensor:
+        """The numbers begin ... end - 1 of every stream, `[num_chains, end - begin]`.
 
-    @property
-    def _num_held(self) -> int:
-        return self._held.shape[1] // self.size
+        Args:
+            begin: the first.
+            end: the one after the last.
+            out: memory to write them to; new memory, whose pages the system has to clear first,
+                can take longer than drawing them.
+        """
+        if out is None:
+            out = self._like.new_empty(self._num_chains, end - begin)
+        place = begin
+        while place < end:
+            block, offset = divmod(place, self._size)
+            count = min(end - place, self._size - offset)
+            part = out[:, place - begin : place - begin + count]
+            if count == self._size:
+                self._fill(block, part)
+            else:
+                part.copy_(self._hold(block)[:, offset : offset + count])
+            place += count
+        return out
 
-    def _hold(self, first: int, count: int) -> None:
-        """Holds some blocks and no others; those that are held already are not drawn again."""
-        chains = len(self._held)
-        held = self._held.new_empty(chains, count, self.size)
-        old = self._held.unflatten(1, (self._num_held, self.size))
-        for place in range(count):
-            known = first + place - self._first
-            if 0 <= known < self._num_held:
-                held[:, place] = old[:, known]
-                continue
-            for chain in range(chains):
-                self._draw(chain, first + place, held[chain, place])
-        self._first, self._held = first, held.flatten(1)
+    def _hold(self, block: int) -> Tensor:
+        """One block, which is held until another one is."""
+        if self._block != block:
+            if self._held.dim() == 1:
+                self._held = self._like.new_empty(self._num_chains, self._size)
+            self._fill(block, self._held)
+            self._block = block
+        return self._held
+
+    def _fill(self, block: int, out: Tensor) -> None:
+        for chain in range(self._num_chains):
+            self._draw(chain, block, out[chain])
 
 
 class NoiseTape:
@@ -146,7 +157,14 @@ class NoiseTape:
         """The noise of one step, `[num_chains, *shape]`."""
         return self.span(step, step + 1)[:, 0]
 
-    def span(self, start: int, stop: int) -> Tensor:
-        """The noise of steps start ... stop - 1, `[num_chains, stop - start, *shape]`."""
-        numbers = self._blocks.span(start * self._width, stop * self._width)
+    def span(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """The noise of steps start ... stop - 1, `[num_chains, stop - start, *shape]`.
+
+        Args:
+            start: the first step.
+            stop: the step after the last.
+            out: an earlier span as long as this one, to write over.
+        """
+        flat = None if out is None else out.flatten(1)
+        numbers = self._blocks.span(start * self._width, stop * self._width, flat)
         return numbers.unflatten(1, (stop - start, *self._shape))

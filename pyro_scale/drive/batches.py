@@ -94,10 +94,11 @@ class Batches(Protocol):
     @property
     def fixed(self) -> Any: ...
 
-    def take(self, start: int, stop: int) -> Any:
+    def take(self, start: int, stop: int, out: Any = None) -> Any:
         """What changes, of steps start ... stop - 1: tensors `[chains, stop - start, ...]`.
 
-        Each span begins where the last one ended.
+        Each span begins where the last one ended.  `out` is an earlier span as long as this one,
+        whose memory may be written over.
         """
         ...
 
@@ -126,7 +127,7 @@ class WholeData:
 
         return WholeData(rows.map_rows(stored, self.fixed))
 
-    def take(self, start: int, stop: int) -> Any:
+    def take(self, start: int, stop: int, out: Any = None) -> Any:
         return ()
 
     def batch(self, fixed: Any, changing: Any) -> Batch:
@@ -143,8 +144,8 @@ class GatheredRows:
     fixed: Arguments
     indices: RowIndices
 
-    def take(self, start: int, stop: int) -> Any:
-        return self.indices.span(start, stop)
+    def take(self, start: int, stop: int, out: Any = None) -> Any:
+        return self.indices.span(start, stop, out)
 
     def batch(self, fixed: Any, changing: Any) -> Batch:
         return Batch(rows.take(fixed, changing), per_chain=True)
@@ -160,8 +161,8 @@ class OwnIndices:
     fixed: Arguments
     indices: RowIndices
 
-    def take(self, start: int, stop: int) -> Any:
-        return self.indices.span(start, stop)
+    def take(self, start: int, stop: int, out: Any = None) -> Any:
+        return self.indices.span(start, stop, out)
 
     def batch(self, fixed: Any, changing: Any) -> Batch:
         return Batch(fixed, per_chain=False, indices=changing)
@@ -186,7 +187,7 @@ class ReadBatches:
         self._steps = steps
         self._first, self._structure = pytree.tree_flatten(first)
 
-    def take(self, start: int, stop: int) -> Any:
+    def take(self, start: int, stop: int, out: Any = None) -> Any:
         steps = [[self._rows_of(part) for part in next(self._steps)] for _ in range(start, stop)]
         by_chain = [step[chain] for chain in range(len(steps[0])) for step in steps]
         try:
@@ -227,10 +228,11 @@ class SharedBatches:
     def fixed(self) -> Any:
         return self.batches.fixed
 
-    def take(self, start: int, stop: int) -> Any:
+    def take(self, start: int, stop: int, out: Any = None) -> Any:
+        own = pytree.tree_map(lambda leaf: leaf[:1], out)
         return pytree.tree_map(
             lambda leaf: leaf.expand(self.num_chains, *leaf.shape[1:]),
-            self.batches.take(start, stop),
+            self.batches.take(start, stop, own),
         )
 
     def batch(self, fixed: Any, changing: Any) -> Batch:

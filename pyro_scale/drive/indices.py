@@ -76,7 +76,15 @@ class RowIndices:
         """The indices of one step, `[num_chains, batch_size]`."""
         return self.span(step, step + 1)[:, 0]
 
-    def span(self, start: int, stop: int) -> Tensor:
-        """The indices of steps start ... stop - 1, `[num_chains, stop - start, batch_size]`."""
-        numbers = self._blocks.span(start * self._batch_size, stop * self._batch_size)
-        return numbers.unflatten(1, (stop - start, self._batch_size))
+    def span(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """The indices of steps start ... stop - 1, `[num_chains, stop - start, batch_size]`.
+
+        Args:
+            start: the first step.
+            stop: the step after the last.
+            out: an earlier span as long as this one, to write over.
+        """
+        size = self._batch_size
+        flat = None if out is None else out.flatten(1)
+        numbers = self._blocks.span(start * size, stop * size, flat)
+        return numbers.unflatten(1, (stop - start, size))

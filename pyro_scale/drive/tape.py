@@ -85,20 +85,31 @@ class Inputs:
     noise: NoiseTape
     batches: Batches
 
-    def tape(self, start: int, stop: int) -> Tape:
-        """The tape of steps start ... stop - 1; each begins where the last one ended."""
+    def tape(self, start: int, stop: int, spent: Tape | None = None) -> Tape:
+        """The tape of steps start ... stop - 1; each begins where the last one ended.
+
+        The memory of a spent tape, if it is as long, is written over.
+        """
         values = {name: column[start:stop] for name, column in self.values.items()}
-        noise = self.noise.span(start, stop)
-        return Tape(start, values, noise, self.batches.take(start, stop))
+        if spent is None or len(spent) != stop - start:
+            return Tape(start, values, self.noise.span(start, stop), self.batches.take(start, stop))
+        noise = self.noise.span(start, stop, spent.noise)
+        return Tape(start, values, noise, self.batches.take(start, stop, spent.changing))
 
     def tapes(self, spans: Iterable[tuple[int, int]]) -> Iterator[Tape]:
-        """The tapes of some spans of steps, the next ones drawn while one is used."""
+        """The tapes of some spans of steps, the next ones drawn while one is used.
+
+        A tape is spent when the next one is asked for.
+        """
         with ThreadPoolExecutor(1, thread_name_prefix="pyro_scale-tape") as thread:
             drawn: deque[Future[Tape]] = deque()
+            spent: Tape | None = None
             for span in spans:
-                drawn.append(thread.submit(self.tape, *span))
+                drawn.append(thread.submit(self.tape, *span, spent))
+                spent = None
                 if len(drawn) > _AHEAD:
-                    yield drawn.popleft().result()
+                    spent = drawn.popleft().result()
+                    yield spent
             while drawn:
                 yield drawn.popleft().result()
 
