@@ -229,7 +229,7 @@ class SharedBatches:
         return self.batches.fixed
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:
-        own = pytree.tree_map(lambda leaf: leaf[:1], out)
+        own = None if out is None else pytree.tree_map(lambda leaf: leaf[:1], out)
         return pytree.tree_map(
             lambda leaf: leaf.expand(self.num_chains, *leaf.shape[1:]),
             self.batches.take(start, stop, own),
