@@ -1,16 +1,19 @@
-# Two commands: `make demo` and `make test`.  Each makes .venv if it is missing.
+# `make demo`, `make test`, `make bench`: each makes .venv if it is missing.
 
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint types notebooks clean
+.PHONY: demo test bench lint types notebooks clean
 
 demo: .venv/installed
 	$(BIN)/python -W ignore::FutureWarning examples/demo.py
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2
+
+bench: .venv/installed-bench
+	$(BIN)/python benchmarks/run.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -29,4 +32,8 @@ clean:
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+.venv/installed-bench: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	touch $@
