@@ -173,6 +173,7 @@ def program_for(
     tape: Tape,
     compile: bool | Literal["auto"],
     num_steps: int,
+    tell: Callable[[str], object],
 ) -> Program:
     """The fastest way of running the steps that the model allows.
 
@@ -183,6 +184,7 @@ def program_for(
         tape: the first step's.
         compile: `"auto"` compiles runs that are long enough to repay it.
         num_steps: how many steps there will be.
+        tell: is told what goes on.
 
     Warns:
         UserWarning: the model cannot be compiled; it says what could not be.
@@ -190,6 +192,7 @@ def program_for(
     as_it_is = eager(engine, batches)
     if compile is False or (compile == "auto" and num_steps < _REPAID_AFTER):
         return as_it_is
+    tell("compiling")
     try:
         if isinstance(batches, WholeData):
             with contextlib.suppress(Exception):  # a model may want its rows contiguous

@@ -192,8 +192,7 @@ def simulate(
 
     begun = time.perf_counter()
     first = inputs.tape(0, 1)
-    progress.say("compiling")
-    program = program_for(engine, batches, chains.state, first, compile, steps.total)
+    program = program_for(engine, batches, chains.state, first, compile, steps.total, progress.say)
     progress.say(program.name)
     started = time.perf_counter()
     pace = _Pace(steps.total, steps_within_budget(first))
