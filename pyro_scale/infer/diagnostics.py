@@ -139,7 +139,9 @@ def gradient_noise(
                 jacobian = torch.func.jacrev(rows_of, chunk_size=256)(layout.unflatten(position))
                 parts = [jacobian[name].reshape(size, -1) for name in latents]
                 gradients.append(torch.cat(parts, dim=1))
-            variances.append(torch.cat(gradients).var(0))
+            rows = torch.cat(gradients)
+            centred = rows - rows.mean(0)  # torch's own var is many times slower along rows
+            variances.append(centred.square().sum(0) / (len(rows) - 1))
     num_data = log_posterior.num_data
     all_different = 0.0 if replacement else size / num_data
     return torch.stack(variances).mean(0) * num_data / size * (1 - all_different)
