@@ -50,6 +50,6 @@ def _key(graph: StepGraph, kinds: list[str], threads: int | None) -> str:
     about = (torch.__version__, torch.backends.cpu.get_cpu_capability(), cores, kinds, geometry)
     digest = hashlib.sha256(repr(about).encode())
     digest.update(graph.module.code.encode())
-    for writer in ("inductor.py", "loop.py"):
+    for writer in ("inductor.py", "plan.py", "loop.py"):
         digest.update(Path(__file__).with_name(writer).read_bytes())
     return digest.hexdigest()

@@ -2,185 +2,29 @@
 
 Inductor hands a step over as a few C++ kernels on plain pointers and a Python function that
 allocates buffers and calls them.  For small models that function costs a hundred times what the
-kernels do.  Here it is read as a plan and written out in C++: buffers are allocated once, tapes
-are walked by pointer, and the state's memory changes place with the step's output.
+kernels do.  Here its plan is written out in C++: buffers are allocated once, tapes are walked by
+pointer, rows are gathered by index, and the state's memory changes place with the step's output.
 """
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pyro_scale.drive.batches import Fixed, Gathered, Source, Taped
-from pyro_scale.drive.inductor import Compiled, CppKernel
+from pyro_scale.drive.inductor import Compiled
+from pyro_scale.drive.plan import NotALoop, Plan, plan_of
 from pyro_scale.drive.trace import StepGraph
 
 _ALIGNMENT = 64
 
-
-class NotALoop(Exception):
-    """A step that calls more than kernels and matrix products."""
-
-
-@dataclass(frozen=True)
-class _View:
-    """A tensor in memory: a named C++ pointer, an offset in elements, and its geometry."""
-
-    root: str
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int = 0
-
-    @property
-    def address(self) -> str:
-        return f"({self.root} + {self.offset * self.dtype.itemsize})"
-
-    @property
-    def num_bytes(self) -> int:
-        """From its first element to its last."""
-        if 0 in self.size:
-            return 0
-        pairs = zip(self.size, self.stride, strict=True)
-        return (1 + sum((n - 1) * step for n, step in pairs)) * self.dtype.itemsize
-
-    @property
-    def is_contiguous(self) -> bool:
-        return torch.empty_strided(self.size, self.stride, device="meta").is_contiguous()
-
-
-@dataclass
-class _Plan:
-    """What one step does, as C++ statements.
-
-    Attributes:
-        lines: the statements.
-        buffers: each buffer's bytes.
-        outputs: what the step returns.
-        kernels: the kernels' sources by name.
-        constants: tensors that Inductor put into the module, by the C++ pointer's name.
-    """
-
-    inputs: list[_View]
-    names: Any
-    lines: list[str] = field(default_factory=list)
-    buffers: dict[str, int] = field(default_factory=dict)
-    outputs: list[_View] = field(default_factory=list)
-    kernels: dict[str, CppKernel] = field(default_factory=dict)
-    views: dict[str, _View] = field(default_factory=dict)
-    free: list[str] = field(default_factory=list)
-
-    # ------------------------------------------------------------------ statements
-
-    def read(self, statement: ast.stmt) -> None:
-        match statement:
-            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")):
-                for name, view in zip(names, self.inputs, strict=True):
-                    self.views[name.id] = view  # type: ignore[attr-defined]
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                self.views[name] = self.view(value)
-            case ast.Delete(targets=names):
-                for name in names:
-                    self.forget(name.id)  # type: ignore[attr-defined]
-            case ast.Expr(value=ast.Call() as call):
-                self.call(call)
-            case ast.Return(value=ast.Tuple(elts=values)):
-                self.outputs = [self.view(value) for value in values]
-            case _:
-                raise NotALoop(ast.unparse(statement))
-
-    def forget(self, name: str) -> None:
-        root = self.views.pop(name).root
-        if root in self.buffers and all(view.root != root for view in self.views.values()):
-            self.free.append(root)
-
-    def call(self, call: ast.Call) -> None:
-        function = ast.unparse(call.func)
-        kernel = self.names.get(function)
-        if isinstance(kernel, CppKernel):
-            self.kernels[function] = kernel
-            pointers = [
-                f"({kind}){self.view(argument).address}"
-                for kind, argument in zip(kernel.argument_types, call.args, strict=True)
-                if self.is_pointer(kind)
-            ]
-            self.lines.append(f"{function}({', '.join(pointers)});")
-        elif function in _MATRIX_PRODUCTS:
-            self.product(function, call)
-        elif function not in ("args.clear", "assert_size_stride", "assert_alignment"):
-            raise NotALoop(ast.unparse(call))
-
-    @staticmethod
-    def is_pointer(kind: str) -> bool:
-        if not kind.endswith("*"):
-            raise NotALoop(f"a kernel's argument of type {kind}")
-        return True
-
-    def product(self, function: str, call: ast.Call) -> None:
-        """A matrix product, by ATen's stable C interface."""
-        options = {keyword.arg: keyword.value for keyword in call.keywords}
-        operands = [options.pop("out"), *call.args]
-        handles = [self.handle(self.view(operand)) for operand in operands]
-        scales = [
-            repr(float(ast.literal_eval(options.pop(name, ast.Constant(1)))))
-            for name in _MATRIX_PRODUCTS[function]
-        ]
-        if options:
-            raise NotALoop(ast.unparse(call))
-        shim = function.replace("extern_kernels.", "aoti_torch_cpu_") + "_out"
-        self.lines.append(f"check({shim}({', '.join(handles + scales)}));")
-
-    @staticmethod
-    def handle(view: _View) -> str:
-        size, stride = ("{" + ", ".join(map(str, v)) + "}" for v in (view.size, view.stride))
-        kind = f"aoti_torch_dtype_{str(view.dtype).removeprefix('torch.')}()"
-        return f"Handle({view.address}, {len(view.size)}, {size}, {stride}, {kind}).get()"
-
-    # ------------------------------------------------------------------ expressions
-
-    def view(self, expression: ast.expr) -> _View:
-        match expression:
-            case ast.Name(id=name) if name in self.views:
-                return self.views[name]
-            case ast.Call(func=ast.Name(id="empty_strided_cpu"), args=[size, stride, dtype]):
-                kind = getattr(torch, ast.unparse(dtype).removeprefix("torch."))
-                view = _View("", kind, ast.literal_eval(size), ast.literal_eval(stride))
-                return self.allocated(view)
-            case ast.Call(
-                func=ast.Name(id="reinterpret_tensor"), args=[base, size, stride, offset]
-            ):
-                of = self.view(base)
-                sizes = ast.literal_eval(size), ast.literal_eval(stride)
-                return _View(of.root, of.dtype, *sizes, of.offset + ast.literal_eval(offset))
-        raise NotALoop(ast.unparse(expression))
-
-    def allocated(self, view: _View) -> _View:
-        """The view in a buffer of its own, or in one that is no longer used."""
-        root = next((r for r in self.free if self.buffers[r] == view.num_bytes), None)
-        if root is None:
-            root = f"buffer{len(self.buffers)}"
-            self.buffers[root] = view.num_bytes
-        else:
-            self.free.remove(root)
-        return _View(root, view.dtype, view.size, view.stride)
-
-
-#: The matrix products that a loop may call, with the names of their scalar arguments.
-_MATRIX_PRODUCTS: dict[str, tuple[str, ...]] = {
-    "extern_kernels.mm": (),
-    "extern_kernels.bmm": (),
-    "extern_kernels.addmm": ("beta", "alpha"),
-    "extern_kernels.baddbmm": ("beta", "alpha"),
-}
 
 _HANDLES = """
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -279,13 +123,7 @@ def write_loop(graph: StepGraph, kinds: Sequence[str], compiled: Compiled) -> st
     Raises:
         NotALoop: the step does what cannot be written out in C++.
     """
-    inputs = [
-        _View(f"in{i}", example.dtype, tuple(example.shape), example.stride())
-        for i, example in enumerate(graph.examples)
-    ]
-    plan = _Plan(inputs, compiled.names)
-    for statement in _body(compiled.source):
-        plan.read(statement)
+    plan = plan_of(compiled, graph.examples)
     return _source(plan, kinds, graph.position)
 
 
@@ -382,20 +220,7 @@ def _pointers_of(source: Source) -> list[_Pointer]:
             return [_Pointer(tensor, 0, 0)]
 
 
-def _body(source: str) -> list[ast.stmt]:
-    """The statements of the generated function `call`."""
-    functions = (
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef) and node.name == "call"
-    )
-    function = next(functions, None)
-    if function is None:
-        raise NotALoop("Inductor's output has no function `call`")
-    return function.body
-
-
-def _source(plan: _Plan, kinds: Sequence[str], position: int) -> str:
+def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
     """The C++ of a loop around a plan, whose inputs are of these kinds."""
     pointers, before, after, home = [], [], [], []
     places = itertools.count()

@@ -28,7 +28,8 @@ from pyro_scale.drive.batches import Batches, Gathered, Source, Taped, WholeData
 from pyro_scale.drive.engine import Engine
 from pyro_scale.drive.inductor import Compiled, build_library, compile_graph
 from pyro_scale.drive.libraries import library_for
-from pyro_scale.drive.loop import Loop, NotALoop, kinds_of, write_loop
+from pyro_scale.drive.loop import Loop, kinds_of, write_loop
+from pyro_scale.drive.plan import NotALoop
 from pyro_scale.drive.tape import Tape
 from pyro_scale.drive.trace import StepGraph, trace
 
@@ -200,9 +201,9 @@ def program_for(
         return _compiled(engine, batches, state, tape)
     except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
         warnings.warn(
-            f"the model could not be compiled, so its steps run one by one from Python, about a "
-            f"hundred times slower ({type(error).__name__}: {_first_line(error)}); pass "
-            "compile=False to say so yourself",
+            f"the model could not be compiled ({type(error).__name__}: {_first_line(error)}), so "
+            "every step runs the model's Python, which takes milliseconds; compile=False silences "
+            "this",
             UserWarning,
             stacklevel=4,
         )
