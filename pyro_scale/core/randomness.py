@@ -49,7 +49,11 @@ def choose_seed(seed: int | None) -> int:
 
 
 def derived_seed(seed: int, chain: int, purpose: Purpose, block: int = 0) -> int:
-    """The 63-bit seed of one block of one stream."""
+    """The 63-bit seed of one block of one stream.
+
+    torch's generator for the processor uses 32 of them: of 10^6 blocks about a hundred pairs
+    are alike, which repeats 0.02% of the noise, mostly at other times.
+    """
     key = struct.pack("<4Q", seed, chain, purpose, block)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 

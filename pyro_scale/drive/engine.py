@@ -138,7 +138,7 @@ class Engine:
         def share(leaf: Tensor) -> Tensor:
             sizes = [self.num_latents, self.layout.size - self.num_latents]
             own, points = leaf.split(sizes, dim=-1)
-            finite = torch.isfinite(leaf).all(dim=-1, keepdim=True)  # a broken chain has no say
+            finite = torch.isfinite(leaf).all(dim=-1, keepdim=True)  # not of a chain that breaks
             mean = torch.where(finite, points, 0).sum(0) / finite.sum(0)
             return torch.cat([own, torch.where(finite, mean, points)], dim=-1)
 

@@ -77,7 +77,16 @@ def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int |
             compile_fx(module, list(examples), inner_compile=inner, config_patches=options)
     (compiled,) = found
     names = getattr(compiled.current_callable, "__globals__", {})
+    if threads is None and any(_may_abort(kernel) for kernel in names.values()):
+        return compile_graph(module, examples, threads=1)
     return Compiled(compiled, compiled.source_code, names)
+
+
+def _may_abort(kernel: object) -> bool:
+    """Whether a kernel checks indices among threads, where a failed check ends the process."""
+    if not isinstance(kernel, CppKernel):
+        return False
+    return "#pragma omp" in kernel.source and "out of bounds" in kernel.source
 
 
 @contextmanager

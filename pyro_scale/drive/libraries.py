@@ -6,7 +6,6 @@ import ctypes
 import getpass
 import hashlib
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -28,13 +27,23 @@ def library_for(
         build: builds the library and returns its path.
     """
     kept = _directory() / f"{_key(graph, kinds, threads)}.so"
-    if not kept.exists():
-        built = build()
+    if not _is_whole(kept):
+        code = Path(build()).read_bytes()
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as new:
-            shutil.copy(built, new.name)
+            new.write(code + hashlib.sha256(code).digest())
         os.replace(new.name, kept)  # at once, for other processes look there too
     return ctypes.CDLL(str(kept))
+
+
+def _is_whole(kept: Path) -> bool:
+    """Whether a library is there, with the digest of all of it at its end: the system would
+    kill the process for loading a part of one."""
+    if not kept.exists():
+        return False
+    content = kept.read_bytes()
+    size = hashlib.sha256().digest_size
+    return hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
 def _directory() -> Path:
@@ -47,8 +56,8 @@ def _key(graph: StepGraph, kinds: list[str], threads: int | None) -> str:
     """All that the library depends on: the graph, its inputs' geometry, the code that wrote it."""
     geometry = [(x.dtype, tuple(x.shape), x.stride()) for x in graph.examples]
     cores = torch.get_num_threads() if threads is None else threads
-    about = (torch.__version__, torch.backends.cpu.get_cpu_capability(), cores, kinds, geometry)
-    digest = hashlib.sha256(repr(about).encode())
+    machine = torch.__version__, torch.backends.cpu.get_cpu_capability(), cores
+    digest = hashlib.sha256(repr((machine, kinds, graph.position, geometry)).encode())
     digest.update(graph.module.code.encode())
     for writer in ("inductor.py", "plan.py", "loop.py"):
         digest.update(Path(__file__).with_name(writer).read_bytes())

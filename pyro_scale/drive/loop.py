@@ -70,6 +70,9 @@ static void run_group(int64_t steps, int64_t left, int64_t every, char** sources
     std::unique_ptr<char, decltype(&std::free)> arena(
         static_cast<char*>(std::aligned_alloc(%(alignment)d, %(arena)d)), &std::free);
     if (!arena) throw std::bad_alloc();
+    char* base = arena.get();
+    // g++ 12 takes the alignment of the whole for that of every part, and crashes
+    asm volatile("" : "+r"(base));
 %(pointers)s
     for (int64_t step = 0; step < steps; ++step) {
         const int64_t ahead = step + 1 < steps;
@@ -253,7 +256,7 @@ def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
         home.append(f"if ({old} != sources[{i}]) std::memcpy(sources[{i}], {old}, {size});")
     arena = 0
     for root, size in plan.buffers.items():
-        pointers.append(f"char* {root} = arena.get() + {arena};")
+        pointers.append(f"char* {root} = base + {arena};")
         arena += -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT
     kernels = [_HANDLES] if any(line.startswith("check(") for line in plan.lines) else []
     kernels += [_named(name, kernel.source) for name, kernel in plan.kernels.items()]

@@ -35,6 +35,10 @@ from pyro_scale.drive.trace import StepGraph, trace
 
 #: Steps from which compiling repays the few seconds that it takes.
 _REPAID_AFTER = 3000
+#: Where a program is compared with the step itself: so many standard normals away.
+_ELSEWHERE = 0.1
+#: The most they may differ by: a part of what is compared, and roundings of what it comes from.
+_TOLERANCE, _ROUNDINGS = 1e-3, 1e3
 
 
 class Kept(NamedTuple):
@@ -196,18 +200,51 @@ def program_for(
     tell("compiling")
     try:
         if isinstance(batches, WholeData):
-            with contextlib.suppress(Exception):  # a model may want its rows contiguous
-                return _compiled(engine, batches.by_column(), state, tape)
-        return _compiled(engine, batches, state, tape)
+            with contextlib.suppress(Exception):  # a model may ask how its rows lie in memory
+                program = _compiled(engine, batches.by_column(), state, tape)
+                _check(program, as_it_is, engine, state, tape)
+                return program
+        program = _compiled(engine, batches, state, tape)
+        _check(program, as_it_is, engine, state, tape)
+        return program
     except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
         warnings.warn(
-            f"the model could not be compiled ({type(error).__name__}: {_first_line(error)}), so "
-            "every step runs the model's Python, which takes milliseconds; compile=False silences "
-            "this",
+            f"the model could not be compiled ({_reason(error)}), so every step runs the model's "
+            "Python, which takes milliseconds; compile=False silences this",
             UserWarning,
             stacklevel=4,
         )
         return as_it_is
+
+
+def _check(program: Program, as_it_is: Program, engine: Engine, state: Any, tape: Tape) -> None:
+    """Compares a program with the step itself, at another state and batch than it was traced at.
+
+    What leaves torch on the way (NumPy, lists) is not traced but frozen.
+
+    Raises:
+        RuntimeError: they differ by more than rounding.
+    """
+    last = tape.part(len(tape) - 1, len(tape))
+    moved = state.position.clone()
+    moved[:, : engine.num_latents] += _ELSEWHERE * last.noise[:, 0, 0]
+    elsewhere = state._replace(position=moved)
+    quiet = dataclasses.replace(last, noise=torch.zeros_like(last.noise))
+    (one, mine), (other, theirs) = (p.run(elsewhere, quiet, 1, 1) for p in (program, as_it_is))
+    leaves = [pytree.tree_leaves(each) for each in (elsewhere, one, other)]
+    for before, after, expected in zip(*leaves, strict=True):
+        _compare(after - before, expected - before, before.abs().amax())
+    _compare(mine.last, theirs.last, mine.last.abs().amax())
+
+
+def _compare(given: Tensor, expected: Tensor, size: Tensor) -> None:
+    rounding = _ROUNDINGS * torch.finfo(given.dtype).eps * float(size)
+    allowed = _TOLERANCE * float(expected.abs().nan_to_num().amax()) + rounding
+    if not torch.allclose(given, expected, rtol=0, atol=allowed, equal_nan=True):
+        raise RuntimeError(
+            "compiled, it gives something else: what the model hands to NumPy or to lists on the "
+            "way is frozen when it is compiled; keep to torch"
+        )
 
 
 def _compiled(engine: Engine, batches: Batches, state: Any, tape: Tape) -> Program:
@@ -260,5 +297,11 @@ def _compiled_step(
     return step
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:300]
+def _reason(error: Exception) -> str:
+    """Why a model cannot be compiled, in one line."""
+    first = str(error).strip().partition("\n")[0][:300]
+    if "tracing tensor" in first:
+        return "it reads a tensor's value in Python: .item(), float(), bool(), an if"
+    if "DynamicOutputShape" in type(error).__name__:
+        return f"the shape of a result depends on values: {first}"
+    return f"{type(error).__name__}: {first}"

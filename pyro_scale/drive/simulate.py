@@ -16,7 +16,7 @@ from pyro_scale.core import rows
 from pyro_scale.core.randomness import NoiseTape, Purpose, generator
 from pyro_scale.drive.batches import Batches
 from pyro_scale.drive.engine import Engine
-from pyro_scale.drive.programs import Program, program_for
+from pyro_scale.drive.programs import Program, eager, program_for
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.tape import Inputs, Tape, steps_within_budget
 
@@ -137,7 +137,8 @@ class Chains:
             sound = torch.isfinite(moved.position).all(dim=-1).cpu()
         except RuntimeError:  # NaN upsets matrix factorisations
             if len(tape) == 1:
-                raise
+                eager(self._engine, batches).run(self.state, tape, left, steps.thinning)
+                raise  # unless the model has just said the same in its own words
             sound = ~self.alive
         broken = self.alive & ~sound
         if broken.any() and len(tape) > 1:
@@ -191,11 +192,11 @@ def simulate(
     inputs = Inputs(values, chains.noise, batches)
 
     begun = time.perf_counter()
-    first = inputs.tape(0, 1)
+    first = inputs.tape(0, min(2, steps.total))
     program = program_for(engine, batches, chains.state, first, compile, steps.total, progress.say)
     progress.say(program.name)
     started = time.perf_counter()
-    pace = _Pace(steps.total, steps_within_budget(first))
+    pace = _Pace(len(first), steps.total, steps_within_budget(first))
     for tape in itertools.chain([first], inputs.tapes(pace.spans())):
         with pace:
             chains.move(program, batches, tape, steps, draws)
@@ -214,17 +215,17 @@ class _Pace:
     What is drawn does not depend on it.
     """
 
-    def __init__(self, num_steps: int, most: int):
-        self._num_steps, self._most, self._quick = num_steps, most, True
+    def __init__(self, start: int, num_steps: int, most: int):
+        self._start, self._num_steps, self._most, self._quick = start, num_steps, most, True
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Steps from the second on, in spans that begin at multiples of their length."""
-        start, size = 1, 1
+        """Steps from `start` on."""
+        start = size = self._start
         while start < self._num_steps:
             stop = min(start + size, self._num_steps)
             yield start, stop
             start = stop
-            if self._quick and size < self._most:
+            if self._quick and 2 * size <= self._most:
                 size *= 2
 
     def __enter__(self) -> None:

@@ -76,7 +76,9 @@ class TensorData:
             return WholeData(self.arguments)
         num_rows, device = rows.count(self.arguments) or 0, rows.device(self.arguments)
         indices = RowIndices(seed, num_chains, num_rows, self.batch_size, sampling, device)
-        return GatheredRows(self.arguments, indices)
+        # rows are gathered at every step, from memory in which each lies in one piece
+        table = rows.map_rows(lambda tensor: tensor.contiguous(), self.arguments)
+        return GatheredRows(table, indices)
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
         num_rows = rows.count(self.arguments)
@@ -295,7 +297,10 @@ def refuse_arrays(arguments: Arguments) -> None:
 
 
 def to_device(arguments: Arguments, device: torch.device | None) -> Arguments:
-    """The arguments with their rows on a device; as they are, if None."""
-    if device is None:
-        return arguments
-    return rows.map_rows(lambda tensor: tensor.to(device), arguments)
+    """The arguments with their rows on a device, where they are if None; nothing left to do in
+    them, such as a sign to change when they are read."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(device or tensor.device).resolve_conj().resolve_neg()
+
+    return rows.map_rows(moved, arguments)

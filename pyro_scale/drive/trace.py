@@ -5,9 +5,11 @@ Pyro's handlers cannot be traced by Dynamo, but run as they are under `make_fx`.
 
 from __future__ import annotations
 
+import itertools
 import operator
+import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,9 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.drive.batches import Batch
 from pyro_scale.drive.engine import Engine
+
+#: oneDNN's switch is the whole process's.
+_switching = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,8 @@ def trace(
     own = batch.tensors if not batch.per_chain else [leaf.contiguous() for leaf in batch.tensors]
     examples += [leaf.detach() for leaf in own]
     with torch.no_grad(), _without_onednn():
-        module = make_fx(step, tracing_mode="real")(*examples)
+        traced = make_fx(step, tracing_mode="real", decomposition_table=_DECOMPOSITIONS)
+        module = traced(*examples)
     constants = _lift_constants(module)
     position = next(place for place, leaf in enumerate(leaves) if leaf is state.position)
     return StepGraph(
@@ -84,10 +90,30 @@ def trace(
     )
 
 
+def _running(combine: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    """A running sum or product, element by element: Inductor has no kernel for it."""
+
+    def decomposed(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+        if x.dim() == 0 or not x.is_floating_point() or not 0 < x.shape[dim] <= _MOST_RUNNING:
+            return NotImplemented
+        first, *others = x.to(dtype or x.dtype).unbind(dim)
+        return torch.stack(list(itertools.accumulate(others, combine, initial=first)), dim)
+
+    return decomposed
+
+
+#: Elements of a running sum or product that is written out.
+_MOST_RUNNING = 32
+_DECOMPOSITIONS = {
+    torch.ops.aten.cumsum.default: _running(operator.add),
+    torch.ops.aten.cumprod.default: _running(operator.mul),
+}
+
+
 @contextmanager
 def _without_onednn() -> Iterator[None]:
     """Its recurrent layers are opaque to Inductor; without it they are traced like any other."""
-    with warnings.catch_warnings():
+    with _switching, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")
         with torch.backends.mkldnn.flags(enabled=False):
             yield
@@ -104,7 +130,8 @@ def _lift_constants(module: fx.GraphModule) -> list[Tensor]:
                 last = inputs[node.target] = graph.placeholder(f"constant_{len(inputs)}")
         node.replace_all_uses_with(inputs[node.target])
         graph.erase_node(node)
-    constants = [operator.attrgetter(name)(module).detach() for name in inputs]
+    held_by_name = {name: operator.attrgetter(name)(module).detach() for name in inputs}
+    constants = [tensor.resolve_conj().resolve_neg() for tensor in held_by_name.values()]
     held = [*module.named_buffers(), *module.named_parameters()]
     for name in {name.partition(".")[0] for name, _ in held}:
         delattr(module, name)  # or Inductor makes inputs of them once more

@@ -61,7 +61,7 @@ class Sampler(Method):
         **hyperparameters: float | Schedule,
     ):
         super().__init__(model, init_strategy=init_strategy, num_data=num_data)
-        if compile not in (True, False, "auto"):
+        if not isinstance(compile, bool) and compile != "auto":
             raise ArgumentError(f"compile={compile!r}: pass True, False or 'auto'")
         self._compile = compile
         known = [field.name for field in dataclasses.fields(self.kernel_class)]
