@@ -1,5 +1,10 @@
+import logging
+
 import pytest
 import torch
+
+# pytest's handlers would make Inductor write a trace of every compilation for nobody
+logging.getLogger("torch.__trace").addHandler = lambda handler: None
 
 
 @pytest.fixture(scope="module")

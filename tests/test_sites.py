@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -23,6 +24,7 @@ from torch import nn
 from torch.distributions import Normal
 
 import pyro_scale as ps
+from pyro_scale.model.transforms import CorrelationCholesky
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -1066,3 +1068,21 @@ def test_tensors_passed_in_are_not_written_to():
     assert torch.equal(x, before[0])
     assert torch.equal(y, before[1])
     assert all(torch.equal(params[name], kept[name]) for name in kept)
+
+
+@pytest.mark.parametrize("n", [2, 3, 6])
+def test_correlations_map_as_torchs_do_without_masks(n):
+    """The same map, inverse and Jacobian, which is the determinant that autograd finds."""
+    ours = CorrelationCholesky()
+    theirs = torch.distributions.biject_to(constraints.corr_cholesky)
+    x = torch.randn(4, n * (n - 1) // 2, dtype=torch.float64)
+    y = ours(x)
+    close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
+    close(y, theirs(x))
+    close(ours.inv(y), x)
+    close(ours.log_abs_det_jacobian(x, y), theirs.log_abs_det_jacobian(x, y))
+    rows, columns = torch.tril_indices(n, n, -1)
+    jacobian = torch.func.jacrev(lambda v: ours(v)[rows, columns])(x[0])
+    close(torch.linalg.slogdet(jacobian)[1], ours.log_abs_det_jacobian(x[0], y[0]))
+    assert ours.forward_shape(x.shape) == y.shape
+    assert ours.inverse_shape(y.shape) == x.shape

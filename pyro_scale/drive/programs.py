@@ -238,7 +238,8 @@ def _check(program: Program, as_it_is: Program, engine: Engine, state: Any, tape
 
 
 def _compare(given: Tensor, expected: Tensor, size: Tensor) -> None:
-    rounding = _ROUNDINGS * torch.finfo(given.dtype).eps * float(size)
+    eps = torch.finfo(given.dtype).eps if given.is_floating_point() else 0.0
+    given, expected, rounding = given.double(), expected.double(), _ROUNDINGS * eps * float(size)
     allowed = _TOLERANCE * float(expected.abs().nan_to_num().amax()) + rounding
     if not torch.allclose(given, expected, rtol=0, atol=allowed, equal_nan=True):
         raise RuntimeError(

@@ -220,7 +220,7 @@ class _Pace:
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """Steps from `start` on."""
-        start = size = self._start
+        start, size = self._start, min(self._start, self._most)
         while start < self._num_steps:
             stop = min(start + size, self._num_steps)
             yield start, stop

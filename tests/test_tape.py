@@ -1,0 +1,316 @@
+"""Tapes: however the steps are cut into spans, every step gets what it would get by itself."""
+
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyro_scale.core import randomness
+from pyro_scale.core.randomness import NoiseTape, Purpose, generator
+from pyro_scale.drive import indices as indices_module
+from pyro_scale.drive import simulate as simulation
+from pyro_scale.drive import tape as tapes
+from pyro_scale.drive.indices import RowIndices
+from pyro_scale.drive.simulate import Steps
+from pyro_scale.drive.tape import Inputs, Tape, steps_within_budget
+
+quick = settings(max_examples=60, deadline=None, derandomize=True)
+CPU = torch.device("cpu")
+
+
+def spans_of(cuts, start=0):
+    """Lengths -> spans one after another."""
+    spans = []
+    for cut in cuts:
+        spans.append((start, start + cut))
+        start += cut
+    return spans
+
+
+# ------------------------------------------------------------------ streams in spans
+
+
+def noise(chains=2, shape=(2, 5), seed=3, dtype=torch.float64):
+    """Blocks of six steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(randomness, "_BLOCK_NUMBERS", 6 * shape[0] * shape[1])
+        return NoiseTape(seed, chains, shape, dtype, CPU)
+
+
+@quick
+@given(st.lists(st.integers(1, 15), min_size=1, max_size=8), st.integers(0, 40))
+def test_noise_in_spans_is_noise_step_by_step(cuts, start):
+    """Across blocks, forwards from any step; the numbers are those of each block's generator."""
+    assert noise().block_steps == 6
+    tape = noise()
+    for first, last in spans_of(cuts, start):
+        span = tape.span(first, last)
+        assert span.shape == (2, last - first, 2, 5)
+        for step in range(first, last):
+            for chain in range(2):
+                source = generator(3, chain, Purpose.NOISE, step // 6)
+                block = torch.randn(6 * 2 * 5, generator=source, dtype=torch.float64)
+                own = block.view(6, 2, 5)[step % 6]
+                assert torch.equal(span[chain, step - first], own)
+
+
+@quick
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 4))
+def test_a_chains_noise_does_not_depend_on_their_number(cuts, chains):
+    one, many = noise(chains=1), noise(chains=chains)
+    for span in spans_of(cuts):
+        assert torch.equal(one.span(*span)[0], many.span(*span)[0])
+
+
+def test_an_earlier_span_can_be_asked_for_again():
+    tape = noise()
+    first = tape.span(0, 3).clone()
+    tape.span(30, 50)
+    assert torch.equal(tape.span(0, 3), first)
+
+
+def test_a_span_that_was_given_out_is_not_written_to():
+    """Unless it is given back: the program reads a tape while the thread draws the next ones."""
+    tape, rows = noise(), row_indices()
+    for source in (tape, rows):
+        held = [source.span(i, i + 4) for i in range(0, 12, 4)]
+        copies = [span.clone() for span in held]
+        for later in range(12, 200, 7):
+            source.span(later, later + 7)
+        for span, copy in zip(held, copies, strict=True):
+            assert torch.equal(span, copy)
+
+
+def row_indices(chains=2, num_rows=10, batch=3, sampling="shuffle", seed=5):
+    """Blocks of forty indices: four epochs, or thirteen steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indices_module, "_BLOCK_NUMBERS", 40)
+        return RowIndices(seed, chains, num_rows, batch, sampling)
+
+
+@quick
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    st.integers(0, 30),
+    st.sampled_from(["shuffle", "replacement"]),
+    st.sampled_from([(10, 3), (10, 10), (7, 2), (50, 1), (60, 45), (1, 1)]),
+)
+def test_indices_in_spans_are_indices_step_by_step(cuts, start, sampling, sizes):
+    num_rows, batch = sizes
+    rows = row_indices(num_rows=num_rows, batch=batch, sampling=sampling)
+    single = row_indices(num_rows=num_rows, batch=batch, sampling=sampling)
+    alone = row_indices(chains=1, num_rows=num_rows, batch=batch, sampling=sampling)
+    for first, last in spans_of(cuts, start):
+        span = rows.span(first, last)
+        assert span.shape == (2, last - first, batch)
+        assert span.dtype == torch.int64
+        assert int(span.min()) >= 0
+        assert int(span.max()) < num_rows
+        for step in range(first, last):
+            assert torch.equal(span[:, step - first], single.at(step))
+        assert torch.equal(span[:1], alone.span(first, last))
+
+
+@pytest.mark.parametrize("sizes", [(10, 3), (7, 2), (60, 45), (50, 1), (10, 10)])
+def test_every_epoch_is_an_order_of_all_rows(sizes):
+    """Also where blocks and batches end in the middle of an epoch, and no two are alike."""
+    num_rows, batch = sizes
+    rows = row_indices(num_rows=num_rows, batch=batch)
+    stream = torch.cat([rows.span(*s) for s in spans_of([1, 7, 64, 129, 400])], dim=1).flatten(1)
+    epochs = stream[:, : stream.shape[1] // num_rows * num_rows].unflatten(1, (-1, num_rows))
+    assert torch.equal(epochs.sort(-1).values, torch.arange(num_rows).expand_as(epochs))
+    if num_rows >= 50:
+        assert len(epochs.flatten(0, 1).unique(dim=0)) == epochs.shape[0] * epochs.shape[1]
+
+
+# ------------------------------------------------------------------ a tape and its parts
+
+
+def made(start=7, steps=9, chains=3):
+    values = {"lr": torch.rand(steps), "friction": torch.rand(steps)}
+    changing = [torch.rand(chains, steps, 4), {"i": torch.randint(9, (chains, steps))}]
+    return Tape(start, values, torch.rand(chains, steps, 2, 5), changing)
+
+
+@quick
+@given(st.integers(1, 12))
+def test_parts_are_the_tape(size):
+    tape = made()
+    parts = list(tape.parts(size))
+    assert [len(part) for part in parts[:-1]] == [size] * (len(parts) - 1)
+    assert [part.start for part in parts] == list(range(7, 16, size))
+    assert parts[-1].stop == tape.stop == 16
+    for part in parts:
+        for place in range(len(part)):
+            values, normals, changing = part.at(place)
+            step = part.start + place - tape.start
+            assert values == {name: column[step] for name, column in tape.values.items()}
+            assert torch.equal(normals, tape.noise[:, step])
+            assert torch.equal(changing[0], tape.changing[0][:, step])
+            assert torch.equal(changing[1]["i"], tape.changing[1]["i"][:, step])
+
+
+def test_the_tape_of_some_chains():
+    tape = made()
+    some = tape.of(slice(1, 3))
+    assert some.start == tape.start
+    assert torch.equal(some.noise, tape.noise[1:3])
+    assert torch.equal(some.changing[1]["i"], tape.changing[1]["i"][1:3])
+    assert some.values == tape.values
+
+
+@pytest.mark.parametrize("numbers", [1, 100, 1000, 10**6, 10**8])
+def test_the_memory_budget_sets_the_steps(numbers):
+    """As many as fit, to a power of two; one at least, and no more than a bar can wait for."""
+    empty = torch.empty(1, dtype=torch.int16).expand(2, 1, numbers)
+    tape = Tape(0, {}, torch.empty(2, 1, 1, 3), [empty])
+    per_step = 2 * (3 * 4 + 2 * numbers)
+    steps = steps_within_budget(tape)
+    assert steps & (steps - 1) == 0
+    assert steps == 1 or steps * per_step <= tapes._BUDGET
+    assert steps == tapes._LONGEST or 2 * steps * per_step > tapes._BUDGET
+    assert 1 <= steps <= tapes._LONGEST
+
+
+# ------------------------------------------------------------------ drawn ahead
+
+
+@dataclass
+class Watched:
+    """Batches that say when, and by which thread, they were taken."""
+
+    fail_at: int = 10**9
+    taken: list = field(default_factory=list)
+    arrived: threading.Condition = field(default_factory=threading.Condition)
+
+    def take(self, start, stop, out=None):
+        with self.arrived:
+            self.taken.append((start, threading.current_thread()))
+            self.arrived.notify_all()
+        if start <= self.fail_at < stop:
+            raise LookupError(f"row {self.fail_at}")
+        numbers = torch.arange(start, stop).expand(2, -1)
+        return numbers.clone() if out is None else out.copy_(numbers)
+
+    def wait_for(self, start):
+        with self.arrived:
+            return self.arrived.wait_for(lambda: any(s == start for s, _ in self.taken), 30)
+
+
+def inputs(batches):
+    values = {"lr": torch.arange(400.0)}
+    return Inputs(values, noise(shape=(1, 3)), batches)
+
+
+def tape_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("pyro_scale-tape")]
+
+
+SPANS = spans_of([1, 3, 4, 9, 2, 30, 30, 1, 1, 1, 5])
+
+
+EVEN = spans_of([8] * 40 + [3])
+
+
+@pytest.mark.parametrize("spans", [[], SPANS[:1], SPANS[:2], SPANS, EVEN])
+def test_tapes_are_tape_one_after_another(spans):
+    """Each is as it should be until the next one is asked for, whatever is drawn meanwhile."""
+    batches, plain, found = Watched(), inputs(Watched()), []
+    for tape in inputs(batches).tapes(iter(spans)):
+        found.append((tape.start, tape.stop))
+        ahead = min(len(spans), len(found) + tapes._AHEAD)
+        assert batches.wait_for(spans[ahead - 1][0])
+        expected = plain.tape(tape.start, tape.stop)
+        assert torch.equal(tape.values["lr"], expected.values["lr"])
+        assert torch.equal(tape.noise, expected.noise)
+        assert torch.equal(tape.changing, expected.changing)
+    assert found == spans
+    assert not tape_threads()
+
+
+@pytest.mark.parametrize("sampling", ["shuffle", "replacement"])
+def test_a_span_is_written_over_an_earlier_one(sampling):
+    """The numbers are those of new memory, whole blocks and parts of them alike."""
+    for source, again in [(noise(), noise()), (row_indices(sampling=sampling),) * 2]:
+        out = source.span(0, 17)
+        for start in (17, 34, 1000, 3):
+            written = source.span(start, start + 17, out)
+            assert written.data_ptr() == out.data_ptr()
+            assert torch.equal(written, again.span(start, start + 17))
+
+
+def test_the_next_tape_is_drawn_by_another_thread_while_one_is_used():
+    """Nothing but the thread can take the next batches while this one waits for them."""
+    batches = Watched()
+    iterator = inputs(batches).tapes(iter(SPANS))
+    for start, _ in SPANS[:-1]:
+        tape = next(iterator)
+        assert tape.start == start
+        assert batches.wait_for(tape.stop)
+    list(iterator)
+    assert [start for start, _ in batches.taken] == [start for start, _ in SPANS]
+    threads = {thread for _, thread in batches.taken}
+    assert len(threads) == 1
+    assert threading.current_thread() not in threads
+
+
+def test_few_tapes_are_drawn_ahead():
+    """Memory holds a few of them, however slow the program is."""
+    batches = Watched()
+    iterator = inputs(batches).tapes(iter(spans_of([1] * 100)))
+    next(iterator)
+    batches.wait_for(tapes._AHEAD)
+    iterator.close()
+    assert len(batches.taken) <= tapes._AHEAD + 1
+
+
+def test_an_exception_of_the_data_comes_out_in_its_turn():
+    iterator = inputs(Watched(fail_at=18)).tapes(iter(SPANS))
+    for _ in range(4):
+        last = next(iterator)
+    assert last.stop == 17
+    with pytest.raises(LookupError, match="row 18"):
+        next(iterator)
+    assert not tape_threads()
+
+
+@pytest.mark.parametrize("used", [0, 1, 5])
+def test_abandoned_tapes_leave_no_thread(used):
+    iterator = inputs(Watched()).tapes(iter(SPANS))
+    for _ in range(used):
+        next(iterator)
+    del iterator
+    assert not tape_threads()
+
+
+# ------------------------------------------------------------------ which steps are kept
+
+
+@quick
+@given(st.integers(0, 20), st.integers(1, 9), st.integers(1, 12), st.integers(0, 150))
+def test_left_and_kept_before_by_brute_force(warmup, thinning, num_samples, step):
+    steps = Steps(num_samples, warmup, thinning)
+    kept = [warmup + thinning * i - 1 for i in range(1, 200)]
+    assert kept[num_samples - 1] == steps.total - 1
+    assert steps.kept_before(step) == sum(k < step for k in kept)
+    assert step + steps.left(step) - 1 == next(k for k in kept if k >= step)
+
+
+@quick
+@given(st.integers(2, 500), st.sampled_from([2, 8, 64]), st.lists(st.booleans()))
+def test_the_pace_goes_through_every_step_once(num_steps, most, slow):
+    """Tapes grow while they are quick, up to the budget; from the third step on."""
+    pace = simulation._Pace(2, num_steps, most)
+    slow, expected, before = iter(slow), 2, 2
+    for start, stop in pace.spans():
+        assert start == expected
+        assert stop - start in (before, min(2 * before, most)) or stop == num_steps
+        assert 0 < stop - start <= most
+        expected, before = stop, stop - start
+        with pytest.MonkeyPatch.context() as patch, pace:
+            patch.setattr(simulation, "_NOTICED_SECONDS", -1.0 if next(slow, False) else 1e9)
+            pace.__exit__(None, None, None)
+    assert expected == num_steps
