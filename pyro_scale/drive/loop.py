@@ -67,7 +67,8 @@ static void gather(char* rows, const char* table, const char* at, const char* so
 
 static void run_group(int64_t steps, int64_t left, int64_t every, char** sources,
                       const int64_t* strides, char* positions, char* log_joints, char* last) {
-    std::unique_ptr<char, decltype(&std::free)> arena(
+    // kept from one tape to the next, for clearing new pages takes longer than a step
+    static thread_local std::unique_ptr<char, decltype(&std::free)> arena(
         static_cast<char*>(std::aligned_alloc(%(alignment)d, %(arena)d)), &std::free);
     if (!arena) throw std::bad_alloc();
     char* base = arena.get();
