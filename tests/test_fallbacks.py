@@ -154,6 +154,7 @@ def asked(monkeypatch):
     """How often compilation is asked for, by program_for on its own."""
     calls = []
     monkeypatch.setattr(programs, "_compiled", lambda *args: calls.append(args))
+    monkeypatch.setattr(programs, "_check", lambda *_: None)
     engine = SimpleNamespace(vectorised=True)
 
     def ask(compile, num_steps):
