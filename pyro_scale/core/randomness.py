@@ -67,11 +67,12 @@ def generator(
 
 
 class Blocks:
-    """All chains' streams of numbers, drawn a block at a time.
+    """All chains' streams of numbers, drawn a block at a time and read step by step.
 
     Args:
         num_chains: how many streams.
-        size: numbers in a block.
+        shape: of one step's numbers.
+        size: numbers in a block, which need not be whole steps.
         dtype: of the numbers.
         device: where they are drawn and stay.
         draw: (chain, block, out `[size]`) fills a block.
@@ -80,26 +81,38 @@ class Blocks:
     def __init__(
         self,
         num_chains: int,
+        shape: tuple[int, ...],
         size: int,
         dtype: torch.dtype,
         device: torch.device | None,
         draw: Callable[[int, int, Tensor], object],
     ):
-        self._num_chains, self._size, self._draw = num_chains, size, draw
+        self._num_chains, self._shape, self._size, self._draw = num_chains, shape, size, draw
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._block, self._held = -1, self._like
 
-    def span(self, begin: int, end: int, out: Tensor | None = None) -> Tensor:
-        """The numbers begin ... end - 1 of every stream, `[num_chains, end - begin]`.
+    def at(self, step: int) -> Tensor:
+        """The numbers of one step, `[num_chains, *shape]`."""
+        return self.span(step, step + 1)[:, 0]
+
+    def span(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """The numbers of steps start ... stop - 1, `[num_chains, stop - start, *shape]`.
 
         Args:
-            begin: the first.
-            end: the one after the last.
-            out: memory to write them to; new memory, whose pages the system has to clear first,
-                can take longer than drawing them.
+            start: the first step.
+            stop: the step after the last.
+            out: an earlier span as long as this one, to write over; new memory, whose pages the
+                system has to clear first, can take longer than drawing.
         """
         if out is None:
-            out = self._like.new_empty(self._num_chains, end - begin)
+            out = self._like.new_empty(self._num_chains, stop - start, *self._shape)
+        width = math.prod(self._shape)
+        numbers = out.view(self._num_chains, (stop - start) * width)  # never a copy
+        self._write(start * width, stop * width, numbers)
+        return out
+
+    def _write(self, begin: int, end: int, out: Tensor) -> None:
+        """The numbers begin ... end - 1 of every stream, to `[num_chains, end - begin]`."""
         place = begin
         while place < end:
             block, offset = divmod(place, self._size)
@@ -110,7 +123,6 @@ class Blocks:
             else:
                 part.copy_(self._hold(block)[:, offset : offset + count])
             place += count
-        return out
 
     def _hold(self, block: int) -> Tensor:
         """One block, which is held until another one is."""
@@ -126,7 +138,7 @@ class Blocks:
             self._draw(chain, block, out[chain])
 
 
-class NoiseTape:
+class NoiseTape(Blocks):
     """Standard normals for every step of every chain, drawn a block of steps at a time.
 
     The block's length depends on the shape of one step's noise alone, never on the number of
@@ -152,23 +164,7 @@ class NoiseTape:
             source = generator(seed, chain, Purpose.NOISE, block, device)
             torch.randn(out.shape, generator=source, out=out)
 
-        self._shape, self._width = shape, math.prod(shape)
-        self.block_steps = max(1, min(_BLOCK_STEPS, _BLOCK_NUMBERS // max(1, self._width)))
-        size = max(1, self.block_steps * self._width)
-        self._blocks = Blocks(num_chains, size, dtype, device, draw)
-
-    def at(self, step: int) -> Tensor:
-        """The noise of one step, `[num_chains, *shape]`."""
-        return self.span(step, step + 1)[:, 0]
-
-    def span(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
-        """The noise of steps start ... stop - 1, `[num_chains, stop - start, *shape]`.
-
-        Args:
-            start: the first step.
-            stop: the step after the last.
-            out: an earlier span as long as this one, to write over.
-        """
-        flat = None if out is None else out.flatten(1)
-        numbers = self._blocks.span(start * self._width, stop * self._width, flat)
-        return numbers.unflatten(1, (stop - start, *self._shape))
+        width = math.prod(shape)
+        self.block_steps = max(1, min(_BLOCK_STEPS, _BLOCK_NUMBERS // max(1, width)))
+        size = max(1, self.block_steps * width)
+        super().__init__(num_chains, shape, size, dtype, device, draw)

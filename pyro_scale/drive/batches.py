@@ -185,7 +185,7 @@ class ReadBatches:
 
     def __init__(self, steps: Iterator[list[Arguments]], first: Arguments):
         self._steps = steps
-        self._first, self._structure = pytree.tree_flatten(first)
+        self._first = Batch(first, per_chain=True)
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:
         steps = [[self._rows_of(part) for part in next(self._steps)] for _ in range(start, stop)]
@@ -197,24 +197,23 @@ class ReadBatches:
         return [column.unflatten(0, (-1, len(steps))) for column in stacked]
 
     def batch(self, fixed: Any, changing: Any) -> Batch:
-        tensors = iter(changing)
-        leaves = [next(tensors) if rows.is_rows(leaf) else leaf for leaf in self._first]
-        return Batch(pytree.tree_unflatten(leaves, self._structure), per_chain=True)
+        return self._first.with_tensors(changing)
 
     def sources(self, changing: Any) -> list[Source]:
         return [Taped(leaf) for leaf in changing]
 
     def _rows_of(self, arguments: Arguments) -> list[Tensor]:
-        leaves, structure = pytree.tree_flatten(arguments)
-        if structure != self._structure:
-            raise DataError(f"a batch is built as {structure}, the first one as {self._structure}")
-        for (name, leaf), first in zip(rows.named_leaves(arguments), self._first, strict=True):
-            if not rows.is_rows(leaf) and not _same(leaf, first):
+        first, expected = pytree.tree_flatten(self._first.arguments)
+        structure = pytree.tree_structure(arguments)
+        if structure != expected:
+            raise DataError(f"a batch is built as {structure}, the first one as {expected}")
+        for (name, leaf), known in zip(rows.named_leaves(arguments), first, strict=True):
+            if not rows.is_rows(leaf) and not _same(leaf, known):
                 raise DataError(
-                    f"argument {name} is {leaf!r} in a batch and {first!r} in the first one: what "
+                    f"argument {name} is {leaf!r} in a batch and {known!r} in the first one: what "
                     "changes from batch to batch must be a tensor whose first dimension is rows"
                 )
-        return [leaf for leaf in leaves if rows.is_rows(leaf)]
+        return rows.leaves(arguments)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def check_sampling(sampling: object) -> None:
         raise ArgumentError(f"sampling={sampling!r}: pass 'shuffle' or 'replacement'")
 
 
-class RowIndices:
+class RowIndices(Blocks):
     """One stream of row indices a chain, a function of (seed, chain) alone.
 
     `"shuffle"` goes through all rows in a new order each epoch; a batch that the epoch's end
@@ -69,22 +69,4 @@ class RowIndices:
                 for epoch in out.split(num_rows):
                     torch.randperm(num_rows, generator=source, out=epoch)
 
-        self._batch_size = batch_size
-        self._blocks = Blocks(num_chains, parts * whole, torch.long, device, draw)
-
-    def at(self, step: int) -> Tensor:
-        """The indices of one step, `[num_chains, batch_size]`."""
-        return self.span(step, step + 1)[:, 0]
-
-    def span(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
-        """The indices of steps start ... stop - 1, `[num_chains, stop - start, batch_size]`.
-
-        Args:
-            start: the first step.
-            stop: the step after the last.
-            out: an earlier span as long as this one, to write over.
-        """
-        size = self._batch_size
-        flat = None if out is None else out.flatten(1)
-        numbers = self._blocks.span(start * size, stop * size, flat)
-        return numbers.unflatten(1, (stop - start, size))
+        super().__init__(num_chains, (batch_size,), parts * whole, torch.long, device, draw)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -180,7 +180,7 @@ class Plan:
             self.buffers[root] = view.num_bytes
         else:
             self.free.remove(root)
-        return View(root, view.dtype, view.size, view.stride)
+        return replace(view, root=root)
 
 
 def plan_of(compiled: Compiled, examples: Sequence[Tensor]) -> Plan:

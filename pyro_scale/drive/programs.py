@@ -201,12 +201,8 @@ def program_for(
     try:
         if isinstance(batches, WholeData):
             with contextlib.suppress(Exception):  # a model may ask how its rows lie in memory
-                program = _compiled(engine, batches.by_column(), state, tape)
-                _check(program, as_it_is, engine, state, tape)
-                return program
-        program = _compiled(engine, batches, state, tape)
-        _check(program, as_it_is, engine, state, tape)
-        return program
+                return _checked(engine, batches.by_column(), as_it_is, state, tape)
+        return _checked(engine, batches, as_it_is, state, tape)
     except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
         warnings.warn(
             f"the model could not be compiled ({_reason(error)}), so every step runs the model's "
@@ -215,6 +211,15 @@ def program_for(
             stacklevel=4,
         )
         return as_it_is
+
+
+def _checked(
+    engine: Engine, batches: Batches, as_it_is: Program, state: Any, tape: Tape
+) -> Program:
+    """The steps as one program, which has been compared with the steps themselves."""
+    program = _compiled(engine, batches, state, tape)
+    _check(program, as_it_is, engine, state, tape)
+    return program
 
 
 def _check(program: Program, as_it_is: Program, engine: Engine, state: Any, tape: Tape) -> None:
