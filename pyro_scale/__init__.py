@@ -16,11 +16,16 @@ from pyro_scale.model.scaling import Evaluation
 BAOA = Sampler.of(kernels.BAOA)
 SGHMC = Sampler.of(kernels.SGHMC)
 SGLD = Sampler.of(kernels.SGLD)
+SGNHT = Sampler.of(kernels.SGNHT)
+UBU = Sampler.of(kernels.UBU)
+pSGLD = Sampler.of(kernels.pSGLD)
 
 __all__ = [
     "BAOA",
     "SGHMC",
     "SGLD",
+    "SGNHT",
+    "UBU",
     "Evaluation",
     "LogPosterior",
     "Sampler",
@@ -28,5 +33,6 @@ __all__ = [
     "errors",
     "explain",
     "init_to_module",
+    "pSGLD",
     "schedules",
 ]

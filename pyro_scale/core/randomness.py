@@ -33,6 +33,7 @@ class Purpose(IntEnum):
     BATCHES = 2
     MOMENTUM = 3
     DATA_LOADER = 4
+    STEP_SIZE = 5
 
 
 def choose_seed(seed: int | None) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pyro_scale.errors import ArgumentError
 
@@ -17,6 +18,9 @@ Schedule = Callable[[int], float]
 
 def polynomial_decay(start: float, power: float = 0.33, delay: float = 1.0) -> Schedule:
     """start * (1 + step / delay)^(-power), Welling and Teh's decreasing step size (2011).
+
+    Draws at decreasing steps count by their weights, `sample_stats["weight"]`, in proportion to
+    lr; `summary` and `predict` use them.
 
     Args:
         start: the value at step 0.
@@ -51,3 +55,59 @@ def cosine_decay(start: float, num_steps: int, end: float = 0.0) -> Schedule:
         return end + (start - end) * (1.0 + math.cos(phase)) / 2.0
 
     return value
+
+
+@dataclass(frozen=True)
+class Cyclical:
+    """The cyclical step size of Zhang et al. (2020), for multimodal posteriors: warm restarts.
+
+        lr = start/2 (cos(pi (step mod cycle_steps) / cycle_steps) + 1)
+
+    A cycle's first part explores: large steps without noise find another mode.  The rest samples
+    it, with noise and ever smaller steps.  As the `lr` of a sampler it sets the temperature to 0
+    while exploring, and draws are kept from the sampling phases alone: every `thinning`-th of
+    their steps.
+
+    Args:
+        start: the step size at which each cycle begins.
+        cycle_steps: steps from one restart to the next.
+        exploration: the part of a cycle that explores, at least 0 and below 1.
+
+    Raises:
+        ArgumentError: an argument out of its range, or a cycle without a step that samples.
+
+    Example:
+        >>> lr = Cyclical(0.2, cycle_steps=100, exploration=0.8)
+        >>> lr(0), round(lr(50), 12), lr(100)
+        (0.2, 0.1, 0.2)
+        >>> [step for step in range(1000) if lr.explores(step) != lr.explores(step + 1)][:3]
+        [79, 99, 179]
+    """
+
+    start: float
+    cycle_steps: int
+    exploration: float = 0.8
+
+    def __post_init__(self) -> None:
+        if not (self.start > 0 and 0 <= self.exploration < 1 and int(self.cycle_steps) >= 1):
+            raise ArgumentError(
+                f"{self}: start must be > 0, cycle_steps >= 1 and exploration in [0, 1)"
+            )
+        if self.explores(self.cycle_steps - 1):
+            raise ArgumentError(f"{self}: no step of a cycle samples; lower exploration")
+
+    def __call__(self, step: int) -> float:
+        """The step size at a step."""
+        phase = (step % self.cycle_steps) / self.cycle_steps
+        return self.start / 2 * (math.cos(math.pi * phase) + 1)
+
+    def explores(self, step: int) -> bool:
+        """Whether a step is of an exploration phase: no noise, and nothing is kept."""
+        return step % self.cycle_steps < self.exploration * self.cycle_steps
+
+
+def mapped(function: Callable[[float], float], value: float | Schedule) -> float | Schedule:
+    """A function of a number, or of every value of a schedule."""
+    if callable(value):
+        return lambda step: function(value(step))
+    return function(value)

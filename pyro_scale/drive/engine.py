@@ -21,7 +21,7 @@ from pyro_scale.drive.batches import Batch
 
 
 class Density(Protocol):
-    """What the engine needs of a log posterior."""
+    """What sampling needs of a log posterior."""
 
     @property
     def num_data(self) -> int: ...
@@ -33,6 +33,10 @@ class Density(Protocol):
     def plain_grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Any]: ...
+
+    def row_gradients(
+        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+    ) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class Engine:
         num_latents: how many of a position's elements are latents; the rest are points.
         vectorised: False moves the chains one by one with plain autograd, for models that vmap
             or functorch's gradient refuses.
+        known_noise: the variance of the minibatch gradient of the log joint over N, `[D]`, which
+            is taken off the injected noise; None leaves that whole.
     """
 
     kernel: Any
@@ -75,10 +81,11 @@ class Engine:
     layout: Layout
     num_latents: int
     vectorised: bool = True
+    known_noise: Tensor | None = None
 
     def init(self, positions: Tensor, noise: Tensor, values: Mapping[str, Tensor]) -> Any:
         """The state of chains at positions `[chains, D]`, given noise `[chains, latents]`."""
-        kernel = self._bound(values)
+        kernel = self.bound(values)
         state = torch.vmap(kernel.init)(positions, self._padded(noise))
         return self._shared(state)
 
@@ -86,7 +93,7 @@ class Engine:
         self, state: Any, batch: Batch, noise: Tensor, values: Mapping[str, Tensor]
     ) -> tuple[Any, Any]:
         """(The next state, each chain's evaluation); noise is `[chains, normals, latents]`."""
-        kernel = self._bound(values)
+        kernel = self.cooled(self.bound(values))
 
         def update(arguments: Any, indices: Any, state: Any, noise: Tensor) -> tuple[Any, Any]:
             return kernel.update(state, self._target(arguments, indices), noise)
@@ -123,10 +130,37 @@ class Engine:
         ]
         return pytree.tree_map(lambda *leaves: torch.stack(leaves), *moved)
 
-    def _bound(self, values: Mapping[str, Tensor]) -> Any:
-        """The kernel at this step's values, its temperature over N as in the paper."""
-        scaled = {"temperature": values["temperature"] / self.density.num_data}
-        return self.kernel.bind({**values, **scaled})
+    def bound(self, values: Mapping[str, Tensor]) -> Any:
+        """The kernel at a step's values: its temperature over N as in the paper, and what
+        differs from site to site, or from latents to points, as vectors [D]."""
+        values = dict(values)
+        for name, hyper in self.kernel.hyperparameters().items():
+            if isinstance(hyper, Mapping):
+                values[name] = self._by_site(hyper, values[name])
+        temperature = values["temperature"] / self.density.num_data
+        if self.has_points:
+            sizes = self.num_latents, self.layout.size - self.num_latents
+            cold = temperature.new_zeros(sizes[1], dtype=self.layout.dtype)
+            temperature = torch.cat([temperature.to(cold).expand(sizes[0]), cold])
+        return self.kernel.bind({**values, "temperature": temperature})
+
+    def cooled(self, kernel: Any) -> Any:
+        """A bound kernel whose injected noise is less by the known noise of minibatches."""
+        if self.known_noise is None:
+            return kernel
+        added = kernel.added_temperature(self.known_noise)
+        cooled = (kernel.temperature - added).clamp(min=0)
+        return kernel.bind({**kernel.hyperparameters(), "temperature": cooled})
+
+    def _by_site(self, hyper: Mapping[str, Any], values: Tensor) -> Tensor:
+        """A hyperparameter as a vector [D]: every site's value, times its tensor if it has one."""
+        of_site = {}
+        for place, (name, given) in enumerate(hyper.items()):
+            number = values[place].to(self.layout.dtype)
+            factor = given.to(self.layout.dtype) if isinstance(given, Tensor) else 1.0
+            shape = self.layout.shapes[self.layout.names.index(name)]
+            of_site[name] = (number * factor).expand(shape)
+        return self.layout.flatten(of_site)
 
     def _padded(self, noise: Tensor) -> Tensor:
         return torch.nn.functional.pad(noise, (0, self.layout.size - self.num_latents))
@@ -143,7 +177,7 @@ class Engine:
             return torch.cat([own, torch.where(finite, mean, points)], dim=-1)
 
         return pytree.tree_map(
-            lambda leaf: share(leaf) if leaf.shape[-1:] == (self.layout.size,) else leaf, state
+            lambda leaf: share(leaf) if leaf.shape[1:] == (self.layout.size,) else leaf, state
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from pyro_scale.core.randomness import Blocks, Purpose, generator
 from pyro_scale.errors import ArgumentError
 
-Sampling = Literal["shuffle", "replacement"]
+Sampling = Literal["shuffle", "replacement", "symmetric"]
 
 #: Indices of a chain that are drawn together, about.
 _BLOCK_NUMBERS = 2**14
@@ -20,8 +20,8 @@ _MOST_BYTES = 4 * 2**30
 
 def check_sampling(sampling: object) -> None:
     """Refuses a way of sampling rows that there is not."""
-    if sampling not in ("shuffle", "replacement"):
-        raise ArgumentError(f"sampling={sampling!r}: pass 'shuffle' or 'replacement'")
+    if sampling not in get_args(Sampling):
+        raise ArgumentError(f"sampling={sampling!r}: pass one of {get_args(Sampling)}")
 
 
 class RowIndices(Blocks):
@@ -29,7 +29,9 @@ class RowIndices(Blocks):
 
     `"shuffle"` goes through all rows in a new order each epoch; a batch that the epoch's end
     cuts is filled up from the next epoch, so that every row counts equally.  `"replacement"`
-    draws every row anew.
+    draws every row anew.  `"symmetric"` goes through whole batches in a new order and then
+    through the same batches backwards (Paulin et al. 2024); rows that do not fill a batch sit
+    the two epochs out.
 
     Args:
         seed: the run's seed.
@@ -53,20 +55,26 @@ class RowIndices(Blocks):
         device: torch.device | None = None,
     ):
         check_sampling(sampling)
-        if sampling == "shuffle" and 16 * num_chains * num_rows > _MOST_BYTES:
+        if sampling != "replacement" and 16 * num_chains * num_rows > _MOST_BYTES:
             raise ArgumentError(
-                f"sampling='shuffle' would hold {num_chains} orders of {num_rows} rows "
+                f"sampling='{sampling}' would hold {num_chains} orders of {num_rows} rows "
                 f"({16 * num_chains * num_rows / 2**30:.0f} GiB): pass sampling='replacement'"
             )
-        whole = num_rows if sampling == "shuffle" else batch_size  # epochs, or steps
+        full = num_rows // batch_size * batch_size
+        whole = {"shuffle": num_rows, "replacement": batch_size, "symmetric": 2 * full}[sampling]
         parts = max(1, _BLOCK_NUMBERS // whole)
 
         def draw(chain: int, block: int, out: Tensor) -> None:
             source = generator(seed, chain, Purpose.BATCHES, block, device)
             if sampling == "replacement":
                 torch.randint(num_rows, out.shape, generator=source, out=out)
-            else:
-                for epoch in out.split(num_rows):
-                    torch.randperm(num_rows, generator=source, out=epoch)
+                return
+            for part in out.split(whole):
+                if sampling == "shuffle":
+                    torch.randperm(num_rows, generator=source, out=part)
+                    continue
+                order = torch.randperm(num_rows, generator=source, device=device)[:full]
+                part[:full] = order
+                part[full:] = order.view(-1, batch_size).flip(0).flatten()
 
         super().__init__(num_chains, (batch_size,), parts * whole, torch.long, device, draw)

@@ -129,7 +129,7 @@ class CompiledLoop:
     def run(self, state: Any, tape: Tape, left: int, every: int) -> tuple[Any, Kept]:
         groups = 1 if self.all_at_once else len(tape.noise)
         leaves = [leaf.unflatten(0, (groups, -1)) for leaf in pytree.tree_leaves(state)]
-        columns = [column.expand(groups, -1) for column in tape.values.values()]
+        columns = [column.expand(groups, *column.shape) for column in tape.values.values()]
         moved, positions, log_joints, last = self.loop.run(
             leaves,
             [*columns, self._by_group(tape.noise)],

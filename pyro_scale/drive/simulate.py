@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -43,24 +44,53 @@ class Failure:
 
 @dataclass(frozen=True)
 class Steps:
-    """How many steps there are and which of them are kept."""
+    """How many steps there are and which of them are kept.
+
+    Attributes:
+        num_samples: draws to keep.
+        warmup_steps: steps before the first that may be kept.
+        thinning: from one draw to the next, of the steps that may be kept.
+        explores: whether a step may not be kept though warm-up is over; None if all may.
+    """
 
     num_samples: int
     warmup_steps: int
     thinning: int
+    explores: Callable[[int], bool] | None = None
+
+    @cached_property
+    def kept(self) -> Tensor:
+        """The numbers of the steps after which a draw is kept, `[num_samples]`."""
+        wanted = self.num_samples * self.thinning
+        if self.explores is None:
+            may_be = torch.arange(self.warmup_steps, self.warmup_steps + wanted)
+        else:
+            every = itertools.count(self.warmup_steps)
+            sampling = itertools.filterfalse(self.explores, every)
+            may_be = torch.tensor(list(itertools.islice(sampling, wanted)))
+        return may_be[self.thinning - 1 :: self.thinning].contiguous()
 
     @property
     def total(self) -> int:
         """All steps, warm-up included."""
-        return self.warmup_steps + self.num_samples * self.thinning
+        return int(self.kept[-1]) + 1
 
     def kept_before(self, step: int) -> int:
         """How many draws are kept before a step."""
-        return max(0, step - self.warmup_steps) // self.thinning
+        return int(torch.searchsorted(self.kept, step))
 
     def left(self, step: int) -> int:
         """How many steps there are from a step, with it, to the next draw that is kept."""
-        return self.warmup_steps + (self.kept_before(step) + 1) * self.thinning - step
+        return int(self.kept[self.kept_before(step)]) + 1 - step
+
+    def even_until(self, start: int, stop: int) -> int:
+        """Up to which step, at most `stop`, every `thinning`-th is kept, from the first on."""
+        kept = self.kept[self.kept_before(start) : self.kept_before(stop)].tolist()
+        if self.explores is None or not kept:
+            return stop
+        evenly = range(kept[0], stop, self.thinning)
+        same = sum(itertools.takewhile(bool, map(int.__eq__, kept, evenly)))
+        return stop if same == len(evenly) else kept[same - 1] + 1
 
 
 @dataclass
@@ -93,7 +123,7 @@ class Draws:
         return cls(
             torch.full((num_chains, num_draws, size), torch.nan, dtype=positions.dtype),
             torch.full((num_chains, num_draws), torch.nan, dtype=torch.float64),
-            steps.warmup_steps - 1 + steps.thinning * torch.arange(1, num_draws + 1),
+            steps.kept,
         )
 
     @property
@@ -131,6 +161,11 @@ class Chains:
     ) -> None:
         """Runs a tape and writes what is kept; where a chain breaks, it is halved until the
         step is found."""
+        even = steps.even_until(tape.start, tape.stop) - tape.start
+        if even < len(tape):
+            for part in (tape.part(0, even), tape.part(even, len(tape))):
+                self.move(program, batches, part, steps, draws)
+            return
         try:
             left = steps.left(tape.start)
             moved, kept = program.run(self.state, tape, left, steps.thinning)

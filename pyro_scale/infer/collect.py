@@ -10,16 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from pyro_scale.drive.batches import Batches
 from pyro_scale.drive.simulate import Draws
-from pyro_scale.infer.diagnostics import gradient_noise
+from pyro_scale.infer.gradients import GradientNoise
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import Setup
 
-#: Batches from which the noise of minibatches is estimated, rows at one draw, and draws.
-_NOISE_BATCHES, _NOISE_ROWS, _FEWEST_PLACES = 128, 64, 4
 #: Draws below which their variance says nothing of the posterior's.
 _FEWEST_DRAWS = 20
 
@@ -29,14 +25,23 @@ def collected(
     draws: Draws,
     tape: Mapping[str, Tensor],
     attrs: Mapping[str, Any],
-    inflation: Tensor | None = None,
+    noise: GradientNoise | None = None,
 ) -> Result:
     """The finished chains of a simulation."""
     finished = torch.tensor(draws.finished)
     log_joint = draws.log_joint[finished]
     stats = {"lp": log_joint, "step": draws.kept_steps.expand(log_joint.shape)}
-    for name, column in tape.items():
-        stats[name] = column[draws.kept_steps].expand(log_joint.shape)
+    for name, hyper in setup.engine.kernel.hyperparameters().items():
+        column = tape[name][draws.kept_steps]
+        of_sites = (
+            {f"{name}_{site}": column[:, i] for i, site in enumerate(hyper)}
+            if isinstance(hyper, Mapping)
+            else {name: column}
+        )
+        stats |= {label: each.expand(log_joint.shape) for label, each in of_sites.items()}
+    weight = _weights(tape["lr"][draws.kept_steps])
+    if weight is not None:
+        stats["weight"] = weight.expand(log_joint.shape)
     known = setup.log_posterior
     facts = {
         "num_data": known.num_data,
@@ -58,42 +63,16 @@ def collected(
         positions=draws.positions[finished],
         sample_stats=stats,
         attrs={**attrs, **facts},
-        temperature_inflation=inflation,
+        gradient_noise=noise,
     )
 
 
-def temperature_inflation(
-    setup: Setup,
-    draws: Draws,
-    batches: Batches,
-    step: int,
-    values: Mapping[str, Tensor],
-    replacement: bool,
-) -> Tensor | None:
-    """By what minibatches multiply the temperature, from a batch at each of some draws.
-
-    None at temperature 0, and where the rows' gradients cannot be had at once.
-    """
-    known, engine = setup.log_posterior, setup.engine
-    if values["temperature"] == 0 or not engine.vectorised:
-        return None
-    if setup.data.batch_size is None:  # the whole data at every step
-        return torch.ones(engine.num_latents)
-    each = -(-_NOISE_ROWS // known.understanding.batch_size)  # batches at one draw
-    places = max(_FEWEST_PLACES, _NOISE_BATCHES // each)
-    chains = torch.tensor(draws.finished[:places])
-    total = draws.positions.shape[1]
-    chosen = torch.linspace(0, total - 1, min(total, places // len(chains))).round().long()
-    positions = draws.positions[chains][:, chosen].to(setup.positions.device)
-    taken = [batches.take(step + i, step + i + 1) for i in range(each * len(chosen))]
-    drawn = [pytree.tree_map(lambda leaf: leaf[:, 0], changing) for changing in taken]
-    found = [batches.batch(batches.fixed, changing).of(chains) for changing in drawn]
-    some = [found[i : i + each] for i in range(0, len(found), each)]
-    noise = gradient_noise(known, engine.layout, positions, some, replacement)
-    if noise is None:
-        return None
-    added = engine.kernel.bind(values).added_temperature(noise)
-    return (1 + added / values["temperature"]).cpu()
+def _weights(lr: Tensor) -> Tensor | None:
+    """How much each draw counts, 1 on average: as much as its step is long (Welling and Teh
+    2011), `[draws]`; None where all are alike.  Sites of their own lr count alike."""
+    relative = lr / lr.mean(0)
+    weights = relative.mean(1) if relative.dim() == 2 else relative
+    return None if bool((lr == lr[0]).all()) else weights
 
 
 def warn_of_short_warmup(
@@ -103,8 +82,10 @@ def warn_of_short_warmup(
     latents = result.positions[..., : setup.engine.num_latents].flatten(0, 1).double()
     if len(latents) < _FEWEST_DRAWS or values["temperature"] == 0:
         return
-    precision = values["temperature"] / (setup.log_posterior.num_data * latents.var(0))
-    steps = float(setup.engine.kernel.bind(values).relaxation_steps(precision).max())
+    engine = setup.engine
+    kernel = engine.bound(values)
+    spread = torch.nn.functional.pad(latents.var(0), (0, engine.layout.size - engine.num_latents))
+    steps = float(kernel.relaxation_steps(kernel.temperature / spread)[: engine.num_latents].max())
     if warmup_steps < 5 * steps:
         warnings.warn(
             f"warm-up of {warmup_steps} steps is under five relaxation times (one is about "

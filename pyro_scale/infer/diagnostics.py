@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pyro_scale.core.layout import Layout
-from pyro_scale.drive.batches import Batch
 from pyro_scale.infer.export import quiet_arviz
 from pyro_scale.infer.result import Result
-from pyro_scale.model.log_posterior import LogPosterior
 
 #: A site of more elements is one row of `summary`, unless it is named.
 _MOST_ELEMENTS = 100
-#: A batch's rows times D, above which rows are not differentiated one by one.
-_MOST_NUMBERS = 2**28
 #: Above this, minibatches make the posterior visibly too wide (5% in standard deviations).
 _MOST_INFLATION = 1.1
 
@@ -56,14 +49,14 @@ def diagnostics(result: Result, idata: Any) -> Any:
     table["r_hat"] = _each(arviz.rhat(latent), "max")
     table["ess_bulk"] = _each(arviz.ess(latent, method="bulk"), "min")
     table["ess_tail"] = _each(arviz.ess(latent, method="tail"), "min")
-    inflation = result.temperature_inflation
-    if inflation is not None:
-        table["temperature_inflation"] = [
-            float(inflation[place].max())
-            for name, place in result.layout.slices().items()
-            if name in table.index
-        ]
-        warn_of_inflation(float(inflation.max()), float(result.sample_stats["lr"][0, -1]))
+    noise = result.gradient_noise
+    if noise is not None and result.attrs["temperature"] != 0:
+        places = [result.layout.slices()[name] for name in table.index]
+        table["gradient_variance"] = [float(noise.variance[place].max()) for place in places]
+        if noise.reduction is not None:
+            table["variance_reduction"] = [float(noise.reduction[place].min()) for place in places]
+        table["temperature_inflation"] = [float(noise.inflation[place].max()) for place in places]
+        warn_of_inflation(float(noise.inflation.max()), result)
     if result.attrs.get("share_batches") and result.num_chains > 1:
         table["chain_correlation"] = [
             chain_correlation(result.samples[name]) for name in table.index
@@ -76,15 +69,20 @@ def _each(dataset: Any, reduce: str) -> list[float]:
     return [float(getattr(array, reduce)()) for array in dataset.data_vars.values()]
 
 
-def warn_of_inflation(factor: float, lr: float) -> None:
+def warn_of_inflation(factor: float, result: Result) -> None:
     """Warns when minibatches make the posterior too wide."""
     if factor > _MOST_INFLATION:
-        lower = lr * (_MOST_INFLATION - 1) / (factor - 1)
+        share = (_MOST_INFLATION - 1) / (factor - 1)
+        lr = result.sample_stats.get("lr")
+        lower = f"lower lr to {share:.2g} of what it is"
+        if lr is not None:
+            now = float(lr.mean())
+            lower = f"lower lr from {now:.2g} to about {now * share:.2g}"
         warnings.warn(
             f"the noise of minibatches multiplies the temperature by up to {factor:.3g}, so the "
             f"posterior comes out about {100 * (factor**0.5 - 1):.0f}% too wide in standard "
-            f"deviations there (less with shuffled batches): lower lr from {lr:.2g} to about "
-            f"{lower:.2g}, or raise batch_size in proportion",
+            f"deviations there (less with shuffled batches): {lower}, raise batch_size in "
+            "proportion, or pass control_variates=True",
             UserWarning,
             stacklevel=4,
         )
@@ -98,50 +96,3 @@ def chain_correlation(samples: Tensor) -> float:
     chains = len(unit)
     together = unit.sum(0).square().sum(0)  # chains + 2 * the sum over pairs
     return float(((together - chains) / (chains * (chains - 1))).max())
-
-
-def gradient_noise(
-    log_posterior: LogPosterior,
-    layout: Layout,
-    positions: Tensor,
-    batches: Sequence[Sequence[Batch]],
-    replacement: bool,
-) -> Tensor | None:
-    """The variance of the minibatch gradient of the log joint, over N, `[latents]`.
-
-    N V / B with V the variance over rows of one row's log likelihood gradient, on average over
-    the draws; times 1 - B/N where a batch's rows are all different.  None where the model has
-    no rows, or they are too many to differentiate one by one.
-
-    Args:
-        log_posterior: the target.
-        layout: of a position.
-        positions: `[chains, draws, D]`.
-        batches: whose rows to use, some for each draw.
-        replacement: whether a batch's rows are drawn with replacement.
-    """
-    scaling = log_posterior.understanding.scaling
-    has_rows = any(rule.role == "rows" for rule in scaling.rules.values())
-    size = log_posterior.understanding.batch_size
-    if not has_rows or size * layout.size > _MOST_NUMBERS:
-        return None
-    latents = [name for name in layout.names if name in log_posterior.latents]
-    variances = []
-    for chain, draws in enumerate(positions):
-        for position, some in zip(draws, batches, strict=True):
-            gradients = []
-            for batch in some:
-                data = batch.of_chain(chain)
-
-                def rows_of(params: Any, data: Any = data) -> Tensor:
-                    return log_posterior(params, *data).log_lik
-
-                jacobian = torch.func.jacrev(rows_of, chunk_size=256)(layout.unflatten(position))
-                parts = [jacobian[name].reshape(size, -1) for name in latents]
-                gradients.append(torch.cat(parts, dim=1))
-            rows = torch.cat(gradients)
-            centred = rows - rows.mean(0)  # torch's own var is many times slower along rows
-            variances.append(centred.square().sum(0) / (len(rows) - 1))
-    num_data = log_posterior.num_data
-    all_different = 0.0 if replacement else size / num_data
-    return torch.stack(variances).mean(0) * num_data / size * (1 - all_different)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,34 +13,16 @@ from pyro_scale.core.counts import as_count
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.sources import Data, refuse_arrays
 from pyro_scale.errors import ArgumentError, DataError
+from pyro_scale.infer.pieces import Piece, pieces_of, split
 from pyro_scale.infer.result import Result
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import unwrapped
-
-#: Rows that are evaluated together, unless the user says otherwise.
-_PIECE_ROWS = 4096
-
-
-class Piece(NamedTuple):
-    """Part of the data, as the model takes it.
-
-    Attributes:
-        arguments: the model's arguments.
-        indices: which rows, for a model that subsamples by itself.
-        keep: which of the piece's rows are new.
-        num_rows: how many rows the piece has.
-    """
-
-    arguments: Arguments
-    indices: Tensor | None
-    keep: slice
-    num_rows: int
 
 
 def log_likelihood(result: Result, data: Data) -> dict[str, Tensor]:
     """Per data site `[chains * draws, N]` in the data's order, in nats, without N/B."""
     parts = []
-    for piece in _pieces(result, data.in_order(_piece_rows(result))):
+    for piece in pieces_of(result.log_posterior, data):
 
         def values(params: dict[str, Tensor], piece: Piece = piece) -> dict[str, Tensor]:
             return result.log_posterior.log_likelihood(params, piece.arguments, piece.indices)
@@ -55,7 +36,7 @@ def observed_data(result: Result, data: Data) -> dict[str, Tensor]:
     """The observed values of each site; those with a value a row in the data's order."""
     params = result.layout.unflatten(result.positions[0, 0])
     parts = []
-    for piece in _pieces(result, data.in_order(_piece_rows(result))):
+    for piece in pieces_of(result.log_posterior, data):
         sites = result.log_posterior.run(params, piece.arguments, piece.indices).sites
         values = {name: site.value for name, site in sites.items() if site.kind == "observed"}
         parts.append((values, piece))
@@ -99,19 +80,20 @@ def predict(
     if batch_size is not None and num_rows is not None:
         starts = range(0, num_rows, batch_size)
         pieces = [rows.take(arguments, slice(start, start + batch_size)) for start in starts]
-    return _predicted(thinned(result, num_samples), pieces, return_sites)
+    taken = split(result.log_posterior, pieces)
+    return _predicted(equally_weighted(result, num_samples), taken, return_sites)
 
 
 def predict_all(result: Result, data: Data) -> dict[str, Tensor]:
     """Draws of the data sites for all rows of the data, in their order."""
-    return _predicted(result, data.in_order(_piece_rows(result)), list(data_sites(result)))
+    return _predicted(result, pieces_of(result.log_posterior, data), list(data_sites(result)))
 
 
 def _predicted(
-    result: Result, batches: Iterable[Arguments], return_sites: Sequence[str] | None
+    result: Result, pieces: Iterable[Piece], return_sites: Sequence[str] | None
 ) -> dict[str, Tensor]:
     parts = []
-    for piece in _pieces(result, batches):
+    for piece in pieces:
 
         def values(params: dict[str, Tensor], piece: Piece = piece) -> dict[str, Tensor]:
             run = result.log_posterior.simulate(params, piece.arguments, piece.indices)
@@ -127,12 +109,28 @@ def _predicted(
     return _joined(result, parts)
 
 
-def thinned(result: Result, num_samples: int | None) -> Result:
-    """The result with `num_samples` draws in all, evenly spaced over chains and draws."""
-    if num_samples is None:
-        return result
+def equally_weighted(result: Result, num_samples: int | None) -> Result:
+    """The result with `num_samples` draws in all that count alike, evenly spaced over chains and
+    draws; by default as many as there are.
+
+    Draws with weights are repeated or left out in proportion (systematic resampling).
+    """
     flat = result.positions.flatten(0, 1)
-    return dataclasses.replace(result, positions=flat[even(len(flat), num_samples)][None])
+    if num_samples is not None:
+        chosen = even(len(flat), num_samples)
+    elif result.weights is None:
+        return result
+    if result.weights is not None:
+        chosen = in_proportion(result.weights.flatten(), num_samples or len(flat))
+    return dataclasses.replace(result, positions=flat[chosen][None])
+
+
+def in_proportion(weights: Tensor, wanted: int) -> Tensor:
+    """`wanted` indices, in order, each as often as its share of the weights `[total]`, but for
+    rounding."""
+    shares = weights.cumsum(0) / weights.sum()
+    places = (torch.arange(wanted, dtype=shares.dtype) + 0.5) / wanted
+    return torch.searchsorted(shares, places).clamp(max=len(weights) - 1)
 
 
 def even(total: int, wanted: int) -> Tensor:
@@ -144,27 +142,6 @@ def even(total: int, wanted: int) -> Tensor:
     if type(wanted) is not int or not 1 <= wanted <= total:
         raise ArgumentError(f"num_samples={wanted}: pass an int from 1 to {total}, or None for all")
     return torch.linspace(0, total - 1, wanted, dtype=torch.float64).round().long()
-
-
-def _piece_rows(result: Result) -> int | None:
-    known = result.log_posterior.understanding
-    joint = any(rule.whole_data for rule in known.scaling.rules.values())
-    return None if joint or known.whole_only else _PIECE_ROWS
-
-
-def _pieces(result: Result, batches: Iterable[Arguments]) -> Iterator[Piece]:
-    """Batches as the model takes them; one that subsamples by itself gets blocks of indices."""
-    known = result.log_posterior.understanding
-    for arguments in batches:
-        total = rows.count(arguments)
-        if known.own_plate is None:
-            yield Piece(arguments, None, slice(None), total or known.batch_size)
-            continue
-        size, total = known.batch_size, total or result.log_posterior.num_data
-        for start in range(0, total, size):
-            begin = max(0, min(start, total - size))  # the last block overlaps the one before
-            indices = torch.arange(begin, begin + size)
-            yield Piece(arguments, indices, slice(start - begin, None), size)
 
 
 def _returned(result: Result, sites: Mapping[str, Site]) -> list[str]:

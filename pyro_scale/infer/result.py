@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_scale.core.layout import Layout
 from pyro_scale.drive.sources import Data
+from pyro_scale.infer.gradients import GradientNoise
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: Numbers that one vmapped call over draws may hold for its params and rows.
@@ -29,8 +30,7 @@ class Result:
         positions: unconstrained draws, `[chains, draws, D]`.
         sample_stats: by name, `[chains, draws]`.
         attrs: strings and numbers: method, hyperparameters, N, B, seed, versions, seconds, ...
-        temperature_inflation: by what minibatches multiplied the temperature, to first order in
-            lr, `[latents]`; None where that is not known.
+        gradient_noise: what minibatches did; None where that is not known.
     """
 
     log_posterior: LogPosterior
@@ -39,12 +39,17 @@ class Result:
     positions: Tensor
     sample_stats: dict[str, Tensor]
     attrs: dict[str, Any] = field(default_factory=dict)
-    temperature_inflation: Tensor | None = None
+    gradient_noise: GradientNoise | None = None
 
     @property
     def num_chains(self) -> int:
         """Chains that finished."""
         return self.positions.shape[0]
+
+    @property
+    def weights(self) -> Tensor | None:
+        """How much each draw counts, `[chains, draws]`, where they do not count alike."""
+        return self.sample_stats.get("weight")
 
     @cached_property
     def samples(self) -> dict[str, Tensor]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
+
+from torch import Tensor
 
 from pyro_scale.core.counts import as_count
 from pyro_scale.core.randomness import choose_seed
-from pyro_scale.core.schedules import Schedule
+from pyro_scale.core.schedules import Cyclical, Schedule
 from pyro_scale.drive.batches import SharedBatches
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.indices import Sampling, check_sampling
@@ -18,9 +21,11 @@ from pyro_scale.drive.simulate import Chains, Draws, Steps, simulate
 from pyro_scale.drive.sources import Data
 from pyro_scale.drive.tape import Tape
 from pyro_scale.errors import ArgumentError, NonFiniteError
-from pyro_scale.infer.collect import collected, temperature_inflation, warn_of_short_warmup
+from pyro_scale.infer.collect import collected, warn_of_short_warmup
+from pyro_scale.infer.gradients import gradient_noise
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
+from pyro_scale.infer.tuning import Tuning, tuned
 from pyro_scale.kernels import Kernel
 
 _COMMON_ARGUMENTS = """
@@ -30,6 +35,13 @@ _COMMON_ARGUMENTS = """
         num_data: N, which overrides what the data say.
         compile: whether the steps become one compiled program: `"auto"` compiles runs of at
             least 3,000 steps, which repay the few seconds that it takes; False never does.
+        control_variates: True takes the minibatch gradient's difference to that at the mode,
+            which is found first, by passes through the whole data; a dict of constrained values
+            by site takes that point for the mode.  A step then needs two gradients of a batch.
+        subtract_noise: whether the gradient noise of minibatches, estimated at the mode, is
+            taken off the injected noise, element by element and not below zero.
+
+    `lr="auto"` chooses the step size from the curvature and the gradient noise at the mode.
     """
 
 
@@ -43,7 +55,15 @@ class Sampler(Method):
         num_data: N, which overrides what the data say.
         compile: whether the steps become one compiled program: `"auto"` compiles runs of at
             least 3,000 steps, which repay the few seconds that it takes; False never does.
-        hyperparameters: the kernel's, each a float or a schedule (step -> float).
+        control_variates: True takes the minibatch gradient's difference to that at the mode,
+            which is found first, by passes through the whole data; a dict of constrained values
+            by site takes that point for the mode.  A step then needs two gradients of a batch.
+        subtract_noise: whether the gradient noise of minibatches, estimated at the mode, is
+            taken off the injected noise, element by element and not below zero.
+        hyperparameters: the kernel's, each a float or a schedule (step -> float), or where the
+            kernel says so a dict of them by site; sites left out have the default.
+            `lr="auto"` chooses the step size from the curvature and the gradient noise at the
+            mode; `kernel.lr` and `diagnostics().attrs["lr_choice"]` say what it chose and why.
 
     Raises:
         ArgumentError: a hyperparameter that the kernel does not have, or out of its range.
@@ -58,12 +78,21 @@ class Sampler(Method):
         init_strategy: Any = None,
         num_data: int | None = None,
         compile: bool | Literal["auto"] = "auto",
-        **hyperparameters: float | Schedule,
+        control_variates: bool | Mapping[str, Tensor] = False,
+        subtract_noise: bool = False,
+        **hyperparameters: Any,
     ):
         super().__init__(model, init_strategy=init_strategy, num_data=num_data)
         if not isinstance(compile, bool) and compile != "auto":
             raise ArgumentError(f"compile={compile!r}: pass True, False or 'auto'")
         self._compile = compile
+        if not isinstance(control_variates, bool | Mapping):
+            raise ArgumentError(
+                f"control_variates={control_variates!r}: pass True, or a dict of constrained values"
+            )
+        if subtract_noise and control_variates:
+            raise ArgumentError("subtract_noise: control_variates leave no noise to subtract")
+        self._control_variates, self._subtract_noise = control_variates, bool(subtract_noise)
         known = [field.name for field in dataclasses.fields(self.kernel_class)]
         for name in hyperparameters:
             if name not in known:
@@ -72,8 +101,31 @@ class Sampler(Method):
                 )
         if "lr" not in hyperparameters:
             raise ArgumentError(f"{type(self).__name__} needs a step size: pass lr=")
+        self._chooses_lr = isinstance(hyperparameters["lr"], str)
+        if self._chooses_lr:
+            if hyperparameters["lr"] != "auto":
+                raise ArgumentError(f"lr={hyperparameters['lr']!r}: pass a number or 'auto'")
+            hyperparameters["lr"] = 1.0  # until it is chosen
         self.kernel = self.kernel_class(**hyperparameters)
         self._stepping: tuple[Setup, Chains] | None = None
+
+    @classmethod
+    def from_sgd(
+        cls, model: Any, *, lr: float | Schedule, momentum: float = 0.0, **others: Any
+    ) -> Self:
+        """The sampler that is `torch.optim.SGD` at temperature 0, step for step, on the negative
+        log joint over N: the mean loss over rows, plus the prior's over N.
+
+        Args:
+            model: as ever.
+            lr: SGD's learning rate, a float or a schedule.
+            momentum: SGD's; dampening is 0.
+            others: the constructor's other arguments.
+
+        Raises:
+            ArgumentError: the method is not SGD at temperature 0, or a value is out of range.
+        """
+        return cls(model, **cls.kernel_class.from_sgd(lr, momentum), **others)
 
     @staticmethod
     def of(kernel_class: type[Kernel]) -> type[Sampler]:
@@ -99,7 +151,7 @@ class Sampler(Method):
         thinning: int = 1,
         num_chains: int = 1,
         batch_size: int | None = None,
-        sampling: Sampling = "shuffle",
+        sampling: Sampling | None = None,
         share_batches: bool = False,
         seed: int | None = None,
         progress: bool = True,
@@ -117,7 +169,9 @@ class Sampler(Method):
             num_chains: chains, each with its own start, noise and minibatches.
             batch_size: rows a step, for tensors; all of them by default.  A loader has its own.
             sampling: `"shuffle"` goes through the rows in a new order each epoch,
-                `"replacement"` draws them anew at every step.
+                `"replacement"` draws them anew at every step, `"symmetric"` goes through whole
+                batches forwards and then backwards.  `"shuffle"` by default, for which all but
+                SGNHT are best; its thermostat needs `"replacement"`.
             share_batches: gives all chains the same minibatches, which saves loading but
                 correlates the chains, to which R-hat and ESS are blind.
             seed: the same seed gives the same draws; drawn from torch's generator by default.
@@ -139,14 +193,25 @@ class Sampler(Method):
         warmup_steps = as_count("warmup_steps", warmup_steps, least=0)
         thinning = as_count("thinning", thinning)
         num_chains = as_count("num_chains", num_chains)
+        sampling = self.kernel.sampling if sampling is None else sampling
         check_sampling(sampling)
-        steps = Steps(num_samples, warmup_steps, thinning)
-        tape = self.kernel.tape(steps.total)
+        lr = self.kernel.lr
+        explores = lr.explores if isinstance(lr, Cyclical) else None
+        steps = Steps(num_samples, warmup_steps, thinning, explores)
+        self.kernel.tape(steps.total)  # refuses values out of range before the model is run
         seed = choose_seed(seed)
         data = open_data(data, batch_size, self._num_data, module_device(self.model))
         self._result, self._stepping = None, None
 
         setup = self._set_up(data, data.num_data, num_chains, seed)
+        setup, choice = tuned(
+            setup,
+            Tuning(self._chooses_lr, self._control_variates, self._subtract_noise),
+            steps,
+            sampling,
+        )
+        self.kernel = setup.engine.kernel
+        tape = self.kernel.tape(steps.total)
         batches = setup.data.batches(seed, 1 if share_batches else num_chains, sampling)
         if share_batches:
             batches = SharedBatches(batches, num_chains)
@@ -157,13 +222,11 @@ class Sampler(Method):
             )
 
         if draws.finished:
-            values = {name: column[-1] for name, column in tape.items()}
-            replacement = sampling == "replacement"
-            inflation = temperature_inflation(
-                setup, draws, batches, steps.total, values, replacement
-            )
+            values = {name: column[draws.kept_steps].mean(0) for name, column in tape.items()}
+            noise = gradient_noise(setup, draws, batches, steps.total, values, sampling)
             attrs = {
                 **self._attrs(),
+                **choice,
                 "num_samples": num_samples,
                 "warmup_steps": warmup_steps,
                 "thinning": thinning,
@@ -171,7 +234,7 @@ class Sampler(Method):
                 "sampling": sampling,
                 "share_batches": int(share_batches),
             }
-            self._result = collected(setup, draws, tape, attrs, inflation)
+            self._result = collected(setup, draws, tape, attrs, noise)
         if draws.failures:
             raise NonFiniteError(_failure_message(draws, tape["lr"]))
         warn_of_short_warmup(setup, self._results(), values, warmup_steps)
@@ -217,10 +280,18 @@ class Sampler(Method):
 
     def _attrs(self) -> dict[str, Any]:
         hyperparameters = {
-            name: "schedule" if callable(hyper) else float(hyper)
+            name: {site: _in_words(value) for site, value in hyper.items()}
+            if isinstance(hyper, Mapping)
+            else _in_words(hyper)
             for name, hyper in self.kernel.hyperparameters().items()
         }
         return {"method": type(self).__name__, **hyperparameters}
+
+
+def _in_words(hyper: Any) -> float | str:
+    if callable(hyper):
+        return "schedule"
+    return "tensor" if isinstance(hyper, Tensor) else float(hyper)
 
 
 def _failure_message(draws: Draws, lr: Any) -> str:
@@ -229,7 +300,7 @@ def _failure_message(draws: Draws, lr: Any) -> str:
         for failure in draws.failures[:5]
     )
     more = f" and {len(draws.failures) - 5} more" if len(draws.failures) > 5 else ""
-    now = float(lr[draws.failures[0].step])
+    now = float(lr[draws.failures[0].step].max())
     finished = ", ".join(map(str, draws.finished))
     kept = f"Finished, and in get_samples(): chains {finished}. " if finished else ""
     if any(failure.bad_batch for failure in draws.failures):

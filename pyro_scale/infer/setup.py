@@ -80,7 +80,7 @@ def set_up(
     layout = Layout.of(starts[0] | points)
     positions = torch.stack([layout.flatten(start | points) for start in starts])
     num_latents = Layout.of(starts[0]).size
-    engine = Engine(kernel, log_posterior, layout, num_latents)
+    engine = Engine(_with_all_sites(kernel, layout), log_posterior, layout, num_latents)
     engine = _tried(engine, log_posterior, positions, arguments, data.batch_size is not None)
     return Setup(log_posterior, data, engine, positions, seed)
 
@@ -152,6 +152,34 @@ def _refuse_unknown_sites(log_posterior: LogPosterior, starts: Mapping[str, Tens
                 f"init_strategy: '{name}' is not a latent site; the model has "
                 f"{list(log_posterior.latents)}"
             )
+
+
+def _with_all_sites(kernel: Kernel, layout: Layout) -> Kernel:
+    """The kernel with a value for every site in hyperparameters that are given by site."""
+    defaults = {field.name: field.default for field in dataclasses.fields(kernel)}
+    completed = {
+        name: _of_all_sites(name, hyper, defaults[name], layout)
+        for name, hyper in kernel.hyperparameters().items()
+        if isinstance(hyper, Mapping)
+    }
+    return dataclasses.replace(kernel, **completed) if completed else kernel
+
+
+def _of_all_sites(name: str, hyper: Mapping[str, Any], default: Any, layout: Layout) -> Any:
+    unknown = [site for site in hyper if site not in layout.names]
+    if unknown:
+        raise ArgumentError(f"{name}: there is no site {unknown}; the model has {layout.names}")
+    missing = [site for site in layout.names if site not in hyper]
+    if missing and default is dataclasses.MISSING:
+        raise ArgumentError(f"{name}: no value for site {missing}; it has no default")
+    for site, shape in zip(layout.names, layout.shapes, strict=True):
+        value = hyper.get(site, default)
+        if isinstance(value, Tensor) and value.dim() and value.shape != shape:
+            raise ArgumentError(
+                f"{name}[{site!r}] has shape {list(value.shape)}: it must have the site's "
+                f"unconstrained one, {list(shape)}"
+            )
+    return {site: hyper.get(site, default) for site in layout.names}
 
 
 def _tried(

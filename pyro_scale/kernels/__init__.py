@@ -2,7 +2,10 @@
 
 from pyro_scale.kernels.baoa import BAOA
 from pyro_scale.kernels.kernel import Kernel, Target
+from pyro_scale.kernels.psgld import pSGLD
 from pyro_scale.kernels.sghmc import SGHMC
 from pyro_scale.kernels.sgld import SGLD
+from pyro_scale.kernels.sgnht import SGNHT
+from pyro_scale.kernels.ubu import UBU
 
-__all__ = ["BAOA", "SGHMC", "SGLD", "Kernel", "Target"]
+__all__ = ["BAOA", "SGHMC", "SGLD", "SGNHT", "UBU", "Kernel", "Target", "pSGLD"]

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_scale.kernels.kernel import Target
+from pyro_scale.core.schedules import mapped
+from pyro_scale.errors import ArgumentError
+from pyro_scale.kernels.kernel import Hyper, Target
 from pyro_scale.kernels.underdamped import PhaseState, Underdamped
 
 
 @dataclass(frozen=True, kw_only=True)
 class BAOA(Underdamped):
-    """Underdamped Langevin dynamics by the splitting kick, drift, noise, drift, mass 1.
+    """Underdamped Langevin dynamics by the splitting kick, drift, noise, drift.
 
         B  p1     = p + lr g(theta),                     g = gradient of log joint / N
-        A  theta1 = theta + lr/2 p1
-        O  p'     = c p1 + sqrt((1 - c^2) T) zeta,       c = exp(-lr friction)
-        A  theta' = theta1 + lr/2 p'
+        A  theta1 = theta + lr/2 p1 / m
+        O  p'     = c p1 + sqrt((1 - c^2) m T) zeta,     c = exp(-lr friction)
+        A  theta' = theta1 + lr/2 p' / m
 
     with T the temperature over N, so that `temperature=1` samples the posterior, and zeta
     standard normal.  It is the cycle of Leimkuhler and Matthews' BAOAB (2013) with its two half
     kicks made one: one gradient and one normal a step.  On a Gaussian of precision L (over N)
-    the stationary variance is exactly T / L at any stable step, lr^2 L < 4.
-    At temperature 0 it is SGD with momentum c and learning rate lr^2 (1 + c) / 2.
+    the stationary variance is exactly T / L at any stable step, lr^2 L < 4 m.
+    At temperature 0 it is SGD with momentum c and learning rate lr^2 (1 + c) / (2 m).
 
     Args:
-        lr: the step size (of time, about the square root of SGD's), a float or a schedule.
-        friction: the rate at which momentum decays.
+        lr: the step size (of time, about the square root of SGD's), a float or a schedule, or
+            a dict of them by site.
+        friction: the rate at which momentum decays; a dict by site, too.
+        mass: of the momentum; a dict by site of numbers or of tensors of the site's
+            unconstrained shape, too.
         temperature: 1 is the posterior, 0 is SGD with momentum.
     """
 
@@ -37,9 +43,16 @@ class BAOA(Underdamped):
         position, momentum = state
         gradient, evaluation = target.grad(position)
         decay = torch.exp(-self.lr * self.friction)
-        spread = torch.sqrt((1 - decay * decay) * self.temperature)
+        spread = torch.sqrt((1 - decay * decay) * self.mass * self.temperature)
         momentum = momentum + self.lr * gradient
-        position = position + self.lr / 2 * momentum
+        position = position + self.lr / 2 * momentum / self.mass
         momentum = decay * momentum + spread * noise[0]
-        position = position + self.lr / 2 * momentum
+        position = position + self.lr / 2 * momentum / self.mass
         return PhaseState(position, momentum), evaluation
+
+    @classmethod
+    def from_sgd(cls, lr: Hyper, momentum: float) -> dict[str, Hyper]:
+        if not 0 < momentum < 1:
+            raise ArgumentError(f"momentum={momentum!r}: BAOA needs one inside (0, 1)")
+        step = mapped(lambda rate: math.sqrt(2 * rate / (1 + momentum)), lr)
+        return {"lr": step, "friction": mapped(lambda e: -math.log(momentum) / e, step)}

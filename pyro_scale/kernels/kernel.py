@@ -11,14 +11,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, ClassVar, Protocol, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
+from pyro_scale.core.schedules import Cyclical
 from pyro_scale.errors import ArgumentError
 
-#: A hyperparameter: a float or a schedule as the user gives it, a 0-d tensor once bound.
+#: A hyperparameter as the user gives it: a float, a schedule, or a dict of them (or of tensors)
+#: by site.  Once bound it is a tensor, 0-d or a value for each element of the position, [D].
 Hyper: TypeAlias = Any
 
 
@@ -34,8 +36,8 @@ class Target(Protocol):
 class Kernel:
     """Hyperparameters as fields, `init` and `update` as pure functions of them.
 
-    A field is a float or a schedule; `bind` puts a step's values in their place, as the 0-d
-    tensors that `init` and `update` expect.
+    A field is a float, a schedule or, where that makes sense, a dict of them by site; `bind`
+    puts a step's values in their place, as the tensors that `init` and `update` expect.
     """
 
     lr: Hyper
@@ -43,70 +45,139 @@ class Kernel:
 
     #: Standard-normal vectors [D] that one step uses.
     normals: ClassVar[int] = 1
+    #: Fields that may differ from site to site.
+    per_site: ClassVar[tuple[str, ...]] = ("lr",)
+    #: Fields whose values may be zero.
+    may_be_zero: ClassVar[tuple[str, ...]] = ("temperature",)
+    #: How rows are drawn unless the user says otherwise.
+    sampling: ClassVar[Literal["shuffle", "replacement"]] = "shuffle"
 
     def __post_init__(self) -> None:
         for name, hyper in self.hyperparameters().items():
-            if not callable(hyper):
-                self.check(name, hyper)
+            if isinstance(hyper, Mapping) and name not in self.per_site:
+                raise ArgumentError(
+                    f"{name} is one number for all sites of {type(self).__name__}, not a dict; "
+                    f"by site: {', '.join(self.per_site)}"
+                )
+            for where, value in _entries(name, hyper).items():
+                if not callable(value):
+                    self.check(name, value, where)
 
     def hyperparameters(self) -> dict[str, Hyper]:
         """The fields by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    def check(self, name: str, value: object, where: str = "") -> None:
+    def check(self, name: str, value: object, label: str, when: str = "") -> None:
         """Refuses a hyperparameter's value out of its range.
 
         Raises:
-            ArgumentError: not a finite number; below zero; or zero, but for the temperature.
+            ArgumentError: not a finite number; below zero; or zero where that has no meaning.
         """
-        may_be_zero = name == "temperature"
-        bound = ">= 0" if may_be_zero else "> 0"
-        if isinstance(value, Real) and not isinstance(value, bool):
-            number = float(value)
-            if 0 < number < float("inf") or (may_be_zero and number == 0):
+        least, bound = (0.0, ">= 0") if name in self.may_be_zero else (_LEAST, "> 0")
+        by_site = label != name
+        if by_site and isinstance(value, Tensor) and value.is_floating_point():
+            if bool(((value >= least) & value.isfinite()).all()):
                 return
+            value = "tensor with other elements"
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if is_number and least <= float(value) < float("inf"):  # type: ignore[arg-type]
+            return
+        kinds = "a number, or a tensor of numbers," if by_site else "a number"
         raise ArgumentError(
-            f"{name}={value!r}{where}: pass a number {bound}, or a schedule (step -> number)"
+            f"{label}={value!r}{when}: pass {kinds} {bound}, or a schedule (step -> number)"
         )
 
     def values(self, step: int) -> dict[str, Tensor]:
-        """Every hyperparameter's value at a step, 0-d in float64.
+        """Every hyperparameter's value at a step in float64: 0-d, or `[entries]` of a dict.
+
+        An entry that is a tensor counts as 1 here.
 
         Raises:
             ArgumentError: a schedule gives a value out of range; it names the step.
         """
-        return {
-            name: torch.tensor(self._value(name, hyper, step), dtype=torch.float64)
-            for name, hyper in self.hyperparameters().items()
-        }
+        return {name: column[-1] for name, column in self._columns(range(step, step + 1)).items()}
 
     def tape(self, num_steps: int) -> dict[str, Tensor]:
-        """Every hyperparameter's values at steps 0 ... num_steps - 1, `[num_steps]` in float64."""
-        tape = {}
-        for name, hyper in self.hyperparameters().items():
-            steps = range(num_steps if callable(hyper) else 1)
-            column = [self._value(name, hyper, step) for step in steps]
-            tape[name] = torch.tensor(column, dtype=torch.float64).expand(num_steps)
-        return tape
+        """Every hyperparameter's values at steps 0 ... num_steps - 1 in float64: `[num_steps]`,
+        or `[num_steps, entries]` of a dict; as for `values`."""
+        columns = self._columns(range(num_steps))
+        return {
+            name: column.expand(num_steps, *column.shape[1:]) for name, column in columns.items()
+        }
 
-    def _value(self, name: str, hyper: Hyper, step: int) -> float:
-        value = float(hyper(step)) if callable(hyper) else float(hyper)
-        self.check(name, value, f" at step {step}")
-        return value
+    def _columns(self, steps: range) -> dict[str, Tensor]:
+        """`[steps, ...]` by name, or `[1, ...]` where all steps have the same."""
+        columns = {}
+        for name, hyper in self.hyperparameters().items():
+            parts = [
+                self._column(name, v, where, steps) for where, v in _entries(name, hyper).items()
+            ]
+            if isinstance(hyper, Mapping):
+                columns[name] = torch.stack(torch.broadcast_tensors(*parts), dim=1)
+            else:
+                columns[name] = parts[0]
+        if isinstance(self.lr, Cyclical):
+            explores = torch.tensor([self.lr.explores(step) for step in steps])
+            columns["temperature"] = torch.where(explores, 0.0, columns["temperature"])
+        return columns
+
+    def _column(self, name: str, value: Any, label: str, steps: range) -> Tensor:
+        if isinstance(value, Tensor):
+            return torch.ones(1, dtype=torch.float64)
+        column = [float(value(step)) for step in steps] if callable(value) else [float(value)]
+        for step, number in zip(steps, column, strict=False):
+            self.check(name, number, label, f" at step {step}")
+        return torch.tensor(column, dtype=torch.float64)
 
     def bind(self, values: Mapping[str, Tensor]) -> Self:
-        """The kernel with these values, 0-d tensors, in place of its floats and schedules."""
-        bound = object.__new__(type(self))
-        for name in self.hyperparameters():
-            object.__setattr__(bound, name, values[name])
+        """The kernel with these values, tensors, in place of its floats and schedules."""
+        return type(self).of_tensors(**{name: values[name] for name in self.hyperparameters()})
+
+    @classmethod
+    def of_tensors(cls, **values: Tensor) -> Self:
+        """A bound kernel with these values, of all hyperparameters."""
+        bound = object.__new__(cls)
+        for name, value in values.items():
+            object.__setattr__(bound, name, value)
         return bound
+
+    @classmethod
+    def from_sgd(cls, lr: Hyper, momentum: float) -> dict[str, Hyper]:
+        """The hyperparameters with which temperature 0 is `torch.optim.SGD`, step for step, on
+        the negative log joint over N.
+
+        Args:
+            lr: SGD's learning rate, a float or a schedule.
+            momentum: SGD's; dampening is 0.
+
+        Raises:
+            ArgumentError: there are none; a value out of range.
+        """
+        raise ArgumentError(f"{cls.__name__} at temperature 0 is not SGD: use BAOA or SGHMC")
+
+    def metric(self, mean_square: Tensor) -> Tensor:
+        """By what a bound kernel multiplies gradients besides lr, in the long run, [D].
+
+        Args:
+            mean_square: of the gradient over N, [D].
+        """
+        return torch.ones_like(mean_square)
+
+    def linear(self, gradient_noise: Tensor) -> tuple[Kernel, Tensor]:
+        """(What a bound kernel settles to on a Gaussian, where its metric is 1; the gradient noise
+        that heats it), without what adapts.
+
+        Args:
+            gradient_noise: the variance of the minibatch gradient over N, [D].
+        """
+        return self, gradient_noise
 
     def init(self, position: Tensor, noise: Tensor) -> Any:
         """The state of a chain that starts at a position [D]; noise [D] is standard normal."""
         raise NotImplementedError
 
     def update(self, state: Any, target: Target, noise: Tensor) -> tuple[Any, Any]:
-        """(The next state, the target's evaluation at this one); noise is [normals, D]."""
+        """(The next state, the target's evaluation); noise is [normals, D]."""
         raise NotImplementedError
 
     def relaxation_steps(self, precision: Tensor) -> Tensor:
@@ -118,9 +189,21 @@ class Kernel:
         raise NotImplementedError
 
     def added_temperature(self, gradient_noise: Tensor) -> Tensor:
-        """What minibatches add to the temperature, to first order in lr.
+        """What minibatches add to the temperature, to first order in lr, batches drawn anew.
 
         Args:
-            gradient_noise: the variance of the minibatch gradient of the log joint, over N.
+            gradient_noise: the variance of the gradient of the log joint over N, if the
+                temperature is over N; both times N, if it is not.
         """
         raise NotImplementedError
+
+
+#: The smallest positive number.
+_LEAST = 5e-324
+
+
+def _entries(name: str, hyper: Hyper) -> dict[str, Any]:
+    """A hyperparameter's values by what to call them: itself, or those of its sites."""
+    if isinstance(hyper, Mapping):
+        return {f"{name}[{site!r}]": value for site, value in hyper.items()}
+    return {name: hyper}

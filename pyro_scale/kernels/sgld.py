@@ -29,7 +29,7 @@ class SGLD(Kernel):
     At temperature 0 it is gradient ascent, SGD without momentum.
 
     Args:
-        lr: the step size, a float or a schedule.
+        lr: the step size, a float or a schedule, or a dict of them by site.
         temperature: 1 is the posterior, 0 is SGD.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,20 +20,32 @@ class PhaseState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Underdamped(Kernel):
-    """Langevin dynamics of a position and a momentum of mass 1, which friction damps.
+    """Langevin dynamics of a position and a momentum of mass m, which friction f damps.
 
-        d theta = p dt,    dp = g dt - friction p dt + sqrt(2 friction T) dw
+        d theta = p/m dt,    dp = g dt - f p dt + sqrt(2 f m T) dw
 
-    (the paper's B.2).  Momenta start at their stationary N(0, T), so at rest at temperature 0.
+    (the paper's B.2, where friction is f m).  As f is a rate, a vector of masses leaves all
+    momenta to relax alike.  They start at their stationary N(0, m T), so at rest at
+    temperature 0.
     """
 
     friction: Hyper = 1.0
+    mass: Hyper = 1.0
 
-    def init(self, position: Tensor, noise: Tensor) -> PhaseState:
-        return PhaseState(position, torch.sqrt(self.temperature) * noise)
+    per_site: ClassVar[tuple[str, ...]] = ("lr", "friction", "mass")
+
+    def init(self, position: Tensor, noise: Tensor) -> Any:
+        return PhaseState(position, torch.sqrt(self.mass * self.temperature) * noise)
 
     def relaxation_steps(self, precision: Tensor) -> Tensor:
-        return torch.maximum(self.friction / (self.lr * precision), 2 / (self.lr * self.friction))
+        overdamped = self.friction * self.mass / (self.lr * precision)
+        return torch.maximum(overdamped, 2 / (self.lr * self.friction))
 
     def added_temperature(self, gradient_noise: Tensor) -> Tensor:
-        return self.lr * gradient_noise / (2 * self.friction)
+        return self.lr * gradient_noise / (2 * self.friction * self.mass)
+
+    def metric(self, mean_square: Tensor) -> Tensor:
+        return (1 / self.mass).expand_as(mean_square)
+
+    def linear(self, gradient_noise: Tensor) -> tuple[Kernel, Tensor]:
+        return self.bind({**self.hyperparameters(), "mass": torch.ones(())}), gradient_noise

@@ -148,6 +148,17 @@ class LogPosterior:
             )
         return dict(zip(leaves, found, strict=True)), Evaluation(*(e.detach() for e in evaluation))
 
+    def row_gradients(
+        self, params: Params, batch: Any, indices: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The gradient of each row's log likelihood by site, `[B, ...]`: without N/B."""
+
+        def rows_of(params: Params) -> Tensor:
+            return self(params, batch, indices).log_lik
+
+        with torch.no_grad():
+            return torch.func.jacrev(rows_of, chunk_size=256)(dict(params))
+
     def log_likelihood(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:

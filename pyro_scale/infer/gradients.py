@@ -1,0 +1,161 @@
+"""How much minibatch gradients scatter, from the gradients of single rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.core.rows import Arguments
+from pyro_scale.drive.batches import Batch, Batches
+from pyro_scale.drive.engine import Density, Engine
+from pyro_scale.drive.indices import Sampling
+from pyro_scale.drive.simulate import Draws
+from pyro_scale.infer.setup import Setup
+
+#: A batch's rows times D, above which rows are not differentiated one by one.
+_MOST_NUMBERS = 2**28
+#: Batches from which the noise of a run is estimated, rows at one draw, and draws.
+_NOISE_BATCHES, _NOISE_ROWS, _FEWEST_PLACES = 128, 64, 4
+
+#: One chain's batch: the model's arguments, and indices for one that subsamples by itself.
+OwnBatch = tuple[Arguments, Tensor | None]
+
+
+def row_gradients(
+    setup: Setup,
+    density: Density,
+    positions: Tensor,
+    batches: Sequence[Sequence[OwnBatch]],
+) -> Tensor | None:
+    """Each row's gradient of its log likelihood, `[positions, rows, latents]`, in nats.
+
+    None where the model has no rows, they are too many to differentiate one by one, or vmap
+    refuses the model.
+
+    Args:
+        setup: the model.
+        density: the target; with control variates, rows' differences to the anchor count.
+        positions: `[positions, D]`.
+        batches: whose rows to use, some at each position.
+    """
+    known, layout = setup.log_posterior.understanding, setup.engine.layout
+    has_rows = any(rule.role == "rows" for rule in known.scaling.rules.values())
+    too_many = known.batch_size * layout.size > _MOST_NUMBERS
+    if not has_rows or too_many or not setup.engine.vectorised:
+        return None
+    latents = [name for name in layout.names if name in setup.log_posterior.latents]
+    found = []
+    for position, some in zip(positions, batches, strict=True):
+        parts = []
+        for batch in some:
+            rows = density.row_gradients(layout.unflatten(position), *batch)
+            parts.append(
+                torch.cat([rows[name].reshape(len(rows[name]), -1) for name in latents], dim=1)
+            )
+        found.append(torch.cat(parts))
+    return torch.stack(found)
+
+
+def gradient_variance(rows: Tensor, batch_size: int, num_data: int, sampling: Sampling) -> Tensor:
+    """The variance of the minibatch gradient of the log joint over N, `[latents]`.
+
+    V / B, V the variance of rows' gradients, on average over positions; times 1 - B/N where the
+    rows of a batch are all different.
+
+    Args:
+        rows: `[positions, rows, latents]`.
+        batch_size: B.
+        num_data: N.
+        sampling: how rows are drawn.
+    """
+    centred = rows - rows.mean(1, keepdim=True)  # torch's own var is many times slower here
+    variance = (centred.square().sum(1) / (rows.shape[1] - 1)).mean(0)
+    all_different = 0.0 if sampling == "replacement" else batch_size / num_data
+    return variance / batch_size * (1 - all_different)
+
+
+def batches_from(batches: Batches, step: int, count: int) -> list[Batch]:
+    """The batches of `count` steps from a step on."""
+    taken = [batches.take(step + i, step + i + 1) for i in range(count)]
+    drawn = [pytree.tree_map(lambda leaf: leaf[:, 0], changing) for changing in taken]
+    return [batches.batch(batches.fixed, changing) for changing in drawn]
+
+
+@dataclass(frozen=True)
+class GradientNoise:
+    """What minibatches did, to first order in lr and as if drawn anew.
+
+    Attributes:
+        inflation: by what they multiplied the temperature, `[latents]`.
+        variance: of the gradient of the log joint over N, `[latents]`.
+        reduction: by what control variates divided that variance, `[latents]`; None without.
+    """
+
+    inflation: Tensor
+    variance: Tensor
+    reduction: Tensor | None = None
+
+
+def gradient_noise(
+    setup: Setup,
+    draws: Draws,
+    batches: Batches,
+    step: int,
+    values: Mapping[str, Tensor],
+    sampling: Sampling,
+) -> GradientNoise | None:
+    """The noise of minibatches at some draws, from batches at each; None where the rows'
+    gradients cannot be had at once, and at temperature 0.
+
+    Args:
+        setup: the model.
+        draws: of the run.
+        batches: of the run.
+        step: the first that the run did not take.
+        values: the hyperparameters' at the run's last step.
+        sampling: how rows are drawn.
+    """
+    known, engine = setup.log_posterior, setup.engine
+    size, num_latents = known.understanding.batch_size, engine.num_latents
+    if values["temperature"] == 0:
+        return None
+    if setup.data.batch_size is None:  # the whole data at every step
+        return GradientNoise(torch.ones(num_latents), torch.zeros(num_latents))
+    each = -(-_NOISE_ROWS // size)  # batches at one draw
+    places = max(_FEWEST_PLACES, _NOISE_BATCHES // each)
+    chains = draws.finished[:places]
+    total = draws.positions.shape[1]
+    chosen = torch.linspace(0, total - 1, min(total, places // len(chains))).round().long()
+    positions = draws.positions[chains][:, chosen].flatten(0, 1).to(setup.positions.device)
+    found = batches_from(batches, step, each * len(chosen))
+    own = [
+        [batch.of_chain(chain) for batch in found[i : i + each]]
+        for chain in chains
+        for i in range(0, len(found), each)
+    ]
+    rows = row_gradients(setup, engine.density, positions, own)
+    if rows is None:
+        return None
+    variance = gradient_variance(rows, size, known.num_data, sampling).cpu()
+    reduction = None
+    if engine.density is not known:
+        plain = row_gradients(setup, known, positions, own)
+        if plain is not None:
+            without = gradient_variance(plain, size, known.num_data, sampling).cpu()
+            reduction = without / variance
+    return GradientNoise(_inflation(engine, values, variance), variance, reduction)
+
+
+def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -> Tensor:
+    """By what minibatches multiply the temperature, and by what part is taken off again."""
+    kernel = engine.bound(values)
+    padded = torch.nn.functional.pad(
+        variance.to(kernel.lr), (0, engine.layout.size - len(variance))
+    )
+    injected = engine.cooled(kernel).temperature.expand_as(padded)
+    whole = (injected + kernel.added_temperature(padded)) / kernel.temperature
+    return whole[: len(variance)].cpu()

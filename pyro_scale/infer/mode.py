@@ -1,0 +1,118 @@
+"""The posterior's mode in unconstrained space, and what the log joint looks like there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.layout import Layout
+from pyro_scale.drive.sources import Data
+from pyro_scale.errors import ArgumentError, DataError
+from pyro_scale.infer.pieces import Piece, pieces_of
+from pyro_scale.model.log_posterior import LogPosterior
+
+#: Numbers that a piece of the data may hold for each of its rows' parameters.
+_PIECE_NUMBERS = 2**22
+#: Passes through the data at most.
+_MOST_PASSES = 200
+
+
+@dataclass(frozen=True)
+class WholeDensity:
+    """The log joint of all rows over N, and its derivatives, at positions [D].
+
+    Each of them goes through the data once, piece by piece.
+
+    Attributes:
+        log_posterior: the target, understood.
+        data: all rows.
+        layout: of a position.
+    """
+
+    log_posterior: LogPosterior
+    data: Data
+    layout: Layout
+
+    def grad(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """(The log joint over N, its gradient over N, [D]).
+
+        Raises:
+            DataError: the data do not hold N rows.
+        """
+        value, gradient = position.new_zeros(()), torch.zeros_like(position)
+        for piece, kept in self._pieces():
+            here = position.detach().requires_grad_()
+            with torch.enable_grad():
+                part = self._part(here, piece, kept)
+                (slope,) = torch.autograd.grad(part, here)
+            value, gradient = value + part.detach(), gradient + slope
+        return value, gradient
+
+    def hessian(self, position: Tensor) -> Tensor:
+        """The Hessian over N, [D, D]: minus the posterior's precision over N at the mode."""
+        total = position.new_zeros(self.layout.size, self.layout.size)
+        for piece, kept in self._pieces():
+            here = position.detach().requires_grad_()
+            with torch.enable_grad():
+                part = self._part(here, piece, kept)
+                (slope,) = torch.autograd.grad(part, here, create_graph=True)
+                rows = [
+                    torch.autograd.grad(s, here, retain_graph=True, materialize_grads=True)[0]
+                    for s in slope
+                ]
+            total = total + torch.stack(rows)
+        return (total + total.T) / 2
+
+    def mode(self, start: Tensor) -> Tensor:
+        """The nearest mode, [D], by L-BFGS.
+
+        Raises:
+            ArgumentError: the log joint has none that could be found from here.
+        """
+        position = start.detach().clone().requires_grad_()
+        optimiser = torch.optim.LBFGS(
+            [position],
+            max_iter=_MOST_PASSES,
+            max_eval=_MOST_PASSES,
+            tolerance_grad=torch.finfo(start.dtype).eps ** 0.5,
+            tolerance_change=torch.finfo(start.dtype).eps,
+            history_size=20,
+            line_search_fn="strong_wolfe",
+        )
+
+        def closure() -> Tensor:
+            value, gradient = self.grad(position)
+            position.grad = -gradient
+            return -value
+
+        optimiser.step(closure)
+        found = position.detach()
+        value, _ = self.grad(found)
+        if not bool(torch.isfinite(found).all() and torch.isfinite(value)):
+            raise ArgumentError(
+                "no mode of the posterior could be found: its log density grows without bounds or "
+                "is not finite; pass a number for lr, and control_variates as a dict of values"
+            )
+        return found
+
+    def _part(self, position: Tensor, piece: Piece, kept: int) -> Tensor:
+        """A piece's share of the log joint over N, of so many rows that are its own."""
+        params, num_data = self.layout.unflatten(position), self.log_posterior.num_data
+        evaluation = self.log_posterior(params, piece.arguments, piece.indices)
+        rows = evaluation.log_lik[piece.keep].sum()
+        return (evaluation.log_prior * (kept / num_data) + rows) / num_data
+
+    def _pieces(self) -> Iterator[tuple[Piece, int]]:
+        seen, num_data = 0, self.log_posterior.num_data
+        for piece in pieces_of(self.log_posterior, self.data, _PIECE_NUMBERS // self.layout.size):
+            kept = len(range(*piece.keep.indices(piece.num_rows)))
+            yield piece, kept
+            seen += kept
+        if seen != num_data:
+            raise DataError(
+                f"the data hold {seen} rows, not N = {num_data}: what needs all of them "
+                "(control_variates, lr='auto', subtract_noise) cannot be had from a part"
+            )

@@ -1,0 +1,58 @@
+"""The whole data, piece by piece, as the model takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core import rows
+from pyro_scale.core.rows import Arguments
+from pyro_scale.drive.sources import Data
+from pyro_scale.model.log_posterior import LogPosterior
+
+#: Rows that are evaluated together, unless the caller says otherwise.
+_PIECE_ROWS = 4096
+
+
+class Piece(NamedTuple):
+    """Part of the data, as the model takes it.
+
+    Attributes:
+        arguments: the model's arguments.
+        indices: which rows, for a model that subsamples by itself.
+        keep: which of the piece's rows are new.
+        num_rows: how many rows the piece has.
+    """
+
+    arguments: Arguments
+    indices: Tensor | None
+    keep: slice
+    num_rows: int
+
+
+def pieces_of(
+    log_posterior: LogPosterior, data: Data, num_rows: int = _PIECE_ROWS
+) -> Iterator[Piece]:
+    """All rows once, in the data's order, about so many at a time; all of them together for a
+    model that takes nothing less."""
+    known = log_posterior.understanding
+    joint = any(rule.whole_data for rule in known.scaling.rules.values())
+    return split(log_posterior, data.in_order(None if joint or known.whole_only else num_rows))
+
+
+def split(log_posterior: LogPosterior, batches: Iterable[Arguments]) -> Iterator[Piece]:
+    """Batches as the model takes them; one that subsamples by itself gets blocks of indices."""
+    known = log_posterior.understanding
+    for arguments in batches:
+        total = rows.count(arguments)
+        if known.own_plate is None:
+            yield Piece(arguments, None, slice(None), total or known.batch_size)
+            continue
+        size, total = known.batch_size, total or log_posterior.num_data
+        for start in range(0, total, size):
+            begin = max(0, min(start, total - size))  # the last block overlaps the one before
+            indices = torch.arange(begin, begin + size)
+            yield Piece(arguments, indices, slice(start - begin, None), size)

@@ -1,0 +1,210 @@
+"""`lr="auto"`: the step size with the least error that is predicted at the posterior's mode.
+
+Around its mode the posterior is taken for a Gaussian, on which all that a kernel does is known
+exactly (`kernels/gaussian.py`): the bias of the step and of minibatches, how long a start is
+remembered, and how far averages over the run's steps scatter.  Small steps scatter and remember,
+large ones are biased; the step size in between with the least error is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.randomness import Purpose, generator
+from pyro_scale.drive.indices import Sampling
+from pyro_scale.drive.simulate import Steps
+from pyro_scale.errors import ArgumentError
+from pyro_scale.infer.gradients import batches_from, row_gradients
+from pyro_scale.infer.mode import WholeDensity
+from pyro_scale.infer.setup import Setup
+from pyro_scale.kernels.gaussian import GaussianChain
+from pyro_scale.kernels.kernel import Kernel
+
+#: The most dimensions whose Hessian is held.
+_MOST_DIMENSIONS = 1000
+#: Step sizes that are compared: down from the largest that is used, so many to a decade.
+_PER_DECADE, _DECADES = 12, 5
+#: The part of the stable range that is used, as posteriors are not quite Gaussian.
+_SAFETY = 0.5
+#: Rows whose gradients are compared, and draws from the Gaussian at which they are.
+_NOISE_ROWS, _NOISE_DRAWS = 2048, 4
+#: Starts whose curvature is looked at, besides the mode's.
+_STARTS = 2
+#: What a thermostat may cool a mode to, of its exact variance, as far as this is to be believed.
+_LEAST_VARIANCE = 0.1
+#: Precisions below this part of the largest count as that: flat directions.
+_FLATTEST = 1e-12
+
+
+class StepSize(NamedTuple):
+    """A step size, and how it was chosen in words."""
+
+    lr: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Modes:
+    """A Gaussian posterior in coordinates in which the kernel's metric is 1 and its elements are
+    independent.
+
+    Attributes:
+        precision: of each mode, over N, `[modes]`.
+        steepest: the largest precision over N at the mode and at some starts, 0-d.
+        noise: the variance of the minibatch gradient over N along each mode, `[modes]`.
+        starts: where chains start, from the mode, `[chains, modes]`.
+        loadings: the square of what each mode adds to each element, `[D, modes]`.
+    """
+
+    precision: Tensor
+    steepest: Tensor
+    noise: Tensor
+    starts: Tensor
+    loadings: Tensor
+
+
+def choose(setup: Setup, mode: Tensor, steps: Steps, sampling: Sampling) -> StepSize:
+    """The step size of least predicted error.
+
+    Args:
+        setup: the model, the chains' starts and the kernel, whose lr is not used.
+        mode: the posterior's, [D].
+        steps: of the run.
+        sampling: how rows are drawn.
+
+    Raises:
+        ArgumentError: too many dimensions; points.
+    """
+    engine = setup.engine
+    if engine.has_points:
+        raise ArgumentError(
+            "lr='auto' is for models whose parameters are all latents: this one has "
+            f"{list(setup.log_posterior.points)}; pass a number for lr"
+        )
+    if engine.layout.size > _MOST_DIMENSIONS:
+        raise ArgumentError(
+            f"lr='auto' needs the Hessian at the mode, and has room for {_MOST_DIMENSIONS} "
+            f"dimensions; the model has {engine.layout.size}: pass a number for lr, for a network "
+            "from the learning rate that trains it (BAOA.from_sgd)"
+        )
+    modes = _modes(setup, mode, sampling)
+    epoch = None if sampling == "replacement" else _epoch(setup)
+    highest = _largest_stable(setup, modes)
+    decades = -torch.arange(_PER_DECADE * _DECADES + 1, dtype=torch.float64) / _PER_DECADE
+    candidates = _SAFETY * highest * 10**decades
+    errors = torch.stack([_error(setup, modes, lr, steps, epoch) for lr in candidates])
+    best = int(errors.sum(1).argmin())
+    lr = float(f"{float(candidates[best]):.2g}")
+    bias, scatter = errors[best].sqrt().tolist()
+    return StepSize(
+        lr,
+        f"lr={lr:g}, the least error of means and log sds predicted at the mode: {bias:.2g} by "
+        f"bias and {scatter:.2g} by Monte Carlo (posterior sds, root mean square over elements); "
+        f"stable below about {float(highest):.2g}; curvature over N "
+        f"{float(modes.precision.min()):.2g} to {float(modes.steepest):.2g}",
+    )
+
+
+def _epoch(setup: Setup) -> int | None:
+    """Batches that go through all rows once."""
+    size = setup.data.batch_size
+    return None if size is None else max(1, setup.log_posterior.num_data // size)
+
+
+def _kernel(setup: Setup, lr: Tensor) -> Kernel:
+    """The kernel bound at a step size."""
+    return setup.engine.bound({**setup.engine.kernel.values(0), "lr": lr})
+
+
+def _modes(setup: Setup, mode: Tensor, sampling: Sampling) -> Modes:
+    engine, known = setup.engine, setup.log_posterior
+    density = WholeDensity(known, setup.data, engine.layout)
+    kernel = _kernel(setup, torch.ones((), dtype=torch.float64))
+    precision = -density.hessian(mode).double()
+    rows = _rows(setup, mode, precision, kernel.temperature, sampling)
+    noise = rows.square().mean(0)
+    mean_square = kernel.temperature * precision.diagonal().clamp(min=0) + noise
+    scale = kernel.metric(mean_square).double().sqrt()
+    lengths, vectors = torch.linalg.eigh(scale[:, None] * precision * scale)
+    lengths = lengths.abs().clamp(min=_FLATTEST * float(lengths.abs().max()))
+    at_starts = [-density.hessian(start).double() for start in setup.positions[:_STARTS]]
+    steepest = [torch.linalg.eigvalsh(scale[:, None] * each * scale).max() for each in at_starts]
+    return Modes(
+        precision=lengths,
+        steepest=torch.stack([lengths.max(), *steepest]).max(),
+        noise=(rows * scale @ vectors).square().mean(0),
+        starts=(setup.positions - mode).double() / scale @ vectors,
+        loadings=(scale[:, None] * vectors).square(),
+    )
+
+
+def _rows(
+    setup: Setup, mode: Tensor, precision: Tensor, temperature: Tensor, sampling: Sampling
+) -> Tensor:
+    """Rows' gradients about their mean at draws around the mode, times B^-1/2, `[rows, D]`."""
+    size, num_latents = setup.data.batch_size, setup.engine.num_latents
+    if size is None:
+        return torch.zeros(1, num_latents, dtype=torch.float64)
+    lengths, vectors = torch.linalg.eigh(precision)
+    sds = (temperature / lengths.abs().clamp(min=_FLATTEST * float(lengths.abs().max()))).sqrt()
+    source = generator(setup.seed, 0, Purpose.STEP_SIZE)
+    normals = torch.randn(_NOISE_DRAWS, len(sds), generator=source, dtype=torch.float64)
+    draws = mode + (normals * sds @ vectors.T).to(mode)
+    batches = setup.data.batches(setup.seed, 1, sampling)
+    some = batches_from(batches, 0, -(-_NOISE_ROWS // (size * _NOISE_DRAWS)))
+    own = [[batch.of_chain(0) for batch in some]] * _NOISE_DRAWS
+    rows = row_gradients(setup, setup.engine.density, draws, own)
+    if rows is None:
+        raise ArgumentError(
+            "lr='auto' needs the gradient of single rows, which this model does not give: pass a "
+            "number for lr"
+        )
+    rows = rows.double()
+    return ((rows - rows.mean(1, keepdim=True)) / size**0.5).flatten(0, 1)
+
+
+def _largest_stable(setup: Setup, modes: Modes) -> Tensor:
+    """The largest stable step size at the steepest curvature, within 1%."""
+    low, high = -8.0, 4.0  # powers of ten
+    while high - low > 0.004:
+        lr = torch.tensor(10 ** ((low + high) / 2), dtype=torch.float64)
+        kernel, _ = _kernel(setup, lr).linear(modes.noise.mean()[None] * 0)
+        stable = bool(GaussianChain.of(kernel, modes.steepest[None]).stable.all())
+        low, high = ((low + high) / 2, high) if stable else (low, (low + high) / 2)
+    return torch.tensor(10**low, dtype=torch.float64)
+
+
+def _error(setup: Setup, modes: Modes, lr: Tensor, steps: Steps, epoch: int | None) -> Tensor:
+    """The predicted mean square error of means and log sds, in posterior sds: [by bias, by Monte
+    Carlo]."""
+    kernel, noise = _kernel(setup, lr).linear(modes.noise)
+    chain = GaussianChain.of(kernel, modes.precision)
+    taken = steps.total - steps.warmup_steps
+    if setup.engine.known_noise is not None:  # heats by what is left above the injected noise
+        added = kernel.added_temperature(noise)
+        noise = noise * ((added - kernel.temperature) / added).clamp(min=0).nan_to_num()
+    exact = kernel.temperature / modes.precision
+    covariance = chain.covariance(noise, epoch)
+    of_mean, of_square = chain.autocorrelation_times(covariance)
+    path, square = chain.forgetting(steps.warmup_steps, taken)
+    num_chains = len(modes.starts)
+
+    def over_elements(of_modes: Tensor) -> Tensor:
+        """Variances of elements over their exact variance, from those of modes."""
+        return modes.loadings @ of_modes / (modes.loadings @ exact)
+
+    offset = over_elements((modes.starts.mean(0) * path).square())
+    variance = covariance[:, 0, 0].clamp(min=_LEAST_VARIANCE * exact)
+    remembered = modes.starts.square().mean(0) * square
+    log_sd = over_elements(variance + remembered).log() / 2
+    share = (of_mean / taken).clamp(max=1) / num_chains
+    scatter = over_elements(variance * share)
+    spread = over_elements(variance * (of_square / taken).clamp(max=1) / num_chains) / 2
+    bias = offset.mean() + log_sd.square().mean()
+    error = torch.stack([bias, scatter.mean() + spread.mean()])
+    sound = bool(chain.stable.all()) and bool(torch.isfinite(error).all())
+    return error if sound else torch.full_like(error, torch.inf)

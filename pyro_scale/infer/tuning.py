@@ -1,0 +1,126 @@
+"""What a run finds out at the mode before it starts: step size, control variates, noise."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.drive.indices import Sampling
+from pyro_scale.drive.simulate import Steps
+from pyro_scale.errors import ArgumentError
+from pyro_scale.infer import stepsize
+from pyro_scale.infer.gradients import batches_from, gradient_variance, row_gradients
+from pyro_scale.infer.mode import WholeDensity
+from pyro_scale.infer.setup import Setup
+from pyro_scale.model.control_variates import ControlVariates
+
+#: Rows from which the noise of minibatches at the mode is estimated.
+_NOISE_ROWS = 4096
+
+
+class Tuning(NamedTuple):
+    """What is asked for.
+
+    Attributes:
+        lr: whether the step size is to be chosen.
+        control_variates: whether there are any, or where their anchor is.
+        subtract_noise: whether gradient noise is taken off the injected noise.
+    """
+
+    lr: bool
+    control_variates: bool | Mapping[str, Tensor]
+    subtract_noise: bool
+
+
+def tuned(
+    setup: Setup, tuning: Tuning, steps: Steps, sampling: Sampling
+) -> tuple[Setup, dict[str, str]]:
+    """(The setup with what was found out, in words).
+
+    Raises:
+        ArgumentError: the model has no mode that can be found, or is too large.
+        DataError: the data do not hold all N rows.
+    """
+    if not any(tuning):
+        return setup, {}
+    mode, found = _mode(setup, tuning.control_variates), {}
+    if tuning.control_variates:
+        setup = _with_control_variates(setup, mode)
+    if tuning.subtract_noise:
+        setup = _without_noise(setup, mode, sampling)
+    if tuning.lr:
+        chosen = stepsize.choose(setup, mode, steps, sampling)
+        kernel = dataclasses.replace(setup.engine.kernel, lr=chosen.lr)
+        setup = _with_engine(setup, kernel=kernel)
+        found = {"lr_choice": chosen.reason}
+    if tuning.subtract_noise:
+        _warn_of_what_is_left(setup)
+    return setup, found
+
+
+def _mode(setup: Setup, anchor: bool | Mapping[str, Tensor]) -> Tensor:
+    layout, start = setup.engine.layout, setup.positions[0]
+    if isinstance(anchor, Mapping):
+        for name in anchor:
+            if name not in layout.names:
+                raise ArgumentError(
+                    f"control_variates: '{name}' is not a site; the model has {layout.names}"
+                )
+        given = setup.log_posterior.unconstrain(dict(anchor))
+        return layout.flatten(layout.unflatten(start) | given)
+    return WholeDensity(setup.log_posterior, setup.data, layout).mode(start)
+
+
+def _with_control_variates(setup: Setup, anchor: Tensor) -> Setup:
+    known, layout = setup.log_posterior, setup.engine.layout
+    _, gradient = WholeDensity(known, setup.data, layout).grad(anchor)
+    total = {name: part * known.num_data for name, part in layout.unflatten(gradient).items()}
+    density = ControlVariates(known, layout.unflatten(anchor), total)
+    return _with_engine(setup, density=density)
+
+
+def _without_noise(setup: Setup, mode: Tensor, sampling: Sampling) -> Setup:
+    """The setup with the noise of minibatches at the mode known."""
+    known, engine = setup.log_posterior, setup.engine
+    size = setup.data.batch_size
+    if size is None:
+        raise ArgumentError("subtract_noise: the whole data at every step has no noise")
+    batches = setup.data.batches(setup.seed, 1, sampling)
+    some = batches_from(batches, 0, -(-_NOISE_ROWS // size))
+    rows = row_gradients(setup, known, mode[None], [[batch.of_chain(0) for batch in some]])
+    if rows is None:
+        raise ArgumentError(
+            "subtract_noise needs the gradient of single rows, which this model does not give: "
+            "leave it out and lower lr"
+        )
+    variance = gradient_variance(rows, size, known.num_data, sampling)
+    points = engine.layout.size - engine.num_latents
+    return _with_engine(setup, known_noise=torch.nn.functional.pad(variance, (0, points)))
+
+
+def _warn_of_what_is_left(setup: Setup) -> None:
+    """Warns where minibatches bring more noise than the step injects: subtracting stops at none."""
+    engine, kernel = setup.engine, setup.engine.bound(setup.engine.kernel.values(0))
+    added = kernel.added_temperature(engine.known_noise)[: engine.num_latents]
+    injected = kernel.temperature.expand(engine.layout.size)[: engine.num_latents]
+    over = added > injected
+    if bool(over.any()):
+        first = int(torch.nonzero(over)[0])
+        warnings.warn(
+            f"subtract_noise: the noise of minibatches is more than the injected noise at "
+            f"{int(over.sum())} of {len(over)} elements (site '{engine.layout.site_at(first)}'), "
+            "where none is injected and the temperature stays "
+            f"{float((added / injected).max()):.3g} times too high: lower lr to below "
+            f"{float((injected / added).min()):.2g} of what it is, or raise batch_size",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _with_engine(setup: Setup, **changes: Any) -> Setup:
+    return dataclasses.replace(setup, engine=dataclasses.replace(setup.engine, **changes))

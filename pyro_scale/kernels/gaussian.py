@@ -1,0 +1,157 @@
+"""What a kernel does on a Gaussian target, mode by mode: exact, without sampling.
+
+In an eigenvector's direction of a Gaussian of precision L a step is linear:
+
+    x' = A x + b zeta + c n,    x = position [, momentum], zeta standard normal, n the noise of
+                                the minibatch gradient
+
+A, b and c are read out of the kernel's own update; everything else follows from them.  All of
+it is batched: the leading dimension is that of modes, and of step sizes that are compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_scale.kernels.kernel import Kernel
+
+#: Phases of an epoch at which the noise of shuffled batches is evaluated.
+_PHASES = 8
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A target whose gradient is -slope position + push."""
+
+    slope: Tensor
+    push: Tensor
+
+    def grad(self, position: Tensor) -> tuple[Tensor, None]:
+        return self.push - self.slope * position, None
+
+
+@dataclass(frozen=True)
+class GaussianChain:
+    """A kernel on independent Gaussian modes.
+
+    Attributes:
+        transition: A, `[modes, k, k]`.
+        injected: b b', the covariance that a step's own noise adds, `[modes, k, k]`.
+        pushed: c, what a gradient of 1 adds, `[modes, k]`.
+    """
+
+    transition: Tensor
+    injected: Tensor
+    pushed: Tensor
+
+    @classmethod
+    def of(cls, kernel: Kernel, precision: Tensor) -> GaussianChain:
+        """Reads a bound kernel out at these precisions over N, `[modes]`."""
+        zero = torch.zeros_like(precision)
+        one = torch.ones_like(precision)
+        rest: Any = kernel.init(zero, zero)
+        still = torch.stack([zero] * kernel.normals)
+
+        def moved(state: Any, noise: Tensor, target: _Linear) -> Tensor:
+            return torch.stack(list(kernel.update(state, target, noise)[0]), dim=-1)
+
+        alone = _Linear(precision, zero)
+        places = range(len(rest))
+        units = [type(rest)(*(one if i == j else zero for j in places)) for i in places]
+        columns = [moved(unit, still, alone) for unit in units]
+        kicks = [
+            moved(
+                rest, torch.stack([one if i == j else zero for j in range(kernel.normals)]), alone
+            )
+            for i in range(kernel.normals)
+        ]
+        noise = torch.stack(kicks, dim=-1)
+        return cls(
+            torch.stack(columns, dim=-1),
+            noise @ noise.mT,
+            moved(rest, still, _Linear(precision, one)),
+        )
+
+    @property
+    def stable(self) -> Tensor:
+        """Whether the chain stays bounded, `[modes]`."""
+        return torch.linalg.eigvals(self.transition).abs().amax(-1) < 1
+
+    def covariance(self, gradient_noise: Tensor, epoch: int | None = None) -> Tensor:
+        """The stationary covariance, `[modes, k, k]`.
+
+        Args:
+            gradient_noise: the variance of the minibatch gradient over N, `[modes]`.
+            epoch: batches of an epoch that goes through all rows once, where the gradients'
+                errors sum to zero; None for batches that are drawn anew.
+        """
+        noise = gradient_noise[:, None, None] * self.pushed[..., None] * self.pushed[:, None]
+        if epoch is None:
+            return self._stationary(self.transition, self.injected + noise)
+        return self._stationary(self.transition, self.injected) + self._shuffled(noise, epoch)
+
+    def _shuffled(self, noise: Tensor, epoch: int) -> Tensor:
+        """What the noise of shuffled batches adds, on average over the phases of an epoch.
+
+        The errors n_t of an epoch's m batches have covariance V m/(m - 1) (1[s = t] - 1/m).
+        """
+        if epoch == 1:
+            return torch.zeros_like(noise)
+        each = noise * epoch / (epoch - 1)
+        whole, added = self._over(epoch, each, epoch)
+        start = self._stationary(whole, added)
+        phases = sorted({round((i + 0.5) * epoch / _PHASES) for i in range(_PHASES)})
+        total = torch.zeros_like(noise)
+        for phase in phases:
+            power, added = self._over(phase, each, epoch)
+            total = total + power @ start @ power.mT + added
+        return total / len(phases)
+
+    def _over(self, steps: int, each: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
+        """(A^steps, the covariance that so many steps of one epoch add)."""
+        power = torch.linalg.matrix_power(self.transition, steps)
+        eye = torch.eye(power.shape[-1], dtype=power.dtype)
+        drift = torch.linalg.solve(eye - self.transition, eye - power)  # sum of A^j
+        alone = self._stationary(self.transition, each)
+        alone = alone - power @ alone @ power.mT  # sum of A^j Q A^j'
+        return power, alone - drift @ each @ drift.mT / epoch
+
+    def autocorrelation_times(self, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """Steps per independent draw, for means of the position and of its square, `[modes]`."""
+        start = covariance[..., 0] / covariance[:, :1, 0]  # cov(x_0, position_0), over its variance
+        eye = torch.eye(start.shape[-1], dtype=start.dtype)
+        total = torch.linalg.solve(eye - self.transition, start)[:, 0]
+        squares = self._sum_of_products(start[..., None] * start[:, None])[:, 0, 0]
+        return 2 * total - 1, 2 * squares - 1
+
+    def forgetting(self, warmup: int, steps: int) -> tuple[Tensor, Tensor]:
+        """What is left of a start 1 away from the mode: (the mean, the mean square) of its
+        remainder over `steps` steps after a warm-up, `[modes]`."""
+        late = torch.linalg.matrix_power(self.transition, warmup)
+        later = torch.linalg.matrix_power(self.transition, steps)
+        eye = torch.eye(late.shape[-1], dtype=late.dtype)
+        path = torch.linalg.solve(eye - self.transition, (eye - later) @ late)[:, 0, 0] / steps
+        begun, over = late[..., 0], (later @ late)[..., 0]
+        outer = begun[..., None] * begun[:, None] - over[..., None] * over[:, None]
+        return path, self._sum_of_products(outer)[:, 0, 0] / steps
+
+    def _stationary(self, transition: Tensor, added: Tensor) -> Tensor:
+        """S = A S A' + added."""
+        size = transition.shape[-1]
+        product = _kron(transition)
+        eye = torch.eye(size * size, dtype=transition.dtype)
+        return torch.linalg.solve(eye - product, added.flatten(1)).view_as(added)
+
+    def _sum_of_products(self, start: Tensor) -> Tensor:
+        """The sum over t >= 0 of A^t start A^t'."""
+        return self._stationary(self.transition, start)
+
+
+def _kron(matrix: Tensor) -> Tensor:
+    """The Kronecker product of each matrix with itself."""
+    size = matrix.shape[-1] ** 2
+    return torch.einsum("mij,mkl->mikjl", matrix, matrix).reshape(-1, size, size)

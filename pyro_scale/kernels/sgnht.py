@@ -1,0 +1,101 @@
+"""The stochastic gradient Nosé-Hoover thermostat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.kernels.baoa import BAOA
+from pyro_scale.kernels.kernel import Kernel, Target
+from pyro_scale.kernels.underdamped import Underdamped
+
+
+class SGNHTState(NamedTuple):
+    """A chain's position and momentum, each [D], and the thermostat's friction, 0-d."""
+
+    position: Tensor
+    momentum: Tensor
+    xi: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGNHT(Underdamped):
+    """The stochastic gradient Nosé-Hoover thermostat (Ding et al. 2014; the paper's B.3).
+
+        d theta = p/m dt,    dp = g dt - xi p dt + sqrt(2 friction m T) dw
+        d xi = (|p|^2 / (m T d) - 1) dt
+
+    with T the temperature over N, so that `temperature=1` samples the posterior.  Where
+    minibatches heat the momentum, xi rises until it has the right temperature: on average to
+    friction + lr V / (2 m T), V the variance of g, if V is the same everywhere and for all d
+    elements; there they cost no bias.  Without them xi has mean friction and variance 1/d as
+    lr goes to 0.  The published form, with |p|^2/d - T, relaxes N times as slowly as this one,
+    which for large N is never.
+
+    A step is Leimkuhler and Shang's symmetric splitting BADODAB (2016) with its two half kicks
+    made one, g = gradient of log joint / N and zeta standard normal:
+
+        B  p     = p + lr g(theta)
+        A  theta = theta + lr/2 p / m
+        D  xi    = xi + lr/2 (|p|^2 / (m T d) - 1)
+        O  p     = exp(-lr xi) p + sqrt(friction m T (1 - exp(-2 lr xi)) / xi) zeta
+        D, A     as above
+
+    At temperature 0 xi stays at the friction, and what is left is SGD with momentum.  Batches
+    are drawn with replacement by default: what the noise of shuffled batches adds over an epoch
+    mostly cancels, but the thermostat would cool for all of it.
+
+    Args:
+        lr: the step size (of time, about the square root of SGD's), a float or a schedule, or
+            a dict of them by site.
+        friction: the rate at which momentum decays without minibatches; where xi starts.
+        mass: of the momentum; a dict by site of numbers or of tensors of the site's
+            unconstrained shape, too.
+        temperature: 1 is the posterior, 0 is SGD with momentum.
+    """
+
+    per_site: ClassVar[tuple[str, ...]] = ("lr", "mass")
+    sampling: ClassVar[Literal["shuffle", "replacement"]] = "replacement"
+
+    def init(self, position: Tensor, noise: Tensor) -> SGNHTState:
+        momentum = torch.sqrt(self.mass * self.temperature) * noise
+        return SGNHTState(position, momentum, self.friction.to(position.dtype))
+
+    def update(self, state: SGNHTState, target: Target, noise: Tensor) -> tuple[SGNHTState, Any]:
+        position, momentum, xi = state
+        gradient, evaluation = target.grad(position)
+        momentum = momentum + self.lr * gradient
+        position = position + self.lr / 2 * momentum / self.mass
+        xi = xi + self._heating(momentum) / 2
+        lr_xi = self.lr * xi
+        spread = torch.sqrt(2 * self.lr * self.friction * self.mass * self.temperature)
+        spread = spread * torch.sqrt(_mean_decay(2 * lr_xi))
+        momentum = torch.exp(-lr_xi) * momentum + spread * noise[0]
+        xi = xi + self._heating(momentum) / 2
+        position = position + self.lr / 2 * momentum / self.mass
+        return SGNHTState(position, momentum, xi), evaluation
+
+    def _heating(self, momentum: Tensor) -> Tensor:
+        """lr (|p|^2 / (m T d) - 1), over the elements that have a temperature."""
+        thermal = (self.temperature > 0).expand_as(momentum)
+        energy = momentum * momentum / (self.mass * self.temperature)
+        heating = torch.where(thermal, self.lr * (energy - 1), 0)
+        return heating.sum() / thermal.sum().clamp(min=1)
+
+    def added_temperature(self, gradient_noise: Tensor) -> Tensor:
+        return torch.zeros_like(gradient_noise)
+
+    def linear(self, gradient_noise: Tensor) -> tuple[Kernel, Tensor]:
+        taken = gradient_noise.mean()  # by the thermostat, whose friction rises for it
+        friction = self.friction + self.lr * taken / (2 * self.temperature)
+        values = {**self.hyperparameters(), "friction": friction, "mass": torch.ones(())}
+        return BAOA.of_tensors(**values), gradient_noise - taken
+
+
+def _mean_decay(rate: Tensor) -> Tensor:
+    """(1 - exp(-rate)) / rate, the mean of exp(-rate t) over t in [0, 1]; 1 at rate 0."""
+    at_zero = rate == 0
+    return torch.where(at_zero, 1, -torch.expm1(-rate) / torch.where(at_zero, 1, rate))
