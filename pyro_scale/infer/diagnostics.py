@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_scale.infer.export import quiet_arviz
+from pyro_scale.infer.export import quiet_arviz, to_inference_data
+from pyro_scale.infer.predictive import in_proportion
 from pyro_scale.infer.result import Result
 
 #: A site of more elements is one row of `summary`, unless it is named.
@@ -16,23 +17,41 @@ _MOST_ELEMENTS = 100
 _MOST_INFLATION = 1.1
 
 
-def summary(idata: Any, var_names: list[str] | None) -> Any:
-    """ArviZ's table; a large site is one row, with its worst R-hat and least ESS."""
+def summary(result: Result, var_names: list[str] | None) -> Any:
+    """ArviZ's table; a large site is one row, with its worst R-hat and least ESS.
+
+    Where draws have weights, means and sds are weighted, and the rest is of draws that are
+    repeated or left out in proportion.
+    """
     import pandas
 
     arviz = quiet_arviz()
-    posterior = idata.posterior
-    names = list(var_names or posterior.data_vars)
+    samples, weights = result.samples, result.weights
+    if weights is not None:  # the same for all chains
+        chosen = in_proportion(weights[0], weights.shape[1])
+        samples = {name: value[:, chosen] for name, value in samples.items()}
+    idata = to_inference_data(result, {"posterior": samples})
     tables: list[Any] = []
-    for name in names:
+    for name in var_names or samples:
         table: Any = arviz.summary(idata, var_names=[name])
+        if weights is not None and "mean" in table:
+            moments = _weighted_moments(result.samples[name], weights)
+            table["mean"], table["sd"] = (moment.round(decimals=3).tolist() for moment in moments)
         columns = table.columns
         if var_names is None and len(table) > _MOST_ELEMENTS:
             worst = {c: table[c].max() if c == "r_hat" else table[c].min() for c in _mixing(table)}
-            shape = "x".join(str(n) for n in posterior[name].shape[2:])
+            shape = "x".join(str(n) for n in samples[name].shape[2:])
             table = pandas.DataFrame([worst], index=[f"{name} [{shape}], worst"])
         tables.append(table)
     return pandas.concat(tables)[columns]
+
+
+def _weighted_moments(samples: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """(Mean, standard deviation) of draws `[chains, draws, ...]`, by element, `[elements]`."""
+    flat = samples.flatten(0, 1).double().reshape(weights.numel(), -1)
+    shares = weights.reshape(-1, 1) / weights.sum()
+    mean = (shares * flat).sum(0)
+    return mean, (shares * (flat - mean).square()).sum(0).sqrt()
 
 
 def _mixing(table: Any) -> list[str]:

@@ -82,17 +82,20 @@ class Method:
     def summary(self, var_names: list[str] | None = None) -> Any:
         """ArviZ's summary, a DataFrame; a site of over 100 elements is one row with its worst
         R-hat and least ESS, unless it is named."""
-        samples = self._results().samples
+        result = self._results()
         for name in var_names or ():
-            if name not in samples:
-                raise ArgumentError(f"var_names: no site '{name}'; there are {list(samples)}")
-        idata = export.to_inference_data(self._results(), {"posterior": samples})
-        return diagnostics.summary(idata, var_names)
+            if name not in result.samples:
+                raise ArgumentError(
+                    f"var_names: no site '{name}'; there are {list(result.samples)}"
+                )
+        return diagnostics.summary(result, var_names)
 
     def diagnostics(self) -> Any:
         """How far to trust the draws: a DataFrame, one row a latent site.
 
         Columns: the worst `r_hat` and least `ess_bulk`, `ess_tail` of the site's elements;
+        `gradient_variance`, the largest variance of the minibatch gradient of the log joint over
+        N; with control variates `variance_reduction`, by what they divide it at least;
         `temperature_inflation`, by what the noise of minibatches multiplied the temperature, to
         first order in lr: 1 + lr N V / (2 friction B T), V the variance over rows of one row's
         log likelihood gradient, for each element (combinations of elements may be heated more;

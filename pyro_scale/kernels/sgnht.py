@@ -44,6 +44,10 @@ class SGNHT(Underdamped):
         O  p     = exp(-lr xi) p + sqrt(friction m T (1 - exp(-2 lr xi)) / xi) zeta
         D, A     as above
 
+    The thermostat holds the kinetic energy while a chain falls from its start, too, so that it
+    comes down by about one posterior sd in a unit of time: for large N start near the mode
+    (`init_strategy`).
+
     At temperature 0 xi stays at the friction, and what is left is SGD with momentum.  Batches
     are drawn with replacement by default: what the noise of shuffled batches adds over an epoch
     mostly cancels, but the thermostat would cool for all of it.
