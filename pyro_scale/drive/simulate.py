@@ -219,8 +219,10 @@ def simulate(
     seed: int,
     compile: bool | Literal["auto"],
     progress: Progress,
+    stop_at_failure: bool = False,
 ) -> Draws:
-    """Runs every chain from its position `[chains, D]` to the end, or until it is non-finite."""
+    """Runs every chain from its position `[chains, D]` to the end, or until it is non-finite; if
+    asked to, until any of them is."""
     draws = Draws.of(positions, steps)
     at_first = {name: column[0] for name, column in values.items()}
     chains = Chains(engine, positions, at_first, seed)
@@ -236,7 +238,7 @@ def simulate(
         with pace:
             chains.move(program, batches, tape, steps, draws)
         progress.update(len(tape), chains.log_joint)
-        if not chains.alive.any():
+        if not chains.alive.any() or (stop_at_failure and chains.failures):
             break
     draws.failures = chains.failures
     draws.program, draws.compile_seconds = program.name, started - begun

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
@@ -25,7 +26,7 @@ from pyro_scale.infer.collect import collected, warn_of_short_warmup
 from pyro_scale.infer.gradients import gradient_noise
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
-from pyro_scale.infer.tuning import Tuning, tuned
+from pyro_scale.infer.tuning import Tuning, halved, tuned
 from pyro_scale.kernels import Kernel
 
 _COMMON_ARGUMENTS = """
@@ -43,6 +44,9 @@ _COMMON_ARGUMENTS = """
 
     `lr="auto"` chooses the step size from the curvature and the gradient noise at the mode.
     """
+
+#: How often a step size that was chosen is halved, where a chain diverges.
+_MOST_HALVINGS = 8
 
 
 class Sampler(Method):
@@ -204,22 +208,31 @@ class Sampler(Method):
         self._result, self._stepping = None, None
 
         setup = self._set_up(data, data.num_data, num_chains, seed)
-        setup, choice = tuned(
-            setup,
-            Tuning(self._chooses_lr, self._control_variates, self._subtract_noise),
-            steps,
-            sampling,
-        )
-        self.kernel = setup.engine.kernel
-        tape = self.kernel.tape(steps.total)
-        batches = setup.data.batches(seed, 1 if share_batches else num_chains, sampling)
-        if share_batches:
-            batches = SharedBatches(batches, num_chains)
+        tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
+        setup, choice = tuned(setup, tuning, steps, sampling)
         title = f"{type(self).__name__}, {num_chains} chain{'s' * (num_chains > 1)}"
-        with Progress(steps.total, title, progress) as bar:
-            draws = simulate(
-                setup.engine, setup.positions, batches, tape, steps, seed, self._compile, bar
-            )
+        for halvings in itertools.count():
+            tape = setup.engine.kernel.tape(steps.total)
+            batches = setup.data.batches(seed, 1 if share_batches else num_chains, sampling)
+            if share_batches:
+                batches = SharedBatches(batches, num_chains)
+            retries = self._chooses_lr and halvings < _MOST_HALVINGS
+            with Progress(steps.total, title, progress) as bar:
+                draws = simulate(
+                    setup.engine,
+                    setup.positions,
+                    batches,
+                    tape,
+                    steps,
+                    seed,
+                    self._compile,
+                    bar,
+                    stop_at_failure=retries,
+                )
+            if not retries or not draws.failures or draws.failures[0].bad_batch:
+                break
+            setup, choice = halved(setup, halvings + 1)
+        self.kernel = setup.engine.kernel
 
         if draws.finished:
             values = {name: column[draws.kept_steps].mean(0) for name, column in tape.items()}

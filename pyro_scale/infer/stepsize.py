@@ -30,10 +30,8 @@ _MOST_DIMENSIONS = 1000
 _PER_DECADE, _DECADES = 12, 5
 #: The part of the stable range that is used, as posteriors are not quite Gaussian.
 _SAFETY = 0.5
-#: Rows whose gradients are compared, and draws from the Gaussian at which they are.
-_NOISE_ROWS, _NOISE_DRAWS = 2048, 4
-#: Starts whose curvature is looked at, besides the mode's.
-_STARTS = 2
+#: Draws from the Gaussian at which the posterior is looked at, and rows whose gradients are.
+_DRAWS, _NOISE_ROWS = 4, 2048
 #: What a thermostat may cool a mode to, of its exact variance, as far as this is to be believed.
 _LEAST_VARIANCE = 0.1
 #: Precisions below this part of the largest count as that: flat directions.
@@ -54,7 +52,7 @@ class Modes:
 
     Attributes:
         precision: of each mode, over N, `[modes]`.
-        steepest: the largest precision over N at the mode and at some starts, 0-d.
+        steepest: the largest precision over N at the mode and at draws around it, 0-d.
         noise: the variance of the minibatch gradient over N along each mode, `[modes]`.
         starts: where chains start, from the mode, `[chains, modes]`.
         loadings: the square of what each mode adds to each element, `[D, modes]`.
@@ -93,7 +91,7 @@ def choose(setup: Setup, mode: Tensor, steps: Steps, sampling: Sampling) -> Step
         )
     modes = _modes(setup, mode, sampling)
     epoch = None if sampling == "replacement" else _epoch(setup)
-    highest = _largest_stable(setup, modes)
+    highest = _largest_stable(setup, modes.steepest)
     decades = -torch.arange(_PER_DECADE * _DECADES + 1, dtype=torch.float64) / _PER_DECADE
     candidates = _SAFETY * highest * 10**decades
     errors = torch.stack([_error(setup, modes, lr, steps, epoch) for lr in candidates])
@@ -104,7 +102,7 @@ def choose(setup: Setup, mode: Tensor, steps: Steps, sampling: Sampling) -> Step
         lr,
         f"lr={lr:g}, the least error of means and log sds predicted at the mode: {bias:.2g} by "
         f"bias and {scatter:.2g} by Monte Carlo (posterior sds, root mean square over elements); "
-        f"stable below about {float(highest):.2g}; curvature over N "
+        f"stable below about {highest:.2g}; curvature over N "
         f"{float(modes.precision.min()):.2g} to {float(modes.steepest):.2g}",
     )
 
@@ -125,38 +123,49 @@ def _modes(setup: Setup, mode: Tensor, sampling: Sampling) -> Modes:
     density = WholeDensity(known, setup.data, engine.layout)
     kernel = _kernel(setup, torch.ones((), dtype=torch.float64))
     precision = -density.hessian(mode).double()
-    rows = _rows(setup, mode, precision, kernel.temperature, sampling)
+    draws = _draws(mode, precision, kernel.temperature, setup.seed)
+    rows = _rows(setup, draws, sampling)
     noise = rows.square().mean(0)
     mean_square = kernel.temperature * precision.diagonal().clamp(min=0) + noise
     scale = kernel.metric(mean_square).double().sqrt()
-    lengths, vectors = torch.linalg.eigh(scale[:, None] * precision * scale)
-    lengths = lengths.abs().clamp(min=_FLATTEST * float(lengths.abs().max()))
-    at_starts = [-density.hessian(start).double() for start in setup.positions[:_STARTS]]
-    steepest = [torch.linalg.eigvalsh(scale[:, None] * each * scale).max() for each in at_starts]
+
+    def curvature(precision: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.linalg.eigh(scale[:, None] * precision * scale)
+
+    lengths, vectors = curvature(precision)
+    lengths = _positive(lengths)
+    nearby = [-density.hessian(draw).double() for draw in draws]
+    around = [curvature(each)[0].max() for each in nearby if bool(torch.isfinite(each).all())]
     return Modes(
         precision=lengths,
-        steepest=torch.stack([lengths.max(), *steepest]).max(),
+        steepest=torch.stack([lengths.max(), *around]).max(),
         noise=(rows * scale @ vectors).square().mean(0),
         starts=(setup.positions - mode).double() / scale @ vectors,
         loadings=(scale[:, None] * vectors).square(),
     )
 
 
-def _rows(
-    setup: Setup, mode: Tensor, precision: Tensor, temperature: Tensor, sampling: Sampling
-) -> Tensor:
-    """Rows' gradients about their mean at draws around the mode, times B^-1/2, `[rows, D]`."""
-    size, num_latents = setup.data.batch_size, setup.engine.num_latents
-    if size is None:
-        return torch.zeros(1, num_latents, dtype=torch.float64)
+def _positive(lengths: Tensor) -> Tensor:
+    """Precisions of a Gaussian: where the posterior is flat, or a saddle, nearly none."""
+    return lengths.abs().clamp(min=_FLATTEST * float(lengths.abs().max()))
+
+
+def _draws(mode: Tensor, precision: Tensor, temperature: Tensor, seed: int) -> Tensor:
+    """Draws from the Gaussian around the mode, `[draws, D]`."""
     lengths, vectors = torch.linalg.eigh(precision)
-    sds = (temperature / lengths.abs().clamp(min=_FLATTEST * float(lengths.abs().max()))).sqrt()
-    source = generator(setup.seed, 0, Purpose.STEP_SIZE)
-    normals = torch.randn(_NOISE_DRAWS, len(sds), generator=source, dtype=torch.float64)
-    draws = mode + (normals * sds @ vectors.T).to(mode)
+    source = generator(seed, 0, Purpose.STEP_SIZE)
+    normals = torch.randn(_DRAWS, len(mode), generator=source, dtype=torch.float64)
+    return mode + (normals * (temperature / _positive(lengths)).sqrt() @ vectors.T).to(mode)
+
+
+def _rows(setup: Setup, draws: Tensor, sampling: Sampling) -> Tensor:
+    """Rows' gradients about their mean at each draw, times B^-1/2, `[rows, D]`."""
+    size = setup.data.batch_size
+    if size is None:
+        return torch.zeros(1, setup.engine.num_latents, dtype=torch.float64)
     batches = setup.data.batches(setup.seed, 1, sampling)
-    some = batches_from(batches, 0, -(-_NOISE_ROWS // (size * _NOISE_DRAWS)))
-    own = [[batch.of_chain(0) for batch in some]] * _NOISE_DRAWS
+    some = batches_from(batches, 0, -(-_NOISE_ROWS // (size * len(draws))))
+    own = [[batch.of_chain(0) for batch in some]] * len(draws)
     rows = row_gradients(setup, setup.engine.density, draws, own)
     if rows is None:
         raise ArgumentError(
@@ -167,15 +176,16 @@ def _rows(
     return ((rows - rows.mean(1, keepdim=True)) / size**0.5).flatten(0, 1)
 
 
-def _largest_stable(setup: Setup, modes: Modes) -> Tensor:
-    """The largest stable step size at the steepest curvature, within 1%."""
+def _largest_stable(setup: Setup, precision: Tensor) -> float:
+    """The largest stable step size at a precision, within 1%."""
     low, high = -8.0, 4.0  # powers of ten
     while high - low > 0.004:
-        lr = torch.tensor(10 ** ((low + high) / 2), dtype=torch.float64)
-        kernel, _ = _kernel(setup, lr).linear(modes.noise.mean()[None] * 0)
-        stable = bool(GaussianChain.of(kernel, modes.steepest[None]).stable.all())
-        low, high = ((low + high) / 2, high) if stable else (low, (low + high) / 2)
-    return torch.tensor(10**low, dtype=torch.float64)
+        middle = (low + high) / 2
+        lr = torch.tensor(10**middle, dtype=torch.float64)
+        kernel, _ = _kernel(setup, lr).linear(torch.zeros_like(precision[None]))
+        stable = bool(GaussianChain.of(kernel, precision[None]).stable.all())
+        low, high = (middle, high) if stable else (low, middle)
+    return float(10**low)
 
 
 def _error(setup: Setup, modes: Modes, lr: Tensor, steps: Steps, epoch: int | None) -> Tensor:

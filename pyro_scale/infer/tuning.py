@@ -63,6 +63,14 @@ def tuned(
     return setup, found
 
 
+def halved(setup: Setup, times: int) -> tuple[Setup, dict[str, str]]:
+    """(The setup with half the step size, why in words), after chains have diverged."""
+    lr = setup.engine.kernel.lr / 2
+    kernel = dataclasses.replace(setup.engine.kernel, lr=lr)
+    reason = f"lr={lr:.2g}: halved {times} times, as a chain diverged, from what the mode suggested"
+    return _with_engine(setup, kernel=kernel), {"lr_choice": reason}
+
+
 def _mode(setup: Setup, anchor: bool | Mapping[str, Tensor]) -> Tensor:
     layout, start = setup.engine.layout, setup.positions[0]
     if isinstance(anchor, Mapping):
