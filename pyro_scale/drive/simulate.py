@@ -170,11 +170,16 @@ class Chains:
             left = steps.left(tape.start)
             moved, kept = program.run(self.state, tape, left, steps.thinning)
             sound = torch.isfinite(moved.position).all(dim=-1).cpu()
-        except RuntimeError:  # NaN upsets matrix factorisations
-            if len(tape) == 1:
-                eager(self._engine, batches).run(self.state, tape, left, steps.thinning)
-                raise  # unless the model has just said the same in its own words
-            sound = ~self.alive
+        except RuntimeError:  # a matrix that cannot be factorised, in some chain
+            if len(tape) > 1:
+                sound = ~self.alive
+            elif not self._stop_those_that_raise(batches, tape):
+                raise
+            elif self.alive.any():
+                self.move(program, batches, tape, steps, draws)
+                return
+            else:
+                return
         broken = self.alive & ~sound
         if broken.any() and len(tape) > 1:
             for half in tape.parts(-(-len(tape) // 2)):
@@ -187,27 +192,48 @@ class Chains:
         self.count = tape.stop
         self.log_joint = float(kept.last.cpu()[self.alive].mean())
 
+    def _stop_those_that_raise(self, batches: Batches, tape: Tape) -> bool:
+        """Stops the chains whose own step cannot be computed; whether there are any."""
+        step, raising = eager(self._engine, batches), torch.zeros_like(self.alive)
+        for chain in torch.nonzero(self.alive)[:, 0].tolist():
+            own = slice(chain, chain + 1)
+            state = pytree.tree_map(lambda leaf, own=own: leaf[own], self.state)
+            try:
+                step.run(state, tape.of(own), 1, 1)
+            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+                raising[chain] = True
+                self._fail(chain, 0, batches, tape)
+        self.alive = self.alive & ~raising
+        self.state = self._with_stand_ins(self.state, ~raising)
+        return bool(raising.any())
+
     def _stop(self, broken: Tensor, moved: Any, batches: Batches, tape: Tape) -> None:
         """Takes the state over, but for chains that this step broke."""
         for chain in torch.nonzero(broken)[:, 0].tolist():
-            position = moved.position[chain]
-            first = int(torch.nonzero(~torch.isfinite(position))[0])
-            batch = batches.batch(batches.fixed, tape.at(0)[2])
-            self.failures.append(
-                Failure(
-                    chain=chain,
-                    step=tape.start,
-                    site=self._engine.layout.site_at(first),
-                    bad_batch=not rows.are_finite(batch.of_chain(chain)[0]),
-                )
-            )
+            first = int(torch.nonzero(~torch.isfinite(moved.position[chain]))[0])
+            self._fail(chain, first, batches, tape)
         self.alive = self.alive & ~broken
         sound = torch.isfinite(moved.position).all(dim=-1)
-        if bool(self.alive.any()) and not bool(sound.all()):
-            stand_in = int(torch.nonzero(self.alive)[0])
-            places = torch.arange(len(sound), device=sound.device).where(sound, stand_in)
-            moved = pytree.tree_map(lambda leaf: leaf[places], moved)
-        self.state = moved
+        self.state = self._with_stand_ins(moved, sound)
+
+    def _fail(self, chain: int, element: int, batches: Batches, tape: Tape) -> None:
+        batch = batches.batch(batches.fixed, tape.at(0)[2])
+        self.failures.append(
+            Failure(
+                chain=chain,
+                step=tape.start,
+                site=self._engine.layout.site_at(element),
+                bad_batch=not rows.are_finite(batch.of_chain(chain)[0]),
+            )
+        )
+
+    def _with_stand_ins(self, state: Any, sound: Tensor) -> Any:
+        """The state with that of a chain that is alive in place of those that are not sound."""
+        if not bool(self.alive.any()) or bool(sound.all()):
+            return state
+        stand_in = int(torch.nonzero(self.alive)[0])
+        places = torch.arange(len(sound), device=sound.device).where(sound, stand_in)
+        return pytree.tree_map(lambda leaf: leaf[places], state)
 
 
 def simulate(
