@@ -1,10 +1,10 @@
-# `make demo`, `make test`, `make bench`: each makes .venv if it is missing.
+# `make demo`, `make test`, `make bench`, `make accuracy`: each makes .venv if it is missing.
 
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test bench lint types notebooks clean
+.PHONY: demo test bench accuracy lint types notebooks clean
 
 demo: .venv/installed
 	$(BIN)/python -W ignore::FutureWarning examples/demo.py
@@ -14,6 +14,9 @@ test: .venv/installed
 
 bench: .venv/installed-bench
 	$(BIN)/python benchmarks/run.py
+
+accuracy: .venv/installed
+	$(BIN)/python benchmarks/accuracy/run.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .
