@@ -163,10 +163,11 @@ class StreamData:
         return batch
 
     def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Batches:
-        if sampling == "replacement":
+        if sampling != "shuffle":
             raise ArgumentError(
-                "sampling='replacement' needs data that can be read by index: pass the tensors, "
-                "or a DataLoader over a map-style data set without a sampler of its own"
+                f"sampling='{sampling}' needs data that can be read by index: pass the tensors, or "
+                "a DataLoader over a map-style data set without a sampler of its own, or "
+                "sampling='shuffle' to take the batches as they come"
             )
         return ReadBatches(self._dealt(seed, num_chains), self.first())
 

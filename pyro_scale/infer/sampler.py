@@ -78,7 +78,7 @@ class Sampler(Method):
         if not isinstance(compile, bool) and compile != "auto":
             raise ArgumentError(f"compile={compile!r}: pass True, False or 'auto'")
         self._compile = compile
-        if not isinstance(control_variates, bool | Mapping):
+        if not isinstance(control_variates, bool | Mapping) or control_variates == {}:
             raise ArgumentError(
                 f"control_variates={control_variates!r}: pass True, or a dict of constrained values"
             )
@@ -199,13 +199,14 @@ class Sampler(Method):
         setup = self._set_up(data, data.num_data, num_chains, seed)
         tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
         setup, choice = tuned(setup, tuning, steps, sampling)
-        title = f"{type(self).__name__}, {num_chains} chain{'s' * (num_chains > 1)}"
         for halvings in itertools.count():
             tape = setup.engine.kernel.tape(steps.total)
             batches = setup.data.batches(seed, 1 if share_batches else num_chains, sampling)
             if share_batches:
                 batches = SharedBatches(batches, num_chains)
             retries = self._chooses_lr and halvings < _MOST_HALVINGS
+            chosen = f", lr={setup.engine.kernel.lr:.2g}" if self._chooses_lr else ""
+            title = f"{type(self).__name__}{chosen}, {num_chains} chain{'s' * (num_chains > 1)}"
             with Progress(steps.total, title, progress) as bar:
                 draws = simulate(
                     setup.engine,

@@ -74,13 +74,17 @@ def halved(setup: Setup, times: int) -> tuple[Setup, dict[str, str]]:
 def _mode(setup: Setup, anchor: bool | Mapping[str, Tensor]) -> Tensor:
     layout, start = setup.engine.layout, setup.positions[0]
     if isinstance(anchor, Mapping):
-        for name in anchor:
-            if name not in layout.names:
+        values = setup.log_posterior.constrain(layout.unflatten(start))
+        for name, value in anchor.items():
+            if name not in values or torch.as_tensor(value).shape != values[name].shape:
+                shapes = {name: list(known.shape) for name, known in values.items()}
                 raise ArgumentError(
-                    f"control_variates: '{name}' is not a site; the model has {layout.names}"
+                    f"control_variates[{name!r}]: pass constrained values of sites and shapes "
+                    f"{shapes}"
                 )
-        given = setup.log_posterior.unconstrain(dict(anchor))
-        return layout.flatten(layout.unflatten(start) | given)
+        given = {name: torch.as_tensor(value).to(values[name]) for name, value in anchor.items()}
+        unconstrained = setup.log_posterior.unconstrain(given)
+        return layout.flatten(layout.unflatten(start) | unconstrained)
     return WholeDensity(setup.log_posterior, setup.data, layout).mode(start)
 
 

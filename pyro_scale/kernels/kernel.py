@@ -59,9 +59,16 @@ class Kernel:
                     f"{name} is one number for all sites of {type(self).__name__}, not a dict; "
                     f"by site: {', '.join(self.per_site)}"
                 )
-            for where, value in _entries(name, hyper).items():
+            entries = _entries(name, hyper)
+            if not entries:
+                raise ArgumentError(f"{name}={{}}: pass a value for each site, or one for all")
+            for label, value in entries.items():
                 if not callable(value):
-                    self.check(name, value, where)
+                    self.check(name, value, label)
+                if isinstance(value, Cyclical) and label != "lr":
+                    raise ArgumentError(
+                        f"{label}: pass a Cyclical as lr itself, for it rules all sites' noise"
+                    )
 
     def hyperparameters(self) -> dict[str, Hyper]:
         """The fields by name."""
@@ -109,9 +116,8 @@ class Kernel:
         """`[steps, ...]` by name, or `[1, ...]` where all steps have the same."""
         columns = {}
         for name, hyper in self.hyperparameters().items():
-            parts = [
-                self._column(name, v, where, steps) for where, v in _entries(name, hyper).items()
-            ]
+            entries = _entries(name, hyper).items()
+            parts = [self._column(name, value, label, steps) for label, value in entries]
             if isinstance(hyper, Mapping):
                 columns[name] = torch.stack(torch.broadcast_tensors(*parts), dim=1)
             else:
