@@ -13,6 +13,11 @@ class Field:
         return self.gradient(position), torch.zeros(())
 
 
+def hills(x):
+    """A log joint over N that is not quadratic, so that signs and scales all show."""
+    return -(x**4).sum() / 4 - 0.7 * (x[0] * x[1:]).sum() + torch.sin(3 * x).sum()
+
+
 def bound(kernel, num_data=1, step=0):
     """The kernel at a step's values, its temperature over N, as the driver binds it."""
     values = kernel.values(step)

@@ -134,8 +134,8 @@ def tape(seed=0, chains=2, shape=(1, 3), dtype=torch.float64):
 class TestRandomness:
     def test_what_a_seed_means_never_changes(self):
         """A release that changed these would change every published run."""
-        assert [int(p) for p in Purpose] == [0, 1, 2, 3, 4]
-        assert [p.name for p in Purpose] == ["INIT", "NOISE", "BATCHES", "MOMENTUM", "DATA_LOADER"]
+        numbers = {"INIT": 0, "NOISE": 1, "BATCHES": 2, "MOMENTUM": 3, "DATA_LOADER": 4}
+        assert {p.name: int(p) for p in Purpose} == {**numbers, "STEP_SIZE": 5}
         assert derived_seed(0, 0, Purpose.NOISE) == 5950159816103605179
         assert derived_seed(7, 3, Purpose.BATCHES, block=2) == 2521211164429912937
 
@@ -147,7 +147,7 @@ class TestRandomness:
             for purpose in Purpose
             for block in range(5)
         }
-        assert len(seeds) == 3 * 5 * 5 * 5
+        assert len(seeds) == 3 * 5 * len(Purpose) * 5
         assert all(0 <= seed < 2**63 for seed in seeds)
 
     def test_a_generator_starts_at_its_streams_beginning(self):

@@ -466,7 +466,7 @@ def test_a_stream_whose_batches_are_padded_differently_is_refused_when_it_is_cut
         list(steps_of(data.batches(0, 1, "shuffle"), 5))
 
 
-@pytest.mark.parametrize("sampling", ["foo", None, 3])
+@pytest.mark.parametrize("sampling", ["foo", "", 3])
 @pytest.mark.parametrize("kind", ["whole", "minibatch", "map-style", "stream"])
 def test_unknown_sampling_is_refused(kind, sampling):
     x, y = torch.arange(1.0, N + 1), torch.ones(N)
@@ -477,8 +477,25 @@ def test_unknown_sampling_is_refused(kind, sampling):
         "stream": (DataLoader(SizedStream(), B), None),
     }[kind]
     sampler = ps.BAOA(normal_mean, lr=0.1)
-    with pytest.raises(ArgumentError, match=r"sampling=.*'shuffle' or 'replacement'"):
+    known = r"\('shuffle', 'replacement', 'symmetric'\)"
+    with pytest.raises(ArgumentError, match=rf"sampling={sampling!r}: pass one of {known}"):
         sampler.run(data, num_samples=2, batch_size=size, sampling=sampling, progress=False)
+
+
+@pytest.mark.parametrize(("method", "default"), [(ps.BAOA, "shuffle"), (ps.SGNHT, "replacement")])
+def test_no_sampling_is_the_methods_own(method, default):
+    data = torch.arange(1.0, N + 1), torch.ones(N)
+    runs = [
+        method(normal_mean, lr=0.01).run(
+            data, num_samples=9, batch_size=B, seed=0, progress=False, **kwargs
+        )
+        for kwargs in ({}, {"sampling": None}, {"sampling": default}, {"sampling": "symmetric"})
+    ]
+    draws = [run.get_samples()["w"] for run in runs]
+    assert runs[0].to_arviz().attrs["sampling"] == default
+    assert torch.equal(draws[0], draws[1])
+    assert torch.equal(draws[0], draws[2])
+    assert not torch.equal(draws[0], draws[3])
 
 
 def test_a_stream_cannot_be_drawn_with_replacement():

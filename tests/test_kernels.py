@@ -1,289 +1,328 @@
-"""Kernels without sampling error: their linear map and noise are read out on Gaussian targets."""
+"""The contract of kernels: pure functions, hyperparameters.  Every test goes through the table of
+methods; what each of them computes is in test_theory, test_thermostat and test_psgld."""
 
 import dataclasses
+import inspect
 import math
 
 import pytest
 import torch
-from gaussian import Field, bound, read_out, stationary
+from gaussian import Field, bound, hills
+from methods import METHODS, TABLE, UNDERDAMPED, by_name
+from reference import double, normals
 
+import pyro_scale as ps
+from pyro_scale import kernels
+from pyro_scale.core.schedules import Cyclical
 from pyro_scale.errors import ArgumentError
-from pyro_scale.kernels import BAOA, SGHMC, SGLD
+from pyro_scale.infer.sampler import Sampler
+from pyro_scale.kernels import BAOA, SGHMC, Kernel, pSGLD
 
-KERNELS = [BAOA, SGHMC, SGLD]
-CORRELATED = torch.tensor([[2.0, 0.6, 0.0], [0.6, 0.9, -0.2], [0.0, -0.2, 0.4]]).double()
-ONE = torch.ones(1, 1, dtype=torch.float64)
-
-
-def of_eigenvalues(function, matrix):
-    values, vectors = torch.linalg.eigh(matrix)
-    return vectors @ torch.diag(function(values)) @ vectors.T
+every_method = pytest.mark.parametrize("row", TABLE, ids=by_name)
+SLOPE = Field(torch.func.grad(hills))
+APART = Field(lambda x: torch.cos(x) - x**3)  # elements that do not know of each other
 
 
-def close(actual, expected, rtol=1e-10):
-    expected = torch.as_tensor(expected, dtype=torch.float64).expand_as(actual)
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
+def close(actual, expected, rtol):
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol)
 
 
-# ------------------------------------------------------------------ temperature 1 and others
+def test_every_method_has_a_row():
+    public = {
+        name
+        for name, value in vars(kernels).items()
+        if inspect.isclass(value) and issubclass(value, Kernel) and value is not Kernel
+    }
+    assert public == METHODS.keys()
+    samplers = {name for name in ps.__all__ if _is_sampler(getattr(ps, name))}
+    assert samplers == METHODS.keys()
+    for row in TABLE:
+        assert row.sampler.kernel_class is row.kernel
+        fields = {field.name: field.default for field in dataclasses.fields(row.kernel)}
+        assert fields.keys() == {"lr", "temperature", *row.others}
+        assert fields["lr"] is dataclasses.MISSING
+        assert fields["temperature"] == 1.0
+        assert all(fields[name] != value for name, value in row.others.items())
 
 
-def sghmc_position(e, f, t):
-    return lambda p: t * (4 - 2 * e * f) / (p * (4 - 2 * e * f - e * e * p))
-
-
-def sghmc_momentum(e, f, t):
-    return lambda p: 4 * t / (4 - 2 * e * f - e * e * p)
-
-
-SETTINGS = [  # lr, friction, temperature, N
-    (0.1, 1.0, 1.0, 1),
-    (0.5, 1.0, 1.0, 1),
-    (0.8, 0.2, 0.3, 1),
-    (0.3, 3.0, 2.0, 50),
-    (1.0, 0.7, 1.0, 1000),
-]
-
-
-@pytest.mark.parametrize("precision", [ONE, CORRELATED], ids=["unit", "correlated"])
-@pytest.mark.parametrize(("lr", "friction", "temperature", "num_data"), SETTINGS)
-class TestStationaryVariance:
-    """Against the closed forms, T over N and the precision over N."""
-
-    def test_sgld(self, lr, friction, temperature, num_data, precision):
-        kernel = bound(SGLD(lr=lr, temperature=temperature), num_data)
-        covariance = stationary(kernel, precision / num_data)
-        expected = of_eigenvalues(
-            lambda p: temperature / (p * (1 - lr * p / num_data / 2)), precision
-        )
-        close(covariance, expected)
-
-    def test_sghmc(self, lr, friction, temperature, num_data, precision):
-        kernel = bound(SGHMC(lr=lr, friction=friction, temperature=temperature), num_data)
-        dim, over_n = len(precision), precision / num_data
-        covariance = stationary(kernel, over_n)
-        tempered = temperature / num_data
-        close(
-            covariance[:dim, :dim], of_eigenvalues(sghmc_position(lr, friction, tempered), over_n)
-        )
-        close(
-            covariance[dim:, dim:], of_eigenvalues(sghmc_momentum(lr, friction, tempered), over_n)
-        )
-
-    def test_baoa_is_exact(self, lr, friction, temperature, num_data, precision):
-        kernel = bound(BAOA(lr=lr, friction=friction, temperature=temperature), num_data)
-        dim = len(precision)
-        covariance = stationary(kernel, precision / num_data)
-        close(covariance[:dim, :dim], temperature * torch.linalg.inv(precision))
-        close(covariance[dim:, dim:], temperature / num_data * torch.eye(dim).double())
-
-
-def test_sghmc_known_figure():
-    variance = float(stationary(bound(SGHMC(lr=0.1)), ONE)[0, 0])
-    assert variance == pytest.approx(1.002639, abs=5e-7)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "limit"),
-    [
-        (SGLD(lr=0.5), 2 / 0.5),
-        (SGHMC(lr=0.5, friction=0.4), (4 - 2 * 0.5 * 0.4) / 0.5**2),
-        (BAOA(lr=0.5, friction=0.4), 4 / 0.5**2),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_stable_up_to_the_limit_and_not_beyond(kernel, limit):
-    def radius(precision):
-        return torch.linalg.eigvals(read_out(bound(kernel), precision * ONE)[0]).abs().max()
-
-    assert radius(0.999 * limit) < 1 < radius(1.001 * limit)
-
-
-@pytest.mark.parametrize(("temperature", "num_data"), [(1.0, 1), (0.3, 40), (0.0, 7)])
-@pytest.mark.parametrize("kernel", [BAOA, SGHMC])
-def test_momenta_start_at_their_stationary_spread(kernel, temperature, num_data):
-    noise = torch.randn(5, dtype=torch.float64, generator=torch.manual_seed(0))
-    state = bound(kernel(lr=0.1, temperature=temperature), num_data).init(torch.ones(5), noise)
-    close(state.momentum, math.sqrt(temperature / num_data) * noise, rtol=1e-15)
-    assert torch.equal(state.position, torch.ones(5))
-
-
-# ------------------------------------------------------------------ temperature 0
-
-
-def hills(x):
-    """A log joint over N that is not quadratic, so that signs and scales all show."""
-    return -(x**4).sum() / 4 - 0.7 * (x[0] * x[1:]).sum() + torch.sin(3 * x).sum()
-
-
-@pytest.mark.parametrize(("lr", "friction"), [(0.1, 1.0), (0.3, 0.2), (0.05, 4.0)])
-@pytest.mark.parametrize("name", ["SGHMC", "BAOA", "SGLD"])
-def test_temperature_zero_is_sgd(name, lr, friction):
-    """Step for step; torch's first step sets its buffer to the gradient, as rest does."""
-    decay = math.exp(-lr * friction)
-    kernel, sgd = {
-        "SGHMC": (
-            SGHMC(lr=lr, friction=friction, temperature=0),
-            {"lr": lr**2, "momentum": 1 - lr * friction},
-        ),
-        "BAOA": (
-            BAOA(lr=lr, friction=friction, temperature=0),
-            {"lr": lr**2 * (1 + decay) / 2, "momentum": decay},
-        ),
-        "SGLD": (SGLD(lr=lr**2, temperature=0), {"lr": lr**2}),
-    }[name]
-    start = torch.tensor([0.5, -1.0, 0.2], dtype=torch.float64)
-    parameter = torch.nn.Parameter(start.clone())
-    optimiser = torch.optim.SGD([parameter], **sgd)
-    kernel = bound(kernel, num_data=3)
-    state = kernel.init(start, torch.randn(3).double())
-    target = Field(torch.func.grad(hills))
-    for _ in range(30):
-        optimiser.zero_grad()
-        (-hills(parameter)).backward()
-        optimiser.step()
-        state, _ = kernel.update(state, target, torch.randn(1, 3).double())
-        close(state.position, parameter.detach(), rtol=1e-13)
-    assert (state.position - start).abs().max() > 0.1  # they did move
-
-
-# ------------------------------------------------------------------ what diagnostics rely on
-
-
-@pytest.mark.parametrize("gradient_noise", [0.3, 5.0])
-@pytest.mark.parametrize("temperature", [1.0, 0.4])
-@pytest.mark.parametrize("name", ["BAOA", "SGHMC", "SGLD"])
-def test_added_temperature_is_the_inflation(name, temperature, gradient_noise):
-    """The position's variance with gradient noise over that without, minus 1, is the added
-    temperature over T: exactly where gradient noise enters as the kernel's own noise does,
-    else to second order in lr (the error falls to a quarter when lr is halved)."""
-
-    def error(lr):
-        friction = {} if name == "SGLD" else {"friction": 1.7}
-        kernel = bound(globals()[name](lr=lr, temperature=temperature, **friction))
-        clean = stationary(kernel, CORRELATED)[:3, :3]
-        noisy = stationary(kernel, CORRELATED, gradient_noise)[:3, :3]
-        inflation = torch.trace(noisy) / torch.trace(clean) - 1
-        noise = torch.tensor(gradient_noise, dtype=torch.float64)
-        return float(inflation / (kernel.added_temperature(noise) / temperature) - 1)
-
-    if name == "BAOA":
-        assert 0 < error(0.2) < 0.02
-        assert error(0.1) / error(0.2) == pytest.approx(0.25, rel=0.05)
-    else:
-        assert abs(error(0.2)) < 1e-10
-
-
-@pytest.mark.parametrize(
-    ("kernel", "precision", "tolerance"),
-    [
-        (SGLD(lr=0.001), 0.7, 0.001),
-        *((k(lr=0.001, friction=20.0), 1.0, 0.02) for k in (BAOA, SGHMC)),  # overdamped
-        *((k(lr=0.001, friction=0.3), 1.0, 0.001) for k in (BAOA, SGHMC)),  # underdamped
-    ],
-    ids=lambda value: f"{value:g}" if isinstance(value, float) else type(value).__name__,
-)
-def test_relaxation_steps_are_those_of_the_transition(kernel, precision, tolerance):
-    """The slowest mode falls by e in as many steps, in either regime."""
-    kernel = bound(kernel)
-    modes = torch.linalg.eigvals(read_out(kernel, precision * ONE)[0]).abs()
-    exact = -1 / math.log(float(modes.max()))
-    steps = float(kernel.relaxation_steps(torch.tensor(precision).double()))
-    assert steps == pytest.approx(exact, rel=tolerance)
-
-
-@pytest.mark.parametrize("friction", [0.5, 1.0, 1.5, 2.0, 3.0])
-@pytest.mark.parametrize("kernel", [BAOA, SGHMC])
-def test_relaxation_steps_are_within_a_factor_of_two_between_the_regimes(kernel, friction):
-    kernel = bound(kernel(lr=0.001, friction=friction))
-    modes = torch.linalg.eigvals(read_out(kernel, ONE)[0]).abs()
-    exact = -1 / math.log(float(modes.max()))
-    steps = float(kernel.relaxation_steps(torch.tensor(1.0).double()))
-    assert 0.99 < steps / exact < 2.01
+def _is_sampler(value):
+    return inspect.isclass(value) and issubclass(value, Sampler) and value is not Sampler
 
 
 # ------------------------------------------------------------------ pure functions
 
 
-def random_chains(kernel, num_chains=4, dim=3):
-    source = torch.Generator().manual_seed(3)
-    numbers = [torch.randn(num_chains, dim, generator=source).double() for _ in range(3)]
-    state = torch.vmap(kernel.init)(numbers[0], numbers[1])
-    return state, numbers[2][:, None]
+def started(kernel, num_chains=None, seed=3):
+    """(A state some steps on, whose every leaf has moved; the next step's noise)."""
+    shape = (3,) if num_chains is None else (num_chains, 3)
+    noise = normals(4, *shape[:-1], kernel.normals, 3, seed=seed)
+    init, update = kernel.init, lambda s, z: kernel.update(s, SLOPE, z)[0]
+    if num_chains is not None:
+        init, update = torch.vmap(init), torch.vmap(update)
+    state = init(0.5 * normals(*shape, seed=seed + 1), normals(*shape, seed=seed + 2))
+    for each in noise[:3]:
+        state = update(state, each)
+    return state, noise[3]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_update_leaves_its_inputs_alone(kernel):
-    kernel = bound(kernel(lr=0.2))
-    state, noise = random_chains(kernel, num_chains=1)
-    state, noise = type(state)(*(leaf[0] for leaf in state)), noise[0]
+@every_method
+def test_update_leaves_its_inputs_alone(row):
+    kernel = bound(row.of())
+    state, noise = started(kernel)
     before = [leaf.clone() for leaf in (*state, noise, *kernel.hyperparameters().values())]
-    target = Field(torch.func.grad(hills))
-    once, _ = kernel.update(state, target, noise)
-    twice, _ = kernel.update(state, target, noise)
+    once, _ = kernel.update(state, SLOPE, noise)
+    twice, _ = kernel.update(state, SLOPE, noise)
     after = (*state, noise, *kernel.hyperparameters().values())
     assert all(map(torch.equal, before, after))
     assert all(map(torch.equal, once, twice))
-    assert not torch.equal(once.position, state.position)
+    for new, old in zip(once, state, strict=True):
+        assert (new != old).all()
+        assert new.shape == old.shape
+        assert new.dtype == old.dtype == torch.float64
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_vmapped_is_looped(kernel):
-    kernel = bound(kernel(lr=0.2))
-    state, noise = random_chains(kernel)
-    target = Field(torch.func.grad(hills))
-    together, _ = torch.vmap(lambda s, z: kernel.update(s, target, z))(state, noise)
+@every_method
+def test_vmapped_is_looped(row):
+    kernel = bound(row.of())
+    state, noise = started(kernel, num_chains=4)
+    together, _ = torch.vmap(lambda s, z: kernel.update(s, SLOPE, z))(state, noise)
     for chain in range(4):
-        alone, _ = kernel.update(type(state)(*(s[chain] for s in state)), target, noise[chain])
+        alone, _ = kernel.update(type(state)(*(s[chain] for s in state)), SLOPE, noise[chain])
         for a, b in zip(together, alone, strict=True):
-            close(a[chain], b, rtol=1e-15)
+            close(a[chain], b, rtol=1e-14)
+    assert (together.position[0] != together.position[1]).all()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_the_evaluation_is_passed_on(kernel):
-    kernel = bound(kernel(lr=0.2))
-    state, noise = random_chains(kernel, num_chains=1)
-    target = Field(None)
-    target.grad = lambda position: (position, "evaluation")
-    state = type(state)(*(leaf[0] for leaf in state))
-    assert kernel.update(state, target, noise[0])[1] == "evaluation"
+@every_method
+def test_one_gradient_a_step_whose_evaluation_is_passed_on(row):
+    kernel, calls = bound(row.of()), []
+    state, noise = started(kernel)
+
+    class Target:
+        def grad(self, position):
+            calls.append(position)
+            return -position, "evaluation"
+
+    assert kernel.update(state, Target(), noise)[1] == "evaluation"
+    assert len(calls) == 1
+    assert calls[0].shape == (3,)
+
+
+@every_method
+def test_every_normal_counts_and_none_at_temperature_zero(row):
+    warm, cold = bound(row.of()), bound(row.of(temperature=0))
+    state, noise = started(warm)
+    for place in range(warm.normals):
+        for element in range(3):
+            other = noise.clone()
+            other[place, element] += 1.0
+            moved, still = (warm.update(state, APART, z)[0].position for z in (other, noise))
+            own = torch.arange(3) == element
+            assert (moved[own] != still[own]).all()
+            if row.name != "SGNHT":  # whose thermostat ties the elements together
+                assert torch.equal(moved[~own], still[~own])
+            quiet = [cold.update(state, APART, z)[0] for z in (other, noise)]
+            assert all(map(torch.equal, *quiet))
+
+
+@pytest.mark.parametrize(("temperature", "num_data"), [(1.0, 1), (0.3, 40), (0.0, 7)])
+@pytest.mark.parametrize("mass", [1.0, 2.5, double(0.5, 1.0, 3.0)], ids=["1", "2.5", "apart"])
+@pytest.mark.parametrize("row", UNDERDAMPED, ids=by_name)
+def test_momenta_start_at_their_stationary_spread(row, mass, temperature, num_data):
+    """N(0, m T / N), at rest at temperature 0; the position is left as it is."""
+    kernel = bound(row.of(temperature=temperature), num_data)
+    mass = torch.as_tensor(mass).double()
+    kernel = kernel.bind({**kernel.hyperparameters(), "mass": mass})
+    position, noise = normals(3, seed=1), normals(3, seed=0)
+    state = kernel.init(position, noise)
+    close(state.momentum, (mass * temperature / num_data).sqrt() * noise, rtol=1e-15)
+    assert torch.equal(state.position, position)
+    if row.name == "SGNHT":
+        assert float(state.xi) == 0.7
+
+
+@pytest.mark.parametrize("row", [r for r in TABLE if not r.has_momentum], ids=by_name)
+def test_others_start_where_they_are_put(row):
+    position = normals(3, seed=1)
+    state = bound(row.of()).init(position, normals(3))
+    assert torch.equal(state.position, position)
+    assert all(not leaf.any() for leaf in state[1:])
+
+
+@every_method
+def test_a_value_for_each_element_is_one_for_all_where_they_are_alike(row):
+    """And where they are not, it shows."""
+    kernel = bound(row.of())
+    state, noise = started(kernel)
+    expected, _ = kernel.update(state, APART, noise)
+    assert set(kernel.per_site) <= {"lr", *row.others}
+    assert "lr" in kernel.per_site
+    for name in (*kernel.per_site, "temperature"):
+        values = kernel.hyperparameters()
+        vector = kernel.bind({**values, name: values[name].expand(3)})
+        for a, b in zip(vector.update(state, APART, noise)[0], expected, strict=True):
+            close(a, b, rtol=1e-14)
+        apart = kernel.bind({**values, name: values[name] * double(1.0, 1.3, 1.0)})
+        moved, _ = apart.update(state, APART, noise)
+        same = [bool(a == b) for a, b in zip(moved.position, expected.position, strict=True)]
+        assert same == [True, False, True] or row.name == "SGNHT"
+
+
+@every_method
+def test_states_keep_their_dtype(row):
+    """Values are float64, positions of float32 stay that."""
+    kernel = bound(row.of())
+    state = kernel.init(torch.ones(3), torch.ones(3))
+    for _ in range(2):
+        assert all(leaf.dtype == torch.float32 for leaf in state)
+        state, _ = kernel.update(state, SLOPE, torch.ones(kernel.normals, 3))
 
 
 # ------------------------------------------------------------------ hyperparameters
 
+RATES = [
+    (row, name)
+    for row in TABLE
+    for name in ("lr", *row.others)
+    if name not in row.kernel.may_be_zero
+]
+of_rates = pytest.mark.parametrize(
+    ("row", "name"), RATES, ids=[f"{row.name}-{name}" for row, name in RATES]
+)
+
+
+def test_what_may_be_zero():
+    assert {row.name: set(row.kernel.may_be_zero) for row in TABLE} == {
+        **{row.name: {"temperature"} for row in TABLE},
+        "pSGLD": {"temperature", "forgetting"},
+    }
+
 
 @pytest.mark.parametrize("value", [0, 0.0, -0.1, math.nan, math.inf, "0.1", None, True, [0.1]])
-@pytest.mark.parametrize("name", ["lr", "friction"])
-@pytest.mark.parametrize("kernel", [BAOA, SGHMC])
-def test_rates_must_be_positive_numbers(kernel, name, value):
+@of_rates
+def test_rates_must_be_positive_numbers(row, name, value):
     with pytest.raises(ArgumentError, match=rf"^{name}=.*pass a number > 0, or a schedule"):
-        kernel(**{"lr": 0.1, name: value})
+        row.of(**{name: value})
 
 
 @pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf, "1", None])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_temperature_must_not_be_negative(kernel, value):
+@every_method
+def test_temperature_must_not_be_negative(row, value):
     with pytest.raises(ArgumentError, match=r"^temperature=.*pass a number >= 0"):
-        kernel(lr=0.1, temperature=value)
-    assert kernel(lr=0.1, temperature=0).values(0)["temperature"] == 0
+        row.of(temperature=value)
+    assert row.of(temperature=0).values(0)["temperature"] == 0
 
 
-def test_schedules_are_functions_of_the_step():
-    kernel = SGHMC(lr=lambda step: 1 / (1 + step), friction=lambda step: 2.0 + step)
-    tape = kernel.tape(3)
-    close(tape["lr"], [1, 1 / 2, 1 / 3], rtol=1e-15)
-    close(tape["friction"], [2.0, 3.0, 4.0], rtol=1e-15)
-    close(tape["temperature"], [1.0, 1.0, 1.0], rtol=1e-15)
-    assert tape["lr"].dtype == torch.float64
+def test_forgetting_is_a_weight():
+    for value in (0, 0.0, 1, 0.5):
+        assert pSGLD(lr=0.1, forgetting=value).values(0)["forgetting"] == value
+    for value in (-0.1, math.nan, "1", 1.0001, 2):
+        with pytest.raises(ArgumentError, match=r"^forgetting="):
+            pSGLD(lr=0.1, forgetting=value)
+    with pytest.raises(ArgumentError, match=r"^forgetting=1.5 at step 1: it is a weight, at most"):
+        pSGLD(lr=0.1, forgetting=lambda step: 0.5 + step).tape(3)
 
 
-@pytest.mark.parametrize("name", ["lr", "friction", "temperature"])
-def test_a_schedule_out_of_range_names_the_step(name):
-    kernel = BAOA(**{"lr": 0.1, name: lambda step: 2.5 - step})
-    with pytest.raises(ArgumentError, match=rf"^{name}=-0\.5 at step 3"):
+@every_method
+def test_schedules_are_functions_of_the_step(row):
+    others = dict(row.others) if row.name != "pSGLD" else {"damping": 0.3}
+    names = ["lr", "temperature", *others]
+    kernel = row.of(**{name: lambda step, i=i: 1 / (1 + i + step) for i, name in enumerate(names)})
+    tape = kernel.tape(4)
+    for i, name in enumerate(names):
+        close(tape[name], 1 / (1 + i + torch.arange(4).double()), rtol=1e-15)
+        assert float(kernel.values(2)[name]) == 1 / (3 + i)
+    assert tape.keys() == {"lr", "temperature", *row.others}
+    assert all(column.dtype == torch.float64 for column in tape.values())
+
+
+@of_rates
+def test_a_schedule_out_of_range_names_the_step(row, name):
+    kernel = row.of(**{name: lambda step: 2.5 - step})
+    assert len(kernel.tape(3)[name]) == 3
+    with pytest.raises(ArgumentError, match=rf"^{name}=-0\.5 at step 3: pass"):
         kernel.tape(10)
+    with pytest.raises(ArgumentError, match=rf"^{name}=-1\.5 at step 4: pass"):
+        kernel.values(4)
 
 
-def test_kernels_are_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        BAOA(lr=0.1).lr = 0.2
+@every_method
+def test_kernels_are_frozen(row):
+    kernel = row.of()
+    for name in kernel.hyperparameters():
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(kernel, name, 0.2)
+
+
+@every_method
+def test_only_what_may_differ_by_site_is_a_dict(row):
+    for name in ("temperature", *row.others):
+        if name not in row.kernel.per_site:
+            with pytest.raises(ArgumentError, match=rf"^{name} is one number.*by site: lr"):
+                row.of(**{name: {"w": 0.5}})
+    kernel = row.of(**{name: {"w": 0.5, "s": 0.1} for name in row.kernel.per_site})
+    assert all(kernel.values(0)[name].tolist() == [0.5, 0.1] for name in row.kernel.per_site)
+
+
+def test_by_site():
+    assert {row.name: row.kernel.per_site for row in TABLE} == {
+        **{row.name: ("lr", "friction", "mass") for row in UNDERDAMPED},
+        "SGNHT": ("lr", "mass"),
+        "SGLD": ("lr",),
+        "pSGLD": ("lr",),
+    }
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(0, -0.1, math.nan, "0.1", None, True, [0.1]),
+        *(double(0.1, 0.0), double(0.1, -1.0), double(math.nan), double(math.inf)),
+        torch.ones(2, dtype=torch.int64),
+        torch.ones(2, dtype=torch.bool),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["lr", "friction", "mass"])
+def test_entries_of_a_dict_must_be_positive_numbers_or_tensors_of_them(name, value):
+    expected = rf"^{name}\['w'\]=.*: pass a number, or a tensor of numbers, > 0, or a schedule"
+    with pytest.raises(ArgumentError, match=expected):
+        BAOA(**{"lr": 0.1, name: {"s": 0.1, "w": value}})
+
+
+def test_schedules_inside_dicts():
+    """A column for each entry; a tensor counts as 1."""
+    lr = {"w": lambda step: 1 / (1 + step), "s": 0.3, "v": double(0.1, 0.2)}
+    tape = SGHMC(lr=lr, mass={"w": 2.0}).tape(3)
+    close(tape["lr"], double([1.0, 0.3, 1.0], [1 / 2, 0.3, 1.0], [1 / 3, 0.3, 1.0]), rtol=1e-15)
+    close(tape["mass"], double([2.0], [2.0], [2.0]), rtol=0)
+    assert tape["friction"].tolist() == [1.0] * 3
+    with pytest.raises(ArgumentError, match=r"^lr\['w'\]=0\.0 at step 2: pass"):
+        SGHMC(lr={"w": lambda step: 2.0 - step}).tape(5)
+
+
+@every_method
+def test_an_empty_dict_is_refused(row):
+    for name in row.kernel.per_site:
+        with pytest.raises(ArgumentError, match=rf"^{name}={{}}: pass a value for each site"):
+            row.of(**{name: {}})
+
+
+@pytest.mark.parametrize("name", ["temperature", "friction", "mass", "lr"])
+def test_cycles_rule_all_noise(name):
+    cycle = Cyclical(0.1, cycle_steps=10)
+    given = {"w": cycle} if name == "lr" else cycle
+    with pytest.raises(ArgumentError, match=rf"^{name}.*: pass a Cyclical as lr itself"):
+        BAOA(**{"lr": 0.1, name: given})
+
+
+def test_a_cyclical_step_size_takes_the_temperature_with_it():
+    """0 while it explores, and else what it would be, a schedule's too."""
+    cycle = Cyclical(0.2, cycle_steps=4, exploration=0.5)
+    tape = BAOA(lr=cycle, temperature=lambda step: 1.0 + step).tape(9)
+    assert tape["temperature"].tolist() == [0, 0, 3, 4, 0, 0, 7, 8, 0]
+    expected = [0.1 * (math.cos(math.pi * (step % 4) / 4) + 1) for step in range(9)]
+    close(tape["lr"], double(*expected), rtol=1e-15)
+    kernel = BAOA(lr=cycle, temperature=0.5)
+    assert [float(kernel.values(step)["temperature"]) for step in range(4)] == [0, 0, 0.5, 0.5]
+    assert BAOA(lr=cycle).tape(3)["temperature"].tolist() == [0, 0, 1]

@@ -460,7 +460,7 @@ def test_groups_dims_coords_and_attrs():
         assert idata.posterior[name].values.tolist() == list(range(size))
     assert idata.observed_data["data"].values.tolist() == list(range(SIZE))
     close(idata.posterior.b.values, fit.get_samples(group_by_chain=True)["b"])
-    assert set(idata.sample_stats) == {"lp", "lr", "friction", "temperature", "step"}
+    assert set(idata.sample_stats) == {"lp", "lr", "friction", "mass", "temperature", "step"}
     assert np.all(idata.sample_stats.friction.values == 2.0)
     assert np.all(idata.sample_stats.temperature.values == 0.5)
     assert idata.sample_stats.step.values.tolist() == [[5, 7, 9, 11, 13, 15]] * 3

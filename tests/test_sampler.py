@@ -872,9 +872,12 @@ def test_the_signature_shows_the_kernels_hyperparameters():
         "lr",
         "temperature",
         "friction",
+        "mass",
         "init_strategy",
         "num_data",
         "compile",
+        "control_variates",
+        "subtract_noise",
     ]
     assert "Chen et al" in ps.SGHMC.__doc__
 

@@ -1,5 +1,6 @@
 """Tapes: however the steps are cut into spans, every step gets what it would get by itself."""
 
+import itertools
 import threading
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from pyro_scale.core import randomness
 from pyro_scale.core.randomness import NoiseTape, Purpose, generator
+from pyro_scale.core.schedules import Cyclical
 from pyro_scale.drive import indices as indices_module
 from pyro_scale.drive import simulate as simulation
 from pyro_scale.drive import tape as tapes
@@ -95,7 +97,7 @@ def row_indices(chains=2, num_rows=10, batch=3, sampling="shuffle", seed=5):
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=8),
     st.integers(0, 30),
-    st.sampled_from(["shuffle", "replacement"]),
+    st.sampled_from(["shuffle", "replacement", "symmetric"]),
     st.sampled_from([(10, 3), (10, 10), (7, 2), (50, 1), (60, 45), (1, 1)]),
 )
 def test_indices_in_spans_are_indices_step_by_step(cuts, start, sampling, sizes):
@@ -124,6 +126,38 @@ def test_every_epoch_is_an_order_of_all_rows(sizes):
     assert torch.equal(epochs.sort(-1).values, torch.arange(num_rows).expand_as(epochs))
     if num_rows >= 50:
         assert len(epochs.flatten(0, 1).unique(dim=0)) == epochs.shape[0] * epochs.shape[1]
+
+
+@pytest.mark.parametrize("sizes", [(12, 3), (10, 3), (7, 2), (60, 45), (50, 1), (10, 10)])
+def test_symmetric_sweeps_go_back_as_they_came(sizes):
+    """Whole batches forwards, then the same ones backwards; a new order for every pair."""
+    num_rows, batch = sizes
+    whole, pairs = num_rows // batch, 60
+    rows = row_indices(num_rows=num_rows, batch=batch, sampling="symmetric")
+    steps = torch.cat([rows.span(*s) for s in spans_of([1, 7, 2 * whole * pairs - 8])], dim=1)
+    sweeps = steps.unflatten(1, (pairs, 2 * whole))
+    assert torch.equal(sweeps, sweeps.flip(2))
+    forwards = sweeps[:, :, :whole].flatten(2).sort(-1).values
+    assert (forwards.diff(dim=-1) > 0).all()  # no row twice
+    if num_rows % batch == 0:
+        assert torch.equal(forwards, torch.arange(num_rows).expand_as(forwards))
+    if num_rows >= 50:
+        assert len(sweeps.flatten(2).flatten(0, 1).unique(dim=0)) == 2 * pairs
+
+
+def test_symmetric_sweeps_leave_rows_out_at_random():
+    """Of 10 rows in batches of 4, two sit each sweep out: over 2 x 500 of them each row sits out
+    in 200, and each pair in 1000/45; z and chi squared of 44 degrees beyond 4.4 and 95 come once
+    in 10,000 seeds."""
+    rows = row_indices(num_rows=10, batch=4, sampling="symmetric")
+    sweeps = rows.span(0, 4 * 500).unflatten(1, (500, 4))[:, :, :2].flatten(2).flatten(0, 1)
+    out = torch.ones(1000, 10).scatter(1, sweeps, 0.0)
+    assert (out.sum(1) == 2).all()
+    z = (out.sum(0) - 200) / (1000 * 0.2 * 0.8) ** 0.5
+    assert z.abs().max() < 4.4
+    pairs = (out.T @ out)[*torch.triu_indices(10, 10, 1)]
+    assert float(((pairs - 1000 / 45).square() / (1000 / 45)).sum()) < 95
+    assert not torch.equal(out[:500], out[500:])  # the chains' own
 
 
 # ------------------------------------------------------------------ a tape and its parts
@@ -231,7 +265,7 @@ def test_tapes_are_tape_one_after_another(spans):
     assert not tape_threads()
 
 
-@pytest.mark.parametrize("sampling", ["shuffle", "replacement"])
+@pytest.mark.parametrize("sampling", ["shuffle", "replacement", "symmetric"])
 def test_a_span_is_written_over_an_earlier_one(sampling):
     """The numbers are those of new memory, whole blocks and parts of them alike."""
     for source, again in [(noise(), noise()), (row_indices(sampling=sampling),) * 2]:
@@ -289,14 +323,56 @@ def test_abandoned_tapes_leave_no_thread(used):
 # ------------------------------------------------------------------ which steps are kept
 
 
+def steps_by_hand(num_samples, warmup, thinning, explores=lambda step: False):
+    """The steps that are kept, one step after another."""
+    kept, step, sampled = [], warmup, 0
+    while len(kept) < num_samples:
+        sampled += not explores(step)
+        if not explores(step) and sampled % thinning == 0:
+            kept.append(step)
+        step += 1
+    return kept
+
+
+a_run = st.tuples(st.integers(1, 12), st.integers(0, 20), st.integers(1, 9))
+#: Cycles that explore all, some or none of their first part.
+cycles = st.builds(
+    lambda length, part: Cyclical(0.1, length, part * (length - 1) / length),
+    st.integers(1, 12),
+    st.sampled_from([0.0, 0.3, 0.8, 1.0]),
+)
+
+
 @quick
-@given(st.integers(0, 20), st.integers(1, 9), st.integers(1, 12), st.integers(0, 150))
-def test_left_and_kept_before_by_brute_force(warmup, thinning, num_samples, step):
-    steps = Steps(num_samples, warmup, thinning)
-    kept = [warmup + thinning * i - 1 for i in range(1, 200)]
-    assert kept[num_samples - 1] == steps.total - 1
+@given(a_run, cycles | st.none(), st.data())
+def test_what_is_kept_by_brute_force(run, cycle, data):
+    steps = Steps(*run, cycle and cycle.explores)
+    kept = steps_by_hand(*run, *([cycle.explores] if cycle else []))
+    assert steps.kept.tolist() == kept
+    assert steps.total == kept[-1] + 1
+    step = data.draw(st.integers(0, steps.total - 1))
     assert steps.kept_before(step) == sum(k < step for k in kept)
     assert step + steps.left(step) - 1 == next(k for k in kept if k >= step)
+
+
+@quick
+@given(a_run, cycles | st.none(), st.lists(st.integers(1, 30), min_size=1, max_size=60))
+def test_programs_that_count_evenly_keep_what_is_to_be_kept(run, cycle, cuts):
+    """A program keeps the left-th state and every thinning-th from there: over tapes of any
+    lengths, cut where `even_until` says."""
+    steps = Steps(*run, cycle and cycle.explores)
+    found, start = [], 0
+    for cut in itertools.cycle(cuts):
+        stop = min(start + cut, steps.total)
+        while start < stop:
+            even = steps.even_until(start, stop)
+            assert start < even <= stop
+            first = start + steps.left(start) - 1
+            found += range(first, even, steps.thinning)
+            start = even
+        if start == steps.total:
+            break
+    assert found == steps.kept.tolist()
 
 
 @quick

@@ -82,6 +82,10 @@ class Sampler(Method):
             raise ArgumentError(
                 f"control_variates={control_variates!r}: pass True, or a dict of constrained values"
             )
+        if subtract_noise and not self.kernel_class.heated:
+            raise ArgumentError(
+                f"subtract_noise: {type(self).__name__} adapts to the noise of minibatches itself"
+            )
         if subtract_noise and control_variates:
             raise ArgumentError("subtract_noise: control_variates leave no noise to subtract")
         self._control_variates, self._subtract_noise = control_variates, bool(subtract_noise)

@@ -45,9 +45,9 @@ class BAOA(Underdamped):
         decay = torch.exp(-self.lr * self.friction)
         spread = torch.sqrt((1 - decay * decay) * self.mass * self.temperature)
         momentum = momentum + self.lr * gradient
-        position = position + self.lr / 2 * momentum / self.mass
+        position = position + self.lr / (2 * self.mass) * momentum
         momentum = decay * momentum + spread * noise[0]
-        position = position + self.lr / 2 * momentum / self.mass
+        position = position + self.lr / (2 * self.mass) * momentum
         return PhaseState(position, momentum), evaluation
 
     @classmethod

@@ -49,6 +49,8 @@ class Kernel:
     per_site: ClassVar[tuple[str, ...]] = ("lr",)
     #: Fields whose values may be zero.
     may_be_zero: ClassVar[tuple[str, ...]] = ("temperature",)
+    #: Whether gradient noise heats, and by `added_temperature` exactly to first order.
+    heated: ClassVar[bool] = True
     #: How rows are drawn unless the user says otherwise.
     sampling: ClassVar[Literal["shuffle", "replacement"]] = "shuffle"
 

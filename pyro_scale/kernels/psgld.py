@@ -51,6 +51,7 @@ class pSGLD(Kernel):
     damping: Hyper = 1e-5
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("temperature", "forgetting")
+    heated: ClassVar[bool] = False
 
     def check(self, name: str, value: object, label: str, when: str = "") -> None:
         super().check(name, value, label, when)

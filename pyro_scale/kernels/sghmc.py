@@ -45,7 +45,7 @@ class SGHMC(Underdamped):
         spread = torch.sqrt(2 * self.lr * self.friction * self.mass * self.temperature)
         decay = 1 - self.lr * self.friction
         momentum = decay * momentum + self.lr * gradient + spread * noise[0]
-        return PhaseState(position + self.lr * momentum / self.mass, momentum), evaluation
+        return PhaseState(position + self.lr / self.mass * momentum, momentum), evaluation
 
     @classmethod
     def from_sgd(cls, lr: Hyper, momentum: float) -> dict[str, Hyper]:

@@ -63,6 +63,7 @@ class SGNHT(Underdamped):
 
     per_site: ClassVar[tuple[str, ...]] = ("lr", "mass")
     sampling: ClassVar[Literal["shuffle", "replacement"]] = "replacement"
+    heated: ClassVar[bool] = False
 
     def init(self, position: Tensor, noise: Tensor) -> SGNHTState:
         momentum = torch.sqrt(self.mass * self.temperature) * noise
@@ -72,14 +73,14 @@ class SGNHT(Underdamped):
         position, momentum, xi = state
         gradient, evaluation = target.grad(position)
         momentum = momentum + self.lr * gradient
-        position = position + self.lr / 2 * momentum / self.mass
+        position = position + self.lr / (2 * self.mass) * momentum
         xi = xi + self._heating(momentum) / 2
         lr_xi = self.lr * xi
         spread = torch.sqrt(2 * self.lr * self.friction * self.mass * self.temperature)
         spread = spread * torch.sqrt(_mean_decay(2 * lr_xi))
         momentum = torch.exp(-lr_xi) * momentum + spread * noise[0]
         xi = xi + self._heating(momentum) / 2
-        position = position + self.lr / 2 * momentum / self.mass
+        position = position + self.lr / (2 * self.mass) * momentum
         return SGNHTState(position, momentum, xi), evaluation
 
     def _heating(self, momentum: Tensor) -> Tensor:

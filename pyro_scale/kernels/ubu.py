@@ -63,6 +63,6 @@ class UBU(Underdamped):
         beside = thermal * 2 / self.friction * torch.sqrt((angle - torch.tanh(angle)).clamp(min=0))
         spread = self.mass * thermal * torch.sqrt(lost * (1 + decay))
         return PhaseState(
-            position + drift * momentum / self.mass + along * first + beside * second,
+            position + drift / self.mass * momentum + along * first + beside * second,
             decay * momentum + spread * first,
         )
