@@ -200,7 +200,10 @@ def _error(setup: Setup, modes: Modes, lr: Tensor, steps: Steps, epoch: int | No
     exact = kernel.temperature / modes.precision
     covariance = chain.covariance(noise, epoch)
     of_mean, of_square = chain.autocorrelation_times(covariance)
-    path, square = chain.forgetting(steps.warmup_steps, taken)
+    far = (modes.starts, modes.starts * modes.precision)
+    way = _kernel(setup, lr).travelling_steps(*(each.square().mean().sqrt() for each in far))
+    late = int(steps.warmup_steps - way.clamp(max=steps.total))
+    path, square = chain.forgetting(max(0, late), taken)
     num_chains = len(modes.starts)
 
     def over_elements(of_modes: Tensor) -> Tensor:

@@ -171,6 +171,15 @@ class Kernel:
         """
         return torch.ones_like(mean_square)
 
+    def travelling_steps(self, distance: Tensor, gradient: Tensor) -> Tensor:
+        """Steps that a bound kernel cannot but take on its way from a start, besides relaxing.
+
+        Args:
+            distance: from the mode, where the kernel's metric is 1: root mean square, 0-d.
+            gradient: of the log joint over N at the start, likewise.
+        """
+        return torch.zeros_like(distance)
+
     def linear(self, gradient_noise: Tensor) -> tuple[Kernel, Tensor]:
         """(What a bound kernel settles to on a Gaussian, where its metric is 1; the gradient noise
         that heats it), without what adapts.

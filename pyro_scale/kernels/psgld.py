@@ -14,7 +14,7 @@ from pyro_scale.kernels.kernel import Hyper, Kernel, Target
 from pyro_scale.kernels.sgld import SGLD
 
 #: How fast the start is forgotten, and then less and less.
-_FALLING = polynomial_decay(1.0, power=0.7)
+_FALLING = polynomial_decay(0.5, power=0.7)
 
 
 class PSGLDState(NamedTuple):
@@ -33,17 +33,20 @@ class pSGLD(Kernel):
         theta' = theta + lr G g(theta) + sqrt(2 lr G T) zeta
 
     with T the temperature over N, so that `temperature=1` samples the posterior, and zeta
-    standard normal.  As G depends on theta, the drift lacks the term lr T Gamma,
-    Gamma = dG/dtheta = -G^2 forgetting g (dg/dtheta) / sqrt(v'), which needs second derivatives.
-    At a constant forgetting (0.01 as published), leaving it out costs a bias that no lr takes
-    away.  By default forgetting falls to zero instead, so that G settles and the bias goes
-    with it; what is left then is SGLD's, first order in lr, at the step size lr G.
+    standard normal.  v starts at T, as if the precision over N were 1: at a start near the mode,
+    where g is nearly 0, G would else be immense.
+
+    As G depends on theta, the drift lacks the term lr T Gamma, Gamma = dG/dtheta =
+    -G^2 forgetting g (dg/dtheta) / sqrt(v'), which needs second derivatives.  At a constant
+    forgetting (0.01 as published), leaving it out costs a bias that no lr takes away.  By default
+    forgetting falls to zero instead, so that G settles and the bias goes with it; what is left
+    then is SGLD's, first order in lr, at the step size lr G.
 
     Args:
         lr: the step size in units of sqrt(v), a float or a schedule, or a dict of them by site.
         temperature: 1 is the posterior, 0 is RMSprop.
-        forgetting: the weight of the newest gradient in v, at most 1; (1 + step)^-0.7 by default,
-            which has forgotten the start after some hundred steps.
+        forgetting: the weight of the newest gradient in v, at most 1; (1 + step)^-0.7 / 2 by
+            default, which has forgotten the start after some hundred steps.
         damping: what keeps G finite where gradients vanish, as published.
     """
 
@@ -59,7 +62,7 @@ class pSGLD(Kernel):
             raise ArgumentError(f"forgetting={value!r}{when}: it is a weight, at most 1")
 
     def init(self, position: Tensor, noise: Tensor) -> PSGLDState:
-        return PSGLDState(position, torch.zeros_like(position))
+        return PSGLDState(position, self.temperature.to(position.dtype).expand_as(position))
 
     def update(self, state: PSGLDState, target: Target, noise: Tensor) -> tuple[PSGLDState, Any]:
         position, square = state

@@ -93,6 +93,10 @@ class SGNHT(Underdamped):
     def added_temperature(self, gradient_noise: Tensor) -> Tensor:
         return torch.zeros_like(gradient_noise)
 
+    def travelling_steps(self, distance: Tensor, gradient: Tensor) -> Tensor:
+        # at the speed sqrt(T); then xi, which held the gradient, falls by 1 in a unit of time
+        return (distance + gradient) / (self.lr * torch.sqrt(self.temperature))
+
     def linear(self, gradient_noise: Tensor) -> tuple[Kernel, Tensor]:
         taken = gradient_noise.mean()  # by the thermostat, whose friction rises for it
         friction = self.friction + self.lr * taken / (2 * self.temperature)
