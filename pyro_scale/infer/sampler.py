@@ -50,7 +50,8 @@ class Sampler(Method):
             which is found first, by passes through the whole data; a dict of constrained values
             by site takes that point for the mode.  A step then needs two gradients of a batch.
         subtract_noise: whether the gradient noise of minibatches, estimated at the mode, is
-            taken off the injected noise, element by element and not below zero.
+            taken off the injected noise, element by element and not below zero; batches are then
+            drawn with replacement.
 
     `lr="auto"` chooses the step size from the curvature and the gradient noise at the mode, for
     models of up to 1,000 dimensions: the one whose predicted error of posterior means and log sds
@@ -167,8 +168,8 @@ class Sampler(Method):
             batch_size: rows a step, for tensors; all of them by default.  A loader has its own.
             sampling: `"shuffle"` goes through the rows in a new order each epoch,
                 `"replacement"` draws them anew at every step, `"symmetric"` goes through whole
-                batches forwards and then backwards.  `"shuffle"` by default, for which all but
-                SGNHT are best; its thermostat needs `"replacement"`.
+                batches forwards and then backwards.  `"shuffle"` by default; `"replacement"` for
+                SGNHT and with `subtract_noise`, as what shuffling cancels is not there to correct.
             share_batches: gives all chains the same minibatches, which saves loading but
                 correlates the chains, to which R-hat and ESS are blind.
             seed: the same seed gives the same draws; drawn from torch's generator by default.
@@ -190,8 +191,14 @@ class Sampler(Method):
         warmup_steps = as_count("warmup_steps", warmup_steps, least=0)
         thinning = as_count("thinning", thinning)
         num_chains = as_count("num_chains", num_chains)
-        sampling = self.kernel.sampling if sampling is None else sampling
+        if sampling is None:
+            sampling = "replacement" if self._subtract_noise else self.kernel.sampling
         check_sampling(sampling)
+        if self._subtract_noise and sampling != "replacement":
+            raise ArgumentError(
+                f"subtract_noise with sampling='{sampling}' would take off noise that batches in "
+                "that order cancel themselves: leave sampling out, or pass 'replacement'"
+            )
         lr = self.kernel.lr
         explores = lr.explores if isinstance(lr, Cyclical) else None
         steps = Steps(num_samples, warmup_steps, thinning, explores)
