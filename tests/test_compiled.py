@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from methods import TABLE
 from pyro.nn import PyroModule, PyroSample
 from reference import double, normals
 from torch import nn
@@ -82,21 +83,23 @@ X, Y = rows()
 
 # ------------------------------------------------------------------ kernels
 
-LR = {ps.SGLD: 0.3, ps.SGHMC: 0.25, ps.BAOA: 0.3}
-METHODS = list(LR)
+METHODS = [row.sampler for row in TABLE]
 
 
 def hypers(method, kind):
     """Each value apart from the others, so that no column passes for another."""
-    lr, friction = LR[method], {} if method is ps.SGLD else {"friction": 0.7}
+    row = TABLE[METHODS.index(method)]
     if kind == "floats":
-        return {"lr": lr, "temperature": 1.3, **friction}
+        return {"lr": row.lr, "temperature": 1.3, **row.others}
     if kind == "temperature 0":
-        return {"lr": lr, "temperature": 0.0, **friction}
+        return {"lr": row.lr, "temperature": 0.0, **row.others}
     return {
-        "lr": ps.schedules.cosine_decay(lr, 150, end=lr / 5),
+        "lr": ps.schedules.cosine_decay(row.lr, 150, end=row.lr / 5),
         "temperature": lambda step: 0.5 + (step % 11) / 10,
-        **{name: lambda step: 0.4 + (step % 7) / 5 for name in friction},
+        **{
+            name: lambda step, i=i, value=value: value * (0.6 + (step % (7 + i)) / 9)
+            for i, (name, value) in enumerate(row.others.items())
+        },
     }
 
 
@@ -107,6 +110,40 @@ def test_every_kernel(method, kind):
     fast = checked(make, (X, Y), batch_size=B, num_chains=3, warmup_steps=3, seed=4)
     apart = fast._results().positions
     assert not torch.isclose(apart[0, 9], apart[1, 9]).any()
+
+
+def scaled(x, y):
+    """Two sites, one of them constrained."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(x.shape[-1]), 1.0).to_event(1))
+    s = pyro.sample("s", dist.Gamma(3.0, 2.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, s), obs=y)
+
+
+@pytest.mark.parametrize("method", [ps.BAOA, ps.SGNHT, ps.pSGLD])
+def test_values_by_site(method):
+    """Numbers, schedules and tensors, a column or none of the tape each."""
+    row = TABLE[METHODS.index(method)]
+    falling = ps.schedules.cosine_decay(row.lr, 150, end=row.lr / 5)
+    given = {
+        "lr": {"w": double(0.05, 0.02, 0.03), "s": lambda step: falling(step) / 10},
+        "friction": {"s": lambda step: 0.5 + (step % 7) / 7, "w": 1.5},
+        "mass": {"s": 2.0, "w": double(0.5, 2.0, 1.0)},
+    }
+    by_site = {name: given[name] for name in row.kernel.per_site}
+    make = functools.partial(method, scaled, **{**row.others, **by_site})
+    fast = checked(make, (X, Y), batch_size=B, num_chains=3, thinning=2, num_samples=60)
+    assert "lr_s" in fast._results().sample_stats
+
+
+@pytest.mark.parametrize("thinning", [1, 3])
+def test_cycles(thinning):
+    """What is kept is not even: sampling phases of 7 steps, of every 20."""
+    cycle = ps.schedules.Cyclical(0.3, cycle_steps=20, exploration=0.65)
+    make = functools.partial(ps.BAOA, logistic, lr=cycle, friction=0.7)
+    fast = checked(make, (X, Y), batch_size=B, warmup_steps=9, num_samples=90, thinning=thinning)
+    steps = [step for step in range(9, 1200) if step % 20 >= 13][thinning - 1 :: thinning][:90]
+    assert fast._results().sample_stats["step"].tolist() == [steps] * 2
 
 
 class Moving(NamedTuple):

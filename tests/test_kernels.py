@@ -144,9 +144,10 @@ def test_momenta_start_at_their_stationary_spread(row, mass, temperature, num_da
 @pytest.mark.parametrize("row", [r for r in TABLE if not r.has_momentum], ids=by_name)
 def test_others_start_where_they_are_put(row):
     position = normals(3, seed=1)
-    state = bound(row.of()).init(position, normals(3))
+    state = bound(row.of(temperature=0.5), num_data=10).init(position, normals(3))
     assert torch.equal(state.position, position)
-    assert all(not leaf.any() for leaf in state[1:])
+    if row.name == "pSGLD":
+        close(state.square, torch.full((3,), 0.05, dtype=torch.float64), rtol=1e-15)
 
 
 @every_method

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 from pyro_scale.errors import ArgumentError
 
@@ -111,3 +112,15 @@ def mapped(function: Callable[[float], float], value: float | Schedule) -> float
     if callable(value):
         return lambda step: function(value(step))
     return function(value)
+
+
+def initial(value: float | Schedule) -> float:
+    """A number, or a schedule's value at step 0.
+
+    Raises:
+        ArgumentError: it is not a number above 0.
+    """
+    number = value(0) if callable(value) else value
+    if not isinstance(number, Real) or isinstance(number, bool) or not 0 < number < math.inf:
+        raise ArgumentError(f"lr={number!r}: pass a number > 0, or a schedule (step -> number)")
+    return float(number)

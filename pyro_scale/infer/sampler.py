@@ -122,7 +122,13 @@ class Sampler(Method):
         Raises:
             ArgumentError: the method is not SGD at temperature 0, or a value is out of range.
         """
-        return cls(model, **cls.kernel_class.from_sgd(lr, momentum), **others)
+        if not isinstance(momentum, int | float):
+            raise ArgumentError(f"momentum={momentum!r}: pass a number")
+        same = cls.kernel_class.from_sgd(lr, momentum)
+        for name in others:
+            if name in same:
+                raise ArgumentError(f"{name}: from_sgd sets it; leave it out")
+        return cls(model, **same, **others)
 
     @staticmethod
     def of(kernel_class: type[Kernel]) -> type[Sampler]:

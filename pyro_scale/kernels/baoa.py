@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_scale.core.schedules import mapped
+from pyro_scale.core.schedules import initial, mapped
 from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels.kernel import Hyper, Target
 from pyro_scale.kernels.underdamped import PhaseState, Underdamped
@@ -54,5 +54,7 @@ class BAOA(Underdamped):
     def from_sgd(cls, lr: Hyper, momentum: float) -> dict[str, Hyper]:
         if not 0 < momentum < 1:
             raise ArgumentError(f"momentum={momentum!r}: BAOA needs one inside (0, 1)")
-        step = mapped(lambda rate: math.sqrt(2 * rate / (1 + momentum)), lr)
-        return {"lr": step, "friction": mapped(lambda e: -math.log(momentum) / e, step)}
+        both = (1 + momentum) / 2
+        step = math.sqrt(initial(lr) / both)  # what a schedule changes is the mass
+        mass = mapped(lambda rate: step**2 * both / rate, lr)
+        return {"lr": step, "friction": -math.log(momentum) / step, "mass": mass}

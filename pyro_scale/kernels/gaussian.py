@@ -19,8 +19,8 @@ from torch import Tensor
 
 from pyro_scale.kernels.kernel import Kernel
 
-#: Phases of an epoch at which the noise of shuffled batches is evaluated.
-_PHASES = 8
+#: Phases of an epoch at which the noise of shuffled batches is evaluated, if it has more.
+_PHASES = 16
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,9 @@ class GaussianChain:
         each = noise * epoch / (epoch - 1)
         whole, added = self._over(epoch, each, epoch)
         start = self._stationary(whole, added)
-        phases = sorted({round((i + 0.5) * epoch / _PHASES) for i in range(_PHASES)})
+        phases = [int((i + 0.5) * epoch / _PHASES) for i in range(_PHASES)]
+        if epoch <= _PHASES:
+            phases = list(range(epoch))
         total = torch.zeros_like(noise)
         for phase in phases:
             power, added = self._over(phase, each, epoch)

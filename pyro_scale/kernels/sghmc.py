@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_scale.core.schedules import mapped
+from pyro_scale.core.schedules import initial, mapped
 from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels.kernel import Hyper, Target
 from pyro_scale.kernels.underdamped import PhaseState, Underdamped
@@ -51,5 +51,6 @@ class SGHMC(Underdamped):
     def from_sgd(cls, lr: Hyper, momentum: float) -> dict[str, Hyper]:
         if not 0 <= momentum < 1:
             raise ArgumentError(f"momentum={momentum!r}: SGHMC needs one inside [0, 1)")
-        step = mapped(math.sqrt, lr)
-        return {"lr": step, "friction": mapped(lambda e: (1 - momentum) / e, step)}
+        step = math.sqrt(initial(lr))  # what a schedule changes is the mass
+        mass = mapped(lambda rate: step**2 / rate, lr)
+        return {"lr": step, "friction": (1 - momentum) / step, "mass": mass}

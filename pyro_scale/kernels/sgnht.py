@@ -48,9 +48,9 @@ class SGNHT(Underdamped):
     comes down by about one posterior sd in a unit of time: for large N start near the mode
     (`init_strategy`).
 
-    At temperature 0 xi stays at the friction, and what is left is SGD with momentum.  Batches
-    are drawn with replacement by default: what the noise of shuffled batches adds over an epoch
-    mostly cancels, but the thermostat would cool for all of it.
+    At temperature 0 xi stays as it is and the friction takes its place: what is left is SGD with
+    momentum.  Batches are drawn with replacement by default: what the noise of shuffled batches
+    adds over an epoch mostly cancels, but the thermostat would cool for all of it.
 
     Args:
         lr: the step size (of time, about the square root of SGD's), a float or a schedule, or
@@ -75,7 +75,8 @@ class SGNHT(Underdamped):
         momentum = momentum + self.lr * gradient
         position = position + self.lr / (2 * self.mass) * momentum
         xi = xi + self._heating(momentum) / 2
-        lr_xi = self.lr * xi
+        damping = torch.where(self.temperature > 0, xi, self.friction)
+        lr_xi = self.lr * damping
         spread = torch.sqrt(2 * self.lr * self.friction * self.mass * self.temperature)
         spread = spread * torch.sqrt(_mean_decay(2 * lr_xi))
         momentum = torch.exp(-lr_xi) * momentum + spread * noise[0]
