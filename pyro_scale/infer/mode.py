@@ -18,6 +18,8 @@ from pyro_scale.model.log_posterior import LogPosterior
 _PIECE_NUMBERS = 2**22
 #: Passes through the data at most.
 _MOST_PASSES = 200
+#: The gradient over N at what counts as a mode: at most this, or this part of what it was at first.
+_FLAT, _FLATTER = 1e-3, 0.1
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,11 @@ class WholeDensity:
 
         optimiser.step(closure)
         found = position.detach()
-        value, _ = self.grad(found)
-        if not bool(torch.isfinite(found).all() and torch.isfinite(value)):
+        (value, slope), (_, first) = self.grad(found), self.grad(start)
+        flat = slope.norm() <= torch.maximum(
+            _FLATTER * first.norm(), _FLAT * torch.ones_like(value)
+        )
+        if not bool(flat and torch.isfinite(found).all() and torch.isfinite(value)):
             raise ArgumentError(
                 "no mode of the posterior could be found: its log density grows without bounds or "
                 "is not finite; pass a number for lr, and control_variates as a dict of values"

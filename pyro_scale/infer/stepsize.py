@@ -91,7 +91,7 @@ def choose(setup: Setup, mode: Tensor, steps: Steps, sampling: Sampling) -> Step
         )
     modes = _modes(setup, mode, sampling)
     epoch = None if sampling == "replacement" else _epoch(setup)
-    highest = _largest_stable(setup, modes.steepest)
+    highest = min(_largest_stable(setup, modes.steepest), engine.kernel.largest_lr)
     decades = -torch.arange(_PER_DECADE * _DECADES + 1, dtype=torch.float64) / _PER_DECADE
     candidates = _SAFETY * highest * 10**decades
     errors = torch.stack([_error(setup, modes, lr, steps, epoch) for lr in candidates])

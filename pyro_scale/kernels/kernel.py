@@ -9,6 +9,7 @@ and hyperparameter values come in.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
@@ -51,6 +52,8 @@ class Kernel:
     may_be_zero: ClassVar[tuple[str, ...]] = ("temperature",)
     #: Whether gradient noise heats, and by `added_temperature` exactly to first order.
     heated: ClassVar[bool] = True
+    #: The largest lr that makes sense for any posterior, where the method has a clock of its own.
+    largest_lr: ClassVar[float] = math.inf
     #: How rows are drawn unless the user says otherwise.
     sampling: ClassVar[Literal["shuffle", "replacement"]] = "shuffle"
 

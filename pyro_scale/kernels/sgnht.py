@@ -64,6 +64,7 @@ class SGNHT(Underdamped):
     per_site: ClassVar[tuple[str, ...]] = ("lr", "mass")
     sampling: ClassVar[Literal["shuffle", "replacement"]] = "replacement"
     heated: ClassVar[bool] = False
+    largest_lr: ClassVar[float] = 2.0  # xi moves by lr (|p|^2 / (m T d) - 1) in a step
 
     def init(self, position: Tensor, noise: Tensor) -> SGNHTState:
         momentum = torch.sqrt(self.mass * self.temperature) * noise
