@@ -133,6 +133,11 @@ def _modes(setup: Setup, mode: Tensor, sampling: Sampling) -> Modes:
         return torch.linalg.eigh(scale[:, None] * precision * scale)
 
     lengths, vectors = curvature(precision)
+    if not float(lengths.max()) > 0:
+        raise ArgumentError(
+            "lr='auto': the posterior has no curvature at the mode that was found: give the sites "
+            "proper priors, or pass a number for lr"
+        )
     lengths = _positive(lengths)
     nearby = [-density.hessian(draw).double() for draw in draws]
     around = [curvature(each)[0].max() for each in nearby if bool(torch.isfinite(each).all())]
