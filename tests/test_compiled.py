@@ -139,7 +139,7 @@ def test_values_by_site(method):
 @pytest.mark.parametrize("thinning", [1, 3])
 def test_cycles(thinning):
     """What is kept is not even: sampling phases of 7 steps, of every 20."""
-    cycle = ps.schedules.Cyclical(0.3, cycle_steps=20, exploration=0.65)
+    cycle = ps.schedules.Cyclical(0.3, cycle_steps=20, exploration=0.65, settling=0.0)
     make = functools.partial(ps.BAOA, logistic, lr=cycle, friction=0.7)
     fast = checked(make, (X, Y), batch_size=B, warmup_steps=9, num_samples=90, thinning=thinning)
     steps = [step for step in range(9, 1200) if step % 20 >= 13][thinning - 1 :: thinning][:90]

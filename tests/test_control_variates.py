@@ -199,7 +199,7 @@ def test_an_anchor_may_name_parameters_too():
     [
         ({"w": double(0.1, 0.3), "s": torch.tensor(1.0), "z": double(0.0)}, r"'z'.*'w': \[2\]"),
         ({"w": double(0.1, 0.3, 0.2), "s": torch.tensor(1.0)}, r"'w'.*'w': \[2\]"),
-        ({"w": double(0.1, 0.3)}, "no value for site 's'"),
+        ({"w": double(0.1, 0.3)}, r"control_variates\['s'\]: pass constrained values"),
     ],
 )
 def test_anchors_that_do_not_fit_are_refused(anchor, message):

@@ -319,7 +319,7 @@ def test_cycles_rule_all_noise(name):
 
 def test_a_cyclical_step_size_takes_the_temperature_with_it():
     """0 while it explores, and else what it would be, a schedule's too."""
-    cycle = Cyclical(0.2, cycle_steps=4, exploration=0.5)
+    cycle = Cyclical(0.2, cycle_steps=4, exploration=0.5, settling=0.0)
     tape = BAOA(lr=cycle, temperature=lambda step: 1.0 + step).tape(9)
     assert tape["temperature"].tolist() == [0, 0, 3, 4, 0, 0, 7, 8, 0]
     expected = [0.1 * (math.cos(math.pi * (step % 4) / 4) + 1) for step in range(9)]

@@ -393,6 +393,7 @@ def test_the_error_of_sgld_in_closed_form():
         noise=double(noise),
         starts=starts[:, None],
         loadings=double(2.5)[:, None],
+        scale=double(1.0)[0],
     )
     steps = Steps(num_samples=150, warmup_steps=40, thinning=2)
     error = stepsize._error(setup, one, double(lr)[0], steps, None)

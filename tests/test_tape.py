@@ -337,7 +337,7 @@ def steps_by_hand(num_samples, warmup, thinning, explores=lambda step: False):
 a_run = st.tuples(st.integers(1, 12), st.integers(0, 20), st.integers(1, 9))
 #: Cycles that explore all, some or none of their first part.
 cycles = st.builds(
-    lambda length, part: Cyclical(0.1, length, part * (length - 1) / length),
+    lambda length, part: Cyclical(0.1, length, part * (length - 1) / length, settling=0.0),
     st.integers(1, 12),
     st.sampled_from([0.0, 0.3, 0.8, 1.0]),
 )
@@ -346,7 +346,7 @@ cycles = st.builds(
 @quick
 @given(a_run, cycles | st.none(), st.data())
 def test_what_is_kept_by_brute_force(run, cycle, data):
-    steps = Steps(*run, cycle and cycle.explores)
+    steps = Steps(*run, cycle and cycle.keeps)
     kept = steps_by_hand(*run, *([cycle.explores] if cycle else []))
     assert steps.kept.tolist() == kept
     assert steps.total == kept[-1] + 1
@@ -360,7 +360,7 @@ def test_what_is_kept_by_brute_force(run, cycle, data):
 def test_programs_that_count_evenly_keep_what_is_to_be_kept(run, cycle, cuts):
     """A program keeps the left-th state and every thinning-th from there: over tapes of any
     lengths, cut where `even_until` says."""
-    steps = Steps(*run, cycle and cycle.explores)
+    steps = Steps(*run, cycle and cycle.keeps)
     found, start = [], 0
     for cut in itertools.cycle(cuts):
         stop = min(start + cut, steps.total)
@@ -390,3 +390,10 @@ def test_the_pace_goes_through_every_step_once(num_steps, most, slow):
             patch.setattr(simulation, "_NOTICED_SECONDS", -1.0 if next(slow, False) else 1e9)
             pace.__exit__(None, None, None)
     assert expected == num_steps
+
+
+def test_a_cycle_settles_before_it_is_kept():
+    cycle = Cyclical(0.1, cycle_steps=10, exploration=0.5, settling=0.3)
+    assert Steps(6, 0, 1, cycle.keeps).kept.tolist() == [8, 9, 18, 19, 28, 29]
+    assert Steps(3, 15, 2, cycle.keeps).kept.tolist() == [19, 29, 39]
+    assert [cycle.explores(step) for step in (4, 5, 9, 14)] == [True, False, False, True]

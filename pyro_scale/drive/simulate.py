@@ -50,23 +50,23 @@ class Steps:
         num_samples: draws to keep.
         warmup_steps: steps before the first that may be kept.
         thinning: from one draw to the next, of the steps that may be kept.
-        explores: whether a step may not be kept though warm-up is over; None if all may.
+        keeps: whether a step may be kept once warm-up is over; None if all may.
     """
 
     num_samples: int
     warmup_steps: int
     thinning: int
-    explores: Callable[[int], bool] | None = None
+    keeps: Callable[[int], bool] | None = None
 
     @cached_property
     def kept(self) -> Tensor:
         """The numbers of the steps after which a draw is kept, `[num_samples]`."""
         wanted = self.num_samples * self.thinning
-        if self.explores is None:
+        if self.keeps is None:
             may_be = torch.arange(self.warmup_steps, self.warmup_steps + wanted)
         else:
             every = itertools.count(self.warmup_steps)
-            sampling = itertools.filterfalse(self.explores, every)
+            sampling = filter(self.keeps, every)
             may_be = torch.tensor(list(itertools.islice(sampling, wanted)))
         return may_be[self.thinning - 1 :: self.thinning].contiguous()
 
@@ -86,7 +86,7 @@ class Steps:
     def even_until(self, start: int, stop: int) -> int:
         """Up to which step, at most `stop`, every `thinning`-th is kept, from the first on."""
         kept = self.kept[self.kept_before(start) : self.kept_before(stop)].tolist()
-        if self.explores is None or not kept:
+        if self.keeps is None or not kept:
             return stop
         evenly = range(kept[0], stop, self.thinning)
         same = sum(itertools.takewhile(bool, map(int.__eq__, kept, evenly)))

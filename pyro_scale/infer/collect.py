@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_scale.core.schedules import Cyclical
 from pyro_scale.drive.simulate import Draws
 from pyro_scale.infer.gradients import GradientNoise
 from pyro_scale.infer.result import Result
@@ -40,7 +41,7 @@ def collected(
         )
         stats |= {label: each.expand(log_joint.shape) for label, each in of_sites.items()}
     weight = _weights(tape["lr"][draws.kept_steps])
-    if weight is not None:
+    if weight is not None and not isinstance(setup.engine.kernel.lr, Cyclical):
         stats["weight"] = weight.expand(log_joint.shape)
     known = setup.log_posterior
     facts = {
@@ -80,7 +81,8 @@ def warn_of_short_warmup(
 ) -> None:
     """Warns when warm-up is under five relaxation times, judged by the draws' own variance."""
     latents = result.positions[..., : setup.engine.num_latents].flatten(0, 1).double()
-    if len(latents) < _FEWEST_DRAWS or values["temperature"] == 0:
+    cyclical = isinstance(setup.engine.kernel.lr, Cyclical)
+    if len(latents) < _FEWEST_DRAWS or values["temperature"] == 0 or cyclical:
         return
     engine = setup.engine
     kernel = engine.bound(values)

@@ -75,7 +75,8 @@ def diagnostics(result: Result, idata: Any) -> Any:
         if noise.reduction is not None:
             table["variance_reduction"] = [float(noise.reduction[place].min()) for place in places]
         table["temperature_inflation"] = [float(noise.inflation[place].max()) for place in places]
-        warn_of_inflation(float(noise.inflation.max()), result)
+        if "lr_choice" not in result.attrs:  # which has weighed it
+            warn_of_inflation(float(noise.inflation.max()), result)
     if result.attrs.get("share_batches") and result.num_chains > 1:
         table["chain_correlation"] = [
             chain_correlation(result.samples[name]) for name in table.index
@@ -97,11 +98,20 @@ def warn_of_inflation(factor: float, result: Result) -> None:
         if lr is not None:
             now = float(lr.mean())
             lower = f"lower lr from {now:.2g} to about {now * share:.2g}"
+        shuffled = result.attrs.get("sampling") != "replacement"
+        anchored = result.gradient_noise is not None and result.gradient_noise.reduction is not None
         warnings.warn(
             f"the noise of minibatches multiplies the temperature by up to {factor:.3g}, so the "
             f"posterior comes out about {100 * (factor**0.5 - 1):.0f}% too wide in standard "
-            f"deviations there (less with shuffled batches): {lower}, raise batch_size in "
-            "proportion, or pass control_variates=True",
+            "deviations there"
+            + (
+                " if batches are drawn anew; shuffled ones cancel of it what chains do not forget "
+                "within an epoch"
+                if shuffled
+                else ""
+            )
+            + f": {lower}, raise batch_size in proportion, or "
+            + ("move the anchor of control_variates" if anchored else "pass control_variates=True"),
             UserWarning,
             stacklevel=4,
         )

@@ -16,6 +16,8 @@ def message(draws: Draws, lr: Tensor) -> str:
     more = f" and {len(draws.failures) - 5} more" if len(draws.failures) > 5 else ""
     now = float(lr[draws.failures[0].step].max())
     finished = ", ".join(map(str, draws.finished))
+    if len(draws.finished) > 10:
+        finished = f"{len(draws.finished)} of them"
     kept = f"Finished, and in get_samples(): chains {finished}. " if finished else ""
     if any(failure.bad_batch for failure in draws.failures):
         return (

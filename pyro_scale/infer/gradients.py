@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -159,3 +160,18 @@ def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -
     injected = engine.cooled(kernel).temperature.expand_as(padded)
     whole = (injected + kernel.added_temperature(padded)) / kernel.temperature
     return whole[: len(variance)].cpu()
+
+
+def warn_of_a_bad_anchor(noise: GradientNoise | None) -> None:
+    """Warns where control variates add noise: their anchor is far from where the chains are."""
+    if noise is None or noise.reduction is None:
+        return
+    least = float(noise.reduction.min())
+    if least < 1:
+        warnings.warn(
+            f"control_variates multiply the variance of the gradient by {1 / least:.3g} at some "
+            "element: the anchor is far from the posterior; pass control_variates=True, which "
+            "finds the mode, or leave them out",
+            UserWarning,
+            stacklevel=3,
+        )

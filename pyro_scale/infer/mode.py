@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from pyro_scale.model.log_posterior import LogPosterior
 
 #: Numbers that a piece of the data may hold for each of its rows' parameters.
 _PIECE_NUMBERS = 2**22
+#: Rows of a Hessian that are computed at once.
+_HESSIAN_ROWS = 64
 #: Passes through the data at most.
 _MOST_PASSES = 200
 #: The gradient over N at what counts as a mode: at most this, or this part of what it was at first.
@@ -61,11 +64,7 @@ class WholeDensity:
             with torch.enable_grad():
                 part = self._part(here, piece, kept)
                 (slope,) = torch.autograd.grad(part, here, create_graph=True)
-                rows = [
-                    torch.autograd.grad(s, here, retain_graph=True, materialize_grads=True)[0]
-                    for s in slope
-                ]
-            total = total + torch.stack(rows)
+                total = total + _jacobian(slope, here)
         return (total + total.T) / 2
 
     def mode(self, start: Tensor) -> Tensor:
@@ -90,9 +89,16 @@ class WholeDensity:
             position.grad = -gradient
             return -value
 
-        optimiser.step(closure)
+        value, first = self.grad(start)
+        if not bool(torch.isfinite(value)):
+            raise DataError(
+                "the log joint of the whole data is NaN or infinite where chain 0 starts: clean "
+                "the data (torch.isfinite finds bad rows), or change init_strategy"
+            )
+        with contextlib.suppress(RuntimeError):  # of L-BFGS, where numbers overflow
+            optimiser.step(closure)
         found = position.detach()
-        (value, slope), (_, first) = self.grad(found), self.grad(start)
+        value, slope = self.grad(found)
         flat = slope.norm() <= torch.maximum(
             _FLATTER * first.norm(), _FLAT * torch.ones_like(value)
         )
@@ -122,3 +128,16 @@ class WholeDensity:
                 f"the data hold {seen} rows, not N = {num_data}: what needs all of them "
                 "(control_variates, lr='auto', subtract_noise) cannot be had from a part"
             )
+
+
+def _jacobian(slope: Tensor, here: Tensor) -> Tensor:
+    """The derivative of a gradient, [D, D], many rows at once where vmap takes the model."""
+    try:
+        parts = [
+            torch.autograd.grad(slope, here, eye, retain_graph=True, is_grads_batched=True)[0]
+            for eye in torch.eye(len(here)).to(here).split(_HESSIAN_ROWS)
+        ]
+        return torch.cat(parts)
+    except (RuntimeError, NotImplementedError):
+        rows = [torch.autograd.grad(each, here, retain_graph=True)[0] for each in slope]
+        return torch.stack(rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
@@ -24,7 +25,7 @@ from pyro_scale.drive.tape import Tape
 from pyro_scale.errors import ArgumentError, NonFiniteError
 from pyro_scale.infer.collect import collected, warn_of_short_warmup
 from pyro_scale.infer.divergence import message
-from pyro_scale.infer.gradients import gradient_noise
+from pyro_scale.infer.gradients import gradient_noise, warn_of_a_bad_anchor
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
 from pyro_scale.infer.tuning import Tuning, halved, tuned
@@ -206,10 +207,18 @@ class Sampler(Method):
                 "that order cancel themselves: leave sampling out, or pass 'replacement'"
             )
         lr = self.kernel.lr
-        explores = lr.explores if isinstance(lr, Cyclical) else None
-        steps = Steps(num_samples, warmup_steps, thinning, explores)
+        keeps = lr.keeps if isinstance(lr, Cyclical) else None
+        steps = Steps(num_samples, warmup_steps, thinning, keeps)
         self.kernel.tape(steps.total)  # refuses values out of range before the model is run
         seed = choose_seed(seed)
+        if sampling != "replacement" and self.kernel.sampling == "replacement" and batch_size:
+            warnings.warn(
+                f"{type(self).__name__} with sampling='{sampling}' makes the posterior too narrow: "
+                "its thermostat cools for noise that batches in that order cancel themselves; "
+                "leave sampling out",
+                UserWarning,
+                stacklevel=2,
+            )
         data = open_data(data, batch_size, self._num_data, module_device(self.model))
         self._result, self._stepping = None, None
 
@@ -255,6 +264,7 @@ class Sampler(Method):
                 "share_batches": int(share_batches),
             }
             self._result = collected(setup, draws, tape, attrs, noise)
+            warn_of_a_bad_anchor(noise)
         if draws.failures:
             raise NonFiniteError(message(draws, tape["lr"]))
         warn_of_short_warmup(setup, self._results(), values, warmup_steps)

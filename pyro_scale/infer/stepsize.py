@@ -39,9 +39,10 @@ _FLATTEST = 1e-12
 
 
 class StepSize(NamedTuple):
-    """A step size, and how it was chosen in words."""
+    """A step size, its predicted error in posterior sds, and how it was chosen in words."""
 
     lr: float
+    error: float
     reason: str
 
 
@@ -56,6 +57,7 @@ class Modes:
         noise: the variance of the minibatch gradient over N along each mode, `[modes]`.
         starts: where chains start, from the mode, `[chains, modes]`.
         loadings: the square of what each mode adds to each element, `[D, modes]`.
+        scale: the root mean square of an element where a mode is 1, 0-d.
     """
 
     precision: Tensor
@@ -63,6 +65,7 @@ class Modes:
     noise: Tensor
     starts: Tensor
     loadings: Tensor
+    scale: Tensor
 
 
 def choose(setup: Setup, mode: Tensor, steps: Steps, sampling: Sampling) -> StepSize:
@@ -78,6 +81,11 @@ def choose(setup: Setup, mode: Tensor, steps: Steps, sampling: Sampling) -> Step
         ArgumentError: too many dimensions; points.
     """
     engine = setup.engine
+    if engine.kernel.values(0)["temperature"] == 0:
+        raise ArgumentError(
+            "lr='auto' chooses for sampling, and temperature 0 is an optimiser: pass a number for "
+            "lr, or use from_sgd"
+        )
     if engine.has_points:
         raise ArgumentError(
             "lr='auto' is for models whose parameters are all latents: this one has "
@@ -100,6 +108,7 @@ def choose(setup: Setup, mode: Tensor, steps: Steps, sampling: Sampling) -> Step
     bias, scatter = errors[best].sqrt().tolist()
     return StepSize(
         lr,
+        (bias**2 + scatter**2) ** 0.5,
         f"lr={lr:g}, the least error of means and log sds predicted at the mode: {bias:.2g} by "
         f"bias and {scatter:.2g} by Monte Carlo (posterior sds, root mean square over elements); "
         f"stable below about {highest:.2g}; curvature over N "
@@ -147,6 +156,7 @@ def _modes(setup: Setup, mode: Tensor, sampling: Sampling) -> Modes:
         noise=(rows * scale @ vectors).square().mean(0),
         starts=(setup.positions - mode).double() / scale @ vectors,
         loadings=(scale[:, None] * vectors).square(),
+        scale=scale.square().mean().sqrt(),
     )
 
 
@@ -164,7 +174,7 @@ def _draws(mode: Tensor, precision: Tensor, temperature: Tensor, seed: int) -> T
 
 
 def _rows(setup: Setup, draws: Tensor, sampling: Sampling) -> Tensor:
-    """Rows' gradients about their mean at each draw, times B^-1/2, `[rows, D]`."""
+    """Rows' gradients about their mean at each draw, scaled to a minibatch's, `[rows, D]`."""
     size = setup.data.batch_size
     if size is None:
         return torch.zeros(1, setup.engine.num_latents, dtype=torch.float64)
@@ -178,7 +188,9 @@ def _rows(setup: Setup, draws: Tensor, sampling: Sampling) -> Tensor:
             "number for lr"
         )
     rows = rows.double()
-    return ((rows - rows.mean(1, keepdim=True)) / size**0.5).flatten(0, 1)
+    others = 1 - size / setup.log_posterior.num_data  # of a batch whose rows are all different
+    share = 1 / size if sampling == "replacement" else others / size
+    return ((rows - rows.mean(1, keepdim=True)) * share**0.5).flatten(0, 1)
 
 
 def _largest_stable(setup: Setup, precision: Tensor) -> float:
@@ -206,7 +218,8 @@ def _error(setup: Setup, modes: Modes, lr: Tensor, steps: Steps, epoch: int | No
     covariance = chain.covariance(noise, epoch)
     of_mean, of_square = chain.autocorrelation_times(covariance)
     far = (modes.starts, modes.starts * modes.precision)
-    way = _kernel(setup, lr).travelling_steps(*(each.square().mean().sqrt() for each in far))
+    far_off, steep = (each.square().mean().sqrt() for each in far)
+    way = _kernel(setup, lr).travelling_steps(far_off, steep, modes.scale)
     late = int(steps.warmup_steps - way.clamp(max=steps.total))
     path, square = chain.forgetting(max(0, late), taken)
     num_chains = len(modes.starts)

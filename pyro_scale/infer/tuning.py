@@ -21,6 +21,8 @@ from pyro_scale.model.control_variates import ControlVariates
 
 #: Rows from which the noise of minibatches at the mode is estimated.
 _NOISE_ROWS = 4096
+#: Posterior sds of predicted error above which a run is of little use.
+_LARGE_ERROR = 1.0
 
 
 class Tuning(NamedTuple):
@@ -55,12 +57,25 @@ def tuned(
         setup = _without_noise(setup, mode, sampling)
     if tuning.lr:
         chosen = stepsize.choose(setup, mode, steps, sampling)
+        _warn_of_a_large_error(chosen, bool(tuning.control_variates))
         kernel = dataclasses.replace(setup.engine.kernel, lr=chosen.lr)
         setup = _with_engine(setup, kernel=kernel)
         found = {"lr_choice": chosen.reason}
     if tuning.subtract_noise:
         _warn_of_what_is_left(setup)
     return setup, found
+
+
+def _warn_of_a_large_error(chosen: stepsize.StepSize, control_variates: bool) -> None:
+    if chosen.error > _LARGE_ERROR:
+        others = "" if control_variates else ", control_variates=True,"
+        warnings.warn(
+            f"lr='auto': with these steps, even the best step size is predicted to leave an error "
+            f"of {chosen.error:.2g} posterior sds ({chosen.reason}): take more steps or larger "
+            f"batches{others} or bring the sites to one scale (standardised data, mass by site)",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def halved(setup: Setup, times: int) -> tuple[Setup, dict[str, str]]:
@@ -75,9 +90,10 @@ def _mode(setup: Setup, anchor: bool | Mapping[str, Tensor]) -> Tensor:
     layout, start = setup.engine.layout, setup.positions[0]
     if isinstance(anchor, Mapping):
         values = setup.log_posterior.constrain(layout.unflatten(start))
-        for name, value in anchor.items():
-            if name not in values or torch.as_tensor(value).shape != values[name].shape:
-                shapes = {name: list(known.shape) for name, known in values.items()}
+        for name, value in {**dict.fromkeys(setup.log_posterior.latents), **anchor}.items():
+            known = values.get(name)
+            if value is None or known is None or torch.as_tensor(value).shape != known.shape:
+                shapes = {site: list(each.shape) for site, each in values.items()}
                 raise ArgumentError(
                     f"control_variates[{name!r}]: pass constrained values of sites and shapes "
                     f"{shapes}"

@@ -135,7 +135,10 @@ class Kernel:
     def _column(self, name: str, value: Any, label: str, steps: range) -> Tensor:
         if isinstance(value, Tensor):
             return torch.ones(1, dtype=torch.float64)
-        column = [float(value(step)) for step in steps] if callable(value) else [float(value)]
+        try:
+            column = [float(value(step)) for step in steps] if callable(value) else [float(value)]
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ArgumentError(f"{label}: the schedule must give numbers ({error})") from error
         for step, number in zip(steps, column, strict=False):
             self.check(name, number, label, f" at step {step}")
         return torch.tensor(column, dtype=torch.float64)
@@ -174,12 +177,13 @@ class Kernel:
         """
         return torch.ones_like(mean_square)
 
-    def travelling_steps(self, distance: Tensor, gradient: Tensor) -> Tensor:
+    def travelling_steps(self, distance: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
         """Steps that a bound kernel cannot but take on its way from a start, besides relaxing.
 
         Args:
             distance: from the mode, where the kernel's metric is 1: root mean square, 0-d.
             gradient: of the log joint over N at the start, likewise.
+            scale: of an element where that metric's length is 1, likewise.
         """
         return torch.zeros_like(distance)
 

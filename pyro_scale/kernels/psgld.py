@@ -38,9 +38,10 @@ class pSGLD(Kernel):
 
     As G depends on theta, the drift lacks the term lr T Gamma, Gamma = dG/dtheta =
     -G^2 forgetting g (dg/dtheta) / sqrt(v'), which needs second derivatives.  At a constant
-    forgetting (0.01 as published), leaving it out costs a bias that no lr takes away.  By default
-    forgetting falls to zero instead, so that G settles and the bias goes with it; what is left
-    then is SGLD's, first order in lr, at the step size lr G.
+    forgetting (0.01 as published) there is a larger bias, with or without it: v follows g^2, and
+    for small lr draws are from a law in proportion to posterior / G, whose variance on a Gaussian
+    is up to twice as large.  By default forgetting falls to zero instead, so that G settles, Gamma
+    vanishes, and what is left is SGLD's bias at the step size lr G, first order in lr.
 
     Args:
         lr: the step size in units of sqrt(v), a float or a schedule, or a dict of them by site.
@@ -79,6 +80,9 @@ class pSGLD(Kernel):
 
     def added_temperature(self, gradient_noise: Tensor) -> Tensor:
         return self.lr * gradient_noise / (2 * (self.damping + torch.sqrt(gradient_noise)))
+
+    def travelling_steps(self, distance: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
+        return distance * scale / self.lr  # as G g is about 1 there
 
     def metric(self, mean_square: Tensor) -> Tensor:
         return 1 / (self.damping + torch.sqrt(mean_square))

@@ -45,7 +45,7 @@ class SGNHT(Underdamped):
         D, A     as above
 
     The thermostat holds the kinetic energy while a chain falls from its start, too, so that it
-    comes down by about one posterior sd in a unit of time: for large N start near the mode
+    comes down by about sqrt(T/m) in a unit of time: for large N start near the mode
     (`init_strategy`).
 
     At temperature 0 xi stays as it is and the friction takes its place: what is left is SGD with
@@ -95,7 +95,7 @@ class SGNHT(Underdamped):
     def added_temperature(self, gradient_noise: Tensor) -> Tensor:
         return torch.zeros_like(gradient_noise)
 
-    def travelling_steps(self, distance: Tensor, gradient: Tensor) -> Tensor:
+    def travelling_steps(self, distance: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
         # at the speed sqrt(T); then xi, which held the gradient, falls by 1 in a unit of time
         return (distance + gradient) / (self.lr * torch.sqrt(self.temperature))
 
