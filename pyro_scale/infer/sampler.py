@@ -170,7 +170,9 @@ class Sampler(Method):
                 Tensors are rows.
             num_samples: draws to keep, per chain.
             warmup_steps: steps before the first that may be kept.
-            thinning: steps from one draw to the next.
+            thinning: steps from one draw to the next.  With shuffled batches take no multiple of
+                an epoch's: all draws would be of one phase, at which batches heat more or less
+                than on average.
             num_chains: chains, each with its own start, noise and minibatches.
             batch_size: rows a step, for tensors; all of them by default.  A loader has its own.
             sampling: `"shuffle"` goes through the rows in a new order each epoch,
