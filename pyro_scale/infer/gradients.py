@@ -34,8 +34,7 @@ def row_gradients(
 ) -> Tensor | None:
     """Each row's gradient of its log likelihood, `[positions, rows, latents]`, in nats.
 
-    None where the model has no rows, they are too many to differentiate one by one, or vmap
-    refuses the model.
+    None where the model has no rows, or they are too many to differentiate one by one.
 
     Args:
         setup: the model.
@@ -46,7 +45,7 @@ def row_gradients(
     known, layout = setup.log_posterior.understanding, setup.engine.layout
     has_rows = any(rule.role == "rows" for rule in known.scaling.rules.values())
     too_many = known.batch_size * layout.size > _MOST_NUMBERS
-    if not has_rows or too_many or not setup.engine.vectorised:
+    if not has_rows or too_many:
         return None
     latents = [name for name in layout.names if name in setup.log_posterior.latents]
     found = []
@@ -122,7 +121,7 @@ def gradient_noise(
     """
     known, engine = setup.log_posterior, setup.engine
     size, num_latents = known.understanding.batch_size, engine.num_latents
-    if values["temperature"] == 0:
+    if values["temperature"] == 0 or not engine.vectorised:
         return None
     if setup.data.batch_size is None:  # the whole data at every step
         return GradientNoise(torch.ones(num_latents), torch.zeros(num_latents))

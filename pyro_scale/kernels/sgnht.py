@@ -31,9 +31,9 @@ class SGNHT(Underdamped):
     with T the temperature over N, so that `temperature=1` samples the posterior.  Where
     minibatches heat the momentum, xi rises until it has the right temperature: on average to
     friction + lr V / (2 m T), V the variance of g, if V is the same everywhere and for all d
-    elements; there they cost no bias.  Without them xi has mean friction and variance 1/d as
-    lr goes to 0.  The published form, with |p|^2/d - T, relaxes N times as slowly as this one,
-    which for large N is never.
+    elements, and lr^2 V far below m T; there they cost no bias.  Without them xi has mean friction
+    and variance 1/d as lr goes to 0.  The published form, with |p|^2/d - T, relaxes N times as
+    slowly as this one, which for large N is never.
 
     A step is Leimkuhler and Shang's symmetric splitting BADODAB (2016) with its two half kicks
     made one, g = gradient of log joint / N and zeta standard normal:

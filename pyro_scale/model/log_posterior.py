@@ -151,13 +151,30 @@ class LogPosterior:
     def row_gradients(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The gradient of each row's log likelihood by site, `[B, ...]`: without N/B."""
+        """The gradient of each row's log likelihood by site, `[B, ...]`: without N/B.
+
+        Row by row for models that vmap or functorch's gradient refuses.
+        """
 
         def rows_of(params: Params) -> Tensor:
             return self(params, batch, indices).log_lik
 
-        with torch.no_grad():
-            return torch.func.jacrev(rows_of, chunk_size=256)(dict(params))
+        try:
+            with torch.no_grad():
+                return torch.func.jacrev(rows_of, chunk_size=256)(dict(params))
+        except (RuntimeError, NotImplementedError):
+            with torch.enable_grad():
+                leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+                found = [
+                    torch.autograd.grad(
+                        row, list(leaves.values()), retain_graph=True, materialize_grads=True
+                    )
+                    for row in rows_of(leaves)
+                ]
+            return {
+                name: torch.stack(of_rows)
+                for name, of_rows in zip(leaves, zip(*found, strict=True), strict=True)
+            }
 
     def log_likelihood(
         self, params: Params, batch: Any, indices: Tensor | None = None
