@@ -200,27 +200,12 @@ class Sampler(Method):
         warmup_steps = as_count("warmup_steps", warmup_steps, least=0)
         thinning = as_count("thinning", thinning)
         num_chains = as_count("num_chains", num_chains)
-        if sampling is None:
-            sampling = "replacement" if self._subtract_noise else self.kernel.sampling
-        check_sampling(sampling)
-        if self._subtract_noise and sampling != "replacement":
-            raise ArgumentError(
-                f"subtract_noise with sampling='{sampling}' would take off noise that batches in "
-                "that order cancel themselves: leave sampling out, or pass 'replacement'"
-            )
+        sampling = self._sampling(sampling, batch_size is not None)
         lr = self.kernel.lr
         keeps = lr.keeps if isinstance(lr, Cyclical) else None
         steps = Steps(num_samples, warmup_steps, thinning, keeps)
         self.kernel.tape(steps.total)  # refuses values out of range before the model is run
         seed = choose_seed(seed)
-        if sampling != "replacement" and self.kernel.sampling == "replacement" and batch_size:
-            warnings.warn(
-                f"{type(self).__name__} with sampling='{sampling}' makes the posterior too narrow: "
-                "its thermostat cools for noise that batches in that order cancel themselves; "
-                "leave sampling out",
-                UserWarning,
-                stacklevel=2,
-            )
         data = open_data(data, batch_size, self._num_data, module_device(self.model))
         self._result, self._stepping = None, None
 
@@ -271,6 +256,26 @@ class Sampler(Method):
             raise NonFiniteError(message(draws, tape["lr"]))
         warn_of_short_warmup(setup, self._results(), values, warmup_steps)
         return self
+
+    def _sampling(self, given: Sampling | None, in_batches: bool) -> Sampling:
+        """How rows are drawn: as given, or as the method needs it."""
+        if given is None:
+            return "replacement" if self._subtract_noise else self.kernel.sampling
+        check_sampling(given)
+        if given != "replacement" and self._subtract_noise:
+            raise ArgumentError(
+                f"subtract_noise with sampling='{given}' would take off noise that batches in "
+                "that order cancel themselves: leave sampling out, or pass 'replacement'"
+            )
+        if given != "replacement" and self.kernel.sampling == "replacement" and in_batches:
+            warnings.warn(
+                f"{type(self).__name__} with sampling='{given}' makes the posterior too narrow: "
+                "its thermostat cools for noise that batches in that order cancel themselves; "
+                "leave sampling out",
+                UserWarning,
+                stacklevel=3,
+            )
+        return given
 
     def step(self, *args: Any, **kwargs: Any) -> float:
         """Moves one chain by one step on a batch, given as the model's own arguments.
