@@ -426,7 +426,7 @@ def every_state():
     calls, programs = [], []
     simulate, program_for = simulation.simulate, simulation.program_for
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(samplers, "simulate", lambda *a: (calls.append(a), simulate(*a))[1])
+        patch.setattr(samplers, "simulate", lambda *a, **k: (calls.append(a), simulate(*a, **k))[1])
         patch.setattr(
             simulation,
             "program_for",

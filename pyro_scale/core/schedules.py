@@ -54,8 +54,10 @@ def cosine_decay(start: float, num_steps: int, end: float = 0.0) -> Schedule:
         >>> lr(0), round(lr(50), 12), lr(100), lr(1000)
         (0.2, 0.1, 0.0, 0.0)
     """
-    if num_steps < 1 or start < 0 or end < 0:
-        raise ArgumentError("cosine_decay needs start >= 0, num_steps >= 1 and end >= 0")
+    if num_steps < 1:
+        raise ArgumentError(f"cosine_decay needs num_steps >= 1, not {num_steps}")
+    if start < 0 or end < 0:
+        raise ArgumentError("cosine_decay needs start >= 0 and end >= 0")
     return partial(_cosine, start, num_steps, end)
 
 
