@@ -68,17 +68,11 @@ class Modes:
     scale: Tensor
 
 
-def choose(setup: Setup, mode: Tensor, steps: Steps, sampling: Sampling) -> StepSize:
-    """The step size of least predicted error.
-
-    Args:
-        setup: the model, the chains' starts and the kernel, whose lr is not used.
-        mode: the posterior's, [D].
-        steps: of the run.
-        sampling: how rows are drawn.
+def check(setup: Setup) -> None:
+    """Refuses what no step size can be chosen for, before the mode is looked for.
 
     Raises:
-        ArgumentError: too many dimensions; points.
+        ArgumentError: temperature 0; points; too many dimensions.
     """
     engine = setup.engine
     if engine.kernel.values(0)["temperature"] == 0:
@@ -97,6 +91,21 @@ def choose(setup: Setup, mode: Tensor, steps: Steps, sampling: Sampling) -> Step
             f"dimensions; the model has {engine.layout.size}: pass a number for lr, for a network "
             "from the learning rate that trains it (BAOA.from_sgd)"
         )
+
+
+def choose(setup: Setup, mode: Tensor, steps: Steps, sampling: Sampling) -> StepSize:
+    """The step size of least predicted error.
+
+    Args:
+        setup: the model, the chains' starts and the kernel, whose lr is not used.
+        mode: the posterior's, [D].
+        steps: of the run.
+        sampling: how rows are drawn.
+
+    Raises:
+        ArgumentError: no curvature at the mode, or no gradients of single rows.
+    """
+    engine = setup.engine
     modes = _modes(setup, mode, sampling)
     epoch = None if sampling == "replacement" else _epoch(setup)
     highest = min(_largest_stable(setup, modes.steepest), engine.kernel.largest_lr)

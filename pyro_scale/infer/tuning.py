@@ -50,6 +50,8 @@ def tuned(
     """
     if not any(tuning):
         return setup, {}
+    if tuning.lr:
+        stepsize.check(setup)
     mode, found = _mode(setup, tuning.control_variates), {}
     if tuning.control_variates:
         setup = _with_control_variates(setup, mode)
