@@ -249,15 +249,7 @@ def test_it_is_within_twice_the_best_of_a_grid(name, row):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "row"),
-    [
-        pytest.param(
-            name,
-            row,
-            id=f"{name}-{row.name}",
-        )
-        for name in PROBLEMS
-        for row in TABLE
-    ],
+    [pytest.param(name, row, id=f"{name}-{row.name}") for name in PROBLEMS for row in TABLE],
 )
 def test_it_is_within_twice_the_best_of_a_grid_at_a_million_gradients(name, row):
     _, _, mine, grid = compare(PROBLEMS[name](), row.kernel(lr=1.0), 10**6)

@@ -37,12 +37,6 @@ class Batch:
     per_chain: bool
     indices: Tensor | None = None
 
-    def of(self, chains: Tensor) -> Batch:
-        """The batch of some of the chains."""
-        indices = None if self.indices is None else self.indices[chains]
-        arguments = rows.take(self.arguments, chains) if self.per_chain else self.arguments
-        return Batch(arguments, self.per_chain, indices)
-
     @property
     def tensors(self) -> list[Tensor]:
         """The arguments' rows, and the indices."""

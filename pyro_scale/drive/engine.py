@@ -86,7 +86,7 @@ class Engine:
     def init(self, positions: Tensor, noise: Tensor, values: Mapping[str, Tensor]) -> Any:
         """The state of chains at positions `[chains, D]`, given noise `[chains, latents]`."""
         kernel = self.bound(values)
-        state = torch.vmap(kernel.init)(positions, self._padded(noise))
+        state = torch.vmap(kernel.init)(positions, self.padded(noise))
         return self._shared(state)
 
     def step(
@@ -98,7 +98,7 @@ class Engine:
         def update(arguments: Any, indices: Any, state: Any, noise: Tensor) -> tuple[Any, Any]:
             return kernel.update(state, self._target(arguments, indices), noise)
 
-        state, evaluation = self._over_chains(update, batch, state, self._padded(noise))
+        state, evaluation = self._over_chains(update, batch, state, self.padded(noise))
         return self._shared(state), evaluation
 
     def log_joint(self, positions: Tensor, batch: Batch) -> Tensor:
@@ -162,8 +162,9 @@ class Engine:
             of_site[name] = (number * factor).expand(shape)
         return self.layout.flatten(of_site)
 
-    def _padded(self, noise: Tensor) -> Tensor:
-        return torch.nn.functional.pad(noise, (0, self.layout.size - self.num_latents))
+    def padded(self, latents: Tensor) -> Tensor:
+        """Values of latents `[..., latents]`, and 0 for points, `[..., D]`."""
+        return torch.nn.functional.pad(latents, (0, self.layout.size - self.num_latents))
 
     def _shared(self, state: Any) -> Any:
         if not self.has_points:

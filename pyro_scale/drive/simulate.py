@@ -61,14 +61,12 @@ class Steps:
     @cached_property
     def kept(self) -> Tensor:
         """The numbers of the steps after which a draw is kept, `[num_samples]`."""
-        wanted = self.num_samples * self.thinning
         if self.keeps is None:
-            may_be = torch.arange(self.warmup_steps, self.warmup_steps + wanted)
-        else:
-            every = itertools.count(self.warmup_steps)
-            sampling = filter(self.keeps, every)
-            may_be = torch.tensor(list(itertools.islice(sampling, wanted)))
-        return may_be[self.thinning - 1 :: self.thinning].contiguous()
+            return self.warmup_steps - 1 + self.thinning * torch.arange(1, self.num_samples + 1)
+        may_be = filter(self.keeps, itertools.count(self.warmup_steps))
+        wanted = self.num_samples * self.thinning
+        kept = itertools.islice(may_be, self.thinning - 1, wanted, self.thinning)
+        return torch.tensor(list(kept))
 
     @property
     def total(self) -> int:

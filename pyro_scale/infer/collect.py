@@ -86,8 +86,8 @@ def warn_of_short_warmup(
         return
     engine = setup.engine
     kernel = engine.bound(values)
-    spread = torch.nn.functional.pad(latents.var(0), (0, engine.layout.size - engine.num_latents))
-    steps = float(kernel.relaxation_steps(kernel.temperature / spread)[: engine.num_latents].max())
+    precision = kernel.temperature / engine.padded(latents.var(0))
+    steps = float(kernel.relaxation_steps(precision)[: engine.num_latents].max())
     if warmup_steps < 5 * steps:
         warnings.warn(
             f"warm-up of {warmup_steps} steps is under five relaxation times (one is about "

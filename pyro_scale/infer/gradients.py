@@ -116,7 +116,7 @@ def gradient_noise(
         draws: of the run.
         batches: of the run.
         step: the first that the run did not take.
-        values: the hyperparameters' at the run's last step.
+        values: the hyperparameters', on average over the draws.
         sampling: how rows are drawn.
     """
     known, engine = setup.log_posterior, setup.engine
@@ -153,9 +153,7 @@ def gradient_noise(
 def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -> Tensor:
     """By what minibatches multiply the temperature, and by what part is taken off again."""
     kernel = engine.bound(values)
-    padded = torch.nn.functional.pad(
-        variance.to(kernel.lr), (0, engine.layout.size - len(variance))
-    )
+    padded = engine.padded(variance.to(kernel.lr))
     injected = engine.cooled(kernel).temperature.expand_as(padded)
     whole = (injected + kernel.added_temperature(padded)) / kernel.temperature
     return whole[: len(variance)].cpu()

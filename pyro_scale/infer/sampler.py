@@ -204,7 +204,7 @@ class Sampler(Method):
         lr = self.kernel.lr
         keeps = lr.keeps if isinstance(lr, Cyclical) else None
         steps = Steps(num_samples, warmup_steps, thinning, keeps)
-        self.kernel.tape(steps.total)  # refuses values out of range before the model is run
+        tape = self.kernel.tape(steps.total)  # which refuses values out of range
         seed = choose_seed(seed)
         data = open_data(data, batch_size, self._num_data, module_device(self.model))
         self._result, self._stepping = None, None
@@ -213,7 +213,8 @@ class Sampler(Method):
         tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
         setup, choice = tuned(setup, tuning, steps, sampling)
         for halvings in itertools.count():
-            tape = setup.engine.kernel.tape(steps.total)
+            if setup.engine.kernel is not self.kernel:
+                tape = setup.engine.kernel.tape(steps.total)
             batches = setup.data.batches(seed, 1 if share_batches else num_chains, sampling)
             if share_batches:
                 batches = SharedBatches(batches, num_chains)

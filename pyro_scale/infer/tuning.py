@@ -129,8 +129,7 @@ def _without_noise(setup: Setup, mode: Tensor, sampling: Sampling) -> Setup:
             "leave it out and lower lr"
         )
     variance = gradient_variance(rows, size, known.num_data, sampling)
-    points = engine.layout.size - engine.num_latents
-    return _with_engine(setup, known_noise=torch.nn.functional.pad(variance, (0, points)))
+    return _with_engine(setup, known_noise=engine.padded(variance))
 
 
 def _warn_of_what_is_left(setup: Setup) -> None:

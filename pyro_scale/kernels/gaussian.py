@@ -91,8 +91,8 @@ class GaussianChain:
         """
         noise = gradient_noise[:, None, None] * self.pushed[..., None] * self.pushed[:, None]
         if epoch is None:
-            return self._stationary(self.transition, self.injected + noise)
-        return self._stationary(self.transition, self.injected) + self._shuffled(noise, epoch)
+            return _sum(self.transition, self.injected + noise)
+        return _sum(self.transition, self.injected) + self._shuffled(noise, epoch)
 
     def _shuffled(self, noise: Tensor, epoch: int) -> Tensor:
         """What the noise of shuffled batches adds, on average over the phases of an epoch.
@@ -103,7 +103,7 @@ class GaussianChain:
             return torch.zeros_like(noise)
         each = noise * epoch / (epoch - 1)
         whole, added = self._over(epoch, each, epoch)
-        start = self._stationary(whole, added)
+        start = _sum(whole, added)
         phases = [int((i + 0.5) * epoch / _PHASES) for i in range(_PHASES)]
         if epoch <= _PHASES:
             phases = list(range(epoch))
@@ -118,7 +118,7 @@ class GaussianChain:
         power = torch.linalg.matrix_power(self.transition, steps)
         eye = torch.eye(power.shape[-1], dtype=power.dtype)
         drift = torch.linalg.solve(eye - self.transition, eye - power)  # sum of A^j
-        alone = self._stationary(self.transition, each)
+        alone = _sum(self.transition, each)
         alone = alone - power @ alone @ power.mT  # sum of A^j Q A^j'
         return power, alone - drift @ each @ drift.mT / epoch
 
@@ -127,7 +127,7 @@ class GaussianChain:
         start = covariance[..., 0] / covariance[:, :1, 0]  # cov(x_0, position_0), over its variance
         eye = torch.eye(start.shape[-1], dtype=start.dtype)
         total = torch.linalg.solve(eye - self.transition, start)[:, 0]
-        squares = self._sum_of_products(start[..., None] * start[:, None])[:, 0, 0]
+        squares = _sum(self.transition, start[..., None] * start[:, None])[:, 0, 0]
         return 2 * total - 1, 2 * squares - 1
 
     def forgetting(self, warmup: int, steps: int) -> tuple[Tensor, Tensor]:
@@ -139,18 +139,14 @@ class GaussianChain:
         path = torch.linalg.solve(eye - self.transition, (eye - later) @ late)[:, 0, 0] / steps
         begun, over = late[..., 0], (later @ late)[..., 0]
         outer = begun[..., None] * begun[:, None] - over[..., None] * over[:, None]
-        return path, self._sum_of_products(outer)[:, 0, 0] / steps
+        return path, _sum(self.transition, outer)[:, 0, 0] / steps
 
-    def _stationary(self, transition: Tensor, added: Tensor) -> Tensor:
-        """S = A S A' + added."""
-        size = transition.shape[-1]
-        product = _kron(transition)
-        eye = torch.eye(size * size, dtype=transition.dtype)
-        return torch.linalg.solve(eye - product, added.flatten(1)).view_as(added)
 
-    def _sum_of_products(self, start: Tensor) -> Tensor:
-        """The sum over t >= 0 of A^t start A^t'."""
-        return self._stationary(self.transition, start)
+def _sum(transition: Tensor, start: Tensor) -> Tensor:
+    """The sum over t >= 0 of A^t start A^t', which solves S = A S A' + start."""
+    size = transition.shape[-1]
+    eye = torch.eye(size * size, dtype=transition.dtype)
+    return torch.linalg.solve(eye - _kron(transition), start.flatten(1)).view_as(start)
 
 
 def _kron(matrix: Tensor) -> Tensor:

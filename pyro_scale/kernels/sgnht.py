@@ -67,7 +67,7 @@ class SGNHT(Underdamped):
     largest_lr: ClassVar[float] = 2.0  # xi moves by lr (|p|^2 / (m T d) - 1) in a step
 
     def init(self, position: Tensor, noise: Tensor) -> SGNHTState:
-        momentum = torch.sqrt(self.mass * self.temperature) * noise
+        position, momentum = super().init(position, noise)
         return SGNHTState(position, momentum, self.friction.to(position.dtype))
 
     def update(self, state: SGNHTState, target: Target, noise: Tensor) -> tuple[SGNHTState, Any]:

@@ -19,6 +19,7 @@ from pyro_scale.core.counts import as_count
 from pyro_scale.core.randomness import Purpose, derived_seed
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError, NotRunError
+from pyro_scale.model import derivatives
 from pyro_scale.model.bayesianize import init_to_module, init_to_reset, uniform
 from pyro_scale.model.checks import refuse_broken_starts
 from pyro_scale.model.function import function_model
@@ -125,14 +126,7 @@ class LogPosterior:
     ) -> tuple[dict[str, Tensor], Evaluation]:
         """(Gradient of the log joint by site, the evaluation), as for a call."""
         self.prepare(rows.as_arguments(batch))
-
-        def log_joint(params: Params) -> tuple[Tensor, Evaluation]:
-            evaluation = self(params, batch, indices)
-            return evaluation.log_joint, evaluation
-
-        with torch.no_grad():  # no graph of weights that are not among the params
-            gradient, evaluation = torch.func.grad(log_joint, has_aux=True)(dict(params))
-        return gradient, evaluation
+        return derivatives.gradient(lambda p: self(p, batch, indices), params)
 
     def plain_grad(
         self, params: Params, batch: Any, indices: Tensor | None = None
@@ -140,41 +134,13 @@ class LogPosterior:
         """As `grad`, by `torch.autograd` instead of `torch.func`: it takes models with an
         `autograd.Function` that functorch refuses, and does not go through `torch.vmap`."""
         self.prepare(rows.as_arguments(batch))
-        with torch.enable_grad():
-            leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-            evaluation = self(leaves, batch, indices)
-            found = torch.autograd.grad(
-                evaluation.log_joint, list(leaves.values()), materialize_grads=True
-            )
-        return dict(zip(leaves, found, strict=True)), Evaluation(*(e.detach() for e in evaluation))
+        return derivatives.plain_gradient(lambda p: self(p, batch, indices), params)
 
     def row_gradients(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The gradient of each row's log likelihood by site, `[B, ...]`: without N/B.
-
-        Row by row for models that vmap or functorch's gradient refuses.
-        """
-
-        def rows_of(params: Params) -> Tensor:
-            return self(params, batch, indices).log_lik
-
-        try:
-            with torch.no_grad():
-                return torch.func.jacrev(rows_of, chunk_size=256)(dict(params))
-        except (RuntimeError, NotImplementedError):
-            with torch.enable_grad():
-                leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-                found = [
-                    torch.autograd.grad(
-                        row, list(leaves.values()), retain_graph=True, materialize_grads=True
-                    )
-                    for row in rows_of(leaves)
-                ]
-            return {
-                name: torch.stack(of_rows)
-                for name, of_rows in zip(leaves, zip(*found, strict=True), strict=True)
-            }
+        """The gradient of each row's log likelihood by site, `[B, ...]`: without N/B."""
+        return derivatives.row_gradients(lambda p: self(p, batch, indices).log_lik, params)
 
     def log_likelihood(
         self, params: Params, batch: Any, indices: Tensor | None = None
