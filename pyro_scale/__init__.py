@@ -8,8 +8,12 @@ and the draws go to ArviZ.
 from pyro_scale import errors, kernels
 from pyro_scale.core import schedules
 from pyro_scale.infer.explain import explain
+from pyro_scale.infer.laplace import Laplace
+from pyro_scale.infer.map import MAP
 from pyro_scale.infer.sampler import Sampler
+from pyro_scale.infer.vi import IVON, VI
 from pyro_scale.model.bayesianize import bayesianize, init_to_module
+from pyro_scale.model.curvature import Curvature
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.scaling import Evaluation
 
@@ -22,11 +26,16 @@ pSGLD = Sampler.of(kernels.pSGLD)
 
 __all__ = [
     "BAOA",
+    "IVON",
+    "MAP",
     "SGHMC",
     "SGLD",
     "SGNHT",
     "UBU",
+    "VI",
+    "Curvature",
     "Evaluation",
+    "Laplace",
     "LogPosterior",
     "Sampler",
     "bayesianize",

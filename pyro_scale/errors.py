@@ -37,3 +37,7 @@ class NonFiniteError(PyroScaleError):
 
 class NotRunError(PyroScaleError):
     """Results were asked for before `run` (or `step`) produced any."""
+
+
+class FileError(PyroScaleError):
+    """A file cannot be written or read, is damaged, or belongs to another method or model."""

@@ -135,7 +135,12 @@ class TestRandomness:
     def test_what_a_seed_means_never_changes(self):
         """A release that changed these would change every published run."""
         numbers = {"INIT": 0, "NOISE": 1, "BATCHES": 2, "MOMENTUM": 3, "DATA_LOADER": 4}
-        assert {p.name: int(p) for p in Purpose} == {**numbers, "STEP_SIZE": 5}
+        assert {p.name: int(p) for p in Purpose} == {
+            **numbers,
+            "STEP_SIZE": 5,
+            "CURVATURE": 6,
+            "APPROXIMATION": 7,
+        }
         assert derived_seed(0, 0, Purpose.NOISE) == 5950159816103605179
         assert derived_seed(7, 3, Purpose.BATCHES, block=2) == 2521211164429912937
 

@@ -34,6 +34,8 @@ class Purpose(IntEnum):
     MOMENTUM = 3
     DATA_LOADER = 4
     STEP_SIZE = 5
+    CURVATURE = 6
+    APPROXIMATION = 7
 
 
 def choose_seed(seed: int | None) -> int:

@@ -49,6 +49,11 @@ class Target:
     indices: Tensor | None
     vectorised: bool
 
+    @property
+    def num_data(self) -> int:
+        """N."""
+        return self.density.num_data
+
     def grad(self, position: Tensor) -> tuple[Tensor, Any]:
         """(Gradient of the log joint over N at the position [D], the evaluation)."""
         grad = self.density.grad if self.vectorised else self.density.plain_grad
@@ -137,12 +142,17 @@ class Engine:
         for name, hyper in self.kernel.hyperparameters().items():
             if isinstance(hyper, Mapping):
                 values[name] = self._by_site(hyper, values[name])
-        temperature = values["temperature"] / self.density.num_data
-        if self.has_points:
-            sizes = self.num_latents, self.layout.size - self.num_latents
-            cold = temperature.new_zeros(sizes[1], dtype=self.layout.dtype)
-            temperature = torch.cat([temperature.to(cold).expand(sizes[0]), cold])
-        return self.kernel.bind({**values, "temperature": temperature})
+        if "temperature" in values:
+            values["temperature"] = self._temperature(values["temperature"])
+        return self.kernel.bind(values)
+
+    def _temperature(self, value: Tensor) -> Tensor:
+        temperature = value / self.density.num_data
+        if not self.has_points:
+            return temperature
+        sizes = self.num_latents, self.layout.size - self.num_latents
+        cold = temperature.new_zeros(sizes[1], dtype=self.layout.dtype)
+        return torch.cat([temperature.to(cold).expand(sizes[0]), cold])
 
     def cooled(self, kernel: Any) -> Any:
         """A bound kernel whose injected noise is less by the known noise of minibatches."""

@@ -35,7 +35,7 @@ from pyro_scale.drive.trace import StepGraph, trace
 
 #: Steps from which compiling repays the few seconds that it takes.
 _REPAID_AFTER = 3000
-#: Where a program is compared with the step itself: so many standard normals away.
+#: Where a program is compared with the step itself: about so far away.
 _ELSEWHERE = 0.1
 #: The most they may differ by: a part of what is compared, and roundings of what it comes from.
 _TOLERANCE, _ROUNDINGS = 1e-3, 1e3
@@ -232,7 +232,7 @@ def _check(program: Program, as_it_is: Program, engine: Engine, state: Any, tape
     """
     last = tape.part(len(tape) - 1, len(tape))
     moved = state.position.clone()
-    moved[:, : engine.num_latents] += _ELSEWHERE * last.noise[:, 0, 0]
+    moved[:, : engine.num_latents] += _ELSEWHERE * (1 + last.noise[:, 0].sum(1))
     elsewhere = state._replace(position=moved)
     quiet = dataclasses.replace(last, noise=torch.zeros_like(last.noise))
     (one, mine), (other, theirs) = (p.run(elsewhere, quiet, 1, 1) for p in (program, as_it_is))

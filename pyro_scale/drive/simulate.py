@@ -51,12 +51,14 @@ class Steps:
         warmup_steps: steps before the first that may be kept.
         thinning: from one draw to the next, of the steps that may be kept.
         keeps: whether a step may be kept once warm-up is over; None if all may.
+        positions: whether positions are kept, or log joints alone.
     """
 
     num_samples: int
-    warmup_steps: int
-    thinning: int
+    warmup_steps: int = 0
+    thinning: int = 1
     keeps: Callable[[int], bool] | None = None
+    positions: bool = True
 
     @cached_property
     def kept(self) -> Tensor:
@@ -96,7 +98,8 @@ class Draws:
     """What a run kept.
 
     Attributes:
-        positions: unconstrained, `[chains, draws, D]`; a stopped chain's are NaN from there on.
+        positions: unconstrained, `[chains, draws, D]`; a stopped chain's are NaN from there on;
+            `[chains, draws, 0]` where they are not kept.
         log_joint: the estimate from the batch of the step that led to each draw, at the state
             that the step began from, `[chains, draws]`.
         kept_steps: the number of the step that led to each draw, `[draws]`.
@@ -104,6 +107,8 @@ class Draws:
         program: how the steps were run, in words.
         compile_seconds: the time until the first step.
         seconds: the time that the steps took.
+        state: of all chains, after the last step.
+        num_steps: how many there were.
     """
 
     positions: Tensor
@@ -113,11 +118,14 @@ class Draws:
     program: str = "eager"
     compile_seconds: float = 0.0
     seconds: float = 0.0
+    state: Any = None
+    num_steps: int = 0
 
     @classmethod
     def of(cls, positions: Tensor, steps: Steps) -> Draws:
         """Room for the draws of chains at positions `[chains, D]`, in the processor's memory."""
         (num_chains, size), num_draws = positions.shape, steps.num_samples
+        size = size if steps.positions else 0
         return cls(
             torch.full((num_chains, num_draws, size), torch.nan, dtype=positions.dtype),
             torch.full((num_chains, num_draws), torch.nan, dtype=torch.float64),
@@ -185,7 +193,8 @@ class Chains:
             return
         self._stop(broken, moved, batches, tape)
         first, last = steps.kept_before(tape.start), steps.kept_before(tape.stop)
-        draws.positions[self.alive, first:last] = kept.positions.cpu()[self.alive]
+        if steps.positions:
+            draws.positions[self.alive, first:last] = kept.positions.cpu()[self.alive]
         draws.log_joint[self.alive, first:last] = kept.log_joint.double().cpu()[self.alive]
         self.count = tape.stop
         self.log_joint = float(kept.last.cpu()[self.alive].mean())
@@ -243,10 +252,24 @@ def simulate(
     seed: int,
     compile: bool | Literal["auto"],
     progress: Progress,
-    stop_at_failure: bool = False,
+    stop: Callable[[Draws], bool] | None = None,
+    check_every: int | None = None,
 ) -> Draws:
-    """Runs every chain from its position `[chains, D]` to the end, or until it is non-finite; if
-    asked to, until any of them is."""
+    """Runs every chain from its position `[chains, D]` to the end, or until it is non-finite.
+
+    Args:
+        engine: says what a step is.
+        positions: where chains start, `[chains, D]`.
+        batches: the chains' batches.
+        values: the hyperparameters' tape.
+        steps: how many, and which are kept.
+        seed: of the run.
+        compile: whether steps become one program.
+        progress: is told how far it is.
+        stop: whether the run is over before its time, by what is there until now.
+        check_every: steps from one time that `stop` is asked to the next; whenever a tape ends,
+            by default.
+    """
     draws = Draws.of(positions, steps)
     at_first = {name: column[0] for name, column in values.items()}
     chains = Chains(engine, positions, at_first, seed)
@@ -257,33 +280,41 @@ def simulate(
     program = program_for(engine, batches, chains.state, first, compile, steps.total, progress.say)
     progress.say(program.name)
     started = time.perf_counter()
-    pace = _Pace(len(first), steps.total, steps_within_budget(first))
+    draws.failures = chains.failures
+    kept_bytes = positions.numel() * positions.element_size() // steps.thinning
+    most = steps_within_budget(first, kept_bytes)
+    pace = _Pace(len(first), steps.total, most, check_every)
     for tape in itertools.chain([first], inputs.tapes(pace.spans())):
         with pace:
             chains.move(program, batches, tape, steps, draws)
         progress.update(len(tape), chains.log_joint)
-        if not chains.alive.any() or (stop_at_failure and chains.failures):
+        draws.num_steps = tape.stop
+        due = check_every is None or tape.stop % check_every == 0
+        if not chains.alive.any() or (stop is not None and due and stop(draws)):
             break
-    draws.failures = chains.failures
+    draws.state = chains.state
     draws.program, draws.compile_seconds = program.name, started - begun
     draws.seconds = time.perf_counter() - started
     return draws
 
 
 class _Pace:
-    """Lets tapes grow twice as long each time, until one takes long enough to be noticed.
+    """Lets tapes grow twice as long each time, until one takes long enough to be noticed; one
+    ends at every multiple of `end_at` steps.
 
     What is drawn does not depend on it.
     """
 
-    def __init__(self, start: int, num_steps: int, most: int):
+    def __init__(self, start: int, num_steps: int, most: int, end_at: int | None):
         self._start, self._num_steps, self._most, self._quick = start, num_steps, most, True
+        self._end_at = end_at or num_steps
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """Steps from `start` on."""
         start, size = self._start, min(self._start, self._most)
         while start < self._num_steps:
-            stop = min(start + size, self._num_steps)
+            next_end = start - start % self._end_at + self._end_at
+            stop = min(start + size, self._num_steps, next_end)
             yield start, stop
             start = stop
             if self._quick and 2 * size <= self._most:

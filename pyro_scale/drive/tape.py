@@ -120,7 +120,8 @@ def bytes_per_step(tape: Tape) -> int:
     return sum(leaf[:, 0].numel() * leaf.element_size() for leaf in leaves)
 
 
-def steps_within_budget(tape: Tape) -> int:
-    """How many steps a tape like this one may have: a power of two."""
-    affordable = max(1, _BUDGET // max(1, bytes_per_step(tape)))
+def steps_within_budget(tape: Tape, kept_bytes: int = 0) -> int:
+    """How many steps a tape like this one may have, where each also leaves so many bytes: a power
+    of two."""
+    affordable = max(1, _BUDGET // max(1, bytes_per_step(tape) + kept_bytes))
     return min(_LONGEST, 1 << (affordable.bit_length() - 1))

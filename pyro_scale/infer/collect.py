@@ -16,6 +16,7 @@ from pyro_scale.drive.simulate import Draws
 from pyro_scale.infer.gradients import GradientNoise
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import Setup
+from pyro_scale.model.log_posterior import LogPosterior
 
 #: Draws below which their variance says nothing of the posterior's.
 _FEWEST_DRAWS = 20
@@ -43,29 +44,34 @@ def collected(
     weight = _weights(tape["lr"][draws.kept_steps])
     if weight is not None and not isinstance(setup.engine.kernel.lr, Cyclical):
         stats["weight"] = weight.expand(log_joint.shape)
-    known = setup.log_posterior
-    facts = {
-        "num_data": known.num_data,
-        "batch_size": known.understanding.batch_size,
-        "seed": setup.seed,
+    times = {
         "sampling_time": draws.seconds,
         "compile_time": draws.compile_seconds,
         "program": draws.program,
+    }
+    return Result(
+        log_posterior=setup.log_posterior,
+        data=setup.data,
+        layout=setup.engine.layout,
+        positions=draws.positions[finished],
+        sample_stats=stats,
+        attrs={**attrs, **facts_of(setup.log_posterior, setup.seed), **times},
+        gradient_noise=noise,
+    )
+
+
+def facts_of(log_posterior: LogPosterior, seed: int) -> dict[str, Any]:
+    """The facts of any run."""
+    return {
+        "num_data": log_posterior.num_data,
+        "batch_size": log_posterior.understanding.batch_size,
+        "seed": seed,
         "inference_library": "pyro_scale",
         "inference_library_version": version("pyro_scale"),
         "pyro_version": version("pyro-ppl"),
         "torch_version": str(torch.__version__),
         "python_version": platform.python_version(),
     }
-    return Result(
-        log_posterior=known,
-        data=setup.data,
-        layout=setup.engine.layout,
-        positions=draws.positions[finished],
-        sample_stats=stats,
-        attrs={**attrs, **facts},
-        gradient_noise=noise,
-    )
 
 
 def _weights(lr: Tensor) -> Tensor | None:

@@ -42,6 +42,7 @@ def to_inference_data(result: Result, groups: Mapping[str, Mapping[str, Tensor]]
             attrs=_attributes(result.attrs),
         )
         for group, variables in groups.items()
+        if variables
     }
     if hasattr(arviz, "InferenceData"):
         return arviz.InferenceData(attrs=_attributes(result.attrs), **datasets)

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Never, Protocol, Self, cast, runtime_checkable
 
 from torch import Tensor
 
 from pyro_scale.core.counts import as_count
+from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.sources import Data
-from pyro_scale.errors import ArgumentError, NotRunError
-from pyro_scale.infer import diagnostics, export, predictive
+from pyro_scale.errors import ArgumentError, FileError, NotRunError
+from pyro_scale.infer import diagnostics, export, files, predictive
 from pyro_scale.infer.result import Result
-from pyro_scale.infer.setup import module_device
+from pyro_scale.infer.setup import Setup, module_device
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: Bytes of pointwise log likelihood that `to_arviz` computes without being asked.
 _LOG_LIKELIHOOD_BYTES = 2**30
+
+
+@runtime_checkable
+class Starts(Protocol):
+    """What chains can start from."""
+
+    def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
+        """Constrained values of latent sites, `[num_chains, ...]`."""
+        ...
 
 
 class Method:
@@ -26,13 +36,16 @@ class Method:
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
-        init_strategy: where chains start: one of Pyro's (`init_to_median`, ...), or a dict of
-            constrained tensors `[num_chains, ...]`.
+        init_strategy: where chains start: one of Pyro's (`init_to_median`, ...), a dict of
+            constrained tensors `[num_chains, ...]`, or a fit, from which they are drawn.
         num_data: N, which overrides what the data say.
 
     Raises:
         ArgumentError: a model that is not callable, an unknown init strategy, an N below 1.
     """
+
+    #: What single steps go on from, where a method takes them.
+    _stepping: tuple[Setup, Any] | None = None
 
     def __init__(self, model: Any, *, init_strategy: Any = None, num_data: int | None = None):
         if not isinstance(model, LogPosterior) and not callable(model):
@@ -43,10 +56,10 @@ class Method:
         if isinstance(model, LogPosterior) and num_data is not None:
             raise ArgumentError("num_data: a LogPosterior has its own; leave it out")
         known = init_strategy is None or isinstance(init_strategy, dict) or callable(init_strategy)
-        if not known:
+        if not known and not isinstance(init_strategy, Starts):
             raise ArgumentError(
                 f"init_strategy={init_strategy!r} is unknown: pass one of Pyro's, such as "
-                "pyro.infer.autoguide.init_to_median, or a dict of tensors [num_chains, ...]"
+                "pyro.infer.autoguide.init_to_median, a dict of tensors [num_chains, ...], or a fit"
             )
         self.model = model
         self._init_strategy = init_strategy
@@ -166,7 +179,7 @@ class Method:
             "posterior": result.samples,
             "sample_stats": result.sample_stats,
         }
-        if data is None and result.data is None:  # single steps
+        if data is None and result.data is None:  # single steps, a file
             return export.to_inference_data(result, groups)
         source, sites = self._data(data), predictive.data_sites(result)
         observed = predictive.observed_data(result, source)
@@ -192,7 +205,84 @@ class Method:
         """Puts `params` into Pyro's param store, and weights into their modules."""
         self._results().log_posterior.write_points(self.params)
 
+    # ------------------------------------------------------------------ files
+
+    def save(self, path: files.FilePath) -> None:
+        """Writes the results to a file, from which `load` gives them back.
+
+        In it are the draws, their statistics, the run's facts (`attrs`), and the first batch,
+        on which the model is understood again; that is all of the data where a run has no
+        batches.  Not in it are the other data, the model, and tensors that the model holds.
+        A file of the same name is replaced when the new one is complete.
+
+        Args:
+            path: where to, a str or a Path.
+
+        Raises:
+            NotRunError: nothing has been run.
+            ArgumentError: `path` is no path.
+            FileError: the file cannot be written, or an argument of the model is neither a
+                tensor nor a plain value.
+        """
+        files.write(path, self._contents())
+
+    @classmethod
+    def load(cls, path: files.FilePath, model: Any) -> Self:
+        """The results that `save` wrote, bit for bit; only `run` and `step` are refused.
+
+        What reads the run's data (`log_likelihood`, most groups of `to_arviz`) needs `data=`.
+
+        Args:
+            path: the file.
+            model: what was run, as for the constructor.  It is run on the file's batch, and
+                must have the sites that it had.
+
+        Raises:
+            ArgumentError: `path` is no path, or `model` is not callable.
+            FileError: the file cannot be read, is damaged, or is of another method or model.
+        """
+        contents = files.read(path)
+        name = contents["method"]
+        kind = next((kind for kind in _family(cls) if kind.__name__ == name), None)
+        if kind is None:
+            raise FileError(
+                f"'{path}' holds the results of {name}, not of {cls.__name__}: call "
+                f"{name}.load(path, model)"
+            )
+        loaded = _as_loaded(kind, contents)
+        Method.__init__(loaded, model)  # a method's own makes what only a run needs
+        loaded._restore(contents, files.understood(contents, model))
+        return cast(Self, loaded)
+
+    def _contents(self) -> dict[str, Any]:
+        """What `save` writes: tensors and plain values by name.  A method with more adds it."""
+        kept = files.contents_of(self._results(), self._first_batch())
+        return {"method": type(self).__name__, **kept}
+
+    def _restore(self, contents: Mapping[str, Any], log_posterior: LogPosterior) -> None:
+        """Takes the results out of what `_contents` gave.  A method with more takes that too.
+
+        Args:
+            contents: of the file.
+            log_posterior: the model, understood as it was.
+        """
+        self._result = files.result_of(contents, log_posterior)
+
+    def _first_batch(self) -> Arguments:
+        """The batch that the model was understood on."""
+        data = self._results().data
+        if data is None and self._stepping is not None:
+            data = self._stepping[0].data
+        assert data is not None
+        return data.first()
+
     # ------------------------------------------------------------------ inside
+
+    def _starts(self, num_chains: int, seed: int) -> Any:
+        """The init strategy, a fit's draws among them."""
+        if isinstance(self._init_strategy, Starts):
+            return self._init_strategy.starts(num_chains, seed)
+        return self._init_strategy
 
     def _results(self) -> Result:
         if self._result is None:
@@ -220,3 +310,47 @@ class Method:
                 stacklevel=3,
             )
         return size <= _LOG_LIKELIHOOD_BYTES
+
+
+class _Loaded(Method):
+    """What comes before a method's own class in an object that `load` gives."""
+
+    _read: Mapping[str, Any]
+
+    def run(self, *args: Any, **kwargs: Any) -> Never:
+        """Refuses: the file has no hyperparameters to run with.
+
+        Raises:
+            NotRunError: always.
+        """
+        name = type(self).__name__
+        raise NotRunError(
+            f"this {name} was loaded from a file, which holds results and not how to go on: make "
+            f"a new one, {name}(model, ...), and run that"
+        )
+
+    step = run
+
+    def _contents(self) -> dict[str, Any]:
+        return dict(self._read)
+
+    def _data(self, data: Any) -> Data:
+        if data is None:
+            raise ArgumentError("a file keeps no data: pass the whole data as data=")
+        return super()._data(data)
+
+
+def _family(kind: type[Method]) -> Iterator[type[Method]]:
+    """A class and all below it."""
+    yield kind
+    for below in kind.__subclasses__():
+        if not issubclass(below, _Loaded):
+            yield from _family(below)
+
+
+def _as_loaded(kind: type[Method], contents: Mapping[str, Any]) -> _Loaded:
+    """An object of a class that its constructor has not seen."""
+    namespace = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+    loaded: _Loaded = object.__new__(type(kind.__name__, (_Loaded, kind), namespace))
+    loaded._read = contents
+    return loaded

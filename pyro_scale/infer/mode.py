@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,16 +13,19 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.infer.pieces import Piece, pieces_of
+from pyro_scale.model.derivatives import hessian, hessian_diagonal
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: Numbers that a piece of the data may hold for each of its rows' parameters.
 _PIECE_NUMBERS = 2**22
-#: Rows of a Hessian that are computed at once.
-_HESSIAN_ROWS = 64
 #: Passes through the data at most.
 _MOST_PASSES = 200
 #: The gradient over N at what counts as a mode: at most this, or this part of what it was at first.
 _FLAT, _FLATTER = 1e-3, 0.1
+#: Newton's method needs one step where the log joint is quadratic, and few near a mode.
+_MOST_NEWTON_STEPS = 5
+#: Of a step that changes nothing.
+_ROUNDINGS = 10
 
 
 @dataclass(frozen=True)
@@ -59,16 +62,29 @@ class WholeDensity:
     def hessian(self, position: Tensor) -> Tensor:
         """The Hessian over N, [D, D]: minus the posterior's precision over N at the mode."""
         total = position.new_zeros(self.layout.size, self.layout.size)
-        for piece, kept in self._pieces():
-            here = position.detach().requires_grad_()
-            with torch.enable_grad():
-                part = self._part(here, piece, kept)
-                (slope,) = torch.autograd.grad(part, here, create_graph=True)
-                total = total + _jacobian(slope, here)
-        return (total + total.T) / 2
+        for slope, here in self._slopes(position):
+            total += hessian(slope, here)
+        return total
 
-    def mode(self, start: Tensor) -> Tensor:
+    def hessian_diagonal(self, position: Tensor) -> Tensor:
+        """Its diagonal, [D], without the matrix."""
+        total = torch.zeros_like(position)
+        for slope, here in self._slopes(position):
+            total += hessian_diagonal(slope, here)
+        return total
+
+    def mode(
+        self,
+        start: Tensor,
+        otherwise: str = "start nearer to one (init_strategy=)",
+        moves: Tensor | float = 1.0,
+    ) -> Tensor:
         """The nearest mode, [D], by L-BFGS.
+
+        Args:
+            start: where to look from, [D].
+            otherwise: what to do if there is none.
+            moves: 1 for elements that may move, 0 for those that stay, [D].
 
         Raises:
             ArgumentError: the log joint has none that could be found from here.
@@ -86,7 +102,7 @@ class WholeDensity:
 
         def closure() -> Tensor:
             value, gradient = self.grad(position)
-            position.grad = -gradient
+            position.grad = -gradient * moves
             return -value
 
         value, first = self.grad(start)
@@ -99,15 +115,49 @@ class WholeDensity:
             optimiser.step(closure)
         found = position.detach()
         value, slope = self.grad(found)
-        flat = slope.norm() <= torch.maximum(
-            _FLATTER * first.norm(), _FLAT * torch.ones_like(value)
-        )
+        most = torch.maximum(_FLATTER * (moves * first).norm(), _FLAT * torch.ones_like(value))
+        flat = (moves * slope).norm() <= most
         if not bool(flat and torch.isfinite(found).all() and torch.isfinite(value)):
             raise ArgumentError(
                 "no mode of the posterior could be found: its log density grows without bounds or "
-                "is not finite; pass a number for lr, and control_variates as a dict of values"
+                f"is not finite; {otherwise}"
             )
         return found
+
+    def polished(
+        self, position: Tensor, precision: Callable[[Tensor], Tensor], places: Tensor
+    ) -> Tensor:
+        """A position [D] near a mode after steps of Newton's method, for as long as they bring it
+        nearer.
+
+        Args:
+            position: where to start.
+            precision: position -> minus the Hessian over N, or what stands for it, [d, d].
+            places: of the d elements that move.
+        """
+        _, slope = self.grad(position)
+        for _ in range(_MOST_NEWTON_STEPS):
+            factor, failed = torch.linalg.cholesky_ex(precision(position))
+            if bool(failed):
+                return position
+            step = torch.zeros_like(position)
+            step[places] = torch.cholesky_solve(slope[places, None], factor)[:, 0]
+            _, there = self.grad(position + step)
+            if not there[places].norm() < slope[places].norm():
+                return position
+            position, slope = position + step, there
+            if step.norm() <= _ROUNDINGS * torch.finfo(step.dtype).eps * position.norm():
+                return position
+        return position
+
+    def _slopes(self, position: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(The gradient of each piece with its history, the leaf that it is with respect to)."""
+        for piece, kept in self._pieces():
+            here = position.detach().requires_grad_()
+            with torch.enable_grad():
+                part = self._part(here, piece, kept)
+                (slope,) = torch.autograd.grad(part, here, create_graph=True)
+            yield slope, here
 
     def _part(self, position: Tensor, piece: Piece, kept: int) -> Tensor:
         """A piece's share of the log joint over N, of so many rows that are its own."""
@@ -126,18 +176,5 @@ class WholeDensity:
         if seen != num_data:
             raise DataError(
                 f"the data hold {seen} rows, not N = {num_data}: what needs all of them "
-                "(control_variates, lr='auto', subtract_noise) cannot be had from a part"
+                "(a mode, its curvature, lr='auto') cannot be had from a part"
             )
-
-
-def _jacobian(slope: Tensor, here: Tensor) -> Tensor:
-    """The derivative of a gradient, [D, D], many rows at once where vmap takes the model."""
-    try:
-        parts = [
-            torch.autograd.grad(slope, here, eye, retain_graph=True, is_grads_batched=True)[0]
-            for eye in torch.eye(len(here)).to(here).split(_HESSIAN_ROWS)
-        ]
-        return torch.cat(parts)
-    except (RuntimeError, NotImplementedError):
-        rows = [torch.autograd.grad(each, here, retain_graph=True)[0] for each in slope]
-        return torch.stack(rows)

@@ -34,13 +34,14 @@ class Piece(NamedTuple):
 
 
 def pieces_of(
-    log_posterior: LogPosterior, data: Data, num_rows: int = _PIECE_ROWS
+    log_posterior: LogPosterior, data: Data, num_rows: int | None = None
 ) -> Iterator[Piece]:
     """All rows once, in the data's order, about so many at a time; all of them together for a
     model that takes nothing less."""
     known = log_posterior.understanding
     joint = any(rule.whole_data for rule in known.scaling.rules.values())
-    return split(log_posterior, data.in_order(None if joint or known.whole_only else num_rows))
+    size = None if joint or known.whole_only else num_rows or _PIECE_ROWS
+    return split(log_posterior, data.in_order(size))
 
 
 def split(log_posterior: LogPosterior, batches: Iterable[Arguments]) -> Iterator[Piece]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def observed_data(result: Result, data: Data) -> dict[str, Tensor]:
         sites = result.log_posterior.run(params, piece.arguments, piece.indices).sites
         values = {name: site.value for name, site in sites.items() if site.kind == "observed"}
         parts.append((values, piece))
-    return _joined(result, parts)
+    return joined(result, parts)
 
 
 def data_sites(result: Result) -> dict[str, int]:
@@ -64,6 +64,16 @@ def predict(
     return_sites: Sequence[str] | None,
 ) -> dict[str, Tensor]:
     """Draws of observed and other sites, `[draws, ...]`, one for each posterior draw."""
+    pieces = pieces_for(result, arguments, batch_size)
+    return _predicted(equally_weighted(result, num_samples), pieces, return_sites)
+
+
+def pieces_for(result: Result, arguments: Arguments, batch_size: int | None) -> Iterator[Piece]:
+    """The rows to predict for, so many at a time.
+
+    Raises:
+        DataError: there are none, or less than the model takes.
+    """
     refuse_arrays(arguments)
     num_rows = rows.count(arguments)
     if num_rows == 0:
@@ -80,8 +90,7 @@ def predict(
     if batch_size is not None and num_rows is not None:
         starts = range(0, num_rows, batch_size)
         pieces = [rows.take(arguments, slice(start, start + batch_size)) for start in starts]
-    taken = split(result.log_posterior, pieces)
-    return _predicted(equally_weighted(result, num_samples), taken, return_sites)
+    return split(result.log_posterior, pieces)
 
 
 def predict_all(result: Result, data: Data) -> dict[str, Tensor]:
@@ -106,7 +115,7 @@ def _predicted(
             return {name: run.sites[name].value for name in names}
 
         parts.append((result.draw_by_draw(values), piece))
-    return _joined(result, parts)
+    return joined(result, parts)
 
 
 def equally_weighted(result: Result, num_samples: int | None) -> Result:
@@ -154,7 +163,7 @@ def _returned(result: Result, sites: Mapping[str, Site]) -> list[str]:
     ]
 
 
-def _joined(result: Result, parts: list[tuple[dict[str, Tensor], Piece]]) -> dict[str, Tensor]:
+def joined(result: Result, parts: list[tuple[dict[str, Tensor], Piece]]) -> dict[str, Tensor]:
     """Pieces' values, joined along each site's rows; what has no rows is the first piece's."""
     axes = {**result.log_posterior.understanding.row_axes, **data_sites(result)}
     joined = {}

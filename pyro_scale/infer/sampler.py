@@ -43,7 +43,8 @@ class Sampler(Method):
             kernel says so a dict of them by site; sites left out have the default.
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         init_strategy: where chains start: one of Pyro's, drawn anew for each chain
-            (`init_to_uniform` by default), or a dict of constrained tensors `[num_chains, ...]`.
+            (`init_to_uniform` by default), a dict of constrained tensors `[num_chains, ...]`, or
+            a fit (`MAP`, `Laplace`, `VI`, `EKF`), from which they are drawn.
         num_data: N, which overrides what the data say.
         compile: whether the steps become one compiled program: `"auto"` compiles runs of at
             least 3,000 steps, which repay the few seconds that it takes; False never does.
@@ -231,7 +232,7 @@ class Sampler(Method):
                     seed,
                     self._compile,
                     bar,
-                    stop_at_failure=retries,
+                    stop=_any_broke if retries else None,
                 )
             if not retries or not draws.failures or draws.failures[0].bad_batch:
                 break
@@ -320,7 +321,8 @@ class Sampler(Method):
 
     def _set_up(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Setup:
         log_posterior = as_log_posterior(self.model, num_data)
-        return set_up(log_posterior, data, self.kernel, self._init_strategy, num_chains, seed)
+        starts = self._starts(num_chains, seed)
+        return set_up(log_posterior, data, self.kernel, starts, num_chains, seed)
 
     def _attrs(self) -> dict[str, Any]:
         hyperparameters = {
@@ -330,6 +332,10 @@ class Sampler(Method):
             for name, hyper in self.kernel.hyperparameters().items()
         }
         return {"method": type(self).__name__, **hyperparameters}
+
+
+def _any_broke(draws: Draws) -> bool:
+    return bool(draws.failures)
 
 
 def _in_words(hyper: Any) -> float | str:

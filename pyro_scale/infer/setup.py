@@ -19,7 +19,7 @@ from pyro_scale.drive.engine import Engine
 from pyro_scale.drive.indices import RowIndices
 from pyro_scale.drive.sources import Data, OwnSubsamples, TensorData, to_device
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
-from pyro_scale.kernels import Kernel
+from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.preflight import InitFunction
 from pyro_scale.model.understanding import doubts
@@ -56,7 +56,7 @@ class Setup:
 def set_up(
     log_posterior: LogPosterior,
     data: Data,
-    kernel: Kernel,
+    kernel: Hyperparameters,
     init_strategy: Any,
     num_chains: int,
     seed: int,
@@ -83,6 +83,27 @@ def set_up(
     engine = Engine(_with_all_sites(kernel, layout), log_posterior, layout, num_latents)
     engine = _tried(engine, log_posterior, positions, arguments, data.batch_size is not None)
     return Setup(log_posterior, data, engine, positions, seed)
+
+
+def position_of(setup: Setup, values: Mapping[str, Tensor], argument: str) -> Tensor:
+    """Constrained values of all sites, passed as some argument, as a position [D]; points that
+    are not among them stay as they are.
+
+    Raises:
+        ArgumentError: a site is missing, unknown, or has another shape.
+    """
+    layout, start = setup.engine.layout, setup.positions[0]
+    known = setup.log_posterior.constrain(layout.unflatten(start))
+    for name, value in {**dict.fromkeys(setup.log_posterior.latents), **values}.items():
+        like = known.get(name)
+        if value is None or like is None or torch.as_tensor(value).shape != like.shape:
+            shapes = {site: list(each.shape) for site, each in known.items()}
+            raise ArgumentError(
+                f"{argument}[{name!r}]: pass constrained values of sites and shapes {shapes}"
+            )
+    given = {name: torch.as_tensor(value).to(known[name]) for name, value in values.items()}
+    unconstrained = setup.log_posterior.unconstrain(given)
+    return layout.flatten(layout.unflatten(start) | unconstrained)
 
 
 def as_log_posterior(
@@ -154,7 +175,7 @@ def _refuse_unknown_sites(log_posterior: LogPosterior, starts: Mapping[str, Tens
             )
 
 
-def _with_all_sites(kernel: Kernel, layout: Layout) -> Kernel:
+def _with_all_sites(kernel: Hyperparameters, layout: Layout) -> Hyperparameters:
     """The kernel with a value for every site in hyperparameters that are given by site."""
     defaults = {field.name: field.default for field in dataclasses.fields(kernel)}
     completed = {

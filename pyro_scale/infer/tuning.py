@@ -16,11 +16,13 @@ from pyro_scale.errors import ArgumentError
 from pyro_scale.infer import stepsize
 from pyro_scale.infer.gradients import batches_from, gradient_variance, row_gradients
 from pyro_scale.infer.mode import WholeDensity
-from pyro_scale.infer.setup import Setup
+from pyro_scale.infer.setup import Setup, position_of
 from pyro_scale.model.control_variates import ControlVariates
 
 #: Rows from which the noise of minibatches at the mode is estimated.
 _NOISE_ROWS = 4096
+#: What to do where there is no mode.
+_WITHOUT_MODE = "pass a number for lr, and control_variates as a dict of values"
 #: Posterior sds of predicted error above which a run is of little use.
 _LARGE_ERROR = 1.0
 
@@ -89,21 +91,10 @@ def halved(setup: Setup, times: int) -> tuple[Setup, dict[str, str]]:
 
 
 def _mode(setup: Setup, anchor: bool | Mapping[str, Tensor]) -> Tensor:
-    layout, start = setup.engine.layout, setup.positions[0]
     if isinstance(anchor, Mapping):
-        values = setup.log_posterior.constrain(layout.unflatten(start))
-        for name, value in {**dict.fromkeys(setup.log_posterior.latents), **anchor}.items():
-            known = values.get(name)
-            if value is None or known is None or torch.as_tensor(value).shape != known.shape:
-                shapes = {site: list(each.shape) for site, each in values.items()}
-                raise ArgumentError(
-                    f"control_variates[{name!r}]: pass constrained values of sites and shapes "
-                    f"{shapes}"
-                )
-        given = {name: torch.as_tensor(value).to(values[name]) for name, value in anchor.items()}
-        unconstrained = setup.log_posterior.unconstrain(given)
-        return layout.flatten(layout.unflatten(start) | unconstrained)
-    return WholeDensity(setup.log_posterior, setup.data, layout).mode(start)
+        return position_of(setup, anchor, "control_variates")
+    density = WholeDensity(setup.log_posterior, setup.data, setup.engine.layout)
+    return density.mode(setup.positions[0], _WITHOUT_MODE)
 
 
 def _with_control_variates(setup: Setup, anchor: Tensor) -> Setup:

@@ -1,11 +1,30 @@
 """One file per method: pure functions on vectors, which know no Pyro and no data."""
 
 from pyro_scale.kernels.baoa import BAOA
+from pyro_scale.kernels.hyperparameters import Hyperparameters
+from pyro_scale.kernels.ivon import IVON
 from pyro_scale.kernels.kernel import Kernel, Target
+from pyro_scale.kernels.map import MAP
 from pyro_scale.kernels.psgld import pSGLD
 from pyro_scale.kernels.sghmc import SGHMC
 from pyro_scale.kernels.sgld import SGLD
 from pyro_scale.kernels.sgnht import SGNHT
 from pyro_scale.kernels.ubu import UBU
+from pyro_scale.kernels.vi import VI, FullRank, MeanField
 
-__all__ = ["BAOA", "SGHMC", "SGLD", "SGNHT", "UBU", "Kernel", "Target", "pSGLD"]
+__all__ = [
+    "BAOA",
+    "IVON",
+    "MAP",
+    "SGHMC",
+    "SGLD",
+    "SGNHT",
+    "UBU",
+    "VI",
+    "FullRank",
+    "Hyperparameters",
+    "Kernel",
+    "MeanField",
+    "Target",
+    "pSGLD",
+]

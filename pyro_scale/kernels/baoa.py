@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pyro_scale.core.schedules import initial, mapped
 from pyro_scale.errors import ArgumentError
-from pyro_scale.kernels.kernel import Hyper, Target
+from pyro_scale.kernels.hyperparameters import Hyper
+from pyro_scale.kernels.kernel import Target
 from pyro_scale.kernels.underdamped import PhaseState, Underdamped
 
 

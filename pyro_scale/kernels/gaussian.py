@@ -29,6 +29,7 @@ class _Linear:
 
     slope: Tensor
     push: Tensor
+    num_data: int = 1
 
     def grad(self, position: Tensor) -> tuple[Tensor, None]:
         return self.push - self.slope * position, None

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pyro_scale.core.schedules import polynomial_decay
 from pyro_scale.errors import ArgumentError
-from pyro_scale.kernels.kernel import Hyper, Kernel, Target
+from pyro_scale.kernels.hyperparameters import Hyper
+from pyro_scale.kernels.kernel import Kernel, Target
 from pyro_scale.kernels.sgld import SGLD
 
 #: How fast the start is forgotten, and then less and less.

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.kernels.kernel import Hyper, Kernel
+from pyro_scale.kernels.hyperparameters import Hyper
+from pyro_scale.kernels.kernel import Kernel
 
 
 class PhaseState(NamedTuple):

@@ -3,12 +3,15 @@ that functorch refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from pyro_scale.model.scaling import Evaluation
+
+#: Rows of a Hessian that are computed at once.
+_HESSIAN_ROWS = 64
 
 Params = Mapping[str, Tensor]
 Gradient = dict[str, Tensor]
@@ -42,21 +45,56 @@ def plain_gradient(
 
 
 def row_gradients(function: Callable[[Params], Tensor], params: Params) -> Gradient:
-    """The gradient of each of a function's values `[B]`, by entry, `[B, ...]`; one by one for
-    models that vmap or functorch's gradient refuses."""
+    """The gradient of each of a function's values `[B, ...]`, by entry, `[B, ..., *shape]`; one by
+    one for models that vmap or functorch's gradient refuses."""
     try:
         with torch.no_grad():
             return torch.func.jacrev(function, chunk_size=256)(dict(params))
     except (RuntimeError, NotImplementedError):
         with torch.enable_grad():
             leaves = _leaves(params)
-            entries = list(leaves.values())
+            entries, values = list(leaves.values()), function(leaves)
             found = [
-                torch.autograd.grad(row, entries, retain_graph=True, materialize_grads=True)
-                for row in function(leaves)
+                torch.autograd.grad(value, entries, retain_graph=True, materialize_grads=True)
+                for value in values.flatten()
             ]
-    columns = zip(*found, strict=True)
-    return {name: torch.stack(of) for name, of in zip(leaves, columns, strict=True)}
+    columns = (torch.stack(of) for of in zip(*found, strict=True))
+    return {
+        name: column.reshape(values.shape + leaves[name].shape)
+        for name, column in zip(leaves, columns, strict=True)
+    }
+
+
+def hessian(slope: Tensor, here: Tensor) -> Tensor:
+    """The derivative of a gradient [D], with its history, by the leaf [D] that it is taken at:
+    [D, D], symmetric."""
+    found = torch.cat([rows for _, rows in _hessian_rows(slope, here)])
+    return (found + found.T) / 2
+
+
+def hessian_diagonal(slope: Tensor, here: Tensor) -> Tensor:
+    """The diagonal of the same, [D], from as many products, without the matrix."""
+    return torch.cat([rows[:, first:].diagonal() for first, rows in _hessian_rows(slope, here)])
+
+
+def _hessian_rows(slope: Tensor, here: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(The number of the first, some rows): many at once where vmap takes the model."""
+    at_once = True
+    for first in range(0, len(here), _HESSIAN_ROWS):
+        count = min(_HESSIAN_ROWS, len(here) - first)
+        units = here.new_zeros(count, len(here))
+        units[:, first : first + count] = torch.eye(count).to(here)
+        if at_once:
+            try:
+                (rows,) = torch.autograd.grad(
+                    slope, here, units, retain_graph=True, is_grads_batched=True
+                )
+            except (RuntimeError, NotImplementedError):
+                at_once = False
+        if not at_once:
+            parts = [torch.autograd.grad(slope, here, u, retain_graph=True)[0] for u in units]
+            rows = torch.stack(parts)
+        yield first, rows
 
 
 def _leaves(params: Params) -> Gradient:

@@ -31,7 +31,8 @@ from pyro_scale.model.preflight import (
 )
 from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import Recorder, Simulator
-from pyro_scale.model.scaling import Evaluation
+from pyro_scale.model.scaling import Evaluation, Prior
+from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import terms_of
 from pyro_scale.model.understanding import Understanding
 
@@ -77,6 +78,7 @@ class LogPosterior:
         self._program = Program(model)
         self._preflight = understand
         self._understanding: Understanding | None = None
+        self._prior: Prior | None = None
 
     @staticmethod
     def from_function(
@@ -118,8 +120,9 @@ class LogPosterior:
         arguments = rows.as_arguments(batch)
         self.prepare(arguments)
         run = self.run(params, arguments, indices)
-        size = self._batch_size(arguments)
-        return self.understanding.scaling.evaluate(run.sites, terms_of(run.sites), size)
+        size = self.batch_size(arguments)
+        scaling = self.understanding.scaling
+        return scaling.evaluate(run.sites, terms_of(run.sites), size, self._prior)
 
     def grad(
         self, params: Params, batch: Any, indices: Tensor | None = None
@@ -148,7 +151,7 @@ class LogPosterior:
         """Each data site's log likelihood a row, `[B]`: without N/B, the user's scale in it."""
         arguments = rows.as_arguments(batch)
         terms = terms_of(self.run(params, arguments, indices).sites)
-        return self.understanding.scaling.rows(terms, self._batch_size(arguments))
+        return self.understanding.scaling.rows(terms, self.batch_size(arguments))
 
     def simulate(
         self, params: Params, arguments: Arguments, indices: Tensor | None = None
@@ -281,6 +284,22 @@ class LogPosterior:
         other._program, other._understanding = Program(self.model), None
         return other
 
+    def with_prior(self, prior: Prior) -> LogPosterior:
+        """The same with another log prior, a function of a run's sites and of its own."""
+        other = copy.copy(self)
+        other._prior = prior
+        return other
+
+    def without_jacobian(self) -> LogPosterior:
+        """The density of the sites' own values, as a function of unconstrained params: its mode
+        does not depend on how the values are transformed."""
+
+        def density(sites: Mapping[str, Site], log_prior: Tensor) -> Tensor:
+            log_dets = [site.log_det for site in sites.values() if site.log_det is not None]
+            return log_prior - torch.stack(log_dets).sum()
+
+        return self.with_prior(density)
+
     def default_init(self, chain: int) -> InitFunction:
         """Where a chain starts unless it is told otherwise."""
         if chain == 0:
@@ -339,7 +358,8 @@ class LogPosterior:
             recorder(latents=params, points=points, indices=chosen, enum_dim=enum_dim),
         )
 
-    def _batch_size(self, arguments: Arguments) -> int:
+    def batch_size(self, arguments: Arguments) -> int:
+        """How many rows a batch has."""
         known = self.understanding
         if known.own_plate is not None:
             return known.batch_size

@@ -7,9 +7,9 @@ in total exactly once.  `classify` finds the rules; this applies them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -32,6 +32,10 @@ class Evaluation(NamedTuple):
     log_joint: Tensor
     log_prior: Tensor
     log_lik: Tensor
+
+
+#: (sites of a run, the model's own log prior) -> the log prior that counts, in nats.
+Prior: TypeAlias = Callable[[Mapping[str, Site], Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -67,15 +71,22 @@ class Scaling:
     rules: Mapping[str, Rule]
 
     def evaluate(
-        self, sites: Mapping[str, Site], terms: Mapping[str, Term], batch_size: int
+        self,
+        sites: Mapping[str, Site],
+        terms: Mapping[str, Term],
+        batch_size: int,
+        prior: Prior | None = None,
     ) -> Evaluation:
-        """The log joint of one run on a batch of B rows."""
+        """The log joint of one run on a batch of B rows, with the model's own log prior, or
+        another."""
         self._check(terms, batch_size)
         parts = [site.log_det for site in sites.values() if site.log_det is not None]
         for name, term in terms.items():
             if self.rules[name].role != "rows":
                 parts.append((term.log_prob * term.scale).sum())
         log_prior = sum(parts[1:], start=parts[0])
+        if prior is not None:
+            log_prior = prior(sites, log_prior)
         log_lik = sum(self.rows(terms, batch_size).values(), start=log_prior.new_zeros(batch_size))
         log_joint = log_prior + self.num_data / batch_size * log_lik.sum()
         return Evaluation(log_joint, log_prior, log_lik)

@@ -93,16 +93,16 @@ def _log_prob(site: Site, depth: int) -> Tensor:
     log_prob = fn.log_prob(site.value)
     if site.kind == "enumerated":  # where all that depends on it is masked, it sums to one
         return log_prob
-    mask = _align(site.mask, len(fn.batch_shape) - len(site.fn.batch_shape))
+    mask = aligned(site.mask, len(fn.batch_shape) - len(site.fn.batch_shape))
     return scale_and_mask(log_prob, 1.0, mask)
 
 
 def aligned_scale(term: Term, log_prob: Tensor) -> float | Tensor:
     """A term's scale, shaped to multiply its log density as unwrapped."""
-    return _align(term.scale, log_prob.dim() - term.log_prob.dim())
+    return aligned(term.scale, log_prob.dim() - term.log_prob.dim())
 
 
-def _align(batchwise: Any, extra: int) -> Any:
+def aligned(batchwise: Any, extra: int) -> Any:
     """A scale or mask over batch dimensions, with room for `extra` event dimensions."""
     if not isinstance(batchwise, Tensor) or batchwise.dim() == 0:
         return batchwise

@@ -1,0 +1,135 @@
+"""Diagonal and dense Gaussians over a flat vector [D]."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Diagonal:
+    """Independent elements.
+
+    Args:
+        mean: [D].
+        sd: [D].
+    """
+
+    mean: Tensor
+    sd: Tensor
+
+    @classmethod
+    def of_precision(cls, mean: Tensor, precision: Tensor) -> Diagonal:
+        """From each element's precision, [D]."""
+        return cls(mean, precision.rsqrt())
+
+    def tempered(self, temperature: float) -> Diagonal:
+        """The covariance times the temperature."""
+        return Diagonal(self.mean, self.sd * math.sqrt(temperature))
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """Draws from standard normals, [..., D]."""
+        return self.mean + self.sd * noise
+
+    def covariance_times(self, vector: Tensor) -> Tensor:
+        """The covariance times a vector [D]."""
+        return self.variance * vector
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """The log density at x [D], in nats."""
+        scaled = ((x - self.mean) / self.sd).square().sum()
+        return -(scaled + self.log_det + len(self.mean) * math.log(2 * math.pi)) / 2
+
+    @property
+    def variance(self) -> Tensor:
+        """[D]."""
+        return self.sd.square()
+
+    @property
+    def precision(self) -> Tensor:
+        """[D]."""
+        return self.sd.square().reciprocal()
+
+    @property
+    def log_det(self) -> Tensor:
+        """The log determinant of the covariance."""
+        return 2 * self.sd.log().sum()
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Correlated elements.
+
+    Args:
+        mean: [D].
+        scale_tril: lower triangular, [D, D]; times its transpose it is the covariance.
+    """
+
+    mean: Tensor
+    scale_tril: Tensor
+
+    @classmethod
+    def of_covariance(cls, mean: Tensor, covariance: Tensor) -> Dense:
+        """From a covariance matrix, [D, D]."""
+        return cls(mean, torch.linalg.cholesky(covariance))
+
+    @classmethod
+    def of_precision(cls, mean: Tensor, precision: Tensor) -> Dense:
+        """From a precision matrix, [D, D].
+
+        Backwards in both directions, a Cholesky factor of the precision is the transpose of one of
+        the covariance's inverse: no more than one factor and one triangular solve.
+
+        Raises:
+            torch.linalg.LinAlgError: it is not positive definite.
+        """
+        backwards = torch.linalg.cholesky(precision.flip(-2, -1))
+        inverse = backwards.flip(-2, -1).mT
+        eye = torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
+        return cls(mean, torch.linalg.solve_triangular(inverse, eye, upper=False))
+
+    def tempered(self, temperature: float) -> Dense:
+        """The covariance times the temperature."""
+        return Dense(self.mean, self.scale_tril * math.sqrt(temperature))
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """Draws from standard normals, [..., D]."""
+        return self.mean + noise @ self.scale_tril.mT
+
+    def covariance_times(self, vector: Tensor) -> Tensor:
+        """The covariance times a vector [D]."""
+        return self.scale_tril @ (self.scale_tril.mT @ vector)
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """The log density at x [D], in nats."""
+        away = (x - self.mean)[:, None]
+        scaled = torch.linalg.solve_triangular(self.scale_tril, away, upper=False).square().sum()
+        return -(scaled + self.log_det + len(self.mean) * math.log(2 * math.pi)) / 2
+
+    @property
+    def variance(self) -> Tensor:
+        """[D]."""
+        return self.scale_tril.square().sum(-1)
+
+    @property
+    def covariance(self) -> Tensor:
+        """[D, D]."""
+        return self.scale_tril @ self.scale_tril.mT
+
+    @property
+    def precision(self) -> Tensor:
+        """[D, D]."""
+        return torch.cholesky_inverse(self.scale_tril)
+
+    @property
+    def log_det(self) -> Tensor:
+        """The log determinant of the covariance."""
+        return 2 * self.scale_tril.diagonal().log().sum()
+
+
+#: Of either structure.
+Gaussian: TypeAlias = Diagonal | Dense

@@ -1,0 +1,199 @@
+"""What all Gaussian approximations, and the mode, share once they have run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.counts import as_count
+from pyro_scale.core.gaussian import Dense, Diagonal
+from pyro_scale.core.randomness import Purpose, generator
+from pyro_scale.errors import ArgumentError, NotRunError
+from pyro_scale.infer import files, linearised
+from pyro_scale.infer.fit import Fit
+from pyro_scale.infer.guide import Guide
+from pyro_scale.infer.method import Method
+from pyro_scale.infer.result import Result
+from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.sites import Site
+
+#: Which elements a Gaussian knows to be correlated: none, or all.
+Structure = Literal["diag", "dense"]
+
+
+class Approximation(Method):
+    """A Gaussian in unconstrained space, or several from different starts.
+
+    Args:
+        model: a Pyro model, a `PyroModule` or a `LogPosterior`.
+        structure: `"diag"` or `"dense"`.
+        init_strategy: where it starts: one of Pyro's, a dict of constrained tensors
+            `[num_chains, ...]`, or another fit.
+        num_data: N, which overrides what the data say.
+
+    Raises:
+        ArgumentError: an argument that is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        structure: Structure = "diag",
+        init_strategy: Any = None,
+        num_data: int | None = None,
+    ):
+        super().__init__(model, init_strategy=init_strategy, num_data=num_data)
+        if structure not in get_args(Structure):
+            raise ArgumentError(f"structure={structure!r}: pass one of {get_args(Structure)}")
+        self.structure = structure
+        self._fit: Fit | None = None
+
+    @property
+    def fit(self) -> Fit:
+        """The Gaussians, in unconstrained space.
+
+        Raises:
+            NotRunError: nothing has been run.
+        """
+        if self._fit is None:
+            raise NotRunError(f"{type(self).__name__} has no fit yet: call run(data, ...) first")
+        return self._fit
+
+    def sample(self, num_samples: int, seed: int | None = None) -> dict[str, Tensor]:
+        """Fresh draws, `[num_samples, ...]` by site, constrained; from each start in turn.
+
+        Args:
+            num_samples: how many.
+            seed: the same one gives the same draws; torch's generator is used by default.
+        """
+        count = as_count("num_samples", num_samples)
+        source = None if seed is None else generator(seed, 0, Purpose.APPROXIMATION)
+        drawn = self.fit.draws(count, source).samples
+        return {name: value[0] for name, value in drawn.items()}
+
+    def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
+        """Where chains begin that start from this fit: draws of the latent sites,
+        `[num_chains, ...]`."""
+        drawn = self.sample(num_chains, seed)
+        return {name: drawn[name] for name in self.fit.log_posterior.latents}
+
+    def predict(
+        self,
+        *args: Any,
+        num_samples: int | None = None,
+        batch_size: int | None = None,
+        return_sites: Sequence[str] | None = None,
+        linearized: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Tensor]:
+        """Posterior predictive draws, `[draws, ...]`, one for each draw of the approximation.
+
+        Args:
+            args, kwargs: the model's own.
+            num_samples: how many of the draws to use, evenly thinned; all by default.
+            batch_size: rows to hold at a time; all by default.
+            return_sites: which sites; observed ones and deterministic ones inside the data's
+                plate by default.
+            linearized: whether the arguments of the observed sites' distributions are taken as
+                linear in the params, around the Gaussian's mean and on an unconstrained scale,
+                as the GGN has it (Immer et al. 2021): for networks, closer to the posterior than
+                the Gaussian's own draws.
+
+        Raises:
+            ArgumentError: `linearized` of what has no distribution, or without a Gaussian.
+        """
+        if not linearized:
+            chosen = {"num_samples": num_samples, "batch_size": batch_size}
+            return super().predict(*args, **chosen, return_sites=return_sites, **kwargs)
+        arguments = self.fit.log_posterior.bind(args, kwargs)
+        return linearised.predict(self.fit, arguments, num_samples, batch_size, return_sites)
+
+    def guide(self) -> Guide:
+        """The Gaussian as a Pyro guide, for `pyro.infer.Predictive(model, guide=...)`, and `SVI`,
+        which goes on from it; of the first start."""
+        return Guide(self.fit)
+
+    def mass(self) -> dict[str, Tensor]:
+        """A sampler's `mass` with which all elements move alike: the precision over N, by site, in
+        unconstrained space; with it, `lr` is in units of the posterior's sds.
+
+        Raises:
+            ArgumentError: there is no Gaussian.
+        """
+        fit = self.fit
+        if not fit.gaussians:
+            raise ArgumentError(f"{type(self).__name__} has no Gaussian: fit a Laplace or VI")
+        variance = torch.stack([gaussian.variance for gaussian in fit.gaussians]).mean(0)
+        mass = torch.ones_like(fit.centres[0])
+        mass[fit.places] = fit.temperature / (variance * fit.log_posterior.num_data)
+        of_sites = fit.layout.unflatten(mass)
+        return {site: of_sites[site] for site in fit.sites}
+
+    def as_prior(self) -> LogPosterior:
+        """The model with this Gaussian for its prior: what the data have taught, for any method
+        to go on from with other data (the paper's equation 1).
+
+        Raises:
+            ArgumentError: there is no Gaussian, or one for some sites alone; or the likelihood is
+                a joint density of all rows, which more rows would change.
+        """
+        return as_prior(self.fit, 0)
+
+    def _results(self) -> Result:
+        return self.fit.result
+
+    # ------------------------------------------------------------------ inside
+
+    def _contents(self) -> dict[str, Any]:
+        fit = self.fit
+        kept = {
+            "gaussians": [dict(vars(gaussian)) for gaussian in fit.gaussians],
+            "centres": fit.centres,
+            "sites": list(fit.sites),
+            "trace": fit.trace,
+            "structure": self.structure,
+        }
+        return {**super()._contents(), **kept}
+
+    def _restore(self, contents: Mapping[str, Any], log_posterior: LogPosterior) -> None:
+        result = files.result_of(contents, log_posterior)
+        self.structure = contents["structure"]
+        kind = Dense if self.structure == "dense" else Diagonal
+        self._fit = Fit(
+            log_posterior,
+            None,
+            result.layout,
+            contents["centres"],
+            tuple(contents["sites"]),
+            tuple(kind(**each) for each in contents["gaussians"]),
+            contents["attrs"]["seed"],
+            result.attrs,
+            contents["trace"],
+        )
+
+
+def as_prior(fit: Fit, start: int) -> LogPosterior:
+    """The model with one of a fit's Gaussians, at temperature 1, for its prior."""
+    known = fit.log_posterior
+    if not fit.gaussians or set(fit.sites) != set(known.latents):
+        raise ArgumentError(
+            "the old posterior as the next prior: a Gaussian over all latent sites is needed; fit "
+            "Laplace, VI or EKF without sites="
+        )
+    if any(rule.whole_data for rule in known.understanding.scaling.rules.values()):
+        raise ArgumentError(
+            "the old posterior as the next prior: the likelihood is a joint density of all rows, "
+            "so more rows would change what those before them say; run on all of them together"
+        )
+    gaussian = fit.gaussians[start].tempered(1 / fit.temperature)
+
+    def prior(sites: Mapping[str, Site], own: Tensor) -> Tensor:
+        values = [sites[name].unconstrained for name in fit.sites]
+        flat = [value.reshape(-1) for value in values if value is not None]
+        return gaussian.log_prob(torch.cat(flat).to(own))
+
+    return LogPosterior(known.model).with_prior(prior)

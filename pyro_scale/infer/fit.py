@@ -1,0 +1,100 @@
+"""What an approximation leaves behind: Gaussians in unconstrained space, and the facts of the
+run."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.gaussian import Gaussian
+from pyro_scale.core.layout import Layout
+from pyro_scale.core.randomness import Purpose, generator
+from pyro_scale.drive.sources import Data
+from pyro_scale.infer.result import Result
+from pyro_scale.model.log_posterior import LogPosterior
+
+#: Draws of each start, unless the user asks for others.
+_DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class Fit:
+    """An approximation from each start.
+
+    Attributes:
+        log_posterior: what was approximated.
+        data: what it was run on; None for single steps.
+        layout: of a position.
+        centres: the Gaussians' means or the modes, `[starts, D]`; sites and points without a
+            Gaussian stay there.
+        sites: those with a Gaussian, in the layout's order.
+        gaussians: over their elements, one a start; none of a MAP.
+        seed: of the run.
+        attrs: strings and numbers: method, N, B, seed, versions, seconds, ...
+        trace: the objective's estimate at every step, in nats, a total: `[starts, steps]`.
+    """
+
+    log_posterior: LogPosterior
+    data: Data | None
+    layout: Layout
+    centres: Tensor
+    sites: tuple[str, ...]
+    gaussians: tuple[Gaussian, ...]
+    seed: int
+    attrs: dict[str, Any] = field(default_factory=dict)
+    trace: Tensor | None = None
+
+    @cached_property
+    def result(self) -> Result:
+        """The draws of the run's seed: 1,000 a start, the same at each call; of a MAP, one."""
+        if not self.gaussians:
+            return self._result_of(self.centres[:, None])
+        draws = [
+            self._at(start, self._noise(_DRAWS, generator(self.seed, start, Purpose.APPROXIMATION)))
+            for start in range(len(self.gaussians))
+        ]
+        return self._result_of(torch.stack(draws))
+
+    def draws(self, count: int, source: torch.Generator | None = None) -> Result:
+        """Fresh draws `[1, count]`, from each start in turn; from torch's generator, unless
+        another is given."""
+        starts = torch.arange(count) % len(self.centres)
+        positions = self.centres[starts]
+        if self.gaussians:
+            noise = self._noise(count, source)
+            for start in range(len(self.centres)):
+                positions[starts == start] = self._at(start, noise[starts == start])
+        return self._result_of(positions[None])
+
+    @property
+    def temperature(self) -> float:
+        """By what the posterior's covariance was multiplied."""
+        return float(self.attrs.get("temperature", 1.0))
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Where in a position the Gaussians' elements are, [d]."""
+        slices = self.layout.slices()
+        return torch.cat([torch.arange(slices[s].start, slices[s].stop) for s in self.sites])
+
+    def _at(self, start: int, noise: Tensor) -> Tensor:
+        """Positions `[n, D]`, from standard normals `[n, d]`."""
+        positions = self.centres[start].repeat(len(noise), 1)
+        positions[:, self.places] = self.gaussians[start].sample(noise)
+        return positions
+
+    def _noise(self, count: int, source: torch.Generator | None) -> Tensor:
+        shape = count, len(self.places)
+        return torch.randn(shape, generator=source, dtype=self.centres.dtype).to(self.centres)
+
+    def _result_of(self, positions: Tensor) -> Result:
+        return Result(self.log_posterior, self.data, self.layout, positions, {}, self.attrs)
+
+    def replaced(self, **changes: Any) -> Fit:
+        """The fit with these attributes in place of its own."""
+        return dataclasses.replace(self, **changes)

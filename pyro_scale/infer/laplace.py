@@ -1,0 +1,304 @@
+"""The Laplace approximation."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, get_args
+
+import torch
+from torch import Tensor
+
+from pyro_scale import kernels
+from pyro_scale.core.counts import as_count
+from pyro_scale.core.randomness import choose_seed
+from pyro_scale.drive.data import open_data
+from pyro_scale.drive.progress import Progress
+from pyro_scale.drive.sources import Data
+from pyro_scale.errors import ArgumentError
+from pyro_scale.infer.approximation import Approximation, Structure, as_prior
+from pyro_scale.infer.collect import facts_of
+from pyro_scale.infer.fit import Fit
+from pyro_scale.infer.mode import WholeDensity
+from pyro_scale.infer.peak import Peak, Search
+from pyro_scale.infer.precision import CurvatureKind
+from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, position_of, set_up
+from pyro_scale.kernels.optimiser import as_optimiser
+from pyro_scale.model.log_posterior import LogPosterior
+
+#: The square of the distance to the mode, in posterior sds, from which evidence is in doubt.
+_FAR = 0.01
+
+
+class Laplace(Approximation):
+    """A Gaussian at the posterior's mode, with the inverse of the log joint's curvature there for
+    covariance (MacKay 1992; the paper's A.1), in unconstrained space.
+
+    The precision is the prior's, from the exact Hessian, plus the likelihood's, summed over all
+    rows by a single pass through the data; no batch size enters.
+
+    Args:
+        model: a Pyro model, a `PyroModule` or a `LogPosterior`.
+        structure: `"diag"` or `"dense"`.
+        curvature: of the likelihood: `"ggn"`, the generalised Gauss-Newton matrix, never negative;
+            `"monte_carlo"`, an estimate of it from one drawn observation a row, for many outputs;
+            `"empirical_fisher"`; or `"hessian"`, of the whole log joint.  Where a distribution's
+            Fisher information is not known, the GGN is estimated from 100 draws a row:
+            `fit.attrs["curvature"]` says so.
+        sites: which sites get a Gaussian, such as a network's last layer; the others stay at the
+            mode.  All by default.
+        temperature: multiplies the covariance.
+        init_strategy: where the search for the mode starts.
+        num_data: N, which overrides what the data say.
+
+    Raises:
+        ArgumentError: an argument that is unknown or out of range.
+
+    Example:
+        >>> import torch, pyro, pyro.distributions as dist
+        >>> import pyro_scale as ps
+        >>> def model(y=None):
+        ...     mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        >>> fit = ps.Laplace(model, structure="dense")
+        >>> fit = fit.run((torch.tensor([1.0, 2.0, 3.0]),), seed=0, progress=False)
+        >>> gaussian = fit.fit.gaussians[0]
+        >>> round(float(gaussian.mean[0]), 3), round(float(gaussian.variance[0]), 3)  # 1 / 3.01
+        (1.993, 0.332)
+        >>> round(float(fit.log_marginal_likelihood()), 3)
+        -6.63
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        structure: Structure = "diag",
+        curvature: CurvatureKind = "ggn",
+        sites: Sequence[str] | None = None,
+        temperature: float = 1.0,
+        init_strategy: Any = None,
+        num_data: int | None = None,
+    ):
+        super().__init__(model, structure=structure, init_strategy=init_strategy, num_data=num_data)
+        kinds = [kind for part in get_args(CurvatureKind) for kind in (get_args(part) or (part,))]
+        if curvature not in kinds:
+            raise ArgumentError(f"curvature={curvature!r}: pass one of {kinds}")
+        if isinstance(sites, str) or (sites is not None and not list(sites)):
+            raise ArgumentError(f"sites={sites!r}: pass a list of sites' names")
+        if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+            raise ArgumentError(f"temperature={temperature!r}: pass a number >= 0")
+        self.curvature, self.temperature = curvature, float(temperature)
+        self._sites = None if sites is None else list(sites)
+
+    def run(
+        self,
+        data: Any,
+        *,
+        mode: Mapping[str, Tensor] | Approximation | None = None,
+        tune: Sequence[str] = (),
+        batch_size: int | None = None,
+        num_chains: int = 1,
+        seed: int | None = None,
+        progress: bool = True,
+    ) -> Self:
+        """Finds the mode, unless it is given, and goes through the data once.
+
+        The mode is that of the density in unconstrained space, found by L-BFGS on all rows and,
+        for a dense structure, by steps of Newton's method with the same curvature.
+
+        Args:
+            data: as for samplers: a `DataLoader`, or the model's own arguments; all N rows.
+            mode: where the Gaussian is: a fitted `MAP`, or a dict of constrained values by site.
+            tune: `pyro.param` sites, such as a prior's scale or the noise, which are set to
+                where the marginal likelihood is largest (type-II maximum likelihood), each time
+                at the mode that belongs to them; other such sites are part of the mode.
+            batch_size: rows at a time, which changes the result by rounding alone.
+            num_chains: starts of the search for the mode.
+            seed: of the starts, and of the draws.
+            progress: whether to show a progress bar.
+
+        Returns:
+            The method itself.
+
+        Raises:
+            ArgumentError, DataError: before the model is run, or if there is no mode.
+            ModelError, SiteError, PlateError: before any step; or the curvature is not positive.
+        """
+        num_chains, begun = as_count("num_chains", num_chains), time.perf_counter()
+        if tune and mode is not None:
+            raise ArgumentError("tune moves the mode: leave mode out")
+        if isinstance(mode, Approximation):
+            num_chains = len(mode.fit.centres)
+        seed = choose_seed(seed)
+        opened = open_data(data, batch_size, self._num_data, module_device(self.model))
+        log_posterior = as_log_posterior(self.model, opened.num_data)
+        setup = self._set_up(log_posterior, opened, num_chains, seed)
+        sites, tuned = self._sites_of(setup), _tuned(setup, tune)
+        peaks = []
+        with Progress(num_chains, type(self).__name__, progress) as bar:
+            for start, position in enumerate(setup.positions):
+                search = self._search(setup, sites, batch_size, tuned=tuned)
+                given = _given(setup, mode, start)
+                peaks.append(search.best(position) if given is None else search.at(given))
+                bar.update(1, peaks[-1].log_evidence)
+        self._keep(setup, sites, peaks, time.perf_counter() - begun)
+        return self
+
+    def update(
+        self,
+        data: Any,
+        *,
+        mode: Mapping[str, Tensor] | Approximation | None = None,
+        batch_size: int | None = None,
+        progress: bool = True,
+    ) -> Self:
+        """Goes on with more data: the old posterior is the next prior (the paper's equation 1), so
+        that on a linear model two halves in sequence are all at once.
+
+        Args:
+            data: new rows.
+            mode: as for `run`, of the density with that prior, such as a `MAP` of
+                `laplace.as_prior()`; found from the old one by default.
+            batch_size: rows at a time.
+            progress: whether to show a progress bar.
+
+        Returns:
+            The method itself, whose evidence is now that of the new rows given the old.
+
+        Raises:
+            NotRunError: there is no old posterior.
+            ArgumentError: it is over some of the sites alone; and as for `run`.
+        """
+        old, begun, peaks = self.fit, time.perf_counter(), []
+        with Progress(len(old.centres), type(self).__name__, progress) as bar:
+            for start, centre in enumerate(old.centres):
+                opened = open_data(data, batch_size, None, module_device(self.model))
+                log_posterior = as_log_posterior(as_prior(old, start), opened.num_data)
+                setup = self._set_up(log_posterior, opened, 1, old.seed)
+                prior = old.gaussians[start].tempered(1 / old.temperature).precision
+                search = self._search(setup, old.sites, batch_size, prior=prior)
+                given = _given(setup, mode, start)
+                peaks.append(search.best(centre) if given is None else search.at(given))
+                bar.update(1, peaks[-1].log_evidence)
+        self._keep(setup, old.sites, peaks, time.perf_counter() - begun)
+        return self
+
+    def log_marginal_likelihood(self) -> Tensor:
+        """The evidence, in nats: log joint + D/2 log 2 pi - log det(precision)/2 at the mode, of
+        the start where it is largest; over the sites that have a Gaussian, at temperature 1.
+
+        Warns:
+            UserWarning: the point is not the mode of the density in unconstrained space.
+        """
+        fit = self.fit
+        far = max(fit.attrs["distance"])
+        if far > _FAR:
+            warnings.warn(
+                f"the given mode is {far**0.5:.2g} posterior sds away from that in unconstrained "
+                "space, so its evidence is too low: leave mode= out to have it found",
+                UserWarning,
+                stacklevel=2,
+            )
+        return torch.tensor(max(fit.attrs["log_evidence"]), dtype=torch.float64)
+
+    def diagnostics(self) -> Any:
+        """A DataFrame, one row a start: its log evidence in nats; and how far the point is from
+        the mode, in posterior sds, by one step of Newton's method."""
+        import pandas
+
+        attrs = self.fit.attrs
+        distance = [square**0.5 for square in attrs["distance"]]
+        table = pandas.DataFrame({"log_evidence": attrs["log_evidence"], "distance": distance})
+        table.index.name = "start"
+        table.attrs.update(attrs)
+        return table
+
+    # ------------------------------------------------------------------ inside
+
+    def _set_up(self, log_posterior: LogPosterior, data: Data, num_chains: int, seed: int) -> Setup:
+        kernel = kernels.MAP(optimiser=as_optimiser(None))  # by which nothing is moved
+        starts = self._starts(num_chains, seed)
+        return set_up(log_posterior, data, kernel, starts, num_chains, seed)
+
+    def _search(
+        self,
+        setup: Setup,
+        sites: tuple[str, ...],
+        num_rows: int | None,
+        tuned: Tensor | None = None,
+        prior: Tensor | None = None,
+    ) -> Search:
+        density = WholeDensity(setup.log_posterior, setup.data, setup.engine.layout)
+        dense = self.structure == "dense"
+        return Search(density, sites, self.curvature, dense, setup.seed, num_rows, tuned, prior)
+
+    def _sites_of(self, setup: Setup) -> tuple[str, ...]:
+        latents = setup.log_posterior.latents
+        if self._sites is None:
+            return latents
+        for pattern in self._sites:
+            if not fnmatch.filter(latents, pattern):
+                raise ArgumentError(f"sites: no site '{pattern}'; the model has {list(latents)}")
+        return tuple(n for n in latents if any(fnmatch.fnmatch(n, p) for p in self._sites))
+
+    def _keep(
+        self, setup: Setup, sites: tuple[str, ...], peaks: Sequence[Peak], seconds: float
+    ) -> None:
+        gaussians = [peak.gaussian.tempered(self.temperature) for peak in peaks]
+        attrs = {
+            "method": type(self).__name__,
+            "structure": self.structure,
+            "curvature": peaks[0].curvature,
+            "temperature": self.temperature,
+            "log_evidence": [peak.log_evidence for peak in peaks],
+            "distance": [peak.distance for peak in peaks],
+            "fitting_time": seconds,
+            **facts_of(setup.log_posterior, setup.seed),
+        }
+        self._fit = Fit(
+            log_posterior=setup.log_posterior,
+            data=setup.data,
+            layout=setup.engine.layout,
+            centres=torch.stack([peak.centre for peak in peaks]),
+            sites=sites,
+            gaussians=tuple(gaussians),
+            seed=setup.seed,
+            attrs=attrs,
+        )
+
+
+def _given(
+    setup: Setup, mode: Mapping[str, Tensor] | Approximation | None, start: int
+) -> Tensor | None:
+    """Where the Gaussian is to be, [D], if the user says so."""
+    if mode is None:
+        return None
+    if isinstance(mode, Mapping):
+        return position_of(setup, mode, "mode")
+    if not isinstance(mode, Approximation):
+        raise ArgumentError(f"mode={mode!r}: pass a fitted MAP, or a dict of constrained values")
+    layout, fit = setup.engine.layout, mode.fit
+    if (fit.layout.names, fit.layout.shapes) != (layout.names, layout.shapes):
+        raise ArgumentError(
+            f"mode: it has the sites {list(fit.layout.names)}, the model {list(layout.names)}"
+        )
+    return fit.centres[start].to(setup.positions)
+
+
+def _tuned(setup: Setup, names: Sequence[str]) -> Tensor | None:
+    """Where in a position the tuned params are, if any."""
+    points, slices = setup.log_posterior.points, setup.engine.layout.slices()
+    for name in [names] if isinstance(names, str) else names:
+        if name not in points:
+            raise ArgumentError(
+                f"tune: no pyro.param '{name}'; the model has {list(points)}; make what is to be "
+                "tuned one, such as pyro.param('scale', torch.tensor(1.0), constraints.positive)"
+            )
+    if not names:
+        return None
+    return torch.cat([torch.arange(slices[n].start, slices[n].stop) for n in names])

@@ -1,0 +1,160 @@
+"""The posterior predictive of a model that is linear in its params around a Gaussian's mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import TransformedDistribution, constraints
+
+from pyro_scale.core.rows import Arguments
+from pyro_scale.errors import ArgumentError
+from pyro_scale.infer.fit import Fit
+from pyro_scale.infer.pieces import Piece
+from pyro_scale.infer.predictive import data_sites, even, joined, pieces_for
+from pyro_scale.model import fisher
+from pyro_scale.model.sites import Site
+from pyro_scale.model.transforms import bijection
+
+#: Numbers that some draws may hold at once.
+_CHUNK_NUMBERS = 2**22
+
+
+def predict(
+    fit: Fit,
+    arguments: Arguments,
+    num_samples: int | None,
+    batch_size: int | None,
+    return_sites: Sequence[str] | None,
+) -> dict[str, Tensor]:
+    """Draws of the observed sites, `[draws, ...]`, one for each draw of the approximation.
+
+    Raises:
+        ArgumentError: there is no Gaussian; a site has no arguments that can be linearised.
+    """
+    if not fit.gaussians:
+        raise ArgumentError("linearized=True needs a Gaussian: fit Laplace, VI or EKF")
+    names = list(data_sites(fit.result))
+    for name in return_sites or ():
+        if name not in names:
+            raise ArgumentError(
+                f"return_sites: linearized=True gives the observed sites {names}, not '{name}'"
+            )
+    starts, draws, _ = fit.result.positions.shape
+    chosen = torch.arange(starts * draws)
+    if num_samples is not None:
+        chosen = even(starts * draws, num_samples)
+    of_starts = [chosen[chosen // draws == start] % draws for start in range(starts)]
+    parts = []
+    for piece in pieces_for(fit.result, arguments, batch_size):
+        drawn = [
+            _drawn(fit, start, fit.result.positions[start, own], piece, return_sites or names)
+            for start, own in enumerate(of_starts)
+            if len(own)
+        ]
+        parts.append(({name: torch.cat([d[name] for d in drawn]) for name in drawn[0]}, piece))
+    return joined(fit.result, parts)
+
+
+def _drawn(
+    fit: Fit, start: int, positions: Tensor, piece: Piece, names: Sequence[str]
+) -> dict[str, Tensor]:
+    """Draws for the positions `[n, D]` of one start."""
+
+    def sites(position: Tensor) -> Mapping[str, Site]:
+        params = fit.layout.unflatten(position)
+        return fit.log_posterior.run(params, piece.arguments, piece.indices).sites
+
+    centre = fit.centres[start]
+    with torch.enable_grad():
+        here = sites(centre.detach().clone().requires_grad_())
+    linear = {name: _linear_arguments(here[name]) for name in names}
+
+    def outputs(position: Tensor) -> dict[str, dict[str, Tensor]]:
+        there = sites(position)
+        return {
+            name: {key: to.inv(_arguments(there[name])[key]) for key, to in own.items()}
+            for name, own in linear.items()
+        }
+
+    def moved(away: Tensor) -> dict[str, dict[str, Tensor]]:
+        now, change = torch.func.jvp(outputs, (centre,), (away,))[:2]
+        return {n: {k: now[n][k] + change[n][k] for k in now[n]} for n in now}
+
+    with torch.no_grad():
+        found = _over(moved, positions - centre, piece.num_rows)
+        return {
+            name: _draws_of(
+                here[name], {key: linear[name][key](value) for key, value in found[name].items()}
+            )
+            for name in names
+        }
+
+
+def _over(
+    function: Callable[[Tensor], Any], vectors: Tensor, num_rows: int
+) -> dict[str, dict[str, Tensor]]:
+    """A function of one vector, of all `[n, D]` of them, so many at a time as memory allows."""
+    chunk = max(1, _CHUNK_NUMBERS // (vectors.shape[1] + 16 * num_rows))
+    parts = [torch.vmap(function)(some) for some in vectors.split(chunk)]
+    return {
+        name: {key: torch.cat([part[name][key] for part in parts]) for key in parts[0][name]}
+        for name in parts[0]
+    }
+
+
+def _linear_arguments(site: Site) -> dict[str, Any]:
+    """The arguments of a site that depend on the params -> the map from an unconstrained scale,
+    on which they are taken as linear."""
+    try:
+        given = _arguments(site)
+        kinds = fisher.base_of(site.fn).arg_constraints
+        found = {k: _scale(kinds[k]) for k, value in given.items() if value.requires_grad}
+    except (fisher.NoInformation, NotImplementedError):
+        found = {}
+    if not found:
+        raise ArgumentError(
+            f"linearized=True: site '{site.name}' has no arguments that depend on the params and "
+            "can be taken as linear in them: leave linearized out"
+        )
+    return found
+
+
+def _arguments(site: Site) -> dict[str, Tensor]:
+    return fisher.own_arguments(fisher.base_of(site.fn))
+
+
+class _Softmax:
+    """Logarithms -> probabilities: unlike a bijection, it takes all of them alike."""
+
+    def __call__(self, logs: Tensor) -> Tensor:
+        return logs.softmax(-1)
+
+    def inv(self, probs: Tensor) -> Tensor:
+        """Probabilities -> logarithms."""
+        return probs.log()
+
+
+def _scale(constraint: Any) -> Any:
+    return _Softmax() if constraint is constraints.simplex else bijection(constraint)
+
+
+def _draws_of(site: Site, changed: Mapping[str, Tensor]) -> Tensor:
+    """Draws of a site's distribution with arguments `[n, ...]` in place of its own."""
+    base = fisher.base_of(site.fn)
+    detached = {name: value.detach() for name, value in fisher.own_arguments(base).items()}
+    fn = type(base)(**{**detached, **changed}, validate_args=False)
+    return _transformed(site.fn, base, fn.sample())
+
+
+def _transformed(fn: Any, base: Any, value: Tensor) -> Tensor:
+    """A value of a wrapped distribution, given one of what is inside."""
+    if isinstance(fn, type(base)):
+        return value
+    value = _transformed(fn.base_dist, base, value)
+    if isinstance(fn, TransformedDistribution):
+        for transform in fn.transforms:
+            value = transform(value)
+    return value

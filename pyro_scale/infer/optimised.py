@@ -1,0 +1,233 @@
+"""Approximations that are found by a stochastic optimiser: the mode, and variational inference."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.core.counts import as_count
+from pyro_scale.core.gaussian import Gaussian
+from pyro_scale.core.randomness import choose_seed
+from pyro_scale.drive.data import open_data
+from pyro_scale.drive.progress import Progress
+from pyro_scale.drive.simulate import Draws, Steps, simulate
+from pyro_scale.errors import ArgumentError, NonFiniteError
+from pyro_scale.infer.approximation import Approximation, Structure
+from pyro_scale.infer.collect import facts_of
+from pyro_scale.infer.fit import Fit
+from pyro_scale.infer.plateau import Plateau, still_rises
+from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
+from pyro_scale.kernels.optimiser import is_pure
+from pyro_scale.model.log_posterior import LogPosterior
+
+#: The least steps of a window in which the objective is averaged.
+_WINDOW = 100
+
+
+class Optimised(Approximation):
+    """What MAP and VI share."""
+
+    #: What the objective is called.
+    objective: ClassVar[str] = "log joint"
+
+    def __init__(
+        self,
+        model: Any,
+        kernel: Any,
+        *,
+        structure: Structure,
+        init_strategy: Any,
+        num_data: int | None,
+        compile: bool | Literal["auto"],
+        early_stopping: bool,
+    ):
+        super().__init__(model, structure=structure, init_strategy=init_strategy, num_data=num_data)
+        if not isinstance(compile, bool) and compile != "auto":
+            raise ArgumentError(f"compile={compile!r}: pass True, False or 'auto'")
+        self.kernel = kernel
+        self._compile, self._early_stopping = compile, early_stopping
+
+    def run(
+        self,
+        data: Any,
+        *,
+        num_steps: int | None = None,
+        num_epochs: int | None = None,
+        batch_size: int | None = None,
+        num_chains: int = 1,
+        seed: int | None = None,
+        progress: bool = True,
+    ) -> Self:
+        """Takes `num_steps` steps from each start, or as many as `num_epochs` epochs have.
+
+        Args:
+            data: as for samplers: a `DataLoader`, or the model's own arguments.
+            num_steps: steps; one of this and `num_epochs` is needed.
+            num_epochs: passes through the data.
+            batch_size: rows a step, for tensors; all of them by default.
+            num_chains: starts, each with its own minibatches.
+            seed: the same seed gives the same fit; drawn from torch's generator by default.
+            progress: whether to show a progress bar.
+
+        Returns:
+            The method itself.
+
+        Raises:
+            ArgumentError, DataError: before the model is run.
+            ModelError, SiteError, PlateError: before any step.
+            NonFiniteError: a start's state became NaN or infinite.
+
+        Warns:
+            UserWarning: the objective was still rising at the end.
+        """
+        num_chains = as_count("num_chains", num_chains)
+        if (num_steps is None) == (num_epochs is None):
+            raise ArgumentError("pass one of num_steps and num_epochs")
+        seed = choose_seed(seed)
+        opened = open_data(data, batch_size, self._num_data, module_device(self.model))
+        self._fit = None
+        log_posterior = self._target(as_log_posterior(self.model, opened.num_data))
+        starts = self._starts(num_chains, seed)
+        setup = set_up(log_posterior, opened, self.kernel, starts, num_chains, seed)
+        setup = self._checked(setup)
+        epoch = -(-setup.log_posterior.num_data // (setup.data.batch_size or 2**62))
+        if num_epochs is not None:
+            num_steps = epoch * as_count("num_epochs", num_epochs)
+        steps = Steps(as_count("num_steps", num_steps), positions=False)
+        plateau = Plateau(max(epoch, _WINDOW)) if self._early_stopping else None
+        pure = is_pure(self.kernel.optimiser) if hasattr(self.kernel, "optimiser") else True
+        if not pure:
+            one_by_one = dataclasses.replace(setup.engine, vectorised=False)
+            setup = dataclasses.replace(setup, engine=one_by_one)
+        title = f"{type(self).__name__}, {num_chains} start{'s' * (num_chains > 1)}"
+        with Progress(steps.total, title, progress) as bar, warnings.catch_warnings():
+            # of TorchOpt's operations under vmap, which nobody can act on
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            draws = simulate(
+                setup.engine,
+                setup.positions,
+                setup.data.batches(seed, num_chains, "shuffle"),
+                self.kernel.tape(steps.total),
+                steps,
+                seed,
+                self._compile if pure else False,
+                bar,
+                stop=plateau.reached if plateau else None,
+                check_every=plateau.window if plateau else None,
+            )
+        if draws.failures:
+            first = draws.failures[0]
+            raise NonFiniteError(
+                f"the state became NaN or infinite: start {first.chain} at step {first.step}, site "
+                f"'{first.site}': lower the optimiser's lr, scale the data, or start nearer to the "
+                "mode (init_strategy=)"
+            )
+        self._fit = self._fitted(setup, draws)
+        self._warn_of_a_rise(draws)
+        return self
+
+    @property
+    def trace(self) -> Tensor:
+        """The objective's estimate at every step, in nats, a total: `[starts, steps]`."""
+        trace = self.fit.trace
+        assert trace is not None
+        return trace
+
+    @property
+    def converged(self) -> bool:
+        """Whether no start's objective rose any more over the last quarter of its steps."""
+        return not bool(_rises(self.trace).any())
+
+    def diagnostics(self) -> Any:
+        """A DataFrame, one row a start: the objective's mean over the last tenth of the steps, in
+        nats, a total; how many steps there were; and whether it rose no more."""
+        import pandas
+
+        trace = self.trace
+        last = trace[:, -max(1, trace.shape[1] // 10) :].mean(1)
+        table = pandas.DataFrame(
+            {self.objective: last, "steps": trace.shape[1], "converged": ~_rises(trace)}
+        )
+        table.index.name = "start"
+        table.attrs.update(self.fit.attrs)
+        return table
+
+    # ------------------------------------------------------------------ inside
+
+    def _target(self, log_posterior: LogPosterior) -> LogPosterior:
+        return log_posterior
+
+    def _checked(self, setup: Setup) -> Setup:
+        return setup
+
+    def _fitted(self, setup: Setup, draws: Draws) -> Fit:
+        known, state = setup.log_posterior, draws.state
+        values = self.kernel.values(draws.num_steps - 1)
+        attrs = {**self._attrs(), **facts_of(known, setup.seed), **_times(draws)}
+        places, gaussians = slice(0, setup.engine.num_latents), []
+        if "temperature" in values:
+            attrs["temperature"] = float(values["temperature"])
+            gaussians = [
+                self._gaussian(of_start, places, values["temperature"] / known.num_data)
+                for of_start in _by_start(state)
+            ]
+        return Fit(
+            log_posterior=known,
+            data=setup.data,
+            layout=setup.engine.layout,
+            centres=state.position.detach(),
+            sites=known.latents,
+            gaussians=tuple(gaussians),
+            seed=setup.seed,
+            attrs=attrs,
+            trace=draws.log_joint[:, : draws.num_steps],
+        )
+
+    def _gaussian(self, state: Any, places: slice, temperature: Tensor) -> Gaussian:
+        """The Gaussian over latents of one start's last state, at a temperature over N."""
+        raise NotImplementedError
+
+    def _attrs(self) -> dict[str, Any]:
+        hypers = {
+            name: "schedule" if callable(value) else float(value)
+            for name, value in self.kernel.hyperparameters().items()
+        }
+        return {"method": type(self).__name__, "structure": self.structure, **hypers}
+
+    def _warn_of_a_rise(self, draws: Draws) -> None:
+        rises = _rises(draws.log_joint[:, : draws.num_steps])
+        if bool(rises.any()):
+            warnings.warn(
+                f"the {self.objective} still rose over the last quarter of the {draws.num_steps} "
+                "steps: take more steps, or a larger learning rate at first",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+def _rises(trace: Tensor) -> Tensor:
+    """Whether each start's trace `[starts, steps]` rose over its last quarter."""
+    quarter = trace.shape[1] // 4
+    if quarter < 2:
+        return torch.zeros(len(trace), dtype=torch.bool)
+    return still_rises(*trace[:, -2 * quarter :].split(quarter, dim=1))
+
+
+def _times(draws: Draws) -> dict[str, Any]:
+    return {
+        "num_steps": draws.num_steps,
+        "sampling_time": draws.seconds,
+        "compile_time": draws.compile_seconds,
+        "program": draws.program,
+    }
+
+
+def _by_start(state: Any) -> list[Any]:
+    """The states of single starts."""
+    starts = range(len(state.position))
+    return [pytree.tree_map(lambda leaf, i=i: leaf[i], state) for i in starts]

@@ -1,0 +1,169 @@
+"""A mode of the posterior, and the Gaussian there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.gaussian import Gaussian
+from pyro_scale.errors import PyroScaleError
+from pyro_scale.infer.memory import refuse_what_does_not_fit
+from pyro_scale.infer.mode import WholeDensity
+from pyro_scale.infer.pieces import pieces_of
+from pyro_scale.infer.precision import CurvatureKind, gaussian_at, places_of, precision_at
+from pyro_scale.model.curvature import Curvature
+
+#: Matrices that are held at once: the precision, its factor, the covariance's.
+_MATRICES = 3
+#: What to do where there is no mode.
+_WITHOUT_MODE = "pass mode=, a fitted MAP or a dict of values, or start nearer (init_strategy=)"
+#: Steps of L-BFGS that look for the best of what is tuned, at most.
+_TUNING_STEPS = 50
+
+
+class Peak(NamedTuple):
+    """A point, and the Gaussian there.
+
+    Attributes:
+        centre: the point, [D].
+        gaussian: over some sites.
+        log_evidence: in nats.
+        distance: the square of that to the mode, in the Gaussian's sds, by a step of Newton's
+            method.
+        curvature: its kind, in words.
+    """
+
+    centre: Tensor
+    gaussian: Gaussian
+    log_evidence: float
+    distance: float
+    curvature: str
+
+
+@dataclass(frozen=True)
+class Search:
+    """Looks for peaks.
+
+    Attributes:
+        density: the log joint of all rows.
+        sites: which have a Gaussian.
+        kind: the curvature.
+        dense: whether it is dense.
+        seed: of Monte Carlo.
+        num_rows: rows at a time.
+        tuned: places of params that are set by the evidence.
+        prior: the prior's precision, where it is known.
+    """
+
+    density: WholeDensity
+    sites: tuple[str, ...]
+    kind: CurvatureKind
+    dense: bool
+    seed: int
+    num_rows: int | None = None
+    tuned: Tensor | None = None
+    prior: Tensor | None = None
+
+    def best(self, start: Tensor) -> Peak:
+        """The nearest peak, from a position [D]; over what is tuned, that of most evidence."""
+        self._refuse_what_does_not_fit(start)
+        if self.tuned is None:
+            return self.at(self._mode(start))
+        tuned, held = self.tuned, start
+
+        def peak(values: Tensor) -> Peak:
+            nonlocal held  # each search starts where the last one ended
+            held = self._mode(held.index_put((tuned,), values), tuned)
+            return self.at(held)
+
+        return peak(maximised(lambda values: peak(values).log_evidence, start[tuned]))
+
+    def at(self, centre: Tensor) -> Peak:
+        """The peak at a point [D]."""
+        self._refuse_what_does_not_fit(centre)
+        num_data, places = self.density.log_posterior.num_data, places_of(self.density, self.sites)
+        precision = self._precision(centre)
+        gaussian = gaussian_at(self.density, centre, self.sites, precision)
+        value, slope = self.density.grad(centre)
+        total = num_data * slope[places]
+        evidence = num_data * value + (len(places) * math.log(2 * math.pi) + gaussian.log_det) / 2
+        return Peak(
+            centre,
+            gaussian,
+            float(evidence),
+            float(total @ gaussian.covariance_times(total)),
+            self._words(centre),
+        )
+
+    def _mode(self, start: Tensor, stays: Tensor | None = None) -> Tensor:
+        moves = torch.ones_like(start)
+        if stays is not None:
+            moves[stays] = 0
+        mode = self.density.mode(start, _WITHOUT_MODE, moves)
+        if not self.dense:
+            return mode
+        num_data, places = self.density.log_posterior.num_data, places_of(self.density, self.sites)
+        return self.density.polished(mode, lambda at: self._precision(at) / num_data, places)
+
+    def _precision(self, centre: Tensor) -> Tensor:
+        return precision_at(
+            self.density,
+            centre,
+            self.sites,
+            self.kind,
+            self.dense,
+            self.seed,
+            self.prior,
+            self.num_rows,
+        )
+
+    def _words(self, centre: Tensor) -> str:
+        if self.kind == "hessian":
+            return self.kind
+        known = self.density.log_posterior
+        piece = next(pieces_of(known, self.density.data, 1))
+        params = self.density.layout.unflatten(centre)
+        notes = Curvature(known, self.kind).notes(params, piece.arguments, piece.indices)
+        return ", ".join([self.kind, *notes])
+
+    def _refuse_what_does_not_fit(self, position: Tensor) -> None:
+        if self.dense:
+            size = len(places_of(self.density, self.sites))
+            refuse_what_does_not_fit(size, position.dtype, position.device, _MATRICES, "Laplace")
+
+
+def maximised(function: Callable[[Tensor], float], start: Tensor) -> Tensor:
+    """Where a smooth function of a few values [k] is largest, by L-BFGS on central differences.
+
+    Where the function cannot be computed it counts as immensely small.
+    """
+    step = torch.finfo(start.dtype).eps ** (1 / 3) * 4
+    values = start.detach().clone().requires_grad_()
+
+    def tried(at: Tensor) -> float:
+        try:
+            return function(at)
+        except PyroScaleError:
+            return -1e30
+
+    def closure() -> Tensor:
+        here = values.detach()
+        units = step * torch.eye(len(here)).to(here)
+        slopes = [(tried(here + unit) - tried(here - unit)) / (2 * step) for unit in units]
+        values.grad = -torch.tensor(slopes).to(here)
+        return -torch.tensor(tried(here))
+
+    optimiser = torch.optim.LBFGS(
+        [values],
+        max_iter=_TUNING_STEPS,
+        max_eval=_TUNING_STEPS,
+        tolerance_grad=step,
+        line_search_fn="strong_wolfe",
+    )
+    optimiser.step(closure)
+    return values.detach()

@@ -1,0 +1,164 @@
+"""Gaussian variational inference."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pyro_scale import kernels
+from pyro_scale.core.counts import as_count
+from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
+from pyro_scale.core.schedules import Schedule
+from pyro_scale.infer.approximation import Structure
+from pyro_scale.infer.memory import refuse_what_does_not_fit
+from pyro_scale.infer.optimised import Optimised
+from pyro_scale.infer.setup import Setup
+from pyro_scale.kernels.optimiser import as_optimiser
+
+#: Matrices that a dense step holds: the factor, its gradient, the optimiser's and their next.
+_MATRICES = 8
+
+
+class VI(Optimised):
+    """Variational inference with a Gaussian in unconstrained space (the paper's A.2).
+
+    Ascends the evidence lower bound E_q[log joint] + T H[q] by reparameterised gradients.  For a
+    Gaussian posterior of precision L, the optimum has variances T / L_ii, and T L^-1 if dense.
+
+    Args:
+        model: a Pyro model, a `PyroModule` or a `LogPosterior`.
+        structure: `"diag"` or `"dense"`.
+        optimiser: one of TorchOpt's functional ones, `torchopt.adam(1e-2)` by default, or a
+            factory of one of torch.optim's, as for `MAP`.  At a constant lr the fit keeps moving
+            by about lr: let it fall (`torchopt.schedule.polynomial_schedule`), above all where
+            posterior sds are smaller than it.
+        num_particles: draws of q a step.
+        sticking_the_landing: leaves out a part of the gradient that is 0 on average (Roeder et al.
+            2017), so that its noise vanishes where q is the posterior.
+        temperature: 1 is the posterior; below, a cold one; a float or a schedule.
+        init_strategy: where the mean starts, as for `MAP`; sds start at 0.1.
+        num_data: N, which overrides what the data say.
+        compile: as for samplers.
+        early_stopping: as for `MAP`, by the bound.
+
+    Example:
+        >>> import torch, torchopt, pyro, pyro.distributions as dist
+        >>> import pyro_scale as ps
+        >>> def model(y=None):
+        ...     mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        >>> falling = torchopt.schedule.polynomial_schedule(0.1, 1e-4, 1.0, 1000)
+        >>> fit = ps.VI(model, optimiser=torchopt.adam(falling), sticking_the_landing=True)
+        >>> fit = fit.run((torch.tensor([1.0, 2.0, 3.0]),), num_steps=1000, seed=0, progress=False)
+        >>> gaussian = fit.fit.gaussians[0]
+        >>> round(float(gaussian.mean[0]), 2), round(float(gaussian.variance[0]), 2)  # 1 / 3.01
+        (1.99, 0.33)
+    """
+
+    objective = "ELBO"
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        structure: Structure = "diag",
+        optimiser: Any = None,
+        num_particles: int = 1,
+        sticking_the_landing: bool = False,
+        temperature: float | Schedule = 1.0,
+        init_strategy: Any = None,
+        num_data: int | None = None,
+        compile: bool | Literal["auto"] = "auto",
+        early_stopping: bool = False,
+    ):
+        kind = kernels.FullRank if structure == "dense" else kernels.MeanField
+        kernel = kind(
+            optimiser=as_optimiser(optimiser),
+            num_particles=as_count("num_particles", num_particles),
+            sticking_the_landing=sticking_the_landing,
+            temperature=temperature,
+        )
+        super().__init__(
+            model,
+            kernel,
+            structure=structure,
+            init_strategy=init_strategy,
+            num_data=num_data,
+            compile=compile,
+            early_stopping=early_stopping,
+        )
+
+    def _checked(self, setup: Setup) -> Setup:
+        if self.structure == "dense":
+            (chains, size), layout = setup.positions.shape, setup.engine.layout
+            device = setup.positions.device
+            refuse_what_does_not_fit(size, layout.dtype, device, _MATRICES * chains, "VI")
+        return setup
+
+    def _gaussian(self, state: Any, places: slice, temperature: Tensor) -> Gaussian:
+        mean, warm = state.position[places], float(temperature > 0)
+        if self.structure == "dense":
+            factor = kernels.FullRank.factor(state.spread)[places, places]
+            return Dense(mean, warm * factor)
+        return Diagonal(mean, warm * torch.exp(state.spread[places]))
+
+
+class IVON(Optimised):
+    """Variational inference by natural gradients, with independent elements, for networks:
+    improved variational online Newton (Shen et al. 2024; the equations are at `kernels.IVON`).
+
+    A step costs what Adam's does.  Its optimum is that of `VI(structure="diag")`.
+
+    Args:
+        model: a Pyro model, a `PyroModule` or a `LogPosterior`.
+        lr: the step size in units of Newton's, a float or a schedule.
+        momentum: the weight of past gradients.
+        forgetting: the weight of past curvature; nearer to 1, it is steadier and slower.
+        first_curvature: the precision over N at first; 1 is that of rows that each know a param
+            to 1.
+        temperature: 1 is the posterior; below, a cold one; a float or a schedule.
+        init_strategy: where the mean starts, as for `MAP`.
+        num_data: N, which overrides what the data say.
+        compile: as for samplers.
+        early_stopping: as for `MAP`, by the bound.
+    """
+
+    objective = "ELBO"
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        lr: float | Schedule = 0.1,
+        momentum: float | Schedule = 0.9,
+        forgetting: float | Schedule = 0.999,
+        first_curvature: float = 1.0,
+        temperature: float | Schedule = 1.0,
+        init_strategy: Any = None,
+        num_data: int | None = None,
+        compile: bool | Literal["auto"] = "auto",
+        early_stopping: bool = False,
+    ):
+        kernel = kernels.IVON(
+            lr=lr,
+            momentum=momentum,
+            forgetting=forgetting,
+            first_curvature=first_curvature,
+            temperature=temperature,
+        )
+        super().__init__(
+            model,
+            kernel,
+            structure="diag",
+            init_strategy=init_strategy,
+            num_data=num_data,
+            compile=compile,
+            early_stopping=early_stopping,
+        )
+
+    def _gaussian(self, state: Any, places: slice, temperature: Tensor) -> Gaussian:
+        sd = torch.sqrt(temperature.to(state.position) / state.curvature[places])
+        return Diagonal(state.position[places], sd)

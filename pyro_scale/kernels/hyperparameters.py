@@ -1,0 +1,143 @@
+"""Hyperparameters of a method: numbers, schedules, or dicts of them by site, as fields."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, ClassVar, Self, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.schedules import Cyclical
+from pyro_scale.errors import ArgumentError
+
+#: A hyperparameter as the user gives it: a float, a schedule, or a dict of them (or of tensors)
+#: by site.  Once bound it is a tensor, 0-d or a value for each element of the position, [D].
+Hyper: TypeAlias = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hyperparameters:
+    """Fields that are hyperparameters, and settings, which never change.
+
+    A hyperparameter is a float, a schedule or, where that makes sense, a dict of them by site;
+    `bind` puts a step's values in their place, as tensors.
+    """
+
+    #: Fields that may differ from site to site.
+    per_site: ClassVar[tuple[str, ...]] = ()
+    #: Fields whose values may be zero.
+    may_be_zero: ClassVar[tuple[str, ...]] = ("temperature",)
+    #: Fields that are no hyperparameters.
+    settings: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name, hyper in self.hyperparameters().items():
+            if isinstance(hyper, Mapping) and name not in self.per_site:
+                raise ArgumentError(
+                    f"{name} is one number for all sites of {type(self).__name__}, not a dict; "
+                    f"by site: {', '.join(self.per_site)}"
+                )
+            entries = _entries(name, hyper)
+            if not entries:
+                raise ArgumentError(f"{name}={{}}: pass a value for each site, or one for all")
+            for label, value in entries.items():
+                if not callable(value):
+                    self.check(name, value, label)
+                if isinstance(value, Cyclical) and label != "lr":
+                    raise ArgumentError(
+                        f"{label}: pass a Cyclical as lr itself, for it rules all sites' noise"
+                    )
+
+    def hyperparameters(self) -> dict[str, Hyper]:
+        """The fields by name, but for settings."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return {name: getattr(self, name) for name in names if name not in self.settings}
+
+    def check(self, name: str, value: object, label: str, when: str = "") -> None:
+        """Refuses a hyperparameter's value out of its range.
+
+        Raises:
+            ArgumentError: not a finite number; below zero; or zero where that has no meaning.
+        """
+        least, bound = (0.0, ">= 0") if name in self.may_be_zero else (_LEAST, "> 0")
+        by_site = label != name
+        if by_site and isinstance(value, Tensor) and value.is_floating_point():
+            if bool(((value >= least) & value.isfinite()).all()):
+                return
+            value = "tensor with other elements"
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if is_number and least <= float(value) < float("inf"):  # type: ignore[arg-type]
+            return
+        kinds = "a number, or a tensor of numbers," if by_site else "a number"
+        raise ArgumentError(
+            f"{label}={value!r}{when}: pass {kinds} {bound}, or a schedule (step -> number)"
+        )
+
+    def values(self, step: int) -> dict[str, Tensor]:
+        """Every hyperparameter's value at a step in float64: 0-d, or `[entries]` of a dict.
+
+        An entry that is a tensor counts as 1 here.
+
+        Raises:
+            ArgumentError: a schedule gives a value out of range; it names the step.
+        """
+        return {name: column[-1] for name, column in self._columns(range(step, step + 1)).items()}
+
+    def tape(self, num_steps: int) -> dict[str, Tensor]:
+        """Every hyperparameter's values at steps 0 ... num_steps - 1 in float64: `[num_steps]`,
+        or `[num_steps, entries]` of a dict; as for `values`."""
+        columns = self._columns(range(num_steps))
+        return {
+            name: column.expand(num_steps, *column.shape[1:]) for name, column in columns.items()
+        }
+
+    def _columns(self, steps: range) -> dict[str, Tensor]:
+        """`[steps, ...]` by name, or `[1, ...]` where all steps have the same."""
+        columns = {}
+        for name, hyper in self.hyperparameters().items():
+            entries = _entries(name, hyper).items()
+            parts = [self._column(name, value, label, steps) for label, value in entries]
+            if isinstance(hyper, Mapping):
+                columns[name] = torch.stack(torch.broadcast_tensors(*parts), dim=1)
+            else:
+                columns[name] = parts[0]
+        return columns
+
+    def _column(self, name: str, value: Any, label: str, steps: range) -> Tensor:
+        if isinstance(value, Tensor):
+            return torch.ones(1, dtype=torch.float64)
+        try:
+            column = [float(value(step)) for step in steps] if callable(value) else [float(value)]
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ArgumentError(f"{label}: the schedule must give numbers ({error})") from error
+        for step, number in zip(steps, column, strict=False):
+            self.check(name, number, label, f" at step {step}")
+        return torch.tensor(column, dtype=torch.float64)
+
+    def bind(self, values: Mapping[str, Tensor]) -> Self:
+        """The kernel with these values, tensors, in place of its floats and schedules."""
+        settings = {name: getattr(self, name) for name in self.settings}
+        hypers = {name: values[name] for name in self.hyperparameters()}
+        return type(self).of_tensors(**settings, **hypers)
+
+    @classmethod
+    def of_tensors(cls, **values: Any) -> Self:
+        """A bound kernel with these values of all fields."""
+        bound = object.__new__(cls)
+        for name, value in values.items():
+            object.__setattr__(bound, name, value)
+        return bound
+
+
+#: The smallest positive number.
+_LEAST = 5e-324
+
+
+def _entries(name: str, hyper: Hyper) -> dict[str, Any]:
+    """A hyperparameter's values by what to call them: itself, or those of its sites."""
+    if isinstance(hyper, Mapping):
+        return {f"{name}[{site!r}]": value for site, value in hyper.items()}
+    return {name: hyper}

@@ -1,0 +1,75 @@
+"""Improved variational online Newton: natural-gradient variational inference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters
+from pyro_scale.kernels.kernel import Target
+from pyro_scale.kernels.vi import entropy
+
+
+class IVONState(NamedTuple):
+    """The Gaussian's mean, its precision in units of N / T, the gradient's running mean, each
+    [D], and what part of that is known by now."""
+
+    position: Tensor
+    curvature: Tensor
+    momentum: Tensor
+    known: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class IVON(Hyperparameters):
+    """Improved variational online Newton (Shen et al. 2024) for a diagonal Gaussian:
+
+        theta = m + sd eps,    sd = sqrt(T / h),    g = gradient of log joint / N at theta
+        p'    = momentum p + (1 - momentum) g
+        ĥ     = -g eps / sd                                     (of mean E[-Hessian])
+        h'    = h + (1 - forgetting) (ĥ - h) + (1 - forgetting)^2 (ĥ - h)^2 / (2 h)
+        m'    = m + lr (p' / known') / h'
+
+    with T the temperature over N, eps standard normal and known' the sum of p's weights, as in
+    Adam.  The square keeps h positive.  The step is the natural gradient's, for the price of
+    Adam's.  As the prior is in g, there is no weight decay of its own.
+
+    Args:
+        lr: the step size in units of Newton's.
+        momentum: the weight of past gradients.
+        forgetting: the weight of past curvature.
+        first_curvature: h at first; 1 is the precision of N rows that each know a param to 1.
+        temperature: 1 is the posterior; below, it is colder.
+    """
+
+    lr: Hyper = 0.1
+    momentum: Hyper = 0.9
+    forgetting: Hyper = 0.999
+    first_curvature: Hyper = 1.0
+    temperature: Hyper = 1.0
+
+    normals: ClassVar[int] = 1
+    may_be_zero: ClassVar[tuple[str, ...]] = ("temperature", "momentum")
+
+    def init(self, position: Tensor, noise: Tensor) -> IVONState:
+        curvature = self.first_curvature.to(position.dtype).expand_as(position)
+        nothing = torch.zeros_like(position)
+        return IVONState(position, curvature, nothing, nothing)
+
+    def update(self, state: IVONState, target: Target, noise: Tensor) -> tuple[IVONState, Any]:
+        mean, curvature, momentum, known = state
+        sd = torch.sqrt(self.temperature / curvature)
+        gradient, evaluation = target.grad(mean + sd * noise[0])
+        momentum = momentum + (1 - self.momentum) * (gradient - momentum)
+        known = known + (1 - self.momentum) * (1 - known)
+        is_random = torch.as_tensor(self.temperature > 0, device=mean.device)  # points are not
+        surprise = -gradient * noise[0] / torch.where(is_random, sd, 1) - curvature
+        change = is_random * (1 - self.forgetting) * surprise
+        curvature = curvature + change + change * change / (2 * curvature)
+        bound = evaluation.log_joint + target.num_data * entropy(self.temperature, sd.log())
+        mean = mean + self.lr * momentum / (known * curvature)
+        state = IVONState(mean, curvature, momentum, known)
+        return state, evaluation._replace(log_joint=bound)

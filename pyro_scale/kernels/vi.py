@@ -1,0 +1,165 @@
+"""Gaussian variational inference by reparameterised gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters
+from pyro_scale.kernels.kernel import Target
+from pyro_scale.kernels.optimiser import Optimiser, stepped
+
+#: Every element's sd at first: small, so that the first gradients are those near the start.
+_FIRST_SD = 0.1
+
+
+class VIState(NamedTuple):
+    """The Gaussian's mean [D]; its log sds [D], or the factor of its covariance [D, D], whose
+    diagonal is in logs; and what the optimiser remembers."""
+
+    position: Tensor
+    spread: Tensor
+    optimiser: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class VI(Hyperparameters):
+    """Ascends the evidence lower bound of q = N(mu, S) (the paper's equation 8), over N:
+
+        E_q[log joint] / N + T H[q],        theta = mu + S^1/2 eps,    eps standard normal
+
+    with T the temperature over N and H the entropy, by gradients through theta (Rezende et al.
+    2014).  The entropy's gradient is exact; sticking to the landing (Roeder et al. 2017) takes
+    -T d log q(theta) / d theta through theta instead, which has the same mean, and no variance
+    where q is the posterior.
+
+    Args:
+        optimiser: of the negative bound over N.
+        temperature: 1 is the posterior; below, it is colder.
+        num_particles: draws of q a step.
+        sticking_the_landing: whether to.
+    """
+
+    optimiser: Optimiser
+    temperature: Hyper = 1.0
+    num_particles: int = 1
+    sticking_the_landing: bool = False
+
+    settings: ClassVar[tuple[str, ...]] = ("optimiser", "num_particles", "sticking_the_landing")
+
+    @property
+    def normals(self) -> int:
+        """Standard-normal vectors [D] that one step uses."""
+        return self.num_particles
+
+    def init(self, position: Tensor, noise: Tensor) -> VIState:
+        spread = self.first_spread(position)
+        return VIState(position, spread, self.optimiser.init([position, spread]))
+
+    def update(self, state: VIState, target: Target, noise: Tensor) -> tuple[VIState, Any]:
+        mean, spread, remembered = state
+        is_random = torch.as_tensor(self.temperature > 0, device=mean.device)  # points are not
+        slope, widening, log_joint = torch.zeros_like(mean), torch.zeros_like(spread), 0.0
+        for eps in noise:
+            gradient, evaluation = target.grad(mean + is_random * self.away(spread, eps))
+            if self.sticking_the_landing:
+                gradient = gradient + self.temperature * self.score(spread, eps)
+            slope = slope + gradient
+            widening = widening + self.pulled_back(spread, is_random * gradient, eps)
+            log_joint = log_joint + evaluation.log_joint
+        slope, widening = slope / len(noise), widening / len(noise)
+        temperature = self.temperature.to(mean.dtype).expand_as(mean)
+        if not self.sticking_the_landing:
+            widening = widening + self.on_diagonal(temperature, spread)
+        bound = entropy(self.temperature, self.log_sds(spread)) * target.num_data
+        bound = bound + log_joint / len(noise)
+        (mean, spread), remembered = stepped(
+            self.optimiser, [slope, widening], remembered, [mean, spread]
+        )
+        return VIState(mean, spread, remembered), evaluation._replace(log_joint=bound)
+
+    def first_spread(self, position: Tensor) -> Tensor:
+        """The spread before the first step."""
+        raise NotImplementedError
+
+    def away(self, spread: Tensor, eps: Tensor) -> Tensor:
+        """theta - mu."""
+        raise NotImplementedError
+
+    def score(self, spread: Tensor, eps: Tensor) -> Tensor:
+        """-d log q / d theta."""
+        raise NotImplementedError
+
+    def pulled_back(self, spread: Tensor, gradient: Tensor, eps: Tensor) -> Tensor:
+        """The gradient with respect to the spread, given that with respect to theta."""
+        raise NotImplementedError
+
+    def on_diagonal(self, values: Tensor, spread: Tensor) -> Tensor:
+        """Gradients of log sds [D] as those of the spread."""
+        raise NotImplementedError
+
+    def log_sds(self, spread: Tensor) -> Tensor:
+        """Logs of the covariance factor's diagonal, [D]."""
+        raise NotImplementedError
+
+
+def entropy(temperature: Tensor, log_sds: Tensor) -> Tensor:
+    """T H[q], given the logs of the diagonal of a factor of q's covariance, [D]; what is at
+    temperature 0 has none."""
+    of_each = torch.where(temperature > 0, log_sds, 0) + (1 + math.log(2 * math.pi)) / 2
+    return (temperature * of_each).sum()
+
+
+class MeanField(VI):
+    """Independent elements: theta = mu + sd eps."""
+
+    def first_spread(self, position: Tensor) -> Tensor:
+        return torch.full_like(position, math.log(_FIRST_SD))
+
+    def away(self, spread: Tensor, eps: Tensor) -> Tensor:
+        return torch.exp(spread) * eps
+
+    def score(self, spread: Tensor, eps: Tensor) -> Tensor:
+        return eps * torch.exp(-spread)
+
+    def pulled_back(self, spread: Tensor, gradient: Tensor, eps: Tensor) -> Tensor:
+        return gradient * eps * torch.exp(spread)
+
+    def on_diagonal(self, values: Tensor, spread: Tensor) -> Tensor:
+        return values
+
+    def log_sds(self, spread: Tensor) -> Tensor:
+        return spread
+
+
+class FullRank(VI):
+    """Correlated elements: theta = mu + L eps, L lower triangular."""
+
+    def first_spread(self, position: Tensor) -> Tensor:
+        return torch.diag(torch.full_like(position, math.log(_FIRST_SD)))
+
+    def away(self, spread: Tensor, eps: Tensor) -> Tensor:
+        return self.factor(spread) @ eps
+
+    def score(self, spread: Tensor, eps: Tensor) -> Tensor:
+        factor = self.factor(spread)
+        return torch.linalg.solve_triangular(factor.mT, eps[:, None], upper=True)[:, 0]
+
+    def pulled_back(self, spread: Tensor, gradient: Tensor, eps: Tensor) -> Tensor:
+        of_diagonal = gradient * eps * torch.exp(spread.diagonal())
+        return torch.outer(gradient, eps).tril(-1) + torch.diag(of_diagonal)
+
+    def on_diagonal(self, values: Tensor, spread: Tensor) -> Tensor:
+        return torch.diag(values)
+
+    def log_sds(self, spread: Tensor) -> Tensor:
+        return spread.diagonal()
+
+    @staticmethod
+    def factor(spread: Tensor) -> Tensor:
+        """L."""
+        return spread.tril(-1) + torch.diag(torch.exp(spread.diagonal()))

@@ -1,0 +1,724 @@
+"""Results on disk: what is read is what was written, bit for bit, or an error of ours."""
+
+import functools
+import itertools
+import os
+import random
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.nn import PyroModule, PyroParam
+from reference import double, normals
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import pyro_scale as ps
+from pyro_scale.errors import ArgumentError, FileError, NonFiniteError, NotRunError
+from pyro_scale.infer import files
+from pyro_scale.infer.method import Method
+
+QUIET = {"progress": False}
+SIZE = 12
+X = normals(SIZE, 2, seed=1)
+Y = X @ double(1.0, -0.5) + 0.7 * normals(SIZE, seed=2)
+GROUP = torch.arange(SIZE) % 3
+
+
+def regression(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2).to(x), 1.0).to_event(1))
+    s = pyro.sample("s", dist.LogNormal(torch.zeros(()).to(x), 0.5))
+    pyro.deterministic("twice", 2 * w)
+    with pyro.plate("data", len(x)):
+        mean = pyro.deterministic("mean", x @ w)
+        return pyro.sample("y", dist.Normal(mean, s), obs=y)
+
+
+def renamed(x, y=None):
+    w = pyro.sample("weight", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+    s = pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, s), obs=y)
+
+
+def wider(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(3).double(), 1.0).to_event(1))
+    s = pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w[:2], s), obs=y)
+
+
+def narrower_float(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    s = pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w.double(), s), obs=y)
+
+
+def other_support(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+    s = pyro.sample("s", dist.Uniform(0 * x[0, 0].detach(), 50.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, s), obs=y)
+
+
+def point_instead(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+    s = pyro.param("s", double(1.0)[0], constraint=dist.constraints.positive)
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, s), obs=y)
+
+
+def of_one_argument(x):
+    pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+
+
+def of_two_params(x, y):
+    scale = pyro.param("scale", double(0.7)[0], constraint=dist.constraints.positive)
+    shift = pyro.param("shift", double(0.3, 0.1))
+    w = pyro.sample("w", dist.Normal(shift, 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, scale), obs=y)
+
+
+def grouped(x, group, y):
+    with pyro.plate("groups", 3):
+        level = pyro.sample("level", dist.Normal(double(0.0)[0], 1.0))
+        s = pyro.sample("s", dist.Gamma(double(2.0)[0], 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(level[group], s[group]), obs=y)
+
+
+def own_subsamples(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+    with pyro.plate("data", SIZE, subsample_size=5) as i:
+        pyro.sample("y", dist.Normal(x[i] @ w, 1.0), obs=y[i])
+
+
+def fixed_plate(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+    with pyro.plate("data", SIZE, subsample_size=5):
+        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+
+def of_many_supports(x):
+    one = torch.ones((), dtype=torch.float64)
+    chol = pyro.sample("L", dist.LKJCholesky(2, one))
+    top = pyro.sample("top", dist.Uniform(one, 3.0))
+    p = pyro.sample("p", dist.Dirichlet(torch.ones(3).double()))
+    below = pyro.sample("below", dist.Uniform(0 * one, top))  # a support that hangs on another site
+    with pyro.plate("data", len(x)):
+        scale = p[0] * below * chol
+        pyro.sample("y", dist.MultivariateNormal(0 * x[0], scale_tril=scale), obs=x)
+
+
+def mixture(y):
+    p = pyro.sample("p", dist.Beta(double(2.0)[0], 2.0))
+    m = pyro.sample("m", dist.Normal(double(-1.0, 1.0), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Bernoulli(p), infer={"enumerate": "parallel"})
+        pyro.sample("y", dist.Normal(m[z.long()], 0.5), obs=y)
+
+
+def jointly(x, y):
+    """A model that takes the whole data at once."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+    covariance = torch.eye(len(x)).double() + 0.1
+    pyro.sample("y", dist.MultivariateNormal(x @ w, covariance), obs=y)
+
+
+def with_options(x, options):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), options["sd"]).to_event(1))
+    with pyro.plate("data", len(x)):
+        mean = x @ w if options["names"][0] == "linear" else 0 * w[0]
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=options["y"])
+
+
+def without_data():
+    pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+
+
+class Net(PyroModule):
+    """A Bayesian layer, a plain one whose weights are learnt, and a PyroParam."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = ps.bayesianize(nn.Linear(2, 3).double())
+        self.head = nn.Linear(3, 1).double()
+        self.scale = PyroParam(double(0.8)[0], constraint=dist.constraints.positive)
+
+    def forward(self, x, y=None):
+        mean = self.head(self.body(x).tanh())[:, 0]
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(mean, self.scale), obs=y)
+
+
+class RowByRow(Dataset):
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        return {"x": X[index], "y": Y[index]}
+
+
+def fitted(model=regression, data=(X, Y), method=ps.BAOA, lr=0.05, **kwargs):
+    others = {name: kwargs.pop(name) for name in ("control_variates",) if name in kwargs}
+    settings = {"num_samples": 8, "num_chains": 3, "seed": 0, **QUIET, **kwargs}
+    return method(model, lr=lr, **others).run(data, **settings)
+
+
+def stepped(model=regression, data=(X, Y), **kwargs):
+    fit = ps.BAOA(model, lr=0.1, **kwargs)
+    pyro.set_rng_seed(3)
+    fit.step(*data)
+    fit.step(*data)
+    return fit
+
+
+def decreasing(step):
+    return 0.1 / (1 + step) ** 0.3
+
+
+NET = Net()
+BATCHES = DataLoader(RowByRow(), batch_sampler=[range(7), range(7, 12)])
+LOG_POSTERIOR = ps.LogPosterior.from_function(
+    lambda params, batch: -0.5 * (batch[0] @ params["w"]).square().mean(),
+    {"w": torch.ones(2).double()},
+    num_data=SIZE,
+)
+#: By what is special: how to fit, the model, other data and arguments to predict for.
+CASES = {
+    "whole data": (lambda: fitted(), regression, (X, Y), (X[:4],)),
+    "minibatches": (lambda: fitted(batch_size=5), regression, (X, Y), (X[:4],)),
+    "float32": (
+        lambda: fitted(data=(X.float(), Y.float()), batch_size=5),
+        regression,
+        (X.float(), Y.float()),
+        (X[:4].float(),),
+    ),
+    "by name": (lambda: fitted(data={"y": Y, "x": X}, batch_size=5), regression, (X, Y), (X,)),
+    "one draw": (lambda: fitted(num_samples=1), regression, (X, Y), (X,)),
+    "automatic lr": (lambda: fitted(batch_size=5, lr="auto"), regression, (X, Y), (X,)),
+    "by site": (
+        lambda: fitted(lr={"w": 0.1, "s": lambda step: 0.1 / (1 + step)}, batch_size=5),
+        regression,
+        (X, Y),
+        (X,),
+    ),
+    "control variates": (
+        lambda: fitted(batch_size=3, control_variates=True),
+        regression,
+        (X, Y),
+        (X,),
+    ),
+    "weights": (lambda: fitted(lr=decreasing, method=ps.SGLD), regression, (X, Y), (X[:4],)),
+    "shared batches": (
+        lambda: fitted(batch_size=5, share_batches=True),
+        regression,
+        (X, Y),
+        (X[:4],),
+    ),
+    "compiled": (lambda: fitted_compiled(), regression, (X, Y), (X[:4],)),
+    "params": (lambda: fitted(of_two_params, batch_size=5), of_two_params, (X, Y), (X, Y)),
+    "network": (lambda: fitted(NET, batch_size=5), NET, (X, Y), (X[:4],)),
+    "plates": (
+        lambda: fitted(grouped, (X, GROUP, Y), batch_size=6),
+        grouped,
+        (X, GROUP, Y),
+        (X, GROUP, Y),
+    ),
+    "loader": (
+        lambda: fitted(data=DataLoader(TensorDataset(X, Y), 5, shuffle=True)),
+        regression,
+        DataLoader(TensorDataset(X, Y), 5),
+        (X[:4],),
+    ),
+    "by index": (
+        lambda: fitted(data=DataLoader(RowByRow(), 5, shuffle=True)),
+        regression,
+        DataLoader(RowByRow(), 5),
+        (X[:4],),
+    ),
+    "stream": (lambda: fitted(data=BATCHES), regression, BATCHES, (X[:4],)),
+    "own subsamples": (lambda: fitted(own_subsamples), own_subsamples, (X, Y), (X, Y)),
+    "supports": (lambda: fitted(of_many_supports, X, batch_size=5), of_many_supports, X, (X,)),
+    "enumerated": (lambda: fitted(mixture, Y, batch_size=5), mixture, Y, (Y,)),
+    "jointly": (lambda: fitted(jointly), jointly, (X, Y), (X, Y)),
+    "a log posterior": (
+        lambda: fitted(ps.LogPosterior(regression), batch_size=5),
+        ps.LogPosterior(regression),
+        (X, Y),
+        (X[:4],),
+    ),
+    "steps": (lambda: stepped(num_data=100), regression, (X, Y), (X[:4],)),
+    "steps of own subsamples": (lambda: stepped(own_subsamples), own_subsamples, (X, Y), (X, Y)),
+    "steps of a fixed plate": (
+        lambda: stepped(fixed_plate, (X[:5], Y[:5])),
+        fixed_plate,
+        None,
+        (X[5:10], Y[5:10]),
+    ),
+}
+
+
+def fitted_compiled():
+    fit = ps.BAOA(regression, lr=0.05, compile=True)
+    return fit.run((X, Y), batch_size=5, num_samples=8, num_chains=2, seed=0, **QUIET)
+
+
+def same(actual, expected):
+    """Dicts of tensors, equal bit for bit."""
+    assert list(actual) == list(expected)
+    for name, value in expected.items():
+        assert actual[name].dtype == value.dtype, name
+        assert torch.equal(actual[name].nan_to_num(7.5), value.nan_to_num(7.5)), name
+
+
+def same_groups(actual, expected):
+    assert set(actual.groups()) == set(expected.groups())
+    for group in expected.groups():
+        assert actual[group].identical(expected[group]), group
+    assert actual.attrs == expected.attrs
+
+
+def predicted(fit, arguments, **kwargs):
+    pyro.set_rng_seed(0)
+    return fit.predict(*arguments, **kwargs)
+
+
+def same_results(actual, expected, data, arguments):
+    same(actual.get_samples(group_by_chain=True), expected.get_samples(group_by_chain=True))
+    same(actual.get_samples(1), expected.get_samples(1))
+    same(actual.params, expected.params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few draws, and of the noise of batches
+        pandas.testing.assert_frame_equal(actual.summary(), expected.summary())
+        tables = actual.diagnostics(), expected.diagnostics()
+    pandas.testing.assert_frame_equal(*tables)
+    assert tables[0].attrs == tables[1].attrs
+    same(predicted(actual, arguments), predicted(expected, arguments))
+    if data is not None:
+        same(actual.log_likelihood(data), expected.log_likelihood(data))
+        same_groups(actual.to_arviz(data=data), expected.to_arviz(data=data))
+
+
+@pytest.fixture(autouse=True)
+def clean_params():
+    pyro.clear_param_store()
+    yield
+    pyro.clear_param_store()
+
+
+# ------------------------------------------------------------------ round trips
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of few steps
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_read_is_what_was_written(case, tmp_path):
+    fit, model, data, arguments = CASES[case]
+    before = fit()
+    before.save(tmp_path / "run.ps")
+    pyro.clear_param_store()
+    after = type(before).load(tmp_path / "run.ps", model)
+    assert isinstance(after, type(before))
+    same_results(after, before, data, arguments)
+    assert not list(pyro.get_param_store())
+    groups = set(after.to_arviz().groups())
+    assert groups == {"posterior", "sample_stats"}
+
+
+@pytest.mark.parametrize("case", ["minibatches", "params", "own subsamples", "steps"])
+def test_what_was_read_can_be_written_again(case, tmp_path):
+    fit, model, data, arguments = CASES[case]
+    before = fit()
+    before.save(tmp_path / "run.ps")
+    again = type(before).load(tmp_path / "run.ps", model)
+    again.save(tmp_path / "again.ps")
+    same_results(type(before).load(tmp_path / "again.ps", model), before, data, arguments)
+
+
+READ = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, test_files
+fit = test_files.ps.BAOA.load(sys.argv[2], test_files.of_two_params)
+samples, params = fit.get_samples(group_by_chain=True), fit.params
+torch.save([samples, params, test_files.predicted(fit, (test_files.X, test_files.Y))], sys.argv[3])
+"""
+
+
+def test_another_process_reads_the_same(tmp_path):
+    fit = fitted(of_two_params, batch_size=5)
+    fit.save(tmp_path / "run.ps")
+    places = Path(__file__).parent, tmp_path / "run.ps", tmp_path / "read"
+    subprocess.run([sys.executable, "-c", READ, *map(str, places)], check=True)
+    samples, params, drawn = torch.load(tmp_path / "read")
+    same(samples, fit.get_samples(group_by_chain=True))
+    same(params, fit.params)
+    same(drawn, predicted(fit, (X, Y)))
+
+
+def test_a_log_posterior_from_a_function(tmp_path):
+    fit = fitted(LOG_POSTERIOR, (X,), batch_size=5)
+    fit.save(tmp_path / "run.ps")
+    same(ps.BAOA.load(tmp_path / "run.ps", LOG_POSTERIOR).get_samples(), fit.get_samples())
+
+
+def test_a_model_without_data(tmp_path):
+    fit = fitted(without_data, None)
+    fit.save(tmp_path / "run.ps")
+    after = ps.BAOA.load(tmp_path / "run.ps", without_data)
+    same(after.get_samples(), fit.get_samples())
+    same_groups(after.to_arviz(), fit.to_arviz())
+
+
+def test_plain_values_among_the_arguments(tmp_path):
+    """The whole data at every step, since dicts among the arguments hold rows as well."""
+    options = {"names": ["linear", ("a", 1, True, None)], "sd": 2.0, "y": Y}
+    fit = fitted(with_options, (X, options), batch_size=6)
+    fit.save(tmp_path / "run.ps")
+    after = ps.BAOA.load(tmp_path / "run.ps", with_options)
+    same_results(after, fit, (X, options), (X, options))
+
+
+def test_a_file_is_small_where_the_batch_is(tmp_path):
+    """Of tensors that are views, the part alone is written."""
+    x = normals(200_000, 2, seed=1)
+    fitted(data=(x, x[:, 0]), batch_size=5).save(tmp_path / "run.ps")
+    assert (tmp_path / "run.ps").stat().st_size < 30_000
+
+
+def test_path_is_a_str_or_a_path(tmp_path, monkeypatch):
+    fit = fitted()
+    fit.save(str(tmp_path / "run.ps"))
+    same(ps.BAOA.load(str(tmp_path / "run.ps"), regression).get_samples(), fit.get_samples())
+    monkeypatch.chdir(tmp_path)
+    fit.save("here.ps")
+    assert (tmp_path / "here.ps").exists()
+    same(ps.BAOA.load(Path("here.ps"), regression).get_samples(), fit.get_samples())
+    for wrong in (7, None, b"run.ps", "a\0b"):
+        with pytest.raises(ArgumentError, match=r"path=.*: pass a str or a Path"):
+            fit.save(wrong)
+        with pytest.raises(ArgumentError, match=r"path=.*: pass a str or a Path"):
+            ps.BAOA.load(wrong, regression)
+
+
+def test_results_of_a_device_that_is_not_here_are_read(tmp_path):
+    fit = fitted(batch_size=5)
+    fit.save(tmp_path / "run.ps")
+    files.write(tmp_path / "far.ps", files.read(tmp_path / "run.ps") | {"device": "cuda:99"})
+    same(ps.BAOA.load(tmp_path / "far.ps", regression).get_samples(), fit.get_samples())
+
+
+def test_chains_that_finished_are_saved(tmp_path):
+    start = {"w": torch.zeros(3, 2).double(), "s": torch.ones(3).double()}
+    start["w"][1] = 1e150
+    fit = ps.SGLD(regression, lr=0.05, init_strategy=start)
+    with pytest.raises(NonFiniteError):
+        fit.run((X, Y), num_samples=8, num_chains=3, seed=0, **QUIET)
+    fit.save(tmp_path / "run.ps")
+    after = ps.SGLD.load(tmp_path / "run.ps", regression)
+    assert after.get_samples(group_by_chain=True)["w"].shape == (2, 8, 2)
+    same_results(after, fit, (X, Y), (X,))
+
+
+def test_params_are_written_to_where_they_belong(tmp_path):
+    fit = fitted(of_two_params)
+    fit.save(tmp_path / "run.ps")
+    after = ps.BAOA.load(tmp_path / "run.ps", of_two_params)
+    after.write_params()
+    assert torch.equal(pyro.param("scale").detach(), fit.params["scale"])
+
+
+def test_params_in_the_store_do_not_change_what_is_read(tmp_path):
+    fit = fitted(of_two_params)
+    fit.save(tmp_path / "run.ps")
+    pyro.param("scale", double(9.0)[0], constraint=dist.constraints.positive)
+    same(ps.BAOA.load(tmp_path / "run.ps", of_two_params).params, fit.params)
+    assert float(pyro.param("scale").detach()) == pytest.approx(9.0)
+
+
+def test_torchs_generator_is_left_as_it_was(tmp_path):
+    fit = fitted(batch_size=5)
+    before = torch.random.get_rng_state()
+    fit.save(tmp_path / "run.ps")
+    ps.BAOA.load(tmp_path / "run.ps", regression)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_nothing_is_saved_before_a_run(tmp_path):
+    with pytest.raises(NotRunError, match="BAOA has no draws yet"):
+        ps.BAOA(regression, lr=0.1).save(tmp_path / "run.ps")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_loaded_is_not_run(tmp_path):
+    fitted().save(tmp_path / "run.ps")
+    after = ps.BAOA.load(tmp_path / "run.ps", regression)
+    for go_on in (lambda: after.run((X, Y), num_samples=2), lambda: after.step(X, Y)):
+        with pytest.raises(NotRunError, match=r"make a new one, BAOA\(model, ...\), and run"):
+            go_on()
+    with pytest.raises(ArgumentError, match=r"a file keeps no data: .*data="):
+        after.log_likelihood()
+
+
+# ------------------------------------------------------------------ classes
+
+
+def test_a_class_loads_its_own_files_and_those_of_classes_below_it(tmp_path):
+    fitted(method=ps.SGHMC).save(tmp_path / "run.ps")
+    for kind in (ps.SGHMC, ps.Sampler, Method):
+        after = kind.load(tmp_path / "run.ps", regression)
+        assert isinstance(after, ps.SGHMC)
+        assert type(after).__name__ == "SGHMC"
+    with pytest.raises(FileError, match=r"results of SGHMC, not of BAOA: call SGHMC\.load"):
+        ps.BAOA.load(tmp_path / "run.ps", regression)
+
+
+class Extended(ps.BAOA):
+    """A method that keeps something of its own."""
+
+    def _contents(self):
+        return {**super()._contents(), "gaussian": {"mean": double(1.0, 2.0), "rank": 1}}
+
+    def _restore(self, contents, log_posterior):
+        super()._restore(contents, log_posterior)
+        self.gaussian = contents["gaussian"]
+
+
+def test_a_method_may_keep_more(tmp_path):
+    fit = fitted(method=Extended)
+    fit.save(tmp_path / "run.ps")
+    after = Extended.load(tmp_path / "run.ps", regression)
+    assert torch.equal(after.gaussian["mean"], double(1.0, 2.0))
+    assert after.gaussian["rank"] == 1
+    same(after.get_samples(), fit.get_samples())
+
+
+# ------------------------------------------------------------------ other models
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (renamed, r"'w' is a latent \[2\] of float64 in the file, not in the model; .*'weight'"),
+        (wider, r"'w' is a latent \[2\] of float64 in the file, a latent \[3\] of float64 in"),
+        (narrower_float, r"'w' is a latent \[2\] of float64 .* \[2\] of float32 in the model"),
+        (other_support, "'s' has another support or transform"),
+        (point_instead, r"'s' is a latent \[\] of float64 in the file, a param \[\] of float64"),
+        (of_one_argument, r"does not run on the file's batch \(TypeError: .*2 were given"),
+        (ps.LogPosterior(regression, 50), "N is 12 in the file, 50 here"),
+    ],
+)
+def test_another_model_is_refused_by_what_differs(model, message, tmp_path):
+    fitted(batch_size=5).save(tmp_path / "run.ps")
+    with pytest.raises(FileError, match=message) as caught:
+        ps.BAOA.load(tmp_path / "run.ps", model)
+    assert str(caught.value).endswith("pass the model that was run")
+
+
+def test_other_params_are_refused(tmp_path):
+    def other(x, y):
+        scale = pyro.param("scale", double(0.7, 0.7), constraint=dist.constraints.positive)
+        w = pyro.sample("w", dist.Normal(double(0.3, 0.1), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, scale[0]), obs=y)
+
+    fitted(of_two_params, batch_size=5).save(tmp_path / "run.ps")
+    with pytest.raises(FileError, match=r"'shift' is a param .*not in the model") as caught:
+        ps.BAOA.load(tmp_path / "run.ps", other)
+    assert "'scale' is a param [] of float64 in the file, a param [2] of" in str(caught.value)
+
+
+def test_a_model_that_is_none_is_refused(tmp_path):
+    fitted().save(tmp_path / "run.ps")
+    with pytest.raises(ArgumentError, match="not callable"):
+        ps.BAOA.load(tmp_path / "run.ps", 3)
+
+
+class Settings:
+    sd = 1.0
+
+
+def test_arguments_that_are_not_plain_are_refused_by_name(tmp_path):
+    def model(x, settings):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), settings.sd).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=Y[: len(x)])
+
+    for data, place in (
+        ((X, Settings()), r"arguments\[1\]"),
+        ({"x": X, "settings": Settings()}, r"arguments\['settings'\]"),
+    ):
+        with pytest.raises(FileError, match=rf"{place} is a Settings, .*functools\.partial"):
+            fitted(model, data).save(tmp_path / "run.ps")
+    assert not list(tmp_path.iterdir())
+    bound = functools.partial(model, settings=Settings())
+    fit = fitted(bound, X)
+    fit.save(tmp_path / "run.ps")
+    same(ps.BAOA.load(tmp_path / "run.ps", bound).get_samples(), fit.get_samples())
+
+
+# ------------------------------------------------------------------ damage
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A file's bytes, and a place to damage copies of them."""
+    path = tmp_path_factory.mktemp("files") / "run.ps"
+    fitted(batch_size=5).save(path)
+    return path.read_bytes(), path.with_name("damaged.ps")
+
+
+def test_no_single_byte_can_change_unnoticed(written):
+    whole, path = written
+    source = random.Random(0)
+    places = [*range(120), *(source.randrange(len(whole)) for _ in range(200))]
+    for place in places:
+        damaged = bytearray(whole)
+        damaged[place] ^= source.randrange(1, 256)
+        path.write_bytes(damaged)
+        with pytest.raises(FileError):
+            ps.BAOA.load(path, regression)
+
+
+def test_no_end_can_be_missing_unnoticed(written):
+    whole, path = written
+    lengths = [*range(150), *range(150, len(whole), 97), len(whole) - 1]
+    for length in lengths:
+        path.write_bytes(whole[:length])
+        with pytest.raises(FileError):
+            ps.BAOA.load(path, regression)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(FileError, match="was cut off"):
+        ps.BAOA.load(path, regression)
+    path.write_bytes(whole + b"\0")
+    with pytest.raises(FileError, match="has something after its end"):
+        ps.BAOA.load(path, regression)
+
+
+def test_what_is_wrong_is_said(written, tmp_path):
+    whole, path = written
+    with pytest.raises(FileError, match=r"nothing\.ps' cannot be read \(No such file"):
+        ps.BAOA.load(tmp_path / "nothing.ps", regression)
+    with pytest.raises(FileError, match=r"cannot be read \(Is a directory"):
+        ps.BAOA.load(tmp_path, regression)
+    torch.save({"w": X}, path)
+    with pytest.raises(FileError, match="does not begin as a file of Pyro Scale's"):
+        ps.BAOA.load(path, regression)
+    path.write_bytes(whole.replace(b"format 1,", b"format 2,", 1))
+    with pytest.raises(FileError, match=r"has format 2, but this version .* reads format 1"):
+        ps.BAOA.load(path, regression)
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(FileError, match="is damaged"):
+        ps.BAOA.load(path, regression)
+
+
+def test_what_torch_cannot_read_is_an_error_of_ours(tmp_path, monkeypatch):
+    """Code in a file of ours is not run: torch refuses it."""
+
+    class Code:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "made"),))
+
+    monkeypatch.setattr(files, "_plain", lambda value, name: value)
+    files.write(tmp_path / "code.ps", {"method": Code()})
+    with pytest.raises(FileError, match=r"is whole, but torch .* cannot read it"):
+        files.read(tmp_path / "code.ps")
+    assert not (tmp_path / "made").exists()
+
+
+# ------------------------------------------------------------------ writing
+
+
+def test_a_file_that_cannot_be_written_is_an_error_of_ours(tmp_path):
+    fit = fitted()
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "nowhere" / "run.ps", tmp_path / "file" / "run.ps", tmp_path):
+        with pytest.raises(FileError, match=r"cannot be written .*: pass a file in a directory"):
+            fit.save(path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_must_not_be_written_to(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(FileError, match=r"cannot be written \(Permission denied\)"):
+        fitted().save(tmp_path / "run.ps")
+    tmp_path.chmod(0o700)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("place", ["replace", "fsync"])
+def test_what_was_there_stays_until_the_new_file_is_complete(error, place, tmp_path, monkeypatch):
+    old, new = fitted(), fitted(num_samples=4)
+    old.save(tmp_path / "run.ps")
+
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, place, fail)
+        with pytest.raises(FileError if isinstance(error, OSError) else type(error)):
+            new.save(tmp_path / "run.ps")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.ps"]
+    same(ps.BAOA.load(tmp_path / "run.ps", regression).get_samples(), old.get_samples())
+    new.save(tmp_path / "run.ps")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.ps"]
+    same(ps.BAOA.load(tmp_path / "run.ps", regression).get_samples(), new.get_samples())
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link.ps").symlink_to(tmp_path / "there" / "run.ps")
+    fitted().save(tmp_path / "link.ps")
+    assert (tmp_path / "link.ps").is_symlink()
+    assert (tmp_path / "there" / "run.ps").exists()
+
+
+def test_contents_come_back_as_they_were(tmp_path):
+    wide = torch.arange(12.0).reshape(3, 4)
+    contents = {
+        "tensors": [wide.T, wide[:, 1], wide[0, 0].expand(3, 5), torch.tensor(True), wide[:0]],
+        "kinds": {kind: torch.ones(2, dtype=getattr(torch, kind)) for kind in ("half", "int8")},
+        "plain": (None, True, 3, 2**70, -0.0, float("inf"), "ü\n", [], {}, (), {3: ["x"]}),
+        "parameter": nn.Parameter(wide),
+    }
+    files.write(tmp_path / "contents", contents)
+    found = files.read(tmp_path / "contents")
+    assert repr(found["plain"]) == repr(contents["plain"])
+    assert type(found["parameter"]) is torch.Tensor
+    tensors = itertools.chain(contents["tensors"], contents["kinds"].values())
+    read = itertools.chain(found["tensors"], found["kinds"].values())
+    for expected, actual in zip(tensors, read, strict=True):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
+    # sums are taken in the order of strides, so a statistic that all chains share stays shared
+    assert found["tensors"][2].stride() == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (Settings(), "Settings"),
+        ({"inner": [Settings()]}, r"x\['inner'\]\[0\] is a Settings"),
+        (np.ones(2), "ndarray"),
+        (np.float64(2.0), "float64"),
+        ({(1, 2): 3}, "dict"),
+        (torch.ones(2, device="meta"), "Tensor"),
+        (torch.eye(2).to_sparse(), "Tensor"),
+        (len, "builtin_function"),
+    ],
+)
+def test_what_is_not_plain_is_refused(value, name, tmp_path):
+    with pytest.raises(FileError, match=rf"{name}.*cannot be saved"):
+        files.write(tmp_path / "contents", {"x": value})
+    assert not list(tmp_path.iterdir())
