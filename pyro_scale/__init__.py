@@ -7,6 +7,7 @@ and the draws go to ArviZ.
 
 from pyro_scale import errors, kernels
 from pyro_scale.core import schedules
+from pyro_scale.infer.ekf import EKF
 from pyro_scale.infer.explain import explain
 from pyro_scale.infer.laplace import Laplace
 from pyro_scale.infer.map import MAP
@@ -26,6 +27,7 @@ pSGLD = Sampler.of(kernels.pSGLD)
 
 __all__ = [
     "BAOA",
+    "EKF",
     "IVON",
     "MAP",
     "SGHMC",

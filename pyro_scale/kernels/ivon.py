@@ -55,8 +55,8 @@ class IVON(Hyperparameters):
     may_be_zero: ClassVar[tuple[str, ...]] = ("temperature", "momentum")
 
     def init(self, position: Tensor, noise: Tensor) -> IVONState:
-        curvature = self.first_curvature.to(position.dtype).expand_as(position)
         nothing = torch.zeros_like(position)
+        curvature = nothing + self.first_curvature.to(position.dtype)
         return IVONState(position, curvature, nothing, nothing)
 
     def update(self, state: IVONState, target: Target, noise: Tensor) -> tuple[IVONState, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_scale.kernels.hyperparameters import Hyperparameters
 from pyro_scale.kernels.kernel import Target
-from pyro_scale.kernels.optimiser import Optimiser, stepped
+from pyro_scale.kernels.optimiser import Optimiser, begun, stepped
 
 
 class MAPState(NamedTuple):
@@ -34,7 +34,7 @@ class MAP(Hyperparameters):
     settings: ClassVar[tuple[str, ...]] = ("optimiser",)
 
     def init(self, position: Tensor, noise: Tensor) -> MAPState:
-        return MAPState(position, self.optimiser.init([position]))
+        return MAPState(position, begun(self.optimiser, [position]))
 
     def update(self, state: MAPState, target: Target, noise: Tensor) -> tuple[MAPState, Any]:
         gradient, evaluation = target.grad(state.position)

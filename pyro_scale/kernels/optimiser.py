@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 import torchopt
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pyro_scale.errors import ArgumentError
 
@@ -85,6 +87,11 @@ def as_optimiser(optimiser: Any) -> Optimiser:
     )
 
 
+def begun(optimiser: Optimiser, params: list[Tensor]) -> Any:
+    """The optimiser's first state, all of it tensors."""
+    return pytree.tree_map(torch.as_tensor, optimiser.init(params))
+
+
 def stepped(
     optimiser: Optimiser, gradients: list[Tensor], state: Any, params: list[Tensor]
 ) -> tuple[list[Tensor], Any]:
@@ -97,16 +104,19 @@ def stepped(
 def is_pure(optimiser: Optimiser) -> bool:
     """Whether steps go through vmap and can be traced; some read their state's values."""
 
-    def step(gradient: Tensor, param: Tensor) -> Tensor:
-        state = optimiser.init([param])
-        return stepped(optimiser, [gradient], state, [param])[0][0]
+    def step(param: Tensor, state: Any) -> tuple[list[Tensor], Any]:
+        return stepped(optimiser, [param], state, [param])
 
     if isinstance(optimiser, TorchOptim):
         return False
-    try:
-        torch.vmap(step)(torch.ones(2, 1), torch.ones(2, 1))
-    except (RuntimeError, TypeError, ValueError):
-        return False
+    params = torch.ones(2, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of how fast operations are under vmap
+        try:
+            state = torch.vmap(lambda param: begun(optimiser, [param]))(params)
+            torch.vmap(step)(params, state)
+        except (RuntimeError, TypeError, ValueError):
+            return False
     return True
 
 

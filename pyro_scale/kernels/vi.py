@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters
 from pyro_scale.kernels.kernel import Target
-from pyro_scale.kernels.optimiser import Optimiser, stepped
+from pyro_scale.kernels.optimiser import Optimiser, begun, stepped
 
 #: Every element's sd at first: small, so that the first gradients are those near the start.
 _FIRST_SD = 0.1
@@ -58,7 +58,7 @@ class VI(Hyperparameters):
 
     def init(self, position: Tensor, noise: Tensor) -> VIState:
         spread = self.first_spread(position)
-        return VIState(position, spread, self.optimiser.init([position, spread]))
+        return VIState(position, spread, begun(self.optimiser, [position, spread]))
 
     def update(self, state: VIState, target: Target, noise: Tensor) -> tuple[VIState, Any]:
         mean, spread, remembered = state

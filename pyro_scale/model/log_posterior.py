@@ -10,7 +10,7 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.infer.autoguide.initialization import init_to_value
+from pyro.infer.autoguide.initialization import init_to_sample, init_to_value
 from torch import Tensor
 from torch.distributions import transform_to
 
@@ -202,6 +202,24 @@ class LogPosterior:
             for site in sites.values()
             if site.unconstrained is not None
         }
+
+    def prior_draws(self, arguments: Arguments, count: int, seed: int) -> dict[str, Tensor]:
+        """Unconstrained draws of the latents from their priors, `[count, ...]`."""
+        self.prepare(arguments)
+
+        def draw(_: Tensor) -> dict[str, Tensor]:
+            sites = draw_latents(self._program, arguments, init_to_sample).sites
+            found = {name: sites[name].unconstrained for name in self.latents}
+            return {name: value for name, value in found.items() if value is not None}
+
+        places = torch.arange(count)
+        with torch.random.fork_rng():
+            torch.manual_seed(derived_seed(seed, 0, Purpose.INIT))
+            try:
+                return torch.vmap(draw, randomness="different")(places)
+            except (RuntimeError, NotImplementedError):  # a model that vmap refuses
+                drawn = [draw(place) for place in places]
+        return {name: torch.stack([each[name] for each in drawn]) for name in self.latents}
 
     def constrain(self, params: Params) -> dict[str, Tensor]:
         """Unconstrained params -> the sites' own values (and those of params among them)."""

@@ -1,0 +1,353 @@
+"""The extended Kalman filter."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, NamedTuple, Self, get_args
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
+from pyro_scale.core.layout import Layout
+from pyro_scale.core.randomness import Purpose, choose_seed, derived_seed
+from pyro_scale.drive.data import open_data
+from pyro_scale.drive.progress import Progress
+from pyro_scale.drive.sources import Data
+from pyro_scale.errors import ArgumentError, ModelError, NonFiniteError
+from pyro_scale.infer.approximation import Approximation, Structure
+from pyro_scale.infer.collect import facts_of
+from pyro_scale.infer.fit import Fit
+from pyro_scale.infer.memory import refuse_what_does_not_fit
+from pyro_scale.infer.pieces import Piece, split
+from pyro_scale.infer.setup import as_log_posterior, module_device
+from pyro_scale.kernels.ekf import EKFState, absorbed, predicted
+from pyro_scale.model import derivatives
+from pyro_scale.model.curvature import Curvature, RowKind
+from pyro_scale.model.gaussian_prior import gaussian_prior
+from pyro_scale.model.log_posterior import LogPosterior, Params
+from pyro_scale.model.scaling import Evaluation
+
+#: Matrices that are held at once: precisions before and after, curvature, factor.
+_MATRICES = 4
+#: Numbers of the path that are kept: 256 MiB of float64.
+_PATH_NUMBERS = 2**25
+
+
+class Filtered(NamedTuple):
+    """What the filter knew after each step, in unconstrained space, which for real sites is their
+    own.
+
+    Attributes:
+        mean: by site, `[steps, ...]`.
+        sd: by site, `[steps, ...]`.
+        log_lik: each batch's log likelihood at the mean before it, in nats, `[steps]`.
+    """
+
+    mean: dict[str, Tensor]
+    sd: dict[str, Tensor]
+    log_lik: Tensor
+
+
+class EKF(Approximation):
+    """The extended Kalman filter over the params: a Gaussian that absorbs the data batch by batch,
+    once and in their order (the paper's A.4; Ollivier 2018), for online learning.
+
+        precision' = (precision^-1 + transition_sd^2 I)^-1 + lr C
+        mean'      = mean + lr precision'^-1 g
+
+    with g and C the gradient and curvature of the batch's log likelihood at the mean, sums over
+    its rows.  It starts from the prior's mean and covariance in unconstrained space: exact for
+    Gaussian sites, else of prior draws; `explain` says which.  On a linear model with Gaussian
+    noise a dense filter is exact, in any order of the data; a diagonal one depends on the order.
+
+    Args:
+        model: a Pyro model, a `PyroModule` or a `LogPosterior`.
+        structure: `"diag"` or `"dense"`.
+        curvature: `"ggn"`, `"monte_carlo"` or `"empirical_fisher"`, as for `Laplace`.
+        lr: the power of the likelihood; 1 is Bayes' rule.
+        transition_sd: how far each param walks at random from one batch to the next, in
+            unconstrained units: for a truth that changes, and to forget.
+        init_strategy: a fit whose Gaussian takes the prior's place.
+        num_data: N, which a filter needs only where the data do not tell how many they are.
+
+    Raises:
+        ArgumentError: an argument that is unknown or out of range.
+
+    Example:
+        >>> import torch, pyro, pyro.distributions as dist
+        >>> import pyro_scale as ps
+        >>> def model(y=None):
+        ...     mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        >>> ekf = ps.EKF(model, structure="dense")
+        >>> ekf = ekf.run((torch.tensor([1.0, 2.0, 3.0]),), batch_size=1, progress=False)
+        >>> ekf.filtered.mean["mu"]  # after each observation
+        tensor([0.9901, 1.4925, 1.9934])
+        >>> ekf.filtered.sd["mu"]
+        tensor([0.9950, 0.7053, 0.5764])
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        structure: Structure = "diag",
+        curvature: RowKind = "ggn",
+        lr: float = 1.0,
+        transition_sd: float = 0.0,
+        init_strategy: Approximation | None = None,
+        num_data: int | None = None,
+    ):
+        super().__init__(model, structure=structure, num_data=num_data)
+        if init_strategy is not None and not isinstance(init_strategy, Approximation):
+            raise ArgumentError(
+                "init_strategy: a filter starts from a Gaussian: pass a fitted Laplace, VI or EKF, "
+                "or leave it out to start from the prior"
+            )
+        if curvature not in get_args(RowKind):
+            raise ArgumentError(f"curvature={curvature!r}: pass one of {get_args(RowKind)}")
+        for name, value, least in (("lr", lr, 1e-300), ("transition_sd", transition_sd, 0)):
+            if not isinstance(value, int | float) or not least <= value < math.inf:
+                raise ArgumentError(f"{name}={value!r}: pass a number {'>' if least else '>='} 0")
+        self.curvature, self.lr, self.transition_sd = curvature, float(lr), float(transition_sd)
+        self._prior, self._filter = init_strategy, None
+
+    _filter: _Filter | None
+
+    def run(
+        self,
+        data: Any,
+        *,
+        num_epochs: int = 1,
+        batch_size: int | None = None,
+        num_chains: int = 1,
+        seed: int | None = None,
+        progress: bool = True,
+    ) -> Self:
+        """Absorbs all rows once, in their order, from the prior on.
+
+        Args:
+            data: as for samplers: a `DataLoader`, or the model's own arguments.
+            num_epochs: 1, since rows that are seen again would count again.
+            batch_size: rows a step, for tensors; all of them by default.
+            num_chains: 1, since there is nothing at random.
+            seed: of the draws, and of prior moments.
+            progress: whether to show a progress bar.
+
+        Returns:
+            The filter itself.
+
+        Raises:
+            ArgumentError, DataError: before the model is run.
+            ModelError, SiteError, PlateError: before any step.
+            NonFiniteError: the state became NaN or infinite.
+        """
+        if num_epochs != 1:
+            raise ArgumentError(
+                f"num_epochs={num_epochs}: a filter absorbs every row once; seen again, rows would "
+                "count again"
+            )
+        if num_chains != 1:
+            raise ArgumentError(f"num_chains={num_chains}: a filter has one start, the prior")
+        opened = open_data(data, batch_size, self._num_data, module_device(self.model))
+        self._filter, self._fit = None, None
+        first = opened.first()
+        running = self._begun(opened, first, choose_seed(seed))
+        size = opened.batch_size or running.log_posterior.num_data
+        total = -(-running.log_posterior.num_data // size)
+        begun = time.perf_counter()
+        with Progress(total, type(self).__name__, progress) as bar:
+            for piece in split(running.log_posterior, opened.in_order(opened.batch_size)):
+                bar.update(1, running.absorb(piece))
+        self._filter = running
+        self._fit = running.fit({"fitting_time": time.perf_counter() - begun})
+        return self
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Absorbs one batch, given as the model's own arguments; of any size.
+
+        Returns:
+            The batch's log likelihood at the mean before it, in nats: how well it was foreseen.
+
+        Raises:
+            NonFiniteError: the state became NaN or infinite.
+        """
+        if self._filter is None:
+            arguments = as_log_posterior(self.model, None).bind(args, kwargs)
+            opened = open_data(arguments, None, self._num_data, module_device(self.model))
+            self._filter = self._begun(opened, opened.first(), choose_seed(None))
+        known = self._filter.log_posterior
+        value = 0.0
+        for piece in split(known, [known.bind(args, kwargs)]):
+            value += self._filter.absorb(piece)
+        self._fit = self._filter.fit({}).replaced(data=None)
+        return value
+
+    @property
+    def filtered(self) -> Filtered:
+        """Means and sds after each step.
+
+        Raises:
+            NotRunError: nothing has been run.
+            ArgumentError: there were too many to keep.
+        """
+        self.fit  # noqa: B018  (which raises)
+        if self._filter is None or self._filter.path is None:
+            raise ArgumentError(
+                f"the path of a filter is kept up to {_PATH_NUMBERS:,} numbers, and this one was "
+                "longer, or comes from a file: run it in parts with step(), and read fit after each"
+            )
+        layout = self._filter.layout
+        mean, sd = (torch.stack(column) for column in zip(*self._filter.path, strict=True))
+        log_lik = torch.tensor(self._filter.log_lik, dtype=torch.float64)
+        return Filtered(layout.unflatten(mean), layout.unflatten(sd), log_lik)
+
+    def diagnostics(self) -> Any:
+        """A DataFrame of one row: how many steps there were, and the sum of the batches' log
+        likelihoods, each at the mean before it, in nats."""
+        import pandas
+
+        trace = self.fit.trace
+        assert trace is not None
+        table = pandas.DataFrame({"steps": [trace.shape[1]], "log_lik": [float(trace.sum())]})
+        table.attrs.update(self.fit.attrs)
+        return table
+
+    def _begun(self, data: Data, arguments: Any, seed: int) -> _Filter:
+        known = as_log_posterior(self.model, data.num_data)
+        known.prepare(arguments, None, seed)
+        if any(rule.whole_data for rule in known.understanding.scaling.rules.values()):
+            raise ModelError(
+                "the likelihood is a joint density of all rows, so a filter cannot absorb them "
+                "batch by batch: use Laplace or VI"
+            )
+        sites = {name: known.understanding.sites[name].unconstrained for name in known.latents}
+        layout = Layout.of({name: value for name, value in sites.items() if value is not None})
+        dense, first = self.structure == "dense", next(iter(sites.values()))
+        assert first is not None
+        if dense:
+            refuse_what_does_not_fit(layout.size, layout.dtype, first.device, _MATRICES, "EKF")
+        prior = self._gaussian(known, arguments, layout, dense, seed)
+        state = EKFState(prior.mean, prior.precision)
+        return _Filter(self, known, data, layout, state, seed)
+
+    def _gaussian(
+        self, known: LogPosterior, arguments: Any, layout: Layout, dense: bool, seed: int
+    ) -> Gaussian:
+        if self._prior is None:
+            return gaussian_prior(known, arguments, dense, seed)
+        fit = self._prior.fit
+        if not fit.gaussians or fit.sites != layout.names:
+            raise ArgumentError(
+                f"init_strategy: it has a Gaussian over {list(fit.sites)}, the model has the sites "
+                f"{list(layout.names)}: fit all of them"
+            )
+        given = fit.gaussians[0]
+        if dense and isinstance(given, Diagonal):
+            return Dense(given.mean, given.sd.diag())
+        return given if dense else Diagonal(given.mean, given.variance.sqrt())
+
+
+class _Filter:
+    """A filter at work.
+
+    Attributes:
+        log_posterior: the model, understood.
+        layout: of the latents.
+        log_lik: of each step.
+        path: means and sds after each step; None once there are too many.
+    """
+
+    def __init__(
+        self,
+        method: EKF,
+        log_posterior: LogPosterior,
+        data: Data,
+        layout: Layout,
+        state: EKFState,
+        seed: int,
+    ):
+        self.log_posterior, self.layout = log_posterior, layout
+        self._method, self._data, self._state, self._seed = method, data, state, seed
+        self.log_lik: list[float] = []
+        self.path: list[tuple[Tensor, Tensor]] | None = []
+
+    def absorb(self, piece: Piece) -> float:
+        """The next batch; returns its log likelihood at the mean before it."""
+        method = self._method
+        state = predicted(self._state, method.transition_sd)
+        params = self.layout.unflatten(state.mean)
+        gradient, log_lik = self._gradient(params, piece)
+        seed = derived_seed(self._seed, len(self.log_lik), Purpose.CURVATURE)
+        curvature = Curvature(self.log_posterior, method.curvature, seed=seed)
+        total = torch.zeros_like(state.precision)
+        for block in curvature.blocks(params, piece.arguments, piece.indices, None, piece.keep):
+            block.add_to(total)
+        try:
+            state = absorbed(state, gradient, total, method.lr)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            state = EKFState(state.mean * torch.nan, state.precision)
+        if not bool(torch.isfinite(state.mean).all() & torch.isfinite(state.precision).all()):
+            raise NonFiniteError(
+                f"step {len(self.log_lik)}: the filter's state became NaN or infinite: clean the "
+                "data (torch.isfinite finds bad rows), scale them, or give the sites tighter priors"
+            )
+        self._state = state
+        self.log_lik.append(log_lik)
+        self._remember()
+        return log_lik
+
+    def fit(self, attrs: dict[str, Any]) -> Fit:
+        """What it knows now."""
+        method, gaussian = self._method, self._gaussian()
+        facts = {
+            "method": type(method).__name__,
+            "structure": method.structure,
+            "curvature": method.curvature,
+            "lr": method.lr,
+            "transition_sd": method.transition_sd,
+            "num_steps": len(self.log_lik),
+        }
+        points = {name: p.unconstrained for name, p in self.log_posterior.points.items()}
+        layout = Layout.of({**self.layout.unflatten(gaussian.mean), **points})
+        centre = layout.flatten({**self.layout.unflatten(gaussian.mean), **points})
+        return Fit(
+            log_posterior=self.log_posterior,
+            data=self._data,
+            layout=layout,
+            centres=centre[None],
+            sites=self.layout.names,
+            gaussians=(gaussian,),
+            seed=self._seed,
+            attrs={**facts, **attrs, **facts_of(self.log_posterior, self._seed)},
+            trace=torch.tensor([self.log_lik], dtype=torch.float64),
+        )
+
+    def _gaussian(self) -> Gaussian:
+        mean, precision = self._state
+        if precision.dim() == 1:
+            return Diagonal.of_precision(mean, precision)
+        return Dense.of_precision(mean, precision)
+
+    def _gradient(self, params: Params, piece: Piece) -> tuple[Tensor, float]:
+        def evaluate(params: Params) -> Evaluation:
+            found = self.log_posterior(params, piece.arguments, piece.indices)
+            return found._replace(log_joint=found.log_lik[piece.keep].sum())
+
+        try:
+            gradient, evaluation = derivatives.gradient(evaluate, params)
+        except (RuntimeError, NotImplementedError):  # a model that functorch refuses
+            gradient, evaluation = derivatives.plain_gradient(evaluate, params)
+        return self.layout.flatten(gradient), float(evaluation.log_joint)
+
+    def _remember(self) -> None:
+        if self.path is None:
+            return
+        if 2 * self.layout.size * (len(self.path) + 1) > _PATH_NUMBERS:
+            self.path = None
+            return
+        gaussian = self._gaussian()
+        self.path.append((gaussian.mean, gaussian.variance.sqrt()))

@@ -1,0 +1,116 @@
+"""The prior as a Gaussian in unconstrained space."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
+from pyro_scale.core.layout import Layout
+from pyro_scale.core.rows import Arguments
+from pyro_scale.errors import ModelError
+from pyro_scale.model.fisher import NoInformation, own_arguments
+from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.sites import Site
+
+#: Prior draws whose moments are taken: means are off by a hundredth of an sd.
+_DRAWS = 10_000
+#: The least of their variance, relative to the largest, that is not rounding.
+_LEAST = 1e-12
+
+
+def gaussian_prior(
+    log_posterior: LogPosterior, arguments: Arguments, dense: bool, seed: int = 0
+) -> Gaussian:
+    """A Gaussian with the prior's mean and covariance over all latents, in their order.
+
+    Exact for Gaussian sites whose parameters are constants, and log-normal ones; if any other site
+    is there, a dense covariance, or that site's moments, are of prior draws.
+
+    Raises:
+        ModelError: the prior has no variance that draws could show.
+    """
+    sites = [log_posterior.understanding.sites[name] for name in log_posterior.latents]
+    given = exact_moments(log_posterior, arguments)
+    layout = Layout.of({site.name: _unconstrained(site) for site in sites})
+    if all(site.name in given for site in sites):
+        mean = layout.flatten({name: mean for name, (mean, _) in given.items()})
+        covariances = [given[name][1] for name in layout.names]
+        if dense:
+            return Dense.of_covariance(mean, torch.block_diag(*map(_matrix, covariances)).to(mean))
+        variance = torch.cat([_diagonal(covariance) for covariance in covariances]).to(mean)
+        return Diagonal(mean, variance.sqrt())
+    draws = log_posterior.prior_draws(arguments, _DRAWS, seed)
+    flat = torch.cat([draws[name].flatten(1) for name in layout.names], dim=1).to(layout.dtype)
+    mean, centred = flat.mean(0), flat - flat.mean(0)
+    variance = centred.square().mean(0)
+    if not bool((torch.isfinite(variance) & (variance > _LEAST * variance.max())).all()):
+        worst = int((variance / variance.max()).nan_to_num(0).argmin())
+        raise ModelError(
+            f"site '{layout.site_at(worst)}': its prior has no variance that {_DRAWS:,} draws "
+            "could show, so EKF cannot start from it: pass init_strategy=, a fitted Laplace or VI"
+        )
+    if dense:
+        return Dense.of_covariance(mean, centred.T @ centred / len(flat))
+    for name, place in layout.slices().items():
+        if name in given:
+            mean[place] = given[name][0].reshape(-1).to(mean)
+            variance[place] = _diagonal(given[name][1]).to(mean)
+    return Diagonal(mean, variance.sqrt())
+
+
+def exact_moments(
+    log_posterior: LogPosterior, arguments: Arguments
+) -> Mapping[str, tuple[Tensor, Tensor]]:
+    """(Mean, covariance [d, d] or its diagonal [d]) of the sites whose prior is Gaussian in
+    unconstrained space."""
+    known = log_posterior.understanding
+    params = {name: _unconstrained(known.sites[name]) for name in log_posterior.latents}
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+        sites = log_posterior.run(leaves, arguments, log_posterior.first_indices()).sites
+    moments = {}
+    for name in log_posterior.latents:
+        found = _moments(sites[name])
+        if found is not None:
+            moments[name] = found[0].detach(), found[1].detach()
+    return moments
+
+
+def _moments(site: Site) -> tuple[Tensor, Tensor] | None:
+    fn: Any = site.fn
+    if site.mask is not None or isinstance(site.scale, Tensor) or site.scale != 1:
+        return None
+    while isinstance(fn, torch.distributions.Independent):
+        fn = fn.base_dist
+    if isinstance(fn, dist.LogNormal):
+        fn = fn.base_dist
+    if not isinstance(fn, torch.distributions.Normal | torch.distributions.MultivariateNormal):
+        return None
+    try:
+        if any(value.requires_grad for value in own_arguments(fn).values()):
+            return None
+    except NoInformation:
+        return None
+    if isinstance(fn, torch.distributions.MultivariateNormal):
+        size = fn.event_shape[0]
+        blocks = fn.covariance_matrix.expand(*fn.batch_shape, size, size).reshape(-1, size, size)
+        return fn.mean, torch.block_diag(*blocks)
+    return fn.mean, fn.variance.expand(fn.batch_shape).reshape(-1)
+
+
+def _matrix(covariance: Tensor) -> Tensor:
+    return covariance.diag() if covariance.dim() == 1 else covariance
+
+
+def _diagonal(covariance: Tensor) -> Tensor:
+    return covariance if covariance.dim() == 1 else covariance.diagonal()
+
+
+def _unconstrained(site: Site) -> Tensor:
+    assert site.unconstrained is not None  # latents have it
+    return site.unconstrained
