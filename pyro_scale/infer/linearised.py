@@ -65,7 +65,7 @@ def _drawn(
 
     def sites(position: Tensor) -> Mapping[str, Site]:
         params = fit.layout.unflatten(position)
-        return fit.log_posterior.run(params, piece.arguments, piece.indices).sites
+        return fit.log_posterior.simulate(params, piece.arguments, piece.indices).sites
 
     centre = fit.centres[start]
     with torch.enable_grad():
@@ -98,7 +98,9 @@ def _over(
 ) -> dict[str, dict[str, Tensor]]:
     """A function of one vector, of all `[n, D]` of them, so many at a time as memory allows."""
     chunk = max(1, _CHUNK_NUMBERS // (vectors.shape[1] + 16 * num_rows))
-    parts = [torch.vmap(function)(some) for some in vectors.split(chunk)]
+    # the model draws its observations on the way, for nothing
+    mapped = torch.vmap(function, randomness="different")
+    parts = [mapped(some) for some in vectors.split(chunk)]
     return {
         name: {key: torch.cat([part[name][key] for part in parts]) for key in parts[0][name]}
         for name in parts[0]

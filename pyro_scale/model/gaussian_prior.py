@@ -45,7 +45,9 @@ def gaussian_prior(
         variance = torch.cat([_diagonal(covariance) for covariance in covariances]).to(mean)
         return Diagonal(mean, variance.sqrt())
     draws = log_posterior.prior_draws(arguments, _DRAWS, seed)
-    flat = torch.cat([draws[name].flatten(1) for name in layout.names], dim=1).to(layout.dtype)
+    flat = torch.cat([draws[name].reshape(_DRAWS, -1) for name in layout.names], dim=1).to(
+        layout.dtype
+    )
     mean, centred = flat.mean(0), flat - flat.mean(0)
     variance = centred.square().mean(0)
     if not bool((torch.isfinite(variance) & (variance > _LEAST * variance.max())).all()):
