@@ -12,6 +12,7 @@ from torch.distributions import ComposeTransform, IndependentTransform
 from pyro_scale.core.layout import Layout
 from pyro_scale.drive.data import open_data
 from pyro_scale.infer.setup import as_log_posterior, module_device
+from pyro_scale.model.gaussian_prior import exact_moments
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.scaling import Rule
 from pyro_scale.model.sites import Point, Site
@@ -34,6 +35,8 @@ class Explanation:
         num_dimensions: of the unconstrained latents together.
         partition_error: in nats, the largest difference between a row's log likelihood in the
             first batch and in a part of it; None where there are no parts to compare.
+        gaussian_prior: latents whose prior is Gaussian in unconstrained space; where EKF starts is
+            exact for them, and for others of the moments of prior draws.
         warnings: what may be a mistake.
     """
 
@@ -42,6 +45,7 @@ class Explanation:
     batch_size: int
     num_dimensions: int
     partition_error: float | None
+    gaussian_prior: tuple[str, ...]
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -73,10 +77,15 @@ class Explanation:
             if self.partition_error is None
             else f"a row's log likelihood differs by at most {self.partition_error:.1e} nats"
         )
+        latents = [row["site"] for row in self.rows if row["kind"] == "latent"]
+        others = [name for name in latents if name not in self.gaussian_prior]
+        start = [f"exact for {', '.join(self.gaussian_prior)}"] * bool(self.gaussian_prior)
+        start += [f"moments of draws for {', '.join(others)}"] * bool(others)
         return [
             f"N = {self.num_data} rows, B = {self.batch_size} a batch, N/B = {ratio:.6g}",
             f"{self.num_dimensions} unconstrained dimensions",
             f"partition check (whole batch against its parts): {checked}",
+            f"the prior as a Gaussian, where EKF starts: {'; '.join(start)}",
             *(f"warning: {warning}" for warning in self.warnings),
         ]
 
@@ -107,7 +116,8 @@ def explain(
     """
     opened = open_data(data, batch_size, num_data, module_device(model))
     log_posterior = as_log_posterior(model, opened.num_data)
-    log_posterior.prepare(opened.first())
+    first = opened.first()
+    log_posterior.prepare(first)
     known = log_posterior.understanding
     latents = {
         site.name: site.unconstrained
@@ -120,6 +130,7 @@ def explain(
         batch_size=known.batch_size,
         num_dimensions=Layout.of(latents).size,
         partition_error=known.partition_error,
+        gaussian_prior=tuple(exact_moments(log_posterior, first)),
         warnings=tuple(_warnings(known)),
     )
 

@@ -33,6 +33,8 @@ RowKind: TypeAlias = Literal["ggn", "empirical_fisher", "monte_carlo"]
 
 #: Numbers of a block of Jacobians.
 _BLOCK_NUMBERS = 2**22
+#: Rows that are differentiated together, which takes as many backward passes through all of them.
+_TOGETHER = 64
 
 
 @dataclass(frozen=True)
@@ -164,14 +166,13 @@ class Curvature:
     ) -> Iterator[Block]:
         """The sum's terms of some rows at a time; `keep` says which rows of the batch count."""
         held = held or {}
-        layout, self_known = Layout.of(params), self.log_posterior
-        self_known.prepare(arguments)
+        layout = Layout.of(params)
         observed = self._observed({**params, **held}, arguments, indices)
         known = [each.known for each in observed]
         known_rows = [each[keep] for each in known]
 
         def outputs(params: Params, arguments: Arguments, known: Sequence[Tensor]) -> Tensor:
-            sites = self_known.run({**params, **held}, arguments, indices).sites
+            sites = self.log_posterior.run({**params, **held}, arguments, indices).sites
             pairs = zip(observed, known, strict=True)
             return torch.cat([each.outputs(sites, own) for each, own in pairs], dim=1)
 
@@ -183,35 +184,38 @@ class Curvature:
             ]
             return torch.cat(parts, dim=2)
 
-        def at_once() -> Iterator[Block]:
-            found = row_gradients(lambda p: outputs(p, arguments, known), params)
-            yield Block(flat(found)[keep], observed, known_rows)
+        def together(arguments: Arguments, known: Sequence[Tensor]) -> Tensor:
+            return flat(row_gradients(lambda p: outputs(p, arguments, known), params))
 
         def of_row(params: Params, row: Arguments, known: Sequence[Tensor]) -> Tensor:
             return outputs(params, row, [each[None] for each in known])[0]
 
+        def row_by_row(arguments: Arguments, known: Sequence[Tensor]) -> Tensor:
+            single = rows.map_rows(lambda leaf: leaf[:, None], arguments)  # batches of one row
+            mapped = rows.vmap_dims(single, 0)
+            each_row = torch.vmap(torch.func.jacrev(of_row), in_dims=(None, mapped, 0))
+            with torch.no_grad():
+                return flat(each_row(dict(params), single, list(known)))
+
         understood = self.log_posterior.understanding
-        count = rows.count(arguments)
-        if count is None or understood.own_plate is not None or understood.whole_only:
-            yield from at_once()
+        if understood.own_plate is not None or understood.whole_only or not rows.count(arguments):
+            yield Block(together(arguments, known)[keep], observed, known_rows)
             return
-        mapped = rows.vmap_dims(arguments, 0)
-        each_row = torch.vmap(torch.func.jacrev(of_row), in_dims=(None, mapped, 0))
         width = sum(each.width for each in observed)
         size = max(1, _BLOCK_NUMBERS // (width * max(width, layout.size)))
-        singles = rows.map_rows(lambda leaf: leaf[keep][:, None], arguments)  # batches of one row
-        for start in range(0, len(known_rows[0]), size):
+        jacobian, start = row_by_row, 0
+        while start < len(known_rows[0]):
             part = slice(start, start + size)
-            own = [each[part] for each in known_rows]
+            batch, own = rows.take(rows.take(arguments, keep), part), [k[part] for k in known_rows]
             try:
-                with torch.no_grad():
-                    found = each_row(dict(params), rows.take(singles, part), own)
-            except (RuntimeError, NotImplementedError):  # vmap, or a batch of one row, is refused
-                if start:
+                found = jacobian(batch, own)
+            except Exception:  # whatever a model says that cannot take one row, or no vmap
+                if jacobian is together:
                     raise
-                yield from at_once()
-                return
-            yield Block(flat(found), observed, own)
+                jacobian, size = together, min(size, _TOGETHER)
+                continue
+            yield Block(found, observed, own)
+            start += size
 
     def _observed(
         self, params: Params, arguments: Arguments, indices: Tensor | None

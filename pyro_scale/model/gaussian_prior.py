@@ -44,7 +44,13 @@ def gaussian_prior(
             return Dense.of_covariance(mean, torch.block_diag(*map(_matrix, covariances)).to(mean))
         variance = torch.cat([_diagonal(covariance) for covariance in covariances]).to(mean)
         return Diagonal(mean, variance.sqrt())
-    draws = log_posterior.prior_draws(arguments, _DRAWS, seed)
+    try:
+        draws = log_posterior.prior_draws(arguments, _DRAWS, seed)
+    except NotImplementedError as error:
+        raise ModelError(
+            "a prior without draws (an improper one?) gives EKF no start: pass init_strategy=, a "
+            "fitted Laplace or VI"
+        ) from error
     flat = torch.cat([draws[name].reshape(_DRAWS, -1) for name in layout.names], dim=1).to(
         layout.dtype
     )
