@@ -621,6 +621,91 @@ def test_the_same_squares_however_it_is_written(model):
     check(of(model, "empirical_fisher"), {"m": M}, (X, Z), outer(log_lik, {"m": M}))
 
 
+def two_arguments_by_event(x, z, v):
+    loc = three(x)
+    with pyro.plate("data", len(x)):
+        fn = dist.Normal(loc, (x @ v).exp()[:, None] * NOISE).to_event(1)
+        pyro.sample("z", fn, obs=z)
+
+
+def two_arguments_rows_last(x, z, v):
+    loc = three(x)
+    with pyro.plate("outputs", 3, dim=-2), pyro.plate("data", len(x), dim=-1):
+        pyro.sample("z", dist.Normal(loc.T, (x @ v).exp() * NOISE[:, None]), obs=z.T)
+
+
+def two_arguments_in_the_event(x, z, v):
+    fn = dist.Normal(three(x), (x @ v).exp()[:, None] * NOISE)
+    pyro.sample("z", fn.to_event(2), obs=z)
+
+
+def matrices_of_outputs(x, z, v):
+    """Multivariate normals of one element."""
+    loc = three(x)[..., None].expand(len(x), 3, 1)
+    tril = ((x @ v).exp()[:, None] * NOISE)[..., None, None]
+    with pyro.plate("outputs", 3, dim=-1), pyro.plate("data", len(x), dim=-2):
+        pyro.sample("z", dist.MultivariateNormal(loc, scale_tril=tril), obs=z[..., None])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        two_arguments_by_event,
+        two_arguments_rows_last,
+        two_arguments_in_the_event,
+        matrices_of_outputs,
+    ],
+)
+def test_several_elements_of_several_arguments(write):
+    """Three outputs a row, each with a loc and a scale of params."""
+
+    def model(x, z):
+        write(x, z, weights(2, name="v"))
+
+    def outputs(p):
+        scale = (X @ p["v"]).exp()[:, None] * NOISE
+        return torch.cat([X @ p["m"], scale], 1)
+
+    def information(o):
+        return torch.diag_embed(torch.cat([o[:, 3:] ** -2, 2 * o[:, 3:] ** -2], 1))
+
+    params = {"v": V, "m": M}
+    check(of(model), params, (X, Z), gauss_newton(outputs, information, params))
+
+
+def many_classes(rows_last, x, v):
+    """Two categorical observations a row, of three classes each."""
+    logits = torch.stack([logits_of(x, v, -v), logits_of(x, 2 * v, v)], 1)
+    return logits.transpose(0, 1) if rows_last else logits
+
+
+@pytest.mark.parametrize("rows_last", [True, False])
+@pytest.mark.parametrize("kind", ["ggn", "empirical_fisher"])
+def test_several_elements_with_events_of_their_own(rows_last, kind):
+    y = torch.stack([CLASSES, CLASSES.flip(0)], 1)
+
+    def model(x, y):
+        v = weights(2, name="v")
+        dims = (-2, -1) if rows_last else (-1, -2)
+        outputs, data = (
+            pyro.plate(name, size, dim=dim)
+            for name, size, dim in zip(("outputs", "data"), (2, len(x)), dims, strict=True)
+        )
+        with outputs, data:
+            fn = dist.Categorical(logits=many_classes(rows_last, x, v))
+            pyro.sample("y", fn, obs=y.T if rows_last else y)
+
+    def log_lik(p):
+        log_probs = many_classes(False, X, p["v"]).log_softmax(-1)
+        return log_probs.gather(-1, y[..., None]).sum((1, 2))
+
+    exact = sum(
+        gauss_newton(lambda p, i=i: many_classes(False, X, p["v"])[:, i], of_classes, {"v": V})
+        for i in range(2)
+    )
+    check(of(model, kind), {"v": V}, (X, y), exact if kind == "ggn" else outer(log_lik, {"v": V}))
+
+
 def in_a_plate(w, s, y):
     with pyro.plate("data", len(y)):
         pyro.sample("y", dist.Normal(w, s), obs=y)
@@ -1162,16 +1247,7 @@ def squared(function, scale=0.5):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "function",
-    [
-        bugged(function, "errors other than RuntimeError")
-        if "one row" in name[:7] and "Runtime" not in name
-        else function
-        for name, function in REFUSED.items()
-    ],
-    ids=REFUSED,
-)
+@pytest.mark.parametrize("function", REFUSED.values(), ids=REFUSED)
 def test_what_vmap_refuses(function, kind):
     plain = of(squared(lambda x, w: (x @ w) ** 2), kind, num_draws=3)
     expected = plain.dense({"w": W}, (X, REAL))

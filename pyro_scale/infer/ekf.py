@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from typing import Any, NamedTuple, Self, get_args
@@ -21,7 +22,7 @@ from pyro_scale.infer.collect import facts_of
 from pyro_scale.infer.fit import Fit
 from pyro_scale.infer.memory import refuse_what_does_not_fit
 from pyro_scale.infer.pieces import Piece, split
-from pyro_scale.infer.setup import as_log_posterior, module_device
+from pyro_scale.infer.setup import as_log_posterior, init_of, module_device
 from pyro_scale.kernels.ekf import EKFState, absorbed, predicted
 from pyro_scale.model import derivatives
 from pyro_scale.model.curvature import Curvature, RowKind
@@ -69,7 +70,10 @@ class EKF(Approximation):
         lr: the power of the likelihood; 1 is Bayes' rule.
         transition_sd: how far each param walks at random from one batch to the next, in
             unconstrained units: for a truth that changes, and to forget.
-        init_strategy: a fit whose Gaussian takes the prior's place.
+        init_strategy: a fit whose Gaussian takes the prior's place; or where the mean starts, one
+            of Pyro's or a dict of constrained tensors `[1, ...]`, the covariance being the prior's.
+            A network whose weights all have prior mean 0 needs one, such as `ps.init_to_module`:
+            at 0 its hidden units are all alike, and stay so.
         num_data: N, which a filter needs only where the data do not tell how many they are.
 
     Raises:
@@ -98,24 +102,17 @@ class EKF(Approximation):
         curvature: RowKind = "ggn",
         lr: float = 1.0,
         transition_sd: float = 0.0,
-        init_strategy: Approximation | None = None,
+        init_strategy: Any = None,
         num_data: int | None = None,
     ):
-        super().__init__(model, structure=structure, num_data=num_data)
-        if init_strategy is not None and not isinstance(init_strategy, Approximation):
-            raise ArgumentError(
-                "init_strategy: a filter starts from a Gaussian: pass a fitted Laplace, VI or EKF, "
-                "or leave it out to start from the prior"
-            )
+        super().__init__(model, structure=structure, init_strategy=init_strategy, num_data=num_data)
         if curvature not in get_args(RowKind):
             raise ArgumentError(f"curvature={curvature!r}: pass one of {get_args(RowKind)}")
         for name, value, least in (("lr", lr, 1e-300), ("transition_sd", transition_sd, 0)):
             if not isinstance(value, int | float) or not least <= value < math.inf:
                 raise ArgumentError(f"{name}={value!r}: pass a number {'>' if least else '>='} 0")
         self.curvature, self.lr, self.transition_sd = curvature, float(lr), float(transition_sd)
-        self._prior, self._filter = init_strategy, None
-
-    _filter: _Filter | None
+        self._filter: _Filter | None = None
 
     def run(
         self,
@@ -237,9 +234,14 @@ class EKF(Approximation):
     def _gaussian(
         self, known: LogPosterior, arguments: Any, layout: Layout, dense: bool, seed: int
     ) -> Gaussian:
-        if self._prior is None:
-            return gaussian_prior(known, arguments, dense, seed)
-        fit = self._prior.fit
+        if not isinstance(self._init_strategy, Approximation):
+            prior = gaussian_prior(known, arguments, dense, seed)
+            if self._init_strategy is None:
+                return prior
+            init = init_of(known, self._init_strategy, 0, 1)
+            start = known.start(arguments, seed, 0, init)
+            return dataclasses.replace(prior, mean=layout.flatten(start))
+        fit = self._init_strategy.fit
         if not fit.gaussians or fit.sites != layout.names:
             raise ArgumentError(
                 f"init_strategy: it has a Gaussian over {list(fit.sites)}, the model has the sites "

@@ -63,17 +63,18 @@ def _drawn(
 ) -> dict[str, Tensor]:
     """Draws for the positions `[n, D]` of one start."""
 
-    def sites(position: Tensor) -> Mapping[str, Site]:
-        params = fit.layout.unflatten(position)
-        return fit.log_posterior.simulate(params, piece.arguments, piece.indices).sites
+    def sites(position: Tensor, drawn: Mapping[str, Tensor] | None = None) -> Mapping[str, Site]:
+        params, known = fit.layout.unflatten(position), fit.log_posterior
+        return known.simulate(params, piece.arguments, piece.indices, drawn).sites
 
     centre = fit.centres[start]
     with torch.enable_grad():
         here = sites(centre.detach().clone().requires_grad_())
     linear = {name: _linear_arguments(here[name]) for name in names}
+    drawn = {name: site.value.detach() for name, site in here.items() if site.kind == "observed"}
 
     def outputs(position: Tensor) -> dict[str, dict[str, Tensor]]:
-        there = sites(position)
+        there = sites(position, drawn)  # nothing is drawn under vmap
         return {
             name: {key: to.inv(_arguments(there[name])[key]) for key, to in own.items()}
             for name, own in linear.items()
@@ -98,9 +99,7 @@ def _over(
 ) -> dict[str, dict[str, Tensor]]:
     """A function of one vector, of all `[n, D]` of them, so many at a time as memory allows."""
     chunk = max(1, _CHUNK_NUMBERS // (vectors.shape[1] + 16 * num_rows))
-    # the model draws its observations on the way, for nothing
-    mapped = torch.vmap(function, randomness="different")
-    parts = [mapped(some) for some in vectors.split(chunk)]
+    parts = [torch.vmap(function)(some) for some in vectors.split(chunk)]
     return {
         name: {key: torch.cat([part[name][key] for part in parts]) for key in parts[0][name]}
         for name in parts[0]

@@ -73,6 +73,7 @@ class MAP(Optimised):
             compile=compile,
             early_stopping=early_stopping,
         )
+        self._ends_exactly = structure == "dense"
 
     def _target(self, log_posterior: LogPosterior) -> LogPosterior:
         return log_posterior.without_jacobian()

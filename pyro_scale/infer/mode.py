@@ -78,6 +78,7 @@ class WholeDensity:
         start: Tensor,
         otherwise: str = "start nearer to one (init_strategy=)",
         moves: Tensor | float = 1.0,
+        polish: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """The nearest mode, [D], by L-BFGS.
 
@@ -85,6 +86,7 @@ class WholeDensity:
             start: where to look from, [D].
             otherwise: what to do if there is none.
             moves: 1 for elements that may move, 0 for those that stay, [D].
+            polish: what brings a position that is near the mode nearer.
 
         Raises:
             ArgumentError: the log joint has none that could be found from here.
@@ -114,6 +116,8 @@ class WholeDensity:
         with contextlib.suppress(RuntimeError):  # of L-BFGS, where numbers overflow
             optimiser.step(closure)
         found = position.detach()
+        if polish is not None and bool(torch.isfinite(found).all()):
+            found = polish(found)
         value, slope = self.grad(found)
         most = torch.maximum(_FLATTER * (moves * first).norm(), _FLAT * torch.ones_like(value))
         flat = (moves * slope).norm() <= most

@@ -128,7 +128,8 @@ class Optimised(Approximation):
                 "mode (init_strategy=)"
             )
         self._fit = self._fitted(setup, draws)
-        self._warn_of_a_rise(draws)
+        if not self._ends_exactly:
+            self._warn_of_a_rise(draws)
         return self
 
     @property
@@ -158,6 +159,9 @@ class Optimised(Approximation):
         return table
 
     # ------------------------------------------------------------------ inside
+
+    #: Whether the optimiser only brings it near to what is found otherwise.
+    _ends_exactly = False
 
     def _target(self, log_posterior: LogPosterior) -> LogPosterior:
         return log_posterior

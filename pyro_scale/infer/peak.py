@@ -35,6 +35,7 @@ class Peak(NamedTuple):
         log_evidence: in nats.
         distance: the square of that to the mode, in the Gaussian's sds, by a step of Newton's
             method.
+        slope: of the log joint, [D], in nats.
         curvature: its kind, in words.
     """
 
@@ -42,6 +43,7 @@ class Peak(NamedTuple):
     gaussian: Gaussian
     log_evidence: float
     distance: float
+    slope: Tensor
     curvature: str
 
 
@@ -81,7 +83,19 @@ class Search:
             held = self._mode(held.index_put((tuned,), values), tuned)
             return self.at(held)
 
-        return peak(maximised(lambda values: peak(values).log_evidence, start[tuned]))
+        def evidence(values: Tensor) -> tuple[float, Tensor]:
+            """The log evidence and its slope: at a mode, that of the log joint is its own; that of
+            the log determinant is taken by differences."""
+            found = peak(values)
+            step = torch.finfo(values.dtype).eps ** (1 / 3)
+            units = step * torch.eye(len(values)).to(values)
+            above, below = (
+                torch.stack([peak(values + sign * unit).gaussian.log_det for unit in units])
+                for sign in (1, -1)
+            )
+            return found.log_evidence, found.slope[tuned] + (above - below) / (4 * step)
+
+        return peak(maximised(evidence, start[tuned]))
 
     def at(self, centre: Tensor) -> Peak:
         """The peak at a point [D]."""
@@ -97,6 +111,7 @@ class Search:
             gaussian,
             float(evidence),
             float(total @ gaussian.covariance_times(total)),
+            num_data * slope,
             self._words(centre),
         )
 
@@ -104,11 +119,12 @@ class Search:
         moves = torch.ones_like(start)
         if stays is not None:
             moves[stays] = 0
-        mode = self.density.mode(start, _WITHOUT_MODE, moves)
-        if not self.dense:
-            return mode
+        polish = self._polished if self.dense else None
+        return self.density.mode(start, _WITHOUT_MODE, moves, polish)
+
+    def _polished(self, position: Tensor) -> Tensor:
         num_data, places = self.density.log_posterior.num_data, places_of(self.density, self.sites)
-        return self.density.polished(mode, lambda at: self._precision(at) / num_data, places)
+        return self.density.polished(position, lambda at: self._precision(at) / num_data, places)
 
     def _precision(self, centre: Tensor) -> Tensor:
         return precision_at(
@@ -137,33 +153,27 @@ class Search:
             refuse_what_does_not_fit(size, position.dtype, position.device, _MATRICES, "Laplace")
 
 
-def maximised(function: Callable[[Tensor], float], start: Tensor) -> Tensor:
-    """Where a smooth function of a few values [k] is largest, by L-BFGS on central differences.
-
-    Where the function cannot be computed it counts as immensely small.
-    """
-    step = torch.finfo(start.dtype).eps ** (1 / 3) * 4
-    values = start.detach().clone().requires_grad_()
-
-    def tried(at: Tensor) -> float:
-        try:
-            return function(at)
-        except PyroScaleError:
-            return -1e30
+def maximised(function: Callable[[Tensor], tuple[float, Tensor]], start: Tensor) -> Tensor:
+    """Where a function of a few values [k], which gives its slope too, is largest, by L-BFGS."""
+    values = start.detach().double().requires_grad_()
+    found, tolerance = function(start), torch.finfo(start.dtype).eps ** 0.5
 
     def closure() -> Tensor:
-        here = values.detach()
-        units = step * torch.eye(len(here)).to(here)
-        slopes = [(tried(here + unit) - tried(here - unit)) / (2 * step) for unit in units]
-        values.grad = -torch.tensor(slopes).to(here)
-        return -torch.tensor(tried(here))
+        nonlocal found
+        try:
+            found = function(values.detach().to(start))
+            values.grad = -found[1].double()
+        except PyroScaleError:  # a wall, as high as the last point and as steep: half of the step
+            values.grad = found[1].double()
+        return torch.tensor(-found[0])
 
     optimiser = torch.optim.LBFGS(
         [values],
         max_iter=_TUNING_STEPS,
         max_eval=_TUNING_STEPS,
-        tolerance_grad=step,
+        tolerance_grad=tolerance,
+        tolerance_change=tolerance,
         line_search_fn="strong_wolfe",
     )
     optimiser.step(closure)
-    return values.detach()
+    return values.detach().to(start)

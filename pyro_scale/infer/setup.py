@@ -68,7 +68,7 @@ def set_up(
         ArgumentError: a dict of starts that does not fit the model or the number of chains.
     """
     arguments = data.first()
-    inits = [_init_of(log_posterior, init_strategy, c, num_chains) for c in range(num_chains)]
+    inits = [init_of(log_posterior, init_strategy, c, num_chains) for c in range(num_chains)]
     log_posterior.prepare(arguments, inits[0], seed)
     if isinstance(init_strategy, dict):
         _refuse_unknown_sites(log_posterior, init_strategy)
@@ -137,7 +137,7 @@ def _as_taken(log_posterior: LogPosterior, data: Data) -> Data:
     return OwnSubsamples(data.arguments, log_posterior.num_data, known.batch_size)
 
 
-def _init_of(
+def init_of(
     log_posterior: LogPosterior, init_strategy: Any, chain: int, num_chains: int
 ) -> InitFunction:
     """Where one chain starts: site -> constrained value."""

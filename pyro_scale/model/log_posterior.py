@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pyro
@@ -154,10 +155,15 @@ class LogPosterior:
         return self.understanding.scaling.rows(terms, self.batch_size(arguments))
 
     def simulate(
-        self, params: Params, arguments: Arguments, indices: Tensor | None = None
+        self,
+        params: Params,
+        arguments: Arguments,
+        indices: Tensor | None = None,
+        drawn: Params | None = None,
     ) -> Recorder:
-        """Runs the model at unconstrained params, its observations drawn anew."""
-        return self.run(params, arguments, indices, Simulator)
+        """Runs the model at unconstrained params, its observations drawn anew, or as they were
+        drawn in an earlier run."""
+        return self.run(params, arguments, indices, partial(Simulator, drawn=drawn))
 
     # ------------------------------------------------------------------ parameters
 
@@ -357,7 +363,7 @@ class LogPosterior:
         params: Params,
         arguments: Arguments,
         indices: Tensor | None = None,
-        recorder: type[Recorder] = Recorder,
+        recorder: Callable[..., Recorder] = Recorder,
     ) -> Recorder:
         """Runs the model at unconstrained params and records its sites."""
         known = self.understanding

@@ -196,7 +196,17 @@ class Recorder(Messenger):
 
 
 class Simulator(Recorder):
-    """A recorder that draws observations anew, and every site without a given latent."""
+    """A recorder that draws observations anew, and every site without a given latent; or takes
+    them from an earlier run.
+
+    Args:
+        drawn: values of that run by site.
+        others: as for a recorder.
+    """
+
+    def __init__(self, *, drawn: Mapping[str, Tensor] | None = None, **others: Any):
+        super().__init__(**others)
+        self._known_draws = drawn or {}
 
     def _pyro_sample(self, msg: Any) -> None:
         if is_subsample(msg["fn"]):
@@ -204,11 +214,16 @@ class Simulator(Recorder):
         elif msg["is_observed"]:
             if kind_of(msg) == "observed":
                 msg["is_observed"], msg["value"], msg["done"] = False, None, False
-                self._drawn.add(msg["name"])
+                self._draw(msg)
         elif self._latents is not None and msg["name"] in self._latents:
             self._constrain(msg, _transform(msg), self._latents)
         else:
-            self._drawn.add(msg["name"])
+            self._draw(msg)
+
+    def _draw(self, msg: Any) -> None:
+        self._drawn.add(msg["name"])
+        if msg["name"] in self._known_draws:
+            msg["value"], msg["done"] = self._known_draws[msg["name"]], True
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if msg["name"] in self._drawn:
