@@ -73,23 +73,34 @@ class WholeDensity:
             total += hessian_diagonal(slope, here)
         return total
 
-    def mode(
-        self,
-        start: Tensor,
-        otherwise: str = "start nearer to one (init_strategy=)",
-        moves: Tensor | float = 1.0,
-        polish: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
-        """The nearest mode, [D], by L-BFGS.
+    def mode(self, start: Tensor, otherwise: str = "start nearer (init_strategy=)") -> Tensor:
+        """The nearest mode, [D].
 
         Args:
             start: where to look from, [D].
             otherwise: what to do if there is none.
-            moves: 1 for elements that may move, 0 for those that stay, [D].
-            polish: what brings a position that is near the mode nearer.
 
         Raises:
             ArgumentError: the log joint has none that could be found from here.
+        """
+        _, first = self.grad(start)
+        found = self.climbed(start, otherwise)
+        _, slope = self.grad(found)
+        if not bool(slope.norm() <= max(_FLATTER * float(first.norm()), _FLAT)):
+            raise no_mode(otherwise)
+        return found
+
+    def climbed(self, start: Tensor, otherwise: str, moves: Tensor | float = 1.0) -> Tensor:
+        """Where L-BFGS ends, [D].
+
+        Args:
+            start: where it begins.
+            otherwise: what to do if there is no mode.
+            moves: 1 for elements that may move, 0 for those that stay, [D].
+
+        Raises:
+            DataError: the log joint is not finite at the start.
+            ArgumentError: it is not where it ends.
         """
         position = start.detach().clone().requires_grad_()
         optimiser = torch.optim.LBFGS(
@@ -107,8 +118,7 @@ class WholeDensity:
             position.grad = -gradient * moves
             return -value
 
-        value, first = self.grad(start)
-        if not bool(torch.isfinite(value)):
+        if not bool(torch.isfinite(self.grad(start)[0])):
             raise DataError(
                 "the log joint of the whole data is NaN or infinite where chain 0 starts: clean "
                 "the data (torch.isfinite finds bad rows), or change init_strategy"
@@ -116,16 +126,8 @@ class WholeDensity:
         with contextlib.suppress(RuntimeError):  # of L-BFGS, where numbers overflow
             optimiser.step(closure)
         found = position.detach()
-        if polish is not None and bool(torch.isfinite(found).all()):
-            found = polish(found)
-        value, slope = self.grad(found)
-        most = torch.maximum(_FLATTER * (moves * first).norm(), _FLAT * torch.ones_like(value))
-        flat = (moves * slope).norm() <= most
-        if not bool(flat and torch.isfinite(found).all() and torch.isfinite(value)):
-            raise ArgumentError(
-                "no mode of the posterior could be found: its log density grows without bounds or "
-                f"is not finite; {otherwise}"
-            )
+        if not bool(torch.isfinite(found).all() and torch.isfinite(self.grad(found)[0])):
+            raise no_mode(otherwise)
         return found
 
     def polished(
@@ -182,3 +184,11 @@ class WholeDensity:
                 f"the data hold {seen} rows, not N = {num_data}: what needs all of them "
                 "(a mode, its curvature, lr='auto') cannot be had from a part"
             )
+
+
+def no_mode(otherwise: str) -> ArgumentError:
+    """What to say where there is no mode, and what to do."""
+    return ArgumentError(
+        "no mode of the posterior could be found: its log density grows without bounds or is not "
+        f"finite, or too slowly to get there; {otherwise}"
+    )

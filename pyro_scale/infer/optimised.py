@@ -25,6 +25,8 @@ from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_u
 from pyro_scale.kernels.optimiser import is_pure
 from pyro_scale.model.log_posterior import LogPosterior
 
+#: The least rise over a quarter of a run that matters, in nats.
+_MATTERS = 0.1
 #: The least steps of a window in which the objective is averaged.
 _WINDOW = 100
 
@@ -219,7 +221,8 @@ def _rises(trace: Tensor) -> Tensor:
     quarter = trace.shape[1] // 4
     if quarter < 2:
         return torch.zeros(len(trace), dtype=torch.bool)
-    return still_rises(*trace[:, -2 * quarter :].split(quarter, dim=1))
+    before, now = trace[:, -2 * quarter :].split(quarter, dim=1)
+    return still_rises(before, now, _MATTERS)
 
 
 def _times(draws: Draws) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.errors import PyroScaleError
 from pyro_scale.infer.memory import refuse_what_does_not_fit
-from pyro_scale.infer.mode import WholeDensity
+from pyro_scale.infer.mode import WholeDensity, no_mode
 from pyro_scale.infer.pieces import pieces_of
 from pyro_scale.infer.precision import CurvatureKind, gaussian_at, places_of, precision_at
 from pyro_scale.model.curvature import Curvature
@@ -22,6 +22,8 @@ from pyro_scale.model.curvature import Curvature
 _MATRICES = 3
 #: What to do where there is no mode.
 _WITHOUT_MODE = "pass mode=, a fitted MAP or a dict of values, or start nearer (init_strategy=)"
+#: The square of the distance to a mode, in sds, of each element, that counts as being there.
+_NEAR = 0.01
 #: Steps of L-BFGS that look for the best of what is tuned, at most.
 _TUNING_STEPS = 50
 
@@ -72,16 +74,21 @@ class Search:
     prior: Tensor | None = None
 
     def best(self, start: Tensor) -> Peak:
-        """The nearest peak, from a position [D]; over what is tuned, that of most evidence."""
+        """The nearest peak, from a position [D]; over what is tuned, that of most evidence.
+
+        Raises:
+            ArgumentError: there is none that could be found.
+        """
         self._refuse_what_does_not_fit(start)
         if self.tuned is None:
-            return self.at(self._mode(start))
+            return self._nearest(start)
         tuned, held = self.tuned, start
 
         def peak(values: Tensor) -> Peak:
             nonlocal held  # each search starts where the last one ended
-            held = self._mode(held.index_put((tuned,), values), tuned)
-            return self.at(held)
+            found = self._nearest(held.index_put((tuned,), values), tuned)
+            held = found.centre
+            return found
 
         def evidence(values: Tensor) -> tuple[float, Tensor]:
             """The log evidence and its slope: at a mode, that of the log joint is its own; that of
@@ -115,16 +122,18 @@ class Search:
             self._words(centre),
         )
 
-    def _mode(self, start: Tensor, stays: Tensor | None = None) -> Tensor:
+    def _nearest(self, start: Tensor, stays: Tensor | None = None) -> Peak:
         moves = torch.ones_like(start)
         if stays is not None:
             moves[stays] = 0
-        polish = self._polished if self.dense else None
-        return self.density.mode(start, _WITHOUT_MODE, moves, polish)
-
-    def _polished(self, position: Tensor) -> Tensor:
+        mode = self.density.climbed(start, _WITHOUT_MODE, moves)
         num_data, places = self.density.log_posterior.num_data, places_of(self.density, self.sites)
-        return self.density.polished(position, lambda at: self._precision(at) / num_data, places)
+        if self.dense:
+            mode = self.density.polished(mode, lambda at: self._precision(at) / num_data, places)
+        peak = self.at(mode)
+        if not peak.distance <= _NEAR * len(places):
+            raise no_mode(_WITHOUT_MODE)
+        return peak
 
     def _precision(self, centre: Tensor) -> Tensor:
         return precision_at(

@@ -9,7 +9,7 @@ from pyro_scale.drive.simulate import Draws
 
 #: Standard errors below which a rise may be noise.
 _ERRORS = 2.0
-#: A rise that is too small to matter: nats.
+#: A rise that is too small to matter from one window to the next, in nats.
 _SMALL = 1e-3
 
 
@@ -32,9 +32,9 @@ class Plateau:
         return not bool(still_rises(before, now).any())
 
 
-def still_rises(before: Tensor, now: Tensor) -> Tensor:
+def still_rises(before: Tensor, now: Tensor, small: float = _SMALL) -> Tensor:
     """Whether the mean `[...]` of one part `[..., steps]` of a trace is above that of the part
-    before it, by more than their errors and more than matters."""
+    before it, by more than their errors and more than is small, in nats."""
     rise = now.mean(-1) - before.mean(-1)
     errors = [part.var(-1) / part.shape[-1] for part in (before, now)]
-    return rise > torch.clamp(_ERRORS * sum(errors, torch.zeros(())).sqrt(), min=_SMALL)
+    return rise > torch.clamp(_ERRORS * sum(errors, torch.zeros(())).sqrt(), min=small)

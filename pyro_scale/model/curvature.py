@@ -12,16 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torchopt
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.counts import as_count
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.randomness import Purpose, derived_seed
 from pyro_scale.core.rows import Arguments
+from pyro_scale.errors import ArgumentError
 from pyro_scale.model.derivatives import row_gradients
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.observations import Observation, observations_of
@@ -49,6 +51,7 @@ class Curvature:
         seed: of those draws.
 
     Raises:
+        ArgumentError: an unknown kind, no draws.
         SiteError: "ggn" of what has no distribution, such as a `pyro.factor`.
 
     Example:
@@ -69,6 +72,11 @@ class Curvature:
     kind: RowKind = "ggn"
     num_draws: int = 1
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(RowKind):
+            raise ArgumentError(f"kind={self.kind!r}: pass one of {get_args(RowKind)}")
+        as_count("num_draws", self.num_draws)
 
     def diagonal(
         self, params: Params, batch: Any, indices: Tensor | None = None, held: Params | None = None
@@ -107,23 +115,30 @@ class Curvature:
     ) -> dict[str, Tensor]:
         """The matrix times a vector by site, without the matrix: two gradients' worth of time."""
         arguments, held = rows.as_arguments(batch), held or {}
+        indices = self._indices(arguments, indices)
         observed = self._observed({**params, **held}, arguments, indices)
+        params, vector = dict(params), {name: vector[name] for name in params}
 
         def outputs(params: Params) -> list[Tensor]:
             sites = self.log_posterior.run({**params, **held}, arguments, indices).sites
             return [each.outputs(sites, each.known) for each in observed]
 
-        with torch.no_grad():
-            moved: list[Tensor] = torch.func.jvp(outputs, (dict(params),), (dict(vector),))[1]
-            inner = [
-                each.times(part[..., None], each.known)[..., 0]
-                for each, part in zip(observed, moved, strict=True)
-            ]
-            pull = torch.func.vjp(outputs, dict(params))[1]
-        return pull(inner)[0]
+        try:
+            with torch.no_grad():
+                moved: list[Tensor] = torch.func.jvp(outputs, (params,), (vector,))[1]
+                inner = [
+                    each.times(part[..., None], each.known)[..., 0]
+                    for each, part in zip(observed, moved, strict=True)
+                ]
+                return torch.func.vjp(outputs, params)[1](inner)[0]
+        except (RuntimeError, NotImplementedError):  # a model that functorch refuses
+            layout = Layout.of(params)
+            flat = layout.flatten(vector)
+            blocks = self.blocks(params, arguments, indices, held)
+            return layout.unflatten(sum((b.times(flat) for b in blocks), torch.zeros_like(flat)))
 
     def natural_gradient(
-        self, params: Params, batch: Any, damping: float = 0.0
+        self, params: Params, batch: Any, damping: float = 0.0, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
         """(The gradient of the log joint, multiplied by the inverse of its curvature; the
         evaluation): added to params, it is a step of Newton's method that needs no matrix.
@@ -135,25 +150,33 @@ class Curvature:
             params: unconstrained values of all sites.
             batch: the model's arguments.
             damping: added to the curvature's diagonal, in nats over the square of a param's unit.
+            indices: the rows to take, for a model that subsamples by itself.
         """
         arguments, layout = rows.as_arguments(batch), Layout.of(params)
-        gradient, evaluation = self.log_posterior.grad(params, arguments)
+        indices = self._indices(arguments, indices)
+        try:
+            gradient, evaluation = self.log_posterior.grad(params, arguments, indices)
+        except (RuntimeError, NotImplementedError):  # a model that functorch refuses
+            gradient, evaluation = self.log_posterior.plain_grad(params, arguments, indices)
         scale = self.log_posterior.num_data / len(evaluation.log_lik)
 
         def product(vector: Tensor) -> Tensor:
             parts = layout.unflatten(vector)
-            of_rows = layout.flatten(self.product(params, arguments, parts))
+            of_rows = layout.flatten(self.product(params, arguments, parts, indices))
             of_prior = prior_product(self.log_posterior, params, arguments, parts)
             return scale * of_rows + layout.flatten(of_prior) + damping * vector
 
         tolerance = torch.finfo(layout.dtype).eps ** 0.5
         solve = torchopt.linear_solve.solve_cg(rtol=tolerance, maxiter=10 * layout.size)
-        solution = solve(product, layout.flatten(gradient))
+        with torch.no_grad():
+            solution = solve(product, layout.flatten(gradient))
         return layout.unflatten(solution), evaluation
 
     def notes(self, params: Params, batch: Any, indices: Tensor | None = None) -> list[str]:
         """What is to be said of it: which sites' Fisher information is estimated."""
-        observed = self._observed(params, rows.as_arguments(batch), indices)
+        arguments = rows.as_arguments(batch)
+        indices = self._indices(arguments, indices)
+        observed = self._observed(params, arguments, indices)
         return [each.note for each in observed if each.note is not None]
 
     def blocks(
@@ -167,7 +190,10 @@ class Curvature:
         """The sum's terms of some rows at a time; `keep` says which rows of the batch count."""
         held = held or {}
         layout = Layout.of(params)
+        indices = self._indices(arguments, indices)
         observed = self._observed({**params, **held}, arguments, indices)
+        if not observed:  # no row depends on the params
+            return
         known = [each.known for each in observed]
         known_rows = [each[keep] for each in known]
 
@@ -217,10 +243,17 @@ class Curvature:
             yield Block(found, observed, own)
             start += size
 
+    def _indices(self, arguments: Arguments, indices: Tensor | None) -> Tensor | None:
+        """Which rows a model takes that subsamples by itself: some, unless the caller says."""
+        self.log_posterior.prepare(arguments)
+        known = self.log_posterior.understanding
+        if known.own_plate is None or indices is not None:
+            return indices
+        return torch.randperm(self.log_posterior.num_data)[: known.batch_size]
+
     def _observed(
         self, params: Params, arguments: Arguments, indices: Tensor | None
     ) -> list[Observation]:
-        self.log_posterior.prepare(arguments)
         with torch.random.fork_rng():
             torch.manual_seed(derived_seed(self.seed, 0, Purpose.CURVATURE))
             return observations_of(
@@ -244,13 +277,28 @@ class Block:
 
     def add_to(self, total: Tensor) -> None:
         """Adds the terms, or their diagonals, to a total [D, D] or [D] of the caller's own."""
-        parts = self.jacobian.split([each.width for each in self.observed], dim=1)
-        for each, part, known in zip(self.observed, parts, self.known, strict=True):
-            inner = each.times(part, known)
+        for part, inner in self._factors(self.jacobian):
             if total.dim() == 1:
                 total += torch.einsum("bkd,bkd->d", part, inner)
             else:
                 total.addmm_(part.flatten(0, 1).T, inner.flatten(0, 1))
+
+    def times(self, vector: Tensor) -> Tensor:
+        """The terms' sum times a vector [D]."""
+        along = (self.jacobian @ vector)[..., None]
+        widths = [each.width for each in self.observed]
+        parts = self.jacobian.split(widths, dim=1)
+        inner = [moved for _, moved in self._factors(along)]
+        return sum(
+            (torch.einsum("bkd,bk->d", p, m[..., 0]) for p, m in zip(parts, inner, strict=True)),
+            torch.zeros_like(vector),
+        )
+
+    def _factors(self, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each observation's part of `[b, K, ...]`, and what is between times that."""
+        parts = outputs.split([each.width for each in self.observed], dim=1)
+        for each, part, known in zip(self.observed, parts, self.known, strict=True):
+            yield part, each.times(part, known)
 
 
 def _device(params: Params) -> torch.device:

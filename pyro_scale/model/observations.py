@@ -75,11 +75,11 @@ class Exact:
         return self.known.shape[1] * self.known.shape[2]
 
     def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
-        site = sites[self.name]
-        base = fisher.base_of(site.fn)
+        fn = _broadcast(sites[self.name])
+        base = fisher.base_of(fn)
         given = fisher.own_arguments(base)
         parts = [
-            _rows_first(site, self.rule, base, value, value.dim() - len(base.batch_shape))
+            _rows_first(fn, self.rule, base, value, value.dim() - len(base.batch_shape))
             for value in (given[name] for name in self.arguments)
         ]
         numbers = [part.reshape(*part.shape[:2], -1) for part in parts]
@@ -119,7 +119,7 @@ class Drawn:
 
     def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
         site = sites[self.name]
-        fn = unwrapped(site.fn, self.rule.depth)
+        fn = unwrapped(_broadcast(site), self.rule.depth)
         log_prob = fn.log_prob(known.movedim(0, self.axis))  # of [draws, ..., b, ...]
         weighted = log_prob * _weights(site, self.rule, len(fn.batch_shape)).sqrt()
         rows_first = weighted.movedim((_dim(self.rule), 0), (0, 1))
@@ -178,42 +178,52 @@ def observations_of(
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
         sites = log_posterior.run(leaves, arguments, indices).sites
+    summed = set() if log_posterior.understanding.enum_dim is None else _summed(sites)
     found = []
     for name, rule in ruled.items():
-        if name not in sites or sites[name].kind != "observed":
-            what = "a pyro.factor" if name in sites else "a sum over enumerated sites"
+        if name in summed or name not in sites or sites[name].kind != "observed":
+            is_factor = name in sites and name not in summed
+            what = "a pyro.factor" if is_factor else "a sum over enumerated sites"
             raise SiteError(
                 f"site '{name}': {what} has no distribution, hence no Fisher information: use "
                 "curvature='empirical_fisher' or 'hessian'"
             )
         found.append(_observation(sites[name], rule, kind, num_draws))
-    return [each for each in found if each.width]
+    return [each for each in found if each is not None]
 
 
-def _observation(site: Site, rule: Rule, kind: str, num_draws: int) -> Observation:
-    if kind == "monte_carlo":
-        return _drawn(site, rule, num_draws)
+def _summed(sites: Mapping[str, Site]) -> set[str]:
+    """The terms that are sums over enumerated sites."""
+    return {name for name, term in terms_of(sites).items() if term.site is None}
+
+
+def _observation(site: Site, rule: Rule, kind: str, num_draws: int) -> Observation | None:
+    """A site's, if it depends on the params."""
+    fn = _broadcast(site)
     try:
-        base = fisher.base_of(site.fn)
+        base = fisher.base_of(fn)
         given = fisher.own_arguments(base)
         names = tuple(name for name, value in given.items() if value.requires_grad)
-        if not given:
+        if given and not names:
+            return None
+        if kind == "monte_carlo" or not given:
             raise fisher.NoInformation(type(base).__name__)
         information = fisher.information(base, names)
     except fisher.NoInformation:
-        return _drawn(site, rule, max(num_draws, _DRAWS))
-    of_rows = _rows_first(site, rule, base, information, 2)
-    weights = _weights(site, rule, len(base.batch_shape)) * fisher.mask_of(site.fn)
-    batch_shape = of_rows.new_ones(base.batch_shape)
-    of_rows = of_rows * _rows_first(site, rule, base, weights * batch_shape, 0)[..., None, None]
+        return _drawn(site, rule, num_draws if kind == "monte_carlo" else max(num_draws, _DRAWS))
+    of_rows = _rows_first(fn, rule, base, information, 2)
+    weights = _weights(site, rule, len(base.batch_shape)) * fisher.mask_of(fn)
+    everywhere = weights * of_rows.new_ones(base.batch_shape)
+    of_rows = of_rows * _rows_first(fn, rule, base, everywhere, 0)[..., None, None]
     return Exact(site.name, rule, names, of_rows)
 
 
 def _drawn(site: Site, rule: Rule, num_draws: int) -> Drawn:
     """Draws of a site, as tensors without a history."""
-    axis = _dim(rule) - len(unwrapped(site.fn, rule.depth).event_shape)
+    fn = _broadcast(site)
+    axis = _dim(rule) - len(unwrapped(fn, rule.depth).event_shape)
     with torch.no_grad():
-        draws = site.fn.sample((num_draws,))
+        draws = fn.sample((num_draws,))
     return Drawn(site.name, rule, draws.movedim(axis, 0), axis)
 
 
@@ -222,19 +232,38 @@ def _dim(rule: Rule) -> int:
     return rule.dim
 
 
-def _rows_first(site: Site, rule: Rule, base: Any, values: Tensor, event_dims: int) -> Tensor:
+def _broadcast(site: Site) -> Any:
+    """The site's distribution in the shape that its value has, which torch lets differ.
+
+    Raises:
+        SiteError: its event shape differs.
+    """
+    fn, shape = site.fn, site.value.shape
+    split = len(shape) - len(fn.event_shape)
+    if shape[split:] != fn.event_shape:
+        raise SiteError(
+            f"site '{site.name}': its value has the shape {list(shape)}, its distribution events "
+            f"of shape {list(fn.event_shape)}: expand the distribution's arguments to the value's"
+        )
+    batch_shape = torch.broadcast_shapes(shape[:split], fn.batch_shape)
+    return fn if fn.batch_shape == batch_shape else fn.expand(batch_shape)
+
+
+def _rows_first(fn: Any, rule: Rule, base: Any, values: Tensor, event_dims: int) -> Tensor:
     """Values of the unwrapped distribution's elements, `[..., *event]`, as `[B, elements,
     *event]`."""
     shape = base.batch_shape
     event = values.shape[values.dim() - event_dims :]
-    inner = len(shape) - len(unwrapped(site.fn, rule.depth).batch_shape)
+    inner = len(shape) - len(unwrapped(fn, rule.depth).batch_shape)
     values = values.expand(shape + event).movedim(_dim(rule) - inner - event_dims, 0)
     return values.reshape(len(values), -1, *event)
 
 
 def _weights(site: Site, rule: Rule, dims: int) -> Tensor:
     """The user's scale and mask, over so many batch dimensions of the distribution unwrapped."""
-    extra = dims - len(site.fn.batch_shape)
+    extra = dims - len(_broadcast(site).batch_shape)
     scale = aligned(site.scale, extra) if rule.keeps_scale else 1.0
     mask = True if site.mask is None else aligned(site.mask, extra)
-    return torch.as_tensor(scale) * torch.as_tensor(mask)
+    if not isinstance(scale, Tensor):
+        scale = torch.tensor(scale, dtype=torch.float64, device=site.value.device)
+    return scale * torch.as_tensor(mask, device=scale.device)

@@ -1,0 +1,575 @@
+"""Times the Gaussian approximations and their peers: `python benchmarks/approximations/run.py`.
+
+    --only NAME    only the questions whose name starts so: diagonal, dense, product, fisher, vi,
+                   ekf, memory
+    --rounds 7     how often each contender is timed
+
+As in `benchmarks/run.py`, every contender has a process of its own with one thread, all on the same
+core, and they are timed in turns.  Tables show medians over the rounds.  Laplace approximations are
+those of a tanh network on all of scikit-learn's digits, at the same weights for all; the peers get
+the batch size at which they were fastest of 1, 4, 8, 16, 32, 128, 512 and 1,797 rows.
+
+Writes `results.json` beside this file, a question's part whenever it is run, and from all of it
+`docs/approximations.md`.  Needs the extra: `pip install -e '.[bench]'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent))
+
+import numpy as np
+from protocol import ONE_THREAD, Answer, Contender, Worker
+
+RESULTS, PAGE = HERE / "results.json", HERE.parents[1] / "docs" / "approximations.md"
+PACKAGES = (
+    "torch",
+    "pyro-ppl",
+    "posteriors",
+    "laplace-torch",
+    "curvlinops-for-pytorch",
+    "backpack-for-pytorch",
+    "pyro-scale",
+)
+OURS = "Pyro Scale"
+Record = dict[str, Any]
+
+
+# ------------------------------------------------------------------ what is asked
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number to reach.
+
+    Attributes:
+        what: in words.
+        peer: the row that the first one, or `ours`, is compared with.
+        ours: a row.
+        faster: the least that peer's time over ours may be.
+        close: the most that their numbers may differ.
+    """
+
+    what: str
+    peer: str
+    ours: str = OURS
+    faster: float | None = None
+    close: float | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """Contenders that are timed in turns, a table.
+
+    Attributes:
+        name: for `--only`.
+        title: of the table.
+        text: what was measured, in Markdown.
+        contenders: in the table's order; the first is the one that ratios refer to.
+        targets: what to reach.
+        reference: whose numbers the others' are compared with.
+        distance: of two answers' numbers, (a contender's, the reference's).
+        difference: what the distance is, a column's head.
+        unit: of the table, with `per_second` of them in a second.
+    """
+
+    name: str
+    title: str
+    text: str
+    contenders: tuple[Contender, ...]
+    targets: tuple[Target, ...] = ()
+    reference: str = OURS
+    distance: Callable[[np.ndarray, np.ndarray], float] | None = None
+    difference: str = "difference"
+    unit: str = "ms"
+    per_second: float = 1e3
+
+
+def relative(found: np.ndarray, reference: np.ndarray) -> float:
+    """The largest relative difference of any element."""
+    return float(np.abs(found / reference - 1).max())
+
+
+def of_matrix(found: np.ndarray, reference: np.ndarray) -> float:
+    """The largest difference of a matrix's elements, over the roots of both diagonal elements."""
+    size = round(len(reference) ** 0.5)
+    found, reference = found.reshape(size, size), reference.reshape(size, size)
+    scale = np.sqrt(reference.diagonal())
+    return float((np.abs(found - reference) / scale[:, None] / scale).max())
+
+
+def of_vector(found: np.ndarray, reference: np.ndarray) -> float:
+    """The largest difference, over the largest element."""
+    return float(np.abs(found - reference).max() / np.abs(reference).max())
+
+
+def of_gaussian(found: np.ndarray, reference: np.ndarray) -> float:
+    """The largest difference of means or sds, in sds; both are means, then sds."""
+    sd = np.split(reference, 2)[1]
+    return float(np.abs((found - reference) / np.concatenate([sd, sd])).max())
+
+
+WIDE, NARROW = {"hidden": (64, 64)}, {"hidden": (16,)}
+
+
+def _laplace_torch(name: str, backend: str | None, batch_size: int, **more: Any) -> Contender:
+    arguments = {"backend": backend, "batch_size": batch_size, **more}
+    return Contender(f"laplace-torch, {name}, batch {batch_size}", "laplaces:laplace_torch", arguments)
+
+
+def _posteriors(kind: str, batch_size: int, **more: Any) -> Contender:
+    arguments = {"kind": kind, "batch_size": batch_size, **more}
+    name = f"posteriors, {kind}, batch {batch_size}"
+    return Contender(name, "laplaces:posteriors_laplace", arguments)
+
+
+def _in(dtype: str, contender: Contender) -> Contender:
+    name = f"{contender.name} ({dtype})" if dtype != "float32" else contender.name
+    arguments = {**contender.arguments, "dtype": dtype}
+    return Contender(name, contender.setup, arguments)
+
+
+def _diagonal(dtype: str) -> tuple[Contender, ...]:
+    contenders = (
+        Contender(OURS, "laplaces:ours", WIDE),
+        Contender(f"{OURS}, the curvature alone", "laplaces:ours_curvature", WIDE),
+        _laplace_torch("default (curvlinops)", None, 8, **WIDE),
+        _posteriors("diag_ggn", 4, **WIDE),
+        _laplace_torch("BackPACK", "BackPackGGN", 1797, **WIDE),
+        _laplace_torch("ASDL", "AsdlGGN", 1797, **WIDE),
+    )
+    return tuple(_in(dtype, contender) for contender in contenders)
+
+
+def _dense(dtype: str) -> tuple[Contender, ...]:
+    dense = {**NARROW, "structure": "dense"}
+    contenders = (
+        Contender(OURS, "laplaces:ours", dense),
+        Contender(f"{OURS}, the curvature alone", "laplaces:ours_curvature", dense),
+        _laplace_torch("default (curvlinops)", None, 1797, structure="Full", **NARROW),
+        _laplace_torch("BackPACK", "BackPackGGN", 128, structure="Full", **NARROW),
+        _posteriors("dense_ggn", 8, **NARROW),
+        Contender("curvlinops, times the identity", "laplaces:curvlinops_matrix", NARROW),
+    )
+    return tuple(_in(dtype, contender) for contender in contenders)
+
+
+def _names(contenders: tuple[Contender, ...]) -> list[str]:
+    return [contender.name for contender in contenders]
+
+
+def _laplace_question(
+    name: str, title: str, text: str, make: Callable[[str], tuple[Contender, ...]], **more: Any
+) -> Question:
+    single, double = make("float32"), make("float64")
+    default, posteriors = [
+        next(each for each in _names(single) if each.startswith(start))
+        for start in ("laplace-torch, default", "posteriors")
+    ]
+    targets = (
+        Target("against laplace-torch's default", default, faster=1),
+        Target("against posteriors", posteriors, faster=1),
+        Target("the precision, in float32", default, close=1e-5),
+        Target(
+            "the precision, in float64",
+            f"{default} (float64)",
+            ours=f"{OURS} (float64)",
+            close=1e-5,
+        ),
+    )
+    reference = f"{default} (float64)"
+    return Question(name, title, text, (*single, *double), targets, reference, **more)
+
+
+DIAGONAL = _laplace_question(
+    "diagonal",
+    "The diagonal GGN of a network 64-64-64-10",
+    "8,970 weights, 1,797 rows, standard normal prior.  From the weights to the posterior's "
+    "precision; for Pyro Scale that is all of `ps.Laplace(model).run((x, y), mode=weights)`, which "
+    "looks at the model, and evaluates the log joint for the evidence.  curvlinops itself has "
+    "estimates of a diagonal and no exact one.",
+    _diagonal,
+    distance=relative,
+    difference="precision: largest relative difference",
+)
+
+DENSE = _laplace_question(
+    "dense",
+    "The dense GGN of a network 64-16-10",
+    "1,210 weights, 1,797 rows; with the factor of the covariance.",
+    _dense,
+    distance=of_matrix,
+    difference="precision: largest difference over the roots of the diagonals",
+)
+
+PRODUCT = Question(
+    "product",
+    "The GGN of the network 64-64-64-10 times a vector",
+    "All 1,797 rows at once.",
+    tuple(
+        _in(dtype, contender)
+        for dtype in ("float32", "float64")
+        for contender in (
+            Contender(OURS, "laplaces:ours_product", WIDE),
+            Contender("curvlinops", "laplaces:curvlinops_product", WIDE),
+        )
+    ),
+    (
+        Target("against curvlinops", "curvlinops", faster=1),
+        Target("the product, in float32", "curvlinops", close=1e-5),
+        Target(
+            "the product, in float64",
+            "curvlinops (float64)",
+            ours=f"{OURS} (float64)",
+            close=1e-5,
+        ),
+    ),
+    "curvlinops (float64)",
+    of_vector,
+    "largest difference over the largest element",
+)
+
+FISHER = Question(
+    "fisher",
+    "The diagonal empirical Fisher of the network 64-64-64-10",
+    "As the diagonal GGN, in float32.",
+    (
+        Contender(OURS, "laplaces:ours", {**WIDE, "curvature": "empirical_fisher"}),
+        _laplace_torch("default (curvlinops)", "CurvlinopsEF", 128, **WIDE),
+        _laplace_torch("BackPACK", "BackPackEF", 1797, **WIDE),
+        _posteriors("diag_fisher", 32, **WIDE),
+    ),
+    (
+        Target("against posteriors", "posteriors, diag_fisher, batch 32", faster=1),
+        Target(
+            "the precision",
+            "laplace-torch, default (curvlinops), batch 128",
+            close=1e-5,
+        ),
+    ),
+    "laplace-torch, default (curvlinops), batch 128",
+    relative,
+    "precision: largest relative difference",
+)
+
+
+def _vi(structure: str, guide: str) -> Question:
+    def peer(density: str) -> Contender:
+        arguments = {"structure": structure, "density": density, "steps": 300}
+        name = f"posteriors, {density.replace('_', ' ')}"
+        return Contender(name, "steps:vi_posteriors", arguments)
+
+    contenders = (
+        Contender(OURS, "steps:vi_ours", {"structure": structure, "steps": 50_000}),
+        Contender(
+            f"{OURS}, eager",
+            "steps:vi_ours",
+            {"structure": structure, "steps": 300, "compile": False},
+        ),
+        peer("by_hand"),
+        peer("through_pyro"),
+        Contender(f"Pyro SVI, {guide}", "steps:vi_pyro", {"guide": guide, "steps": 300}),
+    )
+    targets = (
+        Target("against posteriors on the log joint by hand", "posteriors, by hand", faster=50),
+        Target("against posteriors on the Pyro model", "posteriors, through pyro", faster=50),
+    )
+    return Question(
+        f"vi_{structure}",
+        f"A step of variational inference, {structure}",
+        "Logistic regression, 768 rows, 8 columns, batch 32; Adam at 0.01, one draw a step, "
+        "`sticking_the_landing`.  A step draws its rows and its noise.  Adam at a constant lr keeps "
+        "fits moving by some hundredths of an sd; the eager run has taken 300 steps only, so its "
+        "fit is not there yet.",
+        contenders,
+        targets,
+        OURS,
+        of_gaussian,
+        "largest difference of means and sds, in sds",
+        "us",
+        1e6,
+    )
+
+
+def _ekf(structure: str) -> Question:
+    ours, steps = "steps:ekf_ours", {"structure": structure}
+    fisher = {**steps, "curvature": "empirical_fisher"}
+    contenders = (
+        Contender(f"{OURS}, empirical Fisher", ours, fisher),
+        Contender(f"{OURS}, empirical Fisher, step()", ours, {**fisher, "one_by_one": True}),
+        Contender(f"{OURS}, GGN (the default)", ours, {**steps, "curvature": "ggn"}),
+        Contender(f"posteriors, {structure}_fisher", "steps:ekf_posteriors", steps),
+    )
+    first, *_, peer = _names(contenders)
+    return Question(
+        f"ekf_{structure}",
+        f"A step of the extended Kalman filter, {structure}",
+        "The same regression, 24 batches of 32 rows in order.  posteriors has the empirical Fisher "
+        "alone, and its density is written by hand; ours is the Pyro model.",
+        contenders,
+        (
+            Target("the filtered Gaussian", peer, ours=first, close=1e-5),
+            Target("against posteriors", peer, ours=first, faster=1),
+        ),
+        peer,
+        of_gaussian,
+        "largest difference of means and sds, in sds",
+        "us",
+        1e6,
+    )
+
+
+QUESTIONS = (
+    DIAGONAL,
+    DENSE,
+    PRODUCT,
+    FISHER,
+    _vi("diag", "AutoDiagonalNormal"),
+    _vi("dense", "AutoMultivariateNormal"),
+    _ekf("diag"),
+    _ekf("dense"),
+)
+
+
+# ------------------------------------------------------------------ measuring
+
+
+def measure(question: Question, rounds: int) -> Record:
+    """A question's rows and targets."""
+    answers: dict[str, list[Answer]] = {}
+    workers: list[Worker] = []
+    for contender in question.contenders:
+        worker = Worker(contender)
+        ready = worker.answer()
+        print(f"  {contender.name}: {ready.failure or 'ready'}", flush=True)
+        answers[contender.name] = [ready] if ready.failure else []
+        if not ready.failure:
+            workers.append(worker)
+    for _ in range(rounds):
+        for worker in workers:
+            given = answers[worker.contender.name]
+            if not (given and given[-1].failure):
+                given.append(worker.ask())
+    for worker in workers:
+        worker.stop()
+    rows = {name: _row(question, given, answers) for name, given in answers.items()}
+    return {
+        "when": _circumstances(),
+        "rounds": rounds,
+        "rows": rows,
+        "targets": [_reached(question, target, rows, answers) for target in question.targets],
+    }
+
+
+def _row(question: Question, given: list[Answer], answers: Mapping[str, list[Answer]]) -> Record:
+    failure = next((answer.failure for answer in given if answer.failure), "")
+    if failure:
+        return {"failure": failure}
+    times = {
+        part: [answer.seconds[part] * question.per_second for answer in given]
+        for part in given[0].seconds
+    }
+    return {
+        "median": {part: statistics.median(values) for part, values in times.items()},
+        "least": {part: min(values) for part, values in times.items()},
+        "difference": _difference(question, given, answers.get(question.reference, [])),
+    }
+
+
+def _difference(question: Question, given: list[Answer], others: list[Answer]) -> float | None:
+    numbers = [answers[-1].mean if answers else None for answers in (given, others)]
+    found, reference = numbers
+    if question.distance is None or found is None or reference is None:
+        return None
+    return question.distance(found, reference)
+
+
+def _reached(
+    question: Question,
+    target: Target,
+    rows: Mapping[str, Record],
+    answers: Mapping[str, list[Answer]],
+) -> Record:
+    ours, peer = rows[target.ours], rows[target.peer]
+    record: Record = {"what": target.what, "figure": None, "bound": "", "reached": None}
+    if target.faster is not None:
+        record["bound"] = f">= {target.faster:g}x"
+        if "median" in ours and "median" in peer:
+            record["figure"] = peer["median"][""] / ours["median"][""]
+            record["reached"] = record["figure"] >= target.faster
+    if target.close is not None:
+        record["bound"] = f"<= {target.close:g}"
+        record["figure"] = _difference(question, answers[target.ours], answers[target.peer])
+        if record["figure"] is not None:
+            record["reached"] = record["figure"] <= target.close
+    return record
+
+
+def measure_memory() -> Record:
+    """The dense GGN of 5,017 parameters over 60,000 rows, in processes of their own."""
+    rows: dict[str, Record] = {}
+    for what, name in (
+        ("curvature", "`ps.Curvature(...).dense`"),
+        ("laplace", '`ps.Laplace(structure="dense").run`'),
+    ):
+        command = [sys.executable, "-W", "ignore", str(HERE / "memory.py"), what]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ran.returncode:
+            rows[name] = {"failure": ran.stderr.strip().splitlines()[-1]}
+            continue
+        found = json.loads(ran.stdout.splitlines()[-1])
+        found["matrices"] = found["bytes"] / (4 * found["size"] ** 2)
+        rows[name] = found
+        print(f"  {name}: {found['bytes'] / 1e6:.0f} MB, {found['seconds']:.1f} s", flush=True)
+    return {"when": _circumstances(), "rows": rows}
+
+
+def _circumstances() -> str:
+    versions = [f"Python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            versions.append(f"no {package}")
+    return f"{datetime.date.today()}, {_processor()}; {', '.join(versions)}"
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
+        if line.startswith("model name"):
+            return f"one core of {line.partition(':')[2].strip()}"
+    return platform.processor() or platform.machine()
+
+
+# ------------------------------------------------------------------ the page
+
+
+def table(question: Question, record: Record) -> str:
+    """A question in Markdown."""
+    lines = [f"## {question.title}", "", question.text, ""]
+    lines += ["| target | to reach | measured | reached |", "|---|---|---|---|"]
+    for target in record["targets"]:
+        reached = {True: "yes", False: "**no**", None: "not measured"}[target["reached"]]
+        figure = _short(target["figure"])
+        lines.append(f"| {target['what']} | {target['bound']} | {figure} | {reached} |")
+    head = f"| contender | median, {question.unit} | least | x ours | {question.difference} |"
+    lines += ["", head, "|---|---|---|---|---|"]
+    first = next(iter(record["rows"].values())).get("median", {}).get("")
+    for name, row in record["rows"].items():
+        if "failure" in row:
+            lines.append(f"| {name} | failed | | | {row['failure']} |")
+            continue
+        for part, median in row["median"].items():
+            label = f"{name}, {part}" if part else name
+            ratio = _short(median / first) if first else ""
+            difference = "" if part else _short(row["difference"])
+            if name == question.reference and not part:
+                difference = "0 (the reference)"
+            least = _short(row["least"][part])
+            lines.append(f"| {label} | {_short(median)} | {least} | {ratio} | {difference} |")
+    lines += ["", f"Medians of {record['rounds']} rounds; {record['when']}.", ""]
+    return "\n".join(lines)
+
+
+def memory_table(record: Record) -> str:
+    """The question of memory in Markdown."""
+    lines = [
+        "## Memory of the dense GGN of 5,017 parameters over 60,000 rows",
+        "",
+        "A network 64-76-1, Bernoulli, float32: a matrix is 101 MB, and two of them are the "
+        "target.  The peak of the process's resident memory beyond what it held with model and "
+        "data.",
+        "",
+        "| | MB | matrices | s | <= 2 matrices |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in record["rows"].items():
+        if "failure" in row:
+            lines.append(f"| {name} | failed | | | {row['failure']} |")
+            continue
+        reached = "yes" if row["matrices"] <= 2 else "**no**"
+        cells = f"{row['bytes'] / 1e6:.0f} | {row['matrices']:.2f} | {row['seconds']:.1f}"
+        lines.append(f"| {name} | {cells} | {reached} |")
+    return "\n".join([*lines, "", f"{record['when']}.", ""])
+
+
+def page(results: Mapping[str, Record]) -> str:
+    """All of `docs/approximations.md`."""
+    short = [
+        f"- {question.title}: {target['what']}, {_short(target['figure'])} ({target['bound']})"
+        for question in QUESTIONS
+        for target in results.get(question.name, {}).get("targets", [])
+        if target["reached"] is False
+    ]
+    short += [
+        f"- Memory: {name}, {row['matrices']:.2f} matrices (<= 2)"
+        for name, row in results.get("memory", {}).get("rows", {}).items()
+        if row.get("matrices", 0) > 2
+    ]
+    parts = [
+        "# The approximations against others",
+        "",
+        "Written by `make approximations` (`benchmarks/approximations/run.py`).  Every contender "
+        "has a process of its own with one thread, all on the same core, and they are timed in "
+        "turns, so read the ratios: the machine is a virtual one that others share.",
+        "",
+        "What is short of its target:" if short else "Nothing is short of its target.",
+        *([""] if short else []),
+        *short,
+        "",
+    ]
+    parts += [table(q, results[q.name]) for q in QUESTIONS if q.name in results]
+    if "memory" in results:
+        parts.append(memory_table(results["memory"]))
+    return "\n".join(parts)
+
+
+def _short(number: float | None) -> str:
+    """Three digits, or all before the point; exponents for what is tiny."""
+    if number is None:
+        return ""
+    if number >= 100:
+        return f"{number:,.0f}"
+    return f"{number:.1e}" if 0 < abs(number) < 1e-3 else f"{number:.3g}"
+
+
+def main() -> None:
+    """Asks what is asked for and prints the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    os.environ.update(ONE_THREAD)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    asked = [*[(q.name, q) for q in QUESTIONS], ("memory", None)]
+    asked = [(name, q) for name, q in asked if name.startswith(arguments.only)]
+    if not asked:
+        parser.error(f"--only takes the start of {[*(q.name for q in QUESTIONS), 'memory']}")
+    for name, question in asked:
+        print(f"{name}", flush=True)
+        record = measure_memory() if question is None else measure(question, arguments.rounds)
+        results[name] = record
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        PAGE.write_text(page(results))
+    print(PAGE.read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Steps of variational inference and of the extended Kalman filter: logistic regression on 768
+rows and 8 columns, batches of 32."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyro
+import torch
+import torchopt
+from models import logistic_model
+from problems import LOGISTIC_BATCH, logistic_data
+from protocol import Timing
+from pyro import poutine
+from torch import Tensor
+
+import pyro_scale as ps
+
+ROWS, COLUMNS = 768, 8
+#: Of Adam, and the sds at first.
+LR, FIRST_SD = 1e-2, 0.1
+Batch = tuple[Tensor, Tensor]
+
+
+def _data() -> Batch:
+    x, y = logistic_data(ROWS, COLUMNS)
+    return torch.from_numpy(x), torch.from_numpy(y)
+
+
+def _row(mean: Tensor, sd: Tensor) -> np.ndarray:
+    """A fit as the only row of a timing's draws: means, then sds."""
+    return torch.cat([mean, sd])[None].detach().numpy()
+
+
+# ------------------------------------------------------------------ variational inference
+
+
+def vi_ours(structure: str, steps: int, compile: bool = True) -> Callable[[], Timing]:
+    """`ps.VI.run`: a step, and a step's share of the whole run with its compilation cached."""
+    options: dict[str, Any] = {"sticking_the_landing": True, "compile": compile}
+    vi = ps.VI(logistic_model, structure=structure, optimiser=torchopt.adam(LR), **options)
+    data, seeds = _data(), iter(range(1000))
+
+    def run(steps: int) -> Any:
+        settings = {"num_steps": steps, "batch_size": LOGISTIC_BATCH, "progress": False}
+        return vi.run(data, seed=next(seeds), **settings)
+
+    run(steps if compile else 100)
+
+    def timing() -> Timing:
+        begin = time.perf_counter()
+        fit = run(steps).fit
+        whole = time.perf_counter() - begin
+        gaussian = fit.gaussians[0]
+        seconds = {"": fit.attrs["sampling_time"] / steps, "the whole run()": whole / steps}
+        return Timing(seconds, draws=_row(gaussian.mean, gaussian.variance.sqrt()))
+
+    return timing
+
+
+def through_pyro(params: dict[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+    """The Pyro model's log joint over N, which is posteriors' convention (temperature 1/N)."""
+    trace = poutine.trace(poutine.condition(logistic_model, data=params)).get_trace(*batch)
+    trace.compute_log_prob()
+    prior, likelihood = trace.nodes["w"], trace.nodes["y"]
+    value = prior["log_prob_sum"] / ROWS + likelihood["log_prob_sum"] / len(batch[0])
+    return value, torch.tensor([])
+
+
+def by_hand(params: dict[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+    """The same in few operations."""
+    (x, y), w = batch, params["w"]
+    z = x @ w
+    value = (y * z - torch.nn.functional.softplus(z)).mean() - 0.5 * torch.dot(w, w) / ROWS
+    return value, torch.tensor([])
+
+
+def vi_posteriors(structure: str, density: str, steps: int) -> Callable[[], Timing]:
+    """`posteriors.vi.diag` or `.dense`, a Python loop over its update."""
+    import posteriors
+
+    pyro.enable_validation(False)
+    x, y = _data()
+    module, log_posterior = getattr(posteriors.vi, structure), globals()[density]
+    first: Any = {"init_log_sds": float(np.log(FIRST_SD))}
+    if structure == "dense":
+        first = {"init_L": FIRST_SD}
+    transform = module.build(log_posterior, torchopt.adam(LR), temperature=1 / ROWS, **first)
+    state = transform.init({"w": torch.zeros(COLUMNS)})
+
+    def run(state: Any, steps: int) -> Any:
+        for _ in range(steps):
+            chosen = torch.randint(ROWS, (LOGISTIC_BATCH,))
+            state, _ = transform.update(state, (x[chosen], y[chosen]))
+        return state
+
+    state = run(state, 3000)
+
+    def timing() -> Timing:
+        nonlocal state
+        begin = time.perf_counter()
+        state = run(state, steps)
+        seconds = time.perf_counter() - begin
+        if structure == "dense":
+            factor = posteriors.utils.L_from_flat(state.L_factor)
+            sd = factor.square().sum(1).sqrt()
+        else:
+            sd = state.log_sd_diag["w"].exp()
+        return Timing({"": seconds / steps}, draws=_row(state.params["w"], sd))
+
+    return timing
+
+
+def vi_pyro(guide: str, steps: int) -> Callable[[], Timing]:
+    """Pyro's `SVI` with an automatic guide, such as `AutoDiagonalNormal`."""
+    from pyro.infer import SVI, Trace_ELBO, autoguide
+    from pyro.optim import PyroOptim
+
+    pyro.enable_validation(False)
+    x, y = _data()
+
+    def model(x: Tensor, y: Tensor) -> None:
+        w = pyro.sample("w", pyro.distributions.Normal(torch.zeros(COLUMNS), 1.0).to_event(1))
+        with pyro.plate("data", ROWS, subsample=torch.arange(len(x))):  # scales by N/B
+            pyro.sample("y", pyro.distributions.Bernoulli(logits=x @ w), obs=y)
+
+    made = getattr(autoguide, guide)(model, init_scale=FIRST_SD)
+    inference = SVI(model, made, PyroOptim(torch.optim.Adam, {"lr": LR}), Trace_ELBO())
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            chosen = torch.randint(ROWS, (LOGISTIC_BATCH,))
+            inference.step(x[chosen], y[chosen])
+
+    run(3000)
+
+    def timing() -> Timing:
+        begin = time.perf_counter()
+        run(steps)
+        seconds = time.perf_counter() - begin
+        posterior = made.get_posterior()
+        return Timing({"": seconds / steps}, draws=_row(posterior.mean, posterior.variance.sqrt()))
+
+    return timing
+
+
+# ------------------------------------------------------------------ the extended Kalman filter
+
+
+def ekf_ours(structure: str, curvature: str, one_by_one: bool = False) -> Callable[[], Timing]:
+    """`ps.EKF.run` over all rows in order, or `step` by step after a first one."""
+    x, y = _data()
+    batches = list(zip(x.split(LOGISTIC_BATCH), y.split(LOGISTIC_BATCH), strict=True))
+
+    def timing() -> Timing:
+        ekf = ps.EKF(logistic_model, structure=structure, curvature=curvature, num_data=ROWS)
+        if one_by_one:
+            ekf.step(*batches[0])
+            begin = time.perf_counter()
+            for batch in batches[1:]:
+                ekf.step(*batch)
+            seconds = {"": (time.perf_counter() - begin) / (len(batches) - 1)}
+        else:
+            begin = time.perf_counter()
+            ekf.run((x, y), batch_size=LOGISTIC_BATCH, seed=0, progress=False)
+            whole = time.perf_counter() - begin
+            steps = len(batches)
+            seconds = {
+                "": ekf.fit.attrs["fitting_time"] / steps,
+                "the whole run()": whole / steps,
+            }
+        gaussian = ekf.fit.gaussians[0]
+        return Timing(seconds, draws=_row(gaussian.mean, gaussian.variance.sqrt()))
+
+    timing()
+    return timing
+
+
+def ekf_posteriors(structure: str) -> Callable[[], Timing]:
+    """`posteriors.ekf.diag_fisher` or `.dense_fisher`; it takes means of a batch's rows where Bayes'
+    rule takes sums, so that its lr is the batch's size."""
+    import posteriors
+
+    x, y = _data()
+    batches = list(zip(x.split(LOGISTIC_BATCH), y.split(LOGISTIC_BATCH), strict=True))
+    nothing = torch.tensor([])
+
+    def rows(params: dict[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+        z = batch[0] @ params["w"]
+        return batch[1] * z - torch.nn.functional.softplus(z), nothing
+
+    module = getattr(posteriors.ekf, f"{structure}_fisher")
+    transform = module.build(rows, lr=float(LOGISTIC_BATCH), per_sample=True)
+
+    def timing() -> Timing:
+        state = transform.init({"w": torch.zeros(COLUMNS)})
+        begin = time.perf_counter()
+        for batch in batches:
+            state, _ = transform.update(state, batch)
+        seconds = (time.perf_counter() - begin) / len(batches)
+        sd = state.cov.diagonal().sqrt() if structure == "dense" else state.sd_diag["w"]
+        return Timing({"": seconds}, draws=_row(state.params["w"], sd))
+
+    timing()
+    return timing
