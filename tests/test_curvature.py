@@ -582,7 +582,6 @@ WRITTEN = [
     conditioned,
     observed_one_value_for_three_outputs,
 ]
-BROADCAST = "observations that the distribution is broadcast against"
 #: Of M, element by element: x'x / noise^2, outputs apart.
 OF_THREE = torch.einsum("bi,bj,kl->ikjl", X, X, torch.diag(NOISE**-2)).reshape(6, 6)
 
@@ -596,7 +595,7 @@ def test_the_same_however_it_is_written(model):
 
 
 def test_an_event_that_is_not_its_values_is_refused():
-    with pytest.raises(SiteError, match="site '.*': its value has the shape"):
+    with pytest.raises(SiteError, match=r"site .*: its value has the shape"):
         of(observed_one_value_for_three_outputs).dense({"m": M}, (X, Z))
 
 

@@ -306,7 +306,7 @@ def test_the_ggn_is_the_hessian_where_the_link_is_canonical(name, structure):
     family, eta, width = CANONICAL[name]
     data, model = (X2, draw(family(eta))), of_outputs(family, width)
     ggn = laplace(model, data, structure, batch_size=7)
-    mode = {"w": ggn.fit.centres[0].reshape(eta.shape[1:] and (2, 3) or (2,))}
+    mode = {"w": ggn.fit.centres[0].reshape((2, *eta.shape[1:]))}
     exact = laplace(model, data, structure, curvature="hessian", mode=mode)
     close(gaussian(ggn).precision, gaussian(exact).precision, 1e-8)
     close(ggn.log_marginal_likelihood(), exact.log_marginal_likelihood(), 1e-8)
@@ -727,6 +727,14 @@ def test_updates_that_cannot_be_are_refused():
         fit.update((SIZES,), progress=False)
 
 
+def test_without_a_spread_there_is_nothing_to_update():
+    """At temperature 0, that of temperature 1 is not known any more."""
+    fit = laplace(regression(), (X, Y), temperature=0)
+    for go_on in (fit.as_prior, lambda: fit.update((X, Y), progress=False)):
+        with pytest.raises(ArgumentError, match="temperature"):
+            go_on()
+
+
 # ------------------------------------------------------------------ some of the sites
 
 
@@ -1032,8 +1040,8 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(monkeypatch)
     words = r"200,001 dimensions needs 894 GiB.*there are 1 GiB.*structure='diag'.*sites="
     with pytest.raises(ArgumentError, match=words):
         laplace(huge, (double(1.0, 2.0),))
+    mode = {"w": torch.zeros(200_000), "v": torch.tensor(0.0)}
     with pytest.raises(ArgumentError, match=words):
-        mode = {"w": torch.zeros(200_000), "v": torch.tensor(0.0)}
         laplace(huge, (double(1.0, 2.0),), mode=mode)
     assert gaussian(laplace(huge, (double(1.0, 2.0),), "diag")).sd.shape == (200_001,)
     last = gaussian(laplace(huge, (double(1.0, 2.0),), sites=["v"]))

@@ -146,6 +146,17 @@ def test_a_diagonal_map_is_where_the_optimiser_ends(family):
     close(mode_of(fit, "v"), mode, 1e-6)
 
 
+def test_a_dense_map_is_at_the_mode_or_says_that_it_is_not():
+    """Far from the mode, where the log joint is not concave, Newton's method cannot begin."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        at = {"w": START[None, :2], "s": double(8.0)}
+        fit = ps.MAP(scaled, structure="dense", init_strategy=at).run((X, Y), num_steps=5, **QUIET)
+    here = fit.fit.centres[0].requires_grad_()
+    (slope,) = torch.autograd.grad(log_joint_of(here), here)
+    assert said or float(slope.norm()) < 1e-6
+
+
 def test_two_sites_of_which_one_is_positive():
     """The joint density of (w, s): its slope in w and in s itself vanishes."""
 

@@ -284,9 +284,12 @@ VIAS = {
 }
 
 
+STEPS = {"diag": 500_000, "dense": 500_000, "IVON": 200_000}
+
+
 @functools.cache
-def optimum(kind, temperature=1.0, num_steps=300_000):
-    make = VIAS[kind](linear, temperature=temperature, compile=True)
+def optimum(kind, temperature=1.0):
+    make, num_steps = VIAS[kind](linear, temperature=temperature, compile=True), STEPS[kind]
     return make.run((X, Y), num_steps=num_steps, batch_size=B, **SETTINGS)
 
 
@@ -297,7 +300,8 @@ def best(kind, temperature=1.0):
     return temperature * torch.diag(1 / LAMBDA.diagonal())
 
 
-def check_optimum(fit, kind, temperature, tolerance=0.01):
+def check_optimum(fit, kind, temperature, tolerance):
+    """Variances and means to a part of the optimum's sds."""
     (gaussian,) = fit.fit.gaussians
     scale = torch.linalg.cholesky(best(kind, temperature))
     unit = torch.linalg.solve_triangular(scale, gaussian.sample(torch.eye(3)).T, upper=False)
@@ -315,7 +319,7 @@ def test_the_optimum_of_minibatches_is_the_exact_one(kind, temperature):
     """Variances T / L_ii, or T L^-1 if dense: N/B, the prior and T are all in them."""
     fit = optimum(kind, temperature)
     assert fit.fit.attrs["program"].startswith("compiled")
-    check_optimum(fit, kind, temperature)
+    check_optimum(fit, kind, temperature, 0.01 if temperature == 1.0 else 0.02)
     assert fit.converged
 
 
@@ -332,39 +336,37 @@ def test_the_bound_is_in_nats_a_total_and_below_the_evidence(kind, temperature):
         assert expected <= EVIDENCE + 1e-9
         assert (expected == pytest.approx(float(EVIDENCE), abs=1e-9)) == (kind == "dense")
     table = fit.diagnostics()
-    assert table.loc[0, "ELBO"] == pytest.approx(float(fit.trace[0, -30_000:].mean()), rel=1e-12)
-    assert table.loc[0, "steps"] == 300_000
+    tenth = fit.trace[0, -STEPS[kind] // 10 :]
+    assert table.loc[0, "ELBO"] == pytest.approx(float(tenth.mean()), rel=1e-12)
+    assert table.loc[0, "steps"] == STEPS[kind]
     assert bool(table.loc[0, "converged"])
 
 
 def test_a_dense_fit_that_sticks_the_landing_is_exact():
     """Its gradient has no noise at the optimum, so no learning rate has to fall far."""
-    lr = torchopt.schedule.polynomial_schedule(0.05, 1e-3, 1.0, 1500)
+    lr = torchopt.schedule.polynomial_schedule(0.05, 1e-3, 1.0, 900)
     vi = ps.VI(linear, structure="dense", sticking_the_landing=True, optimiser=torchopt.adam(lr))
-    fit = vi.run((X, Y), num_steps=2000, **SETTINGS)
-    check_optimum(fit, "dense", 1.0, tolerance=1e-5)
-    last = fit.trace[0, -1000:]  # log joint + H, which varies by half a chi square of 3
+    fit = vi.run((X, Y), num_steps=1500, **SETTINGS)
+    check_optimum(fit, "dense", 1.0, 1e-5)
+    last = fit.trace[0, -600:]  # log joint + H, which varies by half a chi square of 3
     assert float(last.std()) == pytest.approx(1.5**0.5, rel=0.15)
-    assert float(last.mean()) == pytest.approx(float(EVIDENCE), abs=0.17)
+    assert float(last.mean()) == pytest.approx(float(EVIDENCE), abs=4.4 * (1.5 / 600) ** 0.5)
 
 
 def test_particles_average_the_noise():
-    """Sixteen give a bound of a quarter of the noise, and the same optimum."""
-    lr = torchopt.schedule.polynomial_schedule(0.05, 1e-4, 2.0, 1500)
+    """Four give a bound of half the noise."""
     sds = []
-    for count in (1, 16):
-        vi = ps.VI(linear, num_particles=count, optimiser=torchopt.adam(lr))
-        fit = vi.run((X, Y), num_steps=2000, **SETTINGS)
-        sds.append(float(fit.trace[0, -500:].std()))
-    check_optimum(fit, "diag", 1.0, tolerance=0.1)
-    assert sds[0] / sds[1] == pytest.approx(4.0, rel=0.2)
+    for count in (1, 4):
+        vi = ps.VI(linear, num_particles=count, optimiser=torchopt.sgd(1e-12))
+        sds.append(float(vi.run((X, Y), num_steps=300, **SETTINGS).trace.std()))
+    assert sds[0] / sds[1] == pytest.approx(2.0, rel=0.2)
 
 
 def test_a_schedule_of_temperatures_ends_where_its_last_value_says():
-    schedule = ps.schedules.cosine_decay(4.0, 100_000, end=0.25)
+    schedule = ps.schedules.cosine_decay(4.0, 10_000, end=0.25)
     fit = optimum("diag", schedule)
     assert fit.fit.temperature == 0.25
-    check_optimum(fit, "diag", 0.25)
+    check_optimum(fit, "diag", 0.25, 0.02)
     first, last = fit.trace[0, 0], optimum("diag", 0.25).trace[0, 0]
     log_sds = math.log(0.1) + (1 + math.log(2 * math.pi)) / 2
     close(first - last, (4.0 - 0.25) * 3 * log_sds)
@@ -372,13 +374,14 @@ def test_a_schedule_of_temperatures_ends_where_its_last_value_says():
 
 @pytest.mark.parametrize("kind", VIAS)
 def test_temperature_zero_is_the_mode(kind):
-    fit = VIAS[kind](linear, temperature=0.0)
-    fit.run((X, Y), num_steps=2500, **SETTINGS)
+    optimiser = {} if kind == "IVON" else {"optimiser": torchopt.sgd(0.2)}
+    fit = VIAS[kind](linear, temperature=0.0, **optimiser)
+    fit.run((X, Y), num_steps=300, **SETTINGS)
     (gaussian,) = fit.fit.gaussians
     assert not gaussian.variance.any()
-    close(gaussian.mean, POSTERIOR, 2e-3)
+    close(gaussian.mean, POSTERIOR, 1e-5)
     peak = pyro_log_joint(linear, {"w": gaussian.mean}, (X, Y))
-    close(fit.trace[0, -1], peak, 1e-6)
+    close(fit.trace[0, -1], peak, 1e-7)
     assert torch.equal(fit.get_samples()["w"], gaussian.mean.expand(1000, 3))
 
 
@@ -487,8 +490,8 @@ def test_a_bound_that_still_rises_is_said():
 def test_a_bound_that_does_not_rise_is_not_mentioned():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        vi = ps.VI(linear, optimiser=torchopt.adam(0.05), num_particles=4)
-        assert vi.run((X, Y), num_steps=1500, **SETTINGS).converged
+        vi = ps.VI(linear, optimiser=torchopt.adam(0.01), init_strategy={"w": POSTERIOR[None]})
+        assert vi.run((X, Y), num_steps=500, **SETTINGS).converged
 
 
 def test_one_start_that_rises_is_enough():
@@ -503,11 +506,11 @@ def test_one_start_that_rises_is_enough():
 @pytest.mark.parametrize("kind", ["diag", "IVON"])
 def test_early_stopping_ends_once_the_bound_is_flat(kind):
     method = ps.IVON if kind == "IVON" else functools.partial(ps.VI, optimiser=torchopt.adam(0.05))
-    settings = {"num_steps": 2500, **SETTINGS}
+    settings = {"num_steps": 1500, **SETTINGS}
     stopped = method(linear, early_stopping=True).run((X, Y), **settings)
     whole = method(linear).run((X, Y), **settings)
     steps = stopped.trace.shape[1]
-    assert 200 <= steps < 2500
+    assert 200 <= steps < 1500
     assert steps % 100 == 0
     assert stopped.fit.attrs["num_steps"] == steps
     assert torch.equal(stopped.trace, whole.trace[:, :steps])
@@ -558,16 +561,18 @@ def test_points_move_by_their_mean_gradient_and_get_no_noise(kind):
 
 def test_points_end_where_the_bound_is_largest():
     """Dense, on a conjugate model, that is where the evidence is: type-II maximum likelihood."""
-    lr = torchopt.schedule.polynomial_schedule(0.05, 1e-4, 1.0, 2500)
-    vi = ps.VI(with_point, structure="dense", optimiser=torchopt.adam(lr), num_particles=2)
-    fit = vi.run((X, Y), num_steps=3000, **SETTINGS)
-    values = [fit.params["shift"].requires_grad_(), fit.params["sd"].log().requires_grad_()]
-    shift, sd = values[0], values[1].exp()
-    of_rows = MultivariateNormal(X.sum(1) * shift, sd**2 * torch.eye(N) + X @ X.T)
-    slopes = torch.autograd.grad(of_rows.log_prob(Y), values, create_graph=True)
-    curvatures = [torch.autograd.grad(s.sum(), v)[0] for s, v in zip(slopes, values, strict=True)]
-    for slope, curvature in zip(slopes, curvatures, strict=True):
-        assert (slope / curvature).abs().max() < 0.02  # steps of Newton's method, in their units
+    vi = ps.VI(with_point, structure="dense", optimiser=torchopt.adam(falling), compile=True)
+    params = vi.run((X, Y), num_steps=100_000, **SETTINGS).params
+
+    def evidence(values):
+        covariance = values[1].exp().square() * torch.eye(N) + X @ X.T
+        return MultivariateNormal(X.sum(1) * values[0], covariance).log_prob(Y)
+
+    found = torch.stack([params["shift"][0], params["sd"].log()])
+    curvature = torch.func.hessian(evidence)(found)
+    step = torch.linalg.solve(curvature, torch.func.grad(evidence)(found))  # to the maximum
+    assert step.abs().max() < 0.01
+    assert (torch.linalg.eigvalsh(curvature) < 0).all()
 
 
 # ------------------------------------------------------------------ optimisers
@@ -575,7 +580,7 @@ def test_points_end_where_the_bound_is_largest():
 IMPURE = {
     "clipped": torchopt.chain(torchopt.clip.clip_grad_norm(0.3), torchopt.sgd(0.1)),
     "radam": torchopt.radam(0.1),
-    "decaying": torchopt.adam(torchopt.schedule.exponential_decay(0.1, 10, 0.9)),
+    "decaying": torchopt.adam(torchopt.schedule.exponential_decay(0.1, 0.98)),
 }
 
 
@@ -631,7 +636,11 @@ def test_a_network_learns_from_minibatches(kind):
 
     x = torch.linspace(-2, 2, 200)[:, None]
     y = torch.sin(2 * x[:, 0]) + 0.1 * normals(200, seed=9)
-    make = ps.VI(model, optimiser=torchopt.adam(0.02)) if kind == "VI" else ps.IVON(model)
+    make = (
+        ps.VI(model, optimiser=torchopt.adam(0.02))
+        if kind == "VI"
+        else ps.IVON(model, first_curvature=50.0)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         fit = make.run((x, y), batch_size=50, num_steps=1200, **SETTINGS)

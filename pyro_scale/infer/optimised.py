@@ -25,7 +25,7 @@ from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_u
 from pyro_scale.kernels.optimiser import is_pure
 from pyro_scale.model.log_posterior import LogPosterior
 
-#: The least rise over a quarter of a run that matters, in nats.
+#: The least rise over a quarter of a run that matters, in nats, times the root of the dimensions.
 _MATTERS = 0.1
 #: The least steps of a window in which the objective is averaged.
 _WINDOW = 100
@@ -144,7 +144,7 @@ class Optimised(Approximation):
     @property
     def converged(self) -> bool:
         """Whether no start's objective rose any more over the last quarter of its steps."""
-        return not bool(_rises(self.trace).any())
+        return not bool(self._rises(self.trace).any())
 
     def diagnostics(self) -> Any:
         """A DataFrame, one row a start: the objective's mean over the last tenth of the steps, in
@@ -154,7 +154,7 @@ class Optimised(Approximation):
         trace = self.trace
         last = trace[:, -max(1, trace.shape[1] // 10) :].mean(1)
         table = pandas.DataFrame(
-            {self.objective: last, "steps": trace.shape[1], "converged": ~_rises(trace)}
+            {self.objective: last, "steps": trace.shape[1], "converged": ~self._rises(trace)}
         )
         table.index.name = "start"
         table.attrs.update(self.fit.attrs)
@@ -205,8 +205,16 @@ class Optimised(Approximation):
         }
         return {"method": type(self).__name__, "structure": self.structure, **hypers}
 
+    def _rises(self, trace: Tensor) -> Tensor:
+        """Whether each start's trace `[starts, steps]` rose over its last quarter."""
+        quarter = trace.shape[1] // 4
+        if quarter < 2:
+            return torch.zeros(len(trace), dtype=torch.bool)
+        before, now = trace[:, -2 * quarter :].split(quarter, dim=1)
+        return still_rises(before, now, _MATTERS * self.fit.layout.size**0.5)
+
     def _warn_of_a_rise(self, draws: Draws) -> None:
-        rises = _rises(draws.log_joint[:, : draws.num_steps])
+        rises = self._rises(draws.log_joint[:, : draws.num_steps])
         if bool(rises.any()):
             warnings.warn(
                 f"the {self.objective} still rose over the last quarter of the {draws.num_steps} "
@@ -214,15 +222,6 @@ class Optimised(Approximation):
                 UserWarning,
                 stacklevel=3,
             )
-
-
-def _rises(trace: Tensor) -> Tensor:
-    """Whether each start's trace `[starts, steps]` rose over its last quarter."""
-    quarter = trace.shape[1] // 4
-    if quarter < 2:
-        return torch.zeros(len(trace), dtype=torch.bool)
-    before, now = trace[:, -2 * quarter :].split(quarter, dim=1)
-    return still_rises(before, now, _MATTERS)
 
 
 def _times(draws: Draws) -> dict[str, Any]:
