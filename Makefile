@@ -1,10 +1,10 @@
-# `make demo`, `make test`, `make bench`, `make accuracy`: each makes .venv if it is missing.
+# `make demo`, `make test`, `make bench`, `make accuracy`, `make approximations`: each makes .venv if it is missing.
 
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test bench accuracy lint types notebooks clean
+.PHONY: demo test bench accuracy approximations lint types notebooks clean
 
 demo: .venv/installed
 	$(BIN)/python -W ignore::FutureWarning examples/demo.py
@@ -17,6 +17,9 @@ bench: .venv/installed-bench
 
 accuracy: .venv/installed
 	$(BIN)/python benchmarks/accuracy/run.py
+
+approximations: .venv/installed-bench
+	$(BIN)/python -W ignore benchmarks/approximations/run.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -268,6 +268,9 @@ def exact_bound(covariance, temperature=1.0):
     return float(peak - torch.trace(LAMBDA @ covariance) / 2 + temperature * entropy)
 
 
+NEAR = {"w": POSTERIOR[None]}
+
+
 def falling(count):
     """A learning rate that averages over ever more steps."""
     return 2.0 / (count + 200.0)
@@ -319,7 +322,7 @@ def test_the_optimum_of_minibatches_is_the_exact_one(kind, temperature):
     """Variances T / L_ii, or T L^-1 if dense: N/B, the prior and T are all in them."""
     fit = optimum(kind, temperature)
     assert fit.fit.attrs["program"].startswith("compiled")
-    check_optimum(fit, kind, temperature, 0.01 if temperature == 1.0 else 0.02)
+    check_optimum(fit, kind, temperature, 0.04 if kind == "dense" else 0.01 / temperature**0.5)
     assert fit.converged
 
 
@@ -342,15 +345,18 @@ def test_the_bound_is_in_nats_a_total_and_below_the_evidence(kind, temperature):
     assert bool(table.loc[0, "converged"])
 
 
-def test_a_dense_fit_that_sticks_the_landing_is_exact():
+@pytest.mark.parametrize("temperature", [1.0, 0.25])
+def test_a_dense_fit_that_sticks_the_landing_is_exact(temperature):
     """Its gradient has no noise at the optimum, so no learning rate has to fall far."""
-    lr = torchopt.schedule.polynomial_schedule(0.05, 1e-3, 1.0, 900)
-    vi = ps.VI(linear, structure="dense", sticking_the_landing=True, optimiser=torchopt.adam(lr))
-    fit = vi.run((X, Y), num_steps=1500, **SETTINGS)
-    check_optimum(fit, "dense", 1.0, 1e-5)
-    last = fit.trace[0, -600:]  # log joint + H, which varies by half a chi square of 3
-    assert float(last.std()) == pytest.approx(1.5**0.5, rel=0.15)
-    assert float(last.mean()) == pytest.approx(float(EVIDENCE), abs=4.4 * (1.5 / 600) ** 0.5)
+    optimiser = torchopt.adam(torchopt.schedule.polynomial_schedule(0.05, 1e-3, 1.0, 600))
+    hypers = {"optimiser": optimiser, "temperature": temperature, "init_strategy": NEAR}
+    vi = ps.VI(linear, structure="dense", sticking_the_landing=True, **hypers)
+    fit = vi.run((X, Y), num_steps=900, **SETTINGS)
+    check_optimum(fit, "dense", temperature, 1e-4)
+    last = fit.trace[0, -200:]  # log joint + T H, which varies by half a chi square of 3
+    assert float(last.std()) == pytest.approx(1.5**0.5 * temperature, rel=0.22)
+    expected = exact_bound(best("dense", temperature), temperature)
+    assert float(last.mean()) == pytest.approx(expected, abs=4.4 * temperature * 0.0866)
 
 
 def test_particles_average_the_noise():
@@ -490,7 +496,7 @@ def test_a_bound_that_still_rises_is_said():
 def test_a_bound_that_does_not_rise_is_not_mentioned():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        vi = ps.VI(linear, optimiser=torchopt.adam(0.01), init_strategy={"w": POSTERIOR[None]})
+        vi = ps.VI(linear, optimiser=torchopt.adam(0.01), init_strategy=NEAR)
         assert vi.run((X, Y), num_steps=500, **SETTINGS).converged
 
 
@@ -506,11 +512,11 @@ def test_one_start_that_rises_is_enough():
 @pytest.mark.parametrize("kind", ["diag", "IVON"])
 def test_early_stopping_ends_once_the_bound_is_flat(kind):
     method = ps.IVON if kind == "IVON" else functools.partial(ps.VI, optimiser=torchopt.adam(0.05))
-    settings = {"num_steps": 1500, **SETTINGS}
-    stopped = method(linear, early_stopping=True).run((X, Y), **settings)
-    whole = method(linear).run((X, Y), **settings)
+    settings = {"num_steps": 600, **SETTINGS}
+    stopped = method(linear, early_stopping=True, init_strategy=NEAR).run((X, Y), **settings)
+    whole = method(linear, init_strategy=NEAR).run((X, Y), **settings)
     steps = stopped.trace.shape[1]
-    assert 200 <= steps < 1500
+    assert 200 <= steps < 600
     assert steps % 100 == 0
     assert stopped.fit.attrs["num_steps"] == steps
     assert torch.equal(stopped.trace, whole.trace[:, :steps])
@@ -643,7 +649,7 @@ def test_a_network_learns_from_minibatches(kind):
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        fit = make.run((x, y), batch_size=50, num_steps=1200, **SETTINGS)
+        fit = make.run((x, y), batch_size=50, num_steps=700, **SETTINGS)
     torch.manual_seed(1)
     mean = fit.predict(x, num_samples=30)["y"].mean(0)
     assert (mean - torch.sin(2 * x[:, 0])).square().mean() < 0.03

@@ -20,8 +20,10 @@ from torch import Tensor
 import pyro_scale as ps
 
 ROWS, COLUMNS = 768, 8
-#: Of Adam, and the sds at first.
-LR, FIRST_SD = 1e-2, 0.1
+#: Steps over which Adam's lr falls, after which fits no longer move by much: from, to.
+SETTLING, LR, LAST_LR = 3000, 1e-2, 1e-4
+#: Sds of q at first.
+FIRST_SD = 0.1
 Batch = tuple[Tensor, Tensor]
 
 
@@ -38,10 +40,16 @@ def _row(mean: Tensor, sd: Tensor) -> np.ndarray:
 # ------------------------------------------------------------------ variational inference
 
 
-def vi_ours(structure: str, steps: int, compile: bool = True) -> Callable[[], Timing]:
+def _adam() -> Any:
+    return torchopt.adam(torchopt.schedule.polynomial_schedule(LR, LAST_LR, 1.0, SETTLING))
+
+
+def vi_ours(
+    structure: str, steps: int, compile: bool = True, sticking: bool = True
+) -> Callable[[], Timing]:
     """`ps.VI.run`: a step, and a step's share of the whole run with its compilation cached."""
-    options: dict[str, Any] = {"sticking_the_landing": True, "compile": compile}
-    vi = ps.VI(logistic_model, structure=structure, optimiser=torchopt.adam(LR), **options)
+    options: dict[str, Any] = {"sticking_the_landing": sticking, "compile": compile}
+    vi = ps.VI(logistic_model, structure=structure, optimiser=_adam(), **options)
     data, seeds = _data(), iter(range(1000))
 
     def run(steps: int) -> Any:
@@ -78,7 +86,9 @@ def by_hand(params: dict[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
     return value, torch.tensor([])
 
 
-def vi_posteriors(structure: str, density: str, steps: int) -> Callable[[], Timing]:
+def vi_posteriors(
+    structure: str, density: str, steps: int, sticking: bool = True
+) -> Callable[[], Timing]:
     """`posteriors.vi.diag` or `.dense`, a Python loop over its update."""
     import posteriors
 
@@ -88,7 +98,8 @@ def vi_posteriors(structure: str, density: str, steps: int) -> Callable[[], Timi
     first: Any = {"init_log_sds": float(np.log(FIRST_SD))}
     if structure == "dense":
         first = {"init_L": FIRST_SD}
-    transform = module.build(log_posterior, torchopt.adam(LR), temperature=1 / ROWS, **first)
+    first["stl"] = sticking
+    transform = module.build(log_posterior, _adam(), temperature=1 / ROWS, **first)
     state = transform.init({"w": torch.zeros(COLUMNS)})
 
     def run(state: Any, steps: int) -> Any:
@@ -97,7 +108,7 @@ def vi_posteriors(structure: str, density: str, steps: int) -> Callable[[], Timi
             state, _ = transform.update(state, (x[chosen], y[chosen]))
         return state
 
-    state = run(state, 3000)
+    state = run(state, SETTLING)
 
     def timing() -> Timing:
         nonlocal state
@@ -117,7 +128,7 @@ def vi_posteriors(structure: str, density: str, steps: int) -> Callable[[], Timi
 def vi_pyro(guide: str, steps: int) -> Callable[[], Timing]:
     """Pyro's `SVI` with an automatic guide, such as `AutoDiagonalNormal`."""
     from pyro.infer import SVI, Trace_ELBO, autoguide
-    from pyro.optim import PyroOptim
+    from pyro.optim import ClippedAdam
 
     pyro.enable_validation(False)
     x, y = _data()
@@ -128,14 +139,15 @@ def vi_pyro(guide: str, steps: int) -> Callable[[], Timing]:
             pyro.sample("y", pyro.distributions.Bernoulli(logits=x @ w), obs=y)
 
     made = getattr(autoguide, guide)(model, init_scale=FIRST_SD)
-    inference = SVI(model, made, PyroOptim(torch.optim.Adam, {"lr": LR}), Trace_ELBO())
+    falling = {"lr": LR, "lrd": (LAST_LR / LR) ** (1 / SETTLING), "clip_norm": 1e9}
+    inference = SVI(model, made, ClippedAdam(falling), Trace_ELBO())
 
     def run(steps: int) -> None:
         for _ in range(steps):
             chosen = torch.randint(ROWS, (LOGISTIC_BATCH,))
             inference.step(x[chosen], y[chosen])
 
-    run(3000)
+    run(SETTLING)
 
     def timing() -> Timing:
         begin = time.perf_counter()
@@ -180,8 +192,13 @@ def ekf_ours(structure: str, curvature: str, one_by_one: bool = False) -> Callab
 
 
 def ekf_posteriors(structure: str) -> Callable[[], Timing]:
-    """`posteriors.ekf.diag_fisher` or `.dense_fisher`; it takes means of a batch's rows where Bayes'
-    rule takes sums, so that its lr is the batch's size."""
+    """`posteriors.ekf.diag_fisher` or `.dense_fisher`.
+
+    They take means of a batch's rows where Bayes' rule takes sums, so that lr is the batch's size.
+    `dense_fisher` of posteriors 0.1.3 subtracts the Fisher information where it is to be added, so
+    that its precision soon is not positive: it is timed at a small lr, and its numbers are not
+    those of a filter.
+    """
     import posteriors
 
     x, y = _data()
@@ -193,7 +210,8 @@ def ekf_posteriors(structure: str) -> Callable[[], Timing]:
         return batch[1] * z - torch.nn.functional.softplus(z), nothing
 
     module = getattr(posteriors.ekf, f"{structure}_fisher")
-    transform = module.build(rows, lr=float(LOGISTIC_BATCH), per_sample=True)
+    lr = LOGISTIC_BATCH if structure == "diag" else 1e-3
+    transform = module.build(rows, lr=float(lr), per_sample=True)
 
     def timing() -> Timing:
         state = transform.init({"w": torch.zeros(COLUMNS)})

@@ -279,7 +279,7 @@ class Block:
         """Adds the terms, or their diagonals, to a total [D, D] or [D] of the caller's own."""
         for part, inner in self._factors(self.jacobian):
             if total.dim() == 1:
-                total += torch.einsum("bkd,bkd->d", part, inner)
+                total += (part * inner).sum((0, 1))  # einsum takes ten times as long
             else:
                 total.addmm_(part.flatten(0, 1).T, inner.flatten(0, 1))
 
