@@ -20,13 +20,14 @@ Batch = tuple[Tensor, Tensor]
 
 
 def _timed(fit: Callable[[], Any], precision: Callable[[Any], Tensor]) -> Callable[[], Timing]:
-    """Times a fit, after one that does not count, and reads the precision off."""
+    """Times a fit in seconds of the processor, after one that does not count, and reads the
+    precision off."""
     fit()
 
     def timing() -> Timing:
-        begin = time.perf_counter()
+        begin = time.process_time()
         found = fit()
-        seconds = time.perf_counter() - begin
+        seconds = time.process_time() - begin
         return Timing({"": seconds}, draws=precision(found).detach().reshape(1, -1).numpy())
 
     return timing

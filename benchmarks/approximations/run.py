@@ -555,7 +555,9 @@ def page(results: Mapping[str, Record]) -> str:
         "",
         "Written by `make approximations` (`benchmarks/approximations/run.py`).  Every contender "
         "has a process of its own with one thread, all on the same core, and they are timed in "
-        "turns, so read the ratios: the machine is a virtual one that others share.",
+        "turns, so read the ratios: the machine is a virtual one of two cores that others share. "
+        "Times of Laplace approximations and filters are the processor's; those of variational "
+        "inference are the clock's, as are those of memory.",
         "",
         "What is short of its target:" if short else "Nothing is short of its target.",
         *([""] if short else []),
