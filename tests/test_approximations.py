@@ -101,6 +101,8 @@ class Row(NamedTuple):
     def of(self, model=mixed, **arguments):
         if self.method is not ps.IVON:
             arguments = {"structure": self.structure, **arguments}
+        if self.method is ps.EKF and model is mixed:  # its prior's moments take 10,000 runs
+            arguments = {"init_strategy": fit_of("Laplace diag"), **arguments}
         return self.method(model, **{**self.arguments, **arguments})
 
     def fitted(self, model=mixed, data=DATA, **kwargs):
@@ -161,9 +163,11 @@ def check_standard(z):
     """Means and second moments of draws `[n, D]` that should be standard normals."""
     count, size = z.shape
     assert (z.mean(0) * count**0.5).abs().max() < 4.4
-    errors = z.T @ z / count - torch.eye(size)
-    scale = torch.ones(size, size) + torch.eye(size)  # the variance of a product of two
-    assert (errors * (count / scale).sqrt()).abs().max() < 4.8
+    moments = z.T @ z / count
+    variance = 2 / (9 * count)  # of a chi square's cube root
+    errors = (moments.diagonal() ** (1 / 3) - 1 + variance) / variance**0.5
+    assert errors.abs().max() < 4.4
+    assert ((moments - moments.diag().diag()) * count**0.5).abs().max() < 4.8
 
 
 def same(left, right):
@@ -232,14 +236,15 @@ def test_a_maps_draws_are_its_modes(structure):
     close(twice["w"][:2], fit.get_samples()["w"])
 
 
-@every_gaussian
-def test_a_starts_draws_do_not_depend_on_other_starts(row):
-    """Where that is known: seeds are by start."""
-    if row.starts == 1:
+@every
+def test_a_start_is_the_same_whatever_others_there_are(row):
+    """Draws too: their seeds are by start."""
+    if row.method is ps.EKF:
+        with pytest.raises(ArgumentError, match="num_chains=2: a filter has one start"):
+            row.fitted(conjugate, (X, Y), num_chains=2)
         return
-    one = row.fitted(num_chains=1).get_samples()
-    for name, value in fit_of(row.name).get_samples(group_by_chain=True).items():
-        close(value[0], one[name], 1e-8)
+    one, three = (row.fitted(conjugate, (X, Y), num_chains=n) for n in (1, 3))
+    close(three.get_samples(group_by_chain=True)["w"][0], one.get_samples()["w"], 1e-8)
 
 
 @every
@@ -295,27 +300,20 @@ def test_predictions_are_drawn_at_each_draw(row):
     assert {name: value.shape for name, value in some.items()} == {"y": (2, 5)}
 
 
-def curved(x, y=None):
+def curved(x, sd, y=None):
     w = pyro.sample("w", dist.Normal(double(0.5)[0], 1.0))
-    v = pyro.sample("v", dist.Normal(double(-16.0)[0], 0.1))
     with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal((x * w).exp(), v.exp()), obs=y)
+        return pyro.sample("y", dist.Normal((x * w).exp(), sd), obs=y)
 
 
-@pytest.mark.parametrize("name", ["Laplace diag", "VI diag", "EKF dense"])
+@pytest.mark.parametrize("name", ["Laplace diag", "VI dense", "EKF dense"])
 def test_linearised_predictions_are_linear_around_the_mean(name):
-    """A scale is taken as linear in its logarithm; here it is as good as 0."""
-    row = ROWS[name]
-    method = row.of(curved) if row.method is not ps.EKF else row.of(curved, lr=1e-12)
-    steps = {"num_steps": 2} if row.method is ps.VI else {}
-    x = X[:, 0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        fit = method.run((x, x.exp()), seed=0, num_chains=1, **steps, **QUIET)
-    drawn = fit.predict(x, num_samples=50, linearized=True)["y"]
+    x, row = X[:, 0], ROWS[name]
+    fit = row.fitted(curved, (x, 3.0, x.exp()), num_chains=1)
+    drawn = fit.predict(x, 1e-9, num_samples=50, linearized=True)["y"]
     w, centre = fit.get_samples(50)["w"][:, None], fit.fit.gaussians[0].mean[0]
-    close(drawn, (x * centre).exp() * (1 + x * (w - centre)), 1e-4)
-    assert (drawn - fit.predict(x, num_samples=50)["y"]).abs().max() > 1e-2
+    close(drawn, (x * centre).exp() * (1 + x * (w - centre)), 1e-7)
+    assert (drawn - fit.predict(x, 1e-9, num_samples=50)["y"]).abs().max() > 1e-2
 
 
 def test_linearised_predictions_need_a_gaussian():

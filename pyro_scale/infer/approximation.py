@@ -18,7 +18,6 @@ from pyro_scale.infer.guide import Guide
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.result import Result
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.model.sites import Site
 
 #: Which elements a Gaussian knows to be correlated: none, or all.
 Structure = Literal["diag", "dense"]
@@ -189,11 +188,4 @@ def as_prior(fit: Fit, start: int) -> LogPosterior:
             "the old posterior as the next prior: the likelihood is a joint density of all rows, "
             "so more rows would change what those before them say; run on all of them together"
         )
-    gaussian = fit.gaussians[start].tempered(1 / fit.temperature)
-
-    def prior(sites: Mapping[str, Site], own: Tensor) -> Tensor:
-        values = [sites[name].unconstrained for name in fit.sites]
-        flat = [value.reshape(-1) for value in values if value is not None]
-        return gaussian.log_prob(torch.cat(flat).to(own))
-
-    return LogPosterior(known.model).with_prior(prior)
+    return LogPosterior(known.model).with_gaussian_prior(fit.at_temperature_1(start))

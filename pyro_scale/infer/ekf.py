@@ -10,30 +10,26 @@ from typing import Any, NamedTuple, Self, get_args
 import torch
 from torch import Tensor
 
-from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
+from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.randomness import Purpose, choose_seed, derived_seed
+from pyro_scale.core.randomness import choose_seed
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.sources import Data
-from pyro_scale.errors import ArgumentError, ModelError, NonFiniteError
+from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.infer.approximation import Approximation, Structure
-from pyro_scale.infer.collect import facts_of
-from pyro_scale.infer.fit import Fit
+from pyro_scale.infer.filter import PATH_NUMBERS, Filter, Settings
 from pyro_scale.infer.memory import refuse_what_does_not_fit
-from pyro_scale.infer.pieces import Piece, split
+from pyro_scale.infer.pieces import split
 from pyro_scale.infer.setup import as_log_posterior, init_of, module_device
-from pyro_scale.kernels.ekf import EKFState, absorbed, predicted
-from pyro_scale.model import derivatives
-from pyro_scale.model.curvature import Curvature, RowKind
-from pyro_scale.model.gaussian_prior import gaussian_prior
-from pyro_scale.model.log_posterior import LogPosterior, Params
-from pyro_scale.model.scaling import Evaluation
+from pyro_scale.infer.stepping import batch_as_data
+from pyro_scale.kernels.ekf import EKFState
+from pyro_scale.model.curvature import RowKind
+from pyro_scale.model.gaussian_prior import as_structure, gaussian_prior
+from pyro_scale.model.log_posterior import LogPosterior
 
 #: Matrices that are held at once: precisions before and after, curvature, factor.
 _MATRICES = 4
-#: Numbers of the path that are kept: 256 MiB of float64.
-_PATH_NUMBERS = 2**25
 
 
 class Filtered(NamedTuple):
@@ -112,7 +108,7 @@ class EKF(Approximation):
             if not isinstance(value, int | float) or not least <= value < math.inf:
                 raise ArgumentError(f"{name}={value!r}: pass a number {'>' if least else '>='} 0")
         self.curvature, self.lr, self.transition_sd = curvature, float(lr), float(transition_sd)
-        self._filter: _Filter | None = None
+        self._filter: Filter | None = None
 
     def run(
         self,
@@ -173,8 +169,7 @@ class EKF(Approximation):
             NonFiniteError: the state became NaN or infinite.
         """
         if self._filter is None:
-            arguments = as_log_posterior(self.model, None).bind(args, kwargs)
-            opened = open_data(arguments, None, self._num_data, module_device(self.model))
+            opened = batch_as_data(self.model, self._num_data, args, kwargs)
             self._filter = self._begun(opened, opened.first(), choose_seed(None))
         known = self._filter.log_posterior
         value = 0.0
@@ -194,7 +189,7 @@ class EKF(Approximation):
         self.fit  # noqa: B018  (which raises)
         if self._filter is None or self._filter.path is None:
             raise ArgumentError(
-                f"the path of a filter is kept up to {_PATH_NUMBERS:,} numbers, and this one was "
+                f"the path of a filter is kept up to {PATH_NUMBERS:,} numbers, and this one was "
                 "longer, or comes from a file: run it in parts with step(), and read fit after each"
             )
         layout = self._filter.layout
@@ -213,7 +208,7 @@ class EKF(Approximation):
         table.attrs.update(self.fit.attrs)
         return table
 
-    def _begun(self, data: Data, arguments: Any, seed: int) -> _Filter:
+    def _begun(self, data: Data, arguments: Any, seed: int) -> Filter:
         known = as_log_posterior(self.model, data.num_data)
         known.prepare(arguments, None, seed)
         if any(rule.whole_data for rule in known.understanding.scaling.rules.values()):
@@ -229,7 +224,8 @@ class EKF(Approximation):
             refuse_what_does_not_fit(layout.size, layout.dtype, first.device, _MATRICES, "EKF")
         prior = self._gaussian(known, arguments, layout, dense, seed)
         state = EKFState(prior.mean, prior.precision)
-        return _Filter(self, known, data, layout, state, seed)
+        settings = Settings(self.structure, self.curvature, self.lr, self.transition_sd)
+        return Filter(settings, known, data, layout, state, seed)
 
     def _gaussian(
         self, known: LogPosterior, arguments: Any, layout: Layout, dense: bool, seed: int
@@ -247,109 +243,4 @@ class EKF(Approximation):
                 f"init_strategy: it has a Gaussian over {list(fit.sites)}, the model has the sites "
                 f"{list(layout.names)}: fit all of them"
             )
-        given = fit.gaussians[0]
-        if dense and isinstance(given, Diagonal):
-            return Dense(given.mean, given.sd.diag())
-        return given if dense else Diagonal(given.mean, given.variance.sqrt())
-
-
-class _Filter:
-    """A filter at work.
-
-    Attributes:
-        log_posterior: the model, understood.
-        layout: of the latents.
-        log_lik: of each step.
-        path: means and sds after each step; None once there are too many.
-    """
-
-    def __init__(
-        self,
-        method: EKF,
-        log_posterior: LogPosterior,
-        data: Data,
-        layout: Layout,
-        state: EKFState,
-        seed: int,
-    ):
-        self.log_posterior, self.layout = log_posterior, layout
-        self._method, self._data, self._state, self._seed = method, data, state, seed
-        self.log_lik: list[float] = []
-        self.path: list[tuple[Tensor, Tensor]] | None = []
-
-    def absorb(self, piece: Piece) -> float:
-        """The next batch; returns its log likelihood at the mean before it."""
-        method = self._method
-        state = predicted(self._state, method.transition_sd)
-        params = self.layout.unflatten(state.mean)
-        gradient, log_lik = self._gradient(params, piece)
-        seed = derived_seed(self._seed, len(self.log_lik), Purpose.CURVATURE)
-        curvature = Curvature(self.log_posterior, method.curvature, seed=seed)
-        total = torch.zeros_like(state.precision)
-        for block in curvature.blocks(params, piece.arguments, piece.indices, None, piece.keep):
-            block.add_to(total)
-        try:
-            state = absorbed(state, gradient, total, method.lr)
-        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            state = EKFState(state.mean * torch.nan, state.precision)
-        if not bool(torch.isfinite(state.mean).all() & torch.isfinite(state.precision).all()):
-            raise NonFiniteError(
-                f"step {len(self.log_lik)}: the filter's state became NaN or infinite: clean the "
-                "data (torch.isfinite finds bad rows), scale them, or give the sites tighter priors"
-            )
-        self._state = state
-        self.log_lik.append(log_lik)
-        self._remember()
-        return log_lik
-
-    def fit(self, attrs: dict[str, Any]) -> Fit:
-        """What it knows now."""
-        method, gaussian = self._method, self._gaussian()
-        facts = {
-            "method": type(method).__name__,
-            "structure": method.structure,
-            "curvature": method.curvature,
-            "lr": method.lr,
-            "transition_sd": method.transition_sd,
-            "num_steps": len(self.log_lik),
-        }
-        points = {name: p.unconstrained for name, p in self.log_posterior.points.items()}
-        layout = Layout.of({**self.layout.unflatten(gaussian.mean), **points})
-        centre = layout.flatten({**self.layout.unflatten(gaussian.mean), **points})
-        return Fit(
-            log_posterior=self.log_posterior,
-            data=self._data,
-            layout=layout,
-            centres=centre[None],
-            sites=self.layout.names,
-            gaussians=(gaussian,),
-            seed=self._seed,
-            attrs={**facts, **attrs, **facts_of(self.log_posterior, self._seed)},
-            trace=torch.tensor([self.log_lik], dtype=torch.float64),
-        )
-
-    def _gaussian(self) -> Gaussian:
-        mean, precision = self._state
-        if precision.dim() == 1:
-            return Diagonal.of_precision(mean, precision)
-        return Dense.of_precision(mean, precision)
-
-    def _gradient(self, params: Params, piece: Piece) -> tuple[Tensor, float]:
-        def evaluate(params: Params) -> Evaluation:
-            found = self.log_posterior(params, piece.arguments, piece.indices)
-            return found._replace(log_joint=found.log_lik[piece.keep].sum())
-
-        try:
-            gradient, evaluation = derivatives.gradient(evaluate, params)
-        except (RuntimeError, NotImplementedError):  # a model that functorch refuses
-            gradient, evaluation = derivatives.plain_gradient(evaluate, params)
-        return self.layout.flatten(gradient), float(evaluation.log_joint)
-
-    def _remember(self) -> None:
-        if self.path is None:
-            return
-        if 2 * self.layout.size * (len(self.path) + 1) > _PATH_NUMBERS:
-            self.path = None
-            return
-        gaussian = self._gaussian()
-        self.path.append((gaussian.mean, gaussian.variance.sqrt()))
+        return as_structure(fit.gaussians[0], dense)

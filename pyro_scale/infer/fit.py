@@ -76,6 +76,10 @@ class Fit:
         """By what the posterior's covariance was multiplied."""
         return float(self.attrs.get("temperature", 1.0))
 
+    def at_temperature_1(self, start: int) -> Gaussian:
+        """The Gaussian of a start, as it would be at temperature 1."""
+        return self.gaussians[start].tempered(1 / self.temperature)
+
     @cached_property
     def places(self) -> Tensor:
         """Where in a position the Gaussians' elements are, [d]."""

@@ -180,8 +180,7 @@ class Laplace(Approximation):
                 opened = open_data(data, batch_size, None, module_device(self.model))
                 log_posterior = as_log_posterior(as_prior(old, start), opened.num_data)
                 setup = self._set_up(log_posterior, opened, 1, old.seed)
-                prior = old.gaussians[start].tempered(1 / old.temperature).precision
-                search = self._search(setup, old.sites, batch_size, prior=prior)
+                search = self._search(setup, old.sites, batch_size)
                 given = _given(setup, mode, start)
                 peaks.append(search.best(centre) if given is None else search.at(given))
                 bar.update(1, peaks[-1].log_evidence)
@@ -231,11 +230,10 @@ class Laplace(Approximation):
         sites: tuple[str, ...],
         num_rows: int | None,
         tuned: Tensor | None = None,
-        prior: Tensor | None = None,
     ) -> Search:
         density = WholeDensity(setup.log_posterior, setup.data, setup.engine.layout)
         dense = self.structure == "dense"
-        return Search(density, sites, self.curvature, dense, setup.seed, num_rows, tuned, prior)
+        return Search(density, sites, self.curvature, dense, setup.seed, num_rows, tuned)
 
     def _sites_of(self, setup: Setup) -> tuple[str, ...]:
         latents = setup.log_posterior.latents

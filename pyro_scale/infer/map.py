@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from pyro_scale import kernels
-from pyro_scale.drive.simulate import Draws
 from pyro_scale.infer.approximation import Structure
 from pyro_scale.infer.fit import Fit
 from pyro_scale.infer.memory import refuse_what_does_not_fit
@@ -78,14 +77,12 @@ class MAP(Optimised):
     def _target(self, log_posterior: LogPosterior) -> LogPosterior:
         return log_posterior.without_jacobian()
 
-    def _checked(self, setup: Setup) -> Setup:
+    def _check(self, setup: Setup) -> None:
         if self.structure == "dense":
             layout, device = setup.engine.layout, setup.positions.device
             refuse_what_does_not_fit(layout.size, layout.dtype, device, 3, "Newton's method")
-        return setup
 
-    def _fitted(self, setup: Setup, draws: Draws) -> Fit:
-        fit = super()._fitted(setup, draws)
+    def _finished(self, fit: Fit, setup: Setup) -> Fit:
         if self.structure == "diag":
             return fit
         density = WholeDensity(setup.log_posterior, setup.data, setup.engine.layout)

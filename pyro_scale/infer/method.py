@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Never, Protocol, Self, cast, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, Self, cast, runtime_checkable
 
 from torch import Tensor
 
@@ -12,10 +12,11 @@ from pyro_scale.core.counts import as_count
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.sources import Data
-from pyro_scale.errors import ArgumentError, FileError, NotRunError
-from pyro_scale.infer import diagnostics, export, files, predictive
+from pyro_scale.errors import ArgumentError, NotRunError
+from pyro_scale.infer import diagnostics, export, files, predictive, saved
 from pyro_scale.infer.result import Result
-from pyro_scale.infer.setup import Setup, module_device
+from pyro_scale.infer.setup import module_device
+from pyro_scale.infer.stepping import Stepping
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: Bytes of pointwise log likelihood that `to_arviz` computes without being asked.
@@ -45,7 +46,7 @@ class Method:
     """
 
     #: What single steps go on from, where a method takes them.
-    _stepping: tuple[Setup, Any] | None = None
+    _stepping: Stepping | None = None
 
     def __init__(self, model: Any, *, init_strategy: Any = None, num_data: int | None = None):
         if not isinstance(model, LogPosterior) and not callable(model):
@@ -241,15 +242,7 @@ class Method:
             ArgumentError: `path` is no path, or `model` is not callable.
             FileError: the file cannot be read, is damaged, or is of another method or model.
         """
-        contents = files.read(path)
-        name = contents["method"]
-        kind = next((kind for kind in _family(cls) if kind.__name__ == name), None)
-        if kind is None:
-            raise FileError(
-                f"'{path}' holds the results of {name}, not of {cls.__name__}: call "
-                f"{name}.load(path, model)"
-            )
-        loaded = _as_loaded(kind, contents)
+        loaded, contents = saved.opened(path, cls)
         Method.__init__(loaded, model)  # a method's own makes what only a run needs
         loaded._restore(contents, files.understood(contents, model))
         return cast(Self, loaded)
@@ -272,7 +265,7 @@ class Method:
         """The batch that the model was understood on."""
         data = self._results().data
         if data is None and self._stepping is not None:
-            data = self._stepping[0].data
+            data = self._stepping.setup.data
         assert data is not None
         return data.first()
 
@@ -310,47 +303,3 @@ class Method:
                 stacklevel=3,
             )
         return size <= _LOG_LIKELIHOOD_BYTES
-
-
-class _Loaded(Method):
-    """What comes before a method's own class in an object that `load` gives."""
-
-    _read: Mapping[str, Any]
-
-    def run(self, *args: Any, **kwargs: Any) -> Never:
-        """Refuses: the file has no hyperparameters to run with.
-
-        Raises:
-            NotRunError: always.
-        """
-        name = type(self).__name__
-        raise NotRunError(
-            f"this {name} was loaded from a file, which holds results and not how to go on: make "
-            f"a new one, {name}(model, ...), and run that"
-        )
-
-    step = run
-
-    def _contents(self) -> dict[str, Any]:
-        return dict(self._read)
-
-    def _data(self, data: Any) -> Data:
-        if data is None:
-            raise ArgumentError("a file keeps no data: pass the whole data as data=")
-        return super()._data(data)
-
-
-def _family(kind: type[Method]) -> Iterator[type[Method]]:
-    """A class and all below it."""
-    yield kind
-    for below in kind.__subclasses__():
-        if not issubclass(below, _Loaded):
-            yield from _family(below)
-
-
-def _as_loaded(kind: type[Method], contents: Mapping[str, Any]) -> _Loaded:
-    """An object of a class that its constructor has not seen."""
-    namespace = {"__doc__": kind.__doc__, "__module__": kind.__module__}
-    loaded: _Loaded = object.__new__(type(kind.__name__, (_Loaded, kind), namespace))
-    loaded._read = contents
-    return loaded

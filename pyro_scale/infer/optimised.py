@@ -16,12 +16,14 @@ from pyro_scale.core.randomness import choose_seed
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.simulate import Draws, Steps, simulate
+from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, NonFiniteError
 from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.collect import facts_of
 from pyro_scale.infer.fit import Fit
 from pyro_scale.infer.plateau import Plateau, still_rises
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
+from pyro_scale.infer.stepping import Stepping, batch_as_data
 from pyro_scale.kernels.optimiser import is_pure
 from pyro_scale.model.log_posterior import LogPosterior
 
@@ -92,20 +94,13 @@ class Optimised(Approximation):
             raise ArgumentError("pass one of num_steps and num_epochs")
         seed = choose_seed(seed)
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
-        self._fit = None
-        log_posterior = self._target(as_log_posterior(self.model, opened.num_data))
-        starts = self._starts(num_chains, seed)
-        setup = set_up(log_posterior, opened, self.kernel, starts, num_chains, seed)
-        setup = self._checked(setup)
+        self._fit, self._stepping = None, None
+        setup = self._set_up(opened, opened.num_data, num_chains, seed)
         epoch = -(-setup.log_posterior.num_data // (setup.data.batch_size or 2**62))
         if num_epochs is not None:
             num_steps = epoch * as_count("num_epochs", num_epochs)
         steps = Steps(as_count("num_steps", num_steps), positions=False)
         plateau = Plateau(max(epoch, _WINDOW)) if self._early_stopping else None
-        pure = is_pure(self.kernel.optimiser) if hasattr(self.kernel, "optimiser") else True
-        if not pure:
-            one_by_one = dataclasses.replace(setup.engine, vectorised=False)
-            setup = dataclasses.replace(setup, engine=one_by_one)
         title = f"{type(self).__name__}, {num_chains} start{'s' * (num_chains > 1)}"
         with Progress(steps.total, title, progress) as bar, warnings.catch_warnings():
             # of TorchOpt's operations under vmap, which nobody can act on
@@ -117,22 +112,37 @@ class Optimised(Approximation):
                 self.kernel.tape(steps.total),
                 steps,
                 seed,
-                self._compile if pure else False,
+                self._compile if self._is_pure else False,
                 bar,
                 stop=plateau.reached if plateau else None,
                 check_every=plateau.window if plateau else None,
             )
-        if draws.failures:
-            first = draws.failures[0]
-            raise NonFiniteError(
-                f"the state became NaN or infinite: start {first.chain} at step {first.step}, site "
-                f"'{first.site}': lower the optimiser's lr, scale the data, or start nearer to the "
-                "mode (init_strategy=)"
-            )
-        self._fit = self._fitted(setup, draws)
+        _refuse_failures(draws)
+        self._fit = self._finished(self._fitted(setup, draws), setup)
         if not self._ends_exactly:
             self._warn_of_a_rise(draws)
         return self
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Takes one step on a batch, given as the model's own arguments.
+
+        For loops of your own.  `num_data` is needed, unless the model's plate says it; the seed
+        is drawn from torch's generator at the first step.
+
+        Returns:
+            The objective's estimate from the batch, in nats, before the step.
+
+        Raises:
+            NonFiniteError: the state became NaN or infinite.
+        """
+        if self._stepping is None:
+            data = batch_as_data(self.model, self._num_data, args, kwargs)
+            setup = self._set_up(data, self._num_data, 1, choose_seed(None))
+            self._stepping = Stepping(setup, self.kernel)
+        draws, _ = self._stepping.step(args, kwargs)
+        _refuse_failures(draws)
+        self._fit = self._fitted(self._stepping.setup, draws).replaced(data=None)
+        return float(draws.log_joint)
 
     @property
     def trace(self) -> Tensor:
@@ -168,8 +178,25 @@ class Optimised(Approximation):
     def _target(self, log_posterior: LogPosterior) -> LogPosterior:
         return log_posterior
 
-    def _checked(self, setup: Setup) -> Setup:
-        return setup
+    def _check(self, setup: Setup) -> None:
+        """Refuses what does not fit into memory."""
+
+    def _finished(self, fit: Fit, setup: Setup) -> Fit:
+        return fit
+
+    @property
+    def _is_pure(self) -> bool:
+        return is_pure(self.kernel.optimiser) if hasattr(self.kernel, "optimiser") else True
+
+    def _set_up(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Setup:
+        log_posterior = self._target(as_log_posterior(self.model, num_data))
+        starts = self._starts(num_chains, seed)
+        setup = set_up(log_posterior, data, self.kernel, starts, num_chains, seed)
+        self._check(setup)
+        if self._is_pure:
+            return setup
+        one_by_one = dataclasses.replace(setup.engine, vectorised=False)
+        return dataclasses.replace(setup, engine=one_by_one)
 
     def _fitted(self, setup: Setup, draws: Draws) -> Fit:
         known, state = setup.log_posterior, draws.state
@@ -191,7 +218,7 @@ class Optimised(Approximation):
             gaussians=tuple(gaussians),
             seed=setup.seed,
             attrs=attrs,
-            trace=draws.log_joint[:, : draws.num_steps],
+            trace=draws.log_joint[:, : draws.num_steps],  # of a single step, its own
         )
 
     def _gaussian(self, state: Any, places: slice, temperature: Tensor) -> Gaussian:
@@ -222,6 +249,16 @@ class Optimised(Approximation):
                 UserWarning,
                 stacklevel=3,
             )
+
+
+def _refuse_failures(draws: Draws) -> None:
+    if draws.failures:
+        first = draws.failures[0]
+        raise NonFiniteError(
+            f"the state became NaN or infinite: start {first.chain} at step {first.step}, site "
+            f"'{first.site}': lower the optimiser's lr, scale the data, or start nearer to the "
+            "mode (init_strategy=)"
+        )
 
 
 def _times(draws: Draws) -> dict[str, Any]:

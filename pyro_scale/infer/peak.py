@@ -61,7 +61,6 @@ class Search:
         seed: of Monte Carlo.
         num_rows: rows at a time.
         tuned: places of params that are set by the evidence.
-        prior: the prior's precision, where it is known.
     """
 
     density: WholeDensity
@@ -71,7 +70,6 @@ class Search:
     seed: int
     num_rows: int | None = None
     tuned: Tensor | None = None
-    prior: Tensor | None = None
 
     def best(self, start: Tensor) -> Peak:
         """The nearest peak, from a position [D]; over what is tuned, that of most evidence.
@@ -143,7 +141,6 @@ class Search:
             self.kind,
             self.dense,
             self.seed,
-            self.prior,
             self.num_rows,
         )
 

@@ -27,7 +27,6 @@ def precision_at(
     kind: CurvatureKind,
     dense: bool,
     seed: int = 0,
-    prior: Tensor | None = None,
     num_rows: int | None = None,
 ) -> Tensor:
     """Minus the log joint's Hessian, or what stands for it, over some sites: [d, d] or [d].
@@ -41,7 +40,6 @@ def precision_at(
         kind: the curvature of the rows.
         dense: whether it is the matrix or the diagonal.
         seed: of Monte Carlo.
-        prior: the prior's precision, where that is known.
         num_rows: rows at a time.
     """
     log_posterior, layout = density.log_posterior, density.layout
@@ -53,7 +51,7 @@ def precision_at(
     params = layout.unflatten(position)
     free = {name: params[name] for name in sites}
     held = {name: value for name, value in params.items() if name not in free}
-    total = None if prior is None else prior.clone()
+    total = None
     for place, piece in enumerate(pieces_of(log_posterior, density.data, num_rows)):
         if total is None:
             total = prior_precision(log_posterior, free, piece.arguments, held, dense)

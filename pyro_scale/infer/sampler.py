@@ -17,17 +17,16 @@ from pyro_scale.core.schedules import Cyclical, Schedule
 from pyro_scale.drive.batches import SharedBatches
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.indices import Sampling, check_sampling
-from pyro_scale.drive.programs import eager
 from pyro_scale.drive.progress import Progress
-from pyro_scale.drive.simulate import Chains, Draws, Steps, simulate
+from pyro_scale.drive.simulate import Draws, Steps, simulate
 from pyro_scale.drive.sources import Data
-from pyro_scale.drive.tape import Tape
 from pyro_scale.errors import ArgumentError, NonFiniteError
 from pyro_scale.infer.collect import collected, warn_of_short_warmup
 from pyro_scale.infer.divergence import message
 from pyro_scale.infer.gradients import gradient_noise, warn_of_a_bad_anchor
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
+from pyro_scale.infer.stepping import Stepping, batch_as_data
 from pyro_scale.infer.tuning import Tuning, halved, tuned
 from pyro_scale.kernels import Kernel
 
@@ -106,7 +105,6 @@ class Sampler(Method):
                 raise ArgumentError(f"lr={hyperparameters['lr']!r}: pass a number or 'auto'")
             hyperparameters["lr"] = 1.0  # until it is chosen
         self.kernel = self.kernel_class(**hyperparameters)
-        self._stepping: tuple[Setup, Chains] | None = None
 
     @classmethod
     def from_sgd(
@@ -298,25 +296,14 @@ class Sampler(Method):
                 "subtract_noise need the whole data: use run"
             )
         if self._stepping is None:
-            device = module_device(self.model)
-            arguments = as_log_posterior(self.model, None).bind(args, kwargs)
-            data = open_data(arguments, None, self._num_data, device)
+            data = batch_as_data(self.model, self._num_data, args, kwargs)
             setup = self._set_up(data, self._num_data, 1, choose_seed(None))
-            chains = Chains(setup.engine, setup.positions, self.kernel.values(0), setup.seed)
-            self._stepping = setup, chains
-        setup, chains = self._stepping
-        count, batches = chains.count, setup.batches_of(args, kwargs)
-        values = {name: value[None] for name, value in self.kernel.values(count).items()}
-        noise = chains.noise.span(count, count + 1)
-        tape = Tape(count, values, noise, batches.take(count, count + 1))
-        steps = Steps(num_samples=1, warmup_steps=count, thinning=1)
-        draws = Draws.of(setup.positions, steps)
-        chains.move(eager(setup.engine, batches), batches, tape, steps, draws)
-        draws.failures = chains.failures
-        used = {k: value.expand(count + 1, *value.shape[1:]) for k, value in values.items()}
+            self._stepping = Stepping(setup, self.kernel)
+        draws, values = self._stepping.step(args, kwargs)
         if draws.failures:
-            raise NonFiniteError(message(draws, used["lr"]))
-        self._result = dataclasses.replace(collected(setup, draws, used, self._attrs()), data=None)
+            raise NonFiniteError(message(draws, values["lr"]))
+        found = collected(self._stepping.setup, draws, values, self._attrs())
+        self._result = dataclasses.replace(found, data=None)
         return float(draws.log_joint)
 
     def _set_up(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Setup:

@@ -91,12 +91,11 @@ class VI(Optimised):
             early_stopping=early_stopping,
         )
 
-    def _checked(self, setup: Setup) -> Setup:
+    def _check(self, setup: Setup) -> None:
         if self.structure == "dense":
             (chains, size), layout = setup.positions.shape, setup.engine.layout
             device = setup.positions.device
             refuse_what_does_not_fit(size, layout.dtype, device, _MATRICES * chains, "VI")
-        return setup
 
     def _gaussian(self, state: Any, places: slice, temperature: Tensor) -> Gaussian:
         mean, warm = state.position[places], float(temperature > 0)

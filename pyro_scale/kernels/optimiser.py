@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 import torchopt
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pyro_scale.errors import ArgumentError
 
@@ -89,7 +88,7 @@ def as_optimiser(optimiser: Any) -> Optimiser:
 
 def begun(optimiser: Optimiser, params: list[Tensor]) -> Any:
     """The optimiser's first state, all of it tensors."""
-    return pytree.tree_map(torch.as_tensor, optimiser.init(params))
+    return torchopt.pytree.tree_map(torch.as_tensor, optimiser.init(params))
 
 
 def stepped(

@@ -34,6 +34,8 @@ def gaussian_prior(
     Raises:
         ModelError: the prior has no variance that draws could show.
     """
+    if log_posterior.gaussian_prior is not None:
+        return as_structure(log_posterior.gaussian_prior, dense)
     sites = [log_posterior.understanding.sites[name] for name in log_posterior.latents]
     given = exact_moments(log_posterior, arguments)
     layout = Layout.of({site.name: _unconstrained(site) for site in sites})
@@ -69,6 +71,13 @@ def gaussian_prior(
             mean[place] = given[name][0].reshape(-1).to(mean)
             variance[place] = _diagonal(given[name][1]).to(mean)
     return Diagonal(mean, variance.sqrt())
+
+
+def as_structure(gaussian: Gaussian, dense: bool) -> Gaussian:
+    """The Gaussian, as a dense one, or without its correlations."""
+    if not dense:
+        return Diagonal(gaussian.mean, gaussian.variance.sqrt())
+    return Dense(gaussian.mean, gaussian.sd.diag()) if isinstance(gaussian, Diagonal) else gaussian
 
 
 def exact_moments(

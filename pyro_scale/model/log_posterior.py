@@ -17,6 +17,7 @@ from torch.distributions import transform_to
 
 from pyro_scale.core import rows
 from pyro_scale.core.counts import as_count
+from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.randomness import Purpose, derived_seed
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError, NotRunError
@@ -80,6 +81,8 @@ class LogPosterior:
         self._preflight = understand
         self._understanding: Understanding | None = None
         self._prior: Prior | None = None
+        #: What has taken the place of the prior, if that is a Gaussian.
+        self.gaussian_prior: Gaussian | None = None
 
     @staticmethod
     def from_function(
@@ -312,6 +315,18 @@ class LogPosterior:
         """The same with another log prior, a function of a run's sites and of its own."""
         other = copy.copy(self)
         other._prior = prior
+        return other
+
+    def with_gaussian_prior(self, gaussian: Gaussian) -> LogPosterior:
+        """The same with a Gaussian over all latents, in their order, for its prior."""
+
+        def density(sites: Mapping[str, Site], log_prior: Tensor) -> Tensor:
+            values = [site.unconstrained for site in sites.values() if site.kind == "latent"]
+            flat = [value.reshape(-1) for value in values if value is not None]
+            return gaussian.log_prob(torch.cat(flat).to(log_prior))
+
+        other = self.with_prior(density)
+        other.gaussian_prior = gaussian
         return other
 
     def without_jacobian(self) -> LogPosterior:

@@ -1,0 +1,68 @@
+"""Methods that come out of a file: their results, and nothing to run with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Never
+
+from pyro_scale.errors import ArgumentError, FileError, NotRunError
+from pyro_scale.infer import files
+
+
+class Saved:
+    """What comes before a method's own class in an object that `load` gives."""
+
+    _read: Mapping[str, Any]
+
+    def run(self, *args: Any, **kwargs: Any) -> Never:
+        """Refuses: the file has no hyperparameters to run with.
+
+        Raises:
+            NotRunError: always.
+        """
+        name = type(self).__name__
+        raise NotRunError(
+            f"this {name} was loaded from a file, which holds results and not how to go on: make "
+            f"a new one, {name}(model, ...), and run that"
+        )
+
+    step = run
+    update = run
+
+    def _contents(self) -> dict[str, Any]:
+        return dict(self._read)
+
+    def _data(self, data: Any) -> Any:
+        if data is None:
+            raise ArgumentError("a file keeps no data: pass the whole data as data=")
+        return super()._data(data)  # type: ignore[misc]
+
+
+def opened(path: files.FilePath, cls: type) -> tuple[Any, Mapping[str, Any]]:
+    """(An object of the class, or one below it, that the file is of, which its constructor has not
+    seen; what is in the file).
+
+    Raises:
+        FileError: the file cannot be read, or is of another method.
+    """
+    contents = files.read(path)
+    name = contents["method"]
+    kind = next((kind for kind in _family(cls) if kind.__name__ == name), None)
+    if kind is None:
+        raise FileError(
+            f"'{path}' holds the results of {name}, not of {cls.__name__}: call "
+            f"{name}.load(path, model)"
+        )
+    namespace = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+    loaded: Any = object.__new__(type(kind.__name__, (Saved, kind), namespace))
+    loaded._read = contents
+    return loaded, contents
+
+
+def _family(kind: type) -> Iterator[type]:
+    """A class and all below it."""
+    yield kind
+    below: type
+    for below in kind.__subclasses__():
+        if not issubclass(below, Saved):
+            yield from _family(below)

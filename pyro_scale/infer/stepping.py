@@ -1,0 +1,52 @@
+"""Single steps of one chain, on batches that the caller has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from pyro_scale.drive.data import open_data
+from pyro_scale.drive.programs import eager
+from pyro_scale.drive.simulate import Chains, Draws, Steps
+from pyro_scale.drive.sources import Data
+from pyro_scale.drive.tape import Tape
+from pyro_scale.infer.setup import Setup, as_log_posterior, module_device
+
+
+def batch_as_data(
+    model: Any, num_data: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Data:
+    """A batch that is given as the model's own arguments."""
+    arguments = as_log_posterior(model, None).bind(args, kwargs)
+    return open_data(arguments, None, num_data, module_device(model))
+
+
+class Stepping:
+    """A chain that is moved a step at a time.
+
+    Args:
+        setup: of one chain.
+        kernel: the method's, with its schedules.
+    """
+
+    def __init__(self, setup: Setup, kernel: Any):
+        self.setup, self._kernel = setup, kernel
+        self._chains = Chains(setup.engine, setup.positions, kernel.values(0), setup.seed)
+
+    def step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Draws, Mapping[str, Tensor]]:
+        """(What the next step leaves, the hyperparameters' values up to it), on a batch given as
+        the model's own arguments."""
+        setup, chains = self.setup, self._chains
+        count, batches = chains.count, setup.batches_of(args, kwargs)
+        values = {name: value[None] for name, value in self._kernel.values(count).items()}
+        noise = chains.noise.span(count, count + 1)
+        tape = Tape(count, values, noise, batches.take(count, count + 1))
+        steps = Steps(num_samples=1, warmup_steps=count)
+        draws = Draws.of(setup.positions, steps)
+        chains.move(eager(setup.engine, batches), batches, tape, steps, draws)
+        draws.failures, draws.state, draws.num_steps = chains.failures, chains.state, count + 1
+        return draws, {k: v.expand(count + 1, *v.shape[1:]) for k, v in values.items()}
