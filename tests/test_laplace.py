@@ -267,6 +267,24 @@ def test_monte_carlo_is_the_ggn_on_average(batch_size):
     assert 0 < abs((ratio - 1) / (2 / 4000) ** 0.5) < 4.4
 
 
+def test_a_family_of_ones_own_is_estimated_from_a_hundred_draws():
+    """Its density is the user's, so its Fisher information is not known; `attrs` says so."""
+
+    class Own(dist.Normal):
+        def log_prob(self, value):
+            return super().log_prob(value)
+
+    def model(y):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with rows(y):
+            pyro.sample("y", Own(w.expand(len(y)), SD), obs=y)
+
+    fit = laplace(model, (normals(100, seed=5),), "diag")
+    ratio = (float(gaussian(fit).precision) - 1) / (100 / SD**2)
+    assert 0 < abs((ratio - 1) / (2 / 10_000) ** 0.5) < 4.4
+    assert fit.fit.attrs["curvature"] == "ggn, site 'y' by Monte Carlo, 100 draws a row"
+
+
 X2 = normals(40, 2, seed=6)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +111,7 @@ def posteriors_laplace(
     at = trained(hidden, dtype)
     loader = DataLoader(TensorDataset(at.x, at.y), batch_size=batch_size)
     nothing = torch.tensor([])
+    weights = OrderedDict(at.weights)  # of a dict, posteriors would sort the names
     size = sum(weight.numel() for weight in at.weights.values())
     prior: Any = torch.eye(size).to(at.x) if kind.startswith("dense") else 1.0
     module = getattr(posteriors.laplace, kind)
@@ -130,7 +132,7 @@ def posteriors_laplace(
         transform = module.build(forward, outer, prior)
 
     def fit() -> Any:
-        state = transform.init(at.weights)
+        state = transform.init(weights)
         for batch in loader:
             state, _ = transform.update(state, batch)
         return state

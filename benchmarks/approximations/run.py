@@ -195,7 +195,8 @@ def _laplace_question(
             close=1e-5,
         ),
     )
-    reference = f"{default} (float64)"
+    # laplace-torch's default makes a dense matrix of a float32 identity, whatever the type
+    reference = next(each for each in _names(double) if "BackPACK" in each)
     return Question(name, title, text, (*single, *double), targets, reference, **more)
 
 

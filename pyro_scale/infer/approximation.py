@@ -126,19 +126,23 @@ class Approximation(Method):
         fit = self.fit
         if not fit.gaussians:
             raise ArgumentError(f"{type(self).__name__} has no Gaussian: fit a Laplace or VI")
-        variance = torch.stack([gaussian.variance for gaussian in fit.gaussians]).mean(0)
+        warm = [fit.at_temperature_1(start) for start in range(len(fit.gaussians))]
+        variance = torch.stack([gaussian.variance for gaussian in warm]).mean(0)
         mass = torch.ones_like(fit.centres[0])
-        mass[fit.places] = fit.temperature / (variance * fit.log_posterior.num_data)
+        mass[fit.places] = 1 / (variance * fit.log_posterior.num_data)
         of_sites = fit.layout.unflatten(mass)
         return {site: of_sites[site] for site in fit.sites}
 
     def as_prior(self) -> LogPosterior:
         """The model with this Gaussian for its prior: what the data have taught, for any method
-        to go on from with other data (the paper's equation 1).
+        to go on from with other data (the paper's equation 1); at temperature 1, whatever the
+        fit's.  Params of `pyro.param` start where the model has them: `write_params` puts those of
+        the fit there.
 
         Raises:
-            ArgumentError: there is no Gaussian, or one for some sites alone; or the likelihood is
-                a joint density of all rows, which more rows would change.
+            ArgumentError: there is no Gaussian, one at temperature 0, or one for some sites
+                alone; or the likelihood is a joint density of all rows, which more rows would
+                change.
         """
         return as_prior(self.fit, 0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self, get_args
 
 import torch
@@ -21,7 +22,7 @@ from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.filter import PATH_NUMBERS, Filter, Settings
 from pyro_scale.infer.memory import refuse_what_does_not_fit
 from pyro_scale.infer.pieces import split
-from pyro_scale.infer.setup import as_log_posterior, init_of, module_device
+from pyro_scale.infer.setup import as_log_posterior, init_of, module_device, refuse_unknown_sites
 from pyro_scale.infer.stepping import batch_as_data
 from pyro_scale.kernels.ekf import EKFState
 from pyro_scale.model.curvature import RowKind
@@ -234,13 +235,18 @@ class EKF(Approximation):
             prior = gaussian_prior(known, arguments, dense, seed)
             if self._init_strategy is None:
                 return prior
+            if isinstance(self._init_strategy, Mapping):
+                refuse_unknown_sites(known, self._init_strategy)
             init = init_of(known, self._init_strategy, 0, 1)
             start = known.start(arguments, seed, 0, init)
             return dataclasses.replace(prior, mean=layout.flatten(start))
         fit = self._init_strategy.fit
-        if not fit.gaussians or fit.sites != layout.names:
+        shapes = dict(zip(fit.layout.names, fit.layout.shapes, strict=True))
+        same = [shapes.get(name) for name in fit.sites] == list(layout.shapes)
+        if not fit.gaussians or fit.sites != layout.names or not same:
             raise ArgumentError(
-                f"init_strategy: it has a Gaussian over {list(fit.sites)}, the model has the sites "
-                f"{list(layout.names)}: fit all of them"
+                f"init_strategy: it has a Gaussian over {fit.sites} of shapes "
+                f"{[list(shapes[name]) for name in fit.sites]}, the model has the sites "
+                f"{layout.names} of shapes {[list(shape) for shape in layout.shapes]}: fit those"
             )
-        return as_structure(fit.gaussians[0], dense)
+        return as_structure(fit.at_temperature_1(0), dense)

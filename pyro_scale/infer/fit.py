@@ -15,6 +15,7 @@ from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.randomness import Purpose, generator
 from pyro_scale.drive.sources import Data
+from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.result import Result
 from pyro_scale.model.log_posterior import LogPosterior
 
@@ -77,7 +78,15 @@ class Fit:
         return float(self.attrs.get("temperature", 1.0))
 
     def at_temperature_1(self, start: int) -> Gaussian:
-        """The Gaussian of a start, as it would be at temperature 1."""
+        """The Gaussian of a start, as it would be at temperature 1.
+
+        Raises:
+            ArgumentError: the temperature is 0, at which it has no spread.
+        """
+        if self.temperature == 0:
+            raise ArgumentError(
+                "at temperature 0 a Gaussian has no spread to go on from: fit it at another one"
+            )
         return self.gaussians[start].tempered(1 / self.temperature)
 
     @cached_property

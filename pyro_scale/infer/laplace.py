@@ -137,7 +137,8 @@ class Laplace(Approximation):
         seed = choose_seed(seed)
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
         log_posterior = as_log_posterior(self.model, opened.num_data)
-        setup = self._set_up(log_posterior, opened, num_chains, seed)
+        starts = self._starts(num_chains, seed)
+        setup = _set_up(log_posterior, opened, starts, num_chains, seed)
         sites, tuned = self._sites_of(setup), _tuned(setup, tune)
         peaks = []
         with Progress(num_chains, type(self).__name__, progress) as bar:
@@ -168,7 +169,8 @@ class Laplace(Approximation):
             progress: whether to show a progress bar.
 
         Returns:
-            The method itself, whose evidence is now that of the new rows given the old.
+            The method itself, whose evidence is now that of the new rows given the old.  Params
+            of `pyro.param` stay as the old rows had them.
 
         Raises:
             NotRunError: there is no old posterior.
@@ -179,8 +181,8 @@ class Laplace(Approximation):
             for start, centre in enumerate(old.centres):
                 opened = open_data(data, batch_size, None, module_device(self.model))
                 log_posterior = as_log_posterior(as_prior(old, start), opened.num_data)
-                setup = self._set_up(log_posterior, opened, 1, old.seed)
-                search = self._search(setup, old.sites, batch_size)
+                setup = _set_up(log_posterior, opened, None, 1, old.seed)
+                search = self._search(setup, old.sites, batch_size, _points(setup))
                 given = _given(setup, mode, start)
                 peaks.append(search.best(centre) if given is None else search.at(given))
                 bar.update(1, peaks[-1].log_evidence)
@@ -195,7 +197,9 @@ class Laplace(Approximation):
             UserWarning: the point is not the mode of the density in unconstrained space.
         """
         fit = self.fit
-        far = max(fit.attrs["distance"])
+        evidence = fit.attrs["log_evidence"]
+        best = max(range(len(evidence)), key=evidence.__getitem__)
+        far = fit.attrs["distance"][best]
         if far > _FAR:
             warnings.warn(
                 f"the given mode is {far**0.5:.2g} posterior sds away from that in unconstrained "
@@ -203,7 +207,7 @@ class Laplace(Approximation):
                 UserWarning,
                 stacklevel=2,
             )
-        return torch.tensor(max(fit.attrs["log_evidence"]), dtype=torch.float64)
+        return torch.tensor(evidence[best], dtype=torch.float64)
 
     def diagnostics(self) -> Any:
         """A DataFrame, one row a start: its log evidence in nats; and how far the point is from
@@ -219,21 +223,17 @@ class Laplace(Approximation):
 
     # ------------------------------------------------------------------ inside
 
-    def _set_up(self, log_posterior: LogPosterior, data: Data, num_chains: int, seed: int) -> Setup:
-        kernel = kernels.MAP(optimiser=as_optimiser(None))  # by which nothing is moved
-        starts = self._starts(num_chains, seed)
-        return set_up(log_posterior, data, kernel, starts, num_chains, seed)
-
     def _search(
         self,
         setup: Setup,
         sites: tuple[str, ...],
         num_rows: int | None,
+        held: Tensor | None = None,
         tuned: Tensor | None = None,
     ) -> Search:
         density = WholeDensity(setup.log_posterior, setup.data, setup.engine.layout)
         dense = self.structure == "dense"
-        return Search(density, sites, self.curvature, dense, setup.seed, num_rows, tuned)
+        return Search(density, sites, self.curvature, dense, setup.seed, num_rows, held, tuned)
 
     def _sites_of(self, setup: Setup) -> tuple[str, ...]:
         latents = setup.log_posterior.latents
@@ -268,6 +268,18 @@ class Laplace(Approximation):
             seed=setup.seed,
             attrs=attrs,
         )
+
+
+def _set_up(
+    log_posterior: LogPosterior, data: Data, starts: Any, num_chains: int, seed: int
+) -> Setup:
+    kernel = kernels.MAP(optimiser=as_optimiser(None))  # by which nothing is moved
+    return set_up(log_posterior, data, kernel, starts, num_chains, seed)
+
+
+def _points(setup: Setup) -> Tensor:
+    """Where in a position the points are."""
+    return torch.arange(setup.engine.num_latents, setup.engine.layout.size)
 
 
 def _given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -145,8 +146,11 @@ def _scale(constraint: Any) -> Any:
 def _draws_of(site: Site, changed: Mapping[str, Tensor]) -> Tensor:
     """Draws of a site's distribution with arguments `[n, ...]` in place of its own."""
     base = fisher.base_of(site.fn)
-    detached = {name: value.detach() for name, value in fisher.own_arguments(base).items()}
-    fn = type(base)(**{**detached, **changed}, validate_args=False)
+    given = {name: value.detach() for name, value in fisher.own_arguments(base).items()}
+    # what the constructor takes besides, such as a Multinomial's total_count
+    others = inspect.signature(type(base)).parameters.keys() - set(base.arg_constraints)
+    kept = {n: getattr(base, n) for n in others - {"validate_args"} if hasattr(base, n)}
+    fn = type(base)(**{**kept, **given, **changed}, validate_args=False)
     return _transformed(site.fn, base, fn.sample())
 
 

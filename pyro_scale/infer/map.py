@@ -30,8 +30,8 @@ class MAP(Optimised):
             number or a schedule of TorchOpt's; or a factory of one of torch.optim's, such as
             `lambda params: torch.optim.SGD(params, lr=0.1)`, which runs eagerly.  It sees the
             negative log joint over N: the mean loss over rows, plus the prior's over N.
-        structure: `"dense"` ends with steps of Newton's method on all rows, which find the mode
-            to rounding; `"diag"` does not.
+        structure: `"dense"` ends with L-BFGS and steps of Newton's method on all rows, which find
+            the mode to rounding; `"diag"` does not.
         init_strategy: where it starts: one of Pyro's, a dict of constrained tensors
             `[num_chains, ...]`, or another fit.
         num_data: N, which overrides what the data say.
@@ -91,5 +91,8 @@ class MAP(Optimised):
             return -density.hessian(position)
 
         places = torch.arange(setup.engine.layout.size)
-        polished = [density.polished(centre, precision, places) for centre in fit.centres]
-        return fit.replaced(centres=torch.stack(polished))
+        found = []
+        for centre in fit.centres:
+            near = density.climbed(centre, "take more steps, or leave structure out")
+            found.append(density.polished(near, precision, places))
+        return fit.replaced(centres=torch.stack(found))

@@ -60,6 +60,7 @@ class Search:
         dense: whether it is dense.
         seed: of Monte Carlo.
         num_rows: rows at a time.
+        held: places of params that stay as they are.
         tuned: places of params that are set by the evidence.
     """
 
@@ -69,6 +70,7 @@ class Search:
     dense: bool
     seed: int
     num_rows: int | None = None
+    held: Tensor | None = None
     tuned: Tensor | None = None
 
     def best(self, start: Tensor) -> Peak:
@@ -80,12 +82,12 @@ class Search:
         self._refuse_what_does_not_fit(start)
         if self.tuned is None:
             return self._nearest(start)
-        tuned, held = self.tuned, start
+        tuned, last = self.tuned, start
 
         def peak(values: Tensor) -> Peak:
-            nonlocal held  # each search starts where the last one ended
-            found = self._nearest(held.index_put((tuned,), values), tuned)
-            held = found.centre
+            nonlocal last  # each search starts where the last one ended
+            found = self._nearest(last.index_put((tuned,), values))
+            last = found.centre
             return found
 
         def evidence(values: Tensor) -> tuple[float, Tensor]:
@@ -120,10 +122,11 @@ class Search:
             self._words(centre),
         )
 
-    def _nearest(self, start: Tensor, stays: Tensor | None = None) -> Peak:
+    def _nearest(self, start: Tensor) -> Peak:
         moves = torch.ones_like(start)
-        if stays is not None:
-            moves[stays] = 0
+        for places in (self.held, self.tuned):
+            if places is not None:
+                moves[places] = 0
         mode = self.density.climbed(start, _WITHOUT_MODE, moves)
         num_data, places = self.density.log_posterior.num_data, places_of(self.density, self.sites)
         if self.dense:

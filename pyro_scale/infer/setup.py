@@ -71,7 +71,7 @@ def set_up(
     inits = [init_of(log_posterior, init_strategy, c, num_chains) for c in range(num_chains)]
     log_posterior.prepare(arguments, inits[0], seed)
     if isinstance(init_strategy, dict):
-        _refuse_unknown_sites(log_posterior, init_strategy)
+        refuse_unknown_sites(log_posterior, init_strategy)
     for doubt in doubts(log_posterior.understanding):
         warnings.warn(doubt, UserWarning, stacklevel=4)
     data = _as_taken(log_posterior, data)
@@ -166,7 +166,8 @@ def init_of(
     return init
 
 
-def _refuse_unknown_sites(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> None:
+def refuse_unknown_sites(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> None:
+    """Refuses starts of sites that the model does not have."""
     for name in starts:
         if name not in log_posterior.latents:
             raise ArgumentError(

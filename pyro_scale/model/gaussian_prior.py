@@ -36,6 +36,7 @@ def gaussian_prior(
     """
     if log_posterior.gaussian_prior is not None:
         return as_structure(log_posterior.gaussian_prior, dense)
+    _refuse_what_is_no_site(log_posterior)
     sites = [log_posterior.understanding.sites[name] for name in log_posterior.latents]
     given = exact_moments(log_posterior, arguments)
     layout = Layout.of({site.name: _unconstrained(site) for site in sites})
@@ -80,6 +81,23 @@ def as_structure(gaussian: Gaussian, dense: bool) -> Gaussian:
     return Dense(gaussian.mean, gaussian.sd.diag()) if isinstance(gaussian, Diagonal) else gaussian
 
 
+def _refuse_what_is_no_site(log_posterior: LogPosterior) -> None:
+    """Refuses a log prior that is more than the latents' own densities."""
+    known = log_posterior.understanding
+    others = [name for name, rule in known.scaling.rules.items() if rule.role == "global"]
+    others += [name for name in log_posterior.latents if _is_weighted(known.sites[name])]
+    if others:
+        raise ModelError(
+            f"site '{others[0]}': a global factor, an observation outside of the data's plate, a "
+            "scale or a mask is in the log prior, but not in the latents' own distributions, from "
+            "which EKF starts: pass init_strategy=, a fitted Laplace, or use that alone"
+        )
+
+
+def _is_weighted(site: Site) -> bool:
+    return site.mask is not None or isinstance(site.scale, Tensor) or site.scale != 1
+
+
 def exact_moments(
     log_posterior: LogPosterior, arguments: Arguments
 ) -> Mapping[str, tuple[Tensor, Tensor]]:
@@ -100,7 +118,7 @@ def exact_moments(
 
 def _moments(site: Site) -> tuple[Tensor, Tensor] | None:
     fn: Any = site.fn
-    if site.mask is not None or isinstance(site.scale, Tensor) or site.scale != 1:
+    if _is_weighted(site):
         return None
     while isinstance(fn, torch.distributions.Independent):
         fn = fn.base_dist

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -222,7 +223,8 @@ class LogPosterior:
             return {name: value for name, value in found.items() if value is not None}
 
         places = torch.arange(count)
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop")
             torch.manual_seed(derived_seed(seed, 0, Purpose.INIT))
             try:
                 return torch.vmap(draw, randomness="different")(places)
@@ -333,9 +335,12 @@ class LogPosterior:
         """The density of the sites' own values, as a function of unconstrained params: its mode
         does not depend on how the values are transformed."""
 
+        before = self._prior
+
         def density(sites: Mapping[str, Site], log_prior: Tensor) -> Tensor:
             log_dets = [site.log_det for site in sites.values() if site.log_det is not None]
-            return log_prior - torch.stack(log_dets).sum()
+            own = log_prior if before is None else before(sites, log_prior)
+            return own - torch.stack(log_dets).sum()
 
         return self.with_prior(density)
 
