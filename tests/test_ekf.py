@@ -776,7 +776,7 @@ def test_no_rows_are_refused():
 
 
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(monkeypatch):
-    """4 matrices of 200,000 x 200,000 float64 are 1.16 TiB."""
+    """8 matrices of 200,000 x 200,000 float64 are 2.33 TiB."""
     monkeypatch.setattr(memory, "_bytes_of", lambda device: 2**30)
 
     def huge(y):
@@ -784,7 +784,7 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(monkeypatch)
         with rows(y):
             pyro.sample("y", dist.Normal(w.mean(), 1.0), obs=y)
 
-    words = r"200,000 dimensions needs 1.16 TiB.*there are 1 GiB.*structure='diag'"
+    words = r"200,000 dimensions needs 2.33 TiB.*there are 1 GiB.*structure='diag'"
     with pytest.raises(ArgumentError, match=words):
         ekf(huge, (double(0.3),))
     with pytest.raises(ArgumentError, match=words):

@@ -465,8 +465,8 @@ def test_of_several_starts_the_evidence_is_the_largest():
     y, starts = double(1.0, 1.4), double(-1.0, 1.0, -2.0)
     fit = laplace(two_wells, (y,), curvature="hessian", num_chains=3, init_strategy={"w": starts})
     centres = fit.fit.centres[:, 0]
-    assert float(centres[0]) < 0 < float(centres[1])
-    close(centres[2], centres[0], 1e-8)
+    assert float(centres[1]) < 0 < float(centres[0])  # in the order of their evidence
+    close(centres[2], centres[1], 1e-8)
 
     def log_joint(w):
         return dist.Normal(0.7, 1.0).log_prob(w) + dist.Normal(w**2, 1.0).log_prob(y).sum()
@@ -477,8 +477,8 @@ def test_of_several_starts_the_evidence_is_the_largest():
         precision = -torch.func.hessian(log_joint)(w)
         close(gaussian(fit, start).variance, [1 / precision], 1e-8)
         expected.append(log_joint(w) + 0.5 * math.log(2 * math.pi) - precision.log() / 2)
-    assert expected[1] > expected[0] + 0.5
-    close(fit.log_marginal_likelihood(), expected[1], 1e-8)
+    assert expected[0] > expected[1] + 0.5
+    close(fit.log_marginal_likelihood(), expected[0], 1e-8)
     table = fit.diagnostics()
     close(torch.tensor(table["log_evidence"].to_numpy()), torch.stack(expected), 1e-8)
     assert table.index.name == "start"
@@ -514,7 +514,7 @@ def test_a_map_of_several_starts_gives_several_gaussians():
     found.run((y,), num_steps=100, num_chains=2, **QUIET)
     fit = laplace(two_wells, (y,), mode=found)
     assert len(fit.fit.gaussians) == 2
-    assert torch.equal(fit.fit.centres, found.fit.centres)
+    assert torch.equal(fit.fit.centres.sort(0).values, found.fit.centres.sort(0).values)
     assert fit.get_samples(group_by_chain=True)["w"].shape == (2, 1000)
 
 
@@ -675,7 +675,7 @@ def test_an_update_of_several_starts_updates_each():
     after = fit.fit.centres[:, 0]
     slope = -precision * (after - before) + 2 * after * (more.sum() - 2 * after**2)
     close(slope, torch.zeros(2), 1e-8)
-    assert float(after[0]) < 0 < float(after[1])
+    assert float(after[1]) < 0 < float(after[0])
     found = torch.cat([gaussian(fit, start).variance for start in (0, 1)]).reciprocal()
     close(found, precision + 2 * (2 * after) ** 2, 1e-8)
 
@@ -1053,9 +1053,9 @@ def huge(y):
 
 
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(monkeypatch):
-    """3 matrices of 200,001 x 200,001 float64 are 894 GiB."""
+    """6 matrices of 200,001 x 200,001 float64 are 1.75 TiB."""
     monkeypatch.setattr(memory, "_bytes_of", lambda device: 2**30)
-    words = r"200,001 dimensions needs 894 GiB.*there are 1 GiB.*structure='diag'.*sites="
+    words = r"200,001 dimensions needs 1.75 TiB.*there are 1 GiB.*structure='diag'.*sites="
     with pytest.raises(ArgumentError, match=words):
         laplace(huge, (double(1.0, 2.0),))
     mode = {"w": torch.zeros(200_000), "v": torch.tensor(0.0)}

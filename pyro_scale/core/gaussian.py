@@ -94,6 +94,8 @@ class Dense:
 
     def tempered(self, temperature: float) -> Dense:
         """The covariance times the temperature."""
+        if temperature == 1:
+            return self
         return Dense(self.mean, self.scale_tril * math.sqrt(temperature))
 
     def sample(self, noise: Tensor) -> Tensor:

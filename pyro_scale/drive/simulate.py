@@ -305,7 +305,7 @@ class _Pace:
     What is drawn does not depend on it.
     """
 
-    def __init__(self, start: int, num_steps: int, most: int, end_at: int | None):
+    def __init__(self, start: int, num_steps: int, most: int, end_at: int | None = None):
         self._start, self._num_steps, self._most, self._quick = start, num_steps, most, True
         self._end_at = end_at or num_steps
 

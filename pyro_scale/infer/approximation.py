@@ -67,11 +67,18 @@ class Approximation(Method):
 
         Args:
             num_samples: how many.
-            seed: the same one gives the same draws; torch's generator is used by default.
+            seed: the same one gives the same draws, however many; torch's generator is used by
+                default.
         """
-        count = as_count("num_samples", num_samples)
-        source = None if seed is None else generator(seed, 0, Purpose.APPROXIMATION)
-        drawn = self.fit.draws(count, source).samples
+        fit, count = self.fit, as_count("num_samples", num_samples)
+        if not fit.gaussians:
+            noise = fit.centres.new_zeros(count, 0)
+        elif seed is None:
+            noise = fit.noise(count)
+        else:
+            sources = (generator(seed, i, Purpose.APPROXIMATION, block=1) for i in range(count))
+            noise = torch.cat([fit.noise(1, source) for source in sources])
+        drawn = fit.draws(noise).samples
         return {name: value[0] for name, value in drawn.items()}
 
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
@@ -113,12 +120,14 @@ class Approximation(Method):
 
     def guide(self) -> Guide:
         """The Gaussian as a Pyro guide, for `pyro.infer.Predictive(model, guide=...)`, and `SVI`,
-        which goes on from it; of the first start."""
+        which goes on from it; of the first start.  Params of `pyro.param` are read from Pyro's
+        store: `write_params()` puts those of the fit there."""
         return Guide(self.fit)
 
     def mass(self) -> dict[str, Tensor]:
-        """A sampler's `mass` with which all elements move alike: the precision over N, by site, in
-        unconstrained space; with it, `lr` is in units of the posterior's sds.
+        """A sampler's `mass` with which all elements move about alike: the diagonal of the
+        precision over N, by site, in unconstrained space.  With it, `lr` is in units of what one
+        element's sd is given the others.
 
         Raises:
             ArgumentError: there is no Gaussian.
@@ -127,9 +136,10 @@ class Approximation(Method):
         if not fit.gaussians:
             raise ArgumentError(f"{type(self).__name__} has no Gaussian: fit a Laplace or VI")
         warm = [fit.at_temperature_1(start) for start in range(len(fit.gaussians))]
-        variance = torch.stack([gaussian.variance for gaussian in warm]).mean(0)
+        precisions = [gaussian.precision for gaussian in warm]
+        diagonals = [p if p.dim() == 1 else p.diagonal() for p in precisions]
         mass = torch.ones_like(fit.centres[0])
-        mass[fit.places] = 1 / (variance * fit.log_posterior.num_data)
+        mass[fit.places] = torch.stack(diagonals).mean(0) / fit.log_posterior.num_data
         of_sites = fit.layout.unflatten(mass)
         return {site: of_sites[site] for site in fit.sites}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Self, get_args
 
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.randomness import choose_seed
+from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.sources import Data
-from pyro_scale.errors import ArgumentError, ModelError
+from pyro_scale.errors import ArgumentError, DataError, ModelError
 from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.filter import PATH_NUMBERS, Filter, Settings
 from pyro_scale.infer.memory import refuse_what_does_not_fit
@@ -30,7 +31,7 @@ from pyro_scale.model.gaussian_prior import as_structure, gaussian_prior
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: Matrices that are held at once: precisions before and after, curvature, factor.
-_MATRICES = 4
+_MATRICES = 8
 
 
 class Filtered(NamedTuple):
@@ -40,7 +41,8 @@ class Filtered(NamedTuple):
     Attributes:
         mean: by site, `[steps, ...]`.
         sd: by site, `[steps, ...]`.
-        log_lik: each batch's log likelihood at the mean before it, in nats, `[steps]`.
+        log_lik: each batch's log likelihood at the mean before it, without what the params'
+            uncertainty adds, in nats, `[steps]`.
     """
 
     mean: dict[str, Tensor]
@@ -59,14 +61,15 @@ class EKF(Approximation):
     its rows.  It starts from the prior's mean and covariance in unconstrained space: exact for
     Gaussian sites, else of prior draws; `explain` says which.  On a linear model with Gaussian
     noise a dense filter is exact, in any order of the data; a diagonal one depends on the order.
+    Params of `pyro.param` stay as they are.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         structure: `"diag"` or `"dense"`.
         curvature: `"ggn"`, `"monte_carlo"` or `"empirical_fisher"`, as for `Laplace`.
         lr: the power of the likelihood; 1 is Bayes' rule.
-        transition_sd: how far each param walks at random from one batch to the next, in
-            unconstrained units: for a truth that changes, and to forget.
+        transition_sd: how far each param walks at random before each batch, in unconstrained
+            units: for a truth that changes, and to forget.
         init_strategy: a fit whose Gaussian takes the prior's place; or where the mean starts, one
             of Pyro's or a dict of constrained tensors `[1, ...]`, the covariance being the prior's.
             A network whose weights all have prior mean 0 needs one, such as `ps.init_to_module`:
@@ -91,6 +94,9 @@ class EKF(Approximation):
         tensor([0.9950, 0.7053, 0.5764])
     """
 
+    #: What it is at, if it has begun.
+    _filter: Filter | None = None
+
     def __init__(
         self,
         model: Any,
@@ -109,7 +115,6 @@ class EKF(Approximation):
             if not isinstance(value, int | float) or not least <= value < math.inf:
                 raise ArgumentError(f"{name}={value!r}: pass a number {'>' if least else '>='} 0")
         self.curvature, self.lr, self.transition_sd = curvature, float(lr), float(transition_sd)
-        self._filter: Filter | None = None
 
     def run(
         self,
@@ -146,6 +151,11 @@ class EKF(Approximation):
             )
         if num_chains != 1:
             raise ArgumentError(f"num_chains={num_chains}: a filter has one start, the prior")
+        if isinstance(data, Iterator):
+            raise DataError(
+                "data is an iterator, which can be read once, but the first batch is looked at "
+                "before: pass a DataLoader or the tensors, or call step() with each batch"
+            )
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
         self._filter, self._fit = None, None
         first = opened.first()
@@ -164,7 +174,7 @@ class EKF(Approximation):
         """Absorbs one batch, given as the model's own arguments; of any size.
 
         Returns:
-            The batch's log likelihood at the mean before it, in nats: how well it was foreseen.
+            The batch's log likelihood at the mean before it, in nats.
 
         Raises:
             NonFiniteError: the state became NaN or infinite.
@@ -173,6 +183,11 @@ class EKF(Approximation):
             opened = batch_as_data(self.model, self._num_data, args, kwargs)
             self._filter = self._begun(opened, opened.first(), choose_seed(None))
         known = self._filter.log_posterior
+        if known.understanding.own_plate is not None:
+            raise ModelError(
+                "the model subsamples by itself, so that a step does not say which rows are new: "
+                "pass batches to a model of batches"
+            )
         value = 0.0
         for piece in split(known, [known.bind(args, kwargs)]):
             value += self._filter.absorb(piece)
@@ -209,6 +224,9 @@ class EKF(Approximation):
         table.attrs.update(self.fit.attrs)
         return table
 
+    def _first_batch(self) -> Arguments:
+        return self._filter.data.first() if self._filter is not None else super()._first_batch()
+
     def _begun(self, data: Data, arguments: Any, seed: int) -> Filter:
         known = as_log_posterior(self.model, data.num_data)
         known.prepare(arguments, None, seed)
@@ -243,7 +261,9 @@ class EKF(Approximation):
         fit = self._init_strategy.fit
         shapes = dict(zip(fit.layout.names, fit.layout.shapes, strict=True))
         same = [shapes.get(name) for name in fit.sites] == list(layout.shapes)
-        if not fit.gaussians or fit.sites != layout.names or not same:
+        if not fit.gaussians:
+            raise ArgumentError("init_strategy: it has no Gaussian: pass a Laplace, VI or EKF")
+        if fit.sites != layout.names or not same:
             raise ArgumentError(
                 f"init_strategy: it has a Gaussian over {fit.sites} of shapes "
                 f"{[list(shapes[name]) for name in fit.sites]}, the model has the sites "

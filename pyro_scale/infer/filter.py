@@ -40,6 +40,7 @@ class Filter:
     Attributes:
         log_posterior: the model, understood.
         layout: of the latents.
+        data: what it began with.
         log_lik: of each step.
         path: means and sds after each step; None once there are too many.
     """
@@ -54,7 +55,7 @@ class Filter:
         seed: int,
     ):
         self.log_posterior, self.layout = log_posterior, layout
-        self._method, self._data, self._state, self._seed = method, data, state, seed
+        self._method, self.data, self._state, self._seed = method, data, state, seed
         self.log_lik: list[float] = []
         self.path: list[tuple[Tensor, Tensor]] | None = []
 
@@ -92,7 +93,7 @@ class Filter:
         centre = layout.flatten({**self.layout.unflatten(gaussian.mean), **points})
         return Fit(
             log_posterior=self.log_posterior,
-            data=self._data,
+            data=self.data,
             layout=layout,
             centres=centre[None],
             sites=self.layout.names,

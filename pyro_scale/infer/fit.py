@@ -56,21 +56,24 @@ class Fit:
         if not self.gaussians:
             return self._result_of(self.centres[:, None])
         draws = [
-            self._at(start, self._noise(_DRAWS, generator(self.seed, start, Purpose.APPROXIMATION)))
+            self._at(start, self.noise(_DRAWS, generator(self.seed, start, Purpose.APPROXIMATION)))
             for start in range(len(self.gaussians))
         ]
         return self._result_of(torch.stack(draws))
 
-    def draws(self, count: int, source: torch.Generator | None = None) -> Result:
-        """Fresh draws `[1, count]`, from each start in turn; from torch's generator, unless
-        another is given."""
-        starts = torch.arange(count) % len(self.centres)
+    def draws(self, noise: Tensor) -> Result:
+        """Draws `[1, n]`, from each start in turn, given standard normals `[n, d]`."""
+        starts = torch.arange(len(noise)) % len(self.centres)
         positions = self.centres[starts]
         if self.gaussians:
-            noise = self._noise(count, source)
             for start in range(len(self.centres)):
                 positions[starts == start] = self._at(start, noise[starts == start])
         return self._result_of(positions[None])
+
+    def noise(self, count: int, source: torch.Generator | None = None) -> Tensor:
+        """Standard normals `[count, d]`, from torch's generator unless another is given."""
+        shape = count, len(self.places)
+        return torch.randn(shape, generator=source, dtype=self.centres.dtype).to(self.centres)
 
     @property
     def temperature(self) -> float:
@@ -100,10 +103,6 @@ class Fit:
         positions = self.centres[start].repeat(len(noise), 1)
         positions[:, self.places] = self.gaussians[start].sample(noise)
         return positions
-
-    def _noise(self, count: int, source: torch.Generator | None) -> Tensor:
-        shape = count, len(self.places)
-        return torch.randn(shape, generator=source, dtype=self.centres.dtype).to(self.centres)
 
     def _result_of(self, positions: Tensor) -> Result:
         return Result(self.log_posterior, self.data, self.layout, positions, {}, self.attrs)

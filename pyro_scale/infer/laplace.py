@@ -100,7 +100,7 @@ class Laplace(Approximation):
         data: Any,
         *,
         mode: Mapping[str, Tensor] | Approximation | None = None,
-        tune: Sequence[str] = (),
+        tune: Sequence[str] | None = None,
         batch_size: int | None = None,
         num_chains: int = 1,
         seed: int | None = None,
@@ -118,7 +118,9 @@ class Laplace(Approximation):
                 where the marginal likelihood is largest (type-II maximum likelihood), each time
                 at the mode that belongs to them; other such sites are part of the mode.
             batch_size: rows at a time, which changes the result by rounding alone.
-            num_chains: starts of the search for the mode.
+            num_chains: starts of the search for the mode.  Where they end is in the order of its
+                evidence, the largest first, whose params and guide are the fit's; draws of all
+                count alike.
             seed: of the starts, and of the draws.
             progress: whether to show a progress bar.
 
@@ -139,7 +141,7 @@ class Laplace(Approximation):
         log_posterior = as_log_posterior(self.model, opened.num_data)
         starts = self._starts(num_chains, seed)
         setup = _set_up(log_posterior, opened, starts, num_chains, seed)
-        sites, tuned = self._sites_of(setup), _tuned(setup, tune)
+        sites, tuned = self._sites_of(setup), _tuned(setup, tune or ())
         peaks = []
         with Progress(num_chains, type(self).__name__, progress) as bar:
             for start, position in enumerate(setup.positions):
@@ -147,6 +149,7 @@ class Laplace(Approximation):
                 given = _given(setup, mode, start)
                 peaks.append(search.best(position) if given is None else search.at(given))
                 bar.update(1, peaks[-1].log_evidence)
+        peaks.sort(key=lambda peak: -peak.log_evidence)
         self._keep(setup, sites, peaks, time.perf_counter() - begun)
         return self
 

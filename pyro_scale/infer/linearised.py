@@ -38,6 +38,8 @@ def predict(
     if not fit.gaussians:
         raise ArgumentError("linearized=True needs a Gaussian: fit Laplace, VI or EKF")
     names = list(data_sites(fit.result))
+    if not names:
+        raise ArgumentError("linearized=True: the model has no observed site with a distribution")
     for name in return_sites or ():
         if name not in names:
             raise ArgumentError(
@@ -86,7 +88,13 @@ def _drawn(
         return {n: {k: now[n][k] + change[n][k] for k in now[n]} for n in now}
 
     with torch.no_grad():
-        found = _over(moved, positions - centre, piece.num_rows)
+        try:
+            found = _over(moved, positions - centre, piece.num_rows)
+        except NotImplementedError as error:
+            raise ArgumentError(
+                f"linearized=True: an operation of the model has no forward derivative ({error}): "
+                "for attention, run under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+            ) from error
         return {
             name: _draws_of(
                 here[name], {key: linear[name][key](value) for key, value in found[name].items()}
@@ -136,7 +144,7 @@ class _Softmax:
 
     def inv(self, probs: Tensor) -> Tensor:
         """Probabilities -> logarithms."""
-        return probs.log()
+        return probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
 
 
 def _scale(constraint: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,7 @@ from pyro_scale import kernels
 from pyro_scale.infer.approximation import Structure
 from pyro_scale.infer.fit import Fit
 from pyro_scale.infer.memory import refuse_what_does_not_fit
-from pyro_scale.infer.mode import WholeDensity
+from pyro_scale.infer.mode import NEAR, WholeDensity
 from pyro_scale.infer.optimised import Optimised
 from pyro_scale.infer.setup import Setup
 from pyro_scale.kernels.optimiser import as_optimiser
@@ -36,8 +37,9 @@ class MAP(Optimised):
             `[num_chains, ...]`, or another fit.
         num_data: N, which overrides what the data say.
         compile: as for samplers.
-        early_stopping: whether to stop when no start's log joint, averaged over an epoch or 100
-            steps, has risen by more than noise from one to the next.
+        early_stopping: whether to stop when every start's log joint is known to rise no more from
+            the third quarter of the steps until now to the last (see `converged`); not with an lr
+            that is to fall first.
 
     Example:
         >>> import torch, pyro, pyro.distributions as dist
@@ -80,7 +82,7 @@ class MAP(Optimised):
     def _check(self, setup: Setup) -> None:
         if self.structure == "dense":
             layout, device = setup.engine.layout, setup.positions.device
-            refuse_what_does_not_fit(layout.size, layout.dtype, device, 3, "Newton's method")
+            refuse_what_does_not_fit(layout.size, layout.dtype, device, 6, "Newton's method")
 
     def _finished(self, fit: Fit, setup: Setup) -> Fit:
         if self.structure == "diag":
@@ -91,8 +93,17 @@ class MAP(Optimised):
             return -density.hessian(position)
 
         places = torch.arange(setup.engine.layout.size)
-        found = []
+        found, distances = [], []
         for centre in fit.centres:
             near = density.climbed(centre, "take more steps, or leave structure out")
-            found.append(density.polished(near, precision, places))
+            mode, distance = density.polished(near, precision, places)
+            found.append(mode)
+            distances.append(distance)
+        if max(distances) > NEAR * len(places):
+            warnings.warn(
+                "structure='dense': Newton's method did not find the mode (the density may have a "
+                "flat direction, or float32 too few digits): take more steps, or use float64",
+                UserWarning,
+                stacklevel=3,
+            )
         return fit.replaced(centres=torch.stack(found))

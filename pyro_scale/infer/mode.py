@@ -22,8 +22,10 @@ _PIECE_NUMBERS = 2**22
 _MOST_PASSES = 200
 #: The gradient over N at what counts as a mode: at most this, or this part of what it was at first.
 _FLAT, _FLATTER = 1e-3, 0.1
+#: The square of the distance to a mode, in sds, for each element, that counts as being there.
+NEAR = 0.01
 #: Newton's method needs one step where the log joint is quadratic, and few near a mode.
-_MOST_NEWTON_STEPS = 5
+_MOST_NEWTON_STEPS = 10
 #: Of a step that changes nothing.
 _ROUNDINGS = 10
 
@@ -132,29 +134,34 @@ class WholeDensity:
 
     def polished(
         self, position: Tensor, precision: Callable[[Tensor], Tensor], places: Tensor
-    ) -> Tensor:
-        """A position [D] near a mode after steps of Newton's method, for as long as they bring it
-        nearer.
+    ) -> tuple[Tensor, float]:
+        """(A position [D] near a mode after steps of Newton's method, for as long as they bring it
+        nearer; the square of its distance from there, in sds).
+
+        Near is what the curvature says: a gradient's norm is that of the stiffest direction.
 
         Args:
             position: where to start.
             precision: position -> minus the Hessian over N, or what stands for it, [d, d].
             places: of the d elements that move.
         """
+        distance, num_data = float("inf"), self.log_posterior.num_data
         _, slope = self.grad(position)
         for _ in range(_MOST_NEWTON_STEPS):
             factor, failed = torch.linalg.cholesky_ex(precision(position))
             if bool(failed):
-                return position
+                return position, distance
             step = torch.zeros_like(position)
-            step[places] = torch.cholesky_solve(slope[places, None], factor)[:, 0]
+            step[places] = _solved(factor, slope[places])
+            distance = num_data * float(slope @ step)
             _, there = self.grad(position + step)
-            if not there[places].norm() < slope[places].norm():
-                return position
-            position, slope = position + step, there
+            left = num_data * float(there[places] @ _solved(factor, there[places]))
+            if not left < distance:
+                return position, distance
+            position, slope, distance = position + step, there, left
             if step.norm() <= _ROUNDINGS * torch.finfo(step.dtype).eps * position.norm():
-                return position
-        return position
+                break
+        return position, distance
 
     def _slopes(self, position: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """(The gradient of each piece with its history, the leaf that it is with respect to)."""
@@ -192,3 +199,8 @@ def no_mode(otherwise: str) -> ArgumentError:
         "no mode of the posterior could be found: its log density grows without bounds or is not "
         f"finite, or too slowly to get there; {otherwise}"
     )
+
+
+def _solved(factor: Tensor, vector: Tensor) -> Tensor:
+    """A matrix's inverse times a vector, given its Cholesky factor."""
+    return torch.cholesky_solve(vector[:, None], factor)[:, 0]

@@ -6,7 +6,6 @@ import dataclasses
 import warnings
 from typing import Any, ClassVar, Literal, Self
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -21,14 +20,12 @@ from pyro_scale.errors import ArgumentError, NonFiniteError
 from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.collect import facts_of
 from pyro_scale.infer.fit import Fit
-from pyro_scale.infer.plateau import Plateau, still_rises
+from pyro_scale.infer.plateau import Plateau, at_rest, still_rises
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
 from pyro_scale.infer.stepping import Stepping, batch_as_data
 from pyro_scale.kernels.optimiser import is_pure
 from pyro_scale.model.log_posterior import LogPosterior
 
-#: The least rise over a quarter of a run that matters, in nats, times the root of the dimensions.
-_MATTERS = 0.1
 #: The least steps of a window in which the objective is averaged.
 _WINDOW = 100
 
@@ -100,7 +97,9 @@ class Optimised(Approximation):
         if num_epochs is not None:
             num_steps = epoch * as_count("num_epochs", num_epochs)
         steps = Steps(as_count("num_steps", num_steps), positions=False)
-        plateau = Plateau(max(epoch, _WINDOW)) if self._early_stopping else None
+        plateau = None
+        if self._early_stopping:
+            plateau = Plateau(max(epoch, _WINDOW), setup.engine.layout.size)
         title = f"{type(self).__name__}, {num_chains} start{'s' * (num_chains > 1)}"
         with Progress(steps.total, title, progress) as bar, warnings.catch_warnings():
             # of TorchOpt's operations under vmap, which nobody can act on
@@ -153,18 +152,20 @@ class Optimised(Approximation):
 
     @property
     def converged(self) -> bool:
-        """Whether no start's objective rose any more over the last quarter of its steps."""
-        return not bool(self._rises(self.trace).any())
+        """Whether the objective of every start is known to rise no more, from the third quarter of
+        its steps to the last, by 0.1 nats times the root of the dimensions; where noise hides
+        that, it is not.  At a constant lr the fit may still be moving about."""
+        return bool(at_rest(self.trace, self.fit.layout.size).all())
 
     def diagnostics(self) -> Any:
         """A DataFrame, one row a start: the objective's mean over the last tenth of the steps, in
-        nats, a total; how many steps there were; and whether it rose no more."""
+        nats, a total; how many steps there were; and whether it is known to rise no more."""
         import pandas
 
-        trace = self.trace
+        trace, size = self.trace, self.fit.layout.size
         last = trace[:, -max(1, trace.shape[1] // 10) :].mean(1)
         table = pandas.DataFrame(
-            {self.objective: last, "steps": trace.shape[1], "converged": ~self._rises(trace)}
+            {self.objective: last, "steps": trace.shape[1], "converged": at_rest(trace, size)}
         )
         table.index.name = "start"
         table.attrs.update(self.fit.attrs)
@@ -232,16 +233,8 @@ class Optimised(Approximation):
         }
         return {"method": type(self).__name__, "structure": self.structure, **hypers}
 
-    def _rises(self, trace: Tensor) -> Tensor:
-        """Whether each start's trace `[starts, steps]` rose over its last quarter."""
-        quarter = trace.shape[1] // 4
-        if quarter < 2:
-            return torch.zeros(len(trace), dtype=torch.bool)
-        before, now = trace[:, -2 * quarter :].split(quarter, dim=1)
-        return still_rises(before, now, _MATTERS * self.fit.layout.size**0.5)
-
     def _warn_of_a_rise(self, draws: Draws) -> None:
-        rises = self._rises(draws.log_joint[:, : draws.num_steps])
+        rises = still_rises(draws.log_joint[:, : draws.num_steps], self.fit.layout.size)
         if bool(rises.any()):
             warnings.warn(
                 f"the {self.objective} still rose over the last quarter of the {draws.num_steps} "

@@ -13,17 +13,17 @@ from torch import Tensor
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.errors import PyroScaleError
 from pyro_scale.infer.memory import refuse_what_does_not_fit
-from pyro_scale.infer.mode import WholeDensity, no_mode
+from pyro_scale.infer.mode import NEAR, WholeDensity, no_mode
 from pyro_scale.infer.pieces import pieces_of
 from pyro_scale.infer.precision import CurvatureKind, gaussian_at, places_of, precision_at
 from pyro_scale.model.curvature import Curvature
 
 #: Matrices that are held at once: the precision, its factor, the covariance's.
-_MATRICES = 3
+_MATRICES = 6
 #: What to do where there is no mode.
 _WITHOUT_MODE = "pass mode=, a fitted MAP or a dict of values, or start nearer (init_strategy=)"
-#: The square of the distance to a mode, in sds, of each element, that counts as being there.
-_NEAR = 0.01
+#: Elements up to which a diagonal Gaussian's mode, too, is found by Newton's method.
+_FEW = 500
 #: Steps of L-BFGS that look for the best of what is tuned, at most.
 _TUNING_STEPS = 50
 
@@ -108,7 +108,7 @@ class Search:
         """The peak at a point [D]."""
         self._refuse_what_does_not_fit(centre)
         num_data, places = self.density.log_posterior.num_data, places_of(self.density, self.sites)
-        precision = self._precision(centre)
+        precision = self._precision(centre, self.dense)
         gaussian = gaussian_at(self.density, centre, self.sites, precision)
         value, slope = self.density.grad(centre)
         total = num_data * slope[places]
@@ -129,20 +129,22 @@ class Search:
                 moves[places] = 0
         mode = self.density.climbed(start, _WITHOUT_MODE, moves)
         num_data, places = self.density.log_posterior.num_data, places_of(self.density, self.sites)
-        if self.dense:
-            mode = self.density.polished(mode, lambda at: self._precision(at) / num_data, places)
+        if self.dense or len(places) <= _FEW:
+            mode, _ = self.density.polished(
+                mode, lambda at: self._precision(at, dense=True) / num_data, places
+            )
         peak = self.at(mode)
-        if not peak.distance <= _NEAR * len(places):
+        if not peak.distance <= NEAR * len(places):
             raise no_mode(_WITHOUT_MODE)
         return peak
 
-    def _precision(self, centre: Tensor) -> Tensor:
+    def _precision(self, centre: Tensor, dense: bool) -> Tensor:
         return precision_at(
             self.density,
             centre,
             self.sites,
             self.kind,
-            self.dense,
+            dense,
             self.seed,
             self.num_rows,
         )

@@ -1,4 +1,4 @@
-"""Whether an objective still rises, judged by windows of its noisy trace."""
+"""Whether an objective still rises, judged by parts of its noisy trace."""
 
 from __future__ import annotations
 
@@ -7,34 +7,49 @@ from torch import Tensor
 
 from pyro_scale.drive.simulate import Draws
 
-#: Standard errors below which a rise may be noise.
+#: Standard errors within which a rise is known.
 _ERRORS = 2.0
-#: A rise that is too small to matter from one window to the next, in nats.
-_SMALL = 1e-3
+#: A rise from one quarter of a run to the next that does not matter: nats, times the root of the
+#: dimensions.
+_SMALL = 0.1
 
 
 class Plateau:
-    """Says when no chain's objective has risen from one window of steps to the next.
+    """Says when every chain's objective is known not to rise any more.
 
     Args:
-        window: steps.
+        window: steps from one time that it is asked to the next.
+        size: dimensions.
     """
 
-    def __init__(self, window: int):
-        self.window = window
+    def __init__(self, window: int, size: int):
+        self.window, self._size = window, size
 
     def reached(self, draws: Draws) -> bool:
-        """Whether the last two windows say so."""
-        if draws.num_steps < 2 * self.window:
+        """Whether the run until now says so."""
+        if draws.num_steps < 4 * self.window:
             return False
-        trace = draws.log_joint[draws.finished, : draws.num_steps]
-        before, now = trace[:, -2 * self.window :].split(self.window, dim=1)
-        return not bool(still_rises(before, now).any())
+        return bool(at_rest(draws.log_joint[draws.finished, : draws.num_steps], self._size).all())
 
 
-def still_rises(before: Tensor, now: Tensor, small: float = _SMALL) -> Tensor:
-    """Whether the mean `[...]` of one part `[..., steps]` of a trace is above that of the part
-    before it, by more than their errors and more than is small, in nats."""
-    rise = now.mean(-1) - before.mean(-1)
-    errors = [part.var(-1) / part.shape[-1] for part in (before, now)]
-    return rise > torch.clamp(_ERRORS * sum(errors, torch.zeros(())).sqrt(), min=small)
+def at_rest(trace: Tensor, size: int) -> Tensor:
+    """Whether each trace `[..., steps]` is known to rise by nothing that matters from its third
+    quarter to its last; where noise hides it, it is not."""
+    rise, error = _rise(trace)
+    return rise + _ERRORS * error < _SMALL * size**0.5
+
+
+def still_rises(trace: Tensor, size: int) -> Tensor:
+    """Whether each trace `[..., steps]` is known to rise by what matters."""
+    rise, error = _rise(trace)
+    return rise - _ERRORS * error > _SMALL * size**0.5
+
+
+def _rise(trace: Tensor) -> tuple[Tensor, Tensor]:
+    """(By how much the last quarter's mean is above that of the one before; its error)."""
+    quarter = trace.shape[-1] // 4
+    if quarter < 2:
+        return torch.zeros(trace.shape[:-1]), torch.full(trace.shape[:-1], torch.inf)
+    before, now = trace[..., -2 * quarter :].split(quarter, dim=-1)
+    errors = [part.var(-1) / quarter for part in (before, now)]
+    return now.mean(-1) - before.mean(-1), (errors[0] + errors[1]).sqrt()

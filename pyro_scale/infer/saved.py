@@ -23,7 +23,8 @@ class Saved:
         name = type(self).__name__
         raise NotRunError(
             f"this {name} was loaded from a file, which holds results and not how to go on: make "
-            f"a new one, {name}(model, ...), and run that"
+            f"a new one, {name}(model, ...), and run that; to start from a loaded fit, pass it as "
+            "init_strategy, or its as_prior() as the model"
         )
 
     step = run

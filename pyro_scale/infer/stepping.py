@@ -7,19 +7,32 @@ from typing import Any
 
 from torch import Tensor
 
+from pyro_scale.core import rows
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.programs import eager
 from pyro_scale.drive.simulate import Chains, Draws, Steps
 from pyro_scale.drive.sources import Data
 from pyro_scale.drive.tape import Tape
+from pyro_scale.errors import DataError
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device
 
 
 def batch_as_data(
     model: Any, num_data: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Data:
-    """A batch that is given as the model's own arguments."""
+    """A batch that is given as the model's own arguments.
+
+    Raises:
+        DataError: a tensor is a single value, beside others that are rows.
+    """
     arguments = as_log_posterior(model, None).bind(args, kwargs)
+    if rows.count(arguments) is not None:
+        for name, leaf in rows.named_leaves(arguments):
+            if isinstance(leaf, Tensor) and leaf.dim() == 0:
+                raise DataError(
+                    f"argument {name} is a single value, the others are rows: one row is "
+                    "step(x[i : i + 1], y[i : i + 1]); bind constants with functools.partial"
+                )
     return open_data(arguments, None, num_data, module_device(model))
 
 

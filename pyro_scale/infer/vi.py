@@ -115,7 +115,9 @@ class IVON(Optimised):
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         lr: the step size in units of Newton's, a float or a schedule.
         momentum: the weight of past gradients.
-        forgetting: the weight of past curvature; nearer to 1, it is steadier and slower.
+        forgetting: the weight of past curvature; by default an average over the latter steps, which
+            ends at the published 1 - 1e-5.  At a constant one below, minibatches make the sds too
+            small, and at a constant lr they move the mean about (see `kernels.IVON`): let lr fall.
         first_curvature: the precision over N at first; 1 is that of rows that each know a param
             to 1.
         temperature: 1 is the posterior; below, a cold one; a float or a schedule.
@@ -133,7 +135,7 @@ class IVON(Optimised):
         *,
         lr: float | Schedule = 0.1,
         momentum: float | Schedule = 0.9,
-        forgetting: float | Schedule = 0.999,
+        forgetting: float | Schedule = kernels.IVON.forgetting,
         first_curvature: float = 1.0,
         temperature: float | Schedule = 1.0,
         init_strategy: Any = None,

@@ -18,7 +18,9 @@ class EKFState(NamedTuple):
 def predicted(state: EKFState, transition_sd: float) -> EKFState:
     """The state before the next batch, where the params walk at random between batches:
 
-    precision' = (precision^-1 + transition_sd^2 I)^-1
+    precision' = (precision^-1 + q I)^-1 = L (I + q L^T L)^-1 L^T,    precision = L L^T
+
+    with q = transition_sd^2; the last form loses nothing where q is large.
     """
     if transition_sd == 0:
         return state
@@ -26,9 +28,10 @@ def predicted(state: EKFState, transition_sd: float) -> EKFState:
     if precision.dim() == 1:
         return EKFState(state.mean, precision / (1 + noise * precision))
     eye = torch.eye(len(precision)).to(precision)
-    factor = torch.linalg.cholesky(precision + eye / noise)
-    inner = torch.linalg.solve_triangular(factor, precision, upper=False)
-    return EKFState(state.mean, precision - inner.mT @ inner)
+    factor = torch.linalg.cholesky(precision)
+    inner = torch.linalg.cholesky(eye + noise * factor.mT @ factor)
+    half = torch.linalg.solve_triangular(inner, factor.mT, upper=False)
+    return EKFState(state.mean, half.mT @ half)
 
 
 def absorbed(state: EKFState, gradient: Tensor, curvature: Tensor, lr: float) -> EKFState:

@@ -13,6 +13,11 @@ from pyro_scale.kernels.kernel import Target
 from pyro_scale.kernels.vi import entropy
 
 
+def _averaging(step: int) -> float:
+    """The weight of the past in an average to which later steps count more."""
+    return 1 - max(1e-5, 2 / (20 + step))
+
+
 class IVONState(NamedTuple):
     """The Gaussian's mean, its precision in units of N / T, the gradient's running mean, each
     [D], and what part of that is known by now."""
@@ -37,17 +42,22 @@ class IVON(Hyperparameters):
     Adam.  The square keeps h positive.  The step is the natural gradient's, for the price of
     Adam's.  As the prior is in g, there is no weight decay of its own.
 
+    With V the variance of a row's gradient, the square makes h too large by a part of about
+    (1 - forgetting) (1 + N V / (2 B h)); and at a constant lr the mean moves about by
+    lr N V / (2 B h) posterior variances: let lr fall.
+
     Args:
         lr: the step size in units of Newton's.
         momentum: the weight of past gradients.
-        forgetting: the weight of past curvature.
+        forgetting: the weight of past curvature; by default it rises to 1 - 1e-5, the published
+            one, as the average over the latter steps: 1 - 2 / (20 + step).
         first_curvature: h at first; 1 is the precision of N rows that each know a param to 1.
         temperature: 1 is the posterior; below, it is colder.
     """
 
     lr: Hyper = 0.1
     momentum: Hyper = 0.9
-    forgetting: Hyper = 0.999
+    forgetting: Hyper = _averaging
     first_curvature: Hyper = 1.0
     temperature: Hyper = 1.0
 

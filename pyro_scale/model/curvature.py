@@ -34,7 +34,7 @@ from pyro_scale.model.scaling import Evaluation
 RowKind: TypeAlias = Literal["ggn", "empirical_fisher", "monte_carlo"]
 
 #: Numbers of a block of Jacobians.
-_BLOCK_NUMBERS = 2**22
+_BLOCK_NUMBERS = 2**21
 #: Rows that are differentiated together, which takes as many backward passes through all of them.
 _TOGETHER = 64
 

@@ -13,7 +13,7 @@ from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ModelError
-from pyro_scale.model.fisher import NoInformation, own_arguments
+from pyro_scale.model.fisher import NoInformation, base_of, own_arguments
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.sites import Site
 
@@ -28,8 +28,9 @@ def gaussian_prior(
 ) -> Gaussian:
     """A Gaussian with the prior's mean and covariance over all latents, in their order.
 
-    Exact for Gaussian sites whose parameters are constants, and log-normal ones; if any other site
-    is there, a dense covariance, or that site's moments, are of prior draws.
+    Exact for Gaussian sites whose parameters are constants, and log-normal ones; the others'
+    moments are of prior draws, and if any of them depends on another site, so is all of a dense
+    covariance.
 
     Raises:
         ModelError: the prior has no variance that draws could show.
@@ -65,13 +66,21 @@ def gaussian_prior(
             f"site '{layout.site_at(worst)}': its prior has no variance that {_DRAWS:,} draws "
             "could show, so EKF cannot start from it: pass init_strategy=, a fitted Laplace or VI"
         )
-    if dense:
-        return Dense.of_covariance(mean, centred.T @ centred / len(flat))
-    for name, place in layout.slices().items():
+    covariance = centred.T @ centred / len(flat) if dense else variance
+    alone = not dense or not _depend_on_each_other(log_posterior, arguments)
+    for name, place in layout.slices().items() if alone else ():
+        if dense:
+            own = covariance[place, place].clone()
+            covariance[place], covariance[:, place] = 0, 0
+            covariance[place, place] = own
         if name in given:
             mean[place] = given[name][0].reshape(-1).to(mean)
-            variance[place] = _diagonal(given[name][1]).to(mean)
-    return Diagonal(mean, variance.sqrt())
+            exact = given[name][1]
+            here = (place, place) if dense else place
+            covariance[here] = (_matrix(exact) if dense else _diagonal(exact)).to(mean)
+    if dense:
+        return Dense.of_covariance(mean, covariance)
+    return Diagonal(mean, covariance.sqrt())
 
 
 def as_structure(gaussian: Gaussian, dense: bool) -> Gaussian:
@@ -79,6 +88,28 @@ def as_structure(gaussian: Gaussian, dense: bool) -> Gaussian:
     if not dense:
         return Diagonal(gaussian.mean, gaussian.variance.sqrt())
     return Dense(gaussian.mean, gaussian.sd.diag()) if isinstance(gaussian, Diagonal) else gaussian
+
+
+def _depend_on_each_other(log_posterior: LogPosterior, arguments: Arguments) -> bool:
+    """Whether the distribution of any latent depends on another one."""
+    for site in _sites_with_history(log_posterior, arguments):
+        try:
+            given = own_arguments(base_of(site.fn))
+        except NoInformation:
+            return True
+        if not given or any(value.requires_grad for value in given.values()):
+            return True
+    return False
+
+
+def _sites_with_history(log_posterior: LogPosterior, arguments: Arguments) -> list[Site]:
+    """The latents of a run that knows what depends on what."""
+    known = log_posterior.understanding
+    params = {name: _unconstrained(known.sites[name]) for name in log_posterior.latents}
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+        sites = log_posterior.run(leaves, arguments, log_posterior.first_indices()).sites
+    return [sites[name] for name in log_posterior.latents]
 
 
 def _refuse_what_is_no_site(log_posterior: LogPosterior) -> None:
@@ -103,16 +134,11 @@ def exact_moments(
 ) -> Mapping[str, tuple[Tensor, Tensor]]:
     """(Mean, covariance [d, d] or its diagonal [d]) of the sites whose prior is Gaussian in
     unconstrained space."""
-    known = log_posterior.understanding
-    params = {name: _unconstrained(known.sites[name]) for name in log_posterior.latents}
-    with torch.enable_grad():
-        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-        sites = log_posterior.run(leaves, arguments, log_posterior.first_indices()).sites
     moments = {}
-    for name in log_posterior.latents:
-        found = _moments(sites[name])
+    for site in _sites_with_history(log_posterior, arguments):
+        found = _moments(site)
         if found is not None:
-            moments[name] = found[0].detach(), found[1].detach()
+            moments[site.name] = found[0].detach(), found[1].detach()
     return moments
 
 

@@ -322,12 +322,7 @@ class LogPosterior:
     def with_gaussian_prior(self, gaussian: Gaussian) -> LogPosterior:
         """The same with a Gaussian over all latents, in their order, for its prior."""
 
-        def density(sites: Mapping[str, Site], log_prior: Tensor) -> Tensor:
-            values = [site.unconstrained for site in sites.values() if site.kind == "latent"]
-            flat = [value.reshape(-1) for value in values if value is not None]
-            return gaussian.log_prob(torch.cat(flat).to(log_prior))
-
-        other = self.with_prior(density)
+        other = self.with_prior(partial(_gaussian_log_prior, gaussian))
         other.gaussian_prior = gaussian
         return other
 
@@ -335,14 +330,7 @@ class LogPosterior:
         """The density of the sites' own values, as a function of unconstrained params: its mode
         does not depend on how the values are transformed."""
 
-        before = self._prior
-
-        def density(sites: Mapping[str, Site], log_prior: Tensor) -> Tensor:
-            log_dets = [site.log_det for site in sites.values() if site.log_det is not None]
-            own = log_prior if before is None else before(sites, log_prior)
-            return own - torch.stack(log_dets).sum()
-
-        return self.with_prior(density)
+        return self.with_prior(partial(_without_log_dets, self._prior))
 
     def default_init(self, chain: int) -> InitFunction:
         """Where a chain starts unless it is told otherwise."""
@@ -409,3 +397,15 @@ class LogPosterior:
             return known.batch_size
         count = rows.count(arguments)
         return self.num_data if count is None else count
+
+
+def _gaussian_log_prior(gaussian: Gaussian, sites: Mapping[str, Site], log_prior: Tensor) -> Tensor:
+    values = [site.unconstrained for site in sites.values() if site.kind == "latent"]
+    flat = [value.reshape(-1) for value in values if value is not None]
+    return gaussian.log_prob(torch.cat(flat).to(log_prior))
+
+
+def _without_log_dets(prior: Prior | None, sites: Mapping[str, Site], log_prior: Tensor) -> Tensor:
+    log_dets = [site.log_det for site in sites.values() if site.log_det is not None]
+    own = log_prior if prior is None else prior(sites, log_prior)
+    return own - torch.stack(log_dets).sum()

@@ -23,6 +23,8 @@ from pyro_scale.model.terms import aligned, terms_of, unwrapped
 
 #: Draws of a row where a distribution's Fisher information is estimated, unless the user says.
 _DRAWS = 100
+#: Of matrices of Fisher information of a batch.
+_MOST_BYTES = 2**30
 
 
 class Observation(Protocol):
@@ -165,6 +167,10 @@ def observations_of(
         SiteError: a GGN of what has no distribution.
         ModelError: no site follows the rows.
     """
+    if torch.is_inference_mode_enabled():
+        raise ModelError(
+            "torch.inference_mode() leaves no derivatives: leave it out, or use torch.no_grad()"
+        )
     scaling = log_posterior.understanding.scaling
     ruled = {name: rule for name, rule in scaling.rules.items() if rule.role == "rows"}
     if not ruled:
@@ -208,6 +214,7 @@ def _observation(site: Site, rule: Rule, kind: str, num_draws: int) -> Observati
             return None
         if kind == "monte_carlo" or not given:
             raise fisher.NoInformation(type(base).__name__)
+        _refuse_many_outputs(site, base, sum(given[name][0].numel() for name in names))
         information = fisher.information(base, names)
     except fisher.NoInformation:
         return _drawn(site, rule, num_draws if kind == "monte_carlo" else max(num_draws, _DRAWS))
@@ -216,6 +223,21 @@ def _observation(site: Site, rule: Rule, kind: str, num_draws: int) -> Observati
     everywhere = weights * of_rows.new_ones(base.batch_shape)
     of_rows = of_rows * _rows_first(fn, rule, base, everywhere, 0)[..., None, None]
     return Exact(site.name, rule, names, of_rows)
+
+
+def _refuse_many_outputs(site: Site, base: Any, count: int) -> None:
+    """Refuses matrices of Fisher information that are too large, given the numbers of all
+    arguments of one part of the batch."""
+    if len(base.batch_shape) == 0:
+        return
+    each = count // max(1, base.batch_shape[1:].numel())
+    needed = 8 * base.batch_shape.numel() * each**2
+    if needed > _MOST_BYTES:
+        raise SiteError(
+            f"site '{site.name}': the Fisher information of {each} outputs would take "
+            f"{needed / 2**30:.1f} GiB for these rows: use curvature='monte_carlo', or a smaller "
+            "batch_size"
+        )
 
 
 def _drawn(site: Site, rule: Rule, num_draws: int) -> Drawn:
