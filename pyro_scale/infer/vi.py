@@ -119,7 +119,8 @@ class IVON(Optimised):
             ends at the published 1 - 1e-5.  At a constant one below, minibatches make the sds too
             small, and at a constant lr they move the mean about (see `kernels.IVON`): let lr fall.
         first_curvature: the precision over N at first; 1 is that of rows that each know a param
-            to 1.
+            to 1.  Steps go as its inverse: raise it where the likelihood is sharp, such as a
+            network's with little noise, or the first ones are too long.
         temperature: 1 is the posterior; below, a cold one; a float or a schedule.
         init_strategy: where the mean starts, as for `MAP`.
         num_data: N, which overrides what the data say.
