@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import csv
-import datetime
-import platform
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
+from circumstances import circumstances
 from protocol import Answer
 from suites import OURS, SUITES, Suite
 
@@ -73,7 +71,7 @@ def write(suite: Suite, rows: Iterable[Row]) -> None:
     """A suite's CSV; its first line says when and on what it was measured."""
     RESULTS.mkdir(exist_ok=True)
     with (RESULTS / f"{suite.name}.csv").open("w", newline="") as file:
-        file.write(f"# {_circumstances()}\n")
+        file.write(f"# {circumstances(PACKAGES)}\n")
         writer = csv.writer(file)
         writer.writerow(
             ["contender", f"min_{suite.unit}", f"median_{suite.unit}", "rounds", "check"]
@@ -97,25 +95,6 @@ def read(suite: Suite) -> tuple[str, list[Row]] | None:
 
 def _number(text: str) -> float | None:
     return float(text) if text else None
-
-
-def _circumstances() -> str:
-    versions = [f"Python {platform.python_version()}"]
-    for package in PACKAGES:
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            versions.append(f"no {package}")
-    return f"{datetime.date.today()}, {_processor()}; {', '.join(versions)}"
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 # ---------------------------------------------------------------- the table

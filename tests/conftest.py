@@ -1,5 +1,6 @@
 import logging
 
+import pyro
 import pytest
 import torch
 
@@ -14,3 +15,10 @@ def float64():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def store():
+    """A param store of the test's own."""
+    with pyro.get_param_store().scope():
+        yield

@@ -11,6 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from linear import PRIOR_MEAN, SD, D, linear_data, linear_posterior, regression, rows
 from pyro.infer.autoguide import init_to_value
 from reference import close, double, normals
 from torch.distributions import constraints
@@ -31,40 +32,13 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 QUIET = {"progress": False}
 STRUCTURES = ["diag", "dense"]
-N, D, SD = 23, 3, 0.5
-PRIOR_MEAN = double(0.4, -0.3, 0.8)
-X = normals(N, D, seed=1) @ double([1.0, 0.6, 0.0], [0.0, 0.8, 0.5], [0.0, 0.0, 1.2])
-Y = X @ double(0.7, -1.2, 0.3) + SD * normals(N, seed=2)
+N = 23
+X, Y = linear_data(N)
 SHUFFLED = torch.randperm(N, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.fixture
-def store():
-    """A param store of the test's own."""
-    with pyro.get_param_store().scope():
-        yield
-
-
-def rows(x):
-    return pyro.plate("data", len(x))
-
-
-def regression(variance=1.0):
-    """w ~ N(PRIOR_MEAN, variance I), y ~ N(x w, SD^2)."""
-
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(PRIOR_MEAN, variance**0.5).to_event(1))
-        with rows(x):
-            return pyro.sample("y", dist.Normal(x @ w, SD), obs=y)
-
-    return model
-
-
 def posterior(variance=1.0, x=X, y=Y, power=1.0):
-    """The exact mean and precision of `regression`, for a power of its likelihood."""
-    precision = torch.eye(D) / variance + power * x.T @ x / SD**2
-    shift = PRIOR_MEAN / variance + power * x.T @ y / SD**2
-    return torch.linalg.solve(precision, shift), precision
+    return linear_posterior(variance, x, y, power)
 
 
 def ekf(model, data=(X, Y), structure="dense", batch_size=None, **kwargs):

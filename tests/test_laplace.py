@@ -12,6 +12,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torchopt
+from linear import PRIOR_MEAN, SD, D, linear_data, linear_posterior, regression, rows
 from reference import close, double, normals
 from torch.distributions import MultivariateNormal, constraints
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -25,39 +26,12 @@ pytestmark = pytest.mark.usefixtures("float64")
 QUIET = {"seed": 0, "progress": False}
 KINDS = ["ggn", "monte_carlo", "empirical_fisher", "hessian"]
 STRUCTURES = ["diag", "dense"]
-N, D, SD = 37, 3, 0.5
-PRIOR_MEAN = double(0.4, -0.3, 0.8)
-X = normals(N, D, seed=1) @ double([1.0, 0.6, 0.0], [0.0, 0.8, 0.5], [0.0, 0.0, 1.2])
-Y = X @ double(0.7, -1.2, 0.3) + SD * normals(N, seed=2)
-
-
-@pytest.fixture
-def store():
-    """A param store of the test's own."""
-    with pyro.get_param_store().scope():
-        yield
-
-
-def rows(x):
-    return pyro.plate("data", len(x))
-
-
-def regression(variance=1.0):
-    """w ~ N(PRIOR_MEAN, variance I), y ~ N(x w, SD^2)."""
-
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(PRIOR_MEAN, variance**0.5).to_event(1))
-        with rows(x):
-            return pyro.sample("y", dist.Normal(x @ w, SD), obs=y)
-
-    return model
+N = 37
+X, Y = linear_data(N)
 
 
 def posterior(variance=1.0, x=X, y=Y):
-    """The exact mean and precision of `regression`."""
-    precision = torch.eye(D) / variance + x.T @ x / SD**2
-    mean = torch.linalg.solve(precision, PRIOR_MEAN / variance + x.T @ y / SD**2)
-    return mean, precision
+    return linear_posterior(variance, x, y)
 
 
 def evidence(variance=1.0, x=X, y=Y):

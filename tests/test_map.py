@@ -26,13 +26,6 @@ X = normals(N, 2, seed=1)
 Y = X @ double(0.7, -1.2) + 0.5 * normals(N, seed=2)
 
 
-@pytest.fixture
-def store():
-    """A param store of the test's own."""
-    with pyro.get_param_store().scope():
-        yield
-
-
 def mode_of(fit, site, start=0):
     return fit.get_samples()[site][start]
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from networks import Trained, pyro_model, trained
+from networks import Trained, trained
+from ours import mlp_model
 from protocol import Timing
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -191,7 +192,7 @@ def curvlinops_product(hidden: tuple[int, ...], dtype: str = "float32") -> Calla
 def _prepared(hidden: tuple[int, ...], dtype: str) -> tuple[Trained, Any]:
     at = trained(hidden, dtype)
     torch.set_default_dtype(getattr(torch, dtype))  # of the prior's numbers
-    return at, pyro_model(at.net)
+    return at, mlp_model(at.net)
 
 
 def _vector(at: Trained) -> Tensor:

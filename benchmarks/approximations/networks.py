@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
-import pyro
-import pyro.distributions as dist
 import torch
 from problems import digits
 from torch import Tensor, nn
-
-import pyro_scale as ps
 
 
 class Trained(NamedTuple):
@@ -53,15 +48,3 @@ def trained(hidden: tuple[int, ...], dtype: str = "float32", steps: int = 200) -
         weight.grad = None
     weights = {name: weight.detach().clone() for name, weight in net.named_parameters()}
     return Trained(net, weights, x.to(getattr(torch, dtype)), y)
-
-
-def pyro_model(net: nn.Module) -> Callable[..., Tensor]:
-    """The network as a Pyro model: standard normal weights, a categorical observation."""
-    bayesian = ps.bayesianize(net, prior=dist.Normal(0.0, 1.0))
-
-    def model(x: Tensor, y: Tensor | None = None) -> Tensor:
-        logits = bayesian(x)
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
-
-    return model

@@ -17,22 +17,20 @@ Writes `results.json` beside this file, a question's part whenever it is run, an
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))  # whose protocol this one shares
 
 import numpy as np
+from circumstances import circumstances
 from protocol import ONE_THREAD, Answer, Contender, Worker
 
 HERE = Path(__file__).parent
@@ -399,7 +397,7 @@ def measure(question: Question, rounds: int) -> Record:
         worker.stop()
     rows = {name: _row(question, given, answers) for name, given in answers.items()}
     return {
-        "when": _circumstances(),
+        "when": f"one core, {circumstances(PACKAGES)}",
         "rounds": rounds,
         "rows": rows,
         "targets": [_reached(question, target, rows, answers) for target in question.targets],
@@ -466,25 +464,7 @@ def measure_memory() -> Record:
         found["matrices"] = found["bytes"] / (4 * found["size"] ** 2)
         rows[name] = found
         print(f"  {name}: {found['bytes'] / 1e6:.0f} MB, {found['seconds']:.1f} s", flush=True)
-    return {"when": _circumstances(), "rows": rows}
-
-
-def _circumstances() -> str:
-    versions = [f"Python {platform.python_version()}"]
-    for package in PACKAGES:
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            versions.append(f"no {package}")
-    return f"{datetime.date.today()}, {_processor()}; {', '.join(versions)}"
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
-        if line.startswith("model name"):
-            return f"one core of {line.partition(':')[2].strip()}"
-    return platform.processor() or platform.machine()
+    return {"when": f"one core, {circumstances(PACKAGES)}", "rows": rows}
 
 
 # ------------------------------------------------------------------ the page

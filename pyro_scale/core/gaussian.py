@@ -135,3 +135,15 @@ class Dense:
 
 #: Of either structure.
 Gaussian: TypeAlias = Diagonal | Dense
+
+
+def as_structure(gaussian: Gaussian, dense: bool) -> Gaussian:
+    """The Gaussian, as a dense one, or without its correlations."""
+    if not dense:
+        return Diagonal(gaussian.mean, gaussian.variance.sqrt())
+    return Dense(gaussian.mean, gaussian.sd.diag()) if isinstance(gaussian, Diagonal) else gaussian
+
+
+def matrix_or_diagonal(values: Tensor, dense: bool) -> Tensor:
+    """A matrix [D, D], or a diagonal [D], as the matrix, or its diagonal."""
+    return values if (values.dim() == 2) == dense else values.diag()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,11 @@ class Layout:
             places[name] = slice(start, start + shape.numel())
             start += shape.numel()
         return places
+
+    def places(self, names: Iterable[str]) -> Tensor:
+        """Where in the vector the elements of some entries are, [d]."""
+        slices = self.slices()
+        return torch.cat([torch.arange(slices[n].start, slices[n].stop) for n in names])
 
     def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
         """Dict of tensors -> vector [D]."""

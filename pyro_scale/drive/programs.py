@@ -32,6 +32,7 @@ from pyro_scale.drive.loop import Loop, kinds_of, write_loop
 from pyro_scale.drive.plan import NotALoop
 from pyro_scale.drive.tape import Tape
 from pyro_scale.drive.trace import StepGraph, trace
+from pyro_scale.errors import ArgumentError
 
 #: Steps from which compiling repays the few seconds that it takes.
 _REPAID_AFTER = 3000
@@ -39,6 +40,16 @@ _REPAID_AFTER = 3000
 _ELSEWHERE = 0.1
 #: The most they may differ by: a part of what is compared, and roundings of what it comes from.
 _TOLERANCE, _ROUNDINGS = 1e-3, 1e3
+
+
+def check_compile(compile: object) -> None:
+    """Refuses what `compile` cannot be.
+
+    Raises:
+        ArgumentError: it is not a bool, nor "auto".
+    """
+    if not isinstance(compile, bool) and compile != "auto":
+        raise ArgumentError(f"compile={compile!r}: pass True, False or 'auto'")
 
 
 class Kept(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.counts import as_count
-from pyro_scale.core.gaussian import Dense, Diagonal
+from pyro_scale.core.gaussian import Dense, Diagonal, matrix_or_diagonal
 from pyro_scale.core.randomness import Purpose, generator
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.infer import files, linearised
@@ -136,8 +136,7 @@ class Approximation(Method):
         if not fit.gaussians:
             raise ArgumentError(f"{type(self).__name__} has no Gaussian: fit a Laplace or VI")
         warm = [fit.at_temperature_1(start) for start in range(len(fit.gaussians))]
-        precisions = [gaussian.precision for gaussian in warm]
-        diagonals = [p if p.dim() == 1 else p.diagonal() for p in precisions]
+        diagonals = [matrix_or_diagonal(each.precision, dense=False) for each in warm]
         mass = torch.ones_like(fit.centres[0])
         mass[fit.places] = torch.stack(diagonals).mean(0) / fit.log_posterior.num_data
         of_sites = fit.layout.unflatten(mass)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self, get_args
 import torch
 from torch import Tensor
 
-from pyro_scale.core.gaussian import Gaussian
+from pyro_scale.core.gaussian import Gaussian, as_structure
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.randomness import choose_seed
 from pyro_scale.core.rows import Arguments
@@ -27,7 +27,7 @@ from pyro_scale.infer.setup import as_log_posterior, init_of, module_device, ref
 from pyro_scale.infer.stepping import batch_as_data
 from pyro_scale.kernels.ekf import EKFState
 from pyro_scale.model.curvature import RowKind
-from pyro_scale.model.gaussian_prior import as_structure, gaussian_prior
+from pyro_scale.model.gaussian_prior import gaussian_prior
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: Matrices that are held at once: precisions before and after, curvature, factor.
@@ -235,12 +235,10 @@ class EKF(Approximation):
                 "the likelihood is a joint density of all rows, so a filter cannot absorb them "
                 "batch by batch: use Laplace or VI"
             )
-        sites = {name: known.understanding.sites[name].unconstrained for name in known.latents}
-        layout = Layout.of({name: value for name, value in sites.items() if value is not None})
-        dense, first = self.structure == "dense", next(iter(sites.values()))
-        assert first is not None
+        layout, dense = known.layout, self.structure == "dense"
         if dense:
-            refuse_what_does_not_fit(layout.size, layout.dtype, first.device, _MATRICES, "EKF")
+            device = known.understanding.sites[layout.names[0]].value.device
+            refuse_what_does_not_fit(layout.size, layout.dtype, device, _MATRICES, "EKF")
         prior = self._gaussian(known, arguments, layout, dense, seed)
         state = EKFState(prior.mean, prior.precision)
         settings = Settings(self.structure, self.curvature, self.lr, self.transition_sd)

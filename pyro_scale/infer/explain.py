@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.distributions import ComposeTransform, IndependentTransform
 
-from pyro_scale.core.layout import Layout
 from pyro_scale.drive.data import open_data
 from pyro_scale.infer.setup import as_log_posterior, module_device
 from pyro_scale.model.gaussian_prior import exact_moments
@@ -119,16 +118,11 @@ def explain(
     first = opened.first()
     log_posterior.prepare(first)
     known = log_posterior.understanding
-    latents = {
-        site.name: site.unconstrained
-        for site in known.sites.values()
-        if site.unconstrained is not None
-    }
     return Explanation(
         rows=tuple(_table(log_posterior)),
         num_data=log_posterior.num_data,
         batch_size=known.batch_size,
-        num_dimensions=Layout.of(latents).size,
+        num_dimensions=log_posterior.layout.size,
         partition_error=known.partition_error,
         gaussian_prior=tuple(exact_moments(log_posterior, first)),
         warnings=tuple(_warnings(known)),

@@ -95,8 +95,7 @@ class Fit:
     @cached_property
     def places(self) -> Tensor:
         """Where in a position the Gaussians' elements are, [d]."""
-        slices = self.layout.slices()
-        return torch.cat([torch.arange(slices[s].start, slices[s].stop) for s in self.sites])
+        return self.layout.places(self.sites)
 
     def _at(self, start: int, noise: Tensor) -> Tensor:
         """Positions `[n, D]`, from standard normals `[n, d]`."""

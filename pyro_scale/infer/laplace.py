@@ -150,7 +150,7 @@ class Laplace(Approximation):
                 peaks.append(search.best(position) if given is None else search.at(given))
                 bar.update(1, peaks[-1].log_evidence)
         peaks.sort(key=lambda peak: -peak.log_evidence)
-        self._keep(setup, sites, peaks, time.perf_counter() - begun)
+        self._keep(setup, search, peaks, time.perf_counter() - begun)
         return self
 
     def update(
@@ -189,7 +189,7 @@ class Laplace(Approximation):
                 given = _given(setup, mode, start)
                 peaks.append(search.best(centre) if given is None else search.at(given))
                 bar.update(1, peaks[-1].log_evidence)
-        self._keep(setup, old.sites, peaks, time.perf_counter() - begun)
+        self._keep(setup, search, peaks, time.perf_counter() - begun)
         return self
 
     def log_marginal_likelihood(self) -> Tensor:
@@ -236,7 +236,9 @@ class Laplace(Approximation):
     ) -> Search:
         density = WholeDensity(setup.log_posterior, setup.data, setup.engine.layout)
         dense = self.structure == "dense"
-        return Search(density, sites, self.curvature, dense, setup.seed, num_rows, held, tuned)
+        search = Search(density, sites, self.curvature, dense, setup.seed, num_rows, held, tuned)
+        search.refuse_what_does_not_fit(setup.positions)
+        return search
 
     def _sites_of(self, setup: Setup) -> tuple[str, ...]:
         latents = setup.log_posterior.latents
@@ -247,14 +249,12 @@ class Laplace(Approximation):
                 raise ArgumentError(f"sites: no site '{pattern}'; the model has {list(latents)}")
         return tuple(n for n in latents if any(fnmatch.fnmatch(n, p) for p in self._sites))
 
-    def _keep(
-        self, setup: Setup, sites: tuple[str, ...], peaks: Sequence[Peak], seconds: float
-    ) -> None:
+    def _keep(self, setup: Setup, search: Search, peaks: Sequence[Peak], seconds: float) -> None:
         gaussians = [peak.gaussian.tempered(self.temperature) for peak in peaks]
         attrs = {
             "method": type(self).__name__,
             "structure": self.structure,
-            "curvature": peaks[0].curvature,
+            "curvature": search.words(peaks[0].centre),
             "temperature": self.temperature,
             "log_evidence": [peak.log_evidence for peak in peaks],
             "distance": [peak.distance for peak in peaks],
@@ -266,7 +266,7 @@ class Laplace(Approximation):
             data=setup.data,
             layout=setup.engine.layout,
             centres=torch.stack([peak.centre for peak in peaks]),
-            sites=sites,
+            sites=search.sites,
             gaussians=tuple(gaussians),
             seed=setup.seed,
             attrs=attrs,
@@ -305,13 +305,11 @@ def _given(
 
 def _tuned(setup: Setup, names: Sequence[str]) -> Tensor | None:
     """Where in a position the tuned params are, if any."""
-    points, slices = setup.log_posterior.points, setup.engine.layout.slices()
-    for name in [names] if isinstance(names, str) else names:
+    names, points = [names] if isinstance(names, str) else names, setup.log_posterior.points
+    for name in names:
         if name not in points:
             raise ArgumentError(
                 f"tune: no pyro.param '{name}'; the model has {list(points)}; make what is to be "
                 "tuned one, such as pyro.param('scale', torch.tensor(1.0), constraints.positive)"
             )
-    if not names:
-        return None
-    return torch.cat([torch.arange(slices[n].start, slices[n].stop) for n in names])
+    return setup.engine.layout.places(names) if names else None

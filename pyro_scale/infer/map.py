@@ -95,7 +95,7 @@ class MAP(Optimised):
         places = torch.arange(setup.engine.layout.size)
         found, distances = [], []
         for centre in fit.centres:
-            near = density.climbed(centre, "take more steps, or leave structure out")
+            near = density.climbed(centre, "take more steps, or leave structure out").position
             mode, distance = density.polished(near, precision, places)
             found.append(mode)
             distances.append(distance)

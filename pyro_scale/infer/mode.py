@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,20 @@ NEAR = 0.01
 _MOST_NEWTON_STEPS = 10
 #: Of a step that changes nothing.
 _ROUNDINGS = 10
+
+
+class Climb(NamedTuple):
+    """Where an ascent ended, and gradients over N on its way, each [D].
+
+    Attributes:
+        position: the end.
+        first: the gradient at the start.
+        slope: the gradient at the end.
+    """
+
+    position: Tensor
+    first: Tensor
+    slope: Tensor
 
 
 @dataclass(frozen=True)
@@ -85,15 +100,13 @@ class WholeDensity:
         Raises:
             ArgumentError: the log joint has none that could be found from here.
         """
-        _, first = self.grad(start)
-        found = self.climbed(start, otherwise)
-        _, slope = self.grad(found)
-        if not bool(slope.norm() <= max(_FLATTER * float(first.norm()), _FLAT)):
+        climb = self.climbed(start, otherwise)
+        if not bool(climb.slope.norm() <= max(_FLATTER * float(climb.first.norm()), _FLAT)):
             raise no_mode(otherwise)
-        return found
+        return climb.position
 
-    def climbed(self, start: Tensor, otherwise: str, moves: Tensor | float = 1.0) -> Tensor:
-        """Where L-BFGS ends, [D].
+    def climbed(self, start: Tensor, otherwise: str, moves: Tensor | float = 1.0) -> Climb:
+        """Where L-BFGS ends.
 
         Args:
             start: where it begins.
@@ -120,7 +133,8 @@ class WholeDensity:
             position.grad = -gradient * moves
             return -value
 
-        if not bool(torch.isfinite(self.grad(start)[0])):
+        value, first = self.grad(start)
+        if not bool(torch.isfinite(value)):
             raise DataError(
                 "the log joint of the whole data is NaN or infinite where chain 0 starts: clean "
                 "the data (torch.isfinite finds bad rows), or change init_strategy"
@@ -128,9 +142,10 @@ class WholeDensity:
         with contextlib.suppress(RuntimeError):  # of L-BFGS, where numbers overflow
             optimiser.step(closure)
         found = position.detach()
-        if not bool(torch.isfinite(found).all() and torch.isfinite(self.grad(found)[0])):
+        value, slope = self.grad(found)
+        if not bool(torch.isfinite(found).all() and torch.isfinite(value)):
             raise no_mode(otherwise)
-        return found
+        return Climb(found, first, slope)
 
     def polished(
         self, position: Tensor, precision: Callable[[Tensor], Tensor], places: Tensor

@@ -13,6 +13,7 @@ from pyro_scale.core.counts import as_count
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.randomness import choose_seed
 from pyro_scale.drive.data import open_data
+from pyro_scale.drive.programs import check_compile
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.simulate import Draws, Steps, simulate
 from pyro_scale.drive.sources import Data
@@ -48,8 +49,7 @@ class Optimised(Approximation):
         early_stopping: bool,
     ):
         super().__init__(model, structure=structure, init_strategy=init_strategy, num_data=num_data)
-        if not isinstance(compile, bool) and compile != "auto":
-            raise ArgumentError(f"compile={compile!r}: pass True, False or 'auto'")
+        check_compile(compile)
         self.kernel = kernel
         self._compile, self._early_stopping = compile, early_stopping
 

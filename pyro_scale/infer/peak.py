@@ -15,7 +15,7 @@ from pyro_scale.errors import PyroScaleError
 from pyro_scale.infer.memory import refuse_what_does_not_fit
 from pyro_scale.infer.mode import NEAR, WholeDensity, no_mode
 from pyro_scale.infer.pieces import pieces_of
-from pyro_scale.infer.precision import CurvatureKind, gaussian_at, places_of, precision_at
+from pyro_scale.infer.precision import CurvatureKind, gaussian_at, precision_at
 from pyro_scale.model.curvature import Curvature
 
 #: Matrices that are held at once: the precision, its factor, the covariance's.
@@ -38,7 +38,6 @@ class Peak(NamedTuple):
         distance: the square of that to the mode, in the Gaussian's sds, by a step of Newton's
             method.
         slope: of the log joint, [D], in nats.
-        curvature: its kind, in words.
     """
 
     centre: Tensor
@@ -46,7 +45,6 @@ class Peak(NamedTuple):
     log_evidence: float
     distance: float
     slope: Tensor
-    curvature: str
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,6 @@ class Search:
         Raises:
             ArgumentError: there is none that could be found.
         """
-        self._refuse_what_does_not_fit(start)
         if self.tuned is None:
             return self._nearest(start)
         tuned, last = self.tuned, start
@@ -106,8 +103,10 @@ class Search:
 
     def at(self, centre: Tensor) -> Peak:
         """The peak at a point [D]."""
-        self._refuse_what_does_not_fit(centre)
-        num_data, places = self.density.log_posterior.num_data, places_of(self.density, self.sites)
+        num_data, places = (
+            self.density.log_posterior.num_data,
+            self.density.layout.places(self.sites),
+        )
         precision = self._precision(centre, self.dense)
         gaussian = gaussian_at(self.density, centre, self.sites, precision)
         value, slope = self.density.grad(centre)
@@ -119,16 +118,23 @@ class Search:
             float(evidence),
             float(total @ gaussian.covariance_times(total)),
             num_data * slope,
-            self._words(centre),
         )
+
+    @property
+    def _places(self) -> Tensor:
+        """Where in a position the Gaussian's elements are."""
+        return self.density.layout.places(self.sites)
 
     def _nearest(self, start: Tensor) -> Peak:
         moves = torch.ones_like(start)
         for places in (self.held, self.tuned):
             if places is not None:
                 moves[places] = 0
-        mode = self.density.climbed(start, _WITHOUT_MODE, moves)
-        num_data, places = self.density.log_posterior.num_data, places_of(self.density, self.sites)
+        mode = self.density.climbed(start, _WITHOUT_MODE, moves).position
+        num_data, places = (
+            self.density.log_posterior.num_data,
+            self.density.layout.places(self.sites),
+        )
         if self.dense or len(places) <= _FEW:
             mode, _ = self.density.polished(
                 mode, lambda at: self._precision(at, dense=True) / num_data, places
@@ -149,7 +155,8 @@ class Search:
             self.num_rows,
         )
 
-    def _words(self, centre: Tensor) -> str:
+    def words(self, centre: Tensor) -> str:
+        """The curvature's kind, and what of it is estimated."""
         if self.kind == "hessian":
             return self.kind
         known = self.density.log_posterior
@@ -158,9 +165,10 @@ class Search:
         notes = Curvature(known, self.kind).notes(params, piece.arguments, piece.indices)
         return ", ".join([self.kind, *notes])
 
-    def _refuse_what_does_not_fit(self, position: Tensor) -> None:
+    def refuse_what_does_not_fit(self, position: Tensor) -> None:
+        """Refuses a dense Gaussian that memory does not hold."""
         if self.dense:
-            size = len(places_of(self.density, self.sites))
+            size = len(self._places)
             refuse_what_does_not_fit(size, position.dtype, position.device, _MATRICES, "Laplace")
 
 

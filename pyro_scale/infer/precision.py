@@ -44,7 +44,7 @@ def precision_at(
     """
     log_posterior, layout = density.log_posterior, density.layout
     if kind == "hessian":
-        places = places_of(density, sites)
+        places = density.layout.places(sites)
         if dense:
             return -density.hessian(position)[places][:, places] * log_posterior.num_data
         return -density.hessian_diagonal(position)[places] * log_posterior.num_data
@@ -72,7 +72,7 @@ def gaussian_at(
     Raises:
         ModelError: it is not positive definite; it names the site.
     """
-    places = places_of(density, sites)
+    places = density.layout.places(sites)
     mean = position[places]
     if precision.dim() == 1:
         if bool((precision > 0).all()):
@@ -84,12 +84,6 @@ def gaussian_at(
         values, vectors = torch.linalg.eigh(precision)
         worst = int(places[vectors[:, 0].abs().argmax()])
         raise _indefinite(density, worst, float(values[0])) from None
-
-
-def places_of(density: WholeDensity, sites: Sequence[str]) -> Tensor:
-    """Where in a position some sites' elements are, [d]."""
-    slices = density.layout.slices()
-    return torch.cat([torch.arange(slices[s].start, slices[s].stop) for s in sites])
 
 
 def _indefinite(density: WholeDensity, place: int, least: float) -> ModelError:

@@ -17,6 +17,7 @@ from pyro_scale.core.schedules import Cyclical, Schedule
 from pyro_scale.drive.batches import SharedBatches
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.indices import Sampling, check_sampling
+from pyro_scale.drive.programs import check_compile
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.simulate import Draws, Steps, simulate
 from pyro_scale.drive.sources import Data
@@ -77,8 +78,7 @@ class Sampler(Method):
         **hyperparameters: Any,
     ):
         super().__init__(model, init_strategy=init_strategy, num_data=num_data)
-        if not isinstance(compile, bool) and compile != "auto":
-            raise ArgumentError(f"compile={compile!r}: pass True, False or 'auto'")
+        check_compile(compile)
         self._compile = compile
         if not isinstance(control_variates, bool | Mapping) or control_variates == {}:
             raise ArgumentError(

@@ -286,13 +286,8 @@ class Block:
     def times(self, vector: Tensor) -> Tensor:
         """The terms' sum times a vector [D]."""
         along = (self.jacobian @ vector)[..., None]
-        widths = [each.width for each in self.observed]
-        parts = self.jacobian.split(widths, dim=1)
-        inner = [moved for _, moved in self._factors(along)]
-        return sum(
-            (torch.einsum("bkd,bk->d", p, m[..., 0]) for p, m in zip(parts, inner, strict=True)),
-            torch.zeros_like(vector),
-        )
+        inner = torch.cat([moved for _, moved in self._factors(along)], dim=1)
+        return torch.einsum("bkd,bk->d", self.jacobian, inner[..., 0])
 
     def _factors(self, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Each observation's part of `[b, K, ...]`, and what is between times that."""

@@ -9,8 +9,13 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
-from pyro_scale.core.layout import Layout
+from pyro_scale.core.gaussian import (
+    Dense,
+    Diagonal,
+    Gaussian,
+    as_structure,
+    matrix_or_diagonal,
+)
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ModelError
 from pyro_scale.model.fisher import NoInformation, base_of, own_arguments
@@ -38,16 +43,33 @@ def gaussian_prior(
     if log_posterior.gaussian_prior is not None:
         return as_structure(log_posterior.gaussian_prior, dense)
     _refuse_what_is_no_site(log_posterior)
-    sites = [log_posterior.understanding.sites[name] for name in log_posterior.latents]
-    given = exact_moments(log_posterior, arguments)
-    layout = Layout.of({site.name: _unconstrained(site) for site in sites})
-    if all(site.name in given for site in sites):
+    layout, sites = log_posterior.layout, _sites_with_history(log_posterior, arguments)
+    given = _exact(sites)
+    if len(given) == len(sites):
         mean = layout.flatten({name: mean for name, (mean, _) in given.items()})
-        covariances = [given[name][1] for name in layout.names]
+        covariances = [matrix_or_diagonal(given[name][1], dense) for name in layout.names]
         if dense:
-            return Dense.of_covariance(mean, torch.block_diag(*map(_matrix, covariances)).to(mean))
-        variance = torch.cat([_diagonal(covariance) for covariance in covariances]).to(mean)
-        return Diagonal(mean, variance.sqrt())
+            return Dense.of_covariance(mean, torch.block_diag(*covariances).to(mean))
+        return Diagonal(mean, torch.cat(covariances).to(mean).sqrt())
+    mean, covariance = _moments_of_draws(log_posterior, arguments, dense, seed)
+    if not dense or not any(map(_may_depend, sites)):
+        for name, place in layout.slices().items():
+            here = (place, place) if dense else place
+            own = covariance[here].clone()
+            if name in given:
+                mean[place] = given[name][0].reshape(-1).to(mean)
+                own = matrix_or_diagonal(given[name][1], dense).to(mean)
+            covariance[place] = 0
+            if dense:
+                covariance[:, place] = 0
+            covariance[here] = own
+    return Dense.of_covariance(mean, covariance) if dense else Diagonal(mean, covariance.sqrt())
+
+
+def _moments_of_draws(
+    log_posterior: LogPosterior, arguments: Arguments, dense: bool, seed: int
+) -> tuple[Tensor, Tensor]:
+    """(The prior's mean, [D], its covariance, [D, D] or the diagonal [D]), of draws."""
     try:
         draws = log_posterior.prior_draws(arguments, _DRAWS, seed)
     except NotImplementedError as error:
@@ -55,9 +77,9 @@ def gaussian_prior(
             "a prior without draws (an improper one?) gives EKF no start: pass init_strategy=, a "
             "fitted Laplace or VI"
         ) from error
-    flat = torch.cat([draws[name].reshape(_DRAWS, -1) for name in layout.names], dim=1).to(
-        layout.dtype
-    )
+    layout = log_posterior.layout
+    flat = torch.cat([draws[name].reshape(_DRAWS, -1) for name in layout.names], dim=1)
+    flat = flat.to(layout.dtype)
     mean, centred = flat.mean(0), flat - flat.mean(0)
     variance = centred.square().mean(0)
     if not bool((torch.isfinite(variance) & (variance > _LEAST * variance.max())).all()):
@@ -66,40 +88,16 @@ def gaussian_prior(
             f"site '{layout.site_at(worst)}': its prior has no variance that {_DRAWS:,} draws "
             "could show, so EKF cannot start from it: pass init_strategy=, a fitted Laplace or VI"
         )
-    covariance = centred.T @ centred / len(flat) if dense else variance
-    alone = not dense or not _depend_on_each_other(log_posterior, arguments)
-    for name, place in layout.slices().items() if alone else ():
-        if dense:
-            own = covariance[place, place].clone()
-            covariance[place], covariance[:, place] = 0, 0
-            covariance[place, place] = own
-        if name in given:
-            mean[place] = given[name][0].reshape(-1).to(mean)
-            exact = given[name][1]
-            here = (place, place) if dense else place
-            covariance[here] = (_matrix(exact) if dense else _diagonal(exact)).to(mean)
-    if dense:
-        return Dense.of_covariance(mean, covariance)
-    return Diagonal(mean, covariance.sqrt())
+    return mean, centred.T @ centred / len(flat) if dense else variance
 
 
-def as_structure(gaussian: Gaussian, dense: bool) -> Gaussian:
-    """The Gaussian, as a dense one, or without its correlations."""
-    if not dense:
-        return Diagonal(gaussian.mean, gaussian.variance.sqrt())
-    return Dense(gaussian.mean, gaussian.sd.diag()) if isinstance(gaussian, Diagonal) else gaussian
-
-
-def _depend_on_each_other(log_posterior: LogPosterior, arguments: Arguments) -> bool:
-    """Whether the distribution of any latent depends on another one."""
-    for site in _sites_with_history(log_posterior, arguments):
-        try:
-            given = own_arguments(base_of(site.fn))
-        except NoInformation:
-            return True
-        if not given or any(value.requires_grad for value in given.values()):
-            return True
-    return False
+def _may_depend(site: Site) -> bool:
+    """Whether a site's distribution may depend on another latent."""
+    try:
+        given = own_arguments(base_of(site.fn))
+    except NoInformation:
+        return True
+    return not given or any(value.requires_grad for value in given.values())
 
 
 def _sites_with_history(log_posterior: LogPosterior, arguments: Arguments) -> list[Site]:
@@ -134,12 +132,12 @@ def exact_moments(
 ) -> Mapping[str, tuple[Tensor, Tensor]]:
     """(Mean, covariance [d, d] or its diagonal [d]) of the sites whose prior is Gaussian in
     unconstrained space."""
-    moments = {}
-    for site in _sites_with_history(log_posterior, arguments):
-        found = _moments(site)
-        if found is not None:
-            moments[site.name] = found[0].detach(), found[1].detach()
-    return moments
+    return _exact(_sites_with_history(log_posterior, arguments))
+
+
+def _exact(sites: list[Site]) -> dict[str, tuple[Tensor, Tensor]]:
+    found = {site.name: _moments(site) for site in sites}
+    return {n: (each[0].detach(), each[1].detach()) for n, each in found.items() if each}
 
 
 def _moments(site: Site) -> tuple[Tensor, Tensor] | None:
@@ -162,14 +160,6 @@ def _moments(site: Site) -> tuple[Tensor, Tensor] | None:
         blocks = fn.covariance_matrix.expand(*fn.batch_shape, size, size).reshape(-1, size, size)
         return fn.mean, torch.block_diag(*blocks)
     return fn.mean, fn.variance.expand(fn.batch_shape).reshape(-1)
-
-
-def _matrix(covariance: Tensor) -> Tensor:
-    return covariance.diag() if covariance.dim() == 1 else covariance
-
-
-def _diagonal(covariance: Tensor) -> Tensor:
-    return covariance if covariance.dim() == 1 else covariance.diagonal()
 
 
 def _unconstrained(site: Site) -> Tensor:

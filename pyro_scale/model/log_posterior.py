@@ -19,6 +19,7 @@ from torch.distributions import transform_to
 from pyro_scale.core import rows
 from pyro_scale.core.counts import as_count
 from pyro_scale.core.gaussian import Gaussian
+from pyro_scale.core.layout import Layout
 from pyro_scale.core.randomness import Purpose, derived_seed
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError, NotRunError
@@ -358,6 +359,13 @@ class LogPosterior:
     def latents(self) -> tuple[str, ...]:
         """The latent sites' names, in the model's order."""
         return tuple(s.name for s in self.understanding.sites.values() if s.kind == "latent")
+
+    @property
+    def layout(self) -> Layout:
+        """Where the latents lie in one unconstrained vector."""
+        sites = self.understanding.sites.values()
+        values = {site.name: site.unconstrained for site in sites if site.kind == "latent"}
+        return Layout.of({name: value for name, value in values.items() if value is not None})
 
     @property
     def points(self) -> Mapping[str, Any]:

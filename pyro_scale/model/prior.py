@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_scale.core.gaussian import matrix_or_diagonal
 from pyro_scale.core.layout import Layout
 from pyro_scale.model.derivatives import hessian, hessian_diagonal
 from pyro_scale.model.log_posterior import LogPosterior, Params
@@ -40,7 +41,7 @@ def prior_precision(
     layout = Layout.of(params)
     position = layout.flatten(params)
     if log_posterior.gaussian_prior is not None and layout.names == log_posterior.latents:
-        return _as_structure(log_posterior.gaussian_prior.precision, dense)
+        return matrix_or_diagonal(log_posterior.gaussian_prior.precision, dense)
     slope, here = _slope(log_posterior, layout, position, batch, held)
     times = _product(slope, here)
     probe, check = 1 + torch.rand(2, layout.size, generator=torch.Generator().manual_seed(0)).to(
@@ -49,13 +50,8 @@ def prior_precision(
     diagonal = times(probe) / probe
     rounding = _ROUNDINGS * torch.finfo(position.dtype).eps * diagonal.abs() * check
     if bool(((times(check) - diagonal * check).abs() <= rounding).all()):
-        return _as_structure(diagonal, dense)
+        return matrix_or_diagonal(diagonal, dense)
     return -(hessian(slope, here) if dense else hessian_diagonal(slope, here))
-
-
-def _as_structure(precision: Tensor, dense: bool) -> Tensor:
-    """A precision [D, D] or [D] as a matrix, or its diagonal."""
-    return precision if (precision.dim() == 2) == dense else precision.diag()
 
 
 def _slope(

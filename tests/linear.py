@@ -1,0 +1,37 @@
+"""A linear regression with known noise, whose posterior is known exactly."""
+
+import pyro
+import pyro.distributions as dist
+import torch
+from reference import double, normals
+
+D, SD = 3, 0.5
+PRIOR_MEAN = double(0.4, -0.3, 0.8)
+
+
+def linear_data(count):
+    """Rows whose columns are correlated and of different size, and what is observed of them."""
+    x = normals(count, D, seed=1) @ double([1.0, 0.6, 0.0], [0.0, 0.8, 0.5], [0.0, 0.0, 1.2])
+    return x, x @ double(0.7, -1.2, 0.3) + SD * normals(count, seed=2)
+
+
+def rows(x):
+    return pyro.plate("data", len(x))
+
+
+def regression(variance=1.0):
+    """w ~ N(PRIOR_MEAN, variance I), y ~ N(x w, SD^2)."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(PRIOR_MEAN, variance**0.5).to_event(1))
+        with rows(x):
+            return pyro.sample("y", dist.Normal(x @ w, SD), obs=y)
+
+    return model
+
+
+def linear_posterior(variance, x, y, power=1.0):
+    """The exact mean and precision of `regression`, for a power of its likelihood."""
+    precision = torch.eye(D, dtype=x.dtype) / variance + power * x.T @ x / SD**2
+    shift = PRIOR_MEAN / variance + power * x.T @ y / SD**2
+    return torch.linalg.solve(precision, shift), precision
