@@ -13,10 +13,13 @@ from pyro_scale.infer.laplace import Laplace
 from pyro_scale.infer.map import MAP
 from pyro_scale.infer.sampler import Sampler
 from pyro_scale.infer.vi import IVON, VI
-from pyro_scale.model.bayesianize import bayesianize, init_to_module
+from pyro_scale.model.bayesianize import bayesianize
 from pyro_scale.model.curvature import Curvature
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.normalisation import FilterResponseNorm, replace_batchnorm
 from pyro_scale.model.scaling import Evaluation
+from pyro_scale.model.starts import init_to_module
+from pyro_scale.model.weight_priors import weight_decay
 
 BAOA = Sampler.of(kernels.BAOA)
 SGHMC = Sampler.of(kernels.SGHMC)
@@ -37,6 +40,7 @@ __all__ = [
     "VI",
     "Curvature",
     "Evaluation",
+    "FilterResponseNorm",
     "Laplace",
     "LogPosterior",
     "Sampler",
@@ -45,5 +49,7 @@ __all__ = [
     "explain",
     "init_to_module",
     "pSGLD",
+    "replace_batchnorm",
     "schedules",
+    "weight_decay",
 ]

@@ -1,100 +1,147 @@
-"""An `nn.Module` as a `PyroModule` whose weights have a prior."""
+"""An `nn.Module` as a `PyroModule`, chosen weights of which have a prior."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Self, cast, get_args
 
 import pyro
-import pyro.distributions as dist
 import torch
-from pyro.infer.autoguide.initialization import init_to_uniform
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 from pyro_scale.errors import ArgumentError, ModelError
-from pyro_scale.model.transforms import bijection
+from pyro_scale.model.selection import Choice, selected
+from pyro_scale.model.starts import WEIGHT
+from pyro_scale.model.weight_priors import WeightPrior, priors_of
 
-#: The key of a site's `infer` dict that says which module's weight it is: (module, name).
-WEIGHT = "pyro_scale_weight"
+#: What becomes of the weights that have no prior.
+Rest = Literal["frozen", "point"]
 
 
-def bayesianize(net: nn.Module, prior: Any = None) -> PyroModule:
-    """A copy of a network that draws all its weights from a prior whenever it is called.
+def bayesianize(
+    net: nn.Module,
+    prior: WeightPrior = "unit",
+    include: Choice | Sequence[Choice] | None = None,
+    exclude: Choice | Sequence[Choice] | None = None,
+    rest: Rest = "frozen",
+) -> BayesianModule:
+    """A copy of a network that draws chosen weights from a prior whenever it is called.
 
-    Its sites are named as in `net.named_parameters()`.  Chains of a sampler start at the
-    module's values (chain 0) and at `reset_parameters()` of it (the others); `init_to_module`
-    starts all of them at the module's values.
+    Its sites are named as in `net.named_parameters()`; tied weights are one site.  Chains of a
+    sampler start at the module's values (chain 0) and where `reset_parameters()` of its layers
+    puts the chosen weights (the others); `init_to_module` starts all of them at the module's
+    values, as a pretrained network wants.
+
+    The copy is in the mode, train or eval, that the network is in, and buffers are its own:
+    call `.eval()`, on either, if there is dropout or BatchNorm, which otherwise is refused when
+    the model first sees data.  A training mode of BatchNorm makes the likelihood of a row depend
+    on the rest of its batch; `replace_batchnorm` puts a layer in its place that does not.
+
+    An Embedding's row at its `padding_idx` stays as it is: it has a prior like the others, but
+    the network does not see its draws.
 
     Args:
-        net: any module; it is not changed.  Call `.eval()` first if it has dropout or BatchNorm.
-        prior: a distribution of a scalar, which expands to each weight's shape; Normal(0, 1) by
-            default, in which a weight is in the unit of its layer's input.
+        net: any module; it is not changed.
+        prior: `"unit"`, Normal(0, 1) (the default: a weight is in the unit of its layer's
+            input); `"kaiming"`, Normal(0, sqrt(2 / fan in)) for matrices and kernels, Normal(1,
+            1) for the scales of normalisation layers and Normal(0, 1) for the rest; a
+            distribution of a scalar, which expands to each weight's shape (`weight_decay` gives
+            the one that an optimiser's weight decay is); or a function of a weight's name and
+            the weight to such a distribution, or to one of the weight's shape.
+        include: which weights: shell-style patterns of names or of names of modules (`"head"`,
+            `"*.bias"`, `"*lora_*"`), modules of `net`, classes of modules, or a list of these;
+            all with `requires_grad` by default.
+        exclude: which of them not.
+        rest: `"frozen"`, or `"point"` to have those of the other weights that have
+            `requires_grad` estimated along with the draws, as a `pyro.param`.
 
     Raises:
-        ArgumentError: `net` is no module, or the prior is not of a scalar.
-        ModelError: the module has no parameters.
+        ArgumentError: `net` is no module, a choice matches no weight, or the prior does not fit
+            one.
+        ModelError: a submodule that cannot be made Bayesian, which is named.
 
     Example:
         >>> import torch, pyro.distributions as dist, pyro_scale as ps
-        >>> net = ps.bayesianize(torch.nn.Linear(2, 1), prior=dist.Normal(0.0, 0.5))
-        >>> sorted(name for name, _ in net.priors())
-        ['bias', 'weight']
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> last_layer = ps.bayesianize(net, prior=dist.Normal(0.0, 0.5), include="2")
+        >>> list(last_layer.priors())
+        ['2.weight', '2.bias']
     """
     if not isinstance(net, nn.Module):
         raise ArgumentError(f"bayesianize takes an nn.Module, not {type(net).__name__}")
-    prior = dist.Normal(0.0, 1.0) if prior is None else prior
-    if not isinstance(prior, torch.distributions.Distribution):
-        raise ArgumentError(f"prior={prior!r}: pass a distribution, such as dist.Normal(0.0, 1.0)")
-    if prior.batch_shape or prior.event_shape:
-        shape = list(prior.batch_shape + prior.event_shape)
-        raise ArgumentError(
-            f"the prior has shape {shape}: pass one of a scalar, which expands to each weight's "
-            "shape"
-        )
     if next(net.parameters(), None) is None:
         raise ModelError(f"{type(net).__name__} has no parameters to be Bayesian about")
-    return BayesianModule(net, prior)
+    if rest not in get_args(Rest):
+        raise ArgumentError(f"rest={rest!r}: pass one of {get_args(Rest)}")
+    names = selected(net, include, exclude)
+    _refuse_unfit(net, names)
+    return BayesianModule(_copied(net), prior, names, rest)
 
 
 class BayesianModule(PyroModule):
-    """What `bayesianize` returns."""
+    """What `bayesianize` returns.
 
-    def __init__(self, net: nn.Module, prior: Any):
+    Args:
+        net: the network, which is taken over.
+        prior, rest: see there.
+        names: of the weights that have a prior.
+    """
+
+    def __init__(self, net: nn.Module, prior: WeightPrior, names: list[str], rest: Rest):
         super().__init__()
-        self.net = copy.deepcopy(net)
-        self._prior = prior
+        self.net = net
+        self._prior, self._names = prior, names
+        self._priors = priors_of(net, names, prior)
+        others = {n: weight for n, weight in net.named_parameters() if n not in set(names)}
+        for weight in others.values():
+            weight.requires_grad_(rest == "point" and weight.requires_grad)
+        self._points = [name for name, weight in others.items() if weight.requires_grad]
+        self._padding = _padding_of(net, names)
+        self.training = net.training  # its submodules are in modes of their own
 
-    def priors(self) -> list[tuple[str, Any]]:
-        """Each weight's name and prior."""
-        return [
-            (name, self._prior.expand(weight.shape).to_event(weight.dim()))
-            for name, weight in self._net.named_parameters()
-        ]
+    def priors(self) -> dict[str, Any]:
+        """Each chosen weight's prior by name."""
+        return dict(self._priors)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the network with its weights drawn."""
-        weights = {
+        """Calls the network with its chosen weights drawn."""
+        drawn = {
             name: pyro.sample(
                 self._pyro_get_fullname(name), prior, infer=cast(Any, {WEIGHT: (self, name)})
             )
-            for name, prior in self.priors()
+            for name, prior in self._priors.items()
         }
-        return torch.func.functional_call(self._net, weights, args, kwargs)
+        for name, row in self._padding.items():
+            own = self._net.get_parameter(name).detach()
+            padding = (torch.arange(len(own), device=own.device) == row)[:, None]
+            drawn[name] = torch.where(padding, own, drawn[name])
+        points = {
+            name: pyro.param(self._pyro_get_fullname(name), self._net.get_parameter(name))
+            for name in self._points
+        }
+        return torch.func.functional_call(self._net, drawn | points, args, kwargs)
 
     def weights(self) -> dict[str, Tensor]:
-        """The module's own weights."""
-        return {name: weight.detach() for name, weight in self._net.named_parameters()}
+        """The module's own values of the chosen weights."""
+        return {name: self._net.get_parameter(name).detach() for name in self._names}
 
     def reset_weights(self) -> dict[str, Tensor]:
-        """Weights as `reset_parameters()` draws them; layers without it keep theirs."""
+        """Them as `reset_parameters()` draws them; layers without it keep theirs."""
         net = copy.deepcopy(self._net)
-        for module in net.modules():
-            reset = getattr(module, "reset_parameters", None)
+        for module in reversed(list(net.modules())):  # as they are built: outer ones have the last
+            reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
             if callable(reset):
                 reset()
-        return {name: weight.detach() for name, weight in net.named_parameters()}
+        return {name: net.get_parameter(name).detach() for name in self._names}
+
+    def extra_repr(self) -> str:
+        """How many weights are what."""
+        sizes = {name: weight.numel() for name, weight in self._net.named_parameters()}
+        bayesian, points = (sum(sizes[n] for n in each) for each in (self._names, self._points))
+        frozen = sum(sizes.values()) - bayesian - points
+        return f"weights: {bayesian:,} Bayesian, {points:,} points, {frozen:,} frozen"
 
     @property
     def _net(self) -> nn.Module:
@@ -103,40 +150,101 @@ class BayesianModule(PyroModule):
         assert net is not None
         return net
 
-
-def uniform(site: Any) -> Tensor:
-    """Uniform in (-2, 2), unconstrained; for improper priors too, which cannot be drawn from."""
-    fn = site["fn"]
-    if not isinstance(fn, dist.ImproperUniform):
-        return init_to_uniform(site)
-    transform = bijection(fn.support)
-    shape = transform.inverse_shape(fn.batch_shape + fn.event_shape)
-    return transform(4 * torch.rand(shape) - 2)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves the priors along with the weights: to another device or dtype."""
+        moved = super()._apply(fn, recurse)
+        self._priors = priors_of(self._net, self._names, self._prior)
+        return moved
 
 
-def init_to_module(site: Any = None) -> Any:
-    """An init strategy: weights of bayesianized modules start at the module's values.
+def _refuse_unfit(net: nn.Module, names: list[str]) -> None:
+    """Refuses submodules whose weights cannot be drawn.
 
-    Other sites start uniformly in (-2, 2), unconstrained.
+    Raises:
+        ModelError: names the first one.
     """
-    if site is None:
-        return init_to_module
-    if WEIGHT in site["infer"]:
-        module, name = site["infer"][WEIGHT]
-        return module.weights()[name].clone()
-    return uniform(site)
+    if isinstance(net, torch.jit.ScriptModule):
+        raise ModelError("a ScriptModule cannot be called with other weights: pass the nn.Module")
+    if hasattr(net, "_orig_mod"):
+        raise ModelError(
+            "the network has been through torch.compile: pass the one before it (net._orig_mod); "
+            "samplers compile the whole step by themselves"
+        )
+    for path, module in net.named_modules():
+        named = f"submodule '{path}' ({type(module).__name__})" if path else type(module).__name__
+        own = {
+            f"{path}.{name}".lstrip("."): w for name, w in module.named_parameters(recurse=False)
+        }
+        if any(isinstance(w, nn.parameter.UninitializedParameter) for w in own.values()):
+            raise ModelError(f"{named} has no shapes yet: call the network on a batch first")
+        if isinstance(module, PyroModule):
+            raise ModelError(
+                f"{named} is a PyroModule, which has its priors by PyroSample: bayesianize the "
+                "plain networks in it, or call it in a model as it is"
+            )
+        chosen = {name: weight for name, weight in own.items() if name in names}
+        for name, weight in chosen.items():
+            if not weight.is_floating_point() or weight.is_meta:
+                kind = "has no values" if weight.is_meta else f"is of {weight.dtype}"
+                raise ModelError(
+                    f"{named}: weight '{name}' {kind}, and cannot have a prior; leave it out with "
+                    "exclude=, or load it in floating point"
+                )
+        if chosen and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _refuse_embedding(named, module)
 
 
-def init_to_reset(fallback: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-    """Weights of bayesianized modules start where `reset_parameters()` puts them."""
-    drawn: dict[int, dict[str, Tensor]] = {}
+def _refuse_embedding(named: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    if module.max_norm is not None:
+        raise ModelError(
+            f"{named} has max_norm={module.max_norm}, which writes to its weights when it is "
+            "called: set max_norm=None, or leave it out with exclude="
+        )
+    if module.sparse:
+        raise ModelError(f"{named} has sparse gradients: set sparse=False")
 
-    def init(site: Any) -> Tensor:
-        if WEIGHT not in site["infer"]:
-            return fallback(site)
-        module, name = site["infer"][WEIGHT]
-        if id(module) not in drawn:
-            drawn[id(module)] = module.reset_weights()
-        return drawn[id(module)][name]
 
-    return init
+def _copied(net: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(net)
+    except Exception as error:  # whatever a module's own state raises
+        named = next(
+            (
+                f"submodule '{path}' ({type(module).__name__})"
+                for path, module in _last_first(net)
+                if not _is_copied(module)
+            ),
+            type(net).__name__,
+        )
+        raise ModelError(
+            f"{named} cannot be copied ({error}); of torch.nn.utils.weight_norm and spectral_norm, "
+            "use those in torch.nn.utils.parametrizations"
+        ) from error
+
+
+def _last_first(net: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(path, module) for path, module in net.named_modules() if path][::-1]
+
+
+def _is_copied(module: nn.Module) -> bool:
+    try:
+        copy.deepcopy(module)
+    except Exception:
+        return False
+    return True
+
+
+def _padding_of(net: nn.Module, names: list[str]) -> dict[str, int]:
+    """Chosen weights of Embeddings -> the row that stays as it is.  Not where the weight is tied:
+    elsewhere that row is a weight like any other."""
+    count: dict[int, int] = {}
+    for _, weight in net.named_parameters(remove_duplicate=False):
+        count[id(weight)] = count.get(id(weight), 0) + 1
+    found = {}
+    for path, module in net.named_modules():
+        name = f"{path}.weight".lstrip(".")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and name in names:
+            row = module.padding_idx
+            if row is not None and count[id(module.weight)] == 1:
+                found[name] = row
+    return found

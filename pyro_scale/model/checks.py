@@ -7,34 +7,13 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_scale.errors import ModelError, SiteError
 from pyro_scale.model.classify import close
 from pyro_scale.model.recorder import Recorder
 from pyro_scale.model.sites import Site, plate_scale
 from pyro_scale.model.terms import Term
-
-
-def refuse_batch_noise(module: nn.Module) -> None:
-    """BatchNorm in train mode and active dropout, before they run."""
-    name = type(module).__name__
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        if module.running_mean is None:
-            raise ModelError(
-                f"{name} keeps no running statistics, so a row's likelihood depends on the other "
-                "rows of its batch, in eval mode too: build it with track_running_stats=True and "
-                "train them first, or use GroupNorm or LayerNorm"
-            )
-        if module.training:
-            raise ModelError(
-                f"{name} in train mode: a row's likelihood would depend on the other rows of its "
-                "batch, and the batch's statistics would be written into your module; call .eval()"
-            )
-    elif isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-        raise ModelError(
-            f"{name}(p={module.p}) is active: the likelihood would be random; call .eval()"
-        )
 
 
 def refuse_reserved_names(sites: Mapping[str, Site]) -> None:
@@ -94,17 +73,20 @@ def refuse_broken_terms(terms: Mapping[str, Term]) -> None:
             )
 
 
-def refuse_random_draws(terms: Mapping[str, Term], again: Mapping[str, Term], drew: bool) -> None:
+def refuse_random_draws(
+    terms: Mapping[str, Term], again: Mapping[str, Term], drew: bool, by: str | None = None
+) -> None:
     """Terms that differ between two runs on the same batch at the same latent values.
 
     Args:
         terms: of one run.
         again: of the other.
         drew: whether that one drew from torch's generator, which can go without a difference.
+        by: what drew, in words, if that is a module.
     """
     advice = (
-        "so something in the model draws at random: call .eval() on modules with dropout, and "
-        "make every random draw a pyro.sample site"
+        f"so {by or 'something in the model'} draws at random: call .eval() on modules with "
+        "dropout, and make every random draw a pyro.sample site"
     )
     for name, term in terms.items():
         if name not in again or not close(term.log_prob, again[name].log_prob, roundings=64):

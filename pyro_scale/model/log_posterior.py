@@ -24,7 +24,6 @@ from pyro_scale.core.randomness import Purpose, derived_seed
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.model import derivatives
-from pyro_scale.model.bayesianize import init_to_module, init_to_reset, uniform
 from pyro_scale.model.checks import refuse_broken_starts
 from pyro_scale.model.function import function_model
 from pyro_scale.model.preflight import (
@@ -37,6 +36,7 @@ from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import Recorder, Simulator
 from pyro_scale.model.scaling import Evaluation, Prior
 from pyro_scale.model.sites import Site
+from pyro_scale.model.starts import init_to_module, init_to_reset, uniform
 from pyro_scale.model.terms import terms_of
 from pyro_scale.model.understanding import Understanding
 

@@ -19,7 +19,6 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError, ModelError, PlateError, PyroScaleError, SiteError
 from pyro_scale.model.checks import (
     local_message,
-    refuse_batch_noise,
     refuse_broken_starts,
     refuse_broken_terms,
     refuse_failing_densities,
@@ -29,6 +28,7 @@ from pyro_scale.model.checks import (
     refuse_reserved_names,
 )
 from pyro_scale.model.classify import Variant, classify
+from pyro_scale.model.executed import executed_modules
 from pyro_scale.model.plates import (
     agreed_size,
     data_plate_size,
@@ -37,7 +37,7 @@ from pyro_scale.model.plates import (
     refuse_fixed_plate,
     refuse_other_subsampling,
 )
-from pyro_scale.model.program import Program, executed_modules
+from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import LatentShapeChanged, Recorder
 from pyro_scale.model.scaling import Rule, Scaling
 from pyro_scale.model.sites import points_of_store
@@ -79,9 +79,9 @@ def understand(
     elsewhere: list[Variant] = []
     other_runs: list[Recorder] = []
     with torch.random.fork_rng(), torch.no_grad():
-        with executed_modules(refuse_batch_noise) as executed:
+        with executed_modules() as executed:
             first = _first_run(program, arguments, init, count, num_data)
-        program.find_owners(first.points, executed)
+        program.find_owners(first.points, executed.modules)
         refuse_broken_starts(first.sites)
         own = own_plate(first.sites, count)
         recipe = _Recipe(program, first)
@@ -92,8 +92,11 @@ def understand(
         terms = terms_of(whole.sites)
         refuse_broken_terms(terms)
         state = torch.random.get_rng_state()
-        again = terms_of(recipe.run(arguments).sites)
-        refuse_random_draws(terms, again, not torch.equal(state, torch.random.get_rng_state()))
+        with executed_modules() as executed:
+            again = terms_of(recipe.run(arguments).sites)
+        drew = not torch.equal(state, torch.random.get_rng_state())
+        by = executed.named(executed.drew) if executed.drew is not None else None
+        refuse_random_draws(terms, again, drew, by)
         _check_with_validation(recipe, arguments)
         if own is not None:
             batch_size = whole.sites[own].fn.subsample_size
@@ -145,7 +148,7 @@ def understand_function(
 ) -> Understanding:
     """The preflight of a function that is the log posterior as a whole: nothing is scaled."""
     num_data = num_data or 1
-    with torch.random.fork_rng(), torch.no_grad(), executed_modules(refuse_batch_noise):
+    with torch.random.fork_rng(), torch.no_grad(), executed_modules():
         first = _first_run(program, arguments, init, None, num_data)
         recipe = _Recipe(program, first)
         terms = terms_of(first.sites)

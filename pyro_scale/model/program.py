@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
-from pyro_scale.errors import ModelError
 from pyro_scale.model.recorder import Recorder
 from pyro_scale.model.sites import Point
 
@@ -38,7 +37,12 @@ class Program:
             # the recorder answers for a PyroParam; only plain weights are read past it
             if name in self.owned and not self.owned[name][1].endswith("_unconstrained")
         }
-        with pyro.validation_enabled(validate), pyro.get_param_store().scope(), recorder:
+        with (
+            pyro.validation_enabled(validate),
+            pyro.get_param_store().scope(),
+            _without_fused_attention(),
+            recorder,
+        ):
             if swapped:
                 self._run_swapped(arguments, swapped)
             else:
@@ -70,6 +74,18 @@ class Program:
                     break
 
 
+@contextmanager
+def _without_fused_attention() -> Iterator[None]:
+    """torch's Transformer layers have a second way of computing the same, without a derivative,
+    which depends on the values of padding masks."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
 class _Root(nn.Module):
     """Makes the modules that a model calls reachable for `torch.func.functional_call`."""
 
@@ -80,35 +96,3 @@ class _Root(nn.Module):
 
     def forward(self, arguments: Arguments) -> Any:
         return rows.call(self._model[0], arguments)
-
-
-@contextmanager
-def executed_modules(check: Callable[[nn.Module], None]) -> Iterator[list[nn.Module]]:
-    """Lists the modules whose forward runs, outermost first, each checked before it runs.
-
-    Raises:
-        ModelError: a module wrote to its buffers; they are put back.
-    """
-    executed: list[nn.Module] = []
-    buffers: dict[Tensor, Tensor] = {}
-
-    def hook(module: nn.Module, _: Any) -> None:
-        check(module)
-        executed.append(module)
-        for buffer in module.buffers():
-            buffers.setdefault(buffer, buffer.clone())
-
-    handle = nn.modules.module.register_module_forward_pre_hook(hook)
-    try:
-        yield executed
-    finally:
-        handle.remove()
-        written = [b for b, before in buffers.items() if not torch.equal(b, before)]
-        for buffer in written:
-            buffer.copy_(buffers[buffer])
-    for module in reversed(executed):
-        if any(buffer is b for b in written for buffer in module.buffers()):
-            raise ModelError(
-                f"{type(module).__name__} writes to its buffers whenever it is called, so two "
-                "evaluations of the likelihood would differ: call .eval()"
-            )

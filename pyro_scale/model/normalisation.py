@@ -1,0 +1,108 @@
+"""Layers that normalise a row by itself, in place of BatchNorm."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from pyro_scale.errors import ArgumentError, ModelError
+
+#: What may take BatchNorm's place.
+Normalisation = Literal["group", "filter_response"]
+
+#: Groups of channels: as many as Wu and He (2018) take, where they divide the channels.
+_GROUPS = 32
+
+
+class FilterResponseNorm(nn.Module):
+    """Filter response normalisation (Singh and Krishnan 2020, equations 1 to 3), without the
+    thresholded activation that they put after it.
+
+    Every channel of every row is divided by its root mean square over the positions.
+
+    Args:
+        num_channels: of the input `[rows, channels, *positions]`.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, num_channels: int, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(num_channels))
+        self.bias = nn.Parameter(torch.zeros(num_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[rows, channels, *positions]` -> the same shape."""
+        positions = tuple(range(2, x.dim()))
+        mean_square = x.square().mean(positions, keepdim=True)
+        shape = (-1,) + (1,) * len(positions)
+        scaled = x * torch.rsqrt(mean_square + self.eps)
+        return self.weight.view(shape) * scaled + self.bias.view(shape)
+
+    def reset_parameters(self) -> None:
+        """Scales 1, biases 0."""
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+def replace_batchnorm(net: nn.Module, by: Normalisation = "group") -> nn.Module:
+    """A copy of a network without BatchNorm, which ties the rows of a batch together when it is
+    trained, so that there is no likelihood of a row.
+
+    The new layers take the old ones' scales and biases.  What the old ones knew of the data is
+    gone: train a pretrained network a little more, or keep its BatchNorm in `.eval()`.
+
+    Args:
+        net: any module; it is not changed.
+        by: `"group"`, GroupNorm in 32 groups, or in as many as divide both 32 and the channels;
+            `"filter_response"`, FilterResponseNorm, for layers with positions (convolutions).
+
+    Raises:
+        ArgumentError: `net` is no module, or `by` is unknown.
+        ModelError: there is no BatchNorm, or one without positions is to be FilterResponseNorm.
+
+    Example:
+        >>> import torch, pyro_scale as ps
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(1, 8, 3), torch.nn.BatchNorm2d(8))
+        >>> type(ps.replace_batchnorm(net)[1]).__name__
+        'GroupNorm'
+    """
+    if not isinstance(net, nn.Module):
+        raise ArgumentError(f"replace_batchnorm takes an nn.Module, not {type(net).__name__}")
+    if by not in get_args(Normalisation):
+        raise ArgumentError(f"by={by!r}: pass one of {get_args(Normalisation)}")
+    if isinstance(net, nn.modules.batchnorm._BatchNorm):
+        return _in_place_of("", net, by)
+    net = copy.deepcopy(net)
+    new: dict[int, nn.Module] = {}  # a layer that is used twice is replaced by one
+    for path, module in list(net.named_modules(remove_duplicate=False)):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if id(module) not in new:
+                new[id(module)] = _in_place_of(path, module, by)
+            parent, _, name = path.rpartition(".")
+            setattr(net.get_submodule(parent), name, new[id(module)])
+    if not new:
+        raise ModelError(f"{type(net).__name__} has no BatchNorm to be replaced")
+    return net
+
+
+def _in_place_of(path: str, old: nn.modules.batchnorm._BatchNorm, by: Normalisation) -> nn.Module:
+    channels = old.num_features
+    new: nn.GroupNorm | FilterResponseNorm
+    if by == "group":
+        new = nn.GroupNorm(math.gcd(_GROUPS, channels), channels, eps=old.eps, affine=old.affine)
+    elif isinstance(old, nn.BatchNorm1d):
+        raise ModelError(
+            f"submodule '{path}' (BatchNorm1d) may have one value a channel, which "
+            "FilterResponseNorm would make its sign: pass by='group'"
+        )
+    else:
+        new = FilterResponseNorm(channels)
+    if old.affine:
+        new.load_state_dict({"weight": old.weight, "bias": old.bias})
+        new.to(old.weight)
+    return new.train(old.training)

@@ -1,0 +1,93 @@
+"""Which weights of a network are meant: by name, by module, by kind of module."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from pyro_scale.errors import ArgumentError
+
+#: A shell-style pattern of names, one of the network's modules, or a class of modules.
+Choice = str | nn.Module | type[nn.Module]
+
+#: Names that a message shows.
+_SHOWN = 8
+
+
+def selected(
+    net: nn.Module,
+    include: Choice | Sequence[Choice] | None,
+    exclude: Choice | Sequence[Choice] | None,
+) -> list[str]:
+    """The names of the weights that are included and not excluded, in the network's order.
+
+    Tied weights have one name, the first; each of their names selects them.
+
+    Args:
+        net: the network.
+        include: the choices; all weights with `requires_grad` by default.
+        exclude: the same; none by default.
+
+    Raises:
+        ArgumentError: a choice that no weight matches, or nothing is left.
+    """
+    if include is None:
+        chosen = {id(weight) for weight in net.parameters() if weight.requires_grad}
+        if not chosen:
+            raise ArgumentError(
+                f"bayesianize: all weights of {type(net).__name__} are frozen "
+                "(requires_grad=False): say with include= which of them are to be Bayesian"
+            )
+    else:
+        chosen = set(_matches(net, "include", include))
+    if exclude is not None:
+        chosen -= set(_matches(net, "exclude", exclude))
+    if not chosen:
+        raise ArgumentError("bayesianize: include and exclude leave no weight to be Bayesian about")
+    return [name for name, weight in net.named_parameters() if id(weight) in chosen]
+
+
+def _matches(net: nn.Module, argument: str, choices: Choice | Sequence[Choice]) -> Iterator[int]:
+    """The ids of the weights that any of the choices means."""
+    for choice in [choices] if isinstance(choices, Choice) else choices:
+        found = list(_match(net, argument, choice))
+        if not found:
+            what = choice if isinstance(choice, type) else type(choice)
+            shown = f"'{choice}'" if isinstance(choice, str) else what.__name__
+            raise ArgumentError(f"{argument}: no weight is in {shown}; {_names(net)}")
+        yield from found
+
+
+def _match(net: nn.Module, argument: str, choice: Choice) -> Iterable[int]:
+    if isinstance(choice, str):
+        named = net.named_parameters(remove_duplicate=False)
+        return [id(weight) for name, weight in named if _is_named(name, choice)]
+    if isinstance(choice, nn.Module):
+        if not any(choice is module for module in net.modules()):
+            raise ArgumentError(
+                f"{argument}: this {type(choice).__name__} is no part of the "
+                f"{type(net).__name__}: pass one of net.modules(), or a pattern of names"
+            )
+        return [id(weight) for weight in choice.parameters()]
+    if isinstance(choice, type) and issubclass(choice, nn.Module):
+        of_kind = (module for module in net.modules() if isinstance(module, choice))
+        return [id(weight) for module in of_kind for weight in module.parameters()]
+    raise ArgumentError(
+        f"{argument}={choice!r}: pass patterns of names ('head', '*.bias'), modules of the "
+        "network, or classes of modules (nn.LayerNorm)"
+    )
+
+
+def _is_named(name: str, pattern: str) -> bool:
+    """Whether a pattern means the weight, or a module that the weight is in."""
+    prefixes = itertools.accumulate(name.split("."), "{}.{}".format)
+    return any(fnmatchcase(prefix, pattern) for prefix in prefixes)
+
+
+def _names(net: nn.Module) -> str:
+    names = [name for name, _ in net.named_parameters(remove_duplicate=False)]
+    more = "" if len(names) <= _SHOWN else f", ... ({len(names)} in all)"
+    return f"its weights are {', '.join(names[:_SHOWN])}{more}"

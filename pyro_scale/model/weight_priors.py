@@ -1,0 +1,133 @@
+"""Priors of a network's weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor, nn
+
+from pyro_scale.errors import ArgumentError
+
+#: What `bayesianize` takes for a prior.
+WeightPrior = str | torch.distributions.Distribution | Callable[[str, Tensor], Any]
+
+
+def weight_decay(decay: float, num_data: int) -> dist.Normal:
+    """The prior whose mode is what training with weight decay finds: Normal(0, 1/sqrt(N decay)).
+
+    An optimiser's `weight_decay` adds decay/2 |w|² to the mean loss over rows, in nats; N times
+    that is the prior's negative log density.  That is so for SGD's and for Adam's, and not for
+    AdamW's, which is no part of the loss.
+
+    Args:
+        decay: the optimiser's `weight_decay`, above 0.
+        num_data: N, the rows that it was trained on.
+
+    Raises:
+        ArgumentError: a value that is not above 0.
+
+    Example:
+        >>> import pyro_scale as ps
+        >>> float(ps.weight_decay(1e-4, num_data=10_000).scale)
+        1.0
+    """
+    for name, value in {"decay": decay, "num_data": num_data}.items():
+        if not value > 0:
+            raise ArgumentError(f"weight_decay: {name}={value!r} must be above 0")
+    return dist.Normal(0.0, (decay * num_data) ** -0.5)
+
+
+def priors_of(net: nn.Module, names: list[str], prior: WeightPrior) -> dict[str, Any]:
+    """Each weight's prior, of its shape, dtype and device.
+
+    Raises:
+        ArgumentError: `prior` is no prior, or what it gives for a weight does not fit it.
+    """
+    owners = {
+        f"{path}.{name}".lstrip("."): module
+        for path, module in net.named_modules(remove_duplicate=False)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    found = {}
+    for name in names:
+        weight = net.get_parameter(name)
+        given: Any = None
+        if isinstance(prior, str):
+            given = _named(prior)(owners[name], name, weight)
+        elif isinstance(prior, torch.distributions.Distribution):
+            given = prior
+        elif callable(prior):
+            given = prior(name, weight.detach())
+        found[name] = _fitted(name, weight, given, prior)
+    return found
+
+
+def kaiming(owner: nn.Module, name: str, weight: Tensor) -> dist.Normal:
+    """Matrices and kernels: Normal(0, sqrt(2 / fan in)), which keeps the scale of what goes
+    through a layer with ReLU (He et al. 2015, equation 10).  Scales of normalisation layers:
+    Normal(1, 1).  Biases, embeddings and all else: Normal(0, 1)."""
+    if weight.dim() == 1 and name.rpartition(".")[2] == "weight":
+        return dist.Normal(1.0, 1.0)
+    if weight.dim() < 2 or isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+        return dist.Normal(0.0, 1.0)
+    return dist.Normal(0.0, math.sqrt(2 / _fan_in(owner, weight)))
+
+
+def unit(owner: nn.Module, name: str, weight: Tensor) -> dist.Normal:
+    """Normal(0, 1), in which a weight is in the unit of its layer's input."""
+    return dist.Normal(0.0, 1.0)
+
+
+_NAMED = {"kaiming": kaiming, "unit": unit}
+
+
+def _named(prior: str) -> Callable[[nn.Module, str, Tensor], dist.Normal]:
+    if prior not in _NAMED:
+        raise ArgumentError(
+            f"prior={prior!r}: pass one of {list(_NAMED)}, a distribution, or a function of a "
+            "weight's name and the weight"
+        )
+    return _NAMED[prior]
+
+
+def _fan_in(owner: nn.Module, weight: Tensor) -> int:
+    """How many inputs a unit of a layer has."""
+    if isinstance(owner, nn.modules.conv._ConvTransposeNd):  # [in, out / groups, kernel]
+        return max(1, weight.shape[0] // owner.groups * weight[0, 0].numel())
+    if type(owner).__name__ == "Conv1D":  # of Hugging Face: a linear layer's, transposed
+        return weight.shape[0]
+    return weight[0].numel()
+
+
+def _fitted(name: str, weight: Tensor, given: Any, prior: WeightPrior) -> Any:
+    """A prior as one of the weight's shape, dtype and device."""
+    if not isinstance(given, torch.distributions.Distribution):
+        said = "" if given is None else f" gave {given!r} for '{name}'"
+        raise ArgumentError(
+            f"prior={prior!r}{said}: pass a distribution, such as dist.Normal(0.0, 1.0), 'kaiming' "
+            "or 'unit', or a function that returns a distribution for a weight's name and the "
+            "weight"
+        )
+    shape = given.batch_shape + given.event_shape
+    if shape == weight.shape and given.event_shape == shape:
+        return given
+    if given.event_shape or shape not in (torch.Size(), weight.shape):
+        raise ArgumentError(
+            f"the prior of '{name}' has shape {list(shape)}: pass one of a scalar, which expands "
+            f"to the weight's shape, {list(weight.shape)}, or one of that shape"
+        )
+    return _at(given, weight).expand(weight.shape).to_event(weight.dim())
+
+
+def _at(given: Any, weight: Tensor) -> Any:
+    """A distribution with its arguments in a weight's dtype and on its device."""
+    arguments = {name: getattr(given, name, None) for name in given.arg_constraints}
+    moved = {n: v.to(weight.detach()) for n, v in arguments.items() if isinstance(v, Tensor)}
+    try:
+        return type(given)(**moved)
+    except (TypeError, ValueError):  # a distribution whose constructor takes other arguments
+        return given
