@@ -5,7 +5,7 @@ A Pyro model, or an `nn.Module` with a prior on its weights, and a `DataLoader`:
 and the draws go to ArviZ.
 """
 
-from pyro_scale import errors, kernels
+from pyro_scale import errors, kernels, metrics
 from pyro_scale.core import schedules
 from pyro_scale.infer.ekf import EKF
 from pyro_scale.infer.explain import explain
@@ -48,6 +48,7 @@ __all__ = [
     "errors",
     "explain",
     "init_to_module",
+    "metrics",
     "pSGLD",
     "replace_batchnorm",
     "schedules",

@@ -12,10 +12,11 @@ from pyro_scale.core.counts import as_count
 from pyro_scale.core.gaussian import Dense, Diagonal, matrix_or_diagonal
 from pyro_scale.core.randomness import Purpose, generator
 from pyro_scale.errors import ArgumentError, NotRunError
-from pyro_scale.infer import files, linearised
+from pyro_scale.infer import files, linearised, predictive
 from pyro_scale.infer.fit import Fit
 from pyro_scale.infer.guide import Guide
 from pyro_scale.infer.method import Method
+from pyro_scale.infer.reductions import Reduce
 from pyro_scale.infer.result import Result
 from pyro_scale.model.log_posterior import LogPosterior
 
@@ -93,30 +94,30 @@ class Approximation(Method):
         num_samples: int | None = None,
         batch_size: int | None = None,
         return_sites: Sequence[str] | None = None,
+        reduce: Reduce | None = None,
         linearized: bool = False,
         **kwargs: Any,
-    ) -> dict[str, Tensor]:
-        """Posterior predictive draws, `[draws, ...]`, one for each draw of the approximation.
+    ) -> dict[str, Any]:
+        """Posterior predictive draws, `[draws, ...]`, one for each draw of the approximation, or
+        what is asked for of them.
 
         Args:
             args, kwargs: the model's own.
-            num_samples: how many of the draws to use, evenly thinned; all by default.
-            batch_size: rows to hold at a time; all by default.
-            return_sites: which sites; observed ones and deterministic ones inside the data's
-                plate by default.
+            num_samples, batch_size, return_sites, reduce: as for samplers.
             linearized: whether the arguments of the observed sites' distributions are taken as
                 linear in the params, around the Gaussian's mean and on an unconstrained scale,
                 as the GGN has it (Immer et al. 2021): for networks, closer to the posterior than
                 the Gaussian's own draws.
 
         Raises:
-            ArgumentError: `linearized` of what has no distribution, or without a Gaussian.
+            ArgumentError: `linearized` of what has no distribution, or without a Gaussian; what
+                `reduce` asks for does not exist.
         """
-        if not linearized:
-            chosen = {"num_samples": num_samples, "batch_size": batch_size}
-            return super().predict(*args, **chosen, return_sites=return_sites, **kwargs)
-        arguments = self.fit.log_posterior.bind(args, kwargs)
-        return linearised.predict(self.fit, arguments, num_samples, batch_size, return_sites)
+        chosen = num_samples, batch_size, return_sites, reduce
+        arguments = self._results().log_posterior.bind(args, kwargs)
+        if linearized:
+            return linearised.predict(self.fit, arguments, *chosen)
+        return predictive.predict(self._results(), arguments, *chosen)
 
     def guide(self) -> Guide:
         """The Gaussian as a Pyro guide, for `pyro.infer.Predictive(model, guide=...)`, and `SVI`,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch.distributions import TransformedDistribution, constraints
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.fit import Fit
-from pyro_scale.infer.pieces import Piece
-from pyro_scale.infer.predictive import data_sites, even, joined, pieces_for
+from pyro_scale.infer.pieces import PIECE_ROWS, Piece
+from pyro_scale.infer.predictive import data_sites, even, joined, pieces_for, row_axes
+from pyro_scale.infer.reductions import Reduce, Reduction, reduction_of
 from pyro_scale.model import fisher
 from pyro_scale.model.sites import Site
 from pyro_scale.model.transforms import bijection
@@ -29,8 +31,10 @@ def predict(
     num_samples: int | None,
     batch_size: int | None,
     return_sites: Sequence[str] | None,
-) -> dict[str, Tensor]:
-    """Draws of the observed sites, `[draws, ...]`, one for each draw of the approximation.
+    reduce: Reduce | None = None,
+) -> dict[str, Any]:
+    """Draws of the observed sites, `[draws, ...]`, one for each draw of the approximation, or what
+    is kept of them.
 
     Raises:
         ArgumentError: there is no Gaussian; a site has no arguments that can be linearised.
@@ -50,21 +54,36 @@ def predict(
     if num_samples is not None:
         chosen = even(starts * draws, num_samples)
     of_starts = [chosen[chosen // draws == start] % draws for start in range(starts)]
-    parts = []
+    reduction, axes, parts = None, row_axes(fit.result), []
+    if reduce is not None:
+        reduction = reduction_of(reduce)
+        axes = {n: reduction.axis(fit.log_posterior.understanding.sites[n], axes[n]) for n in names}
+        batch_size = batch_size or PIECE_ROWS
     for piece in pieces_for(fit.result, arguments, batch_size):
         drawn = [
             _drawn(fit, start, fit.result.positions[start, own], piece, return_sites or names)
             for start, own in enumerate(of_starts)
             if len(own)
         ]
-        parts.append(({name: torch.cat([d[name] for d in drawn]) for name in drawn[0]}, piece))
-    return joined(fit.result, parts)
+        kept = {name: _kept([sites[name] for sites in drawn], reduction) for name in drawn[0]}
+        parts.append((kept, piece))
+    return joined(parts, axes)
+
+
+def _kept(sites: Sequence[Site], reduction: Reduction | None) -> Any:
+    """Draws of one site, `[n, ...]` from each start, or what is kept of them."""
+    if reduction is None:
+        return torch.cat([site.value for site in sites])
+    draws = reduction.gathered()
+    for site in sites:
+        draws.add(reduction.terms(site))
+    return reduction.total(draws)
 
 
 def _drawn(
     fit: Fit, start: int, positions: Tensor, piece: Piece, names: Sequence[str]
-) -> dict[str, Tensor]:
-    """Draws for the positions `[n, D]` of one start."""
+) -> dict[str, Site]:
+    """Sites whose distributions and draws are those of the positions `[n, D]` of one start."""
 
     def sites(position: Tensor, drawn: Mapping[str, Tensor] | None = None) -> Mapping[str, Site]:
         params, known = fit.layout.unflatten(position), fit.log_posterior
@@ -151,23 +170,22 @@ def _scale(constraint: Any) -> Any:
     return _Softmax() if constraint is constraints.simplex else bijection(constraint)
 
 
-def _draws_of(site: Site, changed: Mapping[str, Tensor]) -> Tensor:
-    """Draws of a site's distribution with arguments `[n, ...]` in place of its own."""
+def _draws_of(site: Site, changed: Mapping[str, Tensor]) -> Site:
+    """A site's distribution with arguments `[n, ...]` in place of its own, and draws of it."""
     base = fisher.base_of(site.fn)
     given = {name: value.detach() for name, value in fisher.own_arguments(base).items()}
     # what the constructor takes besides, such as a Multinomial's total_count
     others = inspect.signature(type(base)).parameters.keys() - set(base.arg_constraints)
     kept = {n: getattr(base, n) for n in others - {"validate_args"} if hasattr(base, n)}
     fn = type(base)(**{**kept, **given, **changed}, validate_args=False)
-    return _transformed(site.fn, base, fn.sample())
+    if transforms := list(_transforms(site.fn)):
+        fn = TransformedDistribution(fn, transforms, validate_args=False)
+    return dataclasses.replace(site, fn=fn, value=fn.sample())
 
 
-def _transformed(fn: Any, base: Any, value: Tensor) -> Tensor:
-    """A value of a wrapped distribution, given one of what is inside."""
-    if isinstance(fn, type(base)):
-        return value
-    value = _transformed(fn.base_dist, base, value)
+def _transforms(fn: Any) -> Iterator[Any]:
+    """What a wrapped distribution does to values of what is inside, innermost first."""
+    if hasattr(fn, "base_dist"):
+        yield from _transforms(fn.base_dist)
     if isinstance(fn, TransformedDistribution):
-        for transform in fn.transforms:
-            value = transform(value)
-    return value
+        yield from fn.transforms

@@ -14,6 +14,7 @@ from pyro_scale.drive.data import open_data
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.infer import diagnostics, export, files, predictive, saved
+from pyro_scale.infer.reductions import Reduce
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import module_device
 from pyro_scale.infer.stepping import Stepping
@@ -139,9 +140,11 @@ class Method:
         num_samples: int | None = None,
         batch_size: int | None = None,
         return_sites: Sequence[str] | None = None,
+        reduce: Reduce | None = None,
         **kwargs: Any,
-    ) -> dict[str, Tensor]:
-        """Posterior predictive draws, `[draws, ...]`, one for each posterior draw.
+    ) -> dict[str, Any]:
+        """Posterior predictive draws, `[draws, ...]`, one for each posterior draw, or what is
+        asked for of them.
 
         Observed sites are drawn anew, whether their data are passed or not, from torch's
         generator.
@@ -149,13 +152,27 @@ class Method:
         Args:
             args, kwargs: the model's own.
             num_samples: how many of the posterior draws to use, evenly thinned; all by default.
-            batch_size: rows to hold at a time; all by default.
+            batch_size: rows to hold at a time; all by default, and 4,096 with `reduce`.
             return_sites: which sites; observed ones and deterministic ones inside the data's
                 plate by default.
+            reduce: what to keep, added up a few draws at a time, so that memory is needed for
+                some draws of `batch_size` rows and not for all:
+
+                - `"mean"`: of the predictive distribution, in closed form for each draw; for
+                  classes their probabilities, `[rows, classes]` (a Bernoulli's, `[rows]`);
+                - `"entropy"`: of classes, `metrics.Uncertainty(total, aleatoric, epistemic)`,
+                  `[rows]` each, in nats (the paper's equation 2);
+                - `"variance"`: the same by the law of total variance, for anything that has one;
+                - levels such as `[0.05, 0.5, 0.95]`: quantiles of the draws, `[levels, rows]`,
+                  which holds all draws of `batch_size` rows.
+
+        Raises:
+            ArgumentError: `reduce` is none of these, or a site has no such thing.
         """
         result = self._results()
         arguments = result.log_posterior.bind(args, kwargs)
-        return predictive.predict(result, arguments, num_samples, batch_size, return_sites)
+        chosen = num_samples, batch_size, return_sites, reduce
+        return predictive.predict(result, arguments, *chosen)
 
     def to_arviz(
         self,

@@ -14,7 +14,7 @@ from pyro_scale.drive.sources import Data
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: Rows that are evaluated together, unless the caller says otherwise.
-_PIECE_ROWS = 4096
+PIECE_ROWS = 4096
 
 
 class Piece(NamedTuple):
@@ -38,10 +38,15 @@ def pieces_of(
 ) -> Iterator[Piece]:
     """All rows once, in the data's order, about so many at a time; all of them together for a
     model that takes nothing less."""
+    size = (num_rows or PIECE_ROWS) if is_row_wise(log_posterior) else None
+    return split(log_posterior, data.in_order(size))
+
+
+def is_row_wise(log_posterior: LogPosterior) -> bool:
+    """Whether the model takes parts of the data."""
     known = log_posterior.understanding
     joint = any(rule.whole_data for rule in known.scaling.rules.values())
-    size = None if joint or known.whole_only else num_rows or _PIECE_ROWS
-    return split(log_posterior, data.in_order(size))
+    return not (joint or known.whole_only)
 
 
 def split(log_posterior: LogPosterior, batches: Iterable[Arguments]) -> Iterator[Piece]:

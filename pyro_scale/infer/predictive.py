@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pyro_scale.core import rows
 from pyro_scale.core.counts import as_count
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.sources import Data, refuse_arrays
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.infer.pieces import Piece, pieces_of, split
+from pyro_scale.infer.pieces import PIECE_ROWS, Piece, is_row_wise, pieces_of, split
+from pyro_scale.infer.reductions import Reduce, Reduction, reduction_of
 from pyro_scale.infer.result import Result
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import unwrapped
@@ -27,7 +30,7 @@ def log_likelihood(result: Result, data: Data) -> dict[str, Tensor]:
         def values(params: dict[str, Tensor], piece: Piece = piece) -> dict[str, Tensor]:
             return result.log_posterior.log_likelihood(params, piece.arguments, piece.indices)
 
-        part = result.over_draws(values, piece.num_rows)
+        part = result.over_draws(values)
         parts.append({name: value[:, piece.keep] for name, value in part.items()})
     return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
 
@@ -40,7 +43,7 @@ def observed_data(result: Result, data: Data) -> dict[str, Tensor]:
         sites = result.log_posterior.run(params, piece.arguments, piece.indices).sites
         values = {name: site.value for name, site in sites.items() if site.kind == "observed"}
         parts.append((values, piece))
-    return joined(result, parts)
+    return joined(parts, row_axes(result))
 
 
 def data_sites(result: Result) -> dict[str, int]:
@@ -62,10 +65,17 @@ def predict(
     num_samples: int | None,
     batch_size: int | None,
     return_sites: Sequence[str] | None,
-) -> dict[str, Tensor]:
-    """Draws of observed and other sites, `[draws, ...]`, one for each posterior draw."""
-    pieces = pieces_for(result, arguments, batch_size)
-    return _predicted(equally_weighted(result, num_samples), pieces, return_sites)
+    reduce: Reduce | None = None,
+) -> dict[str, Any]:
+    """Draws of observed and other sites, `[draws, ...]`, one for each posterior draw, or what is
+    kept of them."""
+    drawn = equally_weighted(result, num_samples)
+    if reduce is None:
+        return _predicted(drawn, pieces_for(result, arguments, batch_size), return_sites)
+    reduction = reduction_of(reduce)
+    if batch_size is None and is_row_wise(result.log_posterior):
+        batch_size = PIECE_ROWS
+    return _reduced(drawn, pieces_for(result, arguments, batch_size), return_sites, reduction)
 
 
 def pieces_for(result: Result, arguments: Arguments, batch_size: int | None) -> Iterator[Piece]:
@@ -105,17 +115,55 @@ def _predicted(
     for piece in pieces:
 
         def values(params: dict[str, Tensor], piece: Piece = piece) -> dict[str, Tensor]:
-            run = result.log_posterior.simulate(params, piece.arguments, piece.indices)
-            names = _returned(result, run.sites) if return_sites is None else return_sites
-            for name in names:
-                if name not in run.sites:
-                    raise ArgumentError(
-                        f"return_sites: no site '{name}'; the model has {sorted(run.sites)}"
-                    )
-            return {name: run.sites[name].value for name in names}
+            sites = _sites(result, params, piece, return_sites)
+            return {name: site.value for name, site in sites.items()}
 
-        parts.append((result.draw_by_draw(values), piece))
-    return joined(result, parts)
+        parts.append((result.over_draws(values, random=True), piece))
+    return joined(parts, row_axes(result))
+
+
+def _reduced(
+    result: Result,
+    pieces: Iterable[Piece],
+    return_sites: Sequence[str] | None,
+    reduction: Reduction,
+) -> dict[str, Any]:
+    """What is kept of the draws, a piece of the rows after the other."""
+    parts = []
+    for piece in pieces:
+
+        def terms(params: dict[str, Tensor], piece: Piece = piece) -> Any:
+            sites = _sites(result, params, piece, return_sites, reduction.observed_only)
+            return {name: reduction.terms(site) for name, site in sites.items()}
+
+        draws: dict[str, Any] = {}
+        for some in result.chunks(terms, random=True):
+            for name, values in some.items():
+                draws.setdefault(name, reduction.gathered()).add(values)
+        parts.append(({name: reduction.total(each) for name, each in draws.items()}, piece))
+    of_one = result.layout.unflatten(result.positions[0, 0])
+    with torch.random.fork_rng(), torch.no_grad():
+        sites = _sites(result, of_one, piece, return_sites, reduction.observed_only)
+    known = row_axes(result)
+    return joined(parts, {n: reduction.axis(sites[n], known[n]) for n in sites if n in known})
+
+
+def _sites(
+    result: Result,
+    params: dict[str, Tensor],
+    piece: Piece,
+    return_sites: Sequence[str] | None,
+    observed_only: bool = False,
+) -> dict[str, Site]:
+    """The sites that are asked for, of one draw."""
+    sites = result.log_posterior.simulate(params, piece.arguments, piece.indices).sites
+    names = _returned(result, sites) if return_sites is None else return_sites
+    for name in names:
+        if name not in sites:
+            raise ArgumentError(f"return_sites: no site '{name}'; the model has {sorted(sites)}")
+    if return_sites is None and observed_only:
+        names = [name for name in names if sites[name].kind == "observed"]
+    return {name: sites[name] for name in names}
 
 
 def equally_weighted(result: Result, num_samples: int | None) -> Result:
@@ -163,17 +211,26 @@ def _returned(result: Result, sites: Mapping[str, Site]) -> list[str]:
     ]
 
 
-def joined(result: Result, parts: list[tuple[dict[str, Tensor], Piece]]) -> dict[str, Tensor]:
-    """Pieces' values, joined along each site's rows; what has no rows is the first piece's."""
-    axes = {**result.log_posterior.understanding.row_axes, **data_sites(result)}
-    joined = {}
-    for name, first in parts[0][0].items():
-        axis = axes.get(name)
-        if axis is None or (len(parts) == 1 and parts[0][1].keep == slice(None)):
-            joined[name] = first
-            continue
-        kept = [
-            values[name].movedim(axis, 0)[piece.keep].movedim(0, axis) for values, piece in parts
-        ]
-        joined[name] = torch.cat(kept, dim=axis)
+def row_axes(result: Result) -> dict[str, int]:
+    """Sites that have a value a row -> the rows' axis in it, from the right."""
+    return {**result.log_posterior.understanding.row_axes, **data_sites(result)}
+
+
+def joined(parts: Sequence[tuple[Mapping[str, Any], Piece]], axes: Mapping[str, int]) -> Any:
+    """Pieces' values, tensors or tuples of them, joined along each site's rows; what has no rows
+    is the first piece's."""
+    joined = dict(parts[0][0])
+    if len(parts) == 1 and parts[0][1].keep == slice(None):
+        return joined
+    for name, axis in axes.items():
+        if name in joined:
+
+            def join(*values: Tensor, axis: int = axis) -> Tensor:
+                kept = [
+                    value.movedim(axis, 0)[piece.keep].movedim(0, axis)
+                    for value, (_, piece) in zip(values, parts, strict=True)
+                ]
+                return torch.cat(kept, dim=axis)
+
+            joined[name] = pytree.tree_map(join, *(values[name] for values, _ in parts))
     return joined

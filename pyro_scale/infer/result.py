@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_scale.core.layout import Layout
 from pyro_scale.drive.sources import Data
 from pyro_scale.infer.gradients import GradientNoise
 from pyro_scale.model.log_posterior import LogPosterior
 
-#: Numbers that one vmapped call over draws may hold for its params and rows.
-_CHUNK_NUMBERS = 2**22
+#: Numbers in the largest tensor of one vmapped call over draws.
+_CHUNK_NUMBERS = 2**23
 
 
 @dataclass(frozen=True)
@@ -73,32 +75,57 @@ class Result:
         return {name: constrained[name] for name in self.log_posterior.points}
 
     def over_draws(
-        self, function: Callable[[dict[str, Tensor]], dict[str, Tensor]], num_rows: int = 1
+        self, function: Callable[[dict[str, Tensor]], dict[str, Tensor]], random: bool = False
     ) -> dict[str, Tensor]:
-        """A function of one draw's unconstrained params, vmapped: `[chains * draws, ...]`.
+        """A function of one draw's unconstrained params, of all draws: `[chains * draws, ...]`.
 
         Args:
             function: of params, to a dict of tensors.
-            num_rows: rows that it touches; more rows, fewer draws at a time.
+            random: whether it draws from torch's generator.
         """
-        chunk = max(1, _CHUNK_NUMBERS // (self.layout.size + 16 * num_rows))
-        try:
-            with torch.no_grad():
-                parts = [
-                    torch.vmap(function)(self.layout.unflatten(positions))
-                    for positions in self.positions.flatten(0, 1).split(chunk)
-                ]
-        except (RuntimeError, NotImplementedError):  # a model that vmap refuses
-            return self.draw_by_draw(function)
+        parts = list(self.chunks(function, random))
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def draw_by_draw(
-        self, function: Callable[[dict[str, Tensor]], dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
-        """The same in a loop, for functions that draw at random, which few samplers do vmapped."""
+    def chunks(self, function: Callable[[dict[str, Tensor]], Any], random: bool = False) -> Any:
+        """The same of some draws after others, as many as memory allows, `[draws, ...]` each;
+        vmapped, or one by one for what vmap refuses."""
+        positions = self.positions.flatten(0, 1)
+
+        def of_one(position: Tensor) -> Any:
+            return function(self.layout.unflatten(position))
+
         with torch.no_grad():
-            values = [
-                function(self.layout.unflatten(position))
-                for position in self.positions.flatten(0, 1)
-            ]
-        return {name: torch.stack([value[name] for value in values]) for name in values[0]}
+            size = max(1, _CHUNK_NUMBERS // _largest(of_one, positions[0]))
+            every = torch.vmap(of_one, randomness="different" if random else "error")
+            first, *others = positions.split(size)
+            try:
+                found = every(first)
+            except (RuntimeError, NotImplementedError):  # of a model, or a sampler of Pyro's
+                yield from (_stacked(of_one(position)) for position in positions)
+                return
+            yield found
+            yield from (every(some) for some in others)
+
+
+def _stacked(values: Any) -> Any:
+    return pytree.tree_map(lambda value: value[None], values)
+
+
+def _largest(function: Callable[[Tensor], Any], position: Tensor) -> int:
+    """Numbers in the largest tensor that a call makes."""
+    with torch.random.fork_rng(), _Sizes() as sizes:
+        function(position)
+    return sizes.largest
+
+
+class _Sizes(TorchDispatchMode):
+    """Keeps an eye on the tensors that are made."""
+
+    largest = 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(made):
+            if isinstance(leaf, Tensor):
+                self.largest = max(self.largest, leaf.numel())
+        return made

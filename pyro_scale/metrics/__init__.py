@@ -1,0 +1,31 @@
+"""What predictions are worth: uncertainty taken apart, scores, calibration, and their plots.
+
+Functions of tensors, which know no model: what a posterior predicts may come from any method of
+this library, or from another.  Draws are always the first dimension.
+"""
+
+from pyro_scale.metrics.calibration import coverage, pit
+from pyro_scale.metrics.classification import accuracy, brier, nll
+from pyro_scale.metrics.decomposition import Uncertainty, uncertainty, variance
+from pyro_scale.metrics.plots import plot_reliability, plot_risk_coverage
+from pyro_scale.metrics.ranking import auroc, selective_accuracy
+from pyro_scale.metrics.regression import log_predictive_density, rmse
+from pyro_scale.metrics.reliability import ece
+
+__all__ = [
+    "Uncertainty",
+    "accuracy",
+    "auroc",
+    "brier",
+    "coverage",
+    "ece",
+    "log_predictive_density",
+    "nll",
+    "pit",
+    "plot_reliability",
+    "plot_risk_coverage",
+    "rmse",
+    "selective_accuracy",
+    "uncertainty",
+    "variance",
+]

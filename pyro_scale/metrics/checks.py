@@ -1,0 +1,80 @@
+"""What the metrics refuse, by the argument's name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyro_scale.errors import ArgumentError
+
+#: How far from 1 probabilities may sum: the root of float32's precision, also for float64, which
+#: often holds what float32 has computed.  Logits are much further away.
+_SUM_TOLERANCE = 3e-4
+
+
+def floating(**tensors: Tensor) -> None:
+    """float32 or float64: halves would lose differences of entropies, and integers are no
+    probabilities."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise ArgumentError(
+                f"{name} is a {type(value).__name__}: pass a tensor, torch.as_tensor({name})"
+            )
+        if value.dtype not in (torch.float32, torch.float64):
+            raise ArgumentError(f"{name} is {value.dtype}: pass float32 or float64, {name}.float()")
+
+
+def finite(**tensors: Tensor) -> None:
+    """Neither NaN nor infinite, and not empty."""
+    for name, value in tensors.items():
+        if value.numel() == 0:
+            raise ArgumentError(f"{name} is empty, {shape(value)}: pass at least one row")
+        if not value.isfinite().all():
+            raise ArgumentError(f"{name} has NaN or infinite values: leave their rows out")
+
+
+def distributions(probs: Tensor) -> None:
+    """The last dimension holds classes' probabilities."""
+    floating(probs=probs)
+    totals = probs.sum(-1)
+    if not ((totals - 1).abs() <= _SUM_TOLERANCE).all() or (probs < 0).any():
+        raise ArgumentError(
+            "probs must be >= 0 and sum to 1 over the classes, its last dimension, but sums lie in "
+            f"[{float(totals.min()):.4g}, {float(totals.max()):.4g}]: take .softmax(-1) of logits, "
+            "torch.stack([1 - p, p], -1) of Bernoulli probabilities p"
+        )
+
+
+def classes(probs: Tensor, labels: Tensor) -> Tensor:
+    """Labels that fit the predictive probabilities `[rows, classes]`, as int64 `[rows]`."""
+    floating(probs=probs)
+    if probs.dim() == 3:
+        raise ArgumentError(
+            f"probs has shape {shape(probs)}, one prediction a draw: pass [rows, classes], "
+            "the posterior predictive probabilities probs.mean(0)"
+        )
+    if probs.dim() != 2 or probs.numel() == 0:
+        raise ArgumentError(
+            f"probs has shape {shape(probs)}: pass [rows, classes], of at least one row, "
+            "torch.stack([1 - p, p], -1) of Bernoulli probabilities p [rows]"
+        )
+    distributions(probs)
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
+        kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise ArgumentError(f"labels is {kind}: pass a tensor of class numbers, labels.long()")
+    if labels.shape != probs.shape[:1]:
+        raise ArgumentError(
+            f"labels has shape {shape(labels)}: pass one class number a row, [{len(probs)}]"
+        )
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= probs.shape[1]:
+        raise ArgumentError(
+            f"labels lie in [{low}, {high}], but probs has the classes 0 to {probs.shape[1] - 1}: "
+            "count classes from 0, and leave rows of other classes out"
+        )
+    return labels.long()
+
+
+def shape(value: Tensor) -> list[int]:
+    """As messages show it."""
+    return list(value.shape)

@@ -1,0 +1,79 @@
+"""How often the most probable class is right, against how probable it was said to be."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.errors import ArgumentError
+from pyro_scale.metrics import checks
+
+
+class Reliability(NamedTuple):
+    """Rows in bins of equal width by the probability of their most probable class.
+
+    Args:
+        confidence: the mean of that probability, `[bins]`; NaN where a bin is empty.
+        accuracy: the fraction of rows that are of that class, likewise.
+        rows: how many are in the bin, `[bins]`.
+    """
+
+    confidence: Tensor
+    accuracy: Tensor
+    rows: Tensor
+
+
+def reliability(probs: Tensor, labels: Tensor, bins: int) -> Reliability:
+    """The bins of `ece` and of its plot: ((b - 1)/bins, b/bins] for b = 1, ..., bins.
+
+    Raises:
+        ArgumentError: as `accuracy`; or no bins.
+    """
+    labels = checks.classes(probs, labels)
+    if type(bins) is not int or bins < 1:
+        raise ArgumentError(f"bins={bins!r}: pass an int >= 1")
+    confidence, predicted = probs.max(-1)
+    inner_edges = torch.arange(1, bins, dtype=probs.dtype, device=probs.device) / bins
+    place = torch.bucketize(confidence, inner_edges)
+
+    def total(values: Tensor) -> Tensor:
+        # in float64: one float32 after another, a million of 0.999 add up to a million
+        zeros = torch.zeros(bins, dtype=torch.float64, device=probs.device)
+        return zeros.index_add(0, place, values.double())
+
+    rows = total(torch.ones_like(confidence))
+    parts = total(confidence) / rows, total(predicted == labels) / rows, rows
+    return Reliability(*(part.to(probs.dtype) for part in parts))
+
+
+def ece(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
+    """The expected calibration error of the most probable class.
+
+        sum over bins of (rows in the bin / rows) |accuracy - mean confidence|
+
+    of Naeini et al. (2015) and Guo et al. (2017): confidence is the most probable class's
+    probability, and bins are of equal width, closed on the right.  It is biased upwards: a
+    calibrated predictor's is about the sum over bins of sqrt(2 rows_b a_b (1 - a_b) / pi) / rows,
+    so compare methods on the same rows.
+
+    Args:
+        probs: posterior predictive probabilities, the mean over draws, `[rows, classes]`.
+        labels: class numbers from 0, integers `[rows]`.
+        bins: how many bins of equal width; 15 as in Guo et al., for the sake of comparison.
+
+    Returns:
+        A scalar in [0, 1].
+
+    Raises:
+        ArgumentError: as `accuracy`; or no bins.
+
+    Example:
+        >>> import torch, pyro_scale as ps
+        >>> probs = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.4, 0.6]])
+        >>> ps.metrics.ece(probs, torch.tensor([0, 0, 1, 0]))
+        tensor(0.1000)
+    """
+    binned = reliability(probs, labels, bins)
+    return (binned.rows * (binned.accuracy - binned.confidence).abs()).nansum() / len(probs)
