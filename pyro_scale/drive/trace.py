@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +16,9 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from pyro_scale.core.onednn import without_onednn
 from pyro_scale.drive.batches import Batch
 from pyro_scale.drive.engine import Engine
-
-#: oneDNN's switch is the whole process's.
-_switching = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,7 @@ def trace(
     examples = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in changing]
     own = batch.tensors if not batch.per_chain else [leaf.contiguous() for leaf in batch.tensors]
     examples += [leaf.detach() for leaf in own]
-    with torch.no_grad(), _without_onednn():
+    with torch.no_grad(), without_onednn():
         traced = make_fx(step, tracing_mode="real", decomposition_table=_DECOMPOSITIONS)
         module = traced(*examples)
     constants = _lift_constants(module)
@@ -108,15 +103,6 @@ _DECOMPOSITIONS = {
     torch.ops.aten.cumsum.default: _running(operator.add),
     torch.ops.aten.cumprod.default: _running(operator.mul),
 }
-
-
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    """Its recurrent layers are opaque to Inductor; without it they are traced like any other."""
-    with _switching, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")
-        with torch.backends.mkldnn.flags(enabled=False):
-            yield
 
 
 def _lift_constants(module: fx.GraphModule) -> list[Tensor]:

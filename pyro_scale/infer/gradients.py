@@ -16,6 +16,7 @@ from pyro_scale.drive.engine import Density, Engine
 from pyro_scale.drive.indices import Sampling
 from pyro_scale.drive.simulate import Draws
 from pyro_scale.infer.setup import Setup
+from pyro_scale.model.control_variates import ControlVariates
 
 #: A batch's rows times D, above which rows are not differentiated one by one.
 _MOST_NUMBERS = 2**28
@@ -142,7 +143,7 @@ def gradient_noise(
         return None
     variance = gradient_variance(rows, size, known.num_data, sampling).cpu()
     reduction = None
-    if engine.density is not known:
+    if isinstance(engine.density, ControlVariates):
         plain = row_gradients(setup, known, positions, own)
         if plain is not None:
             without = gradient_variance(plain, size, known.num_data, sampling).cpu()

@@ -15,7 +15,7 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.fit import Fit
 from pyro_scale.infer.pieces import PIECE_ROWS, Piece
-from pyro_scale.infer.predictive import data_sites, even, joined, pieces_for, row_axes
+from pyro_scale.infer.predictive import as_dtype, data_sites, even, joined, pieces_for, row_axes
 from pyro_scale.infer.reductions import Reduce, Reduction, reduction_of
 from pyro_scale.model import fisher
 from pyro_scale.model.sites import Site
@@ -67,7 +67,8 @@ def predict(
         ]
         kept = {name: _kept([sites[name] for sites in drawn], reduction) for name in drawn[0]}
         parts.append((kept, piece))
-    return joined(parts, axes)
+    found = joined(parts, axes)
+    return as_dtype(found, fit.layout.dtype) if reduction else found
 
 
 def _kept(sites: Sequence[Site], reduction: Reduction | None) -> Any:

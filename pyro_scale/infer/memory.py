@@ -25,7 +25,7 @@ def refuse_what_does_not_fit(
         ArgumentError: how much they need, how much there is, and which structure fits.
     """
     number = torch.finfo(dtype).bits // 8
-    needed, there = matrices * size**2 * number, _bytes_of(device)
+    needed, there = matrices * size**2 * number, bytes_of(device)
     if needed > there:
         raise ArgumentError(
             f"structure='dense': {what} of {size:,} dimensions needs {_in_words(needed)} ("
@@ -37,7 +37,7 @@ def refuse_what_does_not_fit(
         )
 
 
-def _bytes_of(device: torch.device) -> int:
+def bytes_of(device: torch.device) -> int:
     """The memory of a device, all of it."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory

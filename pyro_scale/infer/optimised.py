@@ -19,6 +19,7 @@ from pyro_scale.drive.simulate import Draws, Steps, simulate
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, NonFiniteError
 from pyro_scale.infer.approximation import Approximation, Structure
+from pyro_scale.infer.base import with_base_run
 from pyro_scale.infer.collect import facts_of
 from pyro_scale.infer.fit import Fit
 from pyro_scale.infer.plateau import Plateau, at_rest, still_rises
@@ -92,7 +93,7 @@ class Optimised(Approximation):
         seed = choose_seed(seed)
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
         self._fit, self._stepping = None, None
-        setup = self._set_up(opened, opened.num_data, num_chains, seed)
+        setup = with_base_run(self._set_up(opened, opened.num_data, num_chains, seed))
         epoch = -(-setup.log_posterior.num_data // (setup.data.batch_size or 2**62))
         if num_epochs is not None:
             num_steps = epoch * as_count("num_epochs", num_epochs)
@@ -107,7 +108,7 @@ class Optimised(Approximation):
             draws = simulate(
                 setup.engine,
                 setup.positions,
-                setup.data.batches(seed, num_chains, "shuffle"),
+                setup.batches(num_chains, "shuffle"),
                 self.kernel.tape(steps.total),
                 steps,
                 seed,

@@ -140,7 +140,8 @@ def _reduced(
         for some in result.chunks(terms, random=True):
             for name, values in some.items():
                 draws.setdefault(name, reduction.gathered()).add(values)
-        parts.append(({name: reduction.total(each) for name, each in draws.items()}, piece))
+        totals = {name: reduction.total(each) for name, each in draws.items()}
+        parts.append((as_dtype(totals, result.layout.dtype), piece))
     of_one = result.layout.unflatten(result.positions[0, 0])
     with torch.random.fork_rng(), torch.no_grad():
         sites = _sites(result, of_one, piece, return_sites, reduction.observed_only)
@@ -209,6 +210,11 @@ def _returned(result: Result, sites: Mapping[str, Site]) -> list[str]:
         for name, site in sites.items()
         if site.kind in ("observed", "deterministic") and name not in known
     ]
+
+
+def as_dtype(values: Any, dtype: torch.dtype) -> Any:
+    """Tensors, added up in double precision, in the model's own."""
+    return pytree.tree_map(lambda value: value.to(dtype), values)
 
 
 def row_axes(result: Result) -> dict[str, int]:

@@ -22,30 +22,38 @@ Reduce = Literal["mean", "entropy", "variance"] | Sequence[float]
 _SORTED = 2**23
 
 
-class Moments:
-    """Means and variances of terms over draws, in double precision; some draws are added to others
-    as in Chan, Golub and LeVeque (1983)."""
+class Means:
+    """Means of terms over draws, in double precision."""
 
     def __init__(self) -> None:
         self.count = 0
         self.means: list[Tensor] = []
-        self.variances: list[Tensor] = []
 
     def add(self, terms: Sequence[Tensor]) -> None:
         """Adds the terms of some draws, `[draws, ...]` each."""
-        new = [term.double() for term in terms]
-        means = [term.mean(0) for term in new]
-        within = [term.var(0, correction=0) for term in new]
-        if not self.count:
-            self.means, self.variances = means, within
-        share = len(new[0]) / (self.count + len(new[0]))
-        for i, (mean, variance) in enumerate(zip(means, within, strict=True)):
-            apart = mean - self.means[i]
-            self.means[i] = self.means[i] + share * apart
-            self.variances[i] = (
-                self.variances[i].lerp(variance, share) + share * (1 - share) * apart.square()
-            )
-        self.count += len(new[0])
+        new = [term.mean(0, dtype=torch.float64) for term in terms]
+        self.count += len(terms[0])
+        share = len(terms[0]) / self.count
+        old = self.means or new
+        self.means = [mean + share * (more - mean) for mean, more in zip(old, new, strict=True)]
+
+
+class Moments(Means):
+    """Them, and the first term's variance; some draws are added to others as in Chan, Golub and
+    LeVeque (1983)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.variance = torch.zeros((), dtype=torch.float64)
+
+    def add(self, terms: Sequence[Tensor]) -> None:
+        first = terms[0].double()
+        mean = first.mean(0)
+        before = self.means[0] if self.means else mean
+        super().add(terms)
+        share = len(first) / self.count
+        within, between = (first - mean).square().mean(0), (mean - before).square()
+        self.variance = (1 - share) * (self.variance + share * between) + share * within
 
 
 class Values:
@@ -68,7 +76,7 @@ class Reduction:
     """
 
     observed_only: ClassVar[bool] = True
-    gathered: ClassVar[type[Moments | Values]] = Moments
+    gathered: ClassVar[type[Means | Values]] = Means
 
     def terms(self, site: Site) -> tuple[Tensor, ...]:
         """What a draw of the posterior adds (or several, in dimensions before the site's)."""
@@ -91,7 +99,7 @@ class Mean(Reduction):
     def terms(self, site: Site) -> tuple[Tensor, ...]:
         return (_mean(site),)
 
-    def total(self, draws: Moments) -> Tensor:
+    def total(self, draws: Means) -> Tensor:
         return draws.means[0]
 
     def axis(self, site: Site, axis: int) -> int:
@@ -105,7 +113,7 @@ class Entropy(Reduction):
         probs = _class_probs(site)
         return probs, torch.special.entr(probs).sum(-1)
 
-    def total(self, draws: Moments) -> Uncertainty:
+    def total(self, draws: Means) -> Uncertainty:
         probs, aleatoric = draws.means
         total = torch.special.entr(probs).sum(-1)
         return Uncertainty(total, aleatoric, (total - aleatoric).clamp(min=0))
@@ -117,6 +125,8 @@ class Entropy(Reduction):
 class Variance(Reduction):
     """Variances: the law of total variance."""
 
+    gathered = Moments
+
     def terms(self, site: Site) -> tuple[Tensor, ...]:
         if _is_classes(site):
             raise ArgumentError(
@@ -126,7 +136,7 @@ class Variance(Reduction):
         return _moment(site, "mean"), _moment(site, "variance")
 
     def total(self, draws: Moments) -> Uncertainty:
-        aleatoric, epistemic = draws.means[1], draws.variances[0]
+        aleatoric, epistemic = draws.means[1], draws.variance
         return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
 
 

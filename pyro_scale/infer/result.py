@@ -17,8 +17,8 @@ from pyro_scale.drive.sources import Data
 from pyro_scale.infer.gradients import GradientNoise
 from pyro_scale.model.log_posterior import LogPosterior
 
-#: Numbers in the largest tensor of one vmapped call over draws.
-_CHUNK_NUMBERS = 2**23
+#: Bytes of the largest tensor of one vmapped call over draws.
+_CHUNK_BYTES = 2**25
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Result:
             return function(self.layout.unflatten(position))
 
         with torch.no_grad():
-            size = max(1, _CHUNK_NUMBERS // _largest(of_one, positions[0]))
+            size = max(1, _CHUNK_BYTES // _largest(of_one, positions[0]))
             every = torch.vmap(of_one, randomness="different" if random else "error")
             first, *others = positions.split(size)
             try:
@@ -112,14 +112,14 @@ def _stacked(values: Any) -> Any:
 
 
 def _largest(function: Callable[[Tensor], Any], position: Tensor) -> int:
-    """Numbers in the largest tensor that a call makes."""
+    """Bytes of the largest tensor that a call makes."""
     with torch.random.fork_rng(), _Sizes() as sizes:
         function(position)
     return sizes.largest
 
 
 class _Sizes(TorchDispatchMode):
-    """Keeps an eye on the tensors that are made."""
+    """Keeps an eye on the tensors that are made; a view is none."""
 
     largest = 1
 
@@ -127,5 +127,5 @@ class _Sizes(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(made):
             if isinstance(leaf, Tensor):
-                self.largest = max(self.largest, leaf.numel())
+                self.largest = max(self.largest, leaf.untyped_storage().nbytes())
         return made

@@ -22,6 +22,7 @@ from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.simulate import Draws, Steps, simulate
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, NonFiniteError
+from pyro_scale.infer.base import with_base_run
 from pyro_scale.infer.collect import collected, warn_of_short_warmup
 from pyro_scale.infer.divergence import message
 from pyro_scale.infer.gradients import gradient_noise, warn_of_a_bad_anchor
@@ -211,10 +212,11 @@ class Sampler(Method):
         setup = self._set_up(data, data.num_data, num_chains, seed)
         tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
         setup, choice = tuned(setup, tuning, steps, sampling)
+        setup = with_base_run(setup)
         for halvings in itertools.count():
             if setup.engine.kernel is not self.kernel:
                 tape = setup.engine.kernel.tape(steps.total)
-            batches = setup.data.batches(seed, 1 if share_batches else num_chains, sampling)
+            batches = setup.batches(1 if share_batches else num_chains, sampling)
             if share_batches:
                 batches = SharedBatches(batches, num_chains)
             retries = self._chooses_lr and halvings < _MOST_HALVINGS

@@ -16,7 +16,7 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.batches import Batch, Batches, OwnIndices, WholeData
 from pyro_scale.drive.engine import Engine
-from pyro_scale.drive.indices import RowIndices
+from pyro_scale.drive.indices import RowIndices, Sampling
 from pyro_scale.drive.sources import Data, OwnSubsamples, TensorData, to_device
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.kernels import Hyperparameters
@@ -35,6 +35,7 @@ class Setup:
         engine: moves the chains.
         positions: the chains' starts, `[chains, D]`.
         seed: of the run.
+        features: where batches come from instead, if the engine's density takes something else.
     """
 
     log_posterior: LogPosterior
@@ -42,6 +43,11 @@ class Setup:
     engine: Engine
     positions: Tensor
     seed: int
+    features: Data | None = None
+
+    def batches(self, num_chains: int, sampling: Sampling) -> Batches:
+        """The chains' batches, as the engine takes them."""
+        return (self.features or self.data).batches(self.seed, num_chains, sampling)
 
     def batches_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batches:
         """A batch given as the model's own arguments."""
@@ -216,15 +222,10 @@ def _tried(
     Raises:
         SiteError: a chain's log joint at its start is NaN or infinite on the first batch.
     """
-    layout, num_chains = engine.layout, len(positions)
-    indices = log_posterior.first_indices()
-    if indices is not None:
-        batch = Batch(arguments, per_chain=False, indices=indices.expand(num_chains, -1))
-    elif per_chain:
-        batch = Batch(rows.stack([arguments] * num_chains), per_chain=True)
-    else:
-        batch = Batch(arguments, per_chain=False)
-    engine, values = _first_evaluation(engine, positions, batch)
+    layout = engine.layout
+    engine, values = first_evaluation(
+        engine, positions, arguments, per_chain, log_posterior.first_indices()
+    )
     finite = torch.isfinite(values)
     if not bool(finite.all()):
         chain = int(torch.nonzero(~finite)[0])
@@ -236,8 +237,21 @@ def _tried(
     return engine
 
 
-def _first_evaluation(engine: Engine, positions: Tensor, batch: Batch) -> tuple[Engine, Tensor]:
-    """(The engine that the model goes through, each chain's log joint)."""
+def first_evaluation(
+    engine: Engine,
+    positions: Tensor,
+    arguments: Arguments,
+    per_chain: bool,
+    indices: Tensor | None = None,
+) -> tuple[Engine, Tensor]:
+    """(The engine that the model goes through, each chain's log joint on one batch)."""
+    num_chains = len(positions)
+    if indices is not None:
+        batch = Batch(arguments, per_chain=False, indices=indices.expand(num_chains, -1))
+    elif per_chain:
+        batch = Batch(rows.stack([arguments] * num_chains), per_chain=True)
+    else:
+        batch = Batch(arguments, per_chain=False)
     try:
         return engine, engine.log_joint(positions, batch)
     except (RuntimeError, NotImplementedError) as error:

@@ -187,7 +187,7 @@ def _rows(setup: Setup, draws: Tensor, sampling: Sampling) -> Tensor:
     size = setup.data.batch_size
     if size is None:
         return torch.zeros(1, setup.engine.num_latents, dtype=torch.float64)
-    batches = setup.data.batches(setup.seed, 1, sampling)
+    batches = setup.batches(1, sampling)
     some = batches_from(batches, 0, -(-_NOISE_ROWS // (size * len(draws))))
     own = [[batch.of_chain(0) for batch in some]] * len(draws)
     rows = row_gradients(setup, setup.engine.density, draws, own)

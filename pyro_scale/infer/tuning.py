@@ -111,7 +111,7 @@ def _without_noise(setup: Setup, mode: Tensor, sampling: Sampling) -> Setup:
     size = setup.data.batch_size
     if size is None:
         raise ArgumentError("subtract_noise: the whole data at every step has no noise")
-    batches = setup.data.batches(setup.seed, 1, sampling)
+    batches = setup.batches(1, sampling)
     some = batches_from(batches, 0, -(-_NOISE_ROWS // size))
     rows = row_gradients(setup, known, mode[None], [[batch.of_chain(0) for batch in some]])
     if rows is None:

@@ -28,7 +28,7 @@ from pyro_scale.model.checks import (
     refuse_reserved_names,
 )
 from pyro_scale.model.classify import Variant, classify
-from pyro_scale.model.executed import executed_modules
+from pyro_scale.model.executed import Executed, executed_modules
 from pyro_scale.model.plates import (
     agreed_size,
     data_plate_size,
@@ -41,6 +41,7 @@ from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import LatentShapeChanged, Recorder
 from pyro_scale.model.scaling import Rule, Scaling
 from pyro_scale.model.sites import points_of_store
+from pyro_scale.model.starts import WEIGHT
 from pyro_scale.model.terms import terms_of
 from pyro_scale.model.understanding import (
     PER_DATUM,
@@ -82,6 +83,7 @@ def understand(
         with executed_modules() as executed:
             first = _first_run(program, arguments, init, count, num_data)
         program.find_owners(first.points, executed.modules)
+        is_frozen = _is_frozen(first, executed)
         refuse_broken_starts(first.sites)
         own = own_plate(first.sites, count)
         recipe = _Recipe(program, first)
@@ -140,6 +142,7 @@ def understand(
         whole_only=count is not None and not variants,
         steady=steady_of(whole.sites, runs, other_runs),
         row_axes=row_axes_of(whole.sites, runs, batch_size, own),
+        is_frozen=is_frozen,
     )
 
 
@@ -275,6 +278,17 @@ def _first_run(
             "without obs=, or wrap a network by pyro_scale.bayesianize(net)"
         )
     return recorder
+
+
+def _is_frozen(first: Recorder, executed: Executed) -> bool:
+    """Whether a module ran some of whose weights are neither drawn nor estimated."""
+    moving = {p.parameter.data_ptr() for p in first.points.values() if p.parameter is not None}
+    for site in first.sites.values():
+        if WEIGHT in site.infer:
+            module, name = site.infer[WEIGHT]
+            moving.add(module.weights()[name].data_ptr())
+    own = [w for module in executed.modules for w in module.parameters(recurse=False)]
+    return any(weight.data_ptr() not in moving for weight in own)
 
 
 def _check_with_validation(recipe: _Recipe, arguments: Arguments) -> None:

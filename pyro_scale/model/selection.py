@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -52,7 +53,8 @@ def selected(
 
 def _matches(net: nn.Module, argument: str, choices: Choice | Sequence[Choice]) -> Iterator[int]:
     """The ids of the weights that any of the choices means."""
-    for choice in [choices] if isinstance(choices, Choice) else choices:
+    listed: Iterable[Any] = choices if isinstance(choices, list | tuple) else [choices]
+    for choice in listed:
         found = list(_match(net, argument, choice))
         if not found:
             what = choice if isinstance(choice, type) else type(choice)

@@ -36,6 +36,7 @@ class Understanding:
         example: a small batch to run the model on when only its latents matter.
         whole_only: whether the model runs on the whole data only.
         steady: deterministic sites that do not change with the batch.
+        is_frozen: whether modules run whose weights are neither latents nor points.
         row_axes: of deterministic sites that follow the batch: the rows' axis, from the right.
     """
 
@@ -50,6 +51,7 @@ class Understanding:
     whole_only: bool
     steady: tuple[str, ...]
     row_axes: Mapping[str, int]
+    is_frozen: bool = False
 
 
 def free_dim(sites: Mapping[str, Site]) -> int | None:

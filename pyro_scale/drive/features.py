@@ -1,0 +1,85 @@
+"""Data put through a function of a batch before the chains get them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.core import rows
+from pyro_scale.core.rows import Arguments
+from pyro_scale.drive.batches import Batch, Batches, Source, Taped
+from pyro_scale.drive.indices import Sampling
+from pyro_scale.drive.sources import Data, TensorData
+
+#: A batch -> its features, `[B, ...]` each.
+Features = Callable[[Arguments], tuple[Tensor, ...]]
+
+
+def table_of(data: TensorData, features: Features, batch_size: int) -> TensorData:
+    """The features of all rows, in memory."""
+    num_rows = rows.count(data.arguments) or 0
+    parts = []
+    for start in range(0, num_rows, batch_size):
+        begin = min(start, num_rows - batch_size)  # the last block overlaps the one before
+        found = features(rows.take(data.arguments, slice(begin, begin + batch_size)))
+        parts.append([feature[start - begin :].clone() for feature in found])
+    table = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+    return TensorData(table, data.num_data, data.batch_size)
+
+
+@dataclass(frozen=True)
+class FeatureData:
+    """Data whose batches are put through a function as they come."""
+
+    data: Data
+    features: Features
+
+    @property
+    def num_data(self) -> int | None:
+        return self.data.num_data
+
+    @property
+    def batch_size(self) -> int | None:
+        return self.data.batch_size
+
+    def first(self) -> Arguments:
+        return self.features(self.data.first())
+
+    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Batches:
+        return FeatureBatches(self.data.batches(seed, num_chains, sampling), self.features)
+
+    def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
+        return map(self.features, self.data.in_order(batch_size))
+
+
+@dataclass(frozen=True)
+class FeatureBatches:
+    """The features of every chain's batches."""
+
+    batches: Batches
+    features: Features
+    fixed: Any = ()
+
+    def take(self, start: int, stop: int, out: Any = None) -> Any:
+        changing = self.batches.take(start, stop)
+        steps = [self._of_step(changing, place) for place in range(stop - start)]
+        return [torch.stack(column, 1) for column in zip(*steps, strict=True)]
+
+    def batch(self, fixed: Any, changing: Any) -> Batch:
+        return Batch(tuple(changing), per_chain=True)
+
+    def sources(self, changing: Any) -> list[Source]:
+        return [Taped(leaf) for leaf in changing]
+
+    def _of_step(self, changing: Any, place: int) -> list[Tensor]:
+        """Features `[chains, B, ...]` at one step."""
+        drawn = pytree.tree_map(lambda leaf: leaf[:, place], changing)
+        batch = self.batches.batch(self.batches.fixed, drawn)
+        chains = range(len(batch.tensors[0]))
+        found = [self.features(batch.of_chain(chain)[0]) for chain in chains]
+        return [torch.stack(column) for column in zip(*found, strict=True)]

@@ -1,0 +1,48 @@
+"""A network's frozen base, run once for every row instead of at every step of every chain."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from pyro_scale.core import rows
+from pyro_scale.drive.features import FeatureData, table_of
+from pyro_scale.drive.sources import Data, TensorData
+from pyro_scale.infer.memory import bytes_of
+from pyro_scale.infer.setup import Setup, first_evaluation
+from pyro_scale.model.frozen import FrozenBase, frozen_base
+from pyro_scale.model.log_posterior import LogPosterior
+
+#: How much of the memory the features of all rows may take.
+_SHARE = 0.25
+
+
+def with_base_run(setup: Setup) -> Setup:
+    """The setup whose engine sees the features that a frozen base makes of the rows, if there is
+    one: in a table where the data are tensors and it fits into a quarter of the memory, else
+    batch by batch."""
+    known, engine = setup.log_posterior, setup.engine
+    if not known.understanding.is_frozen or not isinstance(engine.density, LogPosterior):
+        return setup
+    if known.understanding.own_plate is not None:
+        return setup
+    arguments = setup.data.first()
+    here = engine.layout.unflatten(setup.positions[0])
+    found = frozen_base(engine.density, here, arguments)
+    if found is None:
+        return setup
+    first = found.features(arguments)
+    source = _featured(setup.data, found, first)
+    engine = dataclasses.replace(engine, density=found, vectorised=True)
+    per_chain = source.batch_size is not None
+    engine, _ = first_evaluation(engine, setup.positions, first, per_chain)
+    return dataclasses.replace(setup, engine=engine, features=source)
+
+
+def _featured(data: Data, found: FrozenBase, first: tuple[Tensor, ...]) -> Data:
+    size = rows.count(first) or 1
+    in_bytes = sum(leaf.nbytes for leaf in first) / size * found.num_data
+    if isinstance(data, TensorData) and in_bytes <= _SHARE * bytes_of(first[0].device):
+        return table_of(data, found.features, size)
+    return FeatureData(data, found.features)
