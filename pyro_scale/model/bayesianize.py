@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self, cast, get_args
 
@@ -114,18 +115,18 @@ class BayesianModule(PyroModule):
             for name, prior in self._priors.items()
         }
         for name, row in self._padding.items():
-            own = self._net.get_parameter(name).detach()
+            own = self._weight(name).detach()
             padding = (torch.arange(len(own), device=own.device) == row)[:, None]
             drawn[name] = torch.where(padding, own, drawn[name])
         points = {
-            name: pyro.param(self._pyro_get_fullname(name), self._net.get_parameter(name))
+            name: pyro.param(self._pyro_get_fullname(name), self._weight(name))
             for name in self._points
         }
         return torch.func.functional_call(self._net, drawn | points, args, kwargs)
 
     def weights(self) -> dict[str, Tensor]:
         """The module's own values of the chosen weights."""
-        return {name: self._net.get_parameter(name).detach() for name in self._names}
+        return {name: self._weight(name).detach() for name in self._names}
 
     def reset_weights(self) -> dict[str, Tensor]:
         """Them as `reset_parameters()` draws them; layers without it keep theirs."""
@@ -142,6 +143,10 @@ class BayesianModule(PyroModule):
         bayesian, points = (sum(sizes[n] for n in each) for each in (self._names, self._points))
         frozen = sum(sizes.values()) - bayesian - points
         return f"weights: {bayesian:,} Bayesian, {points:,} points, {frozen:,} frozen"
+
+    def _weight(self, name: str) -> Tensor:
+        """A weight of the network, or what `torch.func.functional_call` has put in its place."""
+        return operator.attrgetter(name)(self._net)
 
     @property
     def _net(self) -> nn.Module:
