@@ -83,10 +83,11 @@ class Approximation(Method):
         return {name: value[0] for name, value in drawn.items()}
 
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
-        """Where chains begin that start from this fit: draws of the latent sites,
+        """Where chains begin that start from this fit: draws of the latent sites, and `params`,
         `[num_chains, ...]`."""
         drawn = self.sample(num_chains, seed)
-        return {name: drawn[name] for name in self.fit.log_posterior.latents}
+        params = {n: value.expand(num_chains, *value.shape) for n, value in self.params.items()}
+        return {name: drawn[name] for name in self.fit.log_posterior.latents} | params
 
     def predict(
         self,
@@ -103,7 +104,8 @@ class Approximation(Method):
 
         Args:
             args, kwargs: the model's own.
-            num_samples, batch_size, return_sites, reduce: as for samplers.
+            num_samples, batch_size, return_sites, reduce: as for samplers; with `linearized`,
+                memory is needed for all draws of `batch_size` rows.
             linearized: whether the arguments of the observed sites' distributions are taken as
                 linear in the params, around the Gaussian's mean and on an unconstrained scale,
                 as the GGN has it (Immer et al. 2021): for networks, closer to the posterior than

@@ -55,7 +55,12 @@ def collected(
         layout=setup.engine.layout,
         positions=draws.positions[finished],
         sample_stats=stats,
-        attrs={**attrs, **facts_of(setup.log_posterior, setup.seed), **times},
+        attrs={
+            **attrs,
+            **facts_of(setup.log_posterior, setup.seed),
+            **times,
+            "frozen_base": setup.base,
+        },
         gradient_noise=noise,
     )
 

@@ -18,9 +18,9 @@ from pyro_scale.drive.simulate import Draws
 from pyro_scale.infer.setup import Setup
 from pyro_scale.model.control_variates import ControlVariates
 
-#: A batch's rows times D, above which rows are not differentiated one by one.
+#: Rows times D, above which rows are not differentiated one by one.
 _MOST_NUMBERS = 2**28
-#: Batches from which the noise of a run is estimated, rows at one draw, and draws.
+#: Batches from which the noise of a run is estimated, rows at one draw, and the fewest draws.
 _NOISE_BATCHES, _NOISE_ROWS, _FEWEST_PLACES = 128, 64, 4
 
 #: One chain's batch: the model's arguments, and indices for one that subsamples by itself.
@@ -127,7 +127,8 @@ def gradient_noise(
     if setup.data.batch_size is None:  # the whole data at every step
         return GradientNoise(torch.ones(num_latents), torch.zeros(num_latents))
     each = -(-_NOISE_ROWS // size)  # batches at one draw
-    places = max(_FEWEST_PLACES, _NOISE_BATCHES // each)
+    affordable = _MOST_NUMBERS // (each * size * engine.layout.size)
+    places = max(_FEWEST_PLACES, min(_NOISE_BATCHES // each, affordable))
     chains = draws.finished[:places]
     total = draws.positions.shape[1]
     chosen = torch.linspace(0, total - 1, min(total, places // len(chains))).round().long()
@@ -138,16 +139,23 @@ def gradient_noise(
         for chain in chains
         for i in range(0, len(found), each)
     ]
-    rows = row_gradients(setup, engine.density, positions, own)
-    if rows is None:
+
+    def variance_of(density: Density) -> Tensor | None:
+        """The mean over positions: the rows of one of them at a time are in memory."""
+        found = []
+        for position, some in zip(positions, own, strict=True):
+            rows = row_gradients(setup, density, position[None], [some])
+            if rows is None:
+                return None
+            found.append(gradient_variance(rows, size, known.num_data, sampling).cpu())
+        return torch.stack(found).mean(0)
+
+    variance, reduction = variance_of(engine.density), None
+    if variance is None:
         return None
-    variance = gradient_variance(rows, size, known.num_data, sampling).cpu()
-    reduction = None
     if isinstance(engine.density, ControlVariates):
-        plain = row_gradients(setup, known, positions, own)
-        if plain is not None:
-            without = gradient_variance(plain, size, known.num_data, sampling).cpu()
-            reduction = without / variance
+        without = variance_of(known)
+        reduction = None if without is None else without / variance
     return GradientNoise(_inflation(engine, values, variance), variance, reduction)
 
 

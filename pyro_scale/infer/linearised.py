@@ -14,7 +14,7 @@ from torch.distributions import TransformedDistribution, constraints
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.fit import Fit
-from pyro_scale.infer.pieces import PIECE_ROWS, Piece
+from pyro_scale.infer.pieces import PIECE_ROWS, Piece, is_row_wise
 from pyro_scale.infer.predictive import as_dtype, data_sites, even, joined, pieces_for, row_axes
 from pyro_scale.infer.reductions import Reduce, Reduction, reduction_of
 from pyro_scale.model import fisher
@@ -58,7 +58,8 @@ def predict(
     if reduce is not None:
         reduction = reduction_of(reduce)
         axes = {n: reduction.axis(fit.log_posterior.understanding.sites[n], axes[n]) for n in names}
-        batch_size = batch_size or PIECE_ROWS
+        if batch_size is None and is_row_wise(fit.log_posterior):
+            batch_size = PIECE_ROWS
     for piece in pieces_for(fit.result, arguments, batch_size):
         drawn = [
             _drawn(fit, start, fit.result.positions[start, own], piece, return_sites or names)

@@ -18,6 +18,8 @@ from pyro_scale.model.sites import Site
 #: What `predict` can keep instead of all draws: numbers are quantiles' levels.
 Reduce = Literal["mean", "entropy", "variance"] | Sequence[float]
 
+#: Families whose mean and variance are no expectations of their values.
+_DIRECTIONS = (torch.distributions.VonMises, dist.VonMises3D, dist.ProjectedNormal)
 #: Numbers that are sorted at once.
 _SORTED = 2**23
 
@@ -34,8 +36,11 @@ class Means:
         new = [term.mean(0, dtype=torch.float64) for term in terms]
         self.count += len(terms[0])
         share = len(terms[0]) / self.count
-        old = self.means or new
-        self.means = [mean + share * (more - mean) for mean, more in zip(old, new, strict=True)]
+        if not self.means:
+            self.means = new
+        else:  # so that what is infinite stays so
+            pairs = zip(self.means, new, strict=True)
+            self.means = [(1 - share) * mean + share * more for mean, more in pairs]
 
 
 class Moments(Means):
@@ -119,7 +124,7 @@ class Entropy(Reduction):
         return Uncertainty(total, aleatoric, (total - aleatoric).clamp(min=0))
 
     def axis(self, site: Site, axis: int) -> int:
-        return axis + len(site.fn.event_shape) if _is_one_hot(site) else axis
+        return axis + 1 if _is_one_hot(site) else axis
 
 
 class Variance(Reduction):
@@ -173,17 +178,19 @@ def reduction_of(reduce: Reduce) -> Reduction:
     Raises:
         ArgumentError: it is none of these.
     """
-    if isinstance(reduce, str):
-        if reduce in _BY_NAME:
-            return _BY_NAME[reduce]()
-    elif isinstance(reduce, Sequence | Tensor) and len(reduce):
-        levels = tuple(float(level) for level in reduce)
-        if all(0 <= level <= 1 for level in levels):
-            return Quantiles(levels)
+    if isinstance(reduce, str) and reduce in _BY_NAME:
+        return _BY_NAME[reduce]()
+    levels = reduce.tolist() if isinstance(reduce, Tensor) else reduce
+    if isinstance(levels, list | tuple) and levels and all(map(_is_level, levels)):
+        return Quantiles(tuple(levels))
     raise ArgumentError(
         f"reduce={reduce!r}: pass one of {list(_BY_NAME)}, or quantiles' levels from 0 to 1, such "
         "as [0.05, 0.5, 0.95]"
     )
+
+
+def _is_level(level: object) -> bool:
+    return isinstance(level, int | float) and 0 <= level <= 1
 
 
 def _base(site: Site) -> Any:
@@ -224,9 +231,11 @@ def _moment(site: Site, which: Literal["mean", "variance"]) -> Tensor:
     while isinstance(fn, torch.distributions.Independent | dist.MaskedDistribution):
         fn = fn.base_dist
     try:
+        if isinstance(fn, _DIRECTIONS):
+            raise NotImplementedError  # theirs are of directions
         return getattr(fn, which)
     except (NotImplementedError, AttributeError) as error:
         raise ArgumentError(
-            f"reduce={which!r}: there is no {which} in closed form for site '{site.name}' "
+            f"reduce: there is no {which} in closed form for site '{site.name}' "
             f"({type(fn).__name__}): pass quantiles' levels, such as reduce=[0.05, 0.5, 0.95]"
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_scale.core.layout import Layout
 from pyro_scale.drive.sources import Data
 from pyro_scale.infer.gradients import GradientNoise
+from pyro_scale.model.executed import executed_modules
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: Bytes of the largest tensor of one vmapped call over draws.
@@ -94,8 +97,11 @@ class Result:
         def of_one(position: Tensor) -> Any:
             return function(self.layout.unflatten(position))
 
-        with torch.no_grad():
-            size = max(1, _CHUNK_BYTES // _largest(of_one, positions[0]))
+        with torch.no_grad(), _Normals(), warnings.catch_warnings():
+            # of operations under vmap, which nobody can act on
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            with executed_modules():  # their mode may be another one than when it was run
+                size = max(1, _CHUNK_BYTES // _largest(of_one, positions[0]))
             every = torch.vmap(of_one, randomness="different" if random else "error")
             first, *others = positions.split(size)
             try:
@@ -116,6 +122,18 @@ def _largest(function: Callable[[Tensor], Any], position: Tensor) -> int:
     with torch.random.fork_rng(), _Sizes() as sizes:
         function(position)
     return sizes.largest
+
+
+class _Normals(TorchFunctionMode):
+    """Has normals drawn as `torch.randn` does, which vmap takes, and not in place."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.normal and len(args) == 2 and all(isinstance(a, Tensor) for a in args):
+            mean, sd = torch.broadcast_tensors(*args)
+            return mean + sd * torch.randn(mean.shape, dtype=mean.dtype, device=mean.device)
+        if func is Tensor.normal_ and len(args) == 1 and not kwargs:
+            return torch.randn(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+        return func(*args, **(kwargs or {}))
 
 
 class _Sizes(TorchDispatchMode):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import transform_to
 
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
@@ -36,6 +37,7 @@ class Setup:
         positions: the chains' starts, `[chains, D]`.
         seed: of the run.
         features: where batches come from instead, if the engine's density takes something else.
+        base: how a network's frozen base is run, in words.
     """
 
     log_posterior: LogPosterior
@@ -44,6 +46,7 @@ class Setup:
     positions: Tensor
     seed: int
     features: Data | None = None
+    base: str = "none"
 
     def batches(self, num_chains: int, sampling: Sampling) -> Batches:
         """The chains' batches, as the engine takes them."""
@@ -83,6 +86,8 @@ def set_up(
     data = _as_taken(log_posterior, data)
     starts = [log_posterior.start(arguments, seed, c, init) for c, init in enumerate(inits)]
     points = {name: point.unconstrained for name, point in log_posterior.points.items()}
+    if isinstance(init_strategy, dict):
+        points |= _points_of(log_posterior, init_strategy)
     layout = Layout.of(starts[0] | points)
     positions = torch.stack([layout.flatten(start | points) for start in starts])
     num_latents = Layout.of(starts[0]).size
@@ -175,11 +180,21 @@ def init_of(
 def refuse_unknown_sites(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> None:
     """Refuses starts of sites that the model does not have."""
     for name in starts:
-        if name not in log_posterior.latents:
+        if name not in log_posterior.latents and name not in log_posterior.points:
             raise ArgumentError(
                 f"init_strategy: '{name}' is not a latent site; the model has "
                 f"{list(log_posterior.latents)}"
             )
+
+
+def _points_of(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Unconstrained points among the starts `[num_chains, ...]`: one value, as all chains have."""
+    found = {}
+    for name, point in log_posterior.points.items():
+        if name in starts:
+            value = transform_to(point.constraint).inv(starts[name][0]).to(point.unconstrained)
+            found[name] = value.expand_as(point.unconstrained)
+    return found
 
 
 def _with_all_sites(kernel: Hyperparameters, layout: Layout) -> Hyperparameters:

@@ -58,8 +58,8 @@ def coverage(draws: Tensor, y: Tensor, level: float | Tensor = 0.9) -> Tensor:
     The interval's ends are the draws' quantiles at (1 - level)/2 and (1 + level)/2, where the
     k-th smallest of S draws is the quantile at k/(S + 1) (Hyndman and Fan's 6th definition, 1996),
     straight lines between.  If y is one more draw, it is below the k-th with that probability, so
-    a calibrated prediction's coverage is `level` in expectation: exactly if (S + 1)(1 - level)/2
-    is a whole number.  numpy's and torch's own quantiles are too narrow by about 2 level/S.
+    a calibrated prediction's coverage of a y without ties is `level` in expectation: exactly if
+    (S + 1)(1 - level)/2 is a whole number.  numpy's and torch's own quantiles are too narrow.
 
     Args:
         draws: from the predictive distribution, noise included, `[draws, rows]`, or with more
@@ -85,8 +85,8 @@ def coverage(draws: Tensor, y: Tensor, level: float | Tensor = 0.9) -> Tensor:
     levels = torch.as_tensor(level, dtype=torch.float64, device=draws.device)
     if not ((levels > 0) & (levels < 1)).all():
         raise ArgumentError(f"level={level}: pass probabilities in (0, 1)")
-    # the digits that a float32 level has: its 0.9 is meant to be 0.9
-    position = ((1 - levels) / 2 * (len(draws) + 1)).round(decimals=5).flatten()
+    levels = levels.round(decimals=6)  # the digits that a float32 has: its 0.9 is meant to be 0.9
+    position = ((1 - levels) / 2 * (len(draws) + 1)).round(decimals=9).flatten()
     if (position < 1).any():
         raise ArgumentError(
             f"level={level}: {len(draws)} draws tell levels up to "

@@ -61,9 +61,11 @@ def uncertainty(probs: Tensor) -> Uncertainty:
             "draw; .softmax(-1) of logits, torch.stack([1 - p, p], -1) of Bernoulli probabilities p"
         )
     checks.distributions(probs)
-    total, aleatoric = entr(probs.mean(0)).sum(-1), entr(probs).sum(-1).mean(0)
+    exact = probs.double()  # the difference of the two may be far smaller than they are
+    total, aleatoric = entr(exact.mean(0)).sum(-1), entr(exact).sum(-1).mean(0)
     # an entropy is concave, so only rounding makes the difference negative
-    return Uncertainty(total, aleatoric, (total - aleatoric).clamp(min=0))
+    epistemic = (total - aleatoric).clamp(min=0)
+    return Uncertainty(*(part.to(probs.dtype) for part in (total, aleatoric, epistemic)))
 
 
 def variance(means: Tensor, variances: Tensor) -> Uncertainty:

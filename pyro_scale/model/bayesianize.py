@@ -11,6 +11,7 @@ import pyro
 import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.model.selection import Choice, selected
@@ -134,7 +135,7 @@ class BayesianModule(PyroModule):
         for module in reversed(list(net.modules())):  # as they are built: outer ones have the last
             reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
             if callable(reset):
-                reset()
+                _reset(module, reset)
         return {name: net.get_parameter(name).detach() for name in self._names}
 
     def extra_repr(self) -> str:
@@ -162,21 +163,38 @@ class BayesianModule(PyroModule):
         return moved
 
 
+def _reset(module: nn.Module, reset: Callable[[], object]) -> None:
+    """Resets a module's own weights; those that are computed from others, by way of these."""
+    if not parametrize.is_parametrized(module):
+        reset()
+        return
+    with torch.no_grad(), parametrize.cached():
+        reset()
+        names = list(cast(Any, module.parametrizations))
+        computed = {name: getattr(module, name).clone() for name in names}
+    with torch.no_grad():
+        for name, value in computed.items():
+            setattr(module, name, value)
+
+
 def _refuse_unfit(net: nn.Module, names: list[str]) -> None:
     """Refuses submodules whose weights cannot be drawn.
 
     Raises:
         ModelError: names the first one.
     """
-    if isinstance(net, torch.jit.ScriptModule):
-        raise ModelError("a ScriptModule cannot be called with other weights: pass the nn.Module")
-    if hasattr(net, "_orig_mod"):
-        raise ModelError(
-            "the network has been through torch.compile: pass the one before it (net._orig_mod); "
-            "samplers compile the whole step by themselves"
-        )
     for path, module in net.named_modules():
         named = f"submodule '{path}' ({type(module).__name__})" if path else type(module).__name__
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{named} is a ScriptModule, which cannot be called with other weights: pass the "
+                "nn.Module that it was made from"
+            )
+        if hasattr(module, "_orig_mod"):
+            raise ModelError(
+                f"{named} has been through torch.compile: pass the network before it (its "
+                "_orig_mod); samplers compile the whole step by themselves"
+            )
         own = {
             f"{path}.{name}".lstrip("."): w for name, w in module.named_parameters(recurse=False)
         }
@@ -207,6 +225,11 @@ def _refuse_embedding(named: str, module: nn.Embedding | nn.EmbeddingBag) -> Non
         )
     if module.sparse:
         raise ModelError(f"{named} has sparse gradients: set sparse=False")
+    if module.scale_grad_by_freq:
+        raise ModelError(
+            f"{named} scales its gradient by the tokens' counts in a batch, which is the gradient "
+            "of no density: set scale_grad_by_freq=False"
+        )
 
 
 def _copied(net: nn.Module) -> nn.Module:
@@ -241,7 +264,7 @@ def _is_copied(module: nn.Module) -> bool:
 
 def _padding_of(net: nn.Module, names: list[str]) -> dict[str, int]:
     """Chosen weights of Embeddings -> the row that stays as it is.  Not where the weight is tied:
-    elsewhere that row is a weight like any other."""
+    elsewhere that row is a weight like any other, and here, too, it then has a gradient."""
     count: dict[int, int] = {}
     for _, weight in net.named_parameters(remove_duplicate=False):
         count[id(weight)] = count.get(id(weight), 0) + 1
@@ -250,6 +273,8 @@ def _padding_of(net: nn.Module, names: list[str]) -> dict[str, int]:
         name = f"{path}.weight".lstrip(".")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and name in names:
             row = module.padding_idx
-            if row is not None and count[id(module.weight)] == 1:
+            if count[id(module.weight)] > 1:
+                module.padding_idx = None  # of the copy
+            elif row is not None:
                 found[name] = row
     return found

@@ -9,7 +9,7 @@ data, whatever the number of chains and steps.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from pyro_scale.core import rows
@@ -77,34 +79,49 @@ class FrozenBase:
         return derivatives.row_gradients(lambda p: self(p, batch).log_lik, params)
 
 
+class NoBase(Exception):
+    """Why a log posterior is left whole."""
+
+
 def frozen_base(
-    log_posterior: LogPosterior, params: Params, arguments: Arguments
-) -> FrozenBase | None:
-    """The log posterior with its frozen base taken out; None where there is none worth it, or
-    where it cannot be told from the rest.
+    log_posterior: LogPosterior,
+    params: Params,
+    arguments: Arguments,
+    others: Sequence[Arguments] = (),
+) -> FrozenBase:
+    """The log posterior with its frozen base taken out.
 
     Args:
         log_posterior: a model with weights that are fixed.
         params: anywhere.
         arguments: a batch.
+        others: batches of its size, on which the parts must give what the whole gives: what was
+            a number for one batch may change with the next.
+
+    Raises:
+        NoBase: there is none worth it, or it cannot be told from the rest.
     """
     size = rows.count(arguments)
     if size is None or size < 2:
-        return None
+        raise NoBase("a batch is one row")
+    _refuse_hidden_gradients(log_posterior, params, arguments)
     try:
         graph = _recorded(log_posterior, params, arguments)
-        values = _values_of_rows(graph, len(params), arguments, size)
-    except Exception:  # a model that cannot be recorded runs as it is
-        return None
+    except Exception as error:  # of the model, of make_fx
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise NoBase(f"the model cannot be recorded ({type(error).__name__}: {reason})") from error
+    values = _values_of_rows(graph, len(params), arguments, size)
     cut = _cut(graph, values)
     base = _part(graph, [n for n in values if n.op == "placeholder"], cut)
     if not any(_is_work(node) for node in base.graph.nodes):
-        return None
+        raise NoBase("params come in before any work is done on the rows alone")
     given = [node for node in graph.graph.nodes if node.op == "placeholder"][: len(params)]
     (result,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
     rest = _part(graph, [*given, *cut], list(result))
     found = FrozenBase(log_posterior.num_data, tuple(params), base, rest)
-    return found if _agree(found, log_posterior, params, arguments) else None
+    turned = rows.take(arguments, torch.arange(size).flip(0))
+    _compare(found, log_posterior, params, [turned, *others])
+    return found
 
 
 def _recorded(log_posterior: LogPosterior, params: Params, arguments: Arguments) -> fx.GraphModule:
@@ -135,12 +152,12 @@ def _values_of_rows(
         here = _evaluated(graph, given)
         order = torch.arange(size - 1, -1, -1) // 2  # others' rows, in other places
         there = _evaluated(graph, {node: leaf[order] for node, leaf in given.items()})
-    return {
-        node: isinstance(value, Tensor)
-        and value.shape[:1] == (size,)
-        and _same(value[order], there[node])
-        for node, value in here.items()
-    }
+
+    def is_feature(node: fx.Node, value: Any) -> bool:
+        has_rows = isinstance(value, Tensor) and value.shape[:1] == (size,)
+        return node in given or (has_rows and _same(value[order], there[node]))
+
+    return {node: is_feature(node, value) for node, value in here.items()}
 
 
 def _evaluated(graph: fx.GraphModule, given: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
@@ -200,23 +217,67 @@ def _is_work(node: fx.Node) -> bool:
     return getattr(node.target, "overloadpacket", None) in flop_registry
 
 
-def _agree(
-    found: FrozenBase, log_posterior: LogPosterior, params: Params, arguments: Arguments
-) -> bool:
-    """Whether the two parts give what the whole gives, on other rows and at other params: the
-    gradient, too, for a graph does not know what was computed under no_grad."""
-    count = rows.count(arguments) or 1
-    other = rows.take(arguments, torch.arange(count).flip(0))
-    moved = {name: value + 0.1 for name, value in params.items()}
-    slope, value = found.plain_grad(moved, found.features(other))
-    expected, whole = log_posterior.plain_grad(moved, other)
-    pairs = [*zip(value, whole, strict=True), *((slope[n], expected[n]) for n in expected)]
-    return all(_same(mine, theirs) for mine, theirs in pairs)
+def _compare(
+    found: FrozenBase, log_posterior: LogPosterior, params: Params, batches: Sequence[Arguments]
+) -> None:
+    """Compares the parts with the whole, each time at other params.
+
+    Raises:
+        NoBase: they differ.
+    """
+    for away, batch in enumerate(batches, start=1):
+        moved = {name: value + 0.1 * away for name, value in params.items()}
+        try:
+            slope, value = found.plain_grad(moved, found.features(batch))
+            expected, whole = log_posterior.plain_grad(moved, batch)
+        except RuntimeError as error:
+            raise NoBase("sizes inside of the model change from batch to batch") from error
+        pairs = [*zip(value, whole, strict=True), *((slope[n], expected[n]) for n in expected)]
+        if not all(_same(mine, theirs) for mine, theirs in pairs):
+            raise NoBase(
+                "recorded, the model gives something else on another batch: it hands rows to "
+                "NumPy or to Python"
+            )
+
+
+class _HiddenUse(TorchFunctionMode):
+    """Notices what is done to tensors with a gradient under `torch.no_grad`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enabled, self.found = True, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled:
+            self._enabled = bool(args[0])
+        elif not self._enabled:
+            leaves = pytree.tree_leaves((args, kwargs))
+            self.found |= any(isinstance(x, Tensor) and x.grad_fn is not None for x in leaves)
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_hidden_gradients(
+    log_posterior: LogPosterior, params: Params, arguments: Arguments
+) -> None:
+    """Refuses a model that uses params under no_grad, which a graph does not know of."""
+    with torch.enable_grad():
+        leaves = {n: value.detach().requires_grad_() for n, value in params.items()}
+        here = {n: value.view_as(value) for n, value in leaves.items()}  # with a history
+        with _HiddenUse() as use:
+            log_posterior(here, arguments)
+    if use.found:
+        raise NoBase("the model uses params under torch.no_grad")
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Equal, to the rounding of sums in another order."""
+    """Equal, to the rounding of sums in another order; infinite and NaN where the other is."""
+    if one.shape != other.shape:
+        return False
     if not one.is_floating_point():
         return torch.equal(one, other)
-    size = torch.maximum(one.abs().amax(), torch.ones((), dtype=one.dtype, device=one.device))
-    return one.shape == other.shape and close(one / size, other / size, roundings=_ROUNDINGS)
+    finite = torch.isfinite(one)
+    if not torch.equal(one.nan_to_num(0.0)[~finite], other.nan_to_num(0.0)[~finite]):
+        return False
+    one, other = one[finite], other[finite]
+    size = max(1.0, float(one.abs().max())) if len(one) else 1.0
+    return close(one / size, other / size, roundings=_ROUNDINGS)

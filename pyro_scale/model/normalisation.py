@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Literal, get_args
 
 import torch
@@ -14,8 +13,9 @@ from pyro_scale.errors import ArgumentError, ModelError
 #: What may take BatchNorm's place.
 Normalisation = Literal["group", "filter_response"]
 
-#: Groups of channels: as many as Wu and He (2018) take, where they divide the channels.
-_GROUPS = 32
+#: The most groups of channels, as Wu and He (2018) have them, and the fewest channels of one: a
+#: group of one number would be normalised to 0.
+_GROUPS, _CHANNELS = 32, 4
 
 
 class FilterResponseNorm(nn.Module):
@@ -58,8 +58,9 @@ def replace_batchnorm(net: nn.Module, by: Normalisation = "group") -> nn.Module:
 
     Args:
         net: any module; it is not changed.
-        by: `"group"`, GroupNorm in 32 groups, or in as many as divide both 32 and the channels;
-            `"filter_response"`, FilterResponseNorm, for layers with positions (convolutions).
+        by: `"group"`, GroupNorm in up to 32 groups of four channels or more, and in one group for
+            BatchNorm1d, which may have one number a channel; `"filter_response"`,
+            FilterResponseNorm, for layers with positions (convolutions).
 
     Raises:
         ArgumentError: `net` is no module, or `by` is unknown.
@@ -94,15 +95,24 @@ def _in_place_of(path: str, old: nn.modules.batchnorm._BatchNorm, by: Normalisat
     channels = old.num_features
     new: nn.GroupNorm | FilterResponseNorm
     if by == "group":
-        new = nn.GroupNorm(math.gcd(_GROUPS, channels), channels, eps=old.eps, affine=old.affine)
+        groups = 1 if isinstance(old, nn.BatchNorm1d) else _groups(channels)
+        new = nn.GroupNorm(groups, channels, eps=old.eps, affine=old.affine)
     elif isinstance(old, nn.BatchNorm1d):
         raise ModelError(
-            f"submodule '{path}' (BatchNorm1d) may have one value a channel, which "
+            f"BatchNorm1d '{path}' may have one value a channel, which "
             "FilterResponseNorm would make its sign: pass by='group'"
         )
     else:
         new = FilterResponseNorm(channels)
     if old.affine:
-        new.load_state_dict({"weight": old.weight, "bias": old.bias})
         new.to(old.weight)
+        new.load_state_dict({"weight": old.weight, "bias": old.bias})
+        new.weight.requires_grad_(old.weight.requires_grad)
+        new.bias.requires_grad_(old.bias.requires_grad)
     return new.train(old.training)
+
+
+def _groups(channels: int) -> int:
+    """The most groups that the channels divide into."""
+    sizes = range(min(_CHANNELS, channels), channels + 1)
+    return next(channels // n for n in sizes if channels % n == 0 and channels // n <= _GROUPS)

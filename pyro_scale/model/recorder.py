@@ -26,6 +26,7 @@ from pyro_scale.model.sites import (
     points_of_store,
     without_validation,
 )
+from pyro_scale.model.starts import WEIGHT
 from pyro_scale.model.transforms import bijection
 
 #: Dimensions of a torch tensor, with some left for the arithmetic on them.
@@ -86,6 +87,7 @@ class Recorder(Messenger):
         elif is_discrete(msg):
             self._enumerate(msg)
         else:
+            _refuse_weights_of_rows(msg)
             transform = _transform(msg)
             if self._latents is not None:
                 self._constrain(msg, transform, self._latents)
@@ -149,7 +151,13 @@ class Recorder(Messenger):
     def _pyro_post_sample(self, msg: Any) -> None:
         name, kind = msg["name"], kind_of(msg)
         if name in self.sites:
-            raise SiteError(f"site '{name}': two sites have this name; rename one")
+            fix = "rename one"
+            if WEIGHT in msg["infer"]:
+                fix = (
+                    "call the network once, on torch.cat of its inputs; if there are two, make "
+                    "them attributes of one PyroModule"
+                )
+            raise SiteError(f"site '{name}': two sites have this name; {fix}")
         unconstrained, log_det = self._jacobians.get(name, (None, None))
         if kind == "latent" and unconstrained is None:
             unconstrained = bijection(msg["fn"].support).inv(msg["value"])
@@ -229,6 +237,16 @@ class Simulator(Recorder):
         if msg["name"] in self._drawn:
             msg["is_observed"] = True
         super()._pyro_post_sample(msg)
+
+
+def _refuse_weights_of_rows(msg: Any) -> None:
+    """Refuses a bayesianized network that is called inside of a plate."""
+    plates = [frame.name for frame in msg["cond_indep_stack"] if frame.vectorized]
+    if WEIGHT in msg["infer"] and plates:
+        raise SiteError(
+            f"site '{msg['name']}': the network is called inside of plate '{plates[0]}', which "
+            "gives every row weights of its own: call it before `with pyro.plate(...)`"
+        )
 
 
 def _transform(msg: Any) -> Any:

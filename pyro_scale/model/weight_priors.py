@@ -8,6 +8,7 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Tensor, nn
 
 from pyro_scale.errors import ArgumentError
@@ -70,9 +71,11 @@ def kaiming(owner: nn.Module, name: str, weight: Tensor) -> dist.Normal:
     """Matrices and kernels: Normal(0, sqrt(2 / fan in)), which keeps the scale of what goes
     through a layer with ReLU (He et al. 2015, equation 10).  Scales of normalisation layers:
     Normal(1, 1).  Biases, embeddings and all else: Normal(0, 1)."""
-    if weight.dim() == 1 and name.rpartition(".")[2] == "weight":
+    own_name, normalises = name.rpartition(".")[2], "Norm" in type(owner).__name__
+    if normalises and own_name == "weight":
         return dist.Normal(1.0, 1.0)
-    if weight.dim() < 2 or isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+    embeds = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
+    if weight.dim() < 2 or normalises or embeds or "bias" in own_name:
         return dist.Normal(0.0, 1.0)
     return dist.Normal(0.0, math.sqrt(2 / _fan_in(owner, weight)))
 
@@ -94,10 +97,11 @@ def _named(prior: str) -> Callable[[nn.Module, str, Tensor], dist.Normal]:
     return _NAMED[prior]
 
 
-def _fan_in(owner: nn.Module, weight: Tensor) -> int:
-    """How many inputs a unit of a layer has."""
+def _fan_in(owner: nn.Module, weight: Tensor) -> float:
+    """How many inputs a unit of a layer has, on average."""
     if isinstance(owner, nn.modules.conv._ConvTransposeNd):  # [in, out / groups, kernel]
-        return max(1, weight.shape[0] // owner.groups * weight[0, 0].numel())
+        reached = weight[0, 0].numel() / math.prod(owner.stride)
+        return max(1.0, weight.shape[0] // owner.groups * reached)
     if type(owner).__name__ == "Conv1D":  # of Hugging Face: a linear layer's, transposed
         return weight.shape[0]
     return weight[0].numel()
@@ -105,16 +109,16 @@ def _fan_in(owner: nn.Module, weight: Tensor) -> int:
 
 def _fitted(name: str, weight: Tensor, given: Any, prior: WeightPrior) -> Any:
     """A prior as one of the weight's shape, dtype and device."""
-    if not isinstance(given, torch.distributions.Distribution):
-        said = "" if given is None else f" gave {given!r} for '{name}'"
+    if not isinstance(given, TorchDistributionMixin):
+        said = f" gave {given!r} for '{name}'" if callable(prior) else ""
         raise ArgumentError(
-            f"prior={prior!r}{said}: pass a distribution, such as dist.Normal(0.0, 1.0), 'kaiming' "
-            "or 'unit', or a function that returns a distribution for a weight's name and the "
-            "weight"
+            f"prior={prior!r}{said}: pass a distribution of Pyro's, such as dist.Normal(0.0, "
+            "1.0), 'kaiming' or 'unit', or a function that returns a distribution for a weight's "
+            "name and the weight"
         )
     shape = given.batch_shape + given.event_shape
     if shape == weight.shape and given.event_shape == shape:
-        return given
+        return _at(given, weight)
     if given.event_shape or shape not in (torch.Size(), weight.shape):
         raise ArgumentError(
             f"the prior of '{name}' has shape {list(shape)}: pass one of a scalar, which expands "
@@ -125,6 +129,8 @@ def _fitted(name: str, weight: Tensor, given: Any, prior: WeightPrior) -> Any:
 
 def _at(given: Any, weight: Tensor) -> Any:
     """A distribution with its arguments in a weight's dtype and on its device."""
+    if isinstance(given, dist.Independent):
+        return _at(given.base_dist, weight).to_event(given.reinterpreted_batch_ndims)
     arguments = {name: getattr(given, name, None) for name in given.arg_constraints}
     moved = {n: v.to(weight.detach()) for n, v in arguments.items() if isinstance(v, Tensor)}
     try:
