@@ -248,7 +248,7 @@ def test_batchnorm_is_replaced(by, training):
 
 
 @pytest.mark.parametrize(
-    ("channels", "groups"), [(64, 32), (32, 32), (96, 32), (48, 16), (6, 2), (7, 1)]
+    ("channels", "groups"), [(64, 16), (32, 8), (96, 24), (256, 32), (6, 1), (7, 1)]
 )
 def test_groups_divide_the_channels(channels, groups):
     assert ps.replace_batchnorm(nn.BatchNorm2d(channels)).num_groups == groups

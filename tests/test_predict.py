@@ -21,7 +21,7 @@ from reference import double, normals
 import pyro_scale as ps
 from pyro_scale import metrics
 from pyro_scale.errors import ArgumentError
-from pyro_scale.infer import linearised, predictive, reductions, result
+from pyro_scale.infer import predictive, reductions, result
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore")]
 SIZE = 12
@@ -332,20 +332,17 @@ def test_models_that_subsample_by_themselves_are_predicted_for_all_rows():
     assert fit.predict(reduce=[0.1, 0.9])["y"].shape == (2, SIZE)
 
 
-@pytest.mark.parametrize("linear", [False, True])
-def test_joint_densities_are_predicted_of_all_rows_together(linear, monkeypatch):
-    for module in (predictive, linearised):
-        monkeypatch.setattr(module, "PIECE_ROWS", 5)
+def test_joint_densities_are_predicted_of_all_rows_together(monkeypatch):
+    monkeypatch.setattr(predictive, "PIECE_ROWS", 5)
 
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
         covariance = torch.eye(len(x)) + (-(x[:, None] - x).square().sum(-1)).exp()
         return pyro.sample("y", dist.MultivariateNormal(x @ w - (x @ w).mean(), covariance), obs=y)
 
-    data, chosen = (X, X[:, 0]), {"linearized": True} if linear else {}
-    fit = ps.Laplace(model).run(data, seed=0, progress=False) if linear else run(model, data)
+    fit = run(model, (X, X[:, 0]))
     e = outputs(fit)
-    close(fit.predict(X, reduce="mean", **chosen)["y"], e.mean(0) - e.mean(), 1e-10)
+    close(fit.predict(X, reduce="mean")["y"], e.mean(0) - e.mean(), 1e-10)
 
 
 def test_masked_rows_are_predicted_too():

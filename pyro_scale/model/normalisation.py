@@ -99,7 +99,7 @@ def _in_place_of(path: str, old: nn.modules.batchnorm._BatchNorm, by: Normalisat
         new = nn.GroupNorm(groups, channels, eps=old.eps, affine=old.affine)
     elif isinstance(old, nn.BatchNorm1d):
         raise ModelError(
-            f"BatchNorm1d '{path}' may have one value a channel, which "
+            f"submodule '{path}' (BatchNorm1d) may have one value a channel, which "
             "FilterResponseNorm would make its sign: pass by='group'"
         )
     else:
