@@ -1,10 +1,10 @@
-# `make demo`, `make test`, `make bench`, `make accuracy`, `make approximations`: each makes .venv if it is missing.
+# `make demo`, `test`, `bench`, `accuracy`, `approximations`, `networks`: each makes .venv if it is missing.
 
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test bench accuracy approximations lint types notebooks clean
+.PHONY: demo test bench accuracy approximations networks lint types notebooks clean
 
 demo: .venv/installed
 	$(BIN)/python -W ignore::FutureWarning examples/demo.py
@@ -20,6 +20,12 @@ accuracy: .venv/installed
 
 approximations: .venv/installed-bench
 	$(BIN)/python -W ignore benchmarks/approximations/run.py
+
+networks: .venv/installed
+	$(BIN)/python -W ignore benchmarks/networks/cost.py
+	$(BIN)/python -W ignore benchmarks/networks/digits.py
+	$(BIN)/python -W ignore benchmarks/networks/ood.py
+	$(BIN)/python -W ignore benchmarks/networks/uci.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

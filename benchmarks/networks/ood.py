@@ -13,7 +13,8 @@ ensemble).  The prior of the first layer's weights is Normal(0, scale), of the o
 sqrt(2 / fan in)).  Off the data the posterior is the prior, so the wider it is the more draws
 disagree there; but MNIST has to allow it.  So the rule, fixed beforehand: of the scales whose NLL
 on 5,000 validation rows of MNIST is within a standard error (of paired differences) of the least,
-the widest, for each method by itself.  notMNIST chooses nothing.
+the widest, for each method by itself.  notMNIST does not choose the scale; the way in which chains
+start was found in pilot runs that showed its AUROC.
 
 Chains start at draws of the prior.  Where the data say nothing, as about pixels that are empty in
 all digits, that is where the posterior is; usual starts are near 0 there, and chains would need
