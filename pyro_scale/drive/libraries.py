@@ -26,7 +26,7 @@ def library_for(
         threads: that its kernels use.
         build: builds the library and returns its path.
     """
-    kept = _directory() / f"{_key(graph, kinds, threads)}.so"
+    kept = _directory() / f"{key_of(graph, kinds, threads)}.so"
     if not _is_whole(kept):
         code = Path(build()).read_bytes()
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -52,8 +52,8 @@ def _directory() -> Path:
     return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", own)) / "pyro_scale"
 
 
-def _key(graph: StepGraph, kinds: list[str], threads: int | None) -> str:
-    """All that the library depends on: the graph, its inputs' geometry, the code that wrote it."""
+def key_of(graph: StepGraph, kinds: list[str], threads: int | None) -> str:
+    """All that compiled code depends on: the graph, its inputs' geometry, what wrote it."""
     geometry = [(x.dtype, tuple(x.shape), x.stride()) for x in graph.examples]
     cores = torch.get_num_threads() if threads is None else threads
     machine = torch.__version__, torch.backends.cpu.get_cpu_capability(), cores

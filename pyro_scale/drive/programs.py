@@ -17,7 +17,6 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -27,7 +26,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.drive.batches import Batches, Gathered, Source, Taped, WholeData
 from pyro_scale.drive.engine import Engine
 from pyro_scale.drive.inductor import Compiled, build_library, compile_graph
-from pyro_scale.drive.libraries import library_for
+from pyro_scale.drive.libraries import key_of, library_for
 from pyro_scale.drive.loop import Loop, kinds_of, write_loop
 from pyro_scale.drive.plan import NotALoop
 from pyro_scale.drive.tape import Tape
@@ -40,6 +39,10 @@ _REPAID_AFTER = 3000
 _ELSEWHERE = 0.1
 #: The most they may differ by: a part of what is compared, and roundings of what it comes from.
 _TOLERANCE, _ROUNDINGS = 1e-3, 1e3
+
+#: Steps that this process has compiled, the latest last; loops are kept on disk.
+_compiled_before: dict[str, Compiled] = {}
+_MOST_KEPT = 16
 
 
 def check_compile(compile: object) -> None:
@@ -282,9 +285,13 @@ def _compiled(engine: Engine, batches: Batches, state: Any, tape: Tape) -> Progr
     graph = trace(engine, batches.batch(batches.fixed, changing), state, noise, values)
     threads = None if single else 1
 
-    @cache
     def compiled() -> Compiled:
-        return compile_graph(graph.module, graph.examples, threads)
+        key = key_of(graph, [], threads)
+        if key not in _compiled_before:
+            if len(_compiled_before) == _MOST_KEPT:
+                del _compiled_before[next(iter(_compiled_before))]
+            _compiled_before[key] = compile_graph(graph.module, graph.examples, threads)
+        return _compiled_before[key]
 
     if on_processor:
         kinds = kinds_of(graph, batches.sources(tape.changing))

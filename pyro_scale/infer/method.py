@@ -216,7 +216,7 @@ class Method:
     @property
     def params(self) -> dict[str, Tensor]:
         """`pyro.param` sites and unfrozen weights: one value each, shared by the chains, as the
-        last step left it."""
+        last step left it.  (What a draw predicts is with their values at the draw's step.)"""
         return self._results().params
 
     def write_params(self) -> None:

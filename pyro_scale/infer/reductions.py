@@ -136,7 +136,7 @@ class Variance(Reduction):
         if _is_classes(site):
             raise ArgumentError(
                 f"reduce='variance': site '{site.name}' is of classes, which have no variance: "
-                "pass reduce='entropy'"
+                "pass reduce='entropy', or return_sites= without it"
             )
         return _moment(site, "mean"), _moment(site, "variance")
 
@@ -216,7 +216,7 @@ def _class_probs(site: Site) -> Tensor:
         return torch.stack([1 - base.probs, base.probs], -1)
     raise ArgumentError(
         f"reduce='entropy': site '{site.name}' is a {type(base).__name__}, not of classes: pass "
-        "reduce='variance'"
+        "reduce='variance', or return_sites= without it"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, Self, cast, get_args
 
 import pyro
@@ -25,16 +25,17 @@ Rest = Literal["frozen", "point"]
 def bayesianize(
     net: nn.Module,
     prior: WeightPrior = "unit",
-    include: Choice | Sequence[Choice] | None = None,
-    exclude: Choice | Sequence[Choice] | None = None,
+    include: Choice | Iterable[Choice] | None = None,
+    exclude: Choice | Iterable[Choice] | None = None,
     rest: Rest = "frozen",
 ) -> BayesianModule:
-    """A copy of a network that draws chosen weights from a prior whenever it is called.
+    """A copy of a network that draws chosen weights from a prior whenever it is called: once in
+    a model, outside of the data's plate.
 
     Its sites are named as in `net.named_parameters()`; tied weights are one site.  Chains of a
     sampler start at the module's values (chain 0) and where `reset_parameters()` of its layers
     puts the chosen weights (the others); `init_to_module` starts all of them at the module's
-    values, as a pretrained network wants.
+    values, as a pretrained network and its adapters want.
 
     The copy is in the mode, train or eval, that the network is in, and buffers are its own:
     call `.eval()`, on either, if there is dropout or BatchNorm, which otherwise is refused when
@@ -53,8 +54,8 @@ def bayesianize(
             the one that an optimiser's weight decay is); or a function of a weight's name and
             the weight to such a distribution, or to one of the weight's shape.
         include: which weights: shell-style patterns of names or of names of modules (`"head"`,
-            `"*.bias"`, `"*lora_*"`), modules of `net`, classes of modules, or a list of these;
-            all with `requires_grad` by default.
+            `"*.bias"`, `"*lora_*"`), modules or weights of `net`, classes of modules, or a list
+            of these; all with `requires_grad` by default.
         exclude: which of them not.
         rest: `"frozen"`, or `"point"` to have those of the other weights that have
             `requires_grad` estimated along with the draws, as a `pyro.param`.

@@ -76,7 +76,8 @@ def executed_modules() -> Iterator[Executed]:
         if any(buffer is b for b in written for buffer in module.buffers()):
             raise ModelError(
                 f"{executed.named(module)} writes to its buffers whenever it is called, so two "
-                "evaluations of the likelihood would differ: call .eval()"
+                "evaluations of the likelihood would differ: call .eval(), and write to none in "
+                "its forward"
             )
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pyro_scale.errors import ArgumentError
 
-#: A shell-style pattern of names, one of the network's modules, or a class of modules.
-Choice = str | nn.Module | type[nn.Module]
+#: A shell-style pattern of names, one of the network's modules or weights, or a class of modules.
+Choice = str | nn.Module | nn.Parameter | type[nn.Module]
 
 #: Names that a message shows.
 _SHOWN = 8
@@ -20,8 +20,8 @@ _SHOWN = 8
 
 def selected(
     net: nn.Module,
-    include: Choice | Sequence[Choice] | None,
-    exclude: Choice | Sequence[Choice] | None,
+    include: Choice | Iterable[Choice] | None,
+    exclude: Choice | Iterable[Choice] | None,
 ) -> list[str]:
     """The names of the weights that are included and not excluded, in the network's order.
 
@@ -51,9 +51,10 @@ def selected(
     return [name for name, weight in net.named_parameters() if id(weight) in chosen]
 
 
-def _matches(net: nn.Module, argument: str, choices: Choice | Sequence[Choice]) -> Iterator[int]:
+def _matches(net: nn.Module, argument: str, choices: Choice | Iterable[Choice]) -> Iterator[int]:
     """The ids of the weights that any of the choices means."""
-    listed: Iterable[Any] = choices if isinstance(choices, list | tuple) else [choices]
+    single = isinstance(choices, str | nn.Module | type | Tensor)
+    listed: Any = choices if isinstance(choices, Iterable) and not single else [choices]
     for choice in listed:
         found = list(_match(net, argument, choice))
         if not found:
@@ -74,12 +75,14 @@ def _match(net: nn.Module, argument: str, choice: Choice) -> Iterable[int]:
                 f"{type(net).__name__}: pass one of net.modules(), or a pattern of names"
             )
         return [id(weight) for weight in choice.parameters()]
+    if isinstance(choice, nn.Parameter):
+        return [id(weight) for weight in net.parameters() if weight is choice]
     if isinstance(choice, type) and issubclass(choice, nn.Module):
         of_kind = (module for module in net.modules() if isinstance(module, choice))
         return [id(weight) for module in of_kind for weight in module.parameters()]
     raise ArgumentError(
-        f"{argument}={choice!r}: pass patterns of names ('head', '*.bias'), modules of the "
-        "network, or classes of modules (nn.LayerNorm)"
+        f"{argument}={str(choice)[:100]}: pass patterns of names ('head', '*.bias'), modules of "
+        "the network, or classes of modules (nn.LayerNorm)"
     )
 
 
