@@ -22,7 +22,7 @@ from torch import nn
 
 import pyro_scale as ps
 
-ROWS, BATCH, SHORT, LONG, ROUNDS = 6400, 64, 20, 120, 7
+ROWS, BATCH, SHORT, LONG, ROUNDS = 6400, 64, 20, 120, 5
 RESULTS = Path(__file__).parent / "results" / "cost.json"
 
 
