@@ -71,6 +71,9 @@ CHOICES = {
     ),
     "a module": ({"include": ENCODER.layer.layers[1]}, lambda n: n.startswith(SECOND)),
     "a class": ({"include": nn.LayerNorm}, lambda n: ".norm" in n),
+    "a weight": ({"include": ENCODER.head.bias}, lambda n: n == "head.bias"),
+    "a module's weights": ({"include": ENCODER.head.parameters()}, lambda n: n.startswith("head.")),
+    "a set": ({"include": {"head", "embed"}}, lambda n: n.startswith(("embed", "head"))),
     "classes, modules and names": (
         {"include": [nn.LayerNorm, ENCODER.embed, "head.bias"]},
         lambda n: ".norm" in n or n.startswith("embed") or n == "head.bias",
@@ -557,8 +560,13 @@ REFUSED = {
     "number": (lambda: ps.bayesianize(mlp(), include=2), ArgumentError, "include=2: pass patterns"),
     "numbers": (lambda: ps.bayesianize(mlp(), include=[2]), ArgumentError, "include=2: pass patt"),
     "unknown class": (lambda: ps.bayesianize(mlp(), include=int), ArgumentError, "int.*pass patt"),
-    "parameter": (
-        lambda: ps.bayesianize(net := mlp(), include=net[0].weight),
+    "foreign parameter": (
+        lambda: ps.bayesianize(mlp(), include=mlp()[0].weight),
+        ArgumentError,
+        "no weight is in Parameter",
+    ),
+    "tensor": (
+        lambda: ps.bayesianize(mlp(), include=torch.ones(2)),
         ArgumentError,
         "pass patterns",
     ),
