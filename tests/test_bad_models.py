@@ -582,7 +582,7 @@ def test_a_plate_of_fixed_size_is_named_even_where_n_is_unknown():
         (
             lambda: ps.bayesianize(nn.Linear(1, 1), prior=dist.Normal(torch.zeros(2), 1.0)),
             ArgumentError,
-            r"the prior has shape \[2\]: pass one of a scalar",
+            r"the prior of 'weight' has shape \[2\]: pass one of a scalar",
         ),
     ],
 )

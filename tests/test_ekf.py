@@ -751,7 +751,7 @@ def test_no_rows_are_refused():
 
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(monkeypatch):
     """8 matrices of 200,000 x 200,000 float64 are 2.33 TiB."""
-    monkeypatch.setattr(memory, "_bytes_of", lambda device: 2**30)
+    monkeypatch.setattr(memory, "bytes_of", lambda device: 2**30)
 
     def huge(y):
         w = pyro.sample("w", dist.Normal(torch.zeros(200_000), 1.0).to_event(1))

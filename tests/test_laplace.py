@@ -1028,7 +1028,7 @@ def huge(y):
 
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(monkeypatch):
     """6 matrices of 200,001 x 200,001 float64 are 1.75 TiB."""
-    monkeypatch.setattr(memory, "_bytes_of", lambda device: 2**30)
+    monkeypatch.setattr(memory, "bytes_of", lambda device: 2**30)
     words = r"200,001 dimensions needs 1.75 TiB.*there are 1 GiB.*structure='diag'.*sites="
     with pytest.raises(ArgumentError, match=words):
         laplace(huge, (double(1.0, 2.0),))

@@ -602,7 +602,7 @@ def test_a_part_of_the_data_is_refused_where_all_rows_are_needed():
 
 def test_what_does_not_fit_into_memory_is_refused_before_the_first_step(monkeypatch):
     """6 matrices of 200,000 x 200,000 float64 are 1.75 TiB."""
-    monkeypatch.setattr(memory, "_bytes_of", lambda device: 2**30)
+    monkeypatch.setattr(memory, "bytes_of", lambda device: 2**30)
 
     def model(y):
         w = pyro.sample("w", dist.Normal(torch.zeros(200_000), 1.0).to_event(1))
