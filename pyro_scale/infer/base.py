@@ -53,6 +53,6 @@ def _featured(data: Data, found: FrozenBase, first: tuple[Tensor, ...]) -> tuple
     if isinstance(data, TensorData) and in_bytes <= _SHARE * bytes_of(first[0].device):
         try:
             return table_of(data, found.features, size), "run once for every row"
-        except RuntimeError as error:
+        except Exception as error:  # of operations, on tensors of other sizes
             raise NoBase("sizes inside of the model change from batch to batch") from error
     return FeatureData(data, found.features), "run once for every batch"
