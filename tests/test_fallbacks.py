@@ -149,6 +149,12 @@ def test_then_chain_by_chain(model):
 # ------------------------------------------------------------------ whether to compile
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_compiled_yet(monkeypatch):
+    """As in a process of its own."""
+    monkeypatch.setattr(programs, "_compiled_before", {})
+
+
 @pytest.fixture
 def asked(monkeypatch):
     """How often compilation is asked for, by program_for on its own."""
