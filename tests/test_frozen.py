@@ -163,9 +163,10 @@ def test_draws_are_the_same_from_loaders(monkeypatch, kind, share):
     check_same(monkeypatch, classifier(CONVOLUTION), loader, share_batches=share)
 
 
-def test_draws_are_the_same_where_more_memory_is_needed_than_there_is(monkeypatch):
+@pytest.mark.parametrize("batch_size", [B, None])
+def test_draws_are_the_same_where_more_memory_is_needed_than_there_is(monkeypatch, batch_size):
     monkeypatch.setattr(base, "bytes_of", lambda device: 10)
-    check_same(monkeypatch, classifier(CONVOLUTION), (X, LABELS), batch_size=B)
+    check_same(monkeypatch, classifier(CONVOLUTION), (X, LABELS), batch_size=batch_size)
 
 
 def test_what_depends_on_rows_alone_is_counted_once(monkeypatch):

@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pyro
-import pyro.distributions as dist
 import torch
+from classifier import classifier
 from torch import nn
 
 import pyro_scale as ps
@@ -61,12 +60,7 @@ def sampler(
     method: type[ps.Sampler], x: torch.Tensor, y: torch.Tensor, chains: int, include: str | None
 ) -> Callable[[int], object]:
     """A sampler on all weights, or on some."""
-    net = ps.bayesianize(network(), prior="kaiming", include=include)
-
-    def model(x: torch.Tensor, y: torch.Tensor) -> None:
-        logits = net(x)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+    model = classifier(ps.bayesianize(network(), prior="kaiming", include=include))
 
     def sample(steps: int) -> object:
         mcmc = method(model, lr=0.03, friction=3.0, compile=True)

@@ -31,10 +31,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyro
 import pyro.distributions as dist
 import torch
 import torchopt
+from classifier import classifier
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -104,15 +104,7 @@ def network() -> nn.Sequential:
 
 def bayesian(scale: float) -> Any:
     """The network as a Pyro model."""
-    net = ps.bayesianize(network(), prior=dist.Normal(0.0, scale))
-
-    def model(x: Tensor, y: Tensor | None = None) -> Tensor:
-        logits = net(x)
-        with pyro.plate("data", len(x)):
-            pyro.deterministic("probs", logits.softmax(-1), event_dim=1)
-            return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
-
-    return model
+    return classifier(ps.bayesianize(network(), prior=dist.Normal(0.0, scale)))
 
 
 def fit_of(choice: dict[str, float], probs: Tensor, split: Split) -> Fit:

@@ -38,9 +38,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyro
 import pyro.distributions as dist
 import torch
+from classifier import classifier
 from pyro.infer.autoguide import init_to_sample
 from torch import Tensor, nn
 
@@ -91,15 +91,7 @@ def bayesian(scale: float) -> Any:
     def prior(name: str, weight: Tensor) -> dist.Normal:
         return dist.Normal(0.0, scale if name.startswith("0.") else math.sqrt(2 / 100))
 
-    drawn = ps.bayesianize(net, prior=prior)
-
-    def model(x: Tensor, y: Tensor | None = None) -> Tensor:
-        logits = drawn(x)
-        with pyro.plate("data", len(x)):
-            pyro.deterministic("probs", logits.softmax(-1), event_dim=1)
-            return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
-
-    return model
+    return classifier(ps.bayesianize(net, prior=prior))
 
 
 def run(data: Images, scale: float, warm: bool, from_prior: bool) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,22 +39,8 @@ class FeatureData:
     data: Data
     features: Features
 
-    @property
-    def num_data(self) -> int | None:
-        return self.data.num_data
-
-    @property
-    def batch_size(self) -> int | None:
-        return self.data.batch_size
-
-    def first(self) -> Arguments:
-        return self.features(self.data.first())
-
     def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Batches:
         return FeatureBatches(self.data.batches(seed, num_chains, sampling), self.features)
-
-    def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
-        return map(self.features, self.data.in_order(batch_size))
 
 
 @dataclass(frozen=True)

@@ -41,16 +41,20 @@ def with_base_run(setup: Setup) -> Setup:
     except NoBase as reason:
         return dataclasses.replace(setup, base=f"run at every step: {reason}")
     engine = dataclasses.replace(engine, density=found, vectorised=True)
-    per_chain = source.batch_size is not None
+    per_chain = setup.data.batch_size is not None
     engine, _ = first_evaluation(engine, setup.positions, first, per_chain)
     return dataclasses.replace(setup, engine=engine, features=source, base=said)
 
 
-def _featured(data: Data, found: FrozenBase, first: tuple[Tensor, ...]) -> tuple[Data, str]:
+def _featured(
+    data: Data, found: FrozenBase, first: tuple[Tensor, ...]
+) -> tuple[TensorData | FeatureData, str]:
     """(The features, how they come in words)."""
     size = rows.count(first) or 1
     in_bytes = sum(leaf.nbytes for leaf in first) / size * found.num_data
-    if isinstance(data, TensorData) and in_bytes <= _SHARE * bytes_of(first[0].device):
+    # all rows at every step are in memory anyway
+    fits = data.batch_size is None or in_bytes <= _SHARE * bytes_of(first[0].device)
+    if isinstance(data, TensorData) and fits:
         try:
             return table_of(data, found.features, size), "run once for every row"
         except Exception as error:  # of operations, on tensors of other sizes

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import TransformedDistribution, constraints
+from torch.utils import _pytree as pytree
 
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError
@@ -17,12 +18,10 @@ from pyro_scale.infer.fit import Fit
 from pyro_scale.infer.pieces import PIECE_ROWS, Piece, is_row_wise
 from pyro_scale.infer.predictive import as_dtype, data_sites, even, joined, pieces_for, row_axes
 from pyro_scale.infer.reductions import Reduce, Reduction, reduction_of
+from pyro_scale.infer.result import in_chunks
 from pyro_scale.model import fisher
 from pyro_scale.model.sites import Site
 from pyro_scale.model.transforms import bijection
-
-#: Numbers that some draws may hold at once.
-_CHUNK_NUMBERS = 2**22
 
 
 def predict(
@@ -110,30 +109,19 @@ def _drawn(
 
     with torch.no_grad():
         try:
-            found = _over(moved, positions - centre, piece.num_rows)
+            chunks = list(in_chunks(moved, positions - centre))
         except NotImplementedError as error:
             raise ArgumentError(
                 f"linearized=True: an operation of the model has no forward derivative ({error}): "
                 "for attention, run under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
             ) from error
+        found = pytree.tree_map(lambda *parts: torch.cat(parts), *chunks)
         return {
             name: _draws_of(
                 here[name], {key: linear[name][key](value) for key, value in found[name].items()}
             )
             for name in names
         }
-
-
-def _over(
-    function: Callable[[Tensor], Any], vectors: Tensor, num_rows: int
-) -> dict[str, dict[str, Tensor]]:
-    """A function of one vector, of all `[n, D]` of them, so many at a time as memory allows."""
-    chunk = max(1, _CHUNK_NUMBERS // (vectors.shape[1] + 16 * num_rows))
-    parts = [torch.vmap(function)(some) for some in vectors.split(chunk)]
-    return {
-        name: {key: torch.cat([part[name][key] for part in parts]) for key in parts[0][name]}
-        for name in parts[0]
-    }
 
 
 def _linear_arguments(site: Site) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.errors import ArgumentError
-from pyro_scale.metrics import Uncertainty
+from pyro_scale.metrics.decomposition import Uncertainty, of_entropies
 from pyro_scale.model.fisher import NoInformation, base_of
 from pyro_scale.model.sites import Site
 
@@ -119,9 +119,7 @@ class Entropy(Reduction):
         return probs, torch.special.entr(probs).sum(-1)
 
     def total(self, draws: Means) -> Uncertainty:
-        probs, aleatoric = draws.means
-        total = torch.special.entr(probs).sum(-1)
-        return Uncertainty(total, aleatoric, (total - aleatoric).clamp(min=0))
+        return of_entropies(*draws.means)
 
     def axis(self, site: Site, axis: int) -> int:
         return axis + 1 if _is_one_hot(site) else axis

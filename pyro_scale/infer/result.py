@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -89,28 +89,42 @@ class Result:
         parts = list(self.chunks(function, random))
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def chunks(self, function: Callable[[dict[str, Tensor]], Any], random: bool = False) -> Any:
-        """The same of some draws after others, as many as memory allows, `[draws, ...]` each;
-        vmapped, or one by one for what vmap refuses."""
-        positions = self.positions.flatten(0, 1)
+    def chunks(
+        self, function: Callable[[dict[str, Tensor]], Any], random: bool = False
+    ) -> Iterator[Any]:
+        """The same of some draws after others, as many as memory allows, `[draws, ...]` each."""
 
         def of_one(position: Tensor) -> Any:
             return function(self.layout.unflatten(position))
 
-        with torch.no_grad(), _Normals(), warnings.catch_warnings():
-            # of operations under vmap, which nobody can act on
-            warnings.filterwarnings("ignore", message="There is a performance drop")
-            with executed_modules():  # their mode may be another one than when it was run
-                size = max(1, _CHUNK_BYTES // _largest(of_one, positions[0]))
-            every = torch.vmap(of_one, randomness="different" if random else "error")
-            first, *others = positions.split(size)
-            try:
-                found = every(first)
-            except (RuntimeError, NotImplementedError):  # of a model, or a sampler of Pyro's
-                yield from (_stacked(of_one(position)) for position in positions)
-                return
-            yield found
-            yield from (every(some) for some in others)
+        return in_chunks(of_one, self.positions.flatten(0, 1), random)
+
+
+def in_chunks(
+    function: Callable[[Tensor], Any], vectors: Tensor, random: bool = False
+) -> Iterator[Any]:
+    """A function of one vector, of some of the vectors `[n, D]` after others, as many as memory
+    allows: vmapped, or one by one for what vmap refuses.
+
+    Args:
+        function: of a vector [D], to a pytree of tensors.
+        vectors: at least one.
+        random: whether it draws from torch's generator.
+    """
+    with torch.no_grad(), _Normals(), warnings.catch_warnings():
+        # of operations under vmap, which nobody can act on
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        with executed_modules():  # their mode may be another one than when it was run
+            size = max(1, _CHUNK_BYTES // _largest(function, vectors[0]))
+        every = torch.vmap(function, randomness="different" if random else "error")
+        first, *others = vectors.split(size)
+        try:
+            found = every(first)
+        except (RuntimeError, NotImplementedError):  # of a model, or a sampler of Pyro's
+            yield from (_stacked(function(vector)) for vector in vectors)
+            return
+        yield found
+        yield from (every(some) for some in others)
 
 
 def _stacked(values: Any) -> Any:

@@ -17,6 +17,7 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.batches import Batch, Batches, OwnIndices, WholeData
 from pyro_scale.drive.engine import Engine
+from pyro_scale.drive.features import FeatureData
 from pyro_scale.drive.indices import RowIndices, Sampling
 from pyro_scale.drive.sources import Data, OwnSubsamples, TensorData, to_device
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
@@ -45,7 +46,7 @@ class Setup:
     engine: Engine
     positions: Tensor
     seed: int
-    features: Data | None = None
+    features: TensorData | FeatureData | None = None
     base: str = "none"
 
     def batches(self, num_chains: int, sampling: Sampling) -> Batches:

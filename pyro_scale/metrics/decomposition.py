@@ -62,10 +62,16 @@ def uncertainty(probs: Tensor) -> Uncertainty:
         )
     checks.distributions(probs)
     exact = probs.double()  # the difference of the two may be far smaller than they are
-    total, aleatoric = entr(exact.mean(0)).sum(-1), entr(exact).sum(-1).mean(0)
+    found = of_entropies(exact.mean(0), entr(exact).sum(-1).mean(0))
+    return Uncertainty(*(part.to(probs.dtype) for part in found))
+
+
+def of_entropies(probs: Tensor, entropy: Tensor) -> Uncertainty:
+    """The same, given the means over draws of the probabilities `[..., classes]` and of their
+    entropies `[...]`."""
+    total = entr(probs).sum(-1)
     # an entropy is concave, so only rounding makes the difference negative
-    epistemic = (total - aleatoric).clamp(min=0)
-    return Uncertainty(*(part.to(probs.dtype) for part in (total, aleatoric, epistemic)))
+    return Uncertainty(total, entropy, (total - entropy).clamp(min=0))
 
 
 def variance(means: Tensor, variances: Tensor) -> Uncertainty:

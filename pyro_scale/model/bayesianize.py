@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pyro_scale.errors import ArgumentError, ModelError
+from pyro_scale.model.executed import named
 from pyro_scale.model.selection import Choice, selected
 from pyro_scale.model.starts import WEIGHT
 from pyro_scale.model.weight_priors import WeightPrior, priors_of
@@ -185,25 +186,25 @@ def _refuse_unfit(net: nn.Module, names: list[str]) -> None:
         ModelError: names the first one.
     """
     for path, module in net.named_modules():
-        named = f"submodule '{path}' ({type(module).__name__})" if path else type(module).__name__
+        said = named(path, module)
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(
-                f"{named} is a ScriptModule, which cannot be called with other weights: pass the "
+                f"{said} is a ScriptModule, which cannot be called with other weights: pass the "
                 "nn.Module that it was made from"
             )
         if hasattr(module, "_orig_mod"):
             raise ModelError(
-                f"{named} has been through torch.compile: pass the network before it (its "
+                f"{said} has been through torch.compile: pass the network before it (its "
                 "_orig_mod); samplers compile the whole step by themselves"
             )
         own = {
             f"{path}.{name}".lstrip("."): w for name, w in module.named_parameters(recurse=False)
         }
         if any(isinstance(w, nn.parameter.UninitializedParameter) for w in own.values()):
-            raise ModelError(f"{named} has no shapes yet: call the network on a batch first")
+            raise ModelError(f"{said} has no shapes yet: call the network on a batch first")
         if isinstance(module, PyroModule):
             raise ModelError(
-                f"{named} is a PyroModule, which has its priors by PyroSample: bayesianize the "
+                f"{said} is a PyroModule, which has its priors by PyroSample: bayesianize the "
                 "plain networks in it, or call it in a model as it is"
             )
         chosen = {name: weight for name, weight in own.items() if name in names}
@@ -211,24 +212,24 @@ def _refuse_unfit(net: nn.Module, names: list[str]) -> None:
             if not weight.is_floating_point() or weight.is_meta:
                 kind = "has no values" if weight.is_meta else f"is of {weight.dtype}"
                 raise ModelError(
-                    f"{named}: weight '{name}' {kind}, and cannot have a prior; leave it out with "
+                    f"{said}: weight '{name}' {kind}, and cannot have a prior; leave it out with "
                     "exclude=, or load it in floating point"
                 )
         if chosen and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            _refuse_embedding(named, module)
+            _refuse_embedding(said, module)
 
 
-def _refuse_embedding(named: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+def _refuse_embedding(said: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
     if module.max_norm is not None:
         raise ModelError(
-            f"{named} has max_norm={module.max_norm}, which writes to its weights when it is "
+            f"{said} has max_norm={module.max_norm}, which writes to its weights when it is "
             "called: set max_norm=None, or leave it out with exclude="
         )
     if module.sparse:
-        raise ModelError(f"{named} has sparse gradients: set sparse=False")
+        raise ModelError(f"{said} has sparse gradients: set sparse=False")
     if module.scale_grad_by_freq:
         raise ModelError(
-            f"{named} scales its gradient by the tokens' counts in a batch, which is the gradient "
+            f"{said} scales its gradient by the tokens' counts in a batch, which is the gradient "
             "of no density: set scale_grad_by_freq=False"
         )
 
@@ -237,22 +238,12 @@ def _copied(net: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(net)
     except Exception as error:  # whatever a module's own state raises
-        named = next(
-            (
-                f"submodule '{path}' ({type(module).__name__})"
-                for path, module in _last_first(net)
-                if not _is_copied(module)
-            ),
-            type(net).__name__,
-        )
+        innermost_first = list(net.named_modules())[::-1]  # the network itself is the last
+        unfit = next(named(*each) for each in innermost_first if not _is_copied(each[1]))
         raise ModelError(
-            f"{named} cannot be copied ({error}); of torch.nn.utils.weight_norm and spectral_norm, "
+            f"{unfit} cannot be copied ({error}); of torch.nn.utils.weight_norm and spectral_norm, "
             "use those in torch.nn.utils.parametrizations"
         ) from error
-
-
-def _last_first(net: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(path, module) for path, module in net.named_modules() if path][::-1]
 
 
 def _is_copied(module: nn.Module) -> bool:

@@ -13,6 +13,12 @@ from torch import Tensor, nn
 from pyro_scale.errors import ModelError
 
 
+def named(path: str, module: nn.Module) -> str:
+    """A module in words, by its path in a network."""
+    kind = type(module).__name__
+    return f"submodule '{path}' ({kind})" if path else kind
+
+
 class Executed:
     """The modules whose forward ran.
 
@@ -27,13 +33,12 @@ class Executed:
 
     def named(self, module: nn.Module) -> str:
         """A module in words, by its path in the outermost network that ran."""
-        kind = type(module).__name__
         networks = [m for m in self.modules if not isinstance(m, PyroModule)]
         for root in [*networks, *self.modules]:
             for path, each in root.named_modules():
                 if each is module:
-                    return f"submodule '{path}' ({kind})" if path else kind
-        return kind
+                    return named(path, module)
+        return named("", module)
 
 
 @contextmanager

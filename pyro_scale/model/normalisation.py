@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_scale.errors import ArgumentError, ModelError
+from pyro_scale.model.executed import named
 
 #: What may take BatchNorm's place.
 Normalisation = Literal["group", "filter_response"]
@@ -99,7 +100,7 @@ def _in_place_of(path: str, old: nn.modules.batchnorm._BatchNorm, by: Normalisat
         new = nn.GroupNorm(groups, channels, eps=old.eps, affine=old.affine)
     elif isinstance(old, nn.BatchNorm1d):
         raise ModelError(
-            f"submodule '{path}' (BatchNorm1d) may have one value a channel, which "
+            f"{named(path, old)} may have one value a channel, which "
             "FilterResponseNorm would make its sign: pass by='group'"
         )
     else:
