@@ -494,6 +494,14 @@ def test_a_bound_that_still_rises_is_said():
         assert not fit.diagnostics().loc[0, "converged"]
 
 
+def test_a_bound_that_falls_is_said():
+    rising = torchopt.schedule.polynomial_schedule(1e-3, 3.0, 1.0, 200)
+    vi = ps.VI(linear, optimiser=torchopt.adam(rising), init_strategy=NEAR)
+    with pytest.warns(UserWarning, match="the ELBO fell over the 200 steps.*lower the learning"):
+        fit = vi.run((X, Y), num_steps=200, **SETTINGS)
+    assert fit.trace[0, :50].mean() > fit.trace[0, -50:].mean() + 10
+
+
 def test_a_bound_that_does_not_rise_is_not_mentioned():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -75,6 +75,13 @@ def count(arguments: Arguments) -> int | None:
     return next(iter(sizes.values()), None)
 
 
+def described(arguments: Arguments) -> str:
+    """Every tensor of rows with its type and shape, in words."""
+    named = [(name, leaf) for name, leaf in named_leaves(arguments) if is_rows(leaf)]
+    found = [f"{name} is {str(leaf.dtype)[6:]} {list(leaf.shape)}" for name, leaf in named]
+    return ", ".join(found) or "no tensors"
+
+
 def leaves(arguments: Arguments) -> list[Tensor]:
     """Every tensor of rows, in the arguments' order."""
     return [leaf for leaf in pytree.tree_leaves(arguments) if is_rows(leaf)]

@@ -270,8 +270,9 @@ def _compare(given: Tensor, expected: Tensor, size: Tensor) -> None:
 def _compiled(engine: Engine, batches: Batches, state: Any, tape: Tape) -> Program:
     """The steps as one program: a loop if it can be, else a compiled step.
 
-    On a processor chains run one after another, each in its own loop, for nothing is gained by
-    moving them together; points tie them together, and a GPU is filled by all of them at once.
+    On a processor nothing is gained by moving chains together: each has a loop of its own, on one
+    thread, or they take turns with a step on all threads.  Points tie them together, and a GPU is
+    filled by all of them at once.
     """
     state_spec = pytree.tree_structure(state)
     on_processor = state.position.device.type == "cpu"
@@ -283,9 +284,8 @@ def _compiled(engine: Engine, batches: Batches, state: Any, tape: Tape) -> Progr
         tape = tape.of(slice(0, 1))
     values, noise, changing = tape.at(0)
     graph = trace(engine, batches.batch(batches.fixed, changing), state, noise, values)
-    threads = None if single else 1
 
-    def compiled() -> Compiled:
+    def compiled(threads: int | None) -> Compiled:
         key = key_of(graph, [], threads)
         if key not in _compiled_before:
             if len(_compiled_before) == _MOST_KEPT:
@@ -295,14 +295,15 @@ def _compiled(engine: Engine, batches: Batches, state: Any, tape: Tape) -> Progr
 
     if on_processor:
         kinds = kinds_of(graph, batches.sources(tape.changing))
+        threads = None if single else 1
 
         def build() -> str:
-            return build_library(write_loop(graph, kinds, compiled()))
+            return build_library(write_loop(graph, kinds, compiled(threads)))
 
         with contextlib.suppress(NotALoop):
             loop = Loop(graph, library_for(graph, kinds, threads, build))
             return CompiledLoop(loop, batches, state_spec, all_at_once)
-    step = _compiled_step(graph, compiled(), batches)
+    step = _compiled_step(graph, compiled(threads=None), batches)
     program = OneByOne(step, "compiled step")
     return program if all_at_once else ChainByChain(program)
 

@@ -22,7 +22,7 @@ from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.base import with_base_run
 from pyro_scale.infer.collect import facts_of
 from pyro_scale.infer.fit import Fit
-from pyro_scale.infer.plateau import Plateau, at_rest, still_rises
+from pyro_scale.infer.plateau import Plateau, at_rest, fell, still_rises
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
 from pyro_scale.infer.stepping import Stepping, batch_as_data
 from pyro_scale.kernels.optimiser import is_pure
@@ -120,7 +120,7 @@ class Optimised(Approximation):
         _refuse_failures(draws)
         self._fit = self._finished(self._fitted(setup, draws), setup)
         if not self._ends_exactly:
-            self._warn_of_a_rise(draws)
+            self._warn_of_the_trace(draws)
         return self
 
     def step(self, *args: Any, **kwargs: Any) -> float:
@@ -234,9 +234,16 @@ class Optimised(Approximation):
         }
         return {"method": type(self).__name__, "structure": self.structure, **hypers}
 
-    def _warn_of_a_rise(self, draws: Draws) -> None:
-        rises = still_rises(draws.log_joint[:, : draws.num_steps], self.fit.layout.size)
-        if bool(rises.any()):
+    def _warn_of_the_trace(self, draws: Draws) -> None:
+        trace, size = draws.log_joint[:, : draws.num_steps], self.fit.layout.size
+        if bool(fell(trace, size).any()):
+            warnings.warn(
+                f"the {self.objective} fell over the {draws.num_steps} steps, so the fit is worse "
+                "than its start: lower the learning rate",
+                UserWarning,
+                stacklevel=3,
+            )
+        elif bool(still_rises(trace, size).any()):
             warnings.warn(
                 f"the {self.objective} still rose over the last quarter of the {draws.num_steps} "
                 "steps: take more steps, or a larger learning rate at first",

@@ -35,21 +35,30 @@ class Plateau:
 def at_rest(trace: Tensor, size: int) -> Tensor:
     """Whether each trace `[..., steps]` is known to rise by nothing that matters from its third
     quarter to its last; where noise hides it, it is not."""
-    rise, error = _rise(trace)
+    rise, error = _rise(trace, 2, 3)
     return rise + _ERRORS * error < _SMALL * size**0.5
 
 
 def still_rises(trace: Tensor, size: int) -> Tensor:
-    """Whether each trace `[..., steps]` is known to rise by what matters."""
-    rise, error = _rise(trace)
+    """Whether each trace `[..., steps]` is known to rise by what matters from its third quarter to
+    its last."""
+    rise, error = _rise(trace, 2, 3)
     return rise - _ERRORS * error > _SMALL * size**0.5
 
 
-def _rise(trace: Tensor) -> tuple[Tensor, Tensor]:
-    """(By how much the last quarter's mean is above that of the one before; its error)."""
+def fell(trace: Tensor, size: int) -> Tensor:
+    """Whether each trace `[..., steps]` is known to fall by what matters from its first quarter to
+    its last."""
+    rise, error = _rise(trace, 0, 3)
+    return rise + _ERRORS * error < -_SMALL * size**0.5
+
+
+def _rise(trace: Tensor, one: int, other: int) -> tuple[Tensor, Tensor]:
+    """(By how much a quarter's mean is above that of one before; its error)."""
     quarter = trace.shape[-1] // 4
     if quarter < 2:
         return torch.zeros(trace.shape[:-1]), torch.full(trace.shape[:-1], torch.inf)
-    before, now = trace[..., -2 * quarter :].split(quarter, dim=-1)
-    errors = [part.var(-1) / quarter for part in (before, now)]
-    return now.mean(-1) - before.mean(-1), (errors[0] + errors[1]).sqrt()
+    quarters = trace[..., -4 * quarter :].unflatten(-1, (4, quarter))
+    before, now = quarters[..., one, :], quarters[..., other, :]
+    error = (before.var(-1) / quarter + now.var(-1) / quarter).sqrt()
+    return now.mean(-1) - before.mean(-1), error

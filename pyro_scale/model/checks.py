@@ -43,7 +43,8 @@ def refuse_impossible_observations(sites: Mapping[str, Site]) -> None:
             raise SiteError(
                 f"site '{site.name}': an observed value is NaN or outside the support of its "
                 f"{type(_unwrapped(site.fn)).__name__} ({site.fn.support}); check the data, or "
-                "choose a likelihood that allows it"
+                "choose a likelihood that allows it; masked values have to be allowed, too: clamp "
+                "labels of -100 to 0"
             )
 
 

@@ -271,6 +271,7 @@ def _first_run(
     except Exception as error:
         own_plate(recorder.sites, count)
         refuse_fixed_plate(recorder.sites, count, num_data, error)
+        error.add_note(f"raised by the model on its first batch: {rows.described(arguments)}")
         raise
     if not any(site.kind == "latent" for site in recorder.sites.values()):
         raise ModelError(
