@@ -23,9 +23,11 @@ approximations: .venv/installed-bench
 
 networks: .venv/installed
 	$(BIN)/python -W ignore benchmarks/networks/cost.py
+	OMP_NUM_THREADS=2 $(BIN)/python -W ignore benchmarks/networks/cost.py
 	$(BIN)/python -W ignore benchmarks/networks/digits.py
 	$(BIN)/python -W ignore benchmarks/networks/ood.py
 	$(BIN)/python -W ignore benchmarks/networks/uci.py
+	$(BIN)/python benchmarks/networks/report.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -1,18 +1,17 @@
 """Bayesian networks on UCI regressions, 20 standard splits: RMSE and log predictive density.
 
 A network of two hidden layers of 32 ReLU has two outputs, a row's mean and scale; all weights have
-a normal prior, and a row has a Student t of 4 degrees of freedom.  Eight chains start at points
-that Adam finds in 2,000 steps of minibatches and run `ps.BAOA` on full batches (N is 277 to
-1,439).  Inputs and outputs are standardised on the training rows, scores are in the output's unit:
+a normal prior of sd `spread`/sqrt(fan in), and a row has a normal distribution or a Student t of 4
+degrees of freedom.  Eight chains start at points that Adam finds in 2,000 steps of minibatches and
+run `ps.BAOA` on full batches (N is 277 to 1,439).  Inputs and outputs are standardised on the
+training rows, scores are in the output's unit:
 
 - RMSE, of the predictive mean;
 - LL, a test row's log predictive density, the mean over draws of its density, in nats.
 
-What differs from set to set (CHOICES) was chosen on validation rows: a fifth of the training rows
-of the first splits, which `--validation` holds out in the test rows' place.  All trials are in
-results/uci_trials.json.  The Student t did best in the first of them and as well as the normal in
-the last; it was returned to after a normal's scores on test rows of some splits had been seen,
-where single rows spoilt the LL.
+Spread and likelihood are chosen for each set on validation rows, a fifth of the training rows of
+the first five splits: of those whose RMSE is within a standard error (of paired differences) of
+the least, the one with the largest LL.
 
 The data are those of Gal and Ghahramani (2016), in $PYRO_SCALE_DATA (../shared/data by default),
 where a file load.py reads them.  Beside ours: MC dropout's published figures (Mukhoti et al. 2018,
@@ -20,13 +19,13 @@ trained to convergence), and sklearn-contrib-bde on the same splits, where `uci_
 
     OMP_NUM_THREADS=1 python benchmarks/networks/uci.py [--sets boston yacht] [--splits 20]
 
-Splits that results/uci_*.json have already are not run again; `--fresh` runs them all.
+Writes results/uci_validation.json and results/uci.json, where what is there is not run again
+(`--fresh` does), and prints tables.  It takes about an hour of one core.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import json
 import math
@@ -36,7 +35,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro
 import pyro.distributions as dist
@@ -60,63 +59,70 @@ PUBLISHED = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """What was chosen on validation rows.
+class Sampling(NamedTuple):
+    """What pilot runs on validation rows of the first splits fixed.
+
+    Args:
+        lr: of the sampler, of weights in units of 1/sqrt(fan in), of biases in units of 1/2.
+        steps: of the sampler; a quarter of them is warm-up.
+        floor: of a row's scale, in sds of the training rows' output.
+    """
+
+    lr: float
+    steps: int
+    floor: float = 0.01
+
+
+class Choice(NamedTuple):
+    """What is chosen on validation rows.
 
     Args:
         spread: a weight's prior sd, in units of 1/sqrt(fan in).
-        lr: of the sampler.
-        steps: of the sampler; a quarter of them is warm-up.
-        width: of both hidden layers.
-        floor: of a row's scale, in sds of the training rows' output.
-        freedom: degrees of freedom of a row's Student t; inf is the normal distribution.
+        freedom: degrees of freedom of a row's Student t; None is the normal distribution.
     """
 
     spread: float
-    lr: float
-    steps: int = 4000
-    width: int = 32
-    floor: float = 0.01
-    freedom: float = 4.0
+    freedom: float | None
 
 
-CHOICES = {
-    "boston": Choice(spread=2.0, lr=0.015),
-    "concrete": Choice(spread=2.0, lr=0.015),
-    "energy": Choice(spread=2.0, lr=0.004, steps=5000),
-    "wine_red": Choice(spread=1.0, lr=0.02, steps=2500),
-    "yacht": Choice(spread=1.0, lr=0.0025, steps=6000, floor=0.001),
+SAMPLING = {
+    "boston": Sampling(lr=0.03, steps=4000),
+    "concrete": Sampling(lr=0.03, steps=4000),
+    "energy": Sampling(lr=0.008, steps=5000),
+    "wine_red": Sampling(lr=0.02, steps=2500),
+    "yacht": Sampling(lr=0.0025, steps=6000, floor=0.001),
 }
-CHAINS, DRAWS, OPTIMISER_STEPS = 8, 50, 2000
+GRID = [Choice(spread, freedom) for spread in (0.5, 1.0, 2.0, 4.0) for freedom in (4.0, None)]
+CHOOSING = 5  # splits whose validation rows choose
+CHAINS, DRAWS, OPTIMISER_STEPS, WIDTH = 8, 50, 2000, 32
 
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, float]
 Scores = dict[str, float]
 
 
-def fit(rows: Rows, choice: Choice, seed: int) -> Scores:
+def fit(rows: Rows, sampling: Sampling, choice: Choice, seed: int) -> Scores:
     """The scores of one split, and what they cost."""
     x, y, x_test, y_test, unit = rows
-    width = choice.width
     torch.manual_seed(seed)
     net = nn.Sequential(
-        nn.Linear(x.shape[1], width),
+        nn.Linear(x.shape[1], WIDTH),
         nn.ReLU(),
-        nn.Linear(width, width),
+        nn.Linear(WIDTH, WIDTH),
         nn.ReLU(),
-        nn.Linear(width, 2),
+        nn.Linear(WIDTH, 2),
     )
-    scales = {
-        name: choice.spread / math.sqrt(w.shape[1]) if w.dim() == 2 else 1.0
-        for name, w in net.named_parameters()
-    }
+    units, scales = {}, {}
+    for name, weight in net.named_parameters():
+        matrix = weight.dim() == 2
+        units[name] = weight.shape[1] ** -0.5 if matrix else 0.5
+        scales[name] = choice.spread * units[name] if matrix else 1.0
     net = ps.bayesianize(net, prior=lambda name, weight: dist.Normal(0.0, scales[name]))
 
     def model(x: Tensor, y: Tensor | None = None) -> Tensor:
         mean, scale = net(x).unbind(-1)
-        scale = choice.floor + nn.functional.softplus(scale)
-        normal = math.isinf(choice.freedom)
-        of_row = dist.Normal(mean, scale) if normal else dist.StudentT(choice.freedom, mean, scale)
+        scale = sampling.floor + nn.functional.softplus(scale)
+        df = choice.freedom
+        of_row = dist.StudentT(df, mean, scale) if df else dist.Normal(mean, scale)
         with pyro.plate("rows", len(x)):
             return pyro.sample("y", of_row, obs=y)
 
@@ -124,10 +130,12 @@ def fit(rows: Rows, choice: Choice, seed: int) -> Scores:
     common: Any = {"num_chains": CHAINS, "seed": seed, "progress": False}
     start = ps.MAP(model, optimiser=torchopt.adam(0.01), compile=True)
     start.run((x, y), num_steps=OPTIMISER_STEPS, batch_size=100, **common)
-    mass = {name: scale**-2 for name, scale in scales.items()}  # all weights in prior sds
-    mcmc = ps.BAOA(model, lr=choice.lr, friction=0.05, mass=mass, init_strategy=start, compile=True)
-    warmup = choice.steps // 4
-    thinning = (choice.steps - warmup) // DRAWS
+    mass = {name: unit**-2 for name, unit in units.items()}
+    mcmc = ps.BAOA(
+        model, lr=sampling.lr, friction=0.05, mass=mass, init_strategy=start, compile=True
+    )
+    warmup = sampling.steps // 4
+    thinning = (sampling.steps - warmup) // DRAWS
     mcmc.run((x, y), num_samples=DRAWS, warmup_steps=warmup, thinning=thinning, **common)
 
     def scores(method: Any) -> tuple[float, float]:
@@ -177,35 +185,36 @@ def arguments(doc: str | None) -> argparse.Namespace:
     )
     parser.add_argument("--sets", nargs="+", default=list(PUBLISHED), choices=list(PUBLISHED))
     parser.add_argument("--splits", type=int, default=20)
-    parser.add_argument("--validation", action="store_true", help="hold out training rows")
     parser.add_argument("--fresh", action="store_true", help="run again what there is")
     return parser.parse_args()
 
 
+def read(part: str) -> dict[str, Any]:
+    """What was run of a part: for each name its settings and its scores by split."""
+    file = RESULTS / f"{part}.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
 def record(
-    path: Path,
-    asked: argparse.Namespace,
-    fit: Callable[[str, int], Scores],
+    part: str,
+    splits: int,
     settings: dict[str, Any],
+    fit: Callable[[str, int], Scores],
+    fresh: bool = False,
 ) -> None:
-    """Runs the splits that a set's file does not have yet, and writes each when it is done."""
-    for split in range(asked.splits):
-        for name in asked.sets:
-            file = path.with_name(f"{path.stem}_{name}.json")
-            found = json.loads(file.read_text()) if file.exists() else {"splits": {}}
-            if found.get("settings") != settings[name] or (asked.fresh and split == 0):
-                found = {"settings": settings[name], "splits": {}}
-            if str(split) not in found["splits"]:
-                found["splits"][str(split)] = scores = fit(name, split)
-                file.write_text(json.dumps(found, indent=1) + "\n")
+    """Runs the splits that a part's file does not have yet, and writes each when it is done."""
+    results = read(part)
+    for name, of_name in settings.items():
+        if fresh or results.get(name, {}).get("settings") != of_name:
+            results[name] = {"settings": of_name, "splits": {}}
+    for split in range(splits):
+        for name in settings:
+            if str(split) not in results[name]["splits"]:
+                results[name]["splits"][str(split)] = scores = fit(name, split)
+                RESULTS.mkdir(exist_ok=True)
+                (RESULTS / f"{part}.json").write_text(json.dumps(results, indent=1) + "\n")
                 cells = ", ".join(f"{key} {value:.3f}" for key, value in scores.items())
-                print(f"{name} {split}: {cells}", flush=True)
-
-
-def splits_of(path: Path, name: str) -> dict[str, Scores]:
-    """A set's scores by split, as far as they were run."""
-    file = path.with_name(f"{path.stem}_{name}.json")
-    return json.loads(file.read_text())["splits"] if file.exists() else {}
+                print(f"{part}: {name} {split}: {cells}", flush=True)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -214,22 +223,65 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), error
 
 
-def table(names: Sequence[str], part: str) -> str:
-    """All sets in Markdown; `sds` are standard errors of ours by which we are better (+)."""
+def likelihood(choice: Choice) -> str:
+    """Its name in tables."""
+    return f"t({choice.freedom:g})" if choice.freedom else "normal"
+
+
+def trial(name: str, choice: Choice) -> str:
+    """A set with a choice, as the results have it."""
+    return f"{name}, spread {choice.spread:g}, {likelihood(choice)}"
+
+
+def chosen(name: str) -> Choice:
+    """The largest LL of those whose RMSE is within a standard error of the least."""
+    results = read("uci_validation")
+
+    def column(choice: Choice, score: str) -> list[float]:
+        return [scores[score] for scores in results[trial(name, choice)]["splits"].values()]
+
+    least = min(GRID, key=lambda choice: statistics.fmean(column(choice, "rmse")))
+    near = [least]
+    for choice in GRID:
+        pairs = zip(column(choice, "rmse"), column(least, "rmse"), strict=True)
+        behind, error = mean_and_error([one - other for one, other in pairs])
+        near += [choice] if behind <= error else []
+    return max(near, key=lambda choice: statistics.fmean(column(choice, "ll")))
+
+
+def trials(names: Sequence[str]) -> str:
+    """All validation scores in Markdown; what was chosen is bold."""
+    lines = ["| set | prior sd x sqrt(fan in) | likelihood | RMSE | LL |", "|---" * 5 + "|"]
+    for name in names:
+        best = chosen(name)
+        for choice in GRID:
+            splits = read("uci_validation")[trial(name, choice)]["splits"].values()
+            rmse, ll = (
+                "{:.3f} ± {:.3f}".format(*mean_and_error([scores[score] for scores in splits]))
+                for score in ("rmse", "ll")
+            )
+            title = f"**{name}**" if choice == best else name
+            cells = [title, f"{choice.spread:g}", likelihood(choice), rmse, ll]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def table(names: Sequence[str]) -> str:
+    """Scores on test rows in Markdown; `sds` are standard errors by which ours are better (+)."""
     lines = ["| set | score | splits | ours | MC dropout | sds | bde | ours - bde, paired | sds |"]
     lines += ["|---" * 9 + "|"]
+    of_ours, of_peer = read("uci"), read("uci_bde")
     for name in names:
-        ours, peer = splits_of(RESULTS / part, name), splits_of(RESULTS / "uci_bde", name)
+        ours = of_ours[name]["splits"]
+        peer = of_peer.get(name, {"splits": {}})["splits"]
         for score, (published, error), sign in zip(
             ("rmse", "ll"), PUBLISHED[name], (-1, 1), strict=True
         ):
-            if not ours:
-                continue
             mean, own = mean_and_error([scores[score] for scores in ours.values()])
             cells = [name, score, f"{len(ours)}", f"{mean:.3f} ± {own:.3f}"]
             cells += [f"{published:.2f} ± {error:.2f}", f"{sign * (mean - published) / own:+.1f}"]
             both = [split for split in ours if split in peer]
-            if both and part == "uci":
+            if both:
                 theirs, other = mean_and_error([peer[split][score] for split in both])
                 pairs = [ours[split][score] - peer[split][score] for split in both]
                 gap, spread = mean_and_error(pairs)
@@ -242,20 +294,31 @@ def table(names: Sequence[str], part: str) -> str:
 
 
 def main() -> None:
-    """Runs what is asked for and prints the table."""
+    """Chooses, runs what is asked for and prints the tables."""
     asked = arguments(__doc__)
     if not (DATA / "load.py").exists():
         print(f"uci: skipped, no data: {DATA} has no load.py; set PYRO_SCALE_DATA")
         return
     warnings.simplefilter("ignore")
-    settings = {name: dataclasses.asdict(choice) for name, choice in CHOICES.items()}
-    part = "uci_validation" if asked.validation else "uci"
+    cells = {trial(name, choice): (name, choice) for name in asked.sets for choice in GRID}
 
-    def run(name: str, split: int) -> Scores:
-        return fit(standardised(name, split, asked.validation), CHOICES[name], split)
+    def settings(name: str, choice: Choice) -> dict[str, float | None]:
+        return SAMPLING[name]._asdict() | choice._asdict()
 
-    record(RESULTS / part, asked, run, settings)
-    print(table(asked.sets, part))
+    def validate(cell: str, split: int) -> Scores:
+        name, choice = cells[cell]
+        return fit(standardised(name, split, validation=True), SAMPLING[name], choice, split)
+
+    tried = {cell: settings(*what) for cell, what in cells.items()}
+    record("uci_validation", CHOOSING, tried, validate, asked.fresh)
+    choices = {name: chosen(name) for name in asked.sets}
+
+    def test(name: str, split: int) -> Scores:
+        return fit(standardised(name, split), SAMPLING[name], choices[name], split)
+
+    final = {name: settings(name, choice) for name, choice in choices.items()}
+    record("uci", asked.splits, final, test, asked.fresh)
+    print(f"\nValidation rows\n\n{trials(asked.sets)}\n\nTest rows\n\n{table(asked.sets)}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Its documentation's example of a regression, as it is: two hidden layers of 16, eight members,
 5,000 steps of warm-up, 2,000 of sampling, a network of mean and scale.  Needs an environment of
-its own with sklearn-contrib-bde 1.0.2 (JAX); writes results/uci_bde_*.json, which `uci.py` prints.
+its own with sklearn-contrib-bde 1.0.2 (JAX); writes results/uci_bde.json, which `uci.py` prints.
 
     OMP_NUM_THREADS=1 python benchmarks/networks/uci_bde.py [--sets boston yacht] [--splits 20]
 """
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from bde import BdeRegressor
 from bde.loss import GaussianNLL
-from uci import PUBLISHED, RESULTS, arguments, record, standardised
+from uci import arguments, record, standardised
 
 import pyro_scale as ps
 
@@ -61,4 +61,4 @@ def fit(name: str, split: int) -> dict[str, float]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     asked = arguments(__doc__)
-    record(RESULTS / "uci_bde", asked, fit, dict.fromkeys(PUBLISHED, SETTINGS))
+    record("uci_bde", asked.splits, dict.fromkeys(asked.sets, SETTINGS), fit, asked.fresh)
