@@ -20,7 +20,7 @@ from reference import double, normals
 
 import pyro_scale as ps
 from pyro_scale import metrics
-from pyro_scale.errors import ArgumentError
+from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.infer import predictive, reductions, result
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore")]
@@ -599,6 +599,13 @@ def test_unknown_sites_and_no_rows_are_refused(reduce):
         fitted("Bernoulli").predict(X, reduce=reduce, return_sites=["y", "q"])
     with pytest.raises(ArgumentError, match="batch_size=0"):
         fitted("Bernoulli").predict(X, reduce=reduce, batch_size=0)
+
+
+@pytest.mark.parametrize("reduce", [None, "mean"])
+def test_loaders_are_refused(reduce):
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X), batch_size=4)
+    with pytest.raises(DataError, match="argument 0 is a DataLoader: pass .* batch_size="):
+        fitted("Bernoulli").predict(loader, reduce=reduce)
 
 
 def test_no_rows_are_refused_linearised_too():

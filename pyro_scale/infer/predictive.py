@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
 from pyro_scale.core import rows
 from pyro_scale.core.counts import as_count
@@ -82,9 +83,15 @@ def pieces_for(result: Result, arguments: Arguments, batch_size: int | None) -> 
     """The rows to predict for, so many at a time.
 
     Raises:
-        DataError: there are none, or less than the model takes.
+        DataError: there are none, or less than the model takes; a loader among the arguments.
     """
     refuse_arrays(arguments)
+    for name, leaf in rows.named_leaves(arguments):
+        if isinstance(leaf, DataLoader):
+            raise DataError(
+                f"predict: argument {name} is a DataLoader: pass what the model takes, for each of "
+                "its batches, or the tensors with batch_size="
+            )
     num_rows = rows.count(arguments)
     if num_rows == 0:
         raise DataError("predict: the arguments have no rows")
