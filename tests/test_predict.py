@@ -604,7 +604,7 @@ def test_unknown_sites_and_no_rows_are_refused(reduce):
 @pytest.mark.parametrize("reduce", [None, "mean"])
 def test_loaders_are_refused(reduce):
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X), batch_size=4)
-    with pytest.raises(DataError, match="argument 0 is a DataLoader: pass .* batch_size="):
+    with pytest.raises(DataError, match=r"argument 0 is a DataLoader: pass .* batch_size="):
         fitted("Bernoulli").predict(loader, reduce=reduce)
 
 
