@@ -17,8 +17,8 @@ import pyro_scale as ps
 from pyro_scale import kernels
 from pyro_scale.core.layout import Layout
 from pyro_scale.drive.data import open_data
+from pyro_scale.drive.draws import Steps
 from pyro_scale.drive.engine import Engine
-from pyro_scale.drive.simulate import Steps
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.setup import as_log_posterior, set_up
 from pyro_scale.infer.tuning import Tuning, tuned

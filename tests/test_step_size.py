@@ -16,8 +16,8 @@ from reference import double, normals
 import pyro_scale as ps
 from pyro_scale import kernels
 from pyro_scale.drive.data import open_data
+from pyro_scale.drive.draws import Steps
 from pyro_scale.drive.indices import RowIndices
-from pyro_scale.drive.simulate import Steps
 from pyro_scale.errors import ArgumentError, NonFiniteError
 from pyro_scale.infer import stepsize
 from pyro_scale.infer.mode import WholeDensity

@@ -15,8 +15,8 @@ from pyro_scale.core.schedules import Cyclical
 from pyro_scale.drive import indices as indices_module
 from pyro_scale.drive import simulate as simulation
 from pyro_scale.drive import tape as tapes
+from pyro_scale.drive.draws import Steps
 from pyro_scale.drive.indices import RowIndices
-from pyro_scale.drive.simulate import Steps
 from pyro_scale.drive.tape import Inputs, Tape, steps_within_budget
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)

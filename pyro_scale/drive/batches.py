@@ -21,6 +21,8 @@ from pyro_scale.errors import DataError
 
 #: Of a vector register, on the widest processors.
 _REGISTER_BYTES = 64
+#: Spans whose ends a loader remembers: more than are drawn ahead.
+_POSITIONS = 16
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,28 @@ class Batches(Protocol):
         """Where each of `Batch.tensors` comes from, over the steps of a tape."""
         ...
 
+    def position(self, step: int) -> Any:
+        """What `seek` needs to go on from a step, at which one of the latest spans ended: tensors
+        and plain values."""
+        ...
+
+    def seek(self, step: int, position: Any) -> None:
+        """Lets the next span begin at a step."""
+        ...
+
+
+class ByStep:
+    """Batches that are a function of the step: there is nothing to seek."""
+
+    def position(self, step: int) -> Any:
+        return None
+
+    def seek(self, step: int, position: Any) -> None:
+        pass
+
 
 @dataclass(frozen=True)
-class WholeData:
+class WholeData(ByStep):
     """All rows at every step."""
 
     fixed: Arguments
@@ -132,7 +153,7 @@ class WholeData:
 
 
 @dataclass(frozen=True)
-class GatheredRows:
+class GatheredRows(ByStep):
     """Rows in memory, gathered by index."""
 
     fixed: Arguments
@@ -149,7 +170,7 @@ class GatheredRows:
 
 
 @dataclass(frozen=True)
-class OwnIndices:
+class OwnIndices(ByStep):
     """The whole data, and indices for a model that subsamples by itself."""
 
     fixed: Arguments
@@ -165,30 +186,54 @@ class OwnIndices:
         return [*(Fixed(leaf) for leaf in rows.leaves(self.fixed)), Taped(changing)]
 
 
+class Stream(Protocol):
+    """The batches of all chains, step after step without end."""
+
+    def steps(self, start: int, position: Any) -> Iterator[tuple[list[Arguments], Any]]:
+        """(Each chain's arguments, the position after them) from a step on.
+
+        `position` is the one after the step before; None at step 0, and where a stream has none.
+        """
+        ...
+
+
 class ReadBatches:
     """Batches that a loader yields: for every step, those of all chains.
 
     Their rows change; anything else must stay as it is in the first.
 
     Args:
-        steps: an endless iterator over steps, each a list of the chains' arguments.
+        stream: of batches.
         first: a batch.
     """
 
     fixed: Any = ()
 
-    def __init__(self, steps: Iterator[list[Arguments]], first: Arguments):
-        self._steps = steps
+    def __init__(self, stream: Stream, first: Arguments):
+        self._stream, self._steps = stream, stream.steps(0, None)
         self._first = Batch(first, per_chain=True)
+        self._positions: dict[int, Any] = {}
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:
-        steps = [[self._rows_of(part) for part in next(self._steps)] for _ in range(start, stop)]
+        steps = []
+        for _ in range(start, stop):
+            arguments, position = next(self._steps)
+            steps.append([self._rows_of(part) for part in arguments])
+        self._positions[stop] = position
+        for old in sorted(self._positions)[:-_POSITIONS]:
+            del self._positions[old]
         by_chain = [step[chain] for chain in range(len(steps[0])) for step in steps]
         try:
             stacked = [torch.stack(column) for column in zip(*by_chain, strict=True)]
         except RuntimeError as error:
             raise different_shapes(error, "or make all batches of one shape") from error
         return [column.unflatten(0, (-1, len(steps))) for column in stacked]
+
+    def position(self, step: int) -> Any:
+        return self._positions.get(step)
+
+    def seek(self, step: int, position: Any) -> None:
+        self._steps = self._stream.steps(step, position)
 
     def batch(self, fixed: Any, changing: Any) -> Batch:
         return self._first.with_tensors(changing)
@@ -233,6 +278,12 @@ class SharedBatches:
 
     def sources(self, changing: Any) -> list[Source]:
         return self.batches.sources(changing)
+
+    def position(self, step: int) -> Any:
+        return self.batches.position(step)
+
+    def seek(self, step: int, position: Any) -> None:
+        self.batches.seek(step, position)
 
 
 def different_shapes(error: RuntimeError, otherwise: str) -> DataError:

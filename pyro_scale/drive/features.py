@@ -62,6 +62,12 @@ class FeatureBatches:
     def sources(self, changing: Any) -> list[Source]:
         return [Taped(leaf) for leaf in changing]
 
+    def position(self, step: int) -> Any:
+        return self.batches.position(step)
+
+    def seek(self, step: int, position: Any) -> None:
+        self.batches.seek(step, position)
+
     def _of_step(self, changing: Any, place: int) -> list[Tensor]:
         """Features `[chains, B, ...]` at one step."""
         drawn = pytree.tree_map(lambda leaf: leaf[:, place], changing)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -16,127 +15,16 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core import rows
 from pyro_scale.core.randomness import NoiseTape, Purpose, generator
 from pyro_scale.drive.batches import Batches
+from pyro_scale.drive.checkpoint import Checkpoint, Checkpoints, Moment
+from pyro_scale.drive.draws import Draws, Failure, Steps
 from pyro_scale.drive.engine import Engine
 from pyro_scale.drive.programs import Program, eager, program_for
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.tape import Inputs, Tape, steps_within_budget
+from pyro_scale.errors import FileError
 
 #: From when on a run should show its progress and can be interrupted.
 _NOTICED_SECONDS = 0.05
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Where a chain stopped: its state became NaN or infinite.
-
-    Attributes:
-        chain: which chain.
-        step: the step after which it was so.
-        site: the first site whose value is not finite.
-        bad_batch: whether the step's batch itself held NaN or infinite numbers.
-    """
-
-    chain: int
-    step: int
-    site: str
-    bad_batch: bool
-
-
-@dataclass(frozen=True)
-class Steps:
-    """How many steps there are and which of them are kept.
-
-    Attributes:
-        num_samples: draws to keep.
-        warmup_steps: steps before the first that may be kept.
-        thinning: from one draw to the next, of the steps that may be kept.
-        keeps: whether a step may be kept once warm-up is over; None if all may.
-        positions: whether positions are kept, or log joints alone.
-    """
-
-    num_samples: int
-    warmup_steps: int = 0
-    thinning: int = 1
-    keeps: Callable[[int], bool] | None = None
-    positions: bool = True
-
-    @cached_property
-    def kept(self) -> Tensor:
-        """The numbers of the steps after which a draw is kept, `[num_samples]`."""
-        if self.keeps is None:
-            return self.warmup_steps - 1 + self.thinning * torch.arange(1, self.num_samples + 1)
-        may_be = filter(self.keeps, itertools.count(self.warmup_steps))
-        wanted = self.num_samples * self.thinning
-        kept = itertools.islice(may_be, self.thinning - 1, wanted, self.thinning)
-        return torch.tensor(list(kept))
-
-    @property
-    def total(self) -> int:
-        """All steps, warm-up included."""
-        return int(self.kept[-1]) + 1
-
-    def kept_before(self, step: int) -> int:
-        """How many draws are kept before a step."""
-        return int(torch.searchsorted(self.kept, step))
-
-    def left(self, step: int) -> int:
-        """How many steps there are from a step, with it, to the next draw that is kept."""
-        return int(self.kept[self.kept_before(step)]) + 1 - step
-
-    def even_until(self, start: int, stop: int) -> int:
-        """Up to which step, at most `stop`, every `thinning`-th is kept, from the first on."""
-        kept = self.kept[self.kept_before(start) : self.kept_before(stop)].tolist()
-        if self.keeps is None or not kept:
-            return stop
-        evenly = range(kept[0], stop, self.thinning)
-        same = sum(itertools.takewhile(bool, map(int.__eq__, kept, evenly)))
-        return stop if same == len(evenly) else kept[same - 1] + 1
-
-
-@dataclass
-class Draws:
-    """What a run kept.
-
-    Attributes:
-        positions: unconstrained, `[chains, draws, D]`; a stopped chain's are NaN from there on;
-            `[chains, draws, 0]` where they are not kept.
-        log_joint: the estimate from the batch of the step that led to each draw, at the state
-            that the step began from, `[chains, draws]`.
-        kept_steps: the number of the step that led to each draw, `[draws]`.
-        failures: the chains that stopped.
-        program: how the steps were run, in words.
-        compile_seconds: the time until the first step.
-        seconds: the time that the steps took.
-        state: of all chains, after the last step.
-        num_steps: how many there were.
-    """
-
-    positions: Tensor
-    log_joint: Tensor
-    kept_steps: Tensor
-    failures: list[Failure] = field(default_factory=list)
-    program: str = "eager"
-    compile_seconds: float = 0.0
-    seconds: float = 0.0
-    state: Any = None
-    num_steps: int = 0
-
-    @classmethod
-    def of(cls, positions: Tensor, steps: Steps) -> Draws:
-        """Room for the draws of chains at positions `[chains, D]`, in the processor's memory."""
-        (num_chains, size), num_draws = positions.shape, steps.num_samples
-        size = size if steps.positions else 0
-        return cls(
-            torch.full((num_chains, num_draws, size), torch.nan, dtype=positions.dtype),
-            torch.full((num_chains, num_draws), torch.nan, dtype=torch.float64),
-            steps.kept,
-        )
-
-    @property
-    def finished(self) -> list[int]:
-        """The chains that reached the end."""
-        stopped = {failure.chain for failure in self.failures}
-        return [chain for chain in range(len(self.positions)) if chain not in stopped]
 
 
 class Chains:
@@ -161,6 +49,16 @@ class Chains:
         self.count = 0
         self.failures: list[Failure] = []
         self.log_joint = torch.nan
+
+    @property
+    def moment(self) -> Moment:
+        """Where they are."""
+        return Moment(self.count, self.state, self.alive, tuple(self.failures))
+
+    def go_on_from(self, moment: Moment) -> None:
+        """Takes up where a run was."""
+        self.count, self.state, self.alive = moment.step, moment.state, moment.alive
+        self.failures = list(moment.failures)
 
     def move(
         self, program: Program, batches: Batches, tape: Tape, steps: Steps, draws: Draws
@@ -254,8 +152,13 @@ def simulate(
     progress: Progress,
     stop: Callable[[Draws], bool] | None = None,
     check_every: int | None = None,
+    last: Checkpoint | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Draws:
     """Runs every chain from its position `[chains, D]` to the end, or until it is non-finite.
+
+    What ends the run before its time, an interrupt or an error, is in the draws, with those kept
+    until then.
 
     Args:
         engine: says what a step is.
@@ -269,33 +172,66 @@ def simulate(
         stop: whether the run is over before its time, by what is there until now.
         check_every: steps from one time that `stop` is asked to the next; whenever a tape ends,
             by default.
+        last: what to go on from.
+        checkpoints: where the run is written down.
     """
     draws = Draws.of(positions, steps)
     at_first = {name: column[0] for name, column in values.items()}
     chains = Chains(engine, positions, at_first, seed)
+    if last is not None:
+        _go_on(last, chains, batches, draws)
+        progress.update(chains.count, torch.nan)
     inputs = Inputs(values, chains.noise, batches)
+    moment = chains.moment
 
-    begun = time.perf_counter()
-    first = inputs.tape(0, min(2, steps.total))
-    program = program_for(engine, batches, chains.state, first, compile, steps.total, progress.say)
-    progress.say(program.name)
-    started = time.perf_counter()
-    draws.failures = chains.failures
-    kept_bytes = positions.numel() * positions.element_size() // steps.thinning
-    most = steps_within_budget(first, kept_bytes)
-    pace = _Pace(len(first), steps.total, most, check_every)
-    for tape in itertools.chain([first], inputs.tapes(pace.spans())):
-        with pace:
-            chains.move(program, batches, tape, steps, draws)
-        progress.update(len(tape), chains.log_joint)
-        draws.num_steps = tape.stop
-        due = check_every is None or tape.stop % check_every == 0
-        if not chains.alive.any() or (stop is not None and due and stop(draws)):
-            break
-    draws.state = chains.state
-    draws.program, draws.compile_seconds = program.name, started - begun
-    draws.seconds = time.perf_counter() - started
+    def write() -> None:
+        if checkpoints is not None:
+            kept = steps.kept_before(moment.step)
+            checkpoints.write(moment, batches.position(moment.step), draws.first(kept))
+
+    begun = started = time.perf_counter()
+    try:
+        if last is None:
+            write()
+        if chains.count < steps.total and bool(chains.alive.any()):
+            first = inputs.tape(chains.count, min(chains.count + 2, steps.total))
+            program = program_for(
+                engine, batches, chains.state, first, compile, steps.total, progress.say
+            )
+            progress.say(program.name)
+            draws.program, started = program.name, time.perf_counter()
+            kept_bytes = positions.numel() * positions.element_size() // steps.thinning
+            most = steps_within_budget(first, kept_bytes)
+            pace = _Pace(first, steps.total, most, check_every)
+            for tape in itertools.chain([first], inputs.tapes(pace.spans())):
+                with pace:
+                    chains.move(program, batches, tape, steps, draws)
+                moment = chains.moment
+                progress.update(len(tape), chains.log_joint)
+                draws.num_steps, draws.failures = moment.step, list(moment.failures)
+                if checkpoints is not None and checkpoints.due:
+                    write()
+                due = check_every is None or tape.stop % check_every == 0
+                if not chains.alive.any() or (stop is not None and due and stop(draws)):
+                    break
+            write()
+    except (Exception, KeyboardInterrupt) as error:
+        with contextlib.suppress(FileError):  # it may be what ended the run
+            write()
+        draws = draws.first(steps.kept_before(moment.step))
+        draws.error = error
+    draws.num_steps, draws.failures = moment.step, list(moment.failures)
+    draws.state = moment.state
+    draws.compile_seconds, draws.seconds = started - begun, time.perf_counter() - started
     return draws
+
+
+def _go_on(last: Checkpoint, chains: Chains, batches: Batches, draws: Draws) -> None:
+    """Takes up where a run was."""
+    chains.go_on_from(last.moment._replace(state=last.state_like(chains.state)))
+    batches.seek(last.moment.step, last.batches)
+    kept = last.positions.shape[1]
+    draws.positions[:, :kept], draws.log_joint[:, :kept] = last.positions, last.log_joint
 
 
 class _Pace:
@@ -305,13 +241,13 @@ class _Pace:
     What is drawn does not depend on it.
     """
 
-    def __init__(self, start: int, num_steps: int, most: int, end_at: int | None = None):
-        self._start, self._num_steps, self._most, self._quick = start, num_steps, most, True
+    def __init__(self, first: Tape, num_steps: int, most: int, end_at: int | None = None):
+        self._first, self._num_steps, self._most, self._quick = first, num_steps, most, True
         self._end_at = end_at or num_steps
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Steps from `start` on."""
-        start, size = self._start, min(self._start, self._most)
+        """Steps after the first tape's."""
+        start, size = self._first.stop, min(len(self._first), self._most)
         while start < self._num_steps:
             next_end = start - start % self._end_at + self._end_at
             stop = min(start + size, self._num_steps, next_end)

@@ -30,6 +30,9 @@ from pyro_scale.drive.batches import (
 from pyro_scale.drive.indices import RowIndices, Sampling
 from pyro_scale.errors import ArgumentError, DataError
 
+#: Steps, or an epoch if that is longer, after which a loader is read afresh.
+_SECTION_STEPS = 1024
+
 
 class Data(Protocol):
     """Data that batches are taken from.
@@ -121,23 +124,50 @@ class IndexedData:
     device: torch.device | None
 
     def first(self) -> Arguments:
-        return next(self._read([self.subset[: self.batch_size].tolist()], seed=0))
+        return next(self.read([self.subset[: self.batch_size].tolist()], seed=0))
 
     def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Batches:
         indices = RowIndices(seed, num_chains, len(self.subset), self.batch_size, sampling)
-        order = (
-            self.subset[index].tolist() for step in itertools.count() for index in indices.at(step)
-        )
-        read = self._read(order, seed)
-        steps = ([next(read) for _ in range(num_chains)] for _ in itertools.count())
-        return ReadBatches(steps, self.first())
+        return ReadBatches(ByIndex(self, indices, seed, num_chains), self.first())
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
         chunks = self.subset.split(batch_size or self.batch_size)
-        return self._read((chunk.tolist() for chunk in chunks), seed=0)
+        return self.read((chunk.tolist() for chunk in chunks), seed=0)
 
-    def _read(self, order: Iterable[list[int]], seed: int) -> Iterator[Arguments]:
-        return _read_by_index(self.loader, order, seed, self.device)
+    def read(self, order: Iterable[list[int]], seed: int, section: int = 0) -> Iterator[Arguments]:
+        """The batches of some rows each, with randomness of (seed, section)."""
+        return _read_by_index(self.loader, order, seed, section, self.device)
+
+
+@dataclass
+class ByIndex:
+    """Batches read by our own indices.
+
+    Data sets may draw augmentations, so what a batch holds depends on those before it: reading
+    begins afresh at every section of some steps, and to go on from within one, it is read from
+    its beginning.
+    """
+
+    data: IndexedData
+    indices: RowIndices
+    seed: int
+    num_chains: int
+
+    def steps(self, start: int, position: Any) -> Iterator[tuple[list[Arguments], Any]]:
+        epoch = -(-len(self.data.subset) // self.data.batch_size)
+        length = max(epoch, _SECTION_STEPS)
+        for section in itertools.count(start // length):
+            steps = range(section * length, (section + 1) * length)
+            order = (
+                self.data.subset[index].tolist()
+                for step in steps
+                for index in self.indices.at(step)
+            )
+            read = self.data.read(order, self.seed, section)
+            for step in steps:
+                batches = [next(read) for _ in range(self.num_chains)]
+                if step >= start:
+                    yield batches, None
 
 
 @dataclass
@@ -154,7 +184,7 @@ class StreamData:
     batch_size: int | None = None
 
     def first(self) -> Arguments:
-        batch = next(self._epoch(seed=0, epoch=0), None)
+        batch = next(self.epoch(seed=0, epoch=0), None)
         if batch is None:
             raise DataError("the loader yields no batch: the data are empty")
         self.batch_size = rows.count(batch)
@@ -169,49 +199,66 @@ class StreamData:
                 "a DataLoader over a map-style data set without a sampler of its own, or "
                 "sampling='shuffle' to take the batches as they come"
             )
-        return ReadBatches(self._dealt(seed, num_chains), self.first())
+        first = self.first()
+        return ReadBatches(Dealt(self, seed, num_chains), first)
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
         """The data set's order where it can be read by index; else the loader's own."""
         loader = self.loader
         if not isinstance(loader, torch_data.DataLoader) or is_iterable_style(loader):
-            return self._epoch(seed=0, epoch=0)
+            return self.epoch(seed=0, epoch=0)
         dataset: Any = loader.dataset
         order = torch.arange(len(dataset)).split(batch_size or self.batch_size or 1)
-        return _read_by_index(loader, (part.tolist() for part in order), 0, self.device)
+        return _read_by_index(loader, (part.tolist() for part in order), 0, 0, self.device)
 
-    def _dealt(self, seed: int, num_chains: int) -> Iterator[list[Arguments]]:
-        pieces = self._pieces(seed)
-        shuffler = generator(seed, 0, Purpose.BATCHES)
-        while True:
-            dealt = [next(pieces) for _ in range(num_chains)]
+    def epoch(self, seed: int, epoch: int) -> Iterator[Arguments]:
+        """The loader's batches of one epoch, with randomness of its own."""
+        own = derived_seed(seed, 0, Purpose.DATA_LOADER, epoch)
+        return (_received(batch, self.device) for batch in _isolated(self.loader, own))
+
+
+@dataclass
+class Dealt:
+    """A loader's rows, one epoch after another, in pieces of exactly B, dealt to the chains."""
+
+    data: StreamData
+    seed: int
+    num_chains: int
+
+    def steps(self, start: int, position: Any) -> Iterator[tuple[list[Arguments], Any]]:
+        pieces = self._pieces(position)
+        for step in itertools.count(start):
+            dealt = [next(pieces) for _ in range(self.num_chains)]
             # at random: dealt in turn, a chain could get the same part of the data for ever
-            order = torch.randperm(num_chains, generator=shuffler)
-            yield [dealt[place] for place in order]
+            source = generator(self.seed, 0, Purpose.BATCHES, step)
+            order = torch.randperm(self.num_chains, generator=source)
+            yield [dealt[place][0] for place in order], dealt[-1][1]
 
-    def _pieces(self, seed: int) -> Iterator[Arguments]:
-        """All epochs' rows, one after another, in pieces of exactly B."""
-        size = self.batch_size or 1
-        left: list[Arguments] = []
-        for epoch in itertools.count():
-            seen = 0
-            for batch in self._epoch(seed, epoch):
-                seen += 1
+    def _pieces(self, position: Any) -> Iterator[tuple[Arguments, Any]]:
+        """(A piece, the position after it): the epoch, its batches before the one that the piece
+        ends in, the rows left over by those, and the pieces taken since."""
+        size = self.data.batch_size or 1
+        first, passed, left, taken = position or (0, 0, [], 0)
+        for epoch in itertools.count(first):
+            place = -1
+            for place, batch in enumerate(self.data.epoch(self.seed, epoch)):
+                if place < passed:
+                    continue
                 joined = _joined(left, batch)
                 total = rows.count(joined) or 0
-                for start in range(0, total - size + 1, size):
-                    yield rows.take(joined, slice(start, start + size))
+                whole = range(0, total - size + 1, size)
+                for count, begin in enumerate(whole[taken:], taken + 1):
+                    piece = rows.take(joined, slice(begin, begin + size))
+                    yield piece, (epoch, place, left, count)
                 rest = total % size
                 left = [rows.take(joined, slice(total - rest, total))] if rest else []
-            if not seen:
+                taken = 0
+            if place < 0:
                 raise DataError(
                     f"the loader yielded nothing in epoch {epoch}: it must be iterable again and "
                     "again; pass a DataLoader, not a generator"
                 )
-
-    def _epoch(self, seed: int, epoch: int) -> Iterator[Arguments]:
-        own = derived_seed(seed, 0, Purpose.DATA_LOADER, epoch)
-        return (_received(batch, self.device) for batch in _isolated(self.loader, own))
+            passed = 0
 
 
 def is_iterable_style(loader: Any) -> bool:
@@ -225,6 +272,7 @@ def _read_by_index(
     loader: torch_data.DataLoader[Any],
     order: Iterable[list[int]],
     seed: int,
+    section: int,
     device: torch.device | None,
 ) -> Iterator[Arguments]:
     """The user's loader with our indices in place of its sampler."""
@@ -244,7 +292,7 @@ def _read_by_index(
         timeout=loader.timeout,
         **workers,
     )
-    own = derived_seed(seed, 0, Purpose.DATA_LOADER)
+    own = derived_seed(seed, 0, Purpose.DATA_LOADER, section)
     return (_received(batch, device) for batch in _isolated(reloader, own))
 
 

@@ -12,7 +12,8 @@ from pyro_scale.core.counts import as_count
 from pyro_scale.core.gaussian import Dense, Diagonal, matrix_or_diagonal
 from pyro_scale.core.randomness import Purpose, generator
 from pyro_scale.errors import ArgumentError, NotRunError
-from pyro_scale.infer import files, linearised, predictive
+from pyro_scale.infer import linearised, predictive
+from pyro_scale.infer.contents import result_of
 from pyro_scale.infer.fit import Fit
 from pyro_scale.infer.guide import Guide
 from pyro_scale.infer.method import Method
@@ -175,7 +176,7 @@ class Approximation(Method):
         return {**super()._contents(), **kept}
 
     def _restore(self, contents: Mapping[str, Any], log_posterior: LogPosterior) -> None:
-        result = files.result_of(contents, log_posterior)
+        result = result_of(contents, log_posterior)
         self.structure = contents["structure"]
         kind = Dense if self.structure == "dense" else Diagonal
         self._fit = Fit(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.schedules import Cyclical
-from pyro_scale.drive.simulate import Draws
+from pyro_scale.drive.draws import Draws
 from pyro_scale.infer.gradients import GradientNoise
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import Setup

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pyro_scale.drive.simulate import Draws
+from pyro_scale.drive.draws import Draws
 
 
 def message(draws: Draws, lr: Tensor) -> str:

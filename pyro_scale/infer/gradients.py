@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.batches import Batch, Batches
+from pyro_scale.drive.draws import Draws
 from pyro_scale.drive.engine import Density, Engine
 from pyro_scale.drive.indices import Sampling
-from pyro_scale.drive.simulate import Draws
 from pyro_scale.infer.setup import Setup
 from pyro_scale.model.control_variates import ControlVariates
 

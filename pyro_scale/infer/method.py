@@ -8,12 +8,14 @@ from typing import Any, Protocol, Self, cast, runtime_checkable
 
 from torch import Tensor
 
+from pyro_scale.core import files
 from pyro_scale.core.counts import as_count
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, NotRunError
-from pyro_scale.infer import diagnostics, export, files, predictive, saved
+from pyro_scale.infer import diagnostics, export, predictive, saved
+from pyro_scale.infer.contents import contents_of, result_of, understood
 from pyro_scale.infer.reductions import Reduce
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import module_device
@@ -261,12 +263,12 @@ class Method:
         """
         loaded, contents = saved.opened(path, cls)
         Method.__init__(loaded, model)  # a method's own makes what only a run needs
-        loaded._restore(contents, files.understood(contents, model))
+        loaded._restore(contents, understood(contents, model))
         return cast(Self, loaded)
 
     def _contents(self) -> dict[str, Any]:
         """What `save` writes: tensors and plain values by name.  A method with more adds it."""
-        kept = files.contents_of(self._results(), self._first_batch())
+        kept = contents_of(self._results(), self._first_batch())
         return {"method": type(self).__name__, **kept}
 
     def _restore(self, contents: Mapping[str, Any], log_posterior: LogPosterior) -> None:
@@ -276,7 +278,7 @@ class Method:
             contents: of the file.
             log_posterior: the model, understood as it was.
         """
-        self._result = files.result_of(contents, log_posterior)
+        self._result = result_of(contents, log_posterior)
 
     def _first_batch(self) -> Arguments:
         """The batch that the model was understood on."""

@@ -13,9 +13,10 @@ from pyro_scale.core.counts import as_count
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.randomness import choose_seed
 from pyro_scale.drive.data import open_data
+from pyro_scale.drive.draws import Draws, Steps
 from pyro_scale.drive.programs import check_compile
 from pyro_scale.drive.progress import Progress
-from pyro_scale.drive.simulate import Draws, Steps, simulate
+from pyro_scale.drive.simulate import simulate
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, NonFiniteError
 from pyro_scale.infer.approximation import Approximation, Structure
@@ -117,6 +118,8 @@ class Optimised(Approximation):
                 stop=plateau.reached if plateau else None,
                 check_every=plateau.window if plateau else None,
             )
+        if draws.error is not None:
+            raise draws.error
         _refuse_failures(draws)
         self._fit = self._finished(self._fitted(setup, draws), setup)
         if not self._ends_exactly:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_scale.drive.simulate import Draws
+from pyro_scale.drive.draws import Draws
 
 #: Standard errors within which a rise is known.
 _ERRORS = 2.0

@@ -12,20 +12,23 @@ from typing import Any, ClassVar, Literal, Self
 from torch import Tensor
 
 from pyro_scale.core.counts import as_count
+from pyro_scale.core.files import FilePath
 from pyro_scale.core.randomness import choose_seed
 from pyro_scale.core.schedules import Cyclical, Schedule
 from pyro_scale.drive.batches import SharedBatches
 from pyro_scale.drive.data import open_data
+from pyro_scale.drive.draws import Draws, Steps
 from pyro_scale.drive.indices import Sampling, check_sampling
 from pyro_scale.drive.programs import check_compile
 from pyro_scale.drive.progress import Progress
-from pyro_scale.drive.simulate import Draws, Steps, simulate
+from pyro_scale.drive.simulate import simulate
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, NonFiniteError
 from pyro_scale.infer.base import with_base_run
 from pyro_scale.infer.collect import collected, warn_of_short_warmup
 from pyro_scale.infer.divergence import message
 from pyro_scale.infer.gradients import gradient_noise, warn_of_a_bad_anchor
+from pyro_scale.infer.journal import Journal, facts_of
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
 from pyro_scale.infer.stepping import Stepping, batch_as_data
@@ -160,6 +163,9 @@ class Sampler(Method):
         share_batches: bool = False,
         seed: int | None = None,
         progress: bool = True,
+        checkpoint: FilePath | None = None,
+        checkpoint_every: float = 60.0,
+        resume: FilePath | None = None,
     ) -> Self:
         """Runs `warmup_steps + num_samples * thinning` steps and keeps every thinning-th state
         after warm-up.
@@ -183,6 +189,11 @@ class Sampler(Method):
                 correlates the chains, to which R-hat and ESS are blind.
             seed: the same seed gives the same draws; drawn from torch's generator by default.
             progress: whether to show a progress bar.
+            checkpoint: a directory to write the run into, so that it survives a crash.
+            checkpoint_every: seconds from one checkpoint to the next: what a crash costs at most.
+            resume: the directory of a run that was cut short, to go on with the same call: the
+                draws are, bit for bit on one machine, those of a run that was not.  With a larger
+                `num_samples` it extends a finished run.  It goes on writing there.
 
         Returns:
             The sampler itself.
@@ -192,9 +203,11 @@ class Sampler(Method):
             ModelError, SiteError, PlateError: before any step.
             NonFiniteError: a chain's state became NaN or infinite; the others have finished and
                 `get_samples` holds their draws.
+            FileError: a checkpoint cannot be written or read, or is of another run.
 
         Warns:
-            UserWarning: warm-up was under five relaxation times, judged by the draws.
+            UserWarning: warm-up was under five relaxation times, judged by the draws; the run was
+                interrupted from the keyboard, and holds the draws until then.
         """
         num_samples = as_count("num_samples", num_samples)
         warmup_steps = as_count("warmup_steps", warmup_steps, least=0)
@@ -205,15 +218,29 @@ class Sampler(Method):
         keeps = lr.keeps if isinstance(lr, Cyclical) else None
         steps = Steps(num_samples, warmup_steps, thinning, keeps)
         tape = self.kernel.tape(steps.total)  # which refuses values out of range
-        seed = choose_seed(seed)
+        journal = Journal.opened(checkpoint, checkpoint_every, resume)
+        seed = choose_seed(journal.seed(seed))
         data = open_data(data, batch_size, self._num_data, module_device(self.model))
         self._result, self._stepping = None, None
 
         setup = self._set_up(data, data.num_data, num_chains, seed)
+        settings = {
+            "warmup_steps": warmup_steps,
+            "thinning": thinning,
+            "num_chains": num_chains,
+            "sampling": sampling,
+            "share_batches": int(share_batches),
+        }
+        facts: dict[str, Any] = {}
+        if journal.path is not None:
+            facts = facts_of(setup, {"method": type(self).__name__, **settings}, self._asked())
+            journal.refuse_another(facts, num_samples)
         tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
         setup, choice = tuned(setup, tuning, steps, sampling)
+        for halvings in range(journal.halvings):
+            setup, choice = halved(setup, halvings + 1)
         setup = with_base_run(setup)
-        for halvings in itertools.count():
+        for halvings in itertools.count(journal.halvings):
             if setup.engine.kernel is not self.kernel:
                 tape = setup.engine.kernel.tape(steps.total)
             batches = setup.batches(1 if share_batches else num_chains, sampling)
@@ -233,31 +260,53 @@ class Sampler(Method):
                     self._compile,
                     bar,
                     stop=_any_broke if retries else None,
+                    last=journal.last if halvings == journal.halvings else None,
+                    checkpoints=journal.writer(facts, halvings),
                 )
             if not retries or not draws.failures or draws.failures[0].bad_batch:
                 break
             setup, choice = halved(setup, halvings + 1)
         self.kernel = setup.engine.kernel
 
-        if draws.finished:
+        kept = len(draws.kept_steps)
+        if draws.finished and kept:
             values = {name: column[draws.kept_steps].mean(0) for name, column in tape.items()}
-            noise = gradient_noise(setup, draws, batches, steps.total, values, sampling)
-            attrs = {
-                **self._attrs(),
-                **choice,
-                "num_samples": num_samples,
-                "warmup_steps": warmup_steps,
-                "thinning": thinning,
-                "num_chains": num_chains,
-                "sampling": sampling,
-                "share_batches": int(share_batches),
-            }
+            noise = None
+            if draws.error is None:
+                try:
+                    noise = gradient_noise(setup, draws, batches, steps.total, values, sampling)
+                except (Exception, KeyboardInterrupt) as error:  # reads more batches
+                    draws.error = error
+            attrs = {**self._attrs(), **choice, "num_samples": kept, **settings}
             self._result = collected(setup, draws, tape, attrs, noise)
             warn_of_a_bad_anchor(noise)
+        if draws.error is not None:
+            self._end_early(draws)
         if draws.failures:
             raise NonFiniteError(message(draws, tape["lr"]))
         warn_of_short_warmup(setup, self._results(), values, warmup_steps)
         return self
+
+    def _end_early(self, draws: Draws) -> None:
+        """Raises what ended a run before its time, or warns of it where that was the user."""
+        error, kept = draws.error, len(draws.kept_steps)
+        assert error is not None
+        held = f"get_samples() holds the {kept} draws a chain until then" if kept else "no draws"
+        said = f"after {draws.num_steps} steps; {held}"
+        if self._result is None or not isinstance(error, KeyboardInterrupt):
+            error.add_note(f"{type(self).__name__}: {said}")
+            raise error
+        warnings.warn(f"interrupted {said}", UserWarning, stacklevel=4)
+
+    def _asked(self) -> dict[str, Any]:
+        """The hyperparameters as they were asked for, before any was chosen."""
+        asked = dict(self.kernel.hyperparameters())
+        if self._chooses_lr:
+            asked["lr"] = "auto"
+        return asked | {
+            "control_variates": self._control_variates,
+            "subtract_noise": self._subtract_noise,
+        }
 
     def _sampling(self, given: Sampling | None, in_batches: bool) -> Sampling:
         """How rows are drawn: as given, or as the method needs it."""

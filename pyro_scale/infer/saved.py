@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Never
 
+from pyro_scale.core import files
 from pyro_scale.errors import ArgumentError, FileError, NotRunError
-from pyro_scale.infer import files
 
 
 class Saved:

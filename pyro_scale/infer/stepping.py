@@ -9,8 +9,9 @@ from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.drive.data import open_data
+from pyro_scale.drive.draws import Draws, Steps
 from pyro_scale.drive.programs import eager
-from pyro_scale.drive.simulate import Chains, Draws, Steps
+from pyro_scale.drive.simulate import Chains
 from pyro_scale.drive.sources import Data
 from pyro_scale.drive.tape import Tape
 from pyro_scale.errors import DataError

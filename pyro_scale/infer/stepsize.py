@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.randomness import Purpose, generator
+from pyro_scale.drive.draws import Steps
 from pyro_scale.drive.indices import Sampling
-from pyro_scale.drive.simulate import Steps
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.gradients import batches_from, row_gradients
 from pyro_scale.infer.mode import WholeDensity

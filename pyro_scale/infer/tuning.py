@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_scale.drive.draws import Steps
 from pyro_scale.drive.indices import Sampling
-from pyro_scale.drive.simulate import Steps
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer import stepsize
 from pyro_scale.infer.gradients import batches_from, gradient_variance, row_gradients

@@ -1,0 +1,165 @@
+"""Files of ours: tensors and plain values under a header that holds their SHA-256.
+
+torch does not notice when a byte of its files has changed, and most such files load, with other
+numbers in them.  So nothing is given to it whose hash is not the one in the header.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pyro_scale.errors import ArgumentError, FileError
+
+#: Where a file is, as users say it.
+FilePath = str | os.PathLike[str]
+#: What a file holds.
+Kind = Literal["results", "checkpoint"]
+
+#: How the names of files begin that are being written.
+TEMPORARY = ".pyro-scale-"
+#: Of what follows the header; another number, another way to read it.
+_FORMAT = 1
+_WROTE: dict[Kind, str] = {
+    "results": "a file of Pyro Scale's does: pass one that save(path) wrote",
+    "checkpoint": "a part of a checkpoint does",
+}
+_HEADER = r"Pyro Scale %s, format (\d{1,9}), (\d{1,19}) bytes, SHA-256 ([0-9a-f]{64})\n"
+
+
+def write(path: FilePath, contents: Mapping[str, Any], kind: Kind = "results") -> None:
+    """Writes a file, as a whole or not at all: one that was there stays until the new one is
+    complete.
+
+    Args:
+        path: where to.
+        contents: by name: tensors, strings, numbers, booleans and None, in tuples, lists and
+            dicts.
+        kind: what they are.
+
+    Raises:
+        ArgumentError: the path is none.
+        FileError: something else is among the contents, or the file cannot be written.
+    """
+    target = as_path(path)
+    saved = io.BytesIO()
+    torch.save({name: _plain(value, name) for name, value in contents.items()}, saved)
+    body = saved.getbuffer()
+    digest = hashlib.sha256(body).hexdigest()
+    header = f"Pyro Scale {kind}, format {_FORMAT}, {len(body)} bytes, SHA-256 {digest}\n"
+    target = Path(os.path.realpath(target))  # what a link points to, not the link
+    temporary = target.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(header.encode())
+            file.write(body)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        raise FileError(
+            f"'{target}' cannot be written ({error.strerror or error}): pass a file in a directory "
+            "that is there and can be written to"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def read(path: FilePath, kind: Kind = "results") -> dict[str, Any]:
+    """What `write` wrote, its tensors in the processor's memory.
+
+    Raises:
+        ArgumentError: the path is none.
+        FileError: there is no such file, it is not one of ours or of another format, or it is not
+            as it was written.
+    """
+    target = as_path(path)
+    try:
+        found = target.read_bytes()
+    except OSError as error:
+        raise FileError(f"'{target}' cannot be read ({error.strerror or error})") from error
+    header = re.match(_HEADER.encode() % kind.encode(), found)
+    if header is None:
+        raise FileError(f"'{target}' does not begin as {_WROTE[kind]}")
+    form, size, digest = header.groups()
+    if int(form) != _FORMAT:
+        raise FileError(
+            f"'{target}' has format {int(form)}, but this version of Pyro Scale reads format "
+            f"{_FORMAT}: read it with the version that wrote it"
+        )
+    body = memoryview(found)[header.end() :]
+    if len(body) != int(size):
+        state = "was cut off" if len(body) < int(size) else "has something after its end"
+        raise FileError(
+            f"'{target}' {state}: {len(body)} bytes follow the header, not {int(size)}; take "
+            "another copy"
+        )
+    if hashlib.sha256(body).hexdigest().encode() != digest:
+        raise FileError(
+            f"'{target}' is damaged: its contents do not have the SHA-256 that it says; take "
+            "another copy"
+        )
+    try:
+        return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+    except Exception as error:  # of another version of torch
+        raise FileError(
+            f"'{target}' is whole, but torch {torch.__version__} cannot read it "
+            f"({type(error).__name__}): read it with the version that wrote it"
+        ) from error
+
+
+def as_path(path: FilePath) -> Path:
+    """A path that a user passed.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if not isinstance(path, str | Path | os.PathLike) or "\0" in os.fspath(path):
+        raise ArgumentError(f"path={path!r}: pass a str or a Path")
+    return Path(path)
+
+
+def _plain(value: Any, name: str) -> Any:
+    """The value with its tensors as they are to be written.
+
+    Raises:
+        FileError: it is, or holds, something else than tensors and plain values.
+    """
+    if isinstance(value, Tensor):
+        return _plain_tensor(value, name)
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (tuple, list):
+        return type(value)(_plain(each, f"{name}[{i}]") for i, each in enumerate(value))
+    if type(value) is dict and all(type(key) in (int, str) for key in value):
+        return {key: _plain(each, f"{name}[{key!r}]") for key, each in value.items()}
+    raise _not_plain(value, name)
+
+
+def _plain_tensor(value: Tensor, name: str) -> Tensor:
+    detached = value.detach()
+    if type(detached) is not Tensor or value.layout is not torch.strided or value.is_meta:
+        raise _not_plain(value, name)
+    here = detached.cpu()
+    # a view would take all that it is a view of into the file
+    is_part = here.untyped_storage().nbytes() > here.numel() * here.element_size()
+    return here.clone() if is_part else here
+
+
+def _not_plain(value: Any, name: str) -> FileError:
+    return FileError(
+        f"{name} is a {type(value).__name__}, which cannot be saved: a file holds dense tensors, "
+        "strings and numbers, in tuples, lists and dicts; bind other arguments of a model with "
+        "functools.partial(model, name=value) before it is run"
+    )

@@ -1,0 +1,254 @@
+"""Runs on disk: where one is and what it kept, so that it goes on as if nothing had cut it short.
+
+A directory holds the latest two states of a run, `state-<number>`, and the draws kept between one
+state and the next, `draws-<number>`, each written as a whole or not at all.  Noise and batches are
+functions of the seed and the step, so a state is all that is needed to go on from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.core import files
+from pyro_scale.drive.draws import Draws, Failure
+from pyro_scale.errors import ArgumentError, FileError
+
+#: States that are kept: should the latest be damaged, there is the one before.
+_KEPT = 2
+
+
+class Moment(NamedTuple):
+    """Where a run is, between two steps.
+
+    Attributes:
+        step: how many were taken.
+        state: of all chains.
+        alive: which chains are sound.
+        failures: of the others.
+    """
+
+    step: int
+    state: Any
+    alive: Tensor
+    failures: tuple[Failure, ...]
+
+
+class Checkpoint(NamedTuple):
+    """What a directory holds of a run.
+
+    Attributes:
+        parts: names of the files that hold the draws.
+        facts: of the run.
+        moment: where it was, the state as a list of its leaves.
+        batches: its position in the batches.
+        positions: of the draws until then, `[chains, kept, D]`.
+        log_joint: of the steps that led to them, `[chains, kept]`.
+    """
+
+    parts: tuple[str, ...]
+    facts: dict[str, Any]
+    moment: Moment
+    batches: Any
+    positions: Tensor
+    log_joint: Tensor
+
+    def state_like(self, state: Any) -> Any:
+        """The state, in the structure and on the device of another one."""
+        leaves, structure = pytree.tree_flatten(state)
+        own = zip(self.moment.state, leaves, strict=True)
+        return pytree.tree_unflatten([leaf.to(like.device) for leaf, like in own], structure)
+
+
+class Checkpoints:
+    """Writes a run's checkpoints into a directory, which is made if its parent is there.
+
+    Args:
+        path: the directory.
+        every: seconds from one to the next.
+        facts: of the run.
+        last: what the run goes on from; without, the directory's earlier checkpoints are dropped
+            with the first one.
+
+    Raises:
+        FileError: the directory cannot be made.
+    """
+
+    def __init__(
+        self,
+        path: files.FilePath,
+        every: float,
+        facts: Mapping[str, Any],
+        last: Checkpoint | None = None,
+    ):
+        self._directory, self._every, self._facts = files.as_path(path), every, dict(facts)
+        self._parts = [] if last is None else list(last.parts)
+        self._kept = 0 if last is None else last.positions.shape[1]
+        self._written = time.monotonic()
+        try:
+            self._directory.mkdir(exist_ok=True)
+        except OSError as error:
+            raise FileError(
+                f"checkpoint: '{path}' cannot be made ({error.strerror or error}): pass a "
+                "directory whose parent is there and can be written to"
+            ) from error
+        # names are not used twice: a state and its draws belong together
+        self._number = 1 + max(map(_number_of, self._directory.glob("*-*")), default=-1)
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for the next one."""
+        return time.monotonic() - self._written >= self._every
+
+    def write(self, moment: Moment, batches: Any, draws: Draws) -> None:
+        """Writes the next one.
+
+        Args:
+            moment: where the run is.
+            batches: its position in the batches.
+            draws: all that it has kept until then.
+
+        Raises:
+            FileError: a file cannot be written; the checkpoint before stays as it is.
+        """
+        kept = draws.positions.shape[1]
+        parts = list(self._parts)
+        if kept > self._kept:
+            parts.append(f"draws-{self._number}")
+            new = slice(self._kept, kept)
+            self._write(
+                parts[-1],
+                {"positions": draws.positions[:, new], "log_joint": draws.log_joint[:, new]},
+            )
+        self._write(
+            f"state-{self._number}",
+            {
+                "facts": self._facts,
+                "step": moment.step,
+                "state": pytree.tree_leaves(moment.state),
+                "alive": moment.alive,
+                "failures": [list(dataclasses.astuple(each)) for each in moment.failures],
+                "batches": batches,
+                "parts": parts,
+                "shape": list(draws.positions.shape),
+                "dtype": str(draws.positions.dtype).removeprefix("torch."),
+            },
+        )
+        self._parts, self._kept, self._number = parts, kept, self._number + 1
+        self._written = time.monotonic()
+        self._tidy()
+
+    def _write(self, name: str, contents: Mapping[str, Any]) -> None:
+        files.write(self._directory / name, contents, "checkpoint")
+
+    def _tidy(self) -> None:
+        """Drops what the latest states do not need."""
+        for file in self._directory.iterdir():
+            is_old = file.name.startswith("state-") and _number_of(file) < self._number - _KEPT
+            is_loose = file.name.startswith("draws-") and file.name not in self._parts
+            if is_old or is_loose or file.name.startswith(files.TEMPORARY):
+                with contextlib.suppress(OSError):
+                    file.unlink()
+
+
+def refuse_another_run(path: files.FilePath) -> None:
+    """Refuses a directory that holds a run's checkpoints already.
+
+    Raises:
+        ArgumentError: it does.
+    """
+    if any(files.as_path(path).glob("state-*")):
+        raise ArgumentError(
+            f"checkpoint='{path}' holds the checkpoints of a run: pass resume= instead to go on "
+            "with that one, or another directory"
+        )
+
+
+def read(path: files.FilePath) -> Checkpoint:
+    """The latest checkpoint in a directory that is as it was written.
+
+    Raises:
+        FileError: there is none; it says what is wrong with each.
+
+    Warns:
+        UserWarning: a later one is damaged.
+    """
+    directory = files.as_path(path)
+    states = sorted(directory.glob("state-*"), key=_number_of, reverse=True)
+    if not states:
+        raise FileError(
+            f"resume='{path}' holds no checkpoint: pass the directory that checkpoint= was, or "
+            "leave it out to start"
+        )
+    damages: list[str] = []
+    for state in states:
+        try:
+            found = _read(directory, state)
+        except FileError as error:
+            damages.append(str(error))
+            continue
+        if damages:
+            warnings.warn(
+                f"the latest checkpoint is not whole ({'; '.join(damages)}): the one before it is "
+                "taken",
+                UserWarning,
+                stacklevel=4,
+            )
+        return found
+    raise FileError(f"resume='{path}' holds no whole checkpoint: {'; '.join(damages)}")
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Which facts are not as they were, in words."""
+    names = dict.fromkeys([*then, *now])
+    return [
+        f"{name} was {_shown(then.get(name))}, is {_shown(now.get(name))}"
+        for name in names
+        if not _same(then.get(name), now.get(name))
+    ]
+
+
+def _read(directory: Path, state: Path) -> Checkpoint:
+    held = files.read(state, "checkpoint")
+    parts = [files.read(directory / part, "checkpoint") for part in held["parts"]]
+    chains, kept, size = held["shape"]
+    dtype = getattr(torch, held["dtype"])
+    none = torch.empty(chains, 0, size, dtype=dtype), torch.empty(chains, 0, dtype=torch.float64)
+    failures = tuple(Failure(*each) for each in held["failures"])
+    found = Checkpoint(
+        parts=tuple(held["parts"]),
+        facts=held["facts"],
+        moment=Moment(held["step"], held["state"], held["alive"], failures),
+        batches=held["batches"],
+        positions=torch.cat([none[0], *(part["positions"] for part in parts)], 1),
+        log_joint=torch.cat([none[1], *(part["log_joint"] for part in parts)], 1),
+    )
+    if found.positions.shape[1] != kept:
+        raise FileError(f"'{state}' and its draws do not belong together")
+    return found
+
+
+def _number_of(file: Path) -> int:
+    number = file.name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _shown(fact: Any) -> str:
+    return "another tensor" if isinstance(fact, Tensor) else repr(fact)

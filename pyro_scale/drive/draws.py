@@ -1,0 +1,138 @@
+"""Which steps of a run are kept, and what it has kept of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where a chain stopped: its state became NaN or infinite.
+
+    Attributes:
+        chain: which chain.
+        step: the step after which it was so.
+        site: the first site whose value is not finite.
+        bad_batch: whether the step's batch itself held NaN or infinite numbers.
+    """
+
+    chain: int
+    step: int
+    site: str
+    bad_batch: bool
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How many steps there are and which of them are kept.
+
+    Attributes:
+        num_samples: draws to keep.
+        warmup_steps: steps before the first that may be kept.
+        thinning: from one draw to the next, of the steps that may be kept.
+        keeps: whether a step may be kept once warm-up is over; None if all may.
+        positions: whether positions are kept, or log joints alone.
+    """
+
+    num_samples: int
+    warmup_steps: int = 0
+    thinning: int = 1
+    keeps: Callable[[int], bool] | None = None
+    positions: bool = True
+
+    @cached_property
+    def kept(self) -> Tensor:
+        """The numbers of the steps after which a draw is kept, `[num_samples]`."""
+        if self.keeps is None:
+            return self.warmup_steps - 1 + self.thinning * torch.arange(1, self.num_samples + 1)
+        may_be = filter(self.keeps, itertools.count(self.warmup_steps))
+        wanted = self.num_samples * self.thinning
+        kept = itertools.islice(may_be, self.thinning - 1, wanted, self.thinning)
+        return torch.tensor(list(kept))
+
+    @property
+    def total(self) -> int:
+        """All steps, warm-up included."""
+        return int(self.kept[-1]) + 1
+
+    def kept_before(self, step: int) -> int:
+        """How many draws are kept before a step."""
+        return int(torch.searchsorted(self.kept, step))
+
+    def left(self, step: int) -> int:
+        """How many steps there are from a step, with it, to the next draw that is kept."""
+        return int(self.kept[self.kept_before(step)]) + 1 - step
+
+    def even_until(self, start: int, stop: int) -> int:
+        """Up to which step, at most `stop`, every `thinning`-th is kept, from the first on."""
+        kept = self.kept[self.kept_before(start) : self.kept_before(stop)].tolist()
+        if self.keeps is None or not kept:
+            return stop
+        evenly = range(kept[0], stop, self.thinning)
+        same = sum(itertools.takewhile(bool, map(int.__eq__, kept, evenly)))
+        return stop if same == len(evenly) else kept[same - 1] + 1
+
+
+@dataclass
+class Draws:
+    """What a run kept.
+
+    Attributes:
+        positions: unconstrained, `[chains, draws, D]`; a stopped chain's are NaN from there on;
+            `[chains, draws, 0]` where they are not kept.
+        log_joint: the estimate from the batch of the step that led to each draw, at the state
+            that the step began from, `[chains, draws]`.
+        kept_steps: the number of the step that led to each draw, `[draws]`.
+        failures: the chains that stopped.
+        program: how the steps were run, in words.
+        compile_seconds: the time until the first step.
+        seconds: the time that the steps took.
+        state: of all chains, after the last step.
+        num_steps: how many there were.
+        error: what ended the run before its time, if that is not a chain.
+    """
+
+    positions: Tensor
+    log_joint: Tensor
+    kept_steps: Tensor
+    failures: list[Failure] = field(default_factory=list)
+    program: str = "eager"
+    compile_seconds: float = 0.0
+    seconds: float = 0.0
+    state: Any = None
+    num_steps: int = 0
+    error: BaseException | None = None
+
+    @classmethod
+    def of(cls, positions: Tensor, steps: Steps) -> Draws:
+        """Room for the draws of chains at positions `[chains, D]`, in the processor's memory."""
+        (num_chains, size), num_draws = positions.shape, steps.num_samples
+        size = size if steps.positions else 0
+        return cls(
+            torch.full((num_chains, num_draws, size), torch.nan, dtype=positions.dtype),
+            torch.full((num_chains, num_draws), torch.nan, dtype=torch.float64),
+            steps.kept,
+        )
+
+    @property
+    def finished(self) -> list[int]:
+        """The chains that reached the end."""
+        stopped = {failure.chain for failure in self.failures}
+        return [chain for chain in range(len(self.positions)) if chain not in stopped]
+
+    def first(self, count: int) -> Draws:
+        """The first of them alone."""
+        return dataclasses.replace(
+            self,
+            positions=self.positions[:, :count],
+            log_joint=self.log_joint[:, :count],
+            kept_steps=self.kept_steps[:count],
+        )

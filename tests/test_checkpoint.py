@@ -1,0 +1,561 @@
+"""Runs that were cut short go on as if they had not been: bit for bit, or not at all."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import pyro_scale as ps
+from pyro_scale.drive import checkpoint, simulate
+from pyro_scale.errors import ArgumentError, FileError, NonFiniteError
+
+pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore")]
+
+N, B = 60, 8
+QUIET = {"seed": 3, "progress": False}
+STEPS = {"num_samples": 40, "warmup_steps": 11, "thinning": 3}
+
+
+def rows(count=N):
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 2, generator=source, dtype=torch.float64)
+    return x, x @ torch.tensor([1.0, -2.0], dtype=torch.float64)
+
+
+X, Y = rows()
+
+
+def regression(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    s = pyro.sample("s", dist.LogNormal(0.0, 0.3))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, s), obs=y)
+
+
+def other_prior(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.1).to_event(1))
+    s = pyro.sample("s", dist.LogNormal(0.0, 0.3))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, s), obs=y)
+
+
+def subsampling(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", N, subsample_size=B) as i:
+        pyro.sample("y", dist.Normal(x[i] @ w, 1.0), obs=y[i])
+
+
+def with_point(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    s = pyro.param("sd", torch.tensor(1.0), constraint=dist.constraints.positive)
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, s), obs=y)
+
+
+class Noisy(Dataset):
+    """Rows with noise of their own each time that they are read, from torch's generator."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return X[i] + 0.1 * torch.randn(2), Y[i]
+
+
+class Endless(IterableDataset):
+    """Rows in an order of their own in every epoch."""
+
+    def __iter__(self):
+        return ((X[i] + 0.1 * torch.randn(2), Y[i]) for i in torch.randperm(N).tolist())
+
+
+def head():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1))
+    net = ps.bayesianize(net, include="2")
+
+    def model(x, y=None):
+        mean = net(x)[:, 0]
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    return model
+
+
+SMALL = {"lr": 0.02, "compile": False}
+IN_BATCHES = {"batch_size": B, "num_chains": 2}
+#: (method, data, how it is run)
+CASES = {
+    **{
+        name: (lambda name=name: getattr(ps, name)(regression, **SMALL), (X, Y), IN_BATCHES)
+        for name in ("SGLD", "SGHMC", "SGNHT", "BAOA", "UBU", "pSGLD")
+    },
+    "all rows": (lambda: ps.BAOA(regression, **SMALL), (X, Y), {}),
+    "compiled": (lambda: ps.BAOA(regression, lr=0.02, compile=True), (X, Y), IN_BATCHES),
+    "replacement": (
+        lambda: ps.BAOA(regression, **SMALL),
+        (X, Y),
+        {**IN_BATCHES, "sampling": "replacement"},
+    ),
+    "symmetric": (
+        lambda: ps.UBU(regression, **SMALL),
+        (X, Y),
+        {**IN_BATCHES, "sampling": "symmetric"},
+    ),
+    "shared batches": (
+        lambda: ps.BAOA(regression, **SMALL),
+        (X, Y),
+        {**IN_BATCHES, "share_batches": True},
+    ),
+    "schedules": (
+        lambda: ps.BAOA(regression, lr=ps.schedules.cosine_decay(0.03, 131), compile=False),
+        (X, Y),
+        IN_BATCHES,
+    ),
+    "cycles": (
+        lambda: ps.SGHMC(regression, lr=ps.schedules.Cyclical(0.03, 60), compile=False),
+        (X, Y),
+        IN_BATCHES,
+    ),
+    "by site": (
+        lambda: ps.BAOA(regression, lr={"w": 0.02, "s": 0.01}, compile=False),
+        (X, Y),
+        IN_BATCHES,
+    ),
+    "control variates": (
+        lambda: ps.BAOA(regression, control_variates=True, **SMALL),
+        (X, Y),
+        IN_BATCHES,
+    ),
+    "noise taken off": (
+        lambda: ps.BAOA(regression, subtract_noise=True, **SMALL),
+        (X, Y),
+        IN_BATCHES,
+    ),
+    "a chosen step": (lambda: ps.BAOA(regression, lr="auto", compile=False), (X, Y), IN_BATCHES),
+    "own subsamples": (lambda: ps.BAOA(subsampling, **SMALL), (X, Y), {"num_chains": 2}),
+    "points": (lambda: ps.BAOA(with_point, **SMALL), (X, Y), IN_BATCHES),
+    "frozen base": (lambda: ps.BAOA(head(), **SMALL), (X, Y), IN_BATCHES),
+    "a loader by index": (
+        lambda: ps.BAOA(regression, **SMALL),
+        DataLoader(Noisy(), batch_size=B, shuffle=True),
+        {"num_chains": 2},
+    ),
+    "frozen base, a loader": (
+        lambda: ps.BAOA(head(), **SMALL),
+        DataLoader(Noisy(), batch_size=B, shuffle=True),
+        {"num_chains": 2},
+    ),
+    "workers": (
+        lambda: ps.BAOA(regression, **SMALL),
+        DataLoader(Noisy(), batch_size=B, num_workers=2),
+        {"num_chains": 2},
+    ),
+    "a stream": (
+        lambda: ps.BAOA(regression, num_data=N, **SMALL),
+        DataLoader(Endless(), batch_size=B),
+        {"num_chains": 3},
+    ),
+    "a stream of lists": (
+        lambda: ps.BAOA(regression, num_data=N, **SMALL),
+        [(X[:B], Y[:B]), (X[B:40], Y[B:40]), (X[40:43], Y[40:43])],
+        {"num_chains": 3},
+    ),
+}
+
+
+def run(case, changes=None, **options):
+    method, data, how = CASES[case]
+    return method().run(data, **{**STEPS, **how, **QUIET, **options, **(changes or {})})
+
+
+def same(one, other):
+    draws, expected = one.get_samples(group_by_chain=True), other.get_samples(group_by_chain=True)
+    assert draws.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(draws[name], value), name
+    for name in ("lp", "step"):
+        assert torch.equal(one._results().sample_stats[name], other._results().sample_stats[name])
+    assert one.params.keys() == other.params.keys()
+    assert all(torch.equal(value, other.params[name]) for name, value in one.params.items())
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """A function that lets a run be interrupted after so many steps."""
+    move = simulate.Chains.move
+
+    def at(step, error=KeyboardInterrupt):
+        def interrupted(self, program, batches, tape, *others):
+            if tape.stop > step:
+                raise error
+            move(self, program, batches, tape, *others)
+
+        monkeypatch.setattr(simulate.Chains, "move", interrupted)
+
+    yield at
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_was_cut_short_goes_on_bit_for_bit(case, cut, tmp_path, monkeypatch):
+    whole = run(case)
+    for step in (70, 100):
+        cut(step)
+        where = {"resume": tmp_path} if step == 100 else {"checkpoint": tmp_path}
+        part = run(case, **where, checkpoint_every=0)
+        assert part.get_samples()["w" if "w" in whole.get_samples() else "2.weight"].shape[0] > 0
+        monkeypatch.undo()
+    same(run(case, resume=tmp_path), whole)
+    assert len(list(tmp_path.glob("state-*"))) == 2
+
+
+# ------------------------------------------------------------------ what ends a run
+
+
+def test_an_interrupt_leaves_the_draws_until_then(cut):
+    whole = run("BAOA")
+    cut(100)
+    with pytest.warns(
+        UserWarning, match=r"interrupted after 64 steps; get_samples\(\) holds the 17"
+    ):
+        part = run("BAOA")
+    drawn, expected = (each.get_samples(group_by_chain=True)["w"] for each in (part, whole))
+    assert torch.equal(drawn, expected[:, :17])
+    assert part.to_arviz().posterior.attrs["num_samples"] == 17
+    assert part.summary().shape[0] == 3
+
+
+def test_an_interrupt_before_the_first_draw_is_one(cut):
+    cut(9)
+    with pytest.raises(KeyboardInterrupt):
+        run("BAOA")
+
+
+class Breaks(Dataset):
+    """A data set that cannot be read any more after so many rows."""
+
+    def __init__(self, after):
+        self.left = after
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        self.left -= 1
+        if self.left < 0:
+            raise OSError("the disk is gone")
+        return X[i], Y[i]
+
+
+@pytest.mark.parametrize("after", [900, 1200])  # in the run, and when noise is estimated after it
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_breaks_leaves_draws_and_checkpoint(workers, after, tmp_path):
+    sampler = ps.BAOA(regression, **SMALL)
+    loader = DataLoader(Breaks(after), batch_size=B, num_workers=workers)
+    with pytest.raises(OSError, match="the disk is gone") as raised:
+        sampler.run(loader, checkpoint=tmp_path, checkpoint_every=0, **STEPS, **QUIET)
+    assert "get_samples() holds the" in raised.value.__notes__[-1]
+    whole = ps.BAOA(regression, **SMALL).run(
+        DataLoader(Breaks(10**9), batch_size=B), **STEPS, **QUIET
+    )
+    kept = sampler.get_samples()["w"]
+    assert 0 < len(kept) <= 40
+    assert torch.equal(kept, whole.get_samples()["w"][: len(kept)])
+    resumed = ps.BAOA(regression, **SMALL).run(
+        DataLoader(Breaks(10**9), batch_size=B), resume=tmp_path, **STEPS, **QUIET
+    )
+    same(resumed, whole)
+
+
+def test_a_model_that_raises_leaves_the_draws(tmp_path):
+    calls = []
+
+    def model(x, y=None):
+        calls.append(1)
+        if len(calls) == 120:
+            raise ValueError("no more")
+        regression(x, y)
+
+    sampler = ps.BAOA(model, **SMALL)
+    with pytest.raises(ValueError, match="no more"):
+        sampler.run((X, Y), batch_size=B, **STEPS, **QUIET)
+    assert len(sampler.get_samples()["w"]) > 0
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_draws_and_the_last_one(
+    tmp_path, monkeypatch
+):
+    whole, write = run("BAOA"), checkpoint.files.write
+
+    def full(path, contents, kind="results"):
+        if contents.get("step", 0) > 60:
+            raise FileError(f"'{path}' cannot be written (No space left on device)")
+        write(path, contents, kind)
+
+    monkeypatch.setattr(checkpoint.files, "write", full)
+    sampler = CASES["BAOA"][0]()
+    with pytest.raises(FileError, match="No space left"):
+        sampler.run((X, Y), checkpoint=tmp_path, checkpoint_every=0, **STEPS, **IN_BATCHES, **QUIET)
+    kept = sampler.get_samples(group_by_chain=True)["w"]
+    assert torch.equal(kept, whole.get_samples(group_by_chain=True)["w"][:, : kept.shape[1]])
+    monkeypatch.undo()
+    same(run("BAOA", resume=tmp_path), whole)
+
+
+def test_a_chain_that_stopped_stays_so(tmp_path, cut, monkeypatch):
+    def cliff(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.factor("cliff", w * torch.where(w > 1.5, torch.nan, 0.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w, 30.0), obs=y)
+
+    def sampler():
+        return ps.SGLD(cliff, lr=5.0, compile=False, init_strategy={"w": torch.zeros(6)})
+
+    how = {"batch_size": B, "num_chains": 6, **STEPS, **QUIET}
+    whole, part = sampler(), sampler()
+    with pytest.raises(NonFiniteError) as expected:
+        whole.run((X, Y), **how)
+    step = max(1, min(int(s) for s in str(expected.value).split("step ")[1:2][0].split()[:1]))
+    cut(min(step + 40, 120))
+    with pytest.raises((NonFiniteError, KeyboardInterrupt)):
+        part.run((X, Y), checkpoint=tmp_path, checkpoint_every=0, **how)
+    monkeypatch.undo()
+    resumed = sampler()
+    with pytest.raises(NonFiniteError) as found:
+        resumed.run((X, Y), resume=tmp_path, **how)
+    assert str(found.value) == str(expected.value)
+    same(resumed, whole)
+
+
+# ------------------------------------------------------------------ going on
+
+
+def test_a_finished_run_is_extended(tmp_path):
+    longer = run("BAOA", num_samples=70)
+    run("BAOA", checkpoint=tmp_path)
+    same(run("BAOA", resume=tmp_path), run("BAOA"))  # nothing is left to do
+    same(run("BAOA", num_samples=70, resume=tmp_path), longer)
+    with pytest.raises(ArgumentError, match=r"num_samples=40: .* holds 70 draws a chain already"):
+        run("BAOA", resume=tmp_path)
+
+
+def test_the_seed_is_that_of_the_run(tmp_path):
+    whole = run("BAOA", checkpoint=tmp_path)
+    same(run("BAOA", resume=tmp_path, seed=None), whole)
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"seed": 4}, r"seed was 3, is 4"),
+        ({"num_chains": 3}, r"num_chains was 2, is 3"),
+        ({"warmup_steps": 12}, r"warmup_steps was 11, is 12"),
+        ({"thinning": 1}, r"thinning was 3, is 1"),
+        ({"batch_size": 9}, r"batch_size was 8, is 9"),
+        ({"sampling": "replacement"}, r"sampling was 'shuffle', is 'replacement'"),
+        ({"share_batches": True}, r"share_batches was 0, is 1"),
+        ({"method": lambda: ps.BAOA(regression, lr=0.03, compile=False)}, "hyperparameters was"),
+        ({"method": lambda: ps.UBU(regression, **SMALL)}, "method was 'BAOA', is 'UBU'"),
+        ({"method": lambda: ps.BAOA(subsampling, **SMALL)}, "sites was"),
+        ({"method": lambda: ps.BAOA(other_prior, **SMALL)}, "log joint where chain 0 starts was"),
+        ({"data": (X, Y + 1)}, "log joint where chain 0 starts was"),
+        ({"data": (X[:50], Y[:50])}, "num_data was 60, is 50"),
+    ],
+)
+def test_another_run_is_refused_with_what_differs(changed, what, tmp_path):
+    run("BAOA", checkpoint=tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    method, data, how = CASES["BAOA"]
+    changed = dict(changed)
+    method, data = changed.pop("method", method), changed.pop("data", data)
+    how = {**STEPS, **how, **QUIET, **changed}
+    if "sites" in what:
+        how.pop("batch_size")
+    with pytest.raises(FileError, match=rf"is another run \(.*{what}"):
+        method().run(data, resume=tmp_path, **how)
+    assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+
+def test_the_version_counts(tmp_path, monkeypatch):
+    run("BAOA", checkpoint=tmp_path)
+    monkeypatch.setattr("pyro_scale.infer.journal.version", lambda _: "9.9")
+    with pytest.raises(FileError, match=r"version was '.*', is '9.9'"):
+        run("BAOA", resume=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"checkpoint": 3}, ArgumentError, "path=3"),
+        ({"checkpoint_every": -1.0}, ArgumentError, "checkpoint_every=-1.0: pass seconds"),
+        ({"checkpoint_every": "60"}, ArgumentError, "checkpoint_every='60'"),
+        ({"checkpoint": "nowhere/at/all"}, FileError, "cannot be made .*whose parent is there"),
+        ({"resume": "nowhere"}, FileError, "resume='nowhere' holds no checkpoint"),
+    ],
+)
+def test_bad_arguments_are_refused(options, error, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message):
+        run("BAOA", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_runs_checkpoints_are_not_written_over(tmp_path):
+    run("BAOA", checkpoint=tmp_path)
+    with pytest.raises(ArgumentError, match=r"holds the checkpoints of a run: pass resume="):
+        run("BAOA", checkpoint=tmp_path)
+    with pytest.raises(ArgumentError, match="leave checkpoint out"):
+        run("BAOA", checkpoint=tmp_path / "other", resume=tmp_path)
+    run("BAOA", checkpoint=tmp_path, resume=tmp_path)
+
+
+def test_checkpoints_leave_nothing_behind(tmp_path):
+    (tmp_path / ".pyro-scale-left").write_bytes(b"of a run that was killed")
+    (tmp_path / "notes.txt").write_text("the user's own")
+    run("BAOA", checkpoint=tmp_path, checkpoint_every=0)
+    names = {file.name.partition("-")[0] for file in tmp_path.iterdir()}
+    assert names == {"state", "draws", "notes.txt"}
+
+
+# ------------------------------------------------------------------ damage
+
+
+def damaged(path, source):
+    """A byte changed, cut off from somewhere, or something behind the end."""
+    held = bytearray(path.read_bytes())
+    place = source.randrange(len(held))
+    kind = source.choice(["flip", "cut", "append", "zero"])
+    if kind == "flip":
+        held[place] ^= 1 << source.randrange(8)
+    elif kind == "cut":
+        del held[place:]
+    elif kind == "append":
+        held += bytes([place % 256])
+    else:
+        held[place : place + 16] = bytes(len(held[place : place + 16]))
+        if held == path.read_bytes():
+            held[place] ^= 1
+    path.write_bytes(held)
+
+
+@pytest.fixture(scope="module")
+def unfinished(tmp_path_factory):
+    """(The files of a run that was cut short, the whole run)."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    directory = tmp_path_factory.mktemp("unfinished")
+    move = simulate.Chains.move
+
+    def interrupted(self, program, batches, tape, *others):
+        if tape.stop > 100:
+            raise KeyboardInterrupt
+        move(self, program, batches, tape, *others)
+
+    whole = run("BAOA")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(simulate.Chains, "move", interrupted)
+        run("BAOA", checkpoint=directory, checkpoint_every=0)
+    torch.set_default_dtype(default)
+    return {file.name: file.read_bytes() for file in directory.iterdir()}, whole
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_damage_is_noticed(seed, unfinished, tmp_path):
+    """The draws are those of the whole run, or it is refused; the latest state may be lost."""
+    held, whole = unfinished
+    for name, contents in held.items():
+        (tmp_path / name).write_bytes(contents)
+    source = random.Random(seed)
+    name = sorted(held)[seed % len(held)]
+    damaged(tmp_path / name, source)
+    latest = max((n for n in held if "state" in n), key=lambda n: int(n.partition("-")[2]))
+    older = {n for n in held if "state" in n} - {latest}
+    if name in older:
+        same(run("BAOA", resume=tmp_path), whole)
+    elif name == latest or name not in parts_of(tmp_path / older.pop()):
+        with pytest.warns(UserWarning, match="the one before it is taken"):
+            resumed = run("BAOA", resume=tmp_path)
+        same(resumed, whole)
+    else:
+        with pytest.raises(FileError, match=rf"holds no whole checkpoint: .*{name}"):
+            run("BAOA", resume=tmp_path)
+
+
+def parts_of(state):
+    return checkpoint.files.read(state, "checkpoint")["parts"]
+
+
+def test_a_file_that_is_gone_is_named(unfinished, tmp_path):
+    held, _ = unfinished
+    for name, contents in held.items():
+        (tmp_path / name).write_bytes(contents)
+    first = min((n for n in held if "draws" in n), key=lambda n: int(n.partition("-")[2]))
+    (tmp_path / first).unlink()
+    with pytest.raises(FileError, match=rf"{first}' cannot be read"):
+        run("BAOA", resume=tmp_path)
+
+
+# ------------------------------------------------------------------ kill -9
+
+CHILD = """
+import sys, time, warnings
+import torch
+torch.set_default_dtype(torch.float64)
+sys.path.insert(0, {tests!r})
+warnings.simplefilter("ignore")
+import test_checkpoint as t
+from pathlib import Path
+path, saved = Path(sys.argv[1]), sys.argv[2]
+where = "resume" if list(path.glob("state-*")) else "checkpoint"
+print("ready", flush=True)
+fit = t.run(sys.argv[3], {{where: path}}, num_samples={draws}, checkpoint_every=0)
+torch.save(fit.get_samples(group_by_chain=True), saved)
+"""
+
+
+def killed_again_and_again(case, draws, kills, tmp_path, seed):
+    """The draws of a run that was killed so often; how often before it could finish."""
+    source, path, saved = random.Random(seed), tmp_path / "run", tmp_path / "draws.pt"
+    child = CHILD.format(tests=str(Path(__file__).parent), draws=draws)
+    done = 0
+    while not saved.exists():
+        process = subprocess.Popen(
+            [sys.executable, "-c", child, str(path), str(saved), case],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        if done < kills:
+            time.sleep(source.uniform(0.0, 1.0))
+            done += process.poll() is None
+            process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert done < kills or process.returncode in (0, -signal.SIGKILL)
+    return torch.load(saved), done
+
+
+@pytest.mark.parametrize(
+    ("kills", "draws"), [(4, 600), pytest.param(50, 6000, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("case", ["BAOA", "a stream"])
+def test_killed_at_any_moment_it_goes_on_bit_for_bit(case, kills, draws, tmp_path):
+    found, done = killed_again_and_again(case, draws, kills, tmp_path, seed=kills)
+    assert done > 1
+    expected = run(case, num_samples=draws).get_samples(group_by_chain=True)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value)
