@@ -111,7 +111,8 @@ def main() -> None:
     seconds = {name: [s for n, s in whole if n == name] for name in heads}
     pairs = zip(seconds["last layer, 8 chains"], seconds["last layer"], strict=True)
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    found[f"{torch.get_num_threads()} threads"] = {
+    threads = torch.get_num_threads()
+    found[f"{threads} thread{'s' * (threads > 1)}"] = {
         "milliseconds a step": {
             name: 1e3 * statistics.median(each[name] for each in rounds) for name in ways
         },
