@@ -10,12 +10,14 @@ from torch import Tensor
 
 from pyro_scale.core import files
 from pyro_scale.core.counts import as_count
+from pyro_scale.core.randomness import choose_seed
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.infer import diagnostics, export, predictive, saved
 from pyro_scale.infer.contents import contents_of, result_of, understood
+from pyro_scale.infer.loo import Loo, loo
 from pyro_scale.infer.reductions import Reduce
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import module_device
@@ -135,6 +137,28 @@ class Method:
             data: other data than the run's, in any form that `run` takes.
         """
         return predictive.log_likelihood(self._results(), self._data(data))
+
+    def loo(self, num_rows: int | None = None, data: Any = None, seed: int = 0) -> Loo:
+        """What the model predicts of rows that it has not seen: leave-one-out cross-validation by
+        Pareto-smoothed importance sampling (Vehtari, Gelman and Gabry 2017), in nats, the sum over
+        all rows.
+
+        A row is left out as a whole, with all its data sites.  For all rows it is `arviz.loo` of
+        `to_arviz()`; of many rows, some are enough.
+
+        Args:
+            num_rows: how many rows to evaluate, drawn at random; the others are accounted for by
+                their log likelihood at the mean of the draws, and `subsampling_se` says what that
+                costs (Magnusson et al. 2020).  All rows by default.
+            data: other data than the run's.
+            seed: which rows are drawn.
+
+        Warns:
+            UserWarning: some rows weigh so much on the posterior that their part is not to be
+                trusted.
+        """
+        result, source = self._results(), self._data(data)
+        return loo(predictive.equally_weighted(result, None), source, num_rows, choose_seed(seed))
 
     def predict(
         self,

@@ -1,0 +1,177 @@
+"""Leave-one-out cross-validation by Pareto-smoothed importance sampling, of all rows or of some."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core import rows
+from pyro_scale.core.counts import as_count
+from pyro_scale.drive.sources import Data
+from pyro_scale.infer.pieces import Piece, is_row_wise, pieces_of
+from pyro_scale.infer.result import Result
+
+#: The shape of the weights' tail above which a row's estimate is not to be trusted, at most
+#: (Vehtari et al. 2024); with S draws it is 1 - 1/log10(S) where that is less.
+_MOST_K = 0.7
+#: Elements of the draws whose ESS says how far they are from independent ones.
+_ELEMENTS = 200
+
+
+@dataclass(frozen=True)
+class Loo:
+    """What the model predicts of rows that it has not seen, each left out in turn.
+
+    Attributes:
+        elpd: the sum over all rows of log p(row | all others), in nats.
+        se: its standard error, were other data drawn from the same source.
+        subsampling_se: its standard error as an estimate of the sum over all rows; 0 for all.
+        num_data: N, the rows that it is a sum over.
+        rows: the places of those that were evaluated, `[m]`.
+        pointwise: of each of them, `[m]`, in nats.
+        pareto_k: the shape of the tail of each one's weights, `[m]`.
+    """
+
+    elpd: float
+    se: float
+    subsampling_se: float
+    num_data: int
+    rows: Tensor
+    pointwise: Tensor
+    pareto_k: Tensor
+
+    def __str__(self) -> str:
+        of = f"{len(self.rows)} of {self.num_data} rows"
+        extra = f", {self.subsampling_se:.1f} of it for the choice of rows" if self._is_part else ""
+        error = math.hypot(self.se, self.subsampling_se)
+        return f"elpd {self.elpd:.1f} ± {error:.1f}{extra} (PSIS-LOO, {of})"
+
+    @property
+    def _is_part(self) -> bool:
+        return len(self.rows) < self.num_data
+
+
+def loo(result: Result, data: Data, num_rows: int | None, seed: int) -> Loo:
+    """PSIS-LOO (Vehtari, Gelman and Gabry 2017) of all rows, or of some drawn at random.
+
+    Of some, the sum over all is estimated by the difference to a cheap approximation of every
+    row, its log density at the mean of the draws (Magnusson et al. 2020).
+
+    Args:
+        result: of a run, its draws counting alike.
+        data: all rows.
+        num_rows: how many to evaluate; all of them by default.
+        seed: which they are.
+
+    Warns:
+        UserWarning: some rows' weights have too heavy a tail.
+    """
+    if num_rows is None:
+        pieces = pieces_of(result.log_posterior, data)
+        everywhere = torch.cat([_log_lik(result, piece) for piece in pieces], 1)
+        return _summed(result, everywhere, torch.arange(everywhere.shape[1]), None)
+    near = _at_the_mean(result, data)
+    total = len(near)
+    count = min(as_count("num_rows", num_rows, least=2), total)
+    source = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(total, generator=source)[:count].sort().values
+    found = []
+    for piece, some in _chosen(result, data, chosen):
+        found.append(_log_lik(result, piece)[:, some])
+    return _summed(result, torch.cat(found, 1), chosen, near)
+
+
+def _summed(result: Result, log_lik: Tensor, chosen: Tensor, near: Tensor | None) -> Loo:
+    """The estimate from log likelihoods `[draws, m]` of the chosen rows."""
+    pointwise, pareto_k = _left_out(result, log_lik)
+    if near is None:
+        near = pointwise
+    total, count = len(near), len(chosen)
+    ratio, gap = total / count, pointwise - near[chosen]
+    elpd = near.sum() + ratio * gap.sum()
+    error = total**2 * (1 - 1 / ratio) * gap.var() / count
+    squares = near.square().sum() + ratio * (pointwise.square() - near[chosen].square()).sum()
+    spread = (squares - (elpd.square() - error) / total).clamp(min=0)
+    return Loo(
+        elpd=float(elpd),
+        se=float(spread.sqrt()),
+        subsampling_se=float(error.clamp(min=0).sqrt()),
+        num_data=total,
+        rows=chosen,
+        pointwise=pointwise,
+        pareto_k=pareto_k,
+    )
+
+
+def _left_out(result: Result, log_lik: Tensor) -> tuple[Tensor, Tensor]:
+    """(Each row's log density given the others, the shape of its weights' tail), `[m]`."""
+    import arviz
+
+    log_lik = log_lik.double().cpu()
+    weights, shapes = arviz.psislw(-log_lik.T.numpy(), reff=_relative_ess(result))
+    log_weights, pareto_k = torch.as_tensor(weights), torch.as_tensor(shapes).reshape(-1)
+    most = min(_MOST_K, 1 - 1 / math.log10(max(len(log_lik), 11)))
+    heavy = int((pareto_k > most).sum())
+    if heavy:
+        warnings.warn(
+            f"LOO: {heavy} of {len(pareto_k)} rows weigh too much on the posterior (Pareto k above "
+            f"{most:.2f}), so their part is not to be trusted: look at them, or use a likelihood "
+            "with heavier tails",
+            UserWarning,
+            stacklevel=5,
+        )
+    return torch.logsumexp(log_weights + log_lik.T, 1), pareto_k
+
+
+def _relative_ess(result: Result) -> float:
+    """Draws' worth in independent ones, as a part of their number: the mean over elements."""
+    import arviz
+
+    chains, draws, size = result.positions.shape
+    every = max(1, -(-size // _ELEMENTS))
+    if draws < 4 or chains * draws < 8:
+        return 1.0
+    some = result.positions[..., ::every].double().numpy()
+    ess = arviz.ess(arviz.convert_to_dataset({"x": some}), method="mean")
+    return min(1.0, float(ess["x"].mean()) / (chains * draws))
+
+
+def _at_the_mean(result: Result, data: Data) -> Tensor:
+    """Each row's log likelihood at the mean of the unconstrained draws, `[N]`."""
+    mean = result.positions.flatten(0, 1).mean(0)
+    there = dataclasses.replace(result, positions=mean[None, None])
+    parts = [_log_lik(there, piece)[0] for piece in pieces_of(result.log_posterior, data)]
+    return torch.cat(parts).double().cpu()
+
+
+def _log_lik(result: Result, piece: Piece) -> Tensor:
+    """Log likelihoods of a piece's new rows, all data sites together, `[draws, rows]`."""
+
+    def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
+        return result.log_posterior.log_likelihood(params, piece.arguments, piece.indices)
+
+    found = list(result.over_draws(values).values())
+    return torch.stack(found).sum(0)[:, piece.keep]
+
+
+def _chosen(result: Result, data: Data, chosen: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    """(Pieces that hold chosen rows, where those are among a piece's new rows)."""
+    begin = 0
+    takes_less = is_row_wise(result.log_posterior)
+    for piece in pieces_of(result.log_posterior, data):
+        new = len(range(*piece.keep.indices(piece.num_rows)))
+        here = chosen[(chosen >= begin) & (chosen < begin + new)] - begin
+        begin += new
+        if not len(here):
+            continue
+        if takes_less and piece.indices is None:
+            taken = rows.take(piece.arguments, here.to(rows.device(piece.arguments)))
+            yield piece._replace(arguments=taken, num_rows=len(here)), torch.arange(len(here))
+        else:
+            yield piece, here
