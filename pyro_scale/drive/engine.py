@@ -115,6 +115,14 @@ class Engine:
 
         return self._over_chains(evaluate, batch, positions)
 
+    def gradient(self, positions: Tensor, batch: Batch) -> Tensor:
+        """The gradient of each chain's log joint over N at its position, `[chains, D]`."""
+
+        def evaluate(arguments: Any, indices: Any, position: Tensor) -> Tensor:
+            return self._target(arguments, indices).grad(position)[0]
+
+        return self._over_chains(evaluate, batch, positions)
+
     @property
     def has_points(self) -> bool:
         """Whether there are points, which tie the chains together."""

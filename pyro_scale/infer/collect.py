@@ -28,6 +28,7 @@ def collected(
     tape: Mapping[str, Tensor],
     attrs: Mapping[str, Any],
     noise: GradientNoise | None = None,
+    virial: Tensor | None = None,
 ) -> Result:
     """The finished chains of a simulation."""
     finished = torch.tensor(draws.finished)
@@ -62,6 +63,7 @@ def collected(
             "frozen_base": setup.base,
         },
         gradient_noise=noise,
+        virial=virial,
     )
 
 

@@ -43,6 +43,7 @@ def contents_of(result: Result, arguments: Arguments) -> dict[str, Any]:
         "sample_stats": result.sample_stats,
         "attrs": result.attrs,
         "gradient_noise": None if noise is None else dict(vars(noise)),
+        "virial": result.virial,
     }
 
 
@@ -67,6 +68,7 @@ def result_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Resul
         sample_stats=contents["sample_stats"],
         attrs=contents["attrs"],
         gradient_noise=None if noise is None else GradientNoise(**noise),
+        virial=contents["virial"],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -15,6 +16,8 @@ from pyro_scale.infer.result import Result
 _MOST_ELEMENTS = 100
 #: Above this, minibatches make the posterior visibly too wide (5% in standard deviations).
 _MOST_INFLATION = 1.1
+#: Standard errors beyond which a temperature is known to be wrong; draws below which there is none.
+_ERRORS, _FEWEST_DRAWS = 3.0, 8
 
 
 def summary(result: Result, var_names: list[str] | None) -> Any:
@@ -68,6 +71,11 @@ def diagnostics(result: Result, idata: Any) -> Any:
     table["r_hat"] = _each(arviz.rhat(latent), "max")
     table["ess_bulk"] = _each(arviz.ess(latent, method="bulk"), "min")
     table["ess_tail"] = _each(arviz.ess(latent, method="tail"), "min")
+    heat, heated = result.virial, None
+    if heat is not None:
+        heated = _temperatures(result, heat)
+        table["temperature"], table["temperature_error"] = heated
+        warn_of_the_temperature(result, list(table.index), *heated)
     noise = result.gradient_noise
     if noise is not None and result.attrs["temperature"] != 0:
         places = [result.layout.slices()[name] for name in table.index]
@@ -75,7 +83,8 @@ def diagnostics(result: Result, idata: Any) -> Any:
         if noise.reduction is not None:
             table["variance_reduction"] = [float(noise.reduction[place].min()) for place in places]
         table["temperature_inflation"] = [float(noise.inflation[place].max()) for place in places]
-        if "lr_choice" not in result.attrs:  # which has weighed it
+        # a step that was chosen has weighed it, and what is measured counts more
+        if "lr_choice" not in result.attrs and (heated is None or not _is_settled(*heated)):
             warn_of_inflation(float(noise.inflation.max()), result)
     if result.attrs.get("share_batches") and result.num_chains > 1:
         table["chain_correlation"] = [
@@ -85,6 +94,59 @@ def diagnostics(result: Result, idata: Any) -> Any:
     return table
 
 
+def _temperatures(result: Result, heat: Tensor) -> tuple[list[float], list[float]]:
+    """(Every site's temperature by the virial theorem, over that of the run; its standard
+    error)."""
+    arviz = quiet_arviz()
+    asked = result.sample_stats.get("temperature")
+    relative = heat / (1.0 if asked is None else float(asked.mean()))
+    means = relative.mean((0, 1)).tolist()
+    few = relative.shape[1] < _FEWEST_DRAWS
+    errors = [
+        math.nan if few else float(arviz.mcse(relative[..., site].numpy(), method="mean"))
+        for site in range(relative.shape[2])
+    ]
+    return means, errors
+
+
+def _is_settled(means: list[float], errors: list[float]) -> bool:
+    """Whether some temperature is known to be too high, or all are known to be right."""
+    gap = _MOST_INFLATION - 1
+    pairs = list(zip(means, errors, strict=True))
+    too_high = any(mean - _ERRORS * error > 1 + gap for mean, error in pairs)
+    return too_high or all(abs(mean - 1) + _ERRORS * error < gap for mean, error in pairs)
+
+
+def warn_of_the_temperature(
+    result: Result, sites: list[str], means: list[float], errors: list[float]
+) -> None:
+    """Warns where draws are known to be hotter or colder than they should be."""
+    gap = _MOST_INFLATION - 1
+    hot = [i for i, e in enumerate(errors) if means[i] - _ERRORS * e > 1 + gap]
+    cold = [i for i, e in enumerate(errors) if means[i] + _ERRORS * e < 1 - gap]
+    if hot:
+        worst = max(hot, key=lambda i: means[i])
+        warnings.warn(
+            f"site '{sites[worst]}' is hotter than it should be: its draws have {means[worst]:.3g} "
+            f"± {errors[worst]:.2g} times the temperature that was asked for, by the virial "
+            "theorem, with gradients that they have not seen: "
+            f"{_lower_lr(result, means[worst])}; where minibatches heat, raise batch_size",
+            UserWarning,
+            stacklevel=4,
+        )
+    if cold:
+        worst = min(cold, key=lambda i: means[i])
+        warnings.warn(
+            f"site '{sites[worst]}' is colder than it should be: its draws have "
+            f"{means[worst]:.3g} ± {errors[worst]:.2g} times the temperature that was asked for, "
+            "by the virial theorem, with gradients that they have not seen: the run is too short "
+            "for its draws to spread, or its noise is cancelled (shuffled batches with a "
+            "thermostat, subtract_noise)",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
 def _each(dataset: Any, reduce: str) -> list[float]:
     return [float(getattr(array, reduce)()) for array in dataset.data_vars.values()]
 
@@ -92,12 +154,6 @@ def _each(dataset: Any, reduce: str) -> list[float]:
 def warn_of_inflation(factor: float, result: Result) -> None:
     """Warns when minibatches make the posterior too wide."""
     if factor > _MOST_INFLATION:
-        share = (_MOST_INFLATION - 1) / (factor - 1)
-        lr = result.sample_stats.get("lr")
-        lower = f"lower lr to {share:.2g} of what it is"
-        if lr is not None:
-            now = float(lr.mean())
-            lower = f"lower lr from {now:.2g} to about {now * share:.2g}"
         shuffled = result.attrs.get("sampling") != "replacement"
         anchored = result.gradient_noise is not None and result.gradient_noise.reduction is not None
         warnings.warn(
@@ -110,11 +166,21 @@ def warn_of_inflation(factor: float, result: Result) -> None:
                 if shuffled
                 else ""
             )
-            + f": {lower}, raise batch_size in proportion, or "
+            + f": {_lower_lr(result, factor)}, raise batch_size in proportion, or "
             + ("move the anchor of control_variates" if anchored else "pass control_variates=True"),
             UserWarning,
             stacklevel=4,
         )
+
+
+def _lower_lr(result: Result, factor: float) -> str:
+    """What to do about a temperature that is so many times too high, to first order in lr."""
+    share = (_MOST_INFLATION - 1) / (factor - 1)
+    lr = result.sample_stats.get("lr")
+    if lr is None:
+        return f"lower lr to {share:.2g} of what it is"
+    now = float(lr.mean())
+    return f"lower lr from {now:.2g} to about {now * share:.2g}"
 
 
 def chain_correlation(samples: Tensor) -> float:

@@ -113,6 +113,10 @@ class Method:
         """How far to trust the draws: a DataFrame, one row a latent site.
 
         Columns: the worst `r_hat` and least `ess_bulk`, `ess_tail` of the site's elements;
+        `temperature` by the virial theorem, E[-(w - mean) d log joint / dw], over the one that was
+        asked for, on batches that the draws have not seen, and its `temperature_error`: it
+        measures long steps, minibatches and what shuffling cancels of them, and is 1 where all
+        is well (and sometimes where not: it is a mean over a site's elements);
         `gradient_variance`, the largest variance of the minibatch gradient of the log joint over
         N; with control variates `variance_reduction`, by what they divide it at least;
         `temperature_inflation`, by what the noise of minibatches multiplied the temperature, to
@@ -122,7 +126,8 @@ class Method:
         `chain_correlation`, which R-hat and ESS do not see.  The run's facts are in `.attrs`.
 
         Warns:
-            UserWarning: an inflation above 1.1, with the lr that would bring it below.
+            UserWarning: a temperature that is known to be off by more than a tenth; where it is not
+                known to be right, an inflation above 1.1, with the lr that would bring it below.
         """
         result = self._results()
         idata = export.to_inference_data(result, {"posterior": result.samples})

@@ -36,6 +36,8 @@ class Result:
         sample_stats: by name, `[chains, draws]`.
         attrs: strings and numbers: method, hyperparameters, N, B, seed, versions, seconds, ...
         gradient_noise: what minibatches did; None where that is not known.
+        virial: some draws' part in the temperature, `[chains, some, latent sites]`; None where
+            that is not known.
     """
 
     log_posterior: LogPosterior
@@ -45,6 +47,7 @@ class Result:
     sample_stats: dict[str, Tensor]
     attrs: dict[str, Any] = field(default_factory=dict)
     gradient_noise: GradientNoise | None = None
+    virial: Tensor | None = None
 
     @property
     def num_chains(self) -> int:

@@ -33,6 +33,7 @@ from pyro_scale.infer.method import Method
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
 from pyro_scale.infer.stepping import Stepping, batch_as_data
 from pyro_scale.infer.tuning import Tuning, halved, tuned
+from pyro_scale.infer.virial import virial
 from pyro_scale.kernels import Kernel
 
 #: How often a step size that was chosen is halved, where a chain diverges.
@@ -271,14 +272,17 @@ class Sampler(Method):
         kept = len(draws.kept_steps)
         if draws.finished and kept:
             values = {name: column[draws.kept_steps].mean(0) for name, column in tape.items()}
-            noise = None
+            noise = heat = None
             if draws.error is None:
                 try:
-                    noise = gradient_noise(setup, draws, batches, steps.total, values, sampling)
+                    if values["temperature"] > 0:
+                        heat = virial(setup, draws, batches, steps.total)
+                    unseen = steps.total + draws.positions.shape[1]
+                    noise = gradient_noise(setup, draws, batches, unseen, values, sampling)
                 except (Exception, KeyboardInterrupt) as error:  # reads more batches
                     draws.error = error
             attrs = {**self._attrs(), **choice, "num_samples": kept, **settings}
-            self._result = collected(setup, draws, tape, attrs, noise)
+            self._result = collected(setup, draws, tape, attrs, noise, heat)
             warn_of_a_bad_anchor(noise)
         if draws.error is not None:
             self._end_early(draws)

@@ -1,0 +1,80 @@
+"""The temperature that a run's draws have, by the virial theorem.
+
+Where the law of w is exp(log joint / T), E[-(w - c) d log joint / dw] = T for every element and any
+constant c, whatever the law's shape.  With gradients from batches that the draws have not seen it
+measures all that heats or cools a run: long steps, the noise of minibatches and what shuffling
+cancels of it, warm-up that was too short.  That it is T is necessary, not sufficient: on a Gaussian
+it is the variance over that at temperature 1, elsewhere a mean over the directions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.core import rows
+from pyro_scale.drive.batches import Batches, WholeData
+from pyro_scale.drive.draws import Draws
+from pyro_scale.drive.sources import TensorData
+from pyro_scale.infer.setup import Setup
+
+#: Draws whose gradients are taken: the most, the most times rows times D, and the least; and how
+#: many are enough to take all rows.
+_MOST, _MOST_WORK, _LEAST, _ENOUGH = 1000, 2**28, 32, 200
+#: Draws where the model goes one by one.
+_ONE_BY_ONE = 64
+#: Numbers of params and rows in memory at once, with some room for what is made of a row.
+_NUMBERS, _ROOM = 2**22, 64
+
+
+def virial(setup: Setup, draws: Draws, batches: Batches, step: int) -> Tensor:
+    """Every draw's part in the temperature, `[finished chains, some draws, sites]`: the mean over
+    a site's elements; its mean over draws is the temperature.
+
+    Args:
+        setup: of the run.
+        draws: of the run, evenly thinned here.
+        batches: of the run.
+        step: the first of them whose batch nothing has seen.
+    """
+    engine, layout = setup.engine, setup.engine.layout
+    alive = torch.tensor(draws.finished)
+    positions = draws.positions[alive]
+    chains, count = positions.shape[:2]
+    batches, size = _unseen(setup, batches)
+    work = size * layout.size
+    most = min(_MOST, max(_LEAST, _MOST_WORK // work)) if engine.vectorised else _ONE_BY_ONE
+    chosen = torch.linspace(0, count - 1, min(count, max(1, most // chains))).round().long()
+    centre = positions.flatten(0, 1).mean(0)
+    found = []
+    for places in chosen.split(_together(setup, size, chains)):
+        some = positions[:, places].flatten(0, 1)
+        taken = batches.take(step, step + len(places))
+        step += len(places)
+        of_draws = pytree.tree_map(lambda leaf: leaf[alive].flatten(0, 1), taken)
+        batch = batches.batch(batches.fixed, of_draws)
+        gradient = engine.gradient(some.to(setup.positions.device), batch).cpu()
+        parts = -(some - centre) * gradient * engine.density.num_data
+        found.append(parts.unflatten(0, (chains, len(places))))
+    slices = [layout.slices()[name] for name in setup.log_posterior.latents]
+    whole = torch.cat(found, 1).double()
+    return torch.stack([whole[..., place].mean(-1) for place in slices], -1)
+
+
+def _unseen(setup: Setup, batches: Batches) -> tuple[Batches, int]:
+    """(What gradients are taken of, its rows): all rows where they are few enough, whose gradient
+    has no noise; else the run's further batches."""
+    source = setup.features or setup.data
+    if isinstance(source, TensorData):
+        total = rows.count(source.arguments) or 1
+        if total * setup.engine.layout.size * _ENOUGH <= _MOST_WORK:
+            return WholeData(source.arguments), total
+    return batches, setup.log_posterior.understanding.batch_size
+
+
+def _together(setup: Setup, size: int, chains: int) -> int:
+    """Draws of each chain that fit into memory at once, with so many rows for each."""
+    leaves = rows.leaves(setup.data.first())
+    width = sum(leaf[0].numel() for leaf in leaves) + _ROOM
+    return max(1, _NUMBERS // ((setup.engine.layout.size + size * width) * chains))

@@ -1,0 +1,155 @@
+"""The temperature of draws, against closed forms and the variance that it stands for."""
+
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import pyro_scale as ps
+from pyro_scale.errors import NonFiniteError
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+N, B = 1000, 32
+Y = torch.randn(N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+QUIET = {"seed": 0, "progress": False}
+LONG = {"num_samples": 2000, "warmup_steps": 2000, "thinning": 10, "num_chains": 4}
+
+
+def mean_of_normal(y):
+    """The posterior's precision is N + 1/100."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+
+def two_sites(y):
+    a = pyro.sample("a", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    b = pyro.sample("b", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(a.sum(), b), obs=y)
+
+
+def run(method, data=(Y,), **how):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return method.run(data, **{**LONG, **QUIET, **how})
+
+
+def told(fit):
+    """(The table, what it warned of)."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        table = fit.diagnostics()
+    return table, [str(each.message) for each in caught if each.category is UserWarning]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_on_a_gaussian_it_is_the_variance_over_the_posteriors(temperature):
+    sampler = ps.SGLD(mean_of_normal, lr=0.5, temperature=temperature)
+    fit = run(sampler, num_samples=200, num_chains=3)
+    spread = fit.get_samples()["mu"].var(correction=0) * (N + 0.01)
+    table, _ = told(fit)
+    assert table.temperature["mu"] == pytest.approx(float(spread) / temperature, rel=1e-9)
+
+
+def test_by_hand_on_another_model():
+    fit = run(ps.BAOA(two_sites, lr=0.1), num_samples=50, num_chains=2)
+    w = fit._result.positions.flatten(0, 1).clone().requires_grad_()
+    a, log_b = w[:, :3], w[:, 3:]
+    prior = dist.Normal(0.0, 1.0)
+    likelihood = dist.Normal(a.sum(1, keepdim=True), log_b.exp()).log_prob(Y)
+    log_joint = prior.log_prob(a).sum() + prior.log_prob(log_b).sum() + likelihood.sum()
+    (gradient,) = torch.autograd.grad(log_joint, w)
+    parts = -((w - w.mean(0)) * gradient).detach()
+    expected = torch.stack([parts[:, :3].mean(1), parts[:, 3]], 1).unflatten(0, (2, 50))
+    assert torch.allclose(fit._result.virial, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("method", "lr", "how", "hot"),
+    [
+        (ps.SGLD, 0.02, {}, False),
+        (ps.SGLD, 0.5, {}, True),  # the variance is 1 / (1 - 0.5 / 2) of the posterior's
+        (ps.BAOA, 0.5, {}, False),  # exact
+        (ps.BAOA, 0.05, {"batch_size": B, "sampling": "replacement"}, True),
+        (ps.BAOA, 0.004, {"batch_size": B, "sampling": "replacement", "thinning": 50}, False),
+    ],
+)
+def test_too_large_a_step_is_said_and_a_right_one_is_not(method, lr, how, hot):
+    fit = run(method(mean_of_normal, lr=lr), **how)
+    table, said = told(fit)
+    assert table.temperature_error["mu"] < 0.15
+    assert any("site 'mu' is hotter" in each for each in said) == hot
+    assert not any("colder" in each for each in said)
+    if hot:
+        assert len(said) == 1
+        assert f"lower lr from {lr:.2g} to about" in said[0]
+
+
+@pytest.mark.parametrize("sampling", ["replacement", "shuffle"])
+@pytest.mark.parametrize("lr", [0.05, 0.2])
+def test_what_minibatches_heat_is_measured(lr, sampling):
+    """Within a fifth, of shuffled ones too, which theory overestimates."""
+    fit = run(ps.BAOA(mean_of_normal, lr=lr), batch_size=B, sampling=sampling, num_chains=16)
+    truth = float(fit.get_samples()["mu"].var()) * (N + 0.01)
+    assert truth > 1.1
+    assert told(fit)[0].temperature["mu"] == pytest.approx(truth, rel=0.2)
+
+
+def test_batches_of_a_loader_are_those_after_the_run():
+    loader = DataLoader(TensorDataset(Y), batch_size=B)
+    fit = run(ps.BAOA(mean_of_normal, lr=0.2, num_data=N), list(loader), num_samples=300)
+    truth = float(fit.get_samples()["mu"].var()) * (N + 0.01)
+    table, _ = told(fit)
+    gap = abs(table.temperature["mu"] - truth)
+    assert gap < 4 * table.temperature_error["mu"] + 0.1 * truth
+
+
+def test_too_cold_is_said():
+    fit = run(ps.SGNHT(mean_of_normal, lr=0.2), batch_size=B, sampling="shuffle")
+    _, said = told(fit)
+    assert any("site 'mu' is colder than it should be" in each for each in said)
+
+
+def test_another_temperature_than_asked_for_is_said():
+    fit = run(ps.BAOA(mean_of_normal, lr=0.3, temperature=1.5))
+    assert not told(fit)[1]
+    fit._result.sample_stats["temperature"] = torch.ones(4, 2000)
+    assert any("hotter" in each for each in told(fit)[1])
+
+
+def test_optimisers_have_none():
+    fit = run(ps.BAOA(mean_of_normal, lr=0.1, temperature=0.0), num_samples=5)
+    assert "temperature" not in told(fit)[0]
+
+
+def test_few_draws_say_nothing():
+    fit = run(ps.SGLD(mean_of_normal, lr=1.0), num_samples=5)
+    table, said = told(fit)
+    assert table.temperature_error.isna().all()
+    assert not any("hotter" in each or "colder" in each for each in said)
+
+
+def test_chains_that_stopped_do_not_count():
+    def cliff(y):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        pyro.factor("cliff", mu * torch.where(mu > 1.5, torch.nan, 0.0))
+
+    sampler = ps.SGLD(cliff, lr=100.0, init_strategy={"mu": torch.zeros(8)})
+    with pytest.raises(NonFiniteError):
+        run(sampler, num_samples=30, warmup_steps=5, thinning=1, num_chains=8)
+    left = sampler.get_samples(group_by_chain=True)["mu"]
+    assert 0 < len(left) < 8
+    spread = left.flatten().var(correction=0)
+    assert told(sampler)[0].temperature["mu"] == pytest.approx(float(spread), rel=1e-9)
+
+
+def test_it_comes_back_from_a_file(tmp_path):
+    fit = run(ps.SGLD(mean_of_normal, lr=0.5), num_samples=100)
+    fit.save(tmp_path / "run.ps")
+    again = ps.SGLD.load(tmp_path / "run.ps", mean_of_normal)
+    assert torch.equal(again._result.virial, fit._result.virial)
