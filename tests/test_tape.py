@@ -376,11 +376,15 @@ def test_programs_that_count_evenly_keep_what_is_to_be_kept(run, cycle, cuts):
 
 
 @quick
-@given(st.integers(2, 500), st.sampled_from([2, 8, 64]), st.lists(st.booleans()))
-def test_the_pace_goes_through_every_step_once(num_steps, most, slow):
-    """Tapes grow while they are quick, up to the budget; from the third step on."""
-    pace = simulation._Pace(2, num_steps, most)
-    slow, expected, before = iter(slow), 2, 2
+@given(
+    st.integers(0, 90), st.integers(2, 500), st.sampled_from([2, 8, 64]), st.lists(st.booleans())
+)
+def test_the_pace_goes_through_every_step_once(begin, count, most, slow):
+    """Tapes grow while they are quick, up to the budget; from the third step on, or from the
+    third after those that an earlier run took."""
+    num_steps = begin + count
+    pace = simulation._Pace(Tape(begin, {}, torch.empty(1, 2, 1, 1), ()), num_steps, most)
+    slow, expected, before = iter(slow), begin + 2, 2
     for start, stop in pace.spans():
         assert start == expected
         assert stop - start in (before, min(2 * before, most)) or stop == num_steps
