@@ -560,3 +560,22 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(case, kills, draws, tmp_pat
     expected = run(case, num_samples=draws).get_samples(group_by_chain=True)
     for name, value in expected.items():
         assert torch.equal(found[name], value)
+
+
+def test_an_interrupt_ends_the_search_for_a_step_size_too(monkeypatch):
+    """A chain that diverged would have had the run begun again."""
+    begun = []
+
+    def broken(self, program, batches, tape, *others):
+        begun.extend([tape.start] * (tape.start == 0))
+        if tape.stop > 40:
+            raise KeyboardInterrupt
+        self.failures = [checkpoint.Failure(0, 0, "w", False)]
+        self.alive = torch.tensor([False, True])
+        self.count = tape.stop
+
+    monkeypatch.setattr(simulate.Chains, "move", broken)
+    monkeypatch.setattr("pyro_scale.infer.sampler._any_broke", lambda draws: False)
+    with pytest.raises(NonFiniteError):
+        CASES["a chosen step"][0]().run((X, Y), **STEPS, **IN_BATCHES, **QUIET)
+    assert begun == [0]

@@ -179,5 +179,5 @@ def warn_of_a_bad_anchor(noise: GradientNoise | None) -> None:
             "element: the anchor is far from the posterior; pass control_variates=True, which "
             "finds the mode, or leave them out",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )

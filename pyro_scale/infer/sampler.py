@@ -15,7 +15,7 @@ from pyro_scale.core.counts import as_count
 from pyro_scale.core.files import FilePath
 from pyro_scale.core.randomness import choose_seed
 from pyro_scale.core.schedules import Cyclical, Schedule
-from pyro_scale.drive.batches import SharedBatches
+from pyro_scale.drive.batches import Batches, SharedBatches
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.draws import Draws, Steps
 from pyro_scale.drive.indices import Sampling, check_sampling
@@ -27,7 +27,7 @@ from pyro_scale.errors import ArgumentError, NonFiniteError
 from pyro_scale.infer.base import with_base_run
 from pyro_scale.infer.collect import collected, warn_of_short_warmup
 from pyro_scale.infer.divergence import message
-from pyro_scale.infer.gradients import gradient_noise, warn_of_a_bad_anchor
+from pyro_scale.infer.gradients import GradientNoise, gradient_noise, warn_of_a_bad_anchor
 from pyro_scale.infer.journal import Journal, facts_of
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
@@ -264,32 +264,46 @@ class Sampler(Method):
                     last=journal.last if halvings == journal.halvings else None,
                     checkpoints=journal.writer(facts, halvings),
                 )
-            if not retries or not draws.failures or draws.failures[0].bad_batch:
+            diverged = bool(draws.failures) and not draws.failures[0].bad_batch
+            if not retries or not diverged or draws.error is not None:
                 break
             setup, choice = halved(setup, halvings + 1)
         self.kernel = setup.engine.kernel
 
-        kept = len(draws.kept_steps)
-        if draws.finished and kept:
-            values = {name: column[draws.kept_steps].mean(0) for name, column in tape.items()}
-            noise = heat = None
-            if draws.error is None:
-                try:
-                    if values["temperature"] > 0:
-                        heat = virial(setup, draws, batches, steps.total)
-                    unseen = steps.total + draws.positions.shape[1]
-                    noise = gradient_noise(setup, draws, batches, unseen, values, sampling)
-                except (Exception, KeyboardInterrupt) as error:  # reads more batches
-                    draws.error = error
-            attrs = {**self._attrs(), **choice, "num_samples": kept, **settings}
-            self._result = collected(setup, draws, tape, attrs, noise, heat)
-            warn_of_a_bad_anchor(noise)
+        values = {name: column[draws.kept_steps].mean(0) for name, column in tape.items()}
+        if draws.finished and len(draws.kept_steps):
+            found = self._found_out(setup, draws, batches, steps.total, values, sampling)
+            attrs = {**self._attrs(), **choice, "num_samples": len(draws.kept_steps), **settings}
+            self._result = collected(setup, draws, tape, attrs, *found)
         if draws.error is not None:
             self._end_early(draws)
         if draws.failures:
             raise NonFiniteError(message(draws, tape["lr"]))
         warn_of_short_warmup(setup, self._results(), values, warmup_steps)
         return self
+
+    @staticmethod
+    def _found_out(
+        setup: Setup,
+        draws: Draws,
+        batches: Batches,
+        step: int,
+        values: Mapping[str, Tensor],
+        sampling: Sampling,
+    ) -> tuple[GradientNoise | None, Tensor | None]:
+        """(What minibatches did, the temperature that the draws have), from the batches after the
+        run's; an error in reading those is the run's."""
+        noise = heat = None
+        if draws.error is None:
+            try:
+                if values["temperature"] > 0:
+                    heat = virial(setup, draws, batches, step)
+                unseen = step + draws.positions.shape[1]
+                noise = gradient_noise(setup, draws, batches, unseen, values, sampling)
+                warn_of_a_bad_anchor(noise)
+            except (Exception, KeyboardInterrupt) as error:
+                draws.error = error
+        return noise, heat
 
     def _end_early(self, draws: Draws) -> None:
         """Raises what ended a run before its time, or warns of it where that was the user."""
@@ -300,7 +314,7 @@ class Sampler(Method):
         if self._result is None or not isinstance(error, KeyboardInterrupt):
             error.add_note(f"{type(self).__name__}: {said}")
             raise error
-        warnings.warn(f"interrupted {said}", UserWarning, stacklevel=4)
+        warnings.warn(f"interrupted {said}", UserWarning, stacklevel=3)
 
     def _asked(self) -> dict[str, Any]:
         """The hyperparameters as they were asked for, before any was chosen."""
