@@ -64,12 +64,12 @@ def virial(setup: Setup, draws: Draws, batches: Batches, step: int) -> Tensor:
 
 def _unseen(setup: Setup, batches: Batches) -> tuple[Batches, int]:
     """(What gradients are taken of, its rows): all rows where they are few enough, whose gradient
-    has no noise; else the run's further batches."""
-    source = setup.features or setup.data
-    if isinstance(source, TensorData):
-        total = rows.count(source.arguments) or 1
+    has no noise; else the run's further batches, as for features of a frozen base, which takes
+    batches of one size alone."""
+    if isinstance(setup.data, TensorData) and setup.features is None:
+        total = rows.count(setup.data.arguments) or 1
         if total * setup.engine.layout.size * _ENOUGH <= _MOST_WORK:
-            return WholeData(source.arguments), total
+            return WholeData(setup.data.arguments), total
     return batches, setup.log_posterior.understanding.batch_size
 
 
