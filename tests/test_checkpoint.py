@@ -372,7 +372,7 @@ def test_the_seed_is_that_of_the_run(tmp_path):
         ({"method": lambda: ps.UBU(regression, **SMALL)}, "method was 'BAOA', is 'UBU'"),
         ({"method": lambda: ps.BAOA(subsampling, **SMALL)}, "sites was"),
         ({"method": lambda: ps.BAOA(other_prior, **SMALL)}, "log joint where chain 0 starts was"),
-        ({"data": (X, Y + 1)}, "log joint where chain 0 starts was"),
+        ({"data": (X, Y + (torch.arange(N) == N - 1))}, "data was '[0-9a-f]{16}', is"),
         ({"data": (X[:50], Y[:50])}, "num_data was 60, is 50"),
     ],
 )
@@ -404,7 +404,10 @@ def test_the_version_counts(tmp_path, monkeypatch):
         ({"checkpoint_every": -1.0}, ArgumentError, "checkpoint_every=-1.0: pass seconds"),
         ({"checkpoint_every": "60"}, ArgumentError, "checkpoint_every='60'"),
         ({"checkpoint": "nowhere/at/all"}, FileError, "cannot be made .*whose parent is there"),
-        ({"resume": "nowhere"}, FileError, "resume='nowhere' holds no checkpoint"),
+        ({"resume": "nowhere"}, FileError, "resume='nowhere' is no directory: pass"),
+        ({"resume": "."}, FileError, "resume='.' holds no checkpoint: pass"),
+        ({"checkpoint": ""}, ArgumentError, "path=''"),
+        ({"checkpoint": "x" * 300}, FileError, "cannot be"),
     ],
 )
 def test_bad_arguments_are_refused(options, error, message, tmp_path, monkeypatch):
@@ -424,11 +427,33 @@ def test_a_runs_checkpoints_are_not_written_over(tmp_path):
 
 
 def test_checkpoints_leave_nothing_behind(tmp_path):
-    (tmp_path / ".pyro-scale-left").write_bytes(b"of a run that was killed")
-    (tmp_path / "notes.txt").write_text("the user's own")
+    (tmp_path / ".pyro-scale-0123456789abcdef").write_bytes(b"of a run that was killed")
+    own = {"draws-final.nc", "draws-2024.csv", "state-notes.txt", ".pyro-scale-mine"}
+    for name in own:
+        (tmp_path / name).write_text("the user's own")
     run("BAOA", checkpoint=tmp_path, checkpoint_every=0)
-    names = {file.name.partition("-")[0] for file in tmp_path.iterdir()}
-    assert names == {"state", "draws", "notes.txt"}
+    names = {file.name for file in tmp_path.iterdir()} - own
+    assert len(list(tmp_path.iterdir())) == len(names) + len(own)
+    assert {re.sub("[0-9]+", "", name) for name in names} == {"state-", "draws-"}
+
+
+def test_schedules_of_ours_are_compared(tmp_path):
+    run("cycles", checkpoint=tmp_path)
+    method = ps.SGHMC(regression, lr=ps.schedules.Cyclical(0.03, 50), compile=False)
+    with pytest.raises(FileError, match=r"is another run .*cycle_steps"):
+        method.run((X, Y), resume=tmp_path, **STEPS, **IN_BATCHES, **QUIET)
+
+
+def test_a_step_that_was_chosen_is_for_its_number_of_steps(tmp_path):
+    sampler = CASES["a chosen step"][0]()
+    how = {**STEPS, **IN_BATCHES, **QUIET}
+    sampler.run((X, Y), checkpoint=tmp_path, **how)
+    drawn = sampler.get_samples()["w"]
+    with pytest.raises(FileError, match="num_samples was 40, is 80"):
+        CASES["a chosen step"][0]().run((X, Y), resume=tmp_path, **{**how, "num_samples": 80})
+    with pytest.raises(FileError, match="is another run"):
+        sampler.run((X, Y), resume=tmp_path, **{**how, "seed": 5})
+    assert torch.equal(sampler.get_samples()["w"], drawn)  # a refusal takes nothing away
 
 
 # ------------------------------------------------------------------ damage

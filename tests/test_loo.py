@@ -3,6 +3,8 @@
 Seeds are fixed; were they drawn anew, a z beyond 4.4 would come once in 90,000 comparisons.
 """
 
+import warnings
+
 import arviz
 import pyro
 import pyro.distributions as dist
@@ -149,6 +151,33 @@ def test_rows_that_weigh_too_much_are_said():
     with pytest.warns(UserWarning, match=r"LOO: 1 of 300 rows weigh too much .*k above 0.67"):
         found = fit.loo()
     assert int(found.pareto_k.argmax()) == 3
+
+
+def test_masked_rows_weigh_nothing():
+    def masked(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)), pyro.poutine.mask(mask=x[:, 0] > 0):
+            pyro.sample("y", dist.Normal(x @ w, 0.7), obs=y)
+
+    fit = ps.Laplace(masked, structure="dense").run((X, Y), **QUIET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = fit.loo()
+    assert (found.pointwise[X[:, 0] <= 0] == 0).all()
+
+
+def test_what_cannot_be_left_out_is_refused(fitted):
+    def nothing():
+        pyro.sample("w", dist.Normal(0.0, 1.0))
+
+    sampler = ps.BAOA(nothing, lr=0.1).run(None, num_samples=50, **QUIET)
+    with pytest.raises(ArgumentError, match="no data site"):
+        sampler.loo()
+    with pytest.raises(ArgumentError, match="only one row"):
+        fitted.loo(data=(X[:1], Y[:1]))
+    few = ps.BAOA(linear, lr=0.1).run((X, Y), num_samples=5, **QUIET)
+    with pytest.raises(ArgumentError, match="5 draws are too few to weigh: 20"):
+        few.loo()
 
 
 @pytest.mark.parametrize("num_rows", [1, 0, 2.5, True])

@@ -26,8 +26,8 @@ FilePath = str | os.PathLike[str]
 #: What a file holds.
 Kind = Literal["results", "checkpoint"]
 
-#: How the names of files begin that are being written.
-TEMPORARY = ".pyro-scale-"
+#: The names of files that are being written.
+_TEMPORARY = ".pyro-scale-{}"
 #: Of what follows the header; another number, another way to read it.
 _FORMAT = 1
 _WROTE: dict[Kind, str] = {
@@ -58,7 +58,7 @@ def write(path: FilePath, contents: Mapping[str, Any], kind: Kind = "results") -
     digest = hashlib.sha256(body).hexdigest()
     header = f"Pyro Scale {kind}, format {_FORMAT}, {len(body)} bytes, SHA-256 {digest}\n"
     target = Path(os.path.realpath(target))  # what a link points to, not the link
-    temporary = target.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+    temporary = target.with_name(_TEMPORARY.format(secrets.token_hex(8)))
     try:
         with open(temporary, "xb") as file:
             file.write(header.encode())
@@ -119,13 +119,20 @@ def read(path: FilePath, kind: Kind = "results") -> dict[str, Any]:
         ) from error
 
 
+def drop_unfinished(directory: Path) -> None:
+    """Drops what processes that were killed have left half written."""
+    for file in directory.glob(_TEMPORARY.format("[0-9a-f]" * 16)):
+        with contextlib.suppress(OSError):
+            file.unlink()
+
+
 def as_path(path: FilePath) -> Path:
     """A path that a user passed.
 
     Raises:
         ArgumentError: it is none.
     """
-    if not isinstance(path, str | Path | os.PathLike) or "\0" in os.fspath(path):
+    if not isinstance(path, str | Path | os.PathLike) or "\0" in os.fspath(path) or path == "":
         raise ArgumentError(f"path={path!r}: pass a str or a Path")
     return Path(path)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import time
 import warnings
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ from pyro_scale.errors import ArgumentError, FileError
 
 #: States that are kept: should the latest be damaged, there is the one before.
 _KEPT = 2
+#: What files are ours: others in the directory are the user's.
+_NAME = re.compile(r"(?:state|draws)-(\d{1,9})")
 
 
 class Moment(NamedTuple):
@@ -102,7 +105,7 @@ class Checkpoints:
                 "directory whose parent is there and can be written to"
             ) from error
         # names are not used twice: a state and its draws belong together
-        self._number = 1 + max(map(_number_of, self._directory.glob("*-*")), default=-1)
+        self._number = 1 + max((number for number, _ in _files(self._directory)), default=-1)
 
     @property
     def due(self) -> bool:
@@ -152,12 +155,13 @@ class Checkpoints:
 
     def _tidy(self) -> None:
         """Drops what the latest states do not need."""
-        for file in self._directory.iterdir():
-            is_old = file.name.startswith("state-") and _number_of(file) < self._number - _KEPT
+        for number, file in _files(self._directory):
+            is_old = file.name.startswith("state-") and number < self._number - _KEPT
             is_loose = file.name.startswith("draws-") and file.name not in self._parts
-            if is_old or is_loose or file.name.startswith(files.TEMPORARY):
+            if is_old or is_loose:
                 with contextlib.suppress(OSError):
                     file.unlink()
+        files.drop_unfinished(self._directory)
 
 
 def refuse_another_run(path: files.FilePath) -> None:
@@ -165,8 +169,9 @@ def refuse_another_run(path: files.FilePath) -> None:
 
     Raises:
         ArgumentError: it does.
+        FileError: it cannot be looked into.
     """
-    if any(files.as_path(path).glob("state-*")):
+    if _files(files.as_path(path)):
         raise ArgumentError(
             f"checkpoint='{path}' holds the checkpoints of a run: pass resume= instead to go on "
             "with that one, or another directory"
@@ -183,11 +188,13 @@ def read(path: files.FilePath) -> Checkpoint:
         UserWarning: a later one is damaged.
     """
     directory = files.as_path(path)
-    states = sorted(directory.glob("state-*"), key=_number_of, reverse=True)
+    latest_first = sorted(_files(directory), reverse=True)
+    states = [file for _, file in latest_first if file.name.startswith("state-")]
     if not states:
+        what = "holds no checkpoint" if directory.is_dir() else "is no directory"
         raise FileError(
-            f"resume='{path}' holds no checkpoint: pass the directory that checkpoint= was, or "
-            "leave it out to start"
+            f"resume='{path}' {what}: pass the directory that checkpoint= was, or leave it out to "
+            "start"
         )
     damages: list[str] = []
     for state in states:
@@ -237,9 +244,18 @@ def _read(directory: Path, state: Path) -> Checkpoint:
     return found
 
 
-def _number_of(file: Path) -> int:
-    number = file.name.rpartition("-")[2]
-    return int(number) if number.isdecimal() else -1
+def _files(directory: Path) -> list[tuple[int, Path]]:
+    """Our own files in a directory, with their numbers; none where there is no directory.
+
+    Raises:
+        FileError: it cannot be looked into.
+    """
+    try:
+        found = list(directory.iterdir()) if directory.is_dir() else []
+    except OSError as error:
+        raise FileError(f"'{directory}' cannot be read ({error.strerror or error})") from error
+    matches = [(_NAME.fullmatch(file.name), file) for file in found]
+    return [(int(match[1]), file) for match, file in matches if match]
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -17,7 +17,7 @@ _MOST_ELEMENTS = 100
 #: Above this, minibatches make the posterior visibly too wide (5% in standard deviations).
 _MOST_INFLATION = 1.1
 #: Standard errors beyond which a temperature is known to be wrong; draws below which there is none.
-_ERRORS, _FEWEST_DRAWS = 3.0, 8
+_ERRORS, _FEWEST_DRAWS = 3.0, 50
 
 
 def summary(result: Result, var_names: list[str] | None) -> Any:
@@ -101,7 +101,7 @@ def _temperatures(result: Result, heat: Tensor) -> tuple[list[float], list[float
     asked = result.sample_stats.get("temperature")
     relative = heat / (1.0 if asked is None else float(asked.mean()))
     means = relative.mean((0, 1)).tolist()
-    few = relative.shape[1] < _FEWEST_DRAWS
+    few = relative.shape[1] < 4 or relative.shape[:2].numel() < _FEWEST_DRAWS
     errors = [
         math.nan if few else float(arviz.mcse(relative[..., site].numpy(), method="mean"))
         for site in range(relative.shape[2])

@@ -21,7 +21,7 @@ from pyro_scale.model.control_variates import ControlVariates
 #: Rows times D, above which rows are not differentiated one by one.
 _MOST_NUMBERS = 2**28
 #: Batches from which the noise of a run is estimated, rows at one draw, and the fewest draws.
-_NOISE_BATCHES, _NOISE_ROWS, _FEWEST_PLACES = 128, 64, 4
+NOISE_BATCHES, _NOISE_ROWS, _FEWEST_PLACES = 128, 64, 4
 
 #: One chain's batch: the model's arguments, and indices for one that subsamples by itself.
 OwnBatch = tuple[Arguments, Tensor | None]
@@ -128,7 +128,7 @@ def gradient_noise(
         return GradientNoise(torch.ones(num_latents), torch.zeros(num_latents))
     each = -(-_NOISE_ROWS // size)  # batches at one draw
     affordable = _MOST_NUMBERS // (each * size * engine.layout.size)
-    places = max(_FEWEST_PLACES, min(_NOISE_BATCHES // each, affordable))
+    places = max(_FEWEST_PLACES, min(NOISE_BATCHES // each, affordable))
     chains = draws.finished[:places]
     total = draws.positions.shape[1]
     chosen = torch.linspace(0, total - 1, min(total, places // len(chains))).round().long()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pyro_scale.core import rows
 from pyro_scale.core.files import FilePath, as_path
 from pyro_scale.drive.checkpoint import (
     Checkpoint,
@@ -20,6 +24,7 @@ from pyro_scale.drive.checkpoint import (
     read,
     refuse_another_run,
 )
+from pyro_scale.drive.sources import Data, OwnSubsamples, TensorData
 from pyro_scale.errors import ArgumentError, FileError
 from pyro_scale.infer.setup import Setup
 
@@ -55,7 +60,7 @@ class Journal:
                 return cls(None, every, None)
             refuse_another_run(checkpoint)
             return cls(as_path(checkpoint), every, None)
-        if checkpoint is not None and as_path(checkpoint) != as_path(resume):
+        if checkpoint is not None and as_path(checkpoint).resolve() != as_path(resume).resolve():
             raise ArgumentError(
                 f"checkpoint='{checkpoint}', but resume='{resume}', where the run goes on being "
                 "written: leave checkpoint out"
@@ -126,6 +131,7 @@ def facts_of(setup: Setup, attrs: Mapping[str, Any], hyperparameters: Any) -> di
         **attrs,
         "hyperparameters": {name: _plain(value) for name, value in hyperparameters.items()},
         "num_data": known.num_data,
+        "data": _fingerprint(setup.data),
         "batch_size": setup.data.batch_size,
         "sites": {
             name: f"{list(shape)} {str(dtype).removeprefix('torch.')}"
@@ -137,10 +143,23 @@ def facts_of(setup: Setup, attrs: Mapping[str, Any], hyperparameters: Any) -> di
     }
 
 
+def _fingerprint(data: Data) -> str | None:
+    """Of all rows, where they are tensors."""
+    if not isinstance(data, TensorData | OwnSubsamples):
+        return None
+    digest = hashlib.sha256()
+    for leaf in rows.leaves(data.arguments):
+        flat = leaf.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
 def _plain(hyper: Any) -> Any:
     """A hyperparameter's value as far as it can be compared."""
     if isinstance(hyper, Mapping):
         return {site: _plain(value) for site, value in hyper.items()}
+    if dataclasses.is_dataclass(hyper) and not isinstance(hyper, type):
+        return {"schedule": type(hyper).__name__, **_plain(dataclasses.asdict(hyper))}
     if callable(hyper):
         return "a function"
-    return float(hyper) if isinstance(hyper, int | float) else hyper
+    return float(hyper) if isinstance(hyper, Real) else hyper

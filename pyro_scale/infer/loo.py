@@ -14,6 +14,7 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.counts import as_count
 from pyro_scale.drive.sources import Data
+from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.pieces import Piece, is_row_wise, pieces_of
 from pyro_scale.infer.result import Result
 
@@ -22,6 +23,8 @@ from pyro_scale.infer.result import Result
 _MOST_K = 0.7
 #: Elements of the draws whose ESS says how far they are from independent ones.
 _ELEMENTS = 200
+#: Draws below which tails have no shape.
+_FEWEST_DRAWS = 20
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,18 @@ def loo(result: Result, data: Data, num_rows: int | None, seed: int) -> Loo:
         num_rows: how many to evaluate; all of them by default.
         seed: which they are.
 
+    Raises:
+        ArgumentError: no data site, one row, too few draws.
+
     Warns:
         UserWarning: some rows' weights have too heavy a tail.
     """
+    rules = result.log_posterior.understanding.scaling.rules.values()
+    if not any(rule.role == "rows" for rule in rules):
+        raise ArgumentError("loo: the model has no data site with a value a row")
+    draws = result.positions.shape[:2].numel()
+    if draws < _FEWEST_DRAWS:
+        raise ArgumentError(f"loo: {draws} draws are too few to weigh: {_FEWEST_DRAWS} are needed")
     if num_rows is None:
         pieces = pieces_of(result.log_posterior, data)
         everywhere = torch.cat([_log_lik(result, piece) for piece in pieces], 1)
@@ -93,6 +105,8 @@ def _summed(result: Result, log_lik: Tensor, chosen: Tensor, near: Tensor | None
     if near is None:
         near = pointwise
     total, count = len(near), len(chosen)
+    if total < 2:
+        raise ArgumentError("loo: there is only one row: pass two or more")
     ratio, gap = total / count, pointwise - near[chosen]
     elpd = near.sum() + ratio * gap.sum()
     error = total**2 * (1 - 1 / ratio) * gap.var() / count
@@ -116,6 +130,8 @@ def _left_out(result: Result, log_lik: Tensor) -> tuple[Tensor, Tensor]:
     log_lik = log_lik.double().cpu()
     weights, shapes = arviz.psislw(-log_lik.T.numpy(), reff=_relative_ess(result))
     log_weights, pareto_k = torch.as_tensor(weights), torch.as_tensor(shapes).reshape(-1)
+    same = log_lik.amax(0) == log_lik.amin(0)  # a masked row weighs nothing
+    pareto_k = torch.where(same, -torch.inf, pareto_k)
     most = min(_MOST_K, 1 - 1 / math.log10(max(len(log_lik), 11)))
     heavy = int((pareto_k > most).sum())
     if heavy:

@@ -158,6 +158,11 @@ class Method:
             data: other data than the run's.
             seed: which rows are drawn.
 
+        Draws count as the posterior's; those of an approximation are no better than it.
+
+        Raises:
+            ArgumentError: no data site with a value a row, under two rows, under 20 draws.
+
         Warns:
             UserWarning: some rows weigh so much on the posterior that their part is not to be
                 trusted.

@@ -27,7 +27,12 @@ from pyro_scale.errors import ArgumentError, NonFiniteError
 from pyro_scale.infer.base import with_base_run
 from pyro_scale.infer.collect import collected, warn_of_short_warmup
 from pyro_scale.infer.divergence import message
-from pyro_scale.infer.gradients import GradientNoise, gradient_noise, warn_of_a_bad_anchor
+from pyro_scale.infer.gradients import (
+    NOISE_BATCHES,
+    GradientNoise,
+    gradient_noise,
+    warn_of_a_bad_anchor,
+)
 from pyro_scale.infer.journal import Journal, facts_of
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
@@ -194,7 +199,9 @@ class Sampler(Method):
             checkpoint_every: seconds from one checkpoint to the next: what a crash costs at most.
             resume: the directory of a run that was cut short, to go on with the same call: the
                 draws are, bit for bit on one machine, those of a run that was not.  With a larger
-                `num_samples` it extends a finished run.  It goes on writing there.
+                `num_samples` it extends a finished run (not with lr="auto", whose step is chosen
+                for its number of steps).  It goes on writing there.  Rows of a loader cannot be
+                compared beyond the first batch, nor can functions.
 
         Returns:
             The sampler itself.
@@ -222,8 +229,6 @@ class Sampler(Method):
         journal = Journal.opened(checkpoint, checkpoint_every, resume)
         seed = choose_seed(journal.seed(seed))
         data = open_data(data, batch_size, self._num_data, module_device(self.model))
-        self._result, self._stepping = None, None
-
         setup = self._set_up(data, data.num_data, num_chains, seed)
         settings = {
             "warmup_steps": warmup_steps,
@@ -235,7 +240,10 @@ class Sampler(Method):
         facts: dict[str, Any] = {}
         if journal.path is not None:
             facts = facts_of(setup, {"method": type(self).__name__, **settings}, self._asked())
+            if self._chooses_lr:  # for the run's number of steps
+                facts["num_samples"] = num_samples
             journal.refuse_another(facts, num_samples)
+        self._result, self._stepping = None, None
         tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
         setup, choice = tuned(setup, tuning, steps, sampling)
         for halvings in range(journal.halvings):
@@ -296,11 +304,10 @@ class Sampler(Method):
         noise = heat = None
         if draws.error is None:
             try:
-                if values["temperature"] > 0:
-                    heat = virial(setup, draws, batches, step)
-                unseen = step + draws.positions.shape[1]
-                noise = gradient_noise(setup, draws, batches, unseen, values, sampling)
+                noise = gradient_noise(setup, draws, batches, step, values, sampling)
                 warn_of_a_bad_anchor(noise)
+                if values["temperature"] > 0:
+                    heat = virial(setup, draws, batches, step + NOISE_BATCHES)
             except (Exception, KeyboardInterrupt) as error:
                 draws.error = error
         return noise, heat

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core import rows
 from pyro_scale.drive.batches import Batches, WholeData
 from pyro_scale.drive.draws import Draws
-from pyro_scale.drive.sources import TensorData
+from pyro_scale.drive.sources import OwnSubsamples, TensorData
 from pyro_scale.infer.setup import Setup
 
 #: Draws whose gradients are taken: the most, the most times rows times D, and the least; and how
@@ -45,7 +45,12 @@ def virial(setup: Setup, draws: Draws, batches: Batches, step: int) -> Tensor:
     batches, size = _unseen(setup, batches)
     work = size * layout.size
     most = min(_MOST, max(_LEAST, _MOST_WORK // work)) if engine.vectorised else _ONE_BY_ONE
-    chosen = torch.linspace(0, count - 1, min(count, max(1, most // chains))).round().long()
+    each = max(1, most // chains)
+    if not isinstance(
+        setup.data, TensorData | OwnSubsamples
+    ):  # no more reading than a tenth of the run's
+        each = min(each, max(1, step // 10))
+    chosen = torch.linspace(0, count - 1, min(count, each)).round().long()
     centre = positions.flatten(0, 1).mean(0)
     found = []
     for places in chosen.split(_together(setup, size, chains)):
