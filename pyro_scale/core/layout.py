@@ -83,3 +83,8 @@ class Layout:
     def site_at(self, index: int) -> str:
         """The name of the entry that holds the vector's element `index`."""
         return next(name for name, place in self.slices().items() if index < place.stop)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as torch's module has it, such as `float32`."""
+    return str(dtype).removeprefix("torch.")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pyro_scale.core.layout import dtype_name
 from pyro_scale.errors import DataError
 
 #: The model's arguments: a tuple by position, or a dict by name.
@@ -78,7 +79,7 @@ def count(arguments: Arguments) -> int | None:
 def described(arguments: Arguments) -> str:
     """Every tensor of rows with its type and shape, in words."""
     named = [(name, leaf) for name, leaf in named_leaves(arguments) if is_rows(leaf)]
-    found = [f"{name} is {str(leaf.dtype)[6:]} {list(leaf.shape)}" for name, leaf in named]
+    found = [f"{name} is {dtype_name(leaf.dtype)} {list(leaf.shape)}" for name, leaf in named]
     return ", ".join(found) or "no tensors"
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core import files
+from pyro_scale.core.layout import dtype_name
 from pyro_scale.drive.draws import Draws, Failure
 from pyro_scale.errors import ArgumentError, FileError
 
@@ -143,7 +144,7 @@ class Checkpoints:
                 "batches": batches,
                 "parts": parts,
                 "shape": list(draws.positions.shape),
-                "dtype": str(draws.positions.dtype).removeprefix("torch."),
+                "dtype": dtype_name(draws.positions.dtype),
             },
         )
         self._parts, self._kept, self._number = parts, kept, self._number + 1

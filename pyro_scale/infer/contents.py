@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
-from pyro_scale.core.layout import Layout
+from pyro_scale.core.layout import Layout, dtype_name
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.sources import to_device
 from pyro_scale.errors import FileError
@@ -38,7 +38,7 @@ def contents_of(result: Result, arguments: Arguments) -> dict[str, Any]:
         "start_values": known.constrain(start),
         "names": list(result.layout.names),
         "shapes": [list(shape) for shape in result.layout.shapes],
-        "dtypes": [_dtype_name(dtype) for dtype in result.layout.dtypes],
+        "dtypes": [dtype_name(dtype) for dtype in result.layout.dtypes],
         "positions": result.positions,
         "sample_stats": result.sample_stats,
         "attrs": result.attrs,
@@ -159,7 +159,7 @@ def _differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> li
 def _described(values: Mapping[str, Tensor], latents: Any) -> dict[str, str]:
     return {
         name: f"a {'latent' if name in latents else 'param'} {list(value.shape)} "
-        f"of {_dtype_name(value.dtype)}"
+        f"of {dtype_name(value.dtype)}"
         for name, value in values.items()
     }
 
@@ -180,7 +180,3 @@ def _close(now: Tensor, then: Tensor) -> bool:
     """Equal to half of the dtype's digits: another machine may round differently."""
     tolerance: float = torch.finfo(then.dtype).eps ** 0.5
     return bool((now - then).double().norm() <= tolerance * then.double().norm())
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -122,29 +122,27 @@ def warn_of_the_temperature(
 ) -> None:
     """Warns where draws are known to be hotter or colder than they should be."""
     gap = _MOST_INFLATION - 1
+
+    def said(site: int, how: str, advice: str) -> str:
+        return (
+            f"site '{sites[site]}' is {how} than it should be: its draws have {means[site]:.3g} "
+            f"± {errors[site]:.2g} times the temperature that was asked for, by the virial "
+            f"theorem, with gradients that they have not seen: {advice}"
+        )
+
     hot = [i for i, e in enumerate(errors) if means[i] - _ERRORS * e > 1 + gap]
     cold = [i for i, e in enumerate(errors) if means[i] + _ERRORS * e < 1 - gap]
     if hot:
         worst = max(hot, key=lambda i: means[i])
-        warnings.warn(
-            f"site '{sites[worst]}' is hotter than it should be: its draws have {means[worst]:.3g} "
-            f"± {errors[worst]:.2g} times the temperature that was asked for, by the virial "
-            "theorem, with gradients that they have not seen: "
-            f"{_lower_lr(result, means[worst])}; where minibatches heat, raise batch_size",
-            UserWarning,
-            stacklevel=4,
-        )
+        advice = f"{_lower_lr(result, means[worst])}; where minibatches heat, raise batch_size"
+        warnings.warn(said(worst, "hotter", advice), UserWarning, stacklevel=4)
     if cold:
         worst = min(cold, key=lambda i: means[i])
-        warnings.warn(
-            f"site '{sites[worst]}' is colder than it should be: its draws have "
-            f"{means[worst]:.3g} ± {errors[worst]:.2g} times the temperature that was asked for, "
-            "by the virial theorem, with gradients that they have not seen: the run is too short "
-            "for its draws to spread, or its noise is cancelled (shuffled batches with a "
-            "thermostat, subtract_noise)",
-            UserWarning,
-            stacklevel=4,
+        advice = (
+            "the run is too short for its draws to spread, or its noise is cancelled (shuffled "
+            "batches with a thermostat, subtract_noise)"
         )
+        warnings.warn(said(worst, "colder", advice), UserWarning, stacklevel=4)
 
 
 def _each(dataset: Any, reduce: str) -> list[float]:

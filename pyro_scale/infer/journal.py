@@ -17,6 +17,7 @@ import torch
 
 from pyro_scale.core import rows
 from pyro_scale.core.files import FilePath, as_path
+from pyro_scale.core.layout import dtype_name
 from pyro_scale.drive.checkpoint import (
     Checkpoint,
     Checkpoints,
@@ -119,7 +120,7 @@ class Journal:
 _START = "log joint at the start"
 
 
-def facts_of(setup: Setup, attrs: Mapping[str, Any], hyperparameters: Any) -> dict[str, Any]:
+def identity_of(setup: Setup, attrs: Mapping[str, Any], hyperparameters: Any) -> dict[str, Any]:
     """What has to be alike for one run to go on with another."""
     layout = setup.engine.layout
     shapes = zip(layout.names, layout.shapes, layout.dtypes, strict=True)
@@ -133,10 +134,7 @@ def facts_of(setup: Setup, attrs: Mapping[str, Any], hyperparameters: Any) -> di
         "num_data": known.num_data,
         "data": _fingerprint(setup.data),
         "batch_size": setup.data.batch_size,
-        "sites": {
-            name: f"{list(shape)} {str(dtype).removeprefix('torch.')}"
-            for name, shape, dtype in shapes
-        },
+        "sites": {name: f"{list(shape)} {dtype_name(dtype)}" for name, shape, dtype in shapes},
         "seed": setup.seed,
         "version": version("pyro_scale"),
         _START: float(start),

@@ -16,6 +16,7 @@ from pyro_scale.core.counts import as_count
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.pieces import Piece, is_row_wise, pieces_of
+from pyro_scale.infer.predictive import log_likelihood_of
 from pyro_scale.infer.result import Result
 
 #: The shape of the weights' tail above which a row's estimate is not to be trusted, at most
@@ -168,12 +169,7 @@ def _at_the_mean(result: Result, data: Data) -> Tensor:
 
 def _log_lik(result: Result, piece: Piece) -> Tensor:
     """Log likelihoods of a piece's new rows, all data sites together, `[draws, rows]`."""
-
-    def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
-        return result.log_posterior.log_likelihood(params, piece.arguments, piece.indices)
-
-    found = list(result.over_draws(values).values())
-    return torch.stack(found).sum(0)[:, piece.keep]
+    return torch.stack(list(log_likelihood_of(result, piece).values())).sum(0)
 
 
 def _chosen(result: Result, data: Data, chosen: Tensor) -> Iterator[tuple[Piece, Tensor]]:

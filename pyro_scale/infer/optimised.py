@@ -240,19 +240,18 @@ class Optimised(Approximation):
     def _warn_of_the_trace(self, draws: Draws) -> None:
         trace, size = draws.log_joint[:, : draws.num_steps], self.fit.layout.size
         if bool(fell(trace, size).any()):
-            warnings.warn(
-                f"the {self.objective} fell over the {draws.num_steps} steps, so the fit is worse "
-                "than its start: lower the learning rate",
-                UserWarning,
-                stacklevel=3,
+            said = (
+                f"fell over the {draws.num_steps} steps, so the fit is worse than its start: lower "
+                "the learning rate"
             )
         elif bool(still_rises(trace, size).any()):
-            warnings.warn(
-                f"the {self.objective} still rose over the last quarter of the {draws.num_steps} "
-                "steps: take more steps, or a larger learning rate at first",
-                UserWarning,
-                stacklevel=3,
+            said = (
+                f"still rose over the last quarter of the {draws.num_steps} steps: take more "
+                "steps, or a larger learning rate at first"
             )
+        else:
+            return
+        warnings.warn(f"the {self.objective} {said}", UserWarning, stacklevel=3)
 
 
 def _refuse_failures(draws: Draws) -> None:

@@ -25,15 +25,18 @@ from pyro_scale.model.terms import unwrapped
 
 def log_likelihood(result: Result, data: Data) -> dict[str, Tensor]:
     """Per data site `[chains * draws, N]` in the data's order, in nats, without N/B."""
-    parts = []
-    for piece in pieces_of(result.log_posterior, data):
-
-        def values(params: dict[str, Tensor], piece: Piece = piece) -> dict[str, Tensor]:
-            return result.log_posterior.log_likelihood(params, piece.arguments, piece.indices)
-
-        part = result.over_draws(values)
-        parts.append({name: value[:, piece.keep] for name, value in part.items()})
+    pieces = pieces_of(result.log_posterior, data)
+    parts = [log_likelihood_of(result, piece) for piece in pieces]
     return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
+
+
+def log_likelihood_of(result: Result, piece: Piece) -> dict[str, Tensor]:
+    """The same of a piece's new rows."""
+
+    def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
+        return result.log_posterior.log_likelihood(params, piece.arguments, piece.indices)
+
+    return {name: value[:, piece.keep] for name, value in result.over_draws(values).items()}
 
 
 def observed_data(result: Result, data: Data) -> dict[str, Tensor]:

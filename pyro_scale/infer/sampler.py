@@ -33,7 +33,7 @@ from pyro_scale.infer.gradients import (
     gradient_noise,
     warn_of_a_bad_anchor,
 )
-from pyro_scale.infer.journal import Journal, facts_of
+from pyro_scale.infer.journal import Journal, identity_of
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
 from pyro_scale.infer.stepping import Stepping, batch_as_data
@@ -239,7 +239,7 @@ class Sampler(Method):
         }
         facts: dict[str, Any] = {}
         if journal.path is not None:
-            facts = facts_of(setup, {"method": type(self).__name__, **settings}, self._asked())
+            facts = identity_of(setup, {"method": type(self).__name__, **settings}, self._asked())
             if self._chooses_lr:  # for the run's number of steps
                 facts["num_samples"] = num_samples
             journal.refuse_another(facts, num_samples)

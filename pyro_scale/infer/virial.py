@@ -46,10 +46,8 @@ def virial(setup: Setup, draws: Draws, batches: Batches, step: int) -> Tensor:
     work = size * layout.size
     most = min(_MOST, max(_LEAST, _MOST_WORK // work)) if engine.vectorised else _ONE_BY_ONE
     each = max(1, most // chains)
-    if not isinstance(
-        setup.data, TensorData | OwnSubsamples
-    ):  # no more reading than a tenth of the run's
-        each = min(each, max(1, step // 10))
+    if not isinstance(setup.data, TensorData | OwnSubsamples):
+        each = min(each, max(1, step // 10))  # no more reading than a tenth of the run's
     chosen = torch.linspace(0, count - 1, min(count, each)).round().long()
     centre = positions.flatten(0, 1).mean(0)
     found = []
