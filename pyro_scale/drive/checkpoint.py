@@ -57,6 +57,7 @@ class Checkpoint(NamedTuple):
         batches: its position in the batches.
         positions: of the draws until then, `[chains, kept, D]`.
         log_joint: of the steps that led to them, `[chains, kept]`.
+        sink: the state of what takes draws instead, if there is one.
     """
 
     parts: tuple[str, ...]
@@ -65,6 +66,7 @@ class Checkpoint(NamedTuple):
     batches: Any
     positions: Tensor
     log_joint: Tensor
+    sink: dict[str, Any] | None = None
 
     def state_like(self, state: Any) -> Any:
         """The state, in the structure and on the device of another one."""
@@ -113,13 +115,16 @@ class Checkpoints:
         """Whether it is time for the next one."""
         return time.monotonic() - self._written >= self._every
 
-    def write(self, moment: Moment, batches: Any, draws: Draws) -> None:
+    def write(
+        self, moment: Moment, batches: Any, draws: Draws, sink: Mapping[str, Any] | None = None
+    ) -> None:
         """Writes the next one.
 
         Args:
             moment: where the run is.
             batches: its position in the batches.
             draws: all that it has kept until then.
+            sink: the state of what takes draws instead, if there is one.
 
         Raises:
             FileError: a file cannot be written; the checkpoint before stays as it is.
@@ -142,6 +147,7 @@ class Checkpoints:
                 "alive": moment.alive,
                 "failures": [list(dataclasses.astuple(each)) for each in moment.failures],
                 "batches": batches,
+                "sink": sink,
                 "parts": parts,
                 "shape": list(draws.positions.shape),
                 "dtype": dtype_name(draws.positions.dtype),
@@ -239,6 +245,7 @@ def _read(directory: Path, state: Path) -> Checkpoint:
         batches=held["batches"],
         positions=torch.cat([none[0], *(part["positions"] for part in parts)], 1),
         log_joint=torch.cat([none[1], *(part["log_joint"] for part in parts)], 1),
+        sink=held["sink"],
     )
     if found.positions.shape[1] != kept:
         raise FileError(f"'{state}' and its draws do not belong together")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -81,13 +81,38 @@ class Steps:
         return stop if same == len(evenly) else kept[same - 1] + 1
 
 
+class Sink(Protocol):
+    """Takes draws as they come, where they do not stay in memory."""
+
+    @property
+    def count(self) -> int:
+        """Draws of each chain that it has got."""
+        ...
+
+    def add(self, positions: Tensor) -> None:
+        """Takes the next draws, `[chains, n, D]`; those of chains that broke are NaN."""
+        ...
+
+    def close(self) -> None:
+        """Brings all to its place: there are no more."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What `go_on_from` needs: tensors and plain values."""
+        ...
+
+    def go_on_from(self, state: Mapping[str, Any] | None) -> None:
+        """Takes up where another one was; None begins anew."""
+        ...
+
+
 @dataclass
 class Draws:
     """What a run kept.
 
     Attributes:
         positions: unconstrained, `[chains, draws, D]`; a stopped chain's are NaN from there on;
-            `[chains, draws, 0]` where they are not kept.
+            `[chains, draws, 0]` where they are not kept, or elsewhere.
         log_joint: the estimate from the batch of the step that led to each draw, at the state
             that the step began from, `[chains, draws]`.
         kept_steps: the number of the step that led to each draw, `[draws]`.
@@ -98,6 +123,7 @@ class Draws:
         state: of all chains, after the last step.
         num_steps: how many there were.
         error: what ended the run before its time, if that is not a chain.
+        latest: the latest positions, which are on their way to a sink, `[chains, some, D]` each.
     """
 
     positions: Tensor
@@ -110,6 +136,7 @@ class Draws:
     state: Any = None
     num_steps: int = 0
     error: BaseException | None = None
+    latest: list[Tensor] | None = None
 
     @classmethod
     def of(cls, positions: Tensor, steps: Steps) -> Draws:

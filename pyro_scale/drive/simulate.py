@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from pyro_scale.core import rows
 from pyro_scale.core.randomness import NoiseTape, Purpose, generator
 from pyro_scale.drive.batches import Batches
 from pyro_scale.drive.checkpoint import Checkpoint, Checkpoints, Moment
-from pyro_scale.drive.draws import Draws, Failure, Steps
+from pyro_scale.drive.draws import Draws, Failure, Sink, Steps
 from pyro_scale.drive.engine import Engine
 from pyro_scale.drive.programs import Program, eager, program_for
 from pyro_scale.drive.progress import Progress
@@ -91,7 +92,12 @@ class Chains:
             return
         self._stop(broken, moved, batches, tape)
         first, last = steps.kept_before(tape.start), steps.kept_before(tape.stop)
-        if steps.positions:
+        if draws.latest is not None:
+            new = kept.positions.cpu()
+            if not bool(self.alive.all()):
+                new = new.where(self.alive[:, None, None], torch.nan)
+            draws.latest.append(new)
+        elif steps.positions:
             draws.positions[self.alive, first:last] = kept.positions.cpu()[self.alive]
         draws.log_joint[self.alive, first:last] = kept.log_joint.double().cpu()[self.alive]
         self.count = tape.stop
@@ -154,6 +160,7 @@ def simulate(
     check_every: int | None = None,
     last: Checkpoint | None = None,
     checkpoints: Checkpoints | None = None,
+    sink: Sink | None = None,
 ) -> Draws:
     """Runs every chain from its position `[chains, D]` to the end, or until it is non-finite.
 
@@ -174,10 +181,14 @@ def simulate(
             by default.
         last: what to go on from.
         checkpoints: where the run is written down.
+        sink: where draws go instead of memory.
     """
-    draws = Draws.of(positions, steps)
+    draws = Draws.of(positions, dataclasses.replace(steps, positions=False) if sink else steps)
     at_first = {name: column[0] for name, column in values.items()}
     chains = Chains(engine, positions, at_first, seed)
+    if sink is not None:
+        sink.go_on_from(None if last is None else last.sink)
+        draws.latest = []
     if last is not None:
         _go_on(last, chains, batches, draws)
         progress.update(chains.count, torch.nan)
@@ -187,7 +198,8 @@ def simulate(
     def write() -> None:
         if checkpoints is not None:
             kept = steps.kept_before(moment.step)
-            checkpoints.write(moment, batches.position(moment.step), draws.first(kept))
+            state = None if sink is None else sink.state()
+            checkpoints.write(moment, batches.position(moment.step), draws.first(kept), state)
 
     begun = started = time.perf_counter()
     try:
@@ -206,6 +218,8 @@ def simulate(
             for tape in itertools.chain([first], inputs.tapes(pace.spans())):
                 with pace:
                     chains.move(program, batches, tape, steps, draws)
+                    if sink is not None:
+                        _pass_on(draws, sink)
                 moment = chains.moment
                 progress.update(len(tape), chains.log_joint)
                 draws.num_steps, draws.failures = moment.step, list(moment.failures)
@@ -214,8 +228,12 @@ def simulate(
                 due = check_every is None or tape.stop % check_every == 0
                 if not chains.alive.any() or (stop is not None and due and stop(draws)):
                     break
+            if sink is not None:
+                sink.close()
             write()
     except (Exception, KeyboardInterrupt) as error:
+        if sink is not None and sink.count == steps.kept_before(chains.count):
+            moment = chains.moment  # that of the last draws that it has got
         with contextlib.suppress(FileError):  # it may be what ended the run
             write()
         draws = draws.first(steps.kept_before(moment.step))
@@ -232,6 +250,14 @@ def _go_on(last: Checkpoint, chains: Chains, batches: Batches, draws: Draws) -> 
     batches.seek(last.moment.step, last.batches)
     kept = last.positions.shape[1]
     draws.positions[:, :kept], draws.log_joint[:, :kept] = last.positions, last.log_joint
+
+
+def _pass_on(draws: Draws, sink: Sink) -> None:
+    """Gives the latest draws to a sink."""
+    for positions in draws.latest or ():
+        if positions.shape[1]:
+            sink.add(positions)
+    draws.latest = []
 
 
 class _Pace:

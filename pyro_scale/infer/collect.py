@@ -13,13 +13,16 @@ from torch import Tensor
 
 from pyro_scale.core.schedules import Cyclical
 from pyro_scale.drive.draws import Draws
-from pyro_scale.infer.gradients import GradientNoise
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import Setup
+from pyro_scale.infer.stored import Positions, spread
+from pyro_scale.infer.streams import ToDisk, ToMoments
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: Draws below which their variance says nothing of the posterior's.
 _FEWEST_DRAWS = 20
+#: Numbers in all draws that it is judged by.
+_MOST_NUMBERS = 2**21
 
 
 def collected(
@@ -27,11 +30,17 @@ def collected(
     draws: Draws,
     tape: Mapping[str, Tensor],
     attrs: Mapping[str, Any],
-    noise: GradientNoise | None = None,
-    virial: Tensor | None = None,
+    sink: ToDisk | ToMoments | None = None,
 ) -> Result:
-    """The finished chains of a simulation."""
+    """The finished chains of a simulation, whose draws may have gone into a sink."""
     finished = torch.tensor(draws.finished)
+    if isinstance(sink, ToDisk):
+        positions: Positions = sink.kept(draws)
+        draws = draws.first(positions.shape[1])
+    elif isinstance(sink, ToMoments):
+        positions = draws.state.position[finished, None].cpu()
+    else:
+        positions = draws.positions[finished]
     log_joint = draws.log_joint[finished]
     stats = {"lp": log_joint, "step": draws.kept_steps.expand(log_joint.shape)}
     for name, hyper in setup.engine.kernel.hyperparameters().items():
@@ -54,7 +63,7 @@ def collected(
         log_posterior=setup.log_posterior,
         data=setup.data,
         layout=setup.engine.layout,
-        positions=draws.positions[finished],
+        positions=positions,
         sample_stats=stats,
         attrs={
             **attrs,
@@ -62,8 +71,7 @@ def collected(
             **times,
             "frozen_base": setup.base,
         },
-        gradient_noise=noise,
-        virial=virial,
+        running=sink.kept(draws) if isinstance(sink, ToMoments) else None,
     )
 
 
@@ -93,7 +101,10 @@ def warn_of_short_warmup(
     setup: Setup, result: Result, values: Mapping[str, Tensor], warmup_steps: int
 ) -> None:
     """Warns when warm-up is under five relaxation times, judged by the draws' own variance."""
-    latents = result.positions[..., : setup.engine.num_latents].flatten(0, 1).double()
+    chains, _, size = result.positions.shape
+    chosen = spread(result.positions, max(_FEWEST_DRAWS, _MOST_NUMBERS // (chains * size)))
+    some = result.positions[torch.arange(chains)[:, None], chosen].flatten(0, 1)
+    latents = some[..., : setup.engine.num_latents].double()
     cyclical = isinstance(setup.engine.kernel.lr, Cyclical)
     if len(latents) < _FEWEST_DRAWS or values["temperature"] == 0 or cyclical:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,11 +11,15 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout, dtype_name
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.running import Running
 from pyro_scale.drive.sources import to_device
+from pyro_scale.drive.store import DrawStore
 from pyro_scale.errors import FileError
 from pyro_scale.infer.gradients import GradientNoise
+from pyro_scale.infer.moments import RunningSamples
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import as_log_posterior, module_device
+from pyro_scale.infer.stored import Positions, StoredPositions
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.preflight import InitFunction
 
@@ -36,10 +40,8 @@ def contents_of(result: Result, arguments: Arguments) -> dict[str, Any]:
         "latents": list(known.latents),
         "start": start,
         "start_values": known.constrain(start),
-        "names": list(result.layout.names),
-        "shapes": [list(shape) for shape in result.layout.shapes],
-        "dtypes": [dtype_name(dtype) for dtype in result.layout.dtypes],
-        "positions": result.positions,
+        "layout": _plain_layout(result.layout),
+        **_plain_draws(result),
         "sample_stats": result.sample_stats,
         "attrs": result.attrs,
         "gradient_noise": None if noise is None else dict(vars(noise)),
@@ -55,21 +57,80 @@ def result_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Resul
         log_posterior: the model, as `understood` gives it.
     """
     noise = contents["gradient_noise"]
-    layout = Layout(
-        tuple(contents["names"]),
-        tuple(torch.Size(shape) for shape in contents["shapes"]),
-        tuple(getattr(torch, name) for name in contents["dtypes"]),
-    )
+    layout = _layout(contents["layout"])
     return Result(
         log_posterior=log_posterior,
         data=None,
         layout=layout,
-        positions=contents["positions"],
+        positions=_positions(contents, layout),
+        running=_running(contents["running"]),
         sample_stats=contents["sample_stats"],
         attrs=contents["attrs"],
         gradient_noise=None if noise is None else GradientNoise(**noise),
         virial=contents["virial"],
     )
+
+
+def _plain_layout(layout: Layout) -> dict[str, list[Any]]:
+    return {
+        "names": list(layout.names),
+        "shapes": [list(shape) for shape in layout.shapes],
+        "dtypes": [dtype_name(dtype) for dtype in layout.dtypes],
+    }
+
+
+def _layout(plain: Mapping[str, Any]) -> Layout:
+    return Layout(
+        tuple(plain["names"]),
+        tuple(torch.Size(shape) for shape in plain["shapes"]),
+        tuple(getattr(torch, name) for name in plain["dtypes"]),
+    )
+
+
+def _plain_draws(result: Result) -> dict[str, Any]:
+    """The draws, where they are, or what they came to."""
+    positions, running, kept = result.positions, result.running, None
+    if isinstance(positions, StoredPositions):
+        where = {
+            "path": str(positions.store.path.absolute()),
+            "run": positions.store.run,
+            "chains": positions.chains,
+            "count": positions.count,
+        }
+        return {"positions": None, "store": where, "running": None}
+    if running is not None:
+        kept = {
+            "state": running.running.state(),
+            "num_draws": running.running.num_draws,
+            "num_chains": running.running.num_chains,
+            "layout": _plain_layout(running.layout),
+            "chains": list(running.chains),
+        }
+    return {"positions": positions, "store": None, "running": kept}
+
+
+def _positions(contents: Mapping[str, Any], layout: Layout) -> Positions:
+    """The draws of a file, or those in the store that it speaks of.
+
+    Raises:
+        FileError: the store is not there, or is of another run.
+    """
+    held = contents["store"]
+    if held is None:
+        return cast(Tensor, contents["positions"])
+    store = DrawStore.opened(held["path"])
+    if store.run != held["run"] or store.count < held["count"]:
+        raise FileError(f"the store '{held['path']}' does not hold the draws of the file")
+    return StoredPositions(store, layout, held["chains"], held["count"])
+
+
+def _running(held: Mapping[str, Any] | None) -> RunningSamples | None:
+    if held is None:
+        return None
+    layout = _layout(held["layout"])
+    running = Running(held["num_chains"], layout.size, held["num_draws"])
+    running.go_on_from(held["state"])
+    return RunningSamples(running, layout, held["chains"])
 
 
 def understood(contents: Mapping[str, Any], model: Any) -> LogPosterior:

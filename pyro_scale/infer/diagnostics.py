@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from pyro_scale.core.running import Moments
 from pyro_scale.infer.export import quiet_arviz, to_inference_data
 from pyro_scale.infer.predictive import in_proportion
 from pyro_scale.infer.result import Result
@@ -18,6 +22,8 @@ _MOST_ELEMENTS = 100
 _MOST_INFLATION = 1.1
 #: Standard errors beyond which a temperature is known to be wrong; draws below which there is none.
 _ERRORS, _FEWEST_DRAWS = 3.0, 50
+#: Of the quantiles that a summary shows of draws that were not kept.
+_LEVELS = 0.05, 0.5, 0.95
 
 
 def summary(result: Result, var_names: list[str] | None) -> Any:
@@ -28,6 +34,8 @@ def summary(result: Result, var_names: list[str] | None) -> Any:
     """
     import pandas
 
+    if result.running is not None:
+        return _of_moments(result.running.moments(_LEVELS), var_names)
     arviz = quiet_arviz()
     samples, weights = result.samples, result.weights
     if weights is not None:  # the same for all chains
@@ -42,11 +50,35 @@ def summary(result: Result, var_names: list[str] | None) -> Any:
             table["mean"], table["sd"] = (moment.round(decimals=3).tolist() for moment in moments)
         columns = table.columns
         if var_names is None and len(table) > _MOST_ELEMENTS:
-            worst = {c: table[c].max() if c == "r_hat" else table[c].min() for c in _mixing(table)}
-            shape = "x".join(str(n) for n in samples[name].shape[2:])
-            table = pandas.DataFrame([worst], index=[f"{name} [{shape}], worst"])
+            table = _worst(table, name, samples[name].shape[2:])
         tables.append(table)
     return pandas.concat(tables)[columns]
+
+
+def _of_moments(moments: Mapping[str, Moments], var_names: list[str] | None) -> Any:
+    """The table of draws that were not kept."""
+    import pandas
+
+    tables, columns = [], ["mean", "sd", *(f"q{100 * p:.0f}" for p in _LEVELS), "ess", "r_hat"]
+    for name in var_names or moments:
+        found = moments[name]
+        shape = found.mean.shape
+        places = [f"{name}[{', '.join(map(str, place))}]" for place in np.ndindex(*shape)]
+        numbers = [found.mean, found.sd, *found.quantiles, found.ess, found.r_hat]
+        values = torch.stack(numbers, -1).reshape(-1, len(columns)).numpy()
+        table = pandas.DataFrame(values, index=places if shape else [name], columns=columns)
+        if var_names is None and len(table) > _MOST_ELEMENTS:
+            table = _worst(table, name, shape)
+        tables.append(table)
+    return pandas.concat(tables)[columns].round(3)
+
+
+def _worst(table: Any, name: str, shape: Sequence[int]) -> Any:
+    """A large site's row: its worst R-hat and least ESS."""
+    import pandas
+
+    worst = {c: table[c].max() if c == "r_hat" else table[c].min() for c in _mixing(table)}
+    return pandas.DataFrame([worst], index=[f"{name} [{'x'.join(map(str, shape))}], worst"])
 
 
 def _weighted_moments(samples: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,16 +93,22 @@ def _mixing(table: Any) -> list[str]:
     return [column for column in table.columns if column.startswith(("ess", "r_hat"))]
 
 
-def diagnostics(result: Result, idata: Any) -> Any:
+def diagnostics(result: Result) -> Any:
     """A table, one row a site; see `Method.diagnostics`."""
     import pandas
 
-    arviz = quiet_arviz()
     table = pandas.DataFrame(index=pandas.Index([*result.log_posterior.latents], name="site"))
-    latent = idata.posterior[list(table.index)]
-    table["r_hat"] = _each(arviz.rhat(latent), "max")
-    table["ess_bulk"] = _each(arviz.ess(latent, method="bulk"), "min")
-    table["ess_tail"] = _each(arviz.ess(latent, method="tail"), "min")
+    if result.running is not None:
+        moments = result.moments([0.5])
+        table["r_hat"] = [float(moments[name].r_hat.max()) for name in table.index]
+        table["ess_bulk"] = [float(moments[name].ess.min()) for name in table.index]
+    else:
+        arviz = quiet_arviz()
+        latent = to_inference_data(result, {"posterior": result.samples}).posterior
+        latent = latent[list(table.index)]
+        table["r_hat"] = _each(arviz.rhat(latent), "max")
+        table["ess_bulk"] = _each(arviz.ess(latent, method="bulk"), "min")
+        table["ess_tail"] = _each(arviz.ess(latent, method="tail"), "min")
     heat, heated = result.virial, None
     if heat is not None:
         heated = _temperatures(result, heat)

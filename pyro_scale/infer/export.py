@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_scale.infer.predictive import data_sites
 from pyro_scale.infer.result import Result
+from pyro_scale.infer.stored import StoredSamples
 
 #: The name of the rows' dimension where the model has no plate for them.
 ROWS = "row"
@@ -31,7 +32,8 @@ def to_inference_data(result: Result, groups: Mapping[str, Mapping[str, Tensor]]
 
     Args:
         result: of the run.
-        groups: by group, by variable: `[chains, draws, ...]`, but `observed_data` as it is.
+        groups: by group, by variable: `[chains, draws, ...]`, but `observed_data` as it is; a
+            posterior in a store is read when it is needed.
     """
     import xarray
 
@@ -39,15 +41,21 @@ def to_inference_data(result: Result, groups: Mapping[str, Mapping[str, Tensor]]
     datasets: dict[str, Any] = {
         group: xarray.Dataset(
             {name: _array(result, group, name, value) for name, value in variables.items()},
-            attrs=_attributes(result.attrs),
+            attrs=attributes(result.attrs),
         )
         for group, variables in groups.items()
-        if variables
+        if variables and not isinstance(variables, StoredSamples)
     }
+    for group, variables in groups.items():
+        if isinstance(variables, StoredSamples):
+            datasets = {
+                group: variables.dataset().assign_attrs(attributes(result.attrs)),
+                **datasets,
+            }
     if hasattr(arviz, "InferenceData"):
-        return arviz.InferenceData(attrs=_attributes(result.attrs), **datasets)
+        return arviz.InferenceData(attrs=attributes(result.attrs), **datasets)
     tree = xarray.DataTree.from_dict(datasets)
-    tree.attrs.update(_attributes(result.attrs))
+    tree.attrs.update(attributes(result.attrs))
     return tree
 
 
@@ -56,12 +64,12 @@ def _array(result: Result, group: str, name: str, value: Tensor) -> Any:
 
     array = value.detach().cpu().numpy()
     lead = () if group == "observed_data" else ("chain", "draw")
-    dims = (*lead, *_dims(result, group, name, array.ndim - len(lead)))
+    dims = (*lead, *dims_of(result, group, name, array.ndim - len(lead)))
     coords = {dim: np.arange(size) for dim, size in zip(dims, array.shape, strict=True)}
     return xarray.DataArray(array, dims=dims, coords=coords)
 
 
-def _dims(result: Result, group: str, name: str, count: int) -> list[str]:
+def dims_of(result: Result, group: str, name: str, count: int) -> list[str]:
     """A variable's dims after chain and draw: plates by their names, the rest by the site's."""
     known = result.log_posterior.understanding
     if group == "sample_stats":
@@ -95,7 +103,7 @@ def _rows_dim(result: Result) -> str:
     return str(names.pop()) if len(names) == 1 else ROWS
 
 
-def _attributes(attrs: Mapping[str, Any]) -> dict[str, str | int | float]:
+def attributes(attrs: Mapping[str, Any]) -> dict[str, str | int | float]:
     """netCDF attributes are strings and numbers; the rest goes in as JSON."""
     return {
         key: value if isinstance(value, str | int | float) else json.dumps(value)

@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.batches import Batch, Batches
-from pyro_scale.drive.draws import Draws
 from pyro_scale.drive.engine import Density, Engine
 from pyro_scale.drive.indices import Sampling
 from pyro_scale.infer.setup import Setup
+from pyro_scale.infer.stored import Positions, spread
 from pyro_scale.model.control_variates import ControlVariates
 
 #: Rows times D, above which rows are not differentiated one by one.
@@ -103,7 +103,8 @@ class GradientNoise:
 
 def gradient_noise(
     setup: Setup,
-    draws: Draws,
+    positions: Positions,
+    finished: list[int],
     batches: Batches,
     step: int,
     values: Mapping[str, Tensor],
@@ -114,7 +115,8 @@ def gradient_noise(
 
     Args:
         setup: the model.
-        draws: of the run.
+        positions: of the finished chains' draws.
+        finished: which chains those are.
         batches: of the run.
         step: the first that the run did not take.
         values: the hyperparameters', on average over the draws.
@@ -129,10 +131,10 @@ def gradient_noise(
     each = -(-_NOISE_ROWS // size)  # batches at one draw
     affordable = _MOST_NUMBERS // (each * size * engine.layout.size)
     places = max(_FEWEST_PLACES, min(NOISE_BATCHES // each, affordable))
-    chains = draws.finished[:places]
-    total = draws.positions.shape[1]
-    chosen = torch.linspace(0, total - 1, min(total, places // len(chains))).round().long()
-    positions = draws.positions[chains][:, chosen].flatten(0, 1).to(setup.positions.device)
+    chains = finished[:places]
+    chosen = spread(positions, places // len(chains))
+    some = positions[torch.arange(len(chains))[:, None], chosen]
+    at = some.flatten(0, 1).to(setup.positions.device)
     found = batches_from(batches, step, each * len(chosen))
     own = [
         [batch.of_chain(chain) for batch in found[i : i + each]]
@@ -143,7 +145,7 @@ def gradient_noise(
     def variance_of(density: Density) -> Tensor | None:
         """The mean over positions: the rows of one of them at a time are in memory."""
         found = []
-        for position, some in zip(positions, own, strict=True):
+        for position, some in zip(at, own, strict=True):
             rows = row_gradients(setup, density, position[None], [some])
             if rows is None:
                 return None

@@ -154,14 +154,16 @@ def _relative_ess(result: Result) -> float:
     every = max(1, -(-size // _ELEMENTS))
     if draws < 4 or chains * draws < 8:
         return 1.0
-    some = result.positions[..., ::every].double().numpy()
+    blocks = [block[:, ::every] for block in result.blocks()]
+    some = torch.cat(blocks).unflatten(0, (chains, draws)).double().numpy()
     ess = arviz.ess(arviz.convert_to_dataset({"x": some}), method="mean")
     return min(1.0, float(ess["x"].mean()) / (chains * draws))
 
 
 def _at_the_mean(result: Result, data: Data) -> Tensor:
     """Each row's log likelihood at the mean of the unconstrained draws, `[N]`."""
-    mean = result.positions.flatten(0, 1).mean(0)
+    total = result.positions.shape[:2].numel()
+    mean = torch.stack([block.sum(0) / total for block in result.blocks()]).sum(0)
     there = dataclasses.replace(result, positions=mean[None, None])
     parts = [_log_lik(there, piece)[0] for piece in pieces_of(result.log_posterior, data)]
     return torch.cat(parts).double().cpu()

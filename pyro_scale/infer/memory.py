@@ -28,11 +28,11 @@ def refuse_what_does_not_fit(
     needed, there = matrices * size**2 * number, bytes_of(device)
     if needed > there:
         raise ArgumentError(
-            f"structure='dense': {what} of {size:,} dimensions needs {_in_words(needed)} ("
+            f"structure='dense': {what} of {size:,} dimensions needs {in_words(needed)} ("
             + (
                 f"{matrices} matrices of {size:,} x {size:,} numbers), and there are "
-                f"{_in_words(there)} of memory: use structure='diag', which needs "
-                f"{_in_words(matrices * size * number)}, or sites= for a part of the sites"
+                f"{in_words(there)} of memory: use structure='diag', which needs "
+                f"{in_words(matrices * size * number)}, or sites= for a part of the sites"
             )
         )
 
@@ -44,7 +44,8 @@ def bytes_of(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _in_words(count: int) -> str:
+def in_words(count: int) -> str:
+    """Bytes with their unit."""
     units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
     power = min(len(units) - 1, max(0, (max(count, 1).bit_length() - 1) // 10))
     return f"{count / 2 ** (10 * power):.3g} {units[power]}"

@@ -6,12 +6,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self, cast, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from pyro_scale.core import files
 from pyro_scale.core.counts import as_count
 from pyro_scale.core.randomness import choose_seed
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.running import Moments
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, NotRunError
@@ -88,15 +90,38 @@ class Method:
             NotRunError: nothing has been run.
             ArgumentError: more draws are asked for than there are.
         """
-        samples = self._results().samples
-        if not group_by_chain:
-            samples = {name: value.flatten(0, 1) for name, value in samples.items()}
-        if num_samples is None:
-            return {name: value.clone() for name, value in samples.items()}
-        axis = 1 if group_by_chain else 0
-        total = next(iter(samples.values())).shape[axis]
-        index = predictive.even(total, num_samples)
-        return {name: value.index_select(axis, index) for name, value in samples.items()}
+        result = self._draws()
+        chains, draws = result.positions.shape[:2]
+        if group_by_chain:
+            chosen = predictive.even(draws, draws if num_samples is None else num_samples)
+            return result.samples_at(torch.arange(chains)[:, None], chosen)
+        total = chains * draws
+        chosen = predictive.even(total, total if num_samples is None else num_samples)
+        return result.samples_at(chosen // draws, chosen % draws)
+
+    def moments(self, levels: Sequence[float] = (0.05, 0.5, 0.95)) -> dict[str, Moments]:
+        """What the draws of every site come to, by element: `mean`, `sd`, `quantiles`
+        `[levels, ...]`, split R-hat and effective draws, in double precision.
+
+        It takes one pass through draws that are in a store, and none with `store=False`, where
+        quantiles are from histograms of 128 bins, right to within one.
+
+        Args:
+            levels: of the quantiles, from 0 to 1; with `store=False` those beyond 0.01 and 0.99
+                are cut there.
+
+        Raises:
+            ArgumentError: a level out of range; draws with weights, which `summary` knows.
+        """
+        result = self._results()
+        if not levels or not all(isinstance(p, int | float) and 0 <= p <= 1 for p in levels):
+            raise ArgumentError(f"levels={levels!r}: pass some numbers from 0 to 1")
+        if result.weights is not None:
+            raise ArgumentError(
+                "moments: the draws have weights (a step size that changes), which "
+                "summary() takes into account"
+            )
+        return result.moments(levels)
 
     def summary(self, var_names: list[str] | None = None) -> Any:
         """ArviZ's summary, a DataFrame; a site of over 100 elements is one row with its worst
@@ -130,8 +155,7 @@ class Method:
                 known to be right, an inflation above 1.1, with the lr that would bring it below.
         """
         result = self._results()
-        idata = export.to_inference_data(result, {"posterior": result.samples})
-        return diagnostics.diagnostics(result, idata)
+        return diagnostics.diagnostics(result)
 
     def log_likelihood(self, data: Any = None) -> dict[str, Tensor]:
         """Each data site's log likelihood, `[chains * draws, N]` in nats, a value a row.
@@ -141,7 +165,7 @@ class Method:
         Args:
             data: other data than the run's, in any form that `run` takes.
         """
-        return predictive.log_likelihood(self._results(), self._data(data))
+        return predictive.log_likelihood(self._draws(), self._data(data))
 
     def loo(self, num_rows: int | None = None, data: Any = None, seed: int = 0) -> Loo:
         """What the model predicts of rows that it has not seen: leave-one-out cross-validation by
@@ -167,7 +191,7 @@ class Method:
             UserWarning: some rows weigh so much on the posterior that their part is not to be
                 trusted.
         """
-        result, source = self._results(), self._data(data)
+        result, source = self._draws(), self._data(data)
         return loo(predictive.equally_weighted(result, None), source, num_rows, choose_seed(seed))
 
     def predict(
@@ -205,7 +229,7 @@ class Method:
         Raises:
             ArgumentError: `reduce` is none of these, or a site has no such thing.
         """
-        result = self._results()
+        result = self._draws()
         arguments = result.log_posterior.bind(args, kwargs)
         chosen = num_samples, batch_size, return_sites, reduce
         return predictive.predict(result, arguments, *chosen)
@@ -228,8 +252,8 @@ class Method:
             posterior_predictive: whether to draw it for the run's data.
             data: other data than the run's for all but the posterior.
         """
-        result = self._results()
-        groups: dict[str, dict[str, Tensor]] = {
+        result = self._draws()
+        groups: dict[str, Mapping[str, Tensor]] = {
             "posterior": result.samples,
             "sample_stats": result.sample_stats,
         }
@@ -334,6 +358,16 @@ class Method:
         if self._result is None:
             raise NotRunError(f"{type(self).__name__} has no draws yet: call run(data, ...) first")
         return self._result
+
+    def _draws(self) -> Result:
+        """The results, where there are draws."""
+        result = self._results()
+        if result.running is not None:
+            raise ArgumentError(
+                "the run kept no draws (store=False): summary() and moments() have what they come "
+                "to; run it with store='draws.zarr' for draws on disk"
+            )
+        return result
 
     def _data(self, data: Any) -> Data:
         result = self._results()

@@ -183,14 +183,16 @@ def equally_weighted(result: Result, num_samples: int | None) -> Result:
 
     Draws with weights are repeated or left out in proportion (systematic resampling).
     """
-    flat = result.positions.flatten(0, 1)
+    chains, draws = result.positions.shape[:2]
     if num_samples is not None:
-        chosen = even(len(flat), num_samples)
+        chosen = even(chains * draws, num_samples)
     elif result.weights is None:
         return result
     if result.weights is not None:
-        chosen = in_proportion(result.weights.flatten(), num_samples or len(flat))
-    return dataclasses.replace(result, positions=flat[chosen][None])
+        chosen = in_proportion(result.weights.flatten(), num_samples or chains * draws)
+    return dataclasses.replace(
+        result, positions=result.positions[chosen // draws, chosen % draws][None]
+    )
 
 
 def in_proportion(weights: Tensor, wanted: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,8 +15,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_scale.core.layout import Layout
+from pyro_scale.core.running import Moments
 from pyro_scale.drive.sources import Data
 from pyro_scale.infer.gradients import GradientNoise
+from pyro_scale.infer.moments import RunningSamples
+from pyro_scale.infer.stored import Positions, StoredPositions, StoredSamples
 from pyro_scale.model.executed import executed_modules
 from pyro_scale.model.log_posterior import LogPosterior
 
@@ -32,22 +35,25 @@ class Result:
         log_posterior: what was sampled.
         data: what it was run on; None for single steps.
         layout: of a position.
-        positions: unconstrained draws, `[chains, draws, D]`.
+        positions: unconstrained draws, `[chains, draws, D]`; the chains' last, of which there is
+            one, where draws were not kept.
         sample_stats: by name, `[chains, draws]`.
         attrs: strings and numbers: method, hyperparameters, N, B, seed, versions, seconds, ...
         gradient_noise: what minibatches did; None where that is not known.
         virial: some draws' part in the temperature, `[chains, some, latent sites]`; None where
             that is not known.
+        running: what draws came to that were not kept.
     """
 
     log_posterior: LogPosterior
     data: Data | None
     layout: Layout
-    positions: Tensor
+    positions: Positions
     sample_stats: dict[str, Tensor]
     attrs: dict[str, Any] = field(default_factory=dict)
     gradient_noise: GradientNoise | None = None
     virial: Tensor | None = None
+    running: RunningSamples | None = None
 
     @property
     def num_chains(self) -> int:
@@ -60,9 +66,11 @@ class Result:
         return self.sample_stats.get("weight")
 
     @cached_property
-    def samples(self) -> dict[str, Tensor]:
+    def samples(self) -> Mapping[str, Tensor]:
         """Constrained latents and deterministic sites outside the data's plate,
         `[chains, draws, ...]`."""
+        if isinstance(self.positions, StoredPositions):
+            return self.positions.samples
 
         def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
             constrained = self.log_posterior.constrain(params)
@@ -72,6 +80,24 @@ class Result:
         chains, draws = self.positions.shape[:2]
         flat = self.over_draws(values)
         return {k: v.reshape(chains, draws, *v.shape[1:]) for k, v in flat.items()}
+
+    def samples_at(self, chains: Tensor, draws: Tensor) -> dict[str, Tensor]:
+        """Those at (chains, draws), which are broadcast, `[..., *shape]`."""
+        if isinstance(self.samples, StoredSamples):
+            return self.samples.at(chains, draws)
+        return {name: value[chains, draws] for name, value in self.samples.items()}
+
+    def moments(self, levels: Sequence[float]) -> dict[str, Moments]:
+        """What the draws come to, by site."""
+        if self.running is not None:
+            return self.running.moments(levels)
+        chains, count = self.positions.shape[:2]
+        every = torch.arange(chains)[:, None]
+        width = chains * self.layout.size * torch.finfo(self.layout.dtype).bits // 8
+        running = RunningSamples.of(self.samples_at(every, torch.zeros(1).long()), count)
+        for some in torch.arange(count).split(max(1, _CHUNK_BYTES // width)):
+            running.add(self.samples_at(every, some))
+        return running.moments(levels)
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -100,7 +126,14 @@ class Result:
         def of_one(position: Tensor) -> Any:
             return function(self.layout.unflatten(position))
 
-        return in_chunks(of_one, self.positions.flatten(0, 1), random)
+        for block in self.blocks():
+            yield from in_chunks(of_one, block, random)
+
+    def blocks(self) -> Iterator[Tensor]:
+        """All positions, chain by chain, as many at a time as are in memory, `[n, D]`."""
+        if isinstance(self.positions, StoredPositions):
+            return self.positions.blocks()
+        return iter([self.positions.flatten(0, 1)])
 
 
 def in_chunks(

@@ -35,8 +35,10 @@ from pyro_scale.infer.gradients import (
 )
 from pyro_scale.infer.journal import Journal, identity_of
 from pyro_scale.infer.method import Method
+from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
 from pyro_scale.infer.stepping import Stepping, batch_as_data
+from pyro_scale.infer.streams import Store, ToDisk, refuse_weights, sink_for
 from pyro_scale.infer.tuning import Tuning, halved, tuned
 from pyro_scale.infer.virial import virial
 from pyro_scale.kernels import Kernel
@@ -172,6 +174,8 @@ class Sampler(Method):
         checkpoint: FilePath | None = None,
         checkpoint_every: float = 60.0,
         resume: FilePath | None = None,
+        store: Store = None,
+        memory_budget: int | None = None,
     ) -> Self:
         """Runs `warmup_steps + num_samples * thinning` steps and keeps every thinning-th state
         after warm-up.
@@ -199,9 +203,15 @@ class Sampler(Method):
             checkpoint_every: seconds from one checkpoint to the next: what a crash costs at most.
             resume: the directory of a run that was cut short, to go on with the same call: the
                 draws are, bit for bit on one machine, those of a run that was not.  With a larger
-                `num_samples` it extends a finished run (not with lr="auto", whose step is chosen
-                for its number of steps).  It goes on writing there.  Rows of a loader cannot be
+                `num_samples` it extends a finished run (not with lr="auto" or store=False, which
+                depend on its length).  It goes on writing there.  Rows of a loader cannot be
                 compared beyond the first batch, nor can functions.
+            store: where draws go that do not fit into memory: the path of a Zarr store, which is
+                written as the run goes on and can be read then (`to_arviz()` reads it when it is
+                needed; other methods, too, a part at a time); False keeps no draws, but their
+                means, standard deviations and quantiles (`moments()`, `summary()`).
+            memory_budget: bytes that draws may take in memory, half of the machine's by default;
+                a run that needs more is refused before it begins.
 
         Returns:
             The sampler itself.
@@ -239,10 +249,15 @@ class Sampler(Method):
         }
         facts: dict[str, Any] = {}
         if journal.path is not None:
-            facts = identity_of(setup, {"method": type(self).__name__, **settings}, self._asked())
-            if self._chooses_lr:  # for the run's number of steps
+            kept = "nowhere" if store is False else "memory" if store is None else "a store"
+            about = {"method": type(self).__name__, "draws in": kept, **settings}
+            facts = identity_of(setup, about, self._asked())
+            if self._chooses_lr or store is False:  # which depend on the run's length
                 facts["num_samples"] = num_samples
             journal.refuse_another(facts, num_samples)
+        if store is False:
+            refuse_weights(lr, tape["lr"][steps.kept])
+        sink = sink_for(store, setup, num_samples, journal.last is not None, memory_budget)
         self._result, self._stepping = None, None
         tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
         setup, choice = tuned(setup, tuning, steps, sampling)
@@ -271,6 +286,7 @@ class Sampler(Method):
                     stop=_any_broke if retries else None,
                     last=journal.last if halvings == journal.halvings else None,
                     checkpoints=journal.writer(facts, halvings),
+                    sink=sink,
                 )
             diverged = bool(draws.failures) and not draws.failures[0].bad_batch
             if not retries or not diverged or draws.error is not None:
@@ -280,9 +296,12 @@ class Sampler(Method):
 
         values = {name: column[draws.kept_steps].mean(0) for name, column in tape.items()}
         if draws.finished and len(draws.kept_steps):
-            found = self._found_out(setup, draws, batches, steps.total, values, sampling)
             attrs = {**self._attrs(), **choice, "num_samples": len(draws.kept_steps), **settings}
-            self._result = collected(setup, draws, tape, attrs, *found)
+            result = collected(setup, draws, tape, attrs, sink)
+            found = self._found_out(setup, result, draws, batches, steps.total, values, sampling)
+            self._result = dataclasses.replace(result, gradient_noise=found[0], virial=found[1])
+            if isinstance(sink, ToDisk):
+                sink.describe(self._result)
         if draws.error is not None:
             self._end_early(draws)
         if draws.failures:
@@ -293,6 +312,7 @@ class Sampler(Method):
     @staticmethod
     def _found_out(
         setup: Setup,
+        result: Result,
         draws: Draws,
         batches: Batches,
         step: int,
@@ -304,10 +324,11 @@ class Sampler(Method):
         noise = heat = None
         if draws.error is None:
             try:
-                noise = gradient_noise(setup, draws, batches, step, values, sampling)
+                known = setup, result.positions, draws.finished, batches
+                noise = gradient_noise(*known, step, values, sampling)
                 warn_of_a_bad_anchor(noise)
-                if values["temperature"] > 0:
-                    heat = virial(setup, draws, batches, step + NOISE_BATCHES)
+                if values["temperature"] > 0 and result.running is None:
+                    heat = virial(*known, step + NOISE_BATCHES)
             except (Exception, KeyboardInterrupt) as error:
                 draws.error = error
         return noise, heat

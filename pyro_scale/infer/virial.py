@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.core import rows
 from pyro_scale.drive.batches import Batches, WholeData
-from pyro_scale.drive.draws import Draws
 from pyro_scale.drive.sources import OwnSubsamples, TensorData
 from pyro_scale.infer.setup import Setup
+from pyro_scale.infer.stored import Positions, spread
 
 #: Draws whose gradients are taken: the most, the most times rows times D, and the least; and how
 #: many are enough to take all rows.
@@ -25,44 +25,49 @@ _MOST, _MOST_WORK, _LEAST, _ENOUGH = 1000, 2**28, 32, 200
 #: Draws where the model goes one by one.
 _ONE_BY_ONE = 64
 #: Numbers of params and rows in memory at once, with some room for what is made of a row.
-_NUMBERS, _ROOM = 2**22, 64
+_NUMBERS, _ROOM = 2**20, 64
 
 
-def virial(setup: Setup, draws: Draws, batches: Batches, step: int) -> Tensor:
+def virial(
+    setup: Setup, positions: Positions, finished: list[int], batches: Batches, step: int
+) -> Tensor:
     """Every draw's part in the temperature, `[finished chains, some draws, sites]`: the mean over
     a site's elements; its mean over draws is the temperature.
 
     Args:
         setup: of the run.
-        draws: of the run, evenly thinned here.
+        positions: of the finished chains' draws, evenly thinned here.
+        finished: which chains those are.
         batches: of the run.
         step: the first of them whose batch nothing has seen.
     """
     engine, layout = setup.engine, setup.engine.layout
-    alive = torch.tensor(draws.finished)
-    positions = draws.positions[alive]
-    chains, count = positions.shape[:2]
+    alive = torch.tensor(finished)
+    chains = len(alive)
     batches, size = _unseen(setup, batches)
     work = size * layout.size
     most = min(_MOST, max(_LEAST, _MOST_WORK // work)) if engine.vectorised else _ONE_BY_ONE
     each = max(1, most // chains)
     if not isinstance(setup.data, TensorData | OwnSubsamples):
         each = min(each, max(1, step // 10))  # no more reading than a tenth of the run's
-    chosen = torch.linspace(0, count - 1, min(count, each)).round().long()
-    centre = positions.flatten(0, 1).mean(0)
+    chosen = spread(positions, each)
+    every = torch.arange(chains)[:, None]
+    blocks = chosen.split(_together(setup, size, chains))
+    total = torch.stack([positions[every, places].sum((0, 1)) for places in blocks]).sum(0)
+    centre = total / (chains * len(chosen))
+    slices = [layout.slices()[name] for name in setup.log_posterior.latents]
     found = []
-    for places in chosen.split(_together(setup, size, chains)):
-        some = positions[:, places].flatten(0, 1)
+    for places in blocks:
+        some = positions[every, places].flatten(0, 1)
         taken = batches.take(step, step + len(places))
         step += len(places)
         of_draws = pytree.tree_map(lambda leaf: leaf[alive].flatten(0, 1), taken)
         batch = batches.batch(batches.fixed, of_draws)
         gradient = engine.gradient(some.to(setup.positions.device), batch).cpu()
         parts = -(some - centre) * gradient * engine.density.num_data
-        found.append(parts.unflatten(0, (chains, len(places))))
-    slices = [layout.slices()[name] for name in setup.log_posterior.latents]
-    whole = torch.cat(found, 1).double()
-    return torch.stack([whole[..., place].mean(-1) for place in slices], -1)
+        of_sites = torch.stack([parts[:, place].double().mean(-1) for place in slices], -1)
+        found.append(of_sites.unflatten(0, (chains, len(places))))
+    return torch.cat(found, 1)
 
 
 def _unseen(setup: Setup, batches: Batches) -> tuple[Batches, int]:

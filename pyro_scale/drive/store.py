@@ -1,0 +1,270 @@
+"""Draws in a Zarr store: appended while a run goes on, and read then and later.
+
+A store is laid out as ArviZ lays out its groups, `<group>/<site>` `[chain, draw, ...]` with named
+dims and coords, so that xarray and ArviZ open it as it is.  What readers see is its consolidated
+metadata, which is written last and as a whole: a run that is cut short leaves whole draws.  Every
+chunk carries its CRC32.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_scale.core.files import FilePath, as_path
+from pyro_scale.errors import ArgumentError, FileError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: The groups that draws are appended to, as ArviZ names them: constrained values, and what those
+#: are the image of, where that is something else.
+_GROUPS = POSTERIOR, UNCONSTRAINED = "posterior", "unconstrained_posterior"
+#: Draws' numbers in a chunk of the coordinate.
+_NUMBERS = 2**16
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of a store.
+
+    Attributes:
+        shape: of one draw.
+        dtype: as NumPy names it.
+        dims: names of the shape's dimensions.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    dims: tuple[str, ...]
+
+
+class DrawStore:
+    """Arrays `[chain, draw, ...]` on disk.
+
+    Args:
+        path: of the store's directory.
+        group: the open store.
+
+    Attributes:
+        count: draws of each chain that it holds.
+        run: what tells its run from others.
+        chunk: draws of a chain in one file.
+    """
+
+    def __init__(self, path: Path, group: Any):
+        self.path, self._group = path, group
+        self.count: int = group.attrs["draws"]
+        self.run: str = group.attrs["run"]
+        self.chunk: int = group.attrs["chunk"]
+
+    @classmethod
+    def created(
+        cls,
+        path: FilePath,
+        fields: Mapping[str, Field],
+        num_chains: int,
+        chunk: int,
+        run: str,
+    ) -> Self:
+        """An empty store.
+
+        Args:
+            path: a directory that is not there yet, or is empty.
+            fields: by group and site, `<group>/<site>`; the groups are `POSTERIOR` and
+                `UNCONSTRAINED`.
+            num_chains: how many chains.
+            chunk: draws of a chain in one file.
+            run: what tells this run from others.
+
+        Raises:
+            ArgumentError: zarr is not installed; something is there already.
+            FileError: the store cannot be written.
+        """
+        zarr, target = _zarr(), as_path(path)
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise ArgumentError(
+                f"store='{path}' is there already: pass another path, or resume= to go on with "
+                "the run that it is of"
+            )
+        with _refused(target, "written"):
+            group = zarr.create_group(str(target), zarr_format=2)
+            group.attrs.update(draws=0, run=run, chunk=chunk)
+            store = cls(target, group)
+            for head in _GROUPS:
+                of_head = [n.partition("/")[2] for n in fields if n.startswith(f"{head}/")]
+                group.create_group(head, attributes={"sites": of_head})
+                _array(group, f"{head}/draw", (0,), (_NUMBERS,), "i8", ["draw"])
+                store._write(f"{head}/chain", torch.arange(num_chains), ["chain"])
+            for name, field in fields.items():
+                shape, dims = (num_chains, 0, *field.shape), ("chain", "draw", *field.dims)
+                chunks = (1, chunk, *(max(1, n) for n in field.shape))
+                _array(group, name, shape, chunks, field.dtype, dims)
+                for dim, size in zip(field.dims, field.shape, strict=True):
+                    store._write(f"{name.partition('/')[0]}/{dim}", torch.arange(size), [dim])
+            store._publish(0)
+        return store
+
+    @classmethod
+    def opened(cls, path: FilePath) -> Self:
+        """One that is there.
+
+        Raises:
+            ArgumentError: zarr is not installed.
+            FileError: it is not, or is not one of ours.
+        """
+        zarr, target = _zarr(), as_path(path)
+        try:
+            return cls(target, zarr.open_group(str(target), mode="r+", use_consolidated=False))
+        except (OSError, KeyError, ValueError) as error:
+            raise FileError(f"'{path}' holds no draws that can be read ({error})") from error
+
+    def append(self, draws: Mapping[str, Tensor]) -> None:
+        """Adds the next draws of every field, `[chains, n, ...]`.
+
+        Raises:
+            FileError: they cannot be written; readers see those before.
+        """
+        stop = self.count + next(iter(draws.values())).shape[1]
+        with _refused(self.path, "written"):
+            self._resize(stop)
+            for name, values in draws.items():
+                self._group[name][:, self.count : stop] = values.numpy()
+            self._publish(stop)
+
+    def truncate(self, count: int) -> None:
+        """Drops all draws after the first `count`, and what `put` wrote."""
+        with _refused(self.path, "written"):
+            for name in set(self._group.group_keys()) - {*_GROUPS}:
+                del self._group[name]
+            self._resize(count)
+            self._publish(count)
+
+    def put(
+        self,
+        group: str,
+        variables: Mapping[str, Tensor],
+        chains: Tensor,
+        attrs: Mapping[str, Any],
+    ) -> None:
+        """Writes a further group, `[chains, draws]` of the chains of these numbers, in place of one
+        of that name; and the attributes of all groups."""
+        with _refused(self.path, "written"):
+            for name, values in variables.items():
+                self._write(f"{group}/{name}", values, ["chain", "draw"])
+            draws = next(iter(variables.values())).shape[1]
+            self._write(f"{group}/chain", chains, ["chain"])
+            self._write(f"{group}/draw", torch.arange(draws), ["draw"])
+            for each in (self._group, *self._group.group_values()):
+                each.attrs.update(attrs)
+            self._publish(self.count)
+
+    def read(self, name: str, chains: Tensor, draws: Tensor) -> Tensor:
+        """Draws of one field, `[len(chains), len(draws), ...]`.
+
+        Raises:
+            FileError: they cannot be read, or are damaged.
+        """
+        array, rest = self._group[name], (slice(None),) * len(self.shape_of(name))
+        files = draws // self.chunk  # of which one after another is in memory
+        parts, order = [], []
+        with _refused(self.path, "read"):
+            for file in files.unique():
+                here = torch.nonzero(files == file)[:, 0]
+                places = chains.numpy(), draws[here].numpy(), *rest
+                parts.append(torch.as_tensor(array.oindex[places]))
+                order.append(here)
+        return torch.cat(parts, 1)[:, torch.cat(order).argsort()]
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of one draw of a field."""
+        return tuple(self._group[name].shape[2:])
+
+    def sites(self, group: str) -> list[str]:
+        """The sites of a group, in the model's order."""
+        return list(self._group[group].attrs["sites"])
+
+    def dataset(self, group: str) -> Any:
+        """A group as xarray's dataset, of which nothing is read before it is needed."""
+        import xarray
+
+        return xarray.open_zarr(str(self.path), group=group, chunks=None, consolidated=True)
+
+    def _write(self, name: str, values: Tensor, dims: Sequence[str]) -> None:
+        """A whole array."""
+        array = values.numpy()
+        chunks = [max(1, n) for n in array.shape]
+        _array(self._group, name, array.shape, chunks, array.dtype, dims)[:] = array
+
+    def _resize(self, count: int) -> None:
+        """Makes room for so many draws in all."""
+        for name in _GROUPS:
+            for array in self._group[name].array_values():
+                dims = _dims_of(array)
+                if dims[:2] == ["chain", "draw"]:
+                    array.resize((array.shape[0], count, *array.shape[2:]))
+                elif dims == ["draw"]:
+                    array.resize((count,))
+                    array[:] = np.arange(count)
+
+    def _publish(self, count: int) -> None:
+        """Shows readers so many draws."""
+        self._group.attrs["draws"] = self.count = count
+        _zarr().consolidate_metadata(str(self.path), zarr_format=2)
+
+
+def _array(
+    group: Any,
+    name: str,
+    shape: Sequence[int],
+    chunks: Sequence[int],
+    dtype: Any,
+    dims: Sequence[str],
+) -> Any:
+    """An array, in place of one of that name."""
+    import numcodecs
+
+    made = group.create_array(
+        name,
+        shape=tuple(shape),
+        chunks=tuple(chunks),
+        dtype=dtype,
+        fill_value=None,
+        compressors=None,  # random digits do not get smaller
+        filters=[numcodecs.CRC32()],
+        overwrite=True,
+    )
+    made.attrs["_ARRAY_DIMENSIONS"] = list(dims)  # xarray's convention
+    return made
+
+
+def _dims_of(array: Any) -> list[str]:
+    return list(array.attrs["_ARRAY_DIMENSIONS"])
+
+
+def _zarr() -> Any:
+    try:
+        import zarr
+    except ImportError as error:
+        raise ArgumentError(
+            "store= needs the package zarr: pip install 'pyro-scale[store]'"
+        ) from error
+    return zarr
+
+
+@contextmanager
+def _refused(path: Path, what: str) -> Iterator[None]:
+    """Our error for what the disk or a codec refuses."""
+    try:
+        yield
+    except (OSError, RuntimeError, KeyError, json.JSONDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"the draws in '{path}' cannot be {what} ({reason})") from error

@@ -1,0 +1,253 @@
+"""Draws that do not stay in memory: on disk, or nowhere but in running moments."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.files import FilePath, as_path
+from pyro_scale.core.layout import dtype_name
+from pyro_scale.core.schedules import Cyclical
+from pyro_scale.drive.draws import Draws
+from pyro_scale.drive.store import POSTERIOR, UNCONSTRAINED, DrawStore, Field
+from pyro_scale.errors import ArgumentError, FileError
+from pyro_scale.infer.export import attributes, dims_of
+from pyro_scale.infer.memory import bytes_of, in_words
+from pyro_scale.infer.moments import RunningSamples
+from pyro_scale.infer.result import Result
+from pyro_scale.infer.setup import Setup
+from pyro_scale.infer.stored import StoredPositions
+from pyro_scale.kernels.hyperparameters import Hyper
+
+#: Where draws go: None is memory, a path is a Zarr store, False is nowhere.
+Store = FilePath | Literal[False] | None
+
+#: Bytes of all chains' draws that are held until they are written; bytes and draws of a file.
+_HELD_BYTES, _FILE_BYTES, _MOST_DRAWS = 2**25, 2**23, 2**14
+
+
+def sink_for(
+    store: Store, setup: Setup, num_draws: int, resumes: bool, budget: int | None
+) -> ToDisk | ToMoments | None:
+    """What takes the draws of a run, if they do not stay in memory.
+
+    Args:
+        store: where they go.
+        setup: of the run.
+        num_draws: of each chain.
+        resumes: whether the run goes on with another.
+        budget: bytes of memory that draws may take; half of the machine's by default.
+
+    Raises:
+        ArgumentError: there is not so much memory; what is wrong with the store.
+        FileError: the store cannot be made.
+    """
+    first = setup.positions[:, None].cpu()
+    starts = Result(setup.log_posterior, setup.data, setup.engine.layout, first, {})
+    if store is False:
+        return ToMoments(starts, num_draws)
+    if store is not None:
+        return ToDisk(starts, store, resumes)
+    needed = num_draws * first.numel() * first.element_size()
+    there = bytes_of(torch.device("cpu")) // 2 if budget is None else budget
+    if needed > there:
+        chains, _, size = first.shape
+        raise ArgumentError(
+            f"num_samples={num_draws:,}: draws of {chains} x {size:,} numbers each would take "
+            f"{in_words(needed)} of memory, and {in_words(there)} are for them: pass "
+            "store='draws.zarr' to write them to disk, store=False to keep only what they come to, "
+            "a larger thinning, or memory_budget="
+        )
+    return None
+
+
+def refuse_weights(lr: Hyper, kept: Tensor) -> None:
+    """Refuses a step size that changes where draws are only added up: they do not count alike.
+
+    Raises:
+        ArgumentError: it does.
+    """
+    if not isinstance(lr, Cyclical) and bool((kept != kept[0]).any()):
+        raise ArgumentError(
+            "store=False adds draws up alike, but a step size that changes gives them weights: "
+            "pass a path as store, or a constant lr"
+        )
+
+
+class ToDisk:
+    """Writes draws into a store, as many at a time as its files hold.
+
+    Args:
+        starts: a result whose draws are the chains' starts.
+        path: of the store.
+        resumes: whether it may be there already, of the run that goes on.
+
+    Raises:
+        ArgumentError: a site's name cannot be a file's; there is something at the path.
+        FileError: the store cannot be made.
+    """
+
+    def __init__(self, starts: Result, path: FilePath, resumes: bool):
+        self._starts = starts
+        self._transformed = _transformed(starts)
+        first = starts.positions
+        assert isinstance(first, Tensor)
+        values, num_chains = self._values(first), starts.num_chains
+        width = sum(v[0, 0].numel() * v.element_size() for v in values.values())
+        affordable = min(_HELD_BYTES // (num_chains * width), _FILE_BYTES // width)
+        self._chunk = max(1, min(_MOST_DRAWS, affordable))
+        self._held = 0, first[:, :0]  # (the first one's number, draws)
+        if resumes and as_path(path).exists():
+            self.store = DrawStore.opened(path)
+        else:
+            fields = {name: _field(starts, name, value) for name, value in values.items()}
+            run = secrets.token_hex(8)
+            self.store = DrawStore.created(path, fields, num_chains, self._chunk, run)
+
+    @property
+    def count(self) -> int:
+        """Draws of each chain that it has got."""
+        begin, held = self._held
+        return begin + held.shape[1]
+
+    def add(self, positions: Tensor) -> None:
+        """Takes the next draws.
+
+        Raises:
+            FileError: they cannot be written.
+        """
+        self._held = self.store.count, torch.cat([self._waiting, positions], 1)
+        while self.count - self.store.count >= self._chunk:
+            self._write(self._chunk - self.store.count % self._chunk)
+
+    def close(self) -> None:
+        """Writes what it holds.
+
+        Raises:
+            FileError: it cannot be written.
+        """
+        if self.count > self.store.count:
+            self._write(self.count - self.store.count)
+
+    def state(self) -> dict[str, Any]:
+        """What another one needs to go on."""
+        return {"run": self.store.run, "stored": self.store.count, "held": self._waiting.clone()}
+
+    def go_on_from(self, state: Mapping[str, Any] | None) -> None:
+        """Takes up where another one was; None begins anew.
+
+        Raises:
+            FileError: the store is of another run, or lacks draws.
+        """
+        state = state or {"run": self.store.run, "stored": 0, "held": self._held[1][:, :0]}
+        if state["run"] != self.store.run or state["stored"] > self.store.count:
+            raise FileError(
+                f"store='{self.store.path}' does not hold the draws of the run that goes on: pass "
+                "the store that it had"
+            )
+        self.store.truncate(state["stored"])
+        self._held = state["stored"], state["held"]
+
+    def kept(self, draws: Draws) -> StoredPositions:
+        """The draws of a run's finished chains that have been written."""
+        chains = torch.tensor(draws.finished, dtype=torch.long)
+        count = min(self.store.count, len(draws.kept_steps))
+        return StoredPositions(self.store, self._starts.layout, chains, count)
+
+    def describe(self, result: Result) -> None:
+        """Writes down the facts of the run, next to its draws.
+
+        Raises:
+            FileError: they cannot be written.
+        """
+        assert isinstance(result.positions, StoredPositions)
+        attrs = attributes(result.attrs)
+        self.store.put("sample_stats", result.sample_stats, result.positions.chains, attrs)
+
+    @property
+    def _waiting(self) -> Tensor:
+        """What has not been written."""
+        begin, held = self._held
+        return held[:, self.store.count - begin :]
+
+    def _write(self, count: int) -> None:
+        self.store.append(self._values(self._waiting[:, :count]))
+
+    def _values(self, positions: Tensor) -> dict[str, Tensor]:
+        """What is stored of draws `[chains, n, D]`, by group and site."""
+        result = dataclasses.replace(self._starts, positions=positions)
+        bare = result.layout.unflatten(positions)
+        if not self._transformed and not result.log_posterior.understanding.steady:
+            return {f"{POSTERIOR}/{name}": value for name, value in bare.items()}
+        constrained = {f"{POSTERIOR}/{name}": value for name, value in result.samples.items()}
+        return constrained | {f"{UNCONSTRAINED}/{name}": bare[name] for name in self._transformed}
+
+
+class ToMoments:
+    """Adds draws up and forgets them.
+
+    Args:
+        starts: a result whose draws are the chains' starts.
+        num_draws: draws of each chain that are to come.
+    """
+
+    def __init__(self, starts: Result, num_draws: int):
+        self._starts = starts
+        self._running = RunningSamples.of(starts.samples, num_draws)
+        self._empty = self._running.running.state()
+
+    @property
+    def count(self) -> int:
+        """Draws of each chain that it has got."""
+        return self._running.running.count
+
+    def add(self, positions: Tensor) -> None:
+        """Takes the next draws."""
+        self._running.add(dataclasses.replace(self._starts, positions=positions).samples)
+
+    def close(self) -> None:
+        """There is nothing to do."""
+
+    def state(self) -> dict[str, Any]:
+        """What another one needs to go on."""
+        return self._running.running.state()
+
+    def go_on_from(self, state: Mapping[str, Any] | None) -> None:
+        """Takes up where another one was; None begins anew."""
+        self._running.running.go_on_from(self._empty if state is None else state)
+
+    def kept(self, draws: Draws) -> RunningSamples:
+        """The moments of a run's finished chains."""
+        return dataclasses.replace(self._running, chains=draws.finished)
+
+
+def _transformed(starts: Result) -> list[str]:
+    """Sites whose value is not their unconstrained one, points among them."""
+    elsewhere = starts.positions[0, 0] + 1 / 3  # at a start the two may be equal by chance
+    bare = starts.layout.unflatten(elsewhere)
+    own = starts.log_posterior.constrain(bare)
+    latents = starts.log_posterior.latents
+    return [
+        name
+        for name, value in bare.items()
+        if name not in latents
+        or own[name].shape != value.shape
+        or not torch.equal(own[name], value)
+    ]
+
+
+def _field(starts: Result, path: str, value: Tensor) -> Field:
+    """How a site's draws `[chains, n, ...]` are stored."""
+    group, _, name = path.partition("/")
+    if "/" in name:
+        raise ArgumentError(f"store: site '{name}' cannot be a file's name: rename it, without '/'")
+    shape = tuple(value.shape[2:])
+    dims = [f"{name}_dim_{i}" for i in range(len(shape))]
+    if group == POSTERIOR:
+        dims = dims_of(starts, group, name, len(shape))
+    return Field(shape, dtype_name(value.dtype), tuple(dims))
