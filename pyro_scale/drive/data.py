@@ -13,15 +13,9 @@ from torch.utils.data import default_collate
 from pyro_scale.core import rows
 from pyro_scale.core.counts import as_count
 from pyro_scale.core.rows import Arguments
-from pyro_scale.drive.sources import (
-    Data,
-    IndexedData,
-    StreamData,
-    TensorData,
-    is_iterable_style,
-    refuse_arrays,
-    to_device,
-)
+from pyro_scale.drive.loaders import is_iterable_style, refuse_arrays, to_device
+from pyro_scale.drive.sources import Data, IndexedData, TensorData
+from pyro_scale.drive.stream import StreamData
 from pyro_scale.errors import ArgumentError, DataError
 
 

@@ -12,7 +12,7 @@ from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout, dtype_name
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.running import Running
-from pyro_scale.drive.sources import to_device
+from pyro_scale.drive.loaders import to_device
 from pyro_scale.drive.store import DrawStore
 from pyro_scale.errors import FileError
 from pyro_scale.infer.gradients import GradientNoise

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from pyro_scale.core import rows
 from pyro_scale.core.counts import as_count
 from pyro_scale.core.rows import Arguments
-from pyro_scale.drive.sources import Data, refuse_arrays
+from pyro_scale.drive.loaders import refuse_arrays
+from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.infer.pieces import PIECE_ROWS, Piece, is_row_wise, pieces_of, split
 from pyro_scale.infer.reductions import Reduce, Reduction, reduction_of

@@ -19,7 +19,8 @@ from pyro_scale.drive.batches import Batch, Batches, OwnIndices, WholeData
 from pyro_scale.drive.engine import Engine
 from pyro_scale.drive.features import FeatureData
 from pyro_scale.drive.indices import RowIndices, Sampling
-from pyro_scale.drive.sources import Data, OwnSubsamples, TensorData, to_device
+from pyro_scale.drive.loaders import to_device
+from pyro_scale.drive.sources import Data, OwnSubsamples, TensorData
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior

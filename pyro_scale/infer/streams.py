@@ -189,7 +189,7 @@ class ToDisk:
 
 
 class ToMoments:
-    """Adds draws up and forgets them.
+    """Adds draws up, always as many at a time, so that sums are rounded alike, and forgets them.
 
     Args:
         starts: a result whose draws are the chains' starts.
@@ -197,33 +197,49 @@ class ToMoments:
     """
 
     def __init__(self, starts: Result, num_draws: int):
-        self._starts = starts
-        self._running = RunningSamples.of(starts.samples, num_draws)
-        self._empty = self._running.running.state()
+        first = starts.positions
+        assert isinstance(first, Tensor)
+        self._starts, self._num_draws = starts, num_draws
+        width = first.numel() * first.element_size()
+        self._chunk = max(1, min(_MOST_DRAWS, _FILE_BYTES // width))
+        self.go_on_from(None)
 
     @property
     def count(self) -> int:
         """Draws of each chain that it has got."""
-        return self._running.running.count
+        return self._moments.running.count + self._waiting.shape[1]
 
     def add(self, positions: Tensor) -> None:
         """Takes the next draws."""
-        self._running.add(dataclasses.replace(self._starts, positions=positions).samples)
+        self._waiting = torch.cat([self._waiting, positions], 1)
+        while self._waiting.shape[1] >= self._chunk:
+            self._sum_up(self._chunk)
 
     def close(self) -> None:
-        """There is nothing to do."""
+        """Adds up what it holds."""
+        if self._waiting.shape[1]:
+            self._sum_up(self._waiting.shape[1])
 
     def state(self) -> dict[str, Any]:
         """What another one needs to go on."""
-        return self._running.running.state()
+        return {"sums": self._moments.running.state(), "waiting": self._waiting.clone()}
 
     def go_on_from(self, state: Mapping[str, Any] | None) -> None:
         """Takes up where another one was; None begins anew."""
-        self._running.running.go_on_from(self._empty if state is None else state)
+        first = self._starts.positions
+        assert isinstance(first, Tensor)
+        self._moments = RunningSamples.of(self._starts.samples, self._num_draws)
+        self._waiting = first[:, :0] if state is None else state["waiting"]
+        if state is not None:
+            self._moments.running.go_on_from(state["sums"])
 
     def kept(self, draws: Draws) -> RunningSamples:
         """The moments of a run's finished chains."""
-        return dataclasses.replace(self._running, chains=draws.finished)
+        return dataclasses.replace(self._moments, chains=draws.finished)
+
+    def _sum_up(self, count: int) -> None:
+        some, self._waiting = self._waiting[:, :count], self._waiting[:, count:].clone()
+        self._moments.add(dataclasses.replace(self._starts, positions=some).samples)
 
 
 def _transformed(starts: Result) -> list[str]:
