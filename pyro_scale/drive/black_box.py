@@ -24,8 +24,10 @@ from pyro_scale.drive.tape import Tape
 MOST_CHAINS = 4
 #: Steps that are taken one by one where a chain breaks; to halve them further costs as many.
 FEW = 64
-#: Steps that are kept, and their bytes, unless a single one has more.
-_LAST, _BYTES = 16, 2**26
+#: Steps that are kept before the one that breaks a chain.
+_BEFORE = 15
+#: Bytes of a chain's last steps, unless a single one has more.
+_BYTES = 2**26
 #: Bytes of states of all chains that are held for the case that one of them breaks.
 _HELD = 2**28
 
@@ -85,7 +87,7 @@ class Recent:
             self.forget()
         if len(tape) <= FEW and held <= _HELD:
             stretches.append((tape.copied(), state))
-        while stretches and (self._without_first >= _LAST or len(stretches) * held > _HELD):
+        while stretches and (self._without_first >= _BEFORE or len(stretches) * held > _HELD):
             stretches.popleft()
 
     def forget(self) -> None:
@@ -94,7 +96,7 @@ class Recent:
 
     def steps(self, program: Program) -> list[Past]:
         """The steps one by one, taken again."""
-        found: deque[Past] = deque(maxlen=_LAST)
+        found: deque[Past] = deque(maxlen=_BEFORE)
         for tape, before in self._stretches:
             state = before
             for single in tape.parts(1):

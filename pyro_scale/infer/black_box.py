@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from torch import Tensor
@@ -59,7 +59,7 @@ def _write(
         if room < 0:
             return
         # in a directory of its own nobody else can read it
-        directory = directory or Path(tempfile.mkdtemp(prefix="pyro-scale-"))
+        directory = directory or Path(mkdtemp(prefix="pyro-scale-"))
         path = directory / f"black-box-{failure.chain}"
         files.write(path, contents, "black box")
         yield path

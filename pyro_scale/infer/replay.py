@@ -84,16 +84,17 @@ def replay(path: files.FilePath, model: Any) -> Replay:
         FileError: the file cannot be read, is damaged, or is of another model.
 
     Example:
-        >>> import re, torch, pyro, pyro.distributions as dist
+        >>> import contextlib, tempfile, pyro, pyro.distributions as dist
         >>> import pyro_scale as ps
         >>> def model():
         ...     pyro.sample("w", dist.Normal(0.0, 0.1))
-        >>> try:
-        ...     ps.SGLD(model, lr=1.0).run(None, num_samples=100, seed=0, progress=False)
-        ... except ps.errors.NonFiniteError as error:
-        ...     path = re.search(r"replay\\('(.*?)'", str(error))[1]
-        >>> ps.replay(path, model).reason
-        "the gradient of 'w' grew 8.6e+29 times over the last 16 steps: the step size is above ..."
+        >>> sampler, steps = ps.SGLD(model, lr=1.0), {"num_samples": 100, "progress": False}
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     with contextlib.suppress(ps.errors.NonFiniteError):
+        ...         _ = sampler.run(None, **steps, seed=0, checkpoint=directory)
+        ...     found = ps.replay(f"{directory}/black-box-0", model)
+        >>> found.site, found.reason.partition(": ")[2]
+        ('w', 'the step size is above the stable range')
     """
     contents = files.read(path, "black box")
     known, layout = understood(contents, model), layout_of(contents)
@@ -257,13 +258,19 @@ def _in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:_TOLD]}"
 
 
+def _norm(values: Tensor) -> float:
+    """The Euclidean norm, of values too large to be squared as well."""
+    largest = values.abs().amax()
+    return float(largest * torch.linalg.vector_norm(values / largest)) if largest > 0 else 0.0
+
+
 def _table(steps: Sequence[Rerun], layout: Layout) -> pandas.DataFrame:
     """One row a step."""
     import pandas
 
     def norms(vector: Tensor) -> dict[str, float]:
         parts = layout.unflatten(vector.double())
-        return {name: float(torch.linalg.vector_norm(part)) for name, part in parts.items()}
+        return {name: _norm(part) for name, part in parts.items()}
 
     table = []
     for step in steps:

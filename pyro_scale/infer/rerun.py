@@ -57,9 +57,11 @@ class Rerun:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing in it is NaN or infinite."""
-        leaves = pytree.tree_leaves((self.before, self.after, self.position, self.gradient))
-        return self.error is None and all(bool(torch.isfinite(leaf).all()) for leaf in leaves)
+        """Whether its positions and its gradient are finite."""
+        if self.error is not None:
+            return False
+        vectors = torch.stack([self.position, self.gradient, self.after.position])
+        return bool(torch.isfinite(vectors).all())
 
 
 def rerun(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Iterator[Rerun]:
@@ -181,7 +183,8 @@ def _same(
         old, new = getattr(before, name), getattr(after, name)
         if then.shape == (layout.size,):
             old, new, then = old[:num_latents], new[:num_latents], then[:num_latents]
-        allowed = tolerance * torch.maximum(old.abs().amax(), then.abs().amax()).clamp(min=1)
-        if not bool(((new - then).abs() <= allowed).all()):
+        size = torch.stack([old, then]).nan_to_num().abs().amax().clamp(min=1)
+        apart = (new - then).abs() > tolerance * size
+        if bool((apart | (torch.isfinite(new) != torch.isfinite(then))).any()):
             return False
     return True
