@@ -11,6 +11,7 @@ from pyro_scale.infer.ekf import EKF
 from pyro_scale.infer.explain import explain
 from pyro_scale.infer.laplace import Laplace
 from pyro_scale.infer.map import MAP
+from pyro_scale.infer.replay import Replay, replay
 from pyro_scale.infer.sampler import Sampler
 from pyro_scale.infer.vi import IVON, VI
 from pyro_scale.model.bayesianize import bayesianize
@@ -43,6 +44,7 @@ __all__ = [
     "FilterResponseNorm",
     "Laplace",
     "LogPosterior",
+    "Replay",
     "Sampler",
     "bayesianize",
     "errors",
@@ -51,6 +53,7 @@ __all__ = [
     "metrics",
     "pSGLD",
     "replace_batchnorm",
+    "replay",
     "schedules",
     "weight_decay",
 ]

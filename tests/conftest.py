@@ -1,8 +1,12 @@
 import logging
+from functools import partial
+from tempfile import mkdtemp
 
 import pyro
 import pytest
 import torch
+
+from pyro_scale.infer import black_box
 
 # pytest's handlers would make Inductor write a trace of every compilation for nobody
 logging.getLogger("torch.__trace").addHandler = lambda handler: None
@@ -15,6 +19,15 @@ def float64():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_black_boxes_left_behind(tmp_path_factory):
+    """What chains that break leave among temporary files is among the tests' own."""
+    with pytest.MonkeyPatch.context() as patch:
+        own = partial(mkdtemp, dir=tmp_path_factory.mktemp("black-boxes"))
+        patch.setattr(black_box, "mkdtemp", own)
+        yield
 
 
 @pytest.fixture

@@ -337,7 +337,8 @@ def test_a_chain_that_stopped_stays_so(tmp_path, cut, monkeypatch):
     resumed = sampler()
     with pytest.raises(NonFiniteError) as found:
         resumed.run((X, Y), resume=tmp_path, **how)
-    assert str(found.value) == str(expected.value)
+    without_paths = [str(each.value).partition(" ps.replay")[0] for each in (found, expected)]
+    assert without_paths[0] == without_paths[1]
     same(resumed, whole)
 
 

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pyro_scale.drive.black_box import RecordedStep
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -117,6 +119,7 @@ class Draws:
             that the step began from, `[chains, draws]`.
         kept_steps: the number of the step that led to each draw, `[draws]`.
         failures: the chains that stopped.
+        last_steps: of the first chains that stopped.
         program: how the steps were run, in words.
         compile_seconds: the time until the first step.
         seconds: the time that the steps took.
@@ -130,6 +133,7 @@ class Draws:
     log_joint: Tensor
     kept_steps: Tensor
     failures: list[Failure] = field(default_factory=list)
+    last_steps: dict[int, tuple[RecordedStep, ...]] = field(default_factory=dict)
     program: str = "eager"
     compile_seconds: float = 0.0
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Runs chains: warm-up, thinning, collection, and what happens when one becomes non-finite."""
+"""Runs chains: warm-up, thinning, collection, checkpoints."""
 
 from __future__ import annotations
 
@@ -7,144 +7,23 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from pyro_scale.core import rows
-from pyro_scale.core.randomness import NoiseTape, Purpose, generator
 from pyro_scale.drive.batches import Batches
-from pyro_scale.drive.checkpoint import Checkpoint, Checkpoints, Moment
-from pyro_scale.drive.draws import Draws, Failure, Sink, Steps
+from pyro_scale.drive.chains import Chains
+from pyro_scale.drive.checkpoint import Checkpoint, Checkpoints
+from pyro_scale.drive.draws import Draws, Sink, Steps
 from pyro_scale.drive.engine import Engine
-from pyro_scale.drive.programs import Program, eager, program_for
+from pyro_scale.drive.programs import program_for
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.tape import Inputs, Tape, steps_within_budget
 from pyro_scale.errors import FileError
 
 #: From when on a run should show its progress and can be interrupted.
 _NOTICED_SECONDS = 0.05
-
-
-class Chains:
-    """The state of all chains, and which of them are sound.
-
-    A chain whose state becomes NaN or infinite is stopped: another one's state takes its place,
-    so that shapes stay as they are, and what becomes of it is not kept.
-
-    Args:
-        engine: says what a step is.
-        positions: where they start, `[chains, D]`.
-        values: the hyperparameters' values at step 0, which momenta are drawn by.
-        seed: of the run.
-    """
-
-    def __init__(self, engine: Engine, positions: Tensor, values: Mapping[str, Tensor], seed: int):
-        self._engine = engine
-        self.state: Any = engine.init(positions, _first_noise(engine, positions, seed), values)
-        shape = (engine.kernel.normals, engine.num_latents)
-        self.noise = NoiseTape(seed, len(positions), shape, positions.dtype, positions.device)
-        self.alive = torch.ones(len(positions), dtype=torch.bool)
-        self.count = 0
-        self.failures: list[Failure] = []
-        self.log_joint = torch.nan
-
-    @property
-    def moment(self) -> Moment:
-        """Where they are."""
-        return Moment(self.count, self.state, self.alive, tuple(self.failures))
-
-    def go_on_from(self, moment: Moment) -> None:
-        """Takes up where a run was."""
-        self.count, self.state, self.alive = moment.step, moment.state, moment.alive
-        self.failures = list(moment.failures)
-
-    def move(
-        self, program: Program, batches: Batches, tape: Tape, steps: Steps, draws: Draws
-    ) -> None:
-        """Runs a tape and writes what is kept; where a chain breaks, it is halved until the
-        step is found."""
-        even = steps.even_until(tape.start, tape.stop) - tape.start
-        if even < len(tape):
-            for part in (tape.part(0, even), tape.part(even, len(tape))):
-                self.move(program, batches, part, steps, draws)
-            return
-        try:
-            left = steps.left(tape.start)
-            moved, kept = program.run(self.state, tape, left, steps.thinning)
-            sound = torch.isfinite(moved.position).all(dim=-1).cpu()
-        except RuntimeError:  # a matrix that cannot be factorised, in some chain
-            if len(tape) > 1:
-                sound = ~self.alive
-            elif not self._stop_those_that_raise(batches, tape):
-                raise
-            elif self.alive.any():
-                self.move(program, batches, tape, steps, draws)
-                return
-            else:
-                return
-        broken = self.alive & ~sound
-        if broken.any() and len(tape) > 1:
-            for half in tape.parts(-(-len(tape) // 2)):
-                self.move(program, batches, half, steps, draws)
-            return
-        self._stop(broken, moved, batches, tape)
-        first, last = steps.kept_before(tape.start), steps.kept_before(tape.stop)
-        if draws.latest is not None:
-            new = kept.positions.cpu()
-            if not bool(self.alive.all()):
-                new = new.where(self.alive[:, None, None], torch.nan)
-            draws.latest.append(new)
-        elif steps.positions:
-            draws.positions[self.alive, first:last] = kept.positions.cpu()[self.alive]
-        draws.log_joint[self.alive, first:last] = kept.log_joint.double().cpu()[self.alive]
-        self.count = tape.stop
-        self.log_joint = float(kept.last.cpu()[self.alive].mean())
-
-    def _stop_those_that_raise(self, batches: Batches, tape: Tape) -> bool:
-        """Stops the chains whose own step cannot be computed; whether there are any."""
-        step, raising = eager(self._engine, batches), torch.zeros_like(self.alive)
-        for chain in torch.nonzero(self.alive)[:, 0].tolist():
-            own = slice(chain, chain + 1)
-            state = pytree.tree_map(lambda leaf, own=own: leaf[own], self.state)
-            try:
-                step.run(state, tape.of(own), 1, 1)
-            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-                raising[chain] = True
-                self._fail(chain, 0, batches, tape)
-        self.alive = self.alive & ~raising
-        self.state = self._with_stand_ins(self.state, ~raising)
-        return bool(raising.any())
-
-    def _stop(self, broken: Tensor, moved: Any, batches: Batches, tape: Tape) -> None:
-        """Takes the state over, but for chains that this step broke."""
-        for chain in torch.nonzero(broken)[:, 0].tolist():
-            first = int(torch.nonzero(~torch.isfinite(moved.position[chain]))[0])
-            self._fail(chain, first, batches, tape)
-        self.alive = self.alive & ~broken
-        sound = torch.isfinite(moved.position).all(dim=-1)
-        self.state = self._with_stand_ins(moved, sound)
-
-    def _fail(self, chain: int, element: int, batches: Batches, tape: Tape) -> None:
-        batch = batches.batch(batches.fixed, tape.at(0)[2])
-        self.failures.append(
-            Failure(
-                chain=chain,
-                step=tape.start,
-                site=self._engine.layout.site_at(element),
-                bad_batch=not rows.are_finite(batch.of_chain(chain)[0]),
-            )
-        )
-
-    def _with_stand_ins(self, state: Any, sound: Tensor) -> Any:
-        """The state with that of a chain that is alive in place of those that are not sound."""
-        if not bool(self.alive.any()) or bool(sound.all()):
-            return state
-        stand_in = int(torch.nonzero(self.alive)[0])
-        places = torch.arange(len(sound), device=sound.device).where(sound, stand_in)
-        return pytree.tree_map(lambda leaf: leaf[places], state)
 
 
 def simulate(
@@ -234,12 +113,13 @@ def simulate(
     except (Exception, KeyboardInterrupt) as error:
         if sink is not None and sink.count == steps.kept_before(chains.count):
             moment = chains.moment  # that of the last draws that it has got
-        with contextlib.suppress(FileError):  # it may be what ended the run
-            write()
+        if sink is None or sink.count == steps.kept_before(moment.step):
+            with contextlib.suppress(FileError):  # it may be what ended the run
+                write()
         draws = draws.first(steps.kept_before(moment.step))
         draws.error = error
     draws.num_steps, draws.failures = moment.step, list(moment.failures)
-    draws.state = moment.state
+    draws.state, draws.last_steps = moment.state, chains.last_steps
     draws.compile_seconds, draws.seconds = started - begun, time.perf_counter() - started
     return draws
 
@@ -287,14 +167,3 @@ class _Pace:
 
     def __exit__(self, *_: object) -> None:
         self._quick = time.perf_counter() - self._begun < _NOTICED_SECONDS
-
-
-def _first_noise(engine: Engine, positions: Tensor, seed: int) -> Tensor:
-    """What momenta are drawn from, `[chains, latents]`."""
-    size, device, dtype = engine.num_latents, positions.device, positions.dtype
-    sources = [
-        generator(seed, chain, Purpose.MOMENTUM, device=device) for chain in range(len(positions))
-    ]
-    return torch.stack(
-        [torch.randn(size, generator=s, dtype=dtype, device=device) for s in sources]
-    )

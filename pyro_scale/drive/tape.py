@@ -70,6 +70,11 @@ class Tape:
         changing = pytree.tree_map(lambda leaf: leaf[chains], self.changing)
         return Tape(self.start, self.values, self.noise[chains], changing)
 
+    def copied(self) -> Tape:
+        """The tape in memory of its own, which is not written over."""
+        changing = pytree.tree_map(lambda leaf: leaf.clone(), self.changing)
+        return Tape(self.start, self.values, self.noise.clone(), changing)
+
 
 @dataclass(frozen=True)
 class Inputs:

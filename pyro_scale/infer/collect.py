@@ -116,7 +116,7 @@ def warn_of_short_warmup(
         warnings.warn(
             f"warm-up of {warmup_steps} steps is under five relaxation times (one is about "
             f"{steps:.0f} steps here), so the draws may remember where the chains started: pass "
-            f"warmup_steps={round(5 * steps)}",
+            f"warmup_steps={5 * steps:.0f}",
             UserWarning,
             stacklevel=3,
         )

@@ -31,22 +31,46 @@ def contents_of(result: Result, arguments: Arguments) -> dict[str, Any]:
         result: of the run.
         arguments: the batch that the model was understood on.
     """
-    known, noise = result.log_posterior, result.gradient_noise
-    start = _start(known)
+    noise = result.gradient_noise
     return {
-        "num_data": known.num_data,
-        "arguments": arguments,
-        "device": str(rows.device(arguments) or "cpu"),
-        "latents": list(known.latents),
-        "start": start,
-        "start_values": known.constrain(start),
-        "layout": _plain_layout(result.layout),
+        **model_contents(result.log_posterior, result.layout, arguments),
         **_plain_draws(result),
         "sample_stats": result.sample_stats,
         "attrs": result.attrs,
         "gradient_noise": None if noise is None else dict(vars(noise)),
         "virial": result.virial,
     }
+
+
+def model_contents(
+    log_posterior: LogPosterior, layout: Layout, arguments: Arguments
+) -> dict[str, Any]:
+    """What `understood` and `layout_of` need.
+
+    Args:
+        log_posterior: the model, understood.
+        layout: of its positions.
+        arguments: the batch that it was understood on.
+    """
+    start = _start(log_posterior)
+    return {
+        "num_data": log_posterior.num_data,
+        "arguments": arguments,
+        "device": str(rows.device(arguments) or "cpu"),
+        "latents": list(log_posterior.latents),
+        "start": start,
+        "start_values": log_posterior.constrain(start),
+        **_plain_layout(layout),
+    }
+
+
+def layout_of(contents: Mapping[str, Any]) -> Layout:
+    """Where each tensor lies in a position."""
+    return Layout(
+        tuple(contents["names"]),
+        tuple(torch.Size(shape) for shape in contents["shapes"]),
+        tuple(getattr(torch, name) for name in contents["dtypes"]),
+    )
 
 
 def result_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Result:
@@ -57,7 +81,7 @@ def result_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Resul
         log_posterior: the model, as `understood` gives it.
     """
     noise = contents["gradient_noise"]
-    layout = _layout(contents["layout"])
+    layout = layout_of(contents)
     return Result(
         log_posterior=log_posterior,
         data=None,
@@ -79,14 +103,6 @@ def _plain_layout(layout: Layout) -> dict[str, list[Any]]:
     }
 
 
-def _layout(plain: Mapping[str, Any]) -> Layout:
-    return Layout(
-        tuple(plain["names"]),
-        tuple(torch.Size(shape) for shape in plain["shapes"]),
-        tuple(getattr(torch, name) for name in plain["dtypes"]),
-    )
-
-
 def _plain_draws(result: Result) -> dict[str, Any]:
     """The draws, where they are, or what they came to."""
     positions, running, kept = result.positions, result.running, None
@@ -103,7 +119,7 @@ def _plain_draws(result: Result) -> dict[str, Any]:
             "state": running.running.state(),
             "num_draws": running.running.num_draws,
             "num_chains": running.running.num_chains,
-            "layout": _plain_layout(running.layout),
+            **_plain_layout(running.layout),
             "chains": list(running.chains),
         }
     return {"positions": positions, "store": None, "running": kept}
@@ -127,7 +143,7 @@ def _positions(contents: Mapping[str, Any], layout: Layout) -> Positions:
 def _running(held: Mapping[str, Any] | None) -> RunningSamples | None:
     if held is None:
         return None
-    layout = _layout(held["layout"])
+    layout = layout_of(held)
     running = Running(held["num_chains"], layout.size, held["num_draws"])
     running.go_on_from(held["state"])
     return RunningSamples(running, layout, held["chains"])
@@ -163,7 +179,7 @@ def _tried(
 ) -> LogPosterior | Exception:
     """The model understood, or what is in the way."""
     log_posterior = as_log_posterior(model, num_data)
-    arguments = to_device(contents["arguments"], _device(contents, model))
+    arguments = to_device(contents["arguments"], device_of(contents, model))
     init = _init_at(contents["start_values"], log_posterior.default_init(0))
     try:
         log_posterior.prepare(arguments, init)
@@ -172,8 +188,9 @@ def _tried(
     return log_posterior
 
 
-def _device(contents: Mapping[str, Any], model: Any) -> torch.device:
-    """Where the model is, or else where the batch was, if this machine has that."""
+def device_of(contents: Mapping[str, Any], model: Any) -> torch.device:
+    """Where a file's tensors belong: where the model is, or else where they were, if this machine
+    has that."""
     own, saved = module_device(model), torch.device(contents["device"])
     if own is not None:
         return own
@@ -227,7 +244,7 @@ def _described(values: Mapping[str, Tensor], latents: Any) -> dict[str, str]:
 
 def _moved(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
     """Sites whose value is another one at the same unconstrained value."""
-    device = _device(contents, log_posterior)
+    device = device_of(contents, log_posterior)
     start, then = contents["start"], contents["start_values"]
     now = log_posterior.constrain({name: value.to(device) for name, value in start.items()})
     return [

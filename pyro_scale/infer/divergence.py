@@ -7,8 +7,14 @@ from torch import Tensor
 from pyro_scale.drive.draws import Draws
 
 
-def message(draws: Draws, lr: Tensor) -> str:
-    """Which chains stopped, where, and what to try; lr is every step's, `[steps, ...]`."""
+def message(draws: Draws, lr: Tensor, hint: str = "") -> str:
+    """Which chains stopped, where, and what to try.
+
+    Args:
+        draws: what the run kept.
+        lr: every step's, `[steps, ...]`.
+        hint: where their last steps are.
+    """
     stopped = "; ".join(
         f"chain {failure.chain} at step {failure.step}, site '{failure.site}'"
         for failure in draws.failures[:5]
@@ -23,9 +29,11 @@ def message(draws: Draws, lr: Tensor) -> str:
         return (
             f"the state became NaN or infinite: {stopped}{more}. {kept}The batch of that step "
             "holds NaN or infinite numbers: clean the data (torch.isfinite finds them)"
+            f"{hint}"
         )
     return (
         f"the state became NaN or infinite: {stopped}{more}. {kept}The step size is most likely "
         f"above the stable range: try lr={now / 3:.2g} instead of {now:.2g}; else start nearer to "
         "the mode (init_strategy=), scale the data, or give the site a tighter prior"
+        f"{hint}"
     )

@@ -24,6 +24,7 @@ from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.simulate import simulate
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, NonFiniteError
+from pyro_scale.infer import black_box
 from pyro_scale.infer.base import with_base_run
 from pyro_scale.infer.collect import collected, warn_of_short_warmup
 from pyro_scale.infer.divergence import message
@@ -220,7 +221,8 @@ class Sampler(Method):
             ArgumentError, DataError: before the model is run.
             ModelError, SiteError, PlateError: before any step.
             NonFiniteError: a chain's state became NaN or infinite; the others have finished and
-                `get_samples` holds their draws.
+                `get_samples` holds their draws.  It names a file for `ps.replay`, which says why:
+                in the checkpoint's directory, or else in the system's for temporary files.
             FileError: a checkpoint cannot be written or read, or is of another run.
 
         Warns:
@@ -305,7 +307,8 @@ class Sampler(Method):
         if draws.error is not None:
             self._end_early(draws)
         if draws.failures:
-            raise NonFiniteError(message(draws, tape["lr"]))
+            hint = black_box.written(setup, type(self).__name__, draws, journal.path)
+            raise NonFiniteError(message(draws, tape["lr"], hint))
         warn_of_short_warmup(setup, self._results(), values, warmup_steps)
         return self
 

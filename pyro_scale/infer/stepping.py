@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.drive.chains import Chains
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.draws import Draws, Steps
 from pyro_scale.drive.programs import eager
-from pyro_scale.drive.simulate import Chains
 from pyro_scale.drive.sources import Data
 from pyro_scale.drive.tape import Tape
 from pyro_scale.errors import DataError
@@ -61,6 +61,7 @@ class Stepping:
         tape = Tape(count, values, noise, batches.take(count, count + 1))
         steps = Steps(num_samples=1, warmup_steps=count)
         draws = Draws.of(setup.positions, steps)
+        chains.recent.forget()  # their batches were others
         chains.move(eager(setup.engine, batches), batches, tape, steps, draws)
         draws.failures, draws.state, draws.num_steps = chains.failures, chains.state, count + 1
         return draws, {k: v.expand(count + 1, *v.shape[1:]) for k, v in values.items()}

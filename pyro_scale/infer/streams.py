@@ -202,7 +202,8 @@ class ToMoments:
         self._starts, self._num_draws = starts, num_draws
         width = first.numel() * first.element_size()
         self._chunk = max(1, min(_MOST_DRAWS, _FILE_BYTES // width))
-        self.go_on_from(None)
+        self._waiting = first[:, :0]
+        self._moments = RunningSamples.of(starts.samples, num_draws)
 
     @property
     def count(self) -> int:

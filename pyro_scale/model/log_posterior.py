@@ -380,6 +380,7 @@ class LogPosterior:
         arguments: Arguments,
         indices: Tensor | None = None,
         recorder: Callable[..., Recorder] = Recorder,
+        validate: bool = False,
     ) -> Recorder:
         """Runs the model at unconstrained params and records its sites."""
         known = self.understanding
@@ -396,6 +397,7 @@ class LogPosterior:
         return self._program.run(
             arguments,
             recorder(latents=params, points=points, indices=chosen, enum_dim=enum_dim),
+            validate,
         )
 
     def batch_size(self, arguments: Arguments) -> int:

@@ -1,0 +1,89 @@
+"""The last steps of chains that broke, as files that `replay` reads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.core import files
+from pyro_scale.drive.draws import Draws, Failure
+from pyro_scale.infer.collect import facts_of
+from pyro_scale.infer.contents import model_contents
+from pyro_scale.infer.setup import Setup
+from pyro_scale.model.control_variates import ControlVariates
+
+#: Bytes of all files of a run, at most: a step may take the whole data.
+_MOST_BYTES = 2**30
+
+
+def written(setup: Setup, method: str, draws: Draws, directory: Path | None) -> str:
+    """Writes what chains did last, and says how to see it; nothing where that cannot be had.
+
+    The steps of a frozen base's features are not written, as rows are not among them.
+
+    Args:
+        setup: what the run started from.
+        method: its name.
+        draws: what it kept.
+        directory: of the run's checkpoints; a new one among temporary files by default.
+    """
+    known = [failure for failure in draws.failures if failure.chain in draws.last_steps]
+    if not known or setup.features is not None:
+        return ""
+    paths: list[Path] = []
+    # whatever is in the way of a file, the error that it belongs to goes first
+    with contextlib.suppress(Exception):
+        paths.extend(_write(setup, method, known, draws, directory))
+    if not paths:
+        return ""
+    count = len(draws.last_steps[known[0].chain])
+    steps = f"last {count} steps" if count > 1 else "last step"
+    others = f", and {paths[1].name}, ... beside it those of others" if len(paths) > 1 else ""
+    return f". ps.replay('{paths[0]}', model) reruns the {steps} of chain {known[0].chain}{others}"
+
+
+def _write(
+    setup: Setup, method: str, failures: list[Failure], draws: Draws, directory: Path | None
+) -> Iterator[Path]:
+    """Writes a file for each, as long as there is room for it."""
+    room = _MOST_BYTES
+    for failure in failures:
+        contents = _contents(setup, method, failure, draws)
+        room -= _num_bytes(contents)
+        if room < 0:
+            return
+        # in a directory of its own nobody else can read it
+        directory = directory or Path(mkdtemp(prefix="pyro-scale-"))
+        path = directory / f"black-box-{failure.chain}"
+        files.write(path, contents, "black box")
+        yield path
+
+
+def _contents(setup: Setup, method: str, failure: Failure, draws: Draws) -> dict[str, Any]:
+    """What `replay` needs of one chain."""
+    engine, density = setup.engine, setup.engine.density
+    corrected = density if isinstance(density, ControlVariates) else None
+    return {
+        "method": method,
+        "kernel": type(engine.kernel).__name__,
+        "chain": failure.chain,
+        "step": failure.step,
+        "site": failure.site,
+        "attrs": facts_of(setup.log_posterior, setup.seed),
+        "num_latents": engine.num_latents,
+        "vectorised": engine.vectorised,
+        "anchor": corrected and corrected.anchor,
+        "anchor_gradient": corrected and corrected.gradient,
+        "steps": [dict(vars(step)) for step in draws.last_steps[failure.chain]],
+        **model_contents(setup.log_posterior, engine.layout, setup.data.first()),
+    }
+
+
+def _num_bytes(contents: Any) -> int:
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(contents) if isinstance(leaf, Tensor))

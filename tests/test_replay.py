@@ -1,0 +1,455 @@
+"""The last steps of a chain that broke: what was written is what happened, and what `replay` says
+of it is so."""
+
+import dataclasses
+import itertools
+import math
+import random
+import re
+from functools import partial
+from pathlib import Path
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from reference import close, double, normals
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pyro_scale as ps
+from pyro_scale.core import files
+from pyro_scale.drive import black_box as last_steps
+from pyro_scale.errors import FileError, NonFiniteError
+from pyro_scale.infer import black_box
+
+N, B = 60, 10
+X = normals(N, 2, seed=1)
+Y = X @ double(1.0, -0.5) + 0.3 * normals(N, seed=2)
+QUIET = {"progress": False, "num_samples": 300, "seed": 3}
+IN_BATCHES = {**QUIET, "batch_size": B}
+
+
+def prior(name, size=2):
+    return pyro.sample(name, dist.Normal(torch.zeros(size).double(), 1.0).to_event(1))
+
+
+def regression(x, y):
+    w = prior("w")
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, double(0.3)[0]), obs=y)
+
+
+def wider_prior(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 3.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, double(0.3)[0]), obs=y)
+
+
+def renamed(x, y):
+    w = prior("weight")
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, double(0.3)[0]), obs=y)
+
+
+def own_subsamples(x, y):
+    w = prior("w")
+    with pyro.plate("data", N, subsample_size=B) as i:
+        pyro.sample("y", dist.Normal(x[i] @ w, double(0.3)[0]), obs=y[i])
+
+
+def with_point(x, y):
+    shift = pyro.param("shift", double(0.2, 0.1))
+    w = prior("w")
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ (w + shift), double(0.3)[0]), obs=y)
+
+
+def root_of_a_negative(x, y):
+    """The density of y is NaN where v < -1, and with it all gradients, that of a first."""
+    a = prior("a")
+    v = pyro.sample("v", dist.Normal(double(0.0)[0], 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ a, torch.sqrt(1 + v)), obs=y)
+
+
+def root_at_zero(x):
+    """Its value is finite everywhere; the derivative of v's part is infinite at once."""
+    u = prior("u")
+    v = pyro.sample("v", dist.Normal(double(0.0)[0], 1.0))
+    pyro.factor("root", torch.where(v > 1.0, torch.sqrt(v - v.detach()), 0.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(u, 1.0).to_event(1), obs=x)
+
+
+def not_a_covariance(x):
+    """Its matrix has no Cholesky factor where r is 1 or more."""
+    r = pyro.sample("r", dist.Normal(double(0.0)[0], 1.0))
+    covariance = torch.eye(2).double() + r * (1 - torch.eye(2).double())
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.MultivariateNormal(double(0.0, 0.0), covariance), obs=x)
+
+
+def cliff(x, y):
+    w = pyro.sample("w", dist.Normal(double(0.0)[0], 1.0))
+    pyro.factor("cliff", w * torch.where(w > 2.0, torch.nan, 0.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(w, 30.0), obs=y)
+
+
+def broken(sampler, data=(X, Y), **kwargs):
+    """What the error says of a run that breaks."""
+    with pytest.raises(NonFiniteError) as error:
+        sampler.run(data, **{**IN_BATCHES, **kwargs})
+    return str(error.value)
+
+
+def path_in(message):
+    return Path(re.search(r"ps\.replay\('(.*?)', model\) reruns the last", message)[1])
+
+
+def failures(message):
+    """chain -> (step, site), as the error says."""
+    found = re.findall(r"chain (\d+) at step (\d+), site '(\w+)'", message)
+    return {int(chain): (int(step), site) for chain, step, site in found}
+
+
+def checked(message, model, path=None):
+    """The replay, which tells the same chain, step and states as the run."""
+    found = ps.replay(path or path_in(message), model)
+    assert found.step == failures(message)[found.chain][0]
+    assert found.steps["step"].iloc[-1] == found.step
+    assert "is not what it was" not in found.reason
+    return found
+
+
+# ------------------------------------------------------------------ what is written
+
+
+TOO_LONG = {
+    "at once": partial(ps.SGLD, lr=1e40),
+    "SGLD": partial(ps.SGLD, lr=40.0),
+    "SGHMC": partial(ps.SGHMC, lr=5.0),
+    "BAOA": partial(ps.BAOA, lr=9.0),
+    "UBU": partial(ps.UBU, lr=9.0),
+    "SGNHT": partial(ps.SGNHT, lr=9.0),
+    "by site": partial(ps.SGLD, lr={"w": double(0.02, 40.0)}),
+    "a schedule": partial(ps.BAOA, lr=lambda step: 0.05 if step < 150 else 20.0),
+}
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_the_states_are_those_of_the_run(name, compile):
+    make = partial(TOO_LONG[name], regression)
+    message = broken(make(compile=compile), num_chains=2)
+    step, site = failures(message)[failed := int(re.search(r"of chain (\d)", message)[1])]
+    steps = files.read(path_in(message), "black box")["steps"]
+    numbers = [each["number"] for each in steps]
+    assert numbers == list(range(step - len(steps) + 1, step + 1))
+    assert len(steps) == min(16, step + 1) or step > 64  # later, as many as the tape has
+    before = make(compile=compile).run((X, Y), **{**IN_BATCHES, "num_samples": step}, num_chains=2)
+    whole = before._results().positions[failed]
+    eagerly = make(compile=False).run((X, Y), **{**IN_BATCHES, "num_samples": step}, num_chains=2)
+    eager = eagerly._results().positions[failed]
+    for each in steps:
+        if each["number"] > 0:
+            position = each["state"]["position"]
+            assert torch.equal(position, whole[each["number"] - 1])
+            close(position / eager[each["number"] - 1], torch.ones(2), 1e-6)
+    found = checked(message, regression)
+    assert (found.chain, found.site) == (failed, site)
+    assert f"the gradient of '{site}' grew" in found.reason
+    assert "the step size is above the stable range" in found.reason
+
+
+def test_noise_batches_and_values_are_those_of_the_step():
+    """One step of SGLD by hand: x + lr g + sqrt(2 lr T / N) noise, g over N."""
+    message = broken(ps.SGLD(regression, lr=lambda step: 2.0 + 0.01 * step, temperature=0.7))
+    steps = files.read(path_in(message), "black box")["steps"]
+    log_posterior = ps.LogPosterior(regression, N)
+    for step, after in itertools.pairwise(steps[:-1]):
+        lr, w = 2.0 + 0.01 * step["number"], step["state"]["position"]
+        assert len(step["arguments"][0]) == B
+        gradient, evaluation = log_posterior.grad({"w": w}, step["arguments"])
+        close(torch.tensor(step["log_joint"]).double(), evaluation.log_joint)
+        noise = (2 * lr * 0.7 / N) ** 0.5 * step["noise"][0]
+        close(after["state"]["position"], w + lr * gradient["w"] / N + noise)
+
+
+def test_the_table_and_what_to_go_on_with():
+    message = broken(ps.BAOA(regression, lr=1.5))
+    found = checked(message, regression)
+    log_posterior = ps.LogPosterior(regression, N)
+    gradient, evaluation = log_posterior.grad(found.params, found.batch)
+    assert not torch.isfinite(torch.cat([gradient["w"], evaluation.log_joint[None]])).all()
+    steps = files.read(path_in(message), "black box")["steps"]
+    assert list(found.steps) == ["step", "lr", "log_joint", "w value", "w gradient"]
+    assert (found.steps["lr"] == 1.5).all()
+    for row, step in list(zip(found.steps.to_dict("records"), steps, strict=True))[:5]:
+        w = step["state"]["position"]
+        gradient, evaluation = log_posterior.grad({"w": w}, step["arguments"])
+        assert row["w value"] == pytest.approx(math.hypot(*w.tolist()))
+        assert row["w gradient"] == pytest.approx(math.hypot(*(gradient["w"] / N).tolist()))
+        assert row["log_joint"] == pytest.approx(float(evaluation.log_joint))
+    assert found.reason in str(found)
+    assert found.steps.to_string(index=False) in str(found)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(ps.SGHMC, lr=1.5, control_variates={"w": double(1.0, -0.5)}),
+        partial(ps.SGLD, lr=2.0, subtract_noise=True),
+    ],
+    ids=["control variates", "subtracted noise"],
+)
+@pytest.mark.filterwarnings("ignore:subtract_noise")
+def test_what_is_known_of_the_mode_goes_along(make):
+    assert "grew" in checked(broken(make(regression)), regression).reason
+
+
+@pytest.mark.parametrize("num_chains", [1, 3])
+def test_points_go_with_all_chains(num_chains, store):
+    """One chain is replayed, but points move by the mean of all."""
+    message = broken(ps.SGLD(with_point, lr=2.0), num_chains=num_chains)
+    assert checked(message, with_point).params.keys() == {"w", "shift"}
+
+
+def test_there_is_room_for_so_many_bytes(monkeypatch):
+    monkeypatch.setattr(last_steps, "_BYTES", 3 * (B * 3 + 6) * 8)
+    message = broken(ps.SGLD(regression, lr=1e3))
+    assert "reruns the last 3 steps of chain 0" in message
+    assert len(checked(message, regression).steps) == 3
+    monkeypatch.setattr(last_steps, "_BYTES", 1)
+    assert "reruns the last step of chain 0" in broken(ps.SGLD(regression, lr=1e3))
+
+
+def test_states_that_are_too_large_are_not_held(monkeypatch):
+    monkeypatch.setattr(last_steps, "_HELD", 1)
+    message = broken(ps.SGLD(regression, lr=1e3))
+    assert "reruns the last step of chain 0" in message
+    checked(message, regression)
+
+
+# ------------------------------------------------------------------ why
+
+
+@pytest.mark.parametrize("where", ["x", "y"])
+def test_a_row_that_is_nan(where):
+    x, y = X.clone(), Y.clone()
+    (x if where == "x" else y)[-1] = torch.nan
+    found = checked(broken(ps.SGLD(regression, lr=0.01), (x, y)), regression)
+    assert found.site == "y"
+    place = "xy".index(where)
+    assert f"the batch holds NaN or infinite numbers in argument {place} at step" in found.reason
+    assert found.batch[place].isnan().any()
+    assert "with validation on, site 'y' raises ValueError: Expected" in found.reason
+
+
+def test_the_site_whose_density_is_nan_is_named():
+    """Not the first one whose value became NaN by it."""
+    y = 0.1 * normals(N, seed=5)  # pulls v to -1
+    sampler = ps.SGLD(root_of_a_negative, lr=0.1, init_strategy={"v": double(-0.5)})
+    message = broken(sampler, (X, y), batch_size=None)
+    assert failures(message)[0][1] == "a"
+    found = checked(message, root_of_a_negative)
+    assert found.site == "y"
+    assert found.params["v"] < -1
+    assert f"site 'y': its log density is NaN at step {found.step}" in found.reason
+    assert "finite unconstrained values and a finite batch" in found.reason
+    assert "Expected parameter scale" in found.reason
+
+
+def test_the_site_whose_gradient_is_infinite_is_named():
+    sampler = ps.SGLD(root_at_zero, lr=2.0)
+    found = checked(broken(sampler, (X,), batch_size=None), root_at_zero)
+    assert found.site == "v"
+    assert "site 'v': its gradient of the log joint is infinite" in found.reason
+    assert torch.isfinite(ps.LogPosterior(root_at_zero, N)(found.params, found.batch).log_joint)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_matrix_that_cannot_be_factorised(compile):
+    starts = {"r": double(0.5, -0.5)}
+    sampler = ps.SGLD(not_a_covariance, lr=0.3, compile=compile, init_strategy=starts)
+    message = broken(sampler, (X,), num_chains=2)
+    found = checked(message, not_a_covariance)
+    assert found.site == "x"
+    assert "site 'x': the model raises" in found.reason
+    assert abs(found.params["r"]) >= 1
+
+
+def test_one_of_several_chains():
+    starts = {"w": double(0.0, 0.0, 0.0, 1.9)}
+    sampler = ps.SGLD(cliff, lr=0.05, init_strategy=starts)
+    message = broken(sampler, num_samples=100, num_chains=4)
+    assert list(failures(message)) == [3]
+    assert sampler.get_samples(group_by_chain=True)["w"].shape[0] == 3
+    found = checked(message, cliff)
+    assert (found.chain, found.site) == (3, "cliff")
+    assert found.params["w"] > 2.0
+
+
+# ------------------------------------------------------------------ data
+
+
+def test_a_loader():
+    loader = DataLoader(TensorDataset(X, Y), batch_size=B, shuffle=True)
+    found = checked(broken(ps.SGLD(regression, lr=1e3), loader, batch_size=None), regression)
+    rows = {tuple(row) for row in X.tolist()}
+    assert len(found.batch[0]) == B
+    assert all(tuple(row) in rows for row in found.batch[0].tolist())
+
+
+def test_a_dict_of_arguments():
+    found = checked(broken(ps.SGLD(regression, lr=1e3), {"x": X, "y": Y}), regression)
+    assert found.batch.keys() == {"x", "y"}
+
+
+def test_a_model_that_subsamples_by_itself():
+    message = broken(ps.SGLD(own_subsamples, lr=2.0), batch_size=None)
+    found = checked(message, own_subsamples)
+    assert torch.equal(found.batch[0], X)
+    assert found.indices.shape == (B,)
+    log_posterior = ps.LogPosterior(own_subsamples)
+    log_posterior.prepare((X, Y))
+    log_joint = log_posterior(found.params, found.batch, found.indices).log_joint
+    assert not torch.isfinite(log_joint)
+
+
+def test_shared_batches_and_the_whole_data():
+    sampler = ps.SGLD(regression, lr=1e3)
+    checked(broken(sampler, num_chains=2, share_batches=True), regression)
+    found = checked(broken(sampler, batch_size=None), regression)
+    assert torch.equal(found.batch[0], X)
+    whole = path_in(broken(sampler, batch_size=None)).stat().st_size
+    assert whole < 16 * X.nbytes + 2**15  # the data are there once
+
+
+def test_features_of_a_frozen_base_are_not_written():
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    bayesian = ps.bayesianize(net, prior=dist.Normal(0.0, 1.0), include=["2.*"])
+
+    def last_layer(x, y):
+        mean = bayesian(x)[:, 0]
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, 0.1), obs=y)
+
+    assert "replay" not in broken(ps.SGLD(last_layer, lr=5.0))
+
+
+# ------------------------------------------------------------------ files
+
+
+def test_a_checkpoint_directory_holds_it(tmp_path):
+    sampler = ps.SGLD(regression, lr=1e3)
+    message = broken(sampler, num_chains=6, checkpoint=tmp_path, checkpoint_every=0)
+    assert path_in(message).parent == tmp_path
+    found = sorted(file.name for file in tmp_path.glob("black-box-*"))
+    first = sorted(failures(message), key=lambda chain: failures(message)[chain])
+    assert len(found) == 4
+    assert path_in(message).name == f"black-box-{first[0]}"
+    for file in found:
+        checked(message, regression, tmp_path / file) if file[-1] in map(str, first) else None
+    with pytest.raises(NonFiniteError):  # the run is over, and stays so
+        sampler.run((X, Y), **IN_BATCHES, num_chains=6, resume=tmp_path)
+    assert sorted(file.name for file in tmp_path.glob("black-box-*")) == found
+
+
+def test_a_black_box_is_no_checkpoint(tmp_path):
+    message = broken(ps.SGLD(regression, lr=1e3))
+    (tmp_path / "black-box-0").write_bytes(path_in(message).read_bytes())
+    ps.SGLD(regression, lr=0.01).run((X, Y), **IN_BATCHES, checkpoint=tmp_path)
+    checked(message, regression, tmp_path / "black-box-0")
+
+
+def test_nobody_else_can_read_it():
+    path = path_in(broken(ps.SGLD(regression, lr=1e3)))
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert [file.name for file in path.parent.iterdir()] == ["black-box-0"]
+
+
+def test_damage_is_noticed(tmp_path):
+    whole = path_in(broken(ps.SGLD(regression, lr=1e3))).read_bytes()
+    random.seed(0)
+    for place in [*random.sample(range(len(whole)), 20), 3, 20]:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << random.randrange(8)
+        (tmp_path / "damaged").write_bytes(damaged)
+        with pytest.raises(FileError):
+            ps.replay(tmp_path / "damaged", regression)
+    (tmp_path / "damaged").write_bytes(whole[:-1])
+    with pytest.raises(FileError, match="was cut off"):
+        ps.replay(tmp_path / "damaged", regression)
+
+
+def test_other_files_are_refused(tmp_path):
+    ps.SGLD(regression, lr=0.01).run((X, Y), **IN_BATCHES).save(tmp_path / "results")
+    with pytest.raises(FileError, match="does not begin as the last steps of a chain"):
+        ps.replay(tmp_path / "results", regression)
+    with pytest.raises(FileError, match="does not begin as a file of Pyro Scale"):
+        ps.SGLD.load(path_in(broken(ps.SGLD(regression, lr=1e3))), regression)
+
+
+def test_another_model_is_refused_or_told():
+    message = broken(ps.SGLD(regression, lr=1e3))
+    with pytest.raises(FileError, match=r"'w' is a latent \[2\] of float64 in the file, not in"):
+        ps.replay(path_in(message), renamed)
+    found = ps.replay(path_in(message), wider_prior)
+    first = found.steps["step"].iloc[0]
+    assert f"but step {first} is not what it was in the run" in found.reason
+
+
+def test_an_unknown_kernel_is_refused(tmp_path):
+    contents = files.read(path_in(broken(ps.SGLD(regression, lr=1e3))), "black box")
+    files.write(tmp_path / "other", {**contents, "kernel": "Unheard"}, "black box")
+    with pytest.raises(FileError, match="kernel is Unheard, which is not known here"):
+        ps.replay(tmp_path / "other", regression)
+
+
+def no_room(*args, **kwargs):
+    raise OSError("no space left on device")
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        lambda patch: patch.setattr(black_box, "mkdtemp", no_room),
+        lambda patch: patch.setattr(black_box.files, "write", no_room),
+        lambda patch: patch.setattr(black_box, "_MOST_BYTES", 100),
+        lambda patch: patch.setattr(black_box, "model_contents", no_room),
+    ],
+    ids=["no directory", "no file", "no room", "another error"],
+)
+def test_what_cannot_be_written_hides_nothing(patch, monkeypatch):
+    patch(monkeypatch)
+    message = broken(ps.SGLD(regression, lr=1e3))
+    assert failures(message)[0][1] == "w"
+    assert "replay" not in message
+
+
+def test_arguments_that_cannot_be_written_hide_nothing():
+    class Options:
+        scale = 0.3
+
+    def with_options(x, y, options):
+        regression(x, y)
+
+    assert "replay" not in broken(ps.SGLD(with_options, lr=2.0), (X, Y, Options()))
+
+
+def test_only_the_run_that_is_given_up_is_written(monkeypatch):
+    """Those of a step size that is halved are not."""
+    monkeypatch.setattr("pyro_scale.infer.sampler._MOST_HALVINGS", 1)
+    written = []
+    monkeypatch.setattr(black_box.files, "write", lambda path, *_: written.append(path))
+    message = broken(ps.SGLD(cliff, lr="auto"))
+    assert len(written) == 1
+    assert "black-box-0" in message
+
+
+def test_a_replay_is_frozen():
+    found = checked(broken(ps.SGLD(regression, lr=1e3)), regression)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.step = 0
