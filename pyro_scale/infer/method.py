@@ -17,6 +17,7 @@ from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.infer import diagnostics, export, predictive, saved
 from pyro_scale.infer.contents import contents_of, result_of, understood
+from pyro_scale.infer.discrepancy import ksd
 from pyro_scale.infer.loo import Loo, loo
 from pyro_scale.infer.reductions import Reduce
 from pyro_scale.infer.result import Result
@@ -169,6 +170,36 @@ class Method:
         """
         result, source = self._results(), self._data(data)
         return loo(predictive.equally_weighted(result, None), source, num_rows, choose_seed(seed))
+
+    def ksd(
+        self,
+        data: Any = None,
+        num_samples: int | None = None,
+        num_rows: int | None = None,
+    ) -> float:
+        """How far the draws are from the posterior: the squared kernel Stein discrepancy
+        `ps.metrics.ksd` of the latent sites in unconstrained space, each element over its own sd,
+        from gradients of the log joint of all rows at the draws.
+
+        Of n exact draws it is about 2 d / n, d the number of elements, whatever the data; what
+        minibatches, long steps or an approximation make of a posterior comes on top.  The target
+        is at the temperature of the run.  Params of `pyro.param` are taken as they are.
+
+        Args:
+            data: all rows; the run's by default.
+            num_samples: how many draws, evenly thinned; up to 1,000 by default, as n^2 pairs of
+                them count.
+            num_rows: how many rows to take for all, drawn at random, the same for every draw.
+                What they leave out is noise in the gradients, which adds to the squared
+                discrepancy, so that on average over the choice of rows it is an upper bound; it
+                compares methods on the same rows.
+
+        Raises:
+            ArgumentError: temperature 0, or not the same for all draws; an element that is the
+                same in all of them; some rows where the model takes none but all together.
+            DataError: the data do not hold N rows.
+        """
+        return ksd(self._results(), self._data(data), num_samples, num_rows)
 
     def predict(
         self,
