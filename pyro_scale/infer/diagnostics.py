@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_scale.infer.export import quiet_arviz, to_inference_data
 from pyro_scale.infer.predictive import in_proportion
 from pyro_scale.infer.result import Result
+from pyro_scale.infer.superchains import nested_r_hats, warn_of_remembered_starts
 
 #: A site of more elements is one row of `summary`, unless it is named.
 _MOST_ELEMENTS = 100
@@ -71,6 +72,10 @@ def diagnostics(result: Result, idata: Any) -> Any:
     table["r_hat"] = _each(arviz.rhat(latent), "max")
     table["ess_bulk"] = _each(arviz.ess(latent, method="bulk"), "min")
     table["ess_tail"] = _each(arviz.ess(latent, method="tail"), "min")
+    nested = nested_r_hats(result)
+    if nested is not None:
+        table["nested_r_hat"] = nested
+        warn_of_remembered_starts(result)
     heat, heated = result.virial, None
     if heat is not None:
         heated = _temperatures(result, heat)

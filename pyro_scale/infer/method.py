@@ -113,7 +113,8 @@ class Method:
     def diagnostics(self) -> Any:
         """How far to trust the draws: a DataFrame, one row a latent site.
 
-        Columns: the worst `r_hat` and least `ess_bulk`, `ess_tail` of the site's elements;
+        Columns: the worst `r_hat` and least `ess_bulk`, `ess_tail` of the site's elements; with
+        `superchains`, if all chains finished, `nested_r_hat`, the worst;
         `temperature` by the virial theorem, E[-(w - mean) d log joint / dw], over the one that was
         asked for, on batches that the draws have not seen, and its `temperature_error`: it
         measures long steps, minibatches and what shuffling cancels of them, and is 1 where all
@@ -127,6 +128,7 @@ class Method:
         `chain_correlation`, which R-hat and ESS do not see.  The run's facts are in `.attrs`.
 
         Warns:
+            UserWarning: superchains that remember their starts.
             UserWarning: a temperature that is known to be off by more than a tenth; where it is not
                 known to be right, an inflation above 1.1, with the lr that would bring it below.
         """
