@@ -110,8 +110,16 @@ class Method:
                 )
         return diagnostics.summary(result, var_names)
 
-    def diagnostics(self) -> Any:
+    def diagnostics(self, probe: Any = None) -> Any:
         """How far to trust the draws: a DataFrame, one row a latent site.
+
+        Args:
+            probe: some rows to predict for, as the model's own arguments (a tensor, a tuple by
+                position, a dict by name).  The table then has one more row for each data site,
+                "y, predicted", with `r_hat` and ESS of its predictive means, of class
+                probabilities for classes.  The weights of a network have so many equivalent modes
+                that chains do not agree on them; what they predict may well mix, and is what
+                counts.
 
         Columns: the worst `r_hat` and least `ess_bulk`, `ess_tail` of the site's elements; with
         `superchains`, if all chains finished, `nested_r_hat`, the worst;
@@ -128,13 +136,15 @@ class Method:
         `chain_correlation`, which R-hat and ESS do not see.  The run's facts are in `.attrs`.
 
         Warns:
-            UserWarning: superchains that remember their starts.
+            UserWarning: chains that do not agree: of two or more with 400 draws in all, an R-hat
+                above 1.05 on a site, or with `probe` on a prediction; superchains that remember
+                their starts.
             UserWarning: a temperature that is known to be off by more than a tenth; where it is not
                 known to be right, an inflation above 1.1, with the lr that would bring it below.
         """
         result = self._results()
         idata = export.to_inference_data(result, {"posterior": result.samples})
-        return diagnostics.diagnostics(result, idata)
+        return diagnostics.diagnostics(result, idata, probe)
 
     def log_likelihood(self, data: Any = None) -> dict[str, Tensor]:
         """Each data site's log likelihood, `[chains * draws, N]` in nats, a value a row.
