@@ -33,7 +33,7 @@ def ksd(result: Result, data: Data, num_samples: int | None, num_rows: int | Non
     drawn = equally_weighted(result, num_samples)
     draws = drawn.positions[0][:, drawn.layout.places(drawn.log_posterior.latents)].double()
     sd = draws.std(0, correction=0)
-    still = torch.nonzero(sd == 0)
+    still = torch.nonzero(draws.amax(0) == draws.amin(0))
     if len(still):
         site = drawn.log_posterior.layout.site_at(int(still[0]))
         raise ArgumentError(
