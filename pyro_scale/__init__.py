@@ -7,7 +7,7 @@ and the draws go to ArviZ.
 
 from pyro_scale import errors, kernels, metrics
 from pyro_scale.core import schedules
-from pyro_scale.infer.compare import Comparison, compare
+from pyro_scale.infer.compare import compare
 from pyro_scale.infer.ekf import EKF
 from pyro_scale.infer.explain import explain
 from pyro_scale.infer.laplace import Laplace
@@ -39,7 +39,6 @@ __all__ = [
     "SGNHT",
     "UBU",
     "VI",
-    "Comparison",
     "Curvature",
     "Evaluation",
     "FilterResponseNorm",

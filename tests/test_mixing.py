@@ -58,7 +58,7 @@ def told(fit, **how):
 
 
 def stuck(model=two_modes, apart=4.0, **how):
-    starts = apart * double(-1.0, 1.0, 1.0, -1.0)[: how.get("num_chains", 4)]
+    starts = apart * double(-1.0, 1.0, 1.0, -1.0).repeat(3)[: how.get("num_chains", 4)]
     return ps.BAOA(model, lr=0.05, init_strategy={"w": starts})
 
 
@@ -82,7 +82,14 @@ def test_false_alarms_are_rare():
         assert not told(fit)[1]
 
 
-@pytest.mark.parametrize("how", [{"num_samples": 99}, {"num_chains": 1, "num_samples": 400}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"num_samples": 99},
+        {"num_chains": 1, "num_samples": 400},
+        {"num_chains": 12, "num_samples": 49},
+    ],
+)
 def test_what_few_draws_or_one_chain_cannot_say_is_not_said(how):
     assert not told(run(stuck(**how), **how))[1]
 

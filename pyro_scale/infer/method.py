@@ -136,9 +136,9 @@ class Method:
         `chain_correlation`, which R-hat and ESS do not see.  The run's facts are in `.attrs`.
 
         Warns:
-            UserWarning: chains that do not agree: of two or more with 400 draws in all, an R-hat
-                above 1.05 on a site, or with `probe` on a prediction; superchains that remember
-                their starts.
+            UserWarning: chains that do not agree: of two or more, of 50 draws each and 400 in all,
+                an R-hat above 1.05 on a site, or with `probe` on a prediction; superchains that
+                remember their starts.
             UserWarning: a temperature that is known to be off by more than a tenth; where it is not
                 known to be right, an inflation above 1.1, with the lr that would bring it below.
         """

@@ -13,9 +13,9 @@ from pyro_scale.infer.export import quiet_arviz
 from pyro_scale.infer.predictive import data_sites, predictive_means
 from pyro_scale.infer.result import Result
 
-#: R-hat above which chains are said not to agree, if there are so many draws in all: of that many
-#: independent ones (the ESS that Vehtari et al. 2021 ask for) chance does not get there.
-_MOST_R_HAT, _FEWEST_DRAWS = 1.05, 400
+#: R-hat above which chains are said not to agree; draws in all, and of each chain, below which
+#: that may be chance (Vehtari et al. 2021 ask for an ESS of 400), or chains too short for R-hat.
+_MOST_R_HAT, _FEWEST_DRAWS, _FEWEST_EACH = 1.05, 400, 50
 
 
 def mixing(latent: Any) -> Any:
@@ -62,7 +62,8 @@ def mixing_of_predictions(result: Result, probe: Any) -> Any:
 
 def warn_of_unmixed(result: Result, table: Any, probed: bool) -> None:
     """Warns where R-hat says that chains do not agree; one chain alone cannot tell."""
-    few = result.num_chains < 2 or result.positions.shape[:2].numel() < _FEWEST_DRAWS
+    chains, each = result.positions.shape[:2]
+    few = chains < 2 or each < _FEWEST_EACH or chains * each < _FEWEST_DRAWS
     if few or result.attrs["temperature"] == 0:  # where chains are to end in different places
         return
     r_hat = table["r_hat"]
