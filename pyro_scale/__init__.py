@@ -7,6 +7,7 @@ and the draws go to ArviZ.
 
 from pyro_scale import errors, kernels, metrics
 from pyro_scale.core import schedules
+from pyro_scale.infer.compare import compare
 from pyro_scale.infer.ekf import EKF
 from pyro_scale.infer.explain import explain
 from pyro_scale.infer.laplace import Laplace
@@ -47,6 +48,7 @@ __all__ = [
     "Replay",
     "Sampler",
     "bayesianize",
+    "compare",
     "errors",
     "explain",
     "init_to_module",

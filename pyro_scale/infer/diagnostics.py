@@ -13,8 +13,15 @@ from torch import Tensor
 
 from pyro_scale.core.running import Moments
 from pyro_scale.infer.export import quiet_arviz, to_inference_data
+from pyro_scale.infer.mixing import (
+    mixing,
+    mixing_of_moments,
+    mixing_of_predictions,
+    warn_of_unmixed,
+)
 from pyro_scale.infer.predictive import in_proportion
 from pyro_scale.infer.result import Result
+from pyro_scale.infer.superchains import nested_r_hats, warn_of_remembered_starts
 
 #: A site of more elements is one row of `summary`, unless it is named.
 _MOST_ELEMENTS = 100
@@ -93,22 +100,24 @@ def _mixing(table: Any) -> list[str]:
     return [column for column in table.columns if column.startswith(("ess", "r_hat"))]
 
 
-def diagnostics(result: Result) -> Any:
+def diagnostics(result: Result, probe: Any = None) -> Any:
     """A table, one row a site; see `Method.diagnostics`."""
     import pandas
 
-    table = pandas.DataFrame(index=pandas.Index([*result.log_posterior.latents], name="site"))
+    sites = [*result.log_posterior.latents]
+    predicted = nested = None
     if result.running is not None:
-        moments = result.moments([0.5])
-        table["r_hat"] = [float(moments[name].r_hat.max()) for name in table.index]
-        table["ess_bulk"] = [float(moments[name].ess.min()) for name in table.index]
+        table = mixing_of_moments(result.running.moments([0.5]), sites)
     else:
-        arviz = quiet_arviz()
-        latent = to_inference_data(result, {"posterior": result.samples}).posterior
-        latent = latent[list(table.index)]
-        table["r_hat"] = _each(arviz.rhat(latent), "max")
-        table["ess_bulk"] = _each(arviz.ess(latent, method="bulk"), "min")
-        table["ess_tail"] = _each(arviz.ess(latent, method="tail"), "min")
+        posterior = to_inference_data(result, {"posterior": result.samples}).posterior
+        table = mixing(posterior[sites])
+        predicted = None if probe is None else mixing_of_predictions(result, probe)
+        nested = nested_r_hats(result)
+    if nested is not None:
+        table["nested_r_hat"] = nested
+        warn_of_remembered_starts(result)
+    else:
+        warn_of_unmixed(result, table if predicted is None else predicted, predicted is not None)
     heat, heated = result.virial, None
     if heat is not None:
         heated = _temperatures(result, heat)
@@ -128,6 +137,8 @@ def diagnostics(result: Result) -> Any:
         table["chain_correlation"] = [
             chain_correlation(result.samples[name]) for name in table.index
         ]
+    if predicted is not None:
+        table = pandas.concat([table, predicted])
     table.attrs.update(result.attrs)
     return table
 
@@ -181,10 +192,6 @@ def warn_of_the_temperature(
             "batches with a thermostat, subtract_noise)"
         )
         warnings.warn(said(worst, "colder", advice), UserWarning, stacklevel=4)
-
-
-def _each(dataset: Any, reduce: str) -> list[float]:
-    return [float(getattr(array, reduce)()) for array in dataset.data_vars.values()]
 
 
 def warn_of_inflation(factor: float, result: Result) -> None:

@@ -213,7 +213,7 @@ class EKF(Approximation):
         log_lik = torch.tensor(self._filter.log_lik, dtype=torch.float64)
         return Filtered(layout.unflatten(mean), layout.unflatten(sd), log_lik)
 
-    def diagnostics(self) -> Any:
+    def diagnostics(self) -> Any:  # type: ignore[override]  # of no chains
         """A DataFrame of one row: how many steps there were, and the sum of the batches' log
         likelihoods, each at the mean before it, in nats."""
         import pandas

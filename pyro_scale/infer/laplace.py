@@ -212,7 +212,7 @@ class Laplace(Approximation):
             )
         return torch.tensor(evidence[best], dtype=torch.float64)
 
-    def diagnostics(self) -> Any:
+    def diagnostics(self) -> Any:  # type: ignore[override]  # of no chains
         """A DataFrame, one row a start: its log evidence in nats; and how far the point is from
         the mode, in posterior sds, by one step of Newton's method."""
         import pandas

@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pyro_scale.core import rows
 from pyro_scale.core.counts import as_count
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError
-from pyro_scale.infer.pieces import Piece, is_row_wise, pieces_of
+from pyro_scale.infer.pieces import Piece, pieces_of, pieces_with
 from pyro_scale.infer.predictive import log_likelihood_of
 from pyro_scale.infer.result import Result
 
@@ -95,7 +93,7 @@ def loo(result: Result, data: Data, num_rows: int | None, seed: int) -> Loo:
     source = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(total, generator=source)[:count].sort().values
     found = []
-    for piece, some in _chosen(result, data, chosen):
+    for piece, some in pieces_with(result.log_posterior, data, chosen):
         found.append(_log_lik(result, piece)[:, some])
     return _summed(result, torch.cat(found, 1), chosen, near)
 
@@ -172,20 +170,3 @@ def _at_the_mean(result: Result, data: Data) -> Tensor:
 def _log_lik(result: Result, piece: Piece) -> Tensor:
     """Log likelihoods of a piece's new rows, all data sites together, `[draws, rows]`."""
     return torch.stack(list(log_likelihood_of(result, piece).values())).sum(0)
-
-
-def _chosen(result: Result, data: Data, chosen: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-    """(Pieces that hold chosen rows, where those are among a piece's new rows)."""
-    begin = 0
-    takes_less = is_row_wise(result.log_posterior)
-    for piece in pieces_of(result.log_posterior, data):
-        new = len(range(*piece.keep.indices(piece.num_rows)))
-        here = chosen[(chosen >= begin) & (chosen < begin + new)] - begin
-        begin += new
-        if not len(here):
-            continue
-        if takes_less and piece.indices is None:
-            taken = rows.take(piece.arguments, here.to(rows.device(piece.arguments)))
-            yield piece._replace(arguments=taken, num_rows=len(here)), torch.arange(len(here))
-        else:
-            yield piece, here

@@ -19,6 +19,7 @@ from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.infer import diagnostics, export, predictive, saved
 from pyro_scale.infer.contents import contents_of, result_of, understood
+from pyro_scale.infer.discrepancy import ksd
 from pyro_scale.infer.loo import Loo, loo
 from pyro_scale.infer.reductions import Reduce
 from pyro_scale.infer.result import Result
@@ -134,10 +135,19 @@ class Method:
                 )
         return diagnostics.summary(result, var_names)
 
-    def diagnostics(self) -> Any:
+    def diagnostics(self, probe: Any = None) -> Any:
         """How far to trust the draws: a DataFrame, one row a latent site.
 
-        Columns: the worst `r_hat` and least `ess_bulk`, `ess_tail` of the site's elements;
+        Args:
+            probe: some rows to predict for, as the model's own arguments (a tensor, a tuple by
+                position, a dict by name).  The table then has one more row for each data site,
+                "y, predicted", with `r_hat` and ESS of its predictive means, of class
+                probabilities for classes.  The weights of a network have so many equivalent modes
+                that chains do not agree on them; what they predict may well mix, and is what
+                counts.
+
+        Columns: the worst `r_hat` and least `ess_bulk`, `ess_tail` of the site's elements; with
+        `superchains`, if all chains finished, `nested_r_hat`, the worst;
         `temperature` by the virial theorem, E[-(w - mean) d log joint / dw], over the one that was
         asked for, on batches that the draws have not seen, and its `temperature_error`: it
         measures long steps, minibatches and what shuffling cancels of them, and is 1 where all
@@ -151,11 +161,14 @@ class Method:
         `chain_correlation`, which R-hat and ESS do not see.  The run's facts are in `.attrs`.
 
         Warns:
+            UserWarning: chains that do not agree: of two or more, of 50 draws each and 400 in all,
+                an R-hat above 1.05 on a site, or with `probe` on a prediction; superchains that
+                remember their starts.
             UserWarning: a temperature that is known to be off by more than a tenth; where it is not
                 known to be right, an inflation above 1.1, with the lr that would bring it below.
         """
-        result = self._results()
-        return diagnostics.diagnostics(result)
+        result = self._results() if probe is None else self._draws()
+        return diagnostics.diagnostics(result, probe)
 
     def log_likelihood(self, data: Any = None) -> dict[str, Tensor]:
         """Each data site's log likelihood, `[chains * draws, N]` in nats, a value a row.
@@ -193,6 +206,36 @@ class Method:
         """
         result, source = self._draws(), self._data(data)
         return loo(predictive.equally_weighted(result, None), source, num_rows, choose_seed(seed))
+
+    def ksd(
+        self,
+        data: Any = None,
+        num_samples: int | None = None,
+        num_rows: int | None = None,
+    ) -> float:
+        """How far the draws are from the posterior: the squared kernel Stein discrepancy
+        `ps.metrics.ksd` of the latent sites in unconstrained space, each element over its own sd,
+        from gradients of the log joint of all rows at the draws.
+
+        Of n exact draws it is about 2 d / n, d the number of elements, whatever the data; what
+        minibatches, long steps or an approximation make of a posterior comes on top.  The target
+        is at the temperature of the run.  Params of `pyro.param` are taken as they are.
+
+        Args:
+            data: all rows; the run's by default.
+            num_samples: how many draws, evenly thinned; up to 1,000 by default, as n^2 pairs of
+                them count.
+            num_rows: how many rows to take for all, drawn at random, the same for every draw.
+                What they leave out is noise in the gradients, which adds to the squared
+                discrepancy, so that on average over the choice of rows it is an upper bound; it
+                compares methods on the same rows.
+
+        Raises:
+            ArgumentError: temperature 0, or not the same for all draws; an element that is the
+                same in all of them; some rows where the model takes none but all together.
+            DataError: the data do not hold N rows.
+        """
+        return ksd(self._draws(), self._data(data), num_samples, num_rows)
 
     def predict(
         self,

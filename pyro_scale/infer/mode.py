@@ -198,7 +198,7 @@ class WholeDensity:
     def _pieces(self) -> Iterator[tuple[Piece, int]]:
         seen, num_data = 0, self.log_posterior.num_data
         for piece in pieces_of(self.log_posterior, self.data, _PIECE_NUMBERS // self.layout.size):
-            kept = len(range(*piece.keep.indices(piece.num_rows)))
+            kept = piece.num_new
             yield piece, kept
             seen += kept
         if seen != num_data:

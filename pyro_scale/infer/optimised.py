@@ -161,7 +161,7 @@ class Optimised(Approximation):
         that, it is not.  At a constant lr the fit may still be moving about."""
         return bool(at_rest(self.trace, self.fit.layout.size).all())
 
-    def diagnostics(self) -> Any:
+    def diagnostics(self) -> Any:  # type: ignore[override]  # of no chains
         """A DataFrame, one row a start: the objective's mean over the last tenth of the steps, in
         nats, a total; how many steps there were; and whether it is known to rise no more."""
         import pandas

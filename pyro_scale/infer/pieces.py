@@ -32,6 +32,11 @@ class Piece(NamedTuple):
     keep: slice
     num_rows: int
 
+    @property
+    def num_new(self) -> int:
+        """How many of them are new."""
+        return len(range(*self.keep.indices(self.num_rows)))
+
 
 def pieces_of(
     log_posterior: LogPosterior, data: Data, num_rows: int | None = None
@@ -40,6 +45,31 @@ def pieces_of(
     model that takes nothing less."""
     size = (num_rows or PIECE_ROWS) if is_row_wise(log_posterior) else None
     return split(log_posterior, data.in_order(size))
+
+
+def pieces_with(
+    log_posterior: LogPosterior, data: Data, chosen: Tensor
+) -> Iterator[tuple[Piece, Tensor]]:
+    """(Pieces that hold chosen rows, where those are among a piece's new rows).
+
+    Args:
+        log_posterior: what takes the pieces.
+        data: all rows.
+        chosen: the rows' places, in order.
+    """
+    begin = 0
+    takes_less = is_row_wise(log_posterior)
+    for piece in pieces_of(log_posterior, data):
+        new = piece.num_new
+        here = chosen[(chosen >= begin) & (chosen < begin + new)] - begin
+        begin += new
+        if not len(here):
+            continue
+        if takes_less and piece.indices is None:
+            taken = rows.take(piece.arguments, here.to(rows.device(piece.arguments)))
+            yield piece._replace(arguments=taken, num_rows=len(here)), torch.arange(len(here))
+        else:
+            yield piece, here
 
 
 def is_row_wise(log_posterior: LogPosterior) -> bool:

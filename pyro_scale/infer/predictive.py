@@ -18,7 +18,7 @@ from pyro_scale.drive.loaders import refuse_arrays
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.infer.pieces import PIECE_ROWS, Piece, is_row_wise, pieces_of, split
-from pyro_scale.infer.reductions import Reduce, Reduction, reduction_of
+from pyro_scale.infer.reductions import Mean, Reduce, Reduction, reduction_of
 from pyro_scale.infer.result import Result
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import unwrapped
@@ -112,6 +112,20 @@ def pieces_for(result: Result, arguments: Arguments, batch_size: int | None) -> 
         starts = range(0, num_rows, batch_size)
         pieces = [rows.take(arguments, slice(start, start + batch_size)) for start in starts]
     return split(result.log_posterior, pieces)
+
+
+def predictive_means(result: Result, arguments: Arguments) -> dict[str, Tensor]:
+    """Every draw's predictive mean of each data site, `[draws, elements]`; of classes, their
+    probabilities.  Rows that the model takes twice are there twice."""
+    mean, parts = Mean(), []
+    for piece in pieces_for(result, arguments, None):
+
+        def terms(params: dict[str, Tensor], piece: Piece = piece) -> dict[str, Tensor]:
+            sites = _sites(result, params, piece, list(data_sites(result)))
+            return {name: mean.terms(site)[0].reshape(-1) for name, site in sites.items()}
+
+        parts.append(result.over_draws(terms, random=True))
+    return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
 
 
 def predict_all(result: Result, data: Data) -> dict[str, Tensor]:

@@ -40,6 +40,7 @@ from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
 from pyro_scale.infer.stepping import Stepping, batch_as_data
 from pyro_scale.infer.streams import Store, ToDisk, refuse_weights, sink_for
+from pyro_scale.infer.superchains import check_superchains, with_shared_starts
 from pyro_scale.infer.tuning import Tuning, halved, tuned
 from pyro_scale.infer.virial import virial
 from pyro_scale.kernels import Kernel
@@ -167,6 +168,7 @@ class Sampler(Method):
         warmup_steps: int = 0,
         thinning: int = 1,
         num_chains: int = 1,
+        superchains: int | None = None,
         batch_size: int | None = None,
         sampling: Sampling | None = None,
         share_batches: bool = False,
@@ -191,6 +193,9 @@ class Sampler(Method):
                 an epoch's: all draws would be of one phase, at which batches heat more or less
                 than on average.
             num_chains: chains, each with its own start, noise and minibatches.
+            superchains: how many groups of as many chains share a start, that of their first; the
+                rest stays their own.  `diagnostics()` then has nested R-hat, for many short
+                chains (Margossian et al. 2024).
             batch_size: rows a step, for tensors; all of them by default.  A loader has its own.
             sampling: `"shuffle"` goes through the rows in a new order each epoch,
                 `"replacement"` draws them anew at every step, `"symmetric"` goes through whole
@@ -233,6 +238,8 @@ class Sampler(Method):
         warmup_steps = as_count("warmup_steps", warmup_steps, least=0)
         thinning = as_count("thinning", thinning)
         num_chains = as_count("num_chains", num_chains)
+        if superchains is not None:
+            superchains = check_superchains(superchains, num_chains, self._init_strategy)
         sampling = self._sampling(sampling, batch_size is not None)
         lr = self.kernel.lr
         keeps = lr.keeps if isinstance(lr, Cyclical) else None
@@ -242,13 +249,16 @@ class Sampler(Method):
         seed = choose_seed(journal.seed(seed))
         data = open_data(data, batch_size, self._num_data, module_device(self.model))
         setup = self._set_up(data, data.num_data, num_chains, seed)
-        settings = {
+        settings: dict[str, Any] = {
             "warmup_steps": warmup_steps,
             "thinning": thinning,
             "num_chains": num_chains,
             "sampling": sampling,
             "share_batches": int(share_batches),
         }
+        if superchains is not None:
+            setup = with_shared_starts(setup, superchains)
+            settings["superchains"] = superchains
         facts: dict[str, Any] = {}
         if journal.path is not None:
             kept = "nowhere" if store is False else "memory" if store is None else "a store"

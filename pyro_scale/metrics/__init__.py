@@ -1,4 +1,5 @@
-"""What predictions are worth: uncertainty taken apart, scores, calibration, and their plots.
+"""What predictions are worth: uncertainty taken apart, scores, calibration, and their plots; and
+what draws are worth.
 
 Functions of tensors, which know no model: what a posterior predicts may come from any method of
 this library, or from another.  Draws are always the first dimension.
@@ -7,10 +8,12 @@ this library, or from another.  Draws are always the first dimension.
 from pyro_scale.metrics.calibration import coverage, pit
 from pyro_scale.metrics.classification import accuracy, brier, nll
 from pyro_scale.metrics.decomposition import Uncertainty, uncertainty, variance
+from pyro_scale.metrics.mixing import nested_r_hat
 from pyro_scale.metrics.plots import plot_reliability, plot_risk_coverage
 from pyro_scale.metrics.ranking import auroc, selective_accuracy
 from pyro_scale.metrics.regression import log_predictive_density, rmse
 from pyro_scale.metrics.reliability import ece
+from pyro_scale.metrics.stein import ksd
 
 __all__ = [
     "Uncertainty",
@@ -19,7 +22,9 @@ __all__ = [
     "brier",
     "coverage",
     "ece",
+    "ksd",
     "log_predictive_density",
+    "nested_r_hat",
     "nll",
     "pit",
     "plot_reliability",

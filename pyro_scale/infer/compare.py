@@ -1,0 +1,216 @@
+"""Several methods on one model, side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pyro_scale.errors import ArgumentError
+from pyro_scale.infer.approximation import Approximation
+from pyro_scale.infer.comparison_plot import plotted
+from pyro_scale.infer.export import to_inference_data
+from pyro_scale.infer.method import Method
+from pyro_scale.infer.mixing import mixing
+from pyro_scale.infer.pieces import pieces_of
+from pyro_scale.infer.predictive import data_sites, equally_weighted, log_likelihood_of
+from pyro_scale.infer.result import Result
+from pyro_scale.metrics.regression import log_predictive_density
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: R-hat below which chains are trusted.
+_MOST_R_HAT = 1.05
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Methods side by side, as `ps.compare` finds them.
+
+    Attributes:
+        table: a DataFrame, one row a method.
+        reference: the method that distances are taken from.
+    """
+
+    table: Any
+    reference: str
+
+    def plot(self) -> Figure:
+        """A figure: log predictive densities with their standard errors, where there are any, and
+        distances from the reference against seconds."""
+        return plotted(self.table, self.reference)
+
+    def __str__(self) -> str:
+        return f"{self.table.to_string(float_format=_in_short)}\n{self._said}"
+
+    def _repr_html_(self) -> str:
+        return f"{self.table.to_html(float_format=_in_short)}<p>{self._said}</p>"
+
+    @property
+    def _said(self) -> str:
+        return f"distances from {self.reference}, in its sds"
+
+
+def compare(
+    methods: Mapping[str, Method], data: Any = None, reference: str | None = None
+) -> Comparison:
+    """What each of several fitted methods cost, and what came out.
+
+    The table's columns: `seconds`, steps and compilation together; of samplers the least bulk
+    `ess` of the latent sites' elements, `ess_per_second`, and the worst `r_hat`; from the
+    reference, the worst over elements of all latent sites of `mean_distance`, |mean - reference
+    mean| / reference sd, and `sd_distance`, |log(sd / reference sd)| (infinite for a MAP, and at
+    least about 1/sqrt(ESS) for draws of the same distribution); with data, `lpd`, the log
+    predictive density of a row in nats, all data sites together, its mean over rows, and `lpd_se`,
+    the standard error of that mean (rows are the same for all methods, so differences between them
+    are known better).
+
+    Args:
+        methods: fitted methods by name, on models with the same latent sites.
+        data: held-out rows, in any form that `run` takes; without, there is no `lpd`.
+        reference: the name of the method to measure from.  By default the one to be trusted most:
+            of samplers at temperature 1 with an R-hat below 1.05 the one with the largest ESS;
+            else the sampler with the lowest R-hat; else the first approximation, a dense one
+            before others.
+
+    Raises:
+        ArgumentError: no methods, other latent sites or shapes, an unknown reference, data for
+            models without data sites.
+        NotRunError: a method has not been run.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist, torch, pyro_scale as ps
+        >>> def model(y):
+        ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        >>> y, quiet = torch.linspace(-1, 2, 30), {"seed": 0, "progress": False}
+        >>> sampler = ps.BAOA(model, lr=0.3).run(
+        ...     y, num_samples=500, warmup_steps=100, num_chains=2, **quiet)
+        >>> fits = {"BAOA": sampler, "Laplace": ps.Laplace(model).run(y, **quiet)}
+        >>> compared = ps.compare(fits, data=torch.tensor([0.0, 0.5, 1.0]))
+        >>> compared.reference
+        'BAOA'
+        >>> compared.table.lpd.round(1).tolist()
+        [-1.0, -1.0]
+    """
+    if not isinstance(methods, Mapping) or not methods:
+        raise ArgumentError("methods: pass fitted methods by name, {'SGLD': sampler, ...}")
+    for name, method in methods.items():
+        if not isinstance(method, Method):
+            raise ArgumentError(f"methods[{name!r}] is a {type(method).__name__}: pass a method")
+    if reference is not None and reference not in methods:
+        raise ArgumentError(f"reference={reference!r}: pass one of {list(methods)}")
+    import pandas
+
+    results = {name: method._draws() for name, method in methods.items()}
+    _refuse_other_sites(results)
+    rows: dict[str, dict[str, float]] = {}
+    for name, result in results.items():
+        rows[name] = _costs(result, isinstance(methods[name], Approximation))
+    reference = reference or _most_trusted(methods, rows)
+    moments = {name: _moments(result) for name, result in results.items()}
+    for name, method in methods.items():
+        rows[name] |= _distances(*moments[name], *moments[reference])
+        if data is not None:
+            rows[name] |= _held_out(name, method, data)
+    table = pandas.DataFrame.from_dict(rows, orient="index")
+    table.index.name = "method"
+    return Comparison(table, reference)
+
+
+def _refuse_other_sites(results: Mapping[str, Result]) -> None:
+    first, *others = results
+    expected = _shapes(results[first])
+    for name in others:
+        found = _shapes(results[name])
+        for site in dict.fromkeys([*expected, *found]):
+            if expected.get(site) != found.get(site):
+                raise ArgumentError(
+                    f"methods: latent site '{site}' is {expected.get(site, 'not there')} in "
+                    f"'{first}', {found.get(site, 'not there')} in '{name}': compare methods on "
+                    "models with the same latent sites"
+                )
+
+
+def _shapes(result: Result) -> dict[str, list[int]]:
+    return {name: list(result.samples[name].shape[2:]) for name in result.log_posterior.latents}
+
+
+def _costs(result: Result, approximate: bool) -> dict[str, float]:
+    """What a run took, and how its chains mixed."""
+    times = ("sampling_time", "compile_time", "fitting_time")
+    seconds = math.fsum(result.attrs.get(name, 0.0) for name in times)
+    ess = r_hat = math.nan
+    if not approximate:
+        latents = {name: result.samples[name] for name in result.log_posterior.latents}
+        table = mixing(to_inference_data(result, {"posterior": latents}).posterior)
+        ess, r_hat = float(table.ess_bulk.min()), float(table.r_hat.max())
+    return {"seconds": seconds, "ess": ess, "ess_per_second": ess / seconds, "r_hat": r_hat}
+
+
+def _most_trusted(methods: Mapping[str, Method], rows: Mapping[str, Mapping[str, float]]) -> str:
+    """The name of the default reference."""
+
+    def untrusted(name: str) -> tuple[float, ...]:
+        method, row = methods[name], rows[name]
+        if isinstance(method, Approximation):
+            return 2, not method.fit.gaussians, method.structure != "dense"
+        r_hat = math.inf if math.isnan(row["r_hat"]) else row["r_hat"]
+        if r_hat < _MOST_R_HAT and _is_at_temperature_1(method._results()):
+            return 0, -row["ess"]
+        return 1, r_hat
+
+    return min(methods, key=untrusted)
+
+
+def _is_at_temperature_1(result: Result) -> bool:
+    column = result.sample_stats.get("temperature")
+    return column is not None and bool((column == 1).all())
+
+
+def _moments(result: Result) -> tuple[Tensor, Tensor]:
+    """(Means, sds) of all elements of the latent sites, over draws as they count."""
+    latents = [result.samples[name] for name in result.log_posterior.latents]
+    count = result.positions.shape[:2].numel()
+    flat = torch.cat([value.reshape(count, -1).double() for value in latents], 1).cpu()
+    weights = flat.new_ones(len(flat)) if result.weights is None else result.weights.flatten()
+    shares = (weights / weights.sum()).to(flat)
+    mean = shares @ flat
+    sd = (shares @ (flat - mean).square()).sqrt()
+    return mean, torch.where(flat.amax(0) == flat.amin(0), 0, sd)  # but for rounding
+
+
+def _distances(
+    mean: Tensor, sd: Tensor, reference_mean: Tensor, reference_sd: Tensor
+) -> dict[str, float]:
+    """The worst over elements that vary."""
+    varies = reference_sd > 0
+    if not bool(varies.any()):
+        return {"mean_distance": math.nan, "sd_distance": math.nan}
+    gaps = (mean - reference_mean)[varies].abs() / reference_sd[varies]
+    ratios = (sd[varies] / reference_sd[varies]).log().abs()
+    return {"mean_distance": float(gaps.max()), "sd_distance": float(ratios.max())}
+
+
+def _held_out(name: str, method: Method, data: Any) -> dict[str, float]:
+    """The log predictive density of rows, its mean and standard error."""
+    drawn = equally_weighted(method._results(), None)
+    if not data_sites(drawn):
+        raise ArgumentError(f"data: the model of '{name}' has no data site with a value a row")
+    parts = []
+    for piece in pieces_of(drawn.log_posterior, method._data(data)):
+        of_sites = list(log_likelihood_of(drawn, piece).values())
+        parts.append(log_predictive_density(torch.stack(of_sites).sum(0).double()))
+    density = torch.cat(parts)
+    error = float(density.std()) / len(density) ** 0.5 if len(density) > 1 else math.nan
+    return {"lpd": float(density.mean()), "lpd_se": error}
+
+
+def _in_short(value: float) -> str:
+    return f"{value:.3g}"

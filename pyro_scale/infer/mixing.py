@@ -1,0 +1,94 @@
+"""Whether chains agree, on latent sites and on what they predict."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pyro_scale.core import rows
+from pyro_scale.core.running import Moments
+from pyro_scale.errors import ArgumentError
+from pyro_scale.infer.export import quiet_arviz
+from pyro_scale.infer.predictive import data_sites, predictive_means
+from pyro_scale.infer.result import Result
+
+#: R-hat above which chains are said not to agree; draws in all, and of each chain, below which
+#: that may be chance (Vehtari et al. 2021 ask for an ESS of 400), or chains too short for R-hat.
+_MOST_R_HAT, _FEWEST_DRAWS, _FEWEST_EACH = 1.05, 400, 50
+
+
+def mixing(latent: Any) -> Any:
+    """A table, one row a variable: the worst R-hat and the least ESS of its elements.
+
+    Args:
+        latent: the draws, an xarray Dataset.
+    """
+    import pandas
+
+    arviz = quiet_arviz()
+    table = pandas.DataFrame(index=pandas.Index([str(name) for name in latent], name="site"))
+    table["r_hat"] = _each(arviz.rhat(latent), "max")
+    table["ess_bulk"] = _each(arviz.ess(latent, method="bulk"), "min")
+    table["ess_tail"] = _each(arviz.ess(latent, method="tail"), "min")
+    return table
+
+
+def mixing_of_moments(moments: Mapping[str, Moments], sites: Sequence[str]) -> Any:
+    """The same, by split R-hat and batch means, of draws that were not kept."""
+    import pandas
+
+    table = pandas.DataFrame(index=pandas.Index(sites, name="site"))
+    table["r_hat"] = [float(moments[name].r_hat.max()) for name in sites]
+    table["ess_bulk"] = [float(moments[name].ess.min()) for name in sites]
+    return table
+
+
+def mixing_of_predictions(result: Result, probe: Any) -> Any:
+    """The same of each data site's predictive means for a probe batch.
+
+    Args:
+        result: of the run.
+        probe: the model's arguments.
+
+    Raises:
+        ArgumentError: no data site, or one without a mean.
+    """
+    import numpy
+    import xarray
+
+    if not data_sites(result):
+        raise ArgumentError("probe: the model has no data site with a value a row")
+    with torch.random.fork_rng():
+        means = predictive_means(result, rows.as_arguments(probe))
+    shape = result.positions.shape[:2]
+    arrays = {
+        f"{name}, predicted": numpy.asarray(value.double().cpu().reshape(*shape, -1))
+        for name, value in means.items()
+    }
+    dims = {name: ("chain", "draw", f"element of {name}") for name in arrays}
+    return mixing(xarray.Dataset({name: (dims[name], arrays[name]) for name in arrays}))
+
+
+def warn_of_unmixed(result: Result, table: Any, probed: bool) -> None:
+    """Warns where R-hat says that chains do not agree; one chain alone cannot tell."""
+    chains, each = next(iter(result.sample_stats.values())).shape
+    few = chains < 2 or each < _FEWEST_EACH or chains * each < _FEWEST_DRAWS
+    if few or result.attrs["temperature"] == 0:  # where chains are to end in different places
+        return
+    r_hat = table["r_hat"]
+    if bool((r_hat > _MOST_R_HAT).any()):
+        worst = r_hat.idxmax()
+        hint = "" if probed else "; of a network, ask what its predictions do: diagnostics(probe=x)"
+        warnings.warn(
+            f"'{worst}': the chains do not agree, R-hat is {r_hat[worst]:.3g}: take a longer "
+            f"warm-up, more steps or a larger lr{hint}",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _each(dataset: Any, reduce: str) -> list[float]:
+    return [float(getattr(array, reduce)()) for array in dataset.data_vars.values()]

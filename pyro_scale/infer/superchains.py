@@ -1,0 +1,103 @@
+"""Chains that share their starts, and whether they have forgotten them."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.counts import as_count
+from pyro_scale.errors import ArgumentError
+from pyro_scale.infer.result import Result
+from pyro_scale.infer.setup import Setup
+from pyro_scale.metrics.mixing import r_hat_of, variances
+
+#: The part of the variance that starts may account for, R-hat's 1.05 squared less 1; and how often
+#: chains that have forgotten them may seem not to, by chance, in a site.
+_MOST, _FALSE_ALARMS = 0.1, 0.001
+
+
+def check_superchains(superchains: Any, num_chains: int, init_strategy: Any) -> int:
+    """How many groups of chains share a start.
+
+    Raises:
+        ArgumentError: they do not divide the chains into groups of two or more; a dict of starts
+            that differ within a group.
+    """
+    superchains = as_count("superchains", superchains, least=2)
+    each, left = divmod(num_chains, superchains)
+    if left or each < 2:
+        raise ArgumentError(
+            f"superchains={superchains} of num_chains={num_chains}: each needs as many chains as "
+            f"the others, two or more; pass num_chains={superchains * max(2, each + bool(left))}"
+        )
+    if isinstance(init_strategy, dict):
+        for name, value in init_strategy.items():
+            if not isinstance(value, Tensor) or value.shape[:1] != (num_chains,):
+                continue  # which is refused with the model's own shapes
+            starts = value.unflatten(0, (superchains, each))
+            if not torch.equal(starts, starts[:, :1].expand_as(starts)):
+                raise ArgumentError(
+                    f"init_strategy['{name}']: chains of a superchain share their start, but these "
+                    f"differ; pass each {each} times, starts.repeat_interleave({each}, dim=0)"
+                )
+    return superchains
+
+
+def with_shared_starts(setup: Setup, superchains: int) -> Setup:
+    """The setup whose chains start where the first of their superchain does."""
+    each = len(setup.positions) // superchains
+    first = setup.positions[::each]
+    return dataclasses.replace(setup, positions=first.repeat_interleave(each, dim=0))
+
+
+def nested_r_hats(result: Result) -> list[float] | None:
+    """Each latent site's worst nested R-hat; None of a run without whole superchains."""
+    superchains = _superchains(result)
+    if superchains is None:
+        return None
+    sites = result.log_posterior.latents
+    parts = [variances(result.samples[name].double(), superchains) for name in sites]
+    return [float(r_hat_of(each).max()) for each in parts]
+
+
+def warn_of_remembered_starts(result: Result) -> None:
+    """Warns where superchains differ by more than their chains' own scatter lets them.
+
+    Were the starts forgotten, the variance between superchains would be that between a
+    superchain's M chains over M: all of the draws' variance over M for one draw a chain, which is
+    the 1/M of Margossian et al. (2024), and the less the longer chains are.  What is above it is
+    the starts' own part.  That it is not chance says the F distribution.
+    """
+    superchains = _superchains(result)
+    if superchains is None or result.attrs["temperature"] == 0:  # where nothing forgets
+        return
+    from scipy.stats import f
+
+    each = result.num_chains // superchains
+    for name in result.log_posterior.latents:
+        found = variances(result.samples[name].double(), superchains)
+        own = found.chains / each
+        level = _FALSE_ALARMS / own.numel()
+        most = float(f.isf(level, superchains - 1, superchains * (each - 1)))
+        part = (found.superchains - own) / (found.chains + found.draws)
+        remembered = (part > _MOST) & (found.superchains > most * own)
+        if bool(remembered.any()):
+            worst = float(r_hat_of(found)[remembered].max())
+            warnings.warn(
+                f"site '{name}': chains remember their starts, as those of a superchain agree with "
+                f"each other more than with the rest (nested R-hat {worst:.3g}): take a longer "
+                "warm-up, a larger lr, or starts nearer to the posterior (init_strategy= a fit)",
+                UserWarning,
+                stacklevel=4,
+            )
+            return
+
+
+def _superchains(result: Result) -> int | None:
+    """How many there are, if all of their chains finished."""
+    whole = result.num_chains == result.attrs.get("num_chains")
+    return result.attrs.get("superchains") if whole else None

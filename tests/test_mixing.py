@@ -1,0 +1,156 @@
+"""Chains that do not agree are found out, on sites and on predictions; chains that do are not."""
+
+import dataclasses
+import warnings
+
+import arviz
+import numpy
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from reference import double, normals
+
+import pyro_scale as ps
+from pyro_scale.errors import ArgumentError
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+QUIET = {"seed": 0, "progress": False}
+X, NEW = normals(40), normals(7, seed=1)
+Y = 0.7 * X.abs() + 0.5 * normals(40, seed=2)
+
+
+def two_modes():
+    """At -4 and 4, each of sd 1/2; v mixes."""
+    w = pyro.sample("w", dist.Normal(0.0, 100.0))
+    pyro.factor("modes", dist.Normal(double(-4.0, 4.0), 0.5).log_prob(w).logsumexp(0))
+    pyro.sample("v", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+
+def sign(x, y=None):
+    """The sign of w does not matter to what is predicted."""
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(w.abs() * x.abs(), 0.5), obs=y)
+
+
+def classes(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Categorical(logits=x[:, None] * w), obs=y)
+        pyro.sample("z", dist.Normal(x * w[0], 1.0), obs=None if y is None else y.double())
+
+
+def run(method, data=None, **how):
+    how = {"num_samples": 200, "warmup_steps": 200, "thinning": 3, "num_chains": 4, **how}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return method.run(data, **{**QUIET, **how})
+
+
+def told(fit, **how):
+    """(The table, what it said of chains that do not agree)."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        table = fit.diagnostics(**how)
+    return table, [str(each.message) for each in caught if "do not agree" in str(each)]
+
+
+def stuck(model=two_modes, apart=4.0, **how):
+    starts = apart * double(-1.0, 1.0, 1.0, -1.0).repeat(3)[: how.get("num_chains", 4)]
+    return ps.BAOA(model, lr=0.05, init_strategy={"w": starts})
+
+
+# ------------------------------------------------------------------ warnings
+
+
+@pytest.mark.parametrize("num_chains", [2, 4])
+def test_chains_in_two_modes_are_said(num_chains):
+    fit = run(stuck(num_chains=num_chains), num_chains=num_chains)
+    (said,) = told(fit)[1]
+    assert said.startswith("'w': the chains do not agree, R-hat is")
+
+
+def test_false_alarms_are_rare():
+    """50 runs of 4 chains that mix, taken together."""
+    starts = {"w": torch.full((200,), 4.0)}
+    fit = run(ps.BAOA(two_modes, lr=0.5, init_strategy=starts), num_samples=100, num_chains=200)
+    whole = fit._result
+    for positions in whole.positions.split(4):
+        fit._result = dataclasses.replace(whole, positions=positions, virial=None)
+        assert not told(fit)[1]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"num_samples": 99},
+        {"num_chains": 1, "num_samples": 400},
+        {"num_chains": 12, "num_samples": 49},
+    ],
+)
+def test_what_few_draws_or_one_chain_cannot_say_is_not_said(how):
+    assert not told(run(stuck(**how), **how))[1]
+
+
+def test_chains_without_noise_may_end_anywhere():
+    starts = {"w": 4 * double(-1.0, 1.0, 1.0, -1.0)}
+    fit = run(ps.SGLD(two_modes, lr=0.01, temperature=0.0, init_strategy=starts))
+    assert not told(fit)[1]
+
+
+# ------------------------------------------------------------------ predictions
+
+
+def test_predictions_mix_where_weights_do_not():
+    fit = run(stuck(sign, apart=0.7), (X, Y))
+    table, said = told(fit)
+    assert "diagnostics(probe=" in said[0]
+    probed, said = told(fit, probe=NEW)
+    assert not said
+    assert list(probed.index) == ["w", "y, predicted"]
+    assert probed.r_hat["w"] > 1.5 > 1.05 > probed.r_hat["y, predicted"]
+    assert probed.ess_bulk["y, predicted"] > 100
+    assert probed.temperature.isna().tolist() == [False, True]
+    assert probed.attrs == table.attrs
+    assert probed.index.name == "site"
+    assert probed.loc[["w"]].equals(table)
+
+
+def test_predictions_that_do_not_mix_are_said():
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w.abs() * x.abs() + 0 * x, 0.5), obs=y)
+            pyro.sample("z", dist.Normal(w, 100.0), obs=y)
+
+    fit = run(stuck(model, apart=0.7), (X, Y))
+    (said,) = told(fit, probe=(NEW,))[1]
+    assert said.startswith("'z, predicted'")
+    assert "probe" not in said
+
+
+@pytest.mark.parametrize("how", [lambda x: x, lambda x: (x, None), lambda x: {"x": x}])
+def test_it_is_arvizs_of_the_means(how):
+    labels = torch.arange(40) % 3
+    fit = run(ps.BAOA(classes, lr=0.1), (X, labels), num_samples=20)
+    draws = fit.get_samples(group_by_chain=True)["w"]
+    logits = NEW[:, None] * draws[:, :, None]
+    expected = {"y": logits.softmax(-1).flatten(2), "z": NEW * draws[:, :, :1]}
+    before = torch.get_rng_state()
+    table, _ = told(fit, probe=how(NEW))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert list(table.index) == ["w", "y, predicted", "z, predicted"]
+    for name, value in expected.items():
+        dataset = arviz.convert_to_dataset({name: numpy.asarray(value)})
+        row = table.loc[f"{name}, predicted"]
+        assert row.r_hat == pytest.approx(float(arviz.rhat(dataset)[name].max()), rel=1e-9)
+        for kind in ("bulk", "tail"):
+            least = float(arviz.ess(dataset, method=kind)[name].min())
+            assert row[f"ess_{kind}"] == pytest.approx(least, rel=1e-9)
+
+
+def test_a_model_without_data_sites_predicts_nothing():
+    with pytest.raises(ArgumentError, match="probe: the model has no data site"):
+        run(stuck()).diagnostics(probe=NEW)
