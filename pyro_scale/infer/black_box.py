@@ -39,7 +39,8 @@ def written(setup: Setup, method: str, draws: Draws, directory: Path | None) -> 
     paths: list[Path] = []
     # whatever is in the way of a file, the error that it belongs to goes first
     with contextlib.suppress(Exception):
-        paths.extend(_write(setup, method, known, draws, directory))
+        for path in _write(setup, method, known, draws, directory):
+            paths.append(path)
     if not paths:
         return ""
     count = len(draws.last_steps[known[0].chain])
