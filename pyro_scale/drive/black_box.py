@@ -28,8 +28,9 @@ FEW = 64
 _BEFORE = 15
 #: Bytes of a chain's last steps, unless a single one has more.
 _BYTES = 2**26
-#: Bytes of states of all chains that are held for the case that one of them breaks.
-_HELD = 2**28
+#: Bytes of states of all chains that are held for the case that one of them breaks, and of a tape
+#: that is copied for it: where steps are large, copies would cost as much as they do.
+_HELD, _COPIED = 2**28, 2**22
 
 
 class Past(NamedTuple):
@@ -83,9 +84,11 @@ class Recent:
     def add(self, tape: Tape, state: Any) -> None:
         """Remembers some steps and the state before them, if they are few."""
         stretches, held = self._stretches, _num_bytes(state)
-        if (stretches and stretches[-1][0].stop != tape.start) or len(tape) > FEW:
+        is_small = len(tape) <= FEW and held <= _HELD
+        is_small = is_small and _num_bytes([tape.noise, tape.changing]) <= _COPIED
+        if (stretches and stretches[-1][0].stop != tape.start) or not is_small:
             self.forget()
-        if len(tape) <= FEW and held <= _HELD:
+        if is_small:
             stretches.append((tape.copied(), state))
         while stretches and (self._without_first >= _BEFORE or len(stretches) * held > _HELD):
             stretches.popleft()
