@@ -154,6 +154,7 @@ def simulate(
     check_every: int | None = None,
     last: Checkpoint | None = None,
     checkpoints: Checkpoints | None = None,
+    noise: NoiseTape | None = None,
 ) -> Draws:
     """Runs every chain from its position `[chains, D]` to the end, or until it is non-finite.
 
@@ -174,6 +175,7 @@ def simulate(
             by default.
         last: what to go on from.
         checkpoints: where the run is written down.
+        noise: of the steps; the seed's, by default.
     """
     draws = Draws.of(positions, steps)
     at_first = {name: column[0] for name, column in values.items()}
@@ -181,7 +183,7 @@ def simulate(
     if last is not None:
         _go_on(last, chains, batches, draws)
         progress.update(chains.count, torch.nan)
-    inputs = Inputs(values, chains.noise, batches)
+    inputs = Inputs(values, noise or chains.noise, batches)
     moment = chains.moment
 
     def write() -> None:

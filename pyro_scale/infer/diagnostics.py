@@ -173,7 +173,11 @@ def warn_of_inflation(factor: float, result: Result) -> None:
 
 def _lower_lr(result: Result, factor: float) -> str:
     """What to do about a temperature that is so many times too high, to first order in lr."""
-    share = (_MOST_INFLATION - 1) / (factor - 1)
+    return lower_lr(result, (_MOST_INFLATION - 1) / (factor - 1))
+
+
+def lower_lr(result: Result, share: float) -> str:
+    """The advice to lower lr to so much of it."""
     lr = result.sample_stats.get("lr")
     if lr is None:
         return f"lower lr to {share:.2g} of what it is"

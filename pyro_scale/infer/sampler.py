@@ -15,7 +15,7 @@ from pyro_scale.core.counts import as_count
 from pyro_scale.core.files import FilePath
 from pyro_scale.core.randomness import choose_seed
 from pyro_scale.core.schedules import Cyclical, Schedule
-from pyro_scale.drive.batches import Batches, SharedBatches
+from pyro_scale.drive.batches import Batches
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.draws import Draws, Steps
 from pyro_scale.drive.indices import Sampling, check_sampling
@@ -36,7 +36,9 @@ from pyro_scale.infer.gradients import (
 from pyro_scale.infer.journal import Journal, identity_of
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
+from pyro_scale.infer.shadow import Course
 from pyro_scale.infer.stepping import Stepping, batch_as_data
+from pyro_scale.infer.stepsizebias import step_size_bias
 from pyro_scale.infer.tuning import Tuning, halved, tuned
 from pyro_scale.infer.virial import virial
 from pyro_scale.kernels import Kernel
@@ -75,6 +77,8 @@ class Sampler(Method):
     """
 
     kernel_class: ClassVar[type[Kernel]]
+    #: How the run was run.
+    _course: Course | None = None
 
     def __init__(
         self,
@@ -243,18 +247,16 @@ class Sampler(Method):
             if self._chooses_lr:  # for the run's number of steps
                 facts["num_samples"] = num_samples
             journal.refuse_another(facts, num_samples)
-        self._result, self._stepping = None, None
+        self._result = self._stepping = self._course = None
         tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
         setup, choice = tuned(setup, tuning, steps, sampling)
         for halvings in range(journal.halvings):
             setup, choice = halved(setup, halvings + 1)
-        setup = with_base_run(setup)
+        without_base, setup = setup, with_base_run(setup)
         for halvings in itertools.count(journal.halvings):
             if setup.engine.kernel is not self.kernel:
                 tape = setup.engine.kernel.tape(steps.total)
-            batches = setup.batches(1 if share_batches else num_chains, sampling)
-            if share_batches:
-                batches = SharedBatches(batches, num_chains)
+            batches = setup.batches(num_chains, sampling, share_batches)
             retries = self._chooses_lr and halvings < _MOST_HALVINGS
             chosen = f", lr={setup.engine.kernel.lr:.2g}" if self._chooses_lr else ""
             title = f"{type(self).__name__}{chosen}, {num_chains} chain{'s' * (num_chains > 1)}"
@@ -283,6 +285,16 @@ class Sampler(Method):
             found = self._found_out(setup, draws, batches, steps.total, values, sampling)
             attrs = {**self._attrs(), **choice, "num_samples": len(draws.kept_steps), **settings}
             self._result = collected(setup, draws, tape, attrs, *found)
+            self._course = Course(
+                setup=without_base,
+                kernel=self.kernel,
+                steps=steps,
+                sampling=sampling,
+                share_batches=share_batches,
+                compile=self._compile,
+                progress=progress,
+                finished=tuple(draws.finished),
+            )
         if draws.error is not None:
             self._end_early(draws)
         if draws.failures:
@@ -379,8 +391,56 @@ class Sampler(Method):
         if draws.failures:
             raise NonFiniteError(message(draws, values["lr"]))
         found = collected(self._stepping.setup, draws, values, self._attrs())
-        self._result = dataclasses.replace(found, data=None)
+        self._result, self._course = dataclasses.replace(found, data=None), None
         return float(draws.log_joint)
+
+    def step_size_bias(self, *, num_samples: int | None = None) -> Any:
+        """How far the run is off because its step is finite and its batches are small: a
+        DataFrame, one row a latent site.
+
+        Runs the sampler once more, at half the step and with twice as many, from the same starts
+        and on the same path of noise, and extrapolates the difference to a step of 0.  What both
+        have in common, such as a mode that they miss, it does not see.
+
+        Columns: `mean_bias`, what is too much in the mean of the element where that is most, in
+        posterior sds; `sd_inflation`, the standard deviation over what it would be at ever
+        smaller steps, of the element where that is furthest from 1 (it is taken to be at most 10);
+        `mean_bias_error` and `sd_inflation_error`, their Monte Carlo standard errors, NaN where
+        draws are under 50.  `.attrs` holds the `order` of lr by which each site's sd was
+        extrapolated (1 where the noise of minibatches accounts for the difference), and `seconds`.
+
+        Args:
+            num_samples: how many of the draws of each chain to compare, the first ones; all by
+                default, which takes twice the run's steps.
+
+        Raises:
+            NotRunError: nothing has been run, or the results are from a file.
+            ArgumentError: the draws are of `step()`; lr is `Cyclical`; temperature is 0; there are
+                not so many draws.
+            NonFiniteError: all chains became NaN or infinite at half the step.
+
+        Warns:
+            UserWarning: a bias is known to be more than 5% in a standard deviation, or 0.1
+                posterior sds in a mean.
+
+        Example:
+            >>> import pyro, pyro.distributions as dist, pyro_scale as ps
+            >>> def model():
+            ...     pyro.sample("x", dist.Normal(0.0, 1.0))
+            >>> sampler = ps.BAOA(model, lr=0.5)
+            >>> how = {"num_samples": 500, "warmup_steps": 50, "num_chains": 4, "seed": 0}
+            >>> table = sampler.run(None, **how, progress=False).step_size_bias()
+            >>> bool(abs(table.sd_inflation["x"] - 1) < 0.1)  # of a Gaussian BAOA has none
+            True
+        """
+        result = self._results()
+        if self._course is None:
+            raise ArgumentError(
+                "step_size_bias runs the sampler again, but step() keeps no data: use run"
+            )
+        if num_samples is not None:
+            num_samples = as_count("num_samples", num_samples)
+        return step_size_bias(self._course, result, num_samples)
 
     def _set_up(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Setup:
         log_posterior = as_log_posterior(self.model, num_data)
