@@ -229,7 +229,7 @@ def test_of_a_schedule():
 
 def test_what_control_variates_leave_is_nothing():
     sampler = ps.BAOA(location, lr=0.3, control_variates=True)
-    how = {"batch_size": B, "sampling": sampling, "num_samples": 200, "thinning": 5}
+    how = {"batch_size": B, "num_samples": 100, "num_chains": 10}
     table, said = told(run(sampler, (Y,), **how))
     assert not said
     assert abs(table.sd_inflation["mu"] - 1) < 4.4 * table.sd_inflation_error["mu"]

@@ -57,6 +57,8 @@ class Checkpoint(NamedTuple):
         batches: its position in the batches.
         positions: of the draws until then, `[chains, kept, D]`.
         log_joint: of the steps that led to them, `[chains, kept]`.
+        kinetic: the kinetic temperature at the looks of the run, `[chains, looks, sites]`, or None.
+        look_every: draws from one look to the next.
     """
 
     parts: tuple[str, ...]
@@ -65,6 +67,8 @@ class Checkpoint(NamedTuple):
     batches: Any
     positions: Tensor
     log_joint: Tensor
+    kinetic: Tensor | None
+    look_every: int
 
     def state_like(self, state: Any) -> Any:
         """The state, in the structure and on the device of another one."""
@@ -113,13 +117,14 @@ class Checkpoints:
         """Whether it is time for the next one."""
         return time.monotonic() - self._written >= self._every
 
-    def write(self, moment: Moment, batches: Any, draws: Draws) -> None:
+    def write(self, moment: Moment, batches: Any, draws: Draws, look_every: int) -> None:
         """Writes the next one.
 
         Args:
             moment: where the run is.
             batches: its position in the batches.
             draws: all that it has kept until then.
+            look_every: draws from one look at the whole state to the next.
 
         Raises:
             FileError: a file cannot be written; the checkpoint before stays as it is.
@@ -145,6 +150,8 @@ class Checkpoints:
                 "parts": parts,
                 "shape": list(draws.positions.shape),
                 "dtype": dtype_name(draws.positions.dtype),
+                "kinetic": draws.kinetic,
+                "look_every": look_every,
             },
         )
         self._parts, self._kept, self._number = parts, kept, self._number + 1
@@ -239,6 +246,8 @@ def _read(directory: Path, state: Path) -> Checkpoint:
         batches=held["batches"],
         positions=torch.cat([none[0], *(part["positions"] for part in parts)], 1),
         log_joint=torch.cat([none[1], *(part["log_joint"] for part in parts)], 1),
+        kinetic=held["kinetic"],
+        look_every=held["look_every"],
     )
     if found.positions.shape[1] != kept:
         raise FileError(f"'{state}' and its draws do not belong together")

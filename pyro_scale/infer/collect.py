@@ -14,8 +14,10 @@ from torch import Tensor
 from pyro_scale.core.schedules import Cyclical
 from pyro_scale.drive.draws import Draws
 from pyro_scale.infer.gradients import GradientNoise
+from pyro_scale.infer.kinetic import Kinetic
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import Setup
+from pyro_scale.infer.virial import Virial
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: Draws below which their variance says nothing of the posterior's.
@@ -28,7 +30,8 @@ def collected(
     tape: Mapping[str, Tensor],
     attrs: Mapping[str, Any],
     noise: GradientNoise | None = None,
-    virial: Tensor | None = None,
+    virial: Virial | None = None,
+    kinetic: Kinetic | None = None,
 ) -> Result:
     """The finished chains of a simulation."""
     finished = torch.tensor(draws.finished)
@@ -63,7 +66,8 @@ def collected(
             "frozen_base": setup.base,
         },
         gradient_noise=noise,
-        virial=virial,
+        virial=None if virial is None else virial.parts,
+        kinetic=kinetic,
     )
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pyro_scale.core.layout import Layout
 from pyro_scale.drive.sources import Data
 from pyro_scale.infer.gradients import GradientNoise
+from pyro_scale.infer.kinetic import Kinetic
 from pyro_scale.model.executed import executed_modules
 from pyro_scale.model.log_posterior import LogPosterior
 
@@ -38,6 +39,7 @@ class Result:
         gradient_noise: what minibatches did; None where that is not known.
         virial: some draws' part in the temperature, `[chains, some, latent sites]`; None where
             that is not known.
+        kinetic: what momenta did; None for a method without.
     """
 
     log_posterior: LogPosterior
@@ -48,6 +50,7 @@ class Result:
     attrs: dict[str, Any] = field(default_factory=dict)
     gradient_noise: GradientNoise | None = None
     virial: Tensor | None = None
+    kinetic: Kinetic | None = None
 
     @property
     def num_chains(self) -> int:

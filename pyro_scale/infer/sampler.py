@@ -34,13 +34,14 @@ from pyro_scale.infer.gradients import (
     warn_of_a_bad_anchor,
 )
 from pyro_scale.infer.journal import Journal, identity_of
+from pyro_scale.infer.kinetic import Kinetic, kinetic
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
 from pyro_scale.infer.shadow import Course
 from pyro_scale.infer.stepping import Stepping, batch_as_data
 from pyro_scale.infer.stepsizebias import step_size_bias
 from pyro_scale.infer.tuning import Tuning, halved, tuned
-from pyro_scale.infer.virial import virial
+from pyro_scale.infer.virial import Virial, virial
 from pyro_scale.kernels import Kernel
 
 #: How often a step size that was chosen is halved, where a chain diverges.
@@ -310,9 +311,9 @@ class Sampler(Method):
         step: int,
         values: Mapping[str, Tensor],
         sampling: Sampling,
-    ) -> tuple[GradientNoise | None, Tensor | None]:
+    ) -> tuple[GradientNoise | None, Virial | None, Kinetic | None]:
         """(What minibatches did, the temperature that the draws have), from the batches after the
-        run's; an error in reading those is the run's."""
+        run's, an error in reading which is the run's; and what momenta did."""
         noise = heat = None
         if draws.error is None:
             try:
@@ -322,7 +323,7 @@ class Sampler(Method):
                     heat = virial(setup, draws, batches, step + NOISE_BATCHES)
             except (Exception, KeyboardInterrupt) as error:
                 draws.error = error
-        return noise, heat
+        return noise, heat, kinetic(setup, draws, values, noise, heat)
 
     def _end_early(self, draws: Draws) -> None:
         """Raises what ended a run before its time, or warns of it where that was the user."""

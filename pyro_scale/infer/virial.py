@@ -9,6 +9,8 @@ it is the variance over that at temperature 1, elsewhere a mean over the directi
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -28,9 +30,25 @@ _ONE_BY_ONE = 64
 _NUMBERS, _ROOM = 2**22, 64
 
 
-def virial(setup: Setup, draws: Draws, batches: Batches, step: int) -> Tensor:
-    """Every draw's part in the temperature, `[finished chains, some draws, sites]`: the mean over
-    a site's elements; its mean over draws is the temperature.
+class Virial(NamedTuple):
+    """What gradients at some draws say.
+
+    Attributes:
+        parts: every draw's part in the temperature, `[finished chains, some draws, sites]`: the
+            mean over a site's elements; its mean over draws is the temperature.
+        of_elements: the mean of each element's part, `[D]`.
+        mean_square: of the gradient of the log joint over N, `[D]`.
+        whole: whether gradients were of all rows, without noise.
+    """
+
+    parts: Tensor
+    of_elements: Tensor
+    mean_square: Tensor
+    whole: bool
+
+
+def virial(setup: Setup, draws: Draws, batches: Batches, step: int) -> Virial:
+    """The temperature that draws have.
 
     Args:
         setup: of the run.
@@ -43,6 +61,7 @@ def virial(setup: Setup, draws: Draws, batches: Batches, step: int) -> Tensor:
     positions = draws.positions[alive]
     chains, count = positions.shape[:2]
     batches, size = _unseen(setup, batches)
+    whole = isinstance(batches, WholeData)
     work = size * layout.size
     most = min(_MOST, max(_LEAST, _MOST_WORK // work)) if engine.vectorised else _ONE_BY_ONE
     each = max(1, most // chains)
@@ -50,7 +69,7 @@ def virial(setup: Setup, draws: Draws, batches: Batches, step: int) -> Tensor:
         each = min(each, max(1, step // 10))  # no more reading than a tenth of the run's
     chosen = torch.linspace(0, count - 1, min(count, each)).round().long()
     centre = positions.flatten(0, 1).mean(0)
-    found = []
+    found, squares = [], []
     for places in chosen.split(_together(setup, size, chains)):
         some = positions[:, places].flatten(0, 1)
         taken = batches.take(step, step + len(places))
@@ -60,9 +79,12 @@ def virial(setup: Setup, draws: Draws, batches: Batches, step: int) -> Tensor:
         gradient = engine.gradient(some.to(setup.positions.device), batch).cpu()
         parts = -(some - centre) * gradient * engine.density.num_data
         found.append(parts.unflatten(0, (chains, len(places))))
+        squares.append(gradient.double().square().sum(0))
     slices = [layout.slices()[name] for name in setup.log_posterior.latents]
-    whole = torch.cat(found, 1).double()
-    return torch.stack([whole[..., place].mean(-1) for place in slices], -1)
+    every = torch.cat(found, 1).double()
+    by_site = torch.stack([every[..., place].mean(-1) for place in slices], -1)
+    mean_square = torch.stack(squares).sum(0) / (chains * len(chosen))
+    return Virial(by_site, every.mean((0, 1)), mean_square, whole)
 
 
 def _unseen(setup: Setup, batches: Batches) -> tuple[Batches, int]:
