@@ -13,10 +13,11 @@ from pyro_scale.core import randomness
 from pyro_scale.core.randomness import NoiseTape, Purpose, generator
 from pyro_scale.core.schedules import Cyclical
 from pyro_scale.drive import indices as indices_module
-from pyro_scale.drive import simulate as simulation
+from pyro_scale.drive import pace as pace_module
 from pyro_scale.drive import tape as tapes
 from pyro_scale.drive.draws import Steps
 from pyro_scale.drive.indices import RowIndices
+from pyro_scale.drive.pace import Pace
 from pyro_scale.drive.tape import Inputs, Tape, steps_within_budget
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -383,7 +384,7 @@ def test_the_pace_goes_through_every_step_once(begin, count, most, slow):
     """Tapes grow while they are quick, up to the budget; from the third step on, or from the
     third after those that an earlier run took."""
     num_steps = begin + count
-    pace = simulation._Pace(Tape(begin, {}, torch.empty(1, 2, 1, 1), ()), num_steps, most)
+    pace = Pace(Tape(begin, {}, torch.empty(1, 2, 1, 1), ()), num_steps, most)
     slow, expected, before = iter(slow), begin + 2, 2
     for start, stop in pace.spans():
         assert start == expected
@@ -391,7 +392,7 @@ def test_the_pace_goes_through_every_step_once(begin, count, most, slow):
         assert 0 < stop - start <= most
         expected, before = stop, stop - start
         with pytest.MonkeyPatch.context() as patch, pace:
-            patch.setattr(simulation, "_NOTICED_SECONDS", -1.0 if next(slow, False) else 1e9)
+            patch.setattr(pace_module, "_NOTICED_SECONDS", -1.0 if next(slow, False) else 1e9)
             pace.__exit__(None, None, None)
     assert expected == num_steps
 
@@ -401,3 +402,11 @@ def test_a_cycle_settles_before_it_is_kept():
     assert Steps(6, 0, 1, cycle.keeps).kept.tolist() == [8, 9, 18, 19, 28, 29]
     assert Steps(3, 15, 2, cycle.keeps).kept.tolist() == [19, 29, 39]
     assert [cycle.explores(step) for step in (4, 5, 9, 14)] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("ends", [[1, 5, 40], range(7, 60, 7), [2, 3, 60], []])
+def test_a_tape_ends_where_it_is_asked_to(ends):
+    pace = Pace(Tape(0, {}, torch.empty(1, 2, 1, 1), ()), 60, 16, ends)
+    spans = [*pace.opening(), *pace.spans()]
+    assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
+    assert set(ends) | {60} <= {stop for _, stop in spans}

@@ -36,6 +36,7 @@ class Purpose(IntEnum):
     STEP_SIZE = 5
     CURVATURE = 6
     APPROXIMATION = 7
+    SHADOW = 8
 
 
 def choose_seed(seed: int | None) -> int:
@@ -153,6 +154,37 @@ class NoiseTape(Blocks):
         shape: the noise of one step of one chain, `[normals, D]`.
         dtype: of the noise.
         device: where it is drawn and stays.
+        purpose: which stream.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        num_chains: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        purpose: Purpose = Purpose.NOISE,
+    ):
+        def draw(chain: int, block: int, out: Tensor) -> None:
+            source = generator(seed, chain, purpose, block, device)
+            torch.randn(out.shape, generator=source, out=out)
+
+        width = math.prod(shape)
+        self.block_steps = max(1, min(_BLOCK_STEPS, _BLOCK_NUMBERS // max(1, width)))
+        size = max(1, self.block_steps * width)
+        super().__init__(num_chains, shape, size, dtype, device, draw)
+
+
+class RefinedNoise(NoiseTape):
+    """The noise of a run in steps half as long, on the path of the run with a `NoiseTape`.
+
+    Each of that one's normals z becomes two, (z + w)/sqrt 2 and (z - w)/sqrt 2 with w a normal of
+    its own (Levy's construction of Brownian motion): standard normal and independent, and what
+    they add over two steps is what z adds over one.
+
+    Args:
+        as for a `NoiseTape`.
     """
 
     def __init__(
@@ -163,11 +195,13 @@ class NoiseTape(Blocks):
         dtype: torch.dtype,
         device: torch.device,
     ):
-        def draw(chain: int, block: int, out: Tensor) -> None:
-            source = generator(seed, chain, Purpose.NOISE, block, device)
-            torch.randn(out.shape, generator=source, out=out)
+        super().__init__(seed, num_chains, shape, dtype, device)
+        self._between = NoiseTape(seed, num_chains, shape, dtype, device, Purpose.SHADOW)
 
-        width = math.prod(shape)
-        self.block_steps = max(1, min(_BLOCK_STEPS, _BLOCK_NUMBERS // max(1, width)))
-        size = max(1, self.block_steps * width)
-        super().__init__(num_chains, shape, size, dtype, device, draw)
+    def span(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """As for `Blocks`; steps 2 k and 2 k + 1 are the halves of the other run's step k."""
+        first, last = start // 2, -(-stop // 2)
+        along, apart = super().span(first, last), self._between.span(first, last)
+        halves = torch.stack([along + apart, along - apart], dim=2) / math.sqrt(2)
+        wanted = halves.flatten(1, 2)[:, start - 2 * first : stop - 2 * first]
+        return wanted.contiguous() if out is None else out.copy_(wanted)

@@ -57,6 +57,8 @@ class Checkpoint(NamedTuple):
         batches: its position in the batches.
         positions: of the draws until then, `[chains, kept, D]`.
         log_joint: of the steps that led to them, `[chains, kept]`.
+        kinetic: the kinetic temperature at the looks of the run, `[chains, looks, sites]`, or None.
+        look_every: draws from one look to the next.
         sink: the state of what takes draws instead, if there is one.
     """
 
@@ -66,6 +68,8 @@ class Checkpoint(NamedTuple):
     batches: Any
     positions: Tensor
     log_joint: Tensor
+    kinetic: Tensor | None
+    look_every: int
     sink: dict[str, Any] | None = None
 
     def state_like(self, state: Any) -> Any:
@@ -116,7 +120,12 @@ class Checkpoints:
         return time.monotonic() - self._written >= self._every
 
     def write(
-        self, moment: Moment, batches: Any, draws: Draws, sink: Mapping[str, Any] | None = None
+        self,
+        moment: Moment,
+        batches: Any,
+        draws: Draws,
+        look_every: int,
+        sink: Mapping[str, Any] | None = None,
     ) -> None:
         """Writes the next one.
 
@@ -124,6 +133,7 @@ class Checkpoints:
             moment: where the run is.
             batches: its position in the batches.
             draws: all that it has kept until then.
+            look_every: draws from one look at the whole state to the next.
             sink: the state of what takes draws instead, if there is one.
 
         Raises:
@@ -151,6 +161,8 @@ class Checkpoints:
                 "parts": parts,
                 "shape": list(draws.positions.shape),
                 "dtype": dtype_name(draws.positions.dtype),
+                "kinetic": draws.kinetic,
+                "look_every": look_every,
             },
         )
         self._parts, self._kept, self._number = parts, kept, self._number + 1
@@ -245,6 +257,8 @@ def _read(directory: Path, state: Path) -> Checkpoint:
         batches=held["batches"],
         positions=torch.cat([none[0], *(part["positions"] for part in parts)], 1),
         log_joint=torch.cat([none[1], *(part["log_joint"] for part in parts)], 1),
+        kinetic=held["kinetic"],
+        look_every=held["look_every"],
         sink=held["sink"],
     )
     if found.positions.shape[1] != kept:

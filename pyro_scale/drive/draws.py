@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 from pyro_scale.drive.black_box import RecordedStep
+
+#: Looks at the whole state, at most; each ends a tape, which takes about half a millisecond.
+_MOST_LOOKS = 32
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,17 @@ class Steps:
     def total(self) -> int:
         """All steps, warm-up included."""
         return int(self.kept[-1]) + 1
+
+    @cached_property
+    def look_every(self) -> int:
+        """From how many draws to the next the whole state is looked at: a power of two, so that
+        a longer run looks at none that a shorter one does not."""
+        return 1 << max(0, math.ceil(math.log2(self.num_samples / _MOST_LOOKS)))
+
+    @cached_property
+    def looks(self) -> Tensor:
+        """The numbers of the steps after which the whole state is looked at, `[looks]`."""
+        return self.kept[self.look_every - 1 :: self.look_every]
 
     def kept_before(self, step: int) -> int:
         """How many draws are kept before a step."""
@@ -127,6 +142,8 @@ class Draws:
         num_steps: how many there were.
         error: what ended the run before its time, if that is not a chain.
         latest: the latest positions, which are on their way to a sink, `[chains, some, D]` each.
+        kinetic: the kinetic temperature over the one asked for, `[chains, looks, latent sites]`,
+            NaN where the state was not looked at; None where there is none.
     """
 
     positions: Tensor
@@ -141,6 +158,7 @@ class Draws:
     num_steps: int = 0
     error: BaseException | None = None
     latest: list[Tensor] | None = None
+    kinetic: Tensor | None = None
 
     @classmethod
     def of(cls, positions: Tensor, steps: Steps) -> Draws:

@@ -123,6 +123,20 @@ class Engine:
 
         return self._over_chains(evaluate, batch, positions)
 
+    def kinetic(self, state: Any, values: Mapping[str, Tensor]) -> Tensor:
+        """Each chain's kinetic temperature p^2 / m over the one asked for, on average over each
+        latent site's elements, `[chains, latent sites]`, of a state with a momentum."""
+        kernel, device = self.bound(values), state.momentum.device
+        unit = (kernel.mass * kernel.temperature).expand(self.layout.size)
+        energy = state.momentum.double().square() / unit.to(device)
+        places = list(self.layout.slices().values())[: self.num_latent_sites]
+        return torch.stack([energy[:, place].mean(1) for place in places], 1).cpu()
+
+    @property
+    def num_latent_sites(self) -> int:
+        """How many sites are latents."""
+        return sum(place.stop <= self.num_latents for place in self.layout.slices().values())
+
     @property
     def has_points(self) -> bool:
         """Whether there are points, which tie the chains together."""

@@ -6,24 +6,23 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from pyro_scale.core.randomness import NoiseTape
 from pyro_scale.drive.batches import Batches
 from pyro_scale.drive.chains import Chains
 from pyro_scale.drive.checkpoint import Checkpoint, Checkpoints
 from pyro_scale.drive.draws import Draws, Sink, Steps
 from pyro_scale.drive.engine import Engine
+from pyro_scale.drive.pace import Pace
 from pyro_scale.drive.programs import program_for
 from pyro_scale.drive.progress import Progress
-from pyro_scale.drive.tape import Inputs, Tape, steps_within_budget
+from pyro_scale.drive.tape import Inputs, steps_within_budget
 from pyro_scale.errors import FileError
-
-#: From when on a run should show its progress and can be interrupted.
-_NOTICED_SECONDS = 0.05
 
 
 def simulate(
@@ -40,6 +39,7 @@ def simulate(
     last: Checkpoint | None = None,
     checkpoints: Checkpoints | None = None,
     sink: Sink | None = None,
+    noise: NoiseTape | None = None,
 ) -> Draws:
     """Runs every chain from its position `[chains, D]` to the end, or until it is non-finite.
 
@@ -61,6 +61,7 @@ def simulate(
         last: what to go on from.
         checkpoints: where the run is written down.
         sink: where draws go instead of memory.
+        noise: of the steps; the seed's, by default.
     """
     draws = Draws.of(positions, dataclasses.replace(steps, positions=False) if sink else steps)
     at_first = {name: column[0] for name, column in values.items()}
@@ -68,17 +69,23 @@ def simulate(
     if sink is not None:
         sink.go_on_from(None if last is None else last.sink)
         draws.latest = []
+    looks = _looks(engine, chains.state, values, steps)
+    if looks:
+        shape = len(positions), len(steps.looks), engine.num_latent_sites
+        draws.kinetic = torch.full(shape, torch.nan, dtype=torch.float64)
+    ends = range(check_every, steps.total, check_every) if check_every else sorted(looks)
     if last is not None:
-        _go_on(last, chains, batches, draws)
+        _go_on(last, chains, batches, draws, steps)
         progress.update(chains.count, torch.nan)
-    inputs = Inputs(values, chains.noise, batches)
+    inputs = Inputs(values, noise or chains.noise, batches)
     moment = chains.moment
 
     def write() -> None:
         if checkpoints is not None:
             kept = steps.kept_before(moment.step)
+            position = batches.position(moment.step)
             state = None if sink is None else sink.state()
-            checkpoints.write(moment, batches.position(moment.step), draws.first(kept), state)
+            checkpoints.write(moment, position, draws.first(kept), steps.look_every, state)
 
     begun = started = time.perf_counter()
     try:
@@ -93,12 +100,17 @@ def simulate(
             draws.program, started = program.name, time.perf_counter()
             kept_bytes = positions.numel() * positions.element_size() // steps.thinning
             most = steps_within_budget(first, kept_bytes)
-            pace = _Pace(first, steps.total, most, check_every)
-            for tape in itertools.chain([first], inputs.tapes(pace.spans())):
+            pace = Pace(first, steps.total, most, ends)
+            opening = (first.part(a - first.start, b - first.start) for a, b in pace.opening())
+            for tape in itertools.chain(opening, inputs.tapes(pace.spans())):
                 with pace:
                     chains.move(program, batches, tape, steps, draws)
                     if sink is not None:
                         _pass_on(draws, sink)
+                if draws.kinetic is not None and tape.stop in looks:
+                    now = {name: column[tape.stop - 1] for name, column in values.items()}
+                    found = engine.kinetic(chains.state, now)
+                    draws.kinetic[chains.alive, looks[tape.stop]] = found[chains.alive]
                 moment = chains.moment
                 progress.update(len(tape), chains.log_joint)
                 draws.num_steps, draws.failures = moment.step, list(moment.failures)
@@ -124,7 +136,18 @@ def simulate(
     return draws
 
 
-def _go_on(last: Checkpoint, chains: Chains, batches: Batches, draws: Draws) -> None:
+def _looks(
+    engine: Engine, state: Any, values: Mapping[str, Tensor], steps: Steps
+) -> dict[int, int]:
+    """Which look at the whole state comes after so many steps; none where nothing is to be seen
+    but positions."""
+    if not steps.positions or not hasattr(state, "momentum"):
+        return {}
+    warm = (values["temperature"][steps.looks] > 0).tolist()
+    return {step + 1: i for i, step in enumerate(steps.looks.tolist()) if warm[i]}
+
+
+def _go_on(last: Checkpoint, chains: Chains, batches: Batches, draws: Draws, steps: Steps) -> None:
     """Takes up where a run was."""
     chains.go_on_from(last.moment._replace(state=last.state_like(chains.state)))
     batches.seek(last.moment.step, last.batches)
@@ -138,32 +161,3 @@ def _pass_on(draws: Draws, sink: Sink) -> None:
         if positions.shape[1]:
             sink.add(positions)
     draws.latest = []
-
-
-class _Pace:
-    """Lets tapes grow twice as long each time, until one takes long enough to be noticed; one
-    ends at every multiple of `end_at` steps.
-
-    What is drawn does not depend on it.
-    """
-
-    def __init__(self, first: Tape, num_steps: int, most: int, end_at: int | None = None):
-        self._first, self._num_steps, self._most, self._quick = first, num_steps, most, True
-        self._end_at = end_at or num_steps
-
-    def spans(self) -> Iterator[tuple[int, int]]:
-        """Steps after the first tape's."""
-        start, size = self._first.stop, min(len(self._first), self._most)
-        while start < self._num_steps:
-            next_end = start - start % self._end_at + self._end_at
-            stop = min(start + size, self._num_steps, next_end)
-            yield start, stop
-            start = stop
-            if self._quick and 2 * size <= self._most:
-                size *= 2
-
-    def __enter__(self) -> None:
-        self._begun = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._quick = time.perf_counter() - self._begun < _NOTICED_SECONDS

@@ -16,6 +16,7 @@ from pyro_scale.drive.loaders import to_device
 from pyro_scale.drive.store import DrawStore
 from pyro_scale.errors import FileError
 from pyro_scale.infer.gradients import GradientNoise
+from pyro_scale.infer.kinetic import Kinetic
 from pyro_scale.infer.moments import RunningSamples
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import as_log_posterior, module_device
@@ -39,6 +40,7 @@ def contents_of(result: Result, arguments: Arguments) -> dict[str, Any]:
         "attrs": result.attrs,
         "gradient_noise": None if noise is None else dict(vars(noise)),
         "virial": result.virial,
+        "kinetic": None if result.kinetic is None else dict(vars(result.kinetic)),
     }
 
 
@@ -92,6 +94,7 @@ def result_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Resul
         attrs=contents["attrs"],
         gradient_noise=None if noise is None else GradientNoise(**noise),
         virial=contents["virial"],
+        kinetic=None if contents["kinetic"] is None else Kinetic(**contents["kinetic"]),
     )
 
 

@@ -120,9 +120,11 @@ def diagnostics(result: Result, probe: Any = None) -> Any:
         warn_of_unmixed(result, table if predicted is None else predicted, predicted is not None)
     heat, heated = result.virial, None
     if heat is not None:
-        heated = _temperatures(result, heat)
+        asked = result.sample_stats.get("temperature")
+        heated = _temperatures(heat / (1.0 if asked is None else float(asked.mean())))
         table["temperature"], table["temperature_error"] = heated
         warn_of_the_temperature(result, list(table.index), *heated)
+    is_told = heated is not None and _is_hot(*heated)
     noise = result.gradient_noise
     if noise is not None and result.attrs["temperature"] != 0:
         places = [result.layout.slices()[name] for name in table.index]
@@ -133,6 +135,9 @@ def diagnostics(result: Result, probe: Any = None) -> Any:
         # a step that was chosen has weighed it, and what is measured counts more
         if "lr_choice" not in result.attrs and (heated is None or not _is_settled(*heated)):
             warn_of_inflation(float(noise.inflation.max()), result)
+            is_told = is_told or float(noise.inflation.max()) > _MOST_INFLATION
+    if result.kinetic is not None:
+        _add_kinetic(table, result, is_told)
     if result.attrs.get("share_batches") and result.num_chains > 1:
         table["chain_correlation"] = [
             chain_correlation(result.samples[name]) for name in table.index
@@ -143,12 +148,10 @@ def diagnostics(result: Result, probe: Any = None) -> Any:
     return table
 
 
-def _temperatures(result: Result, heat: Tensor) -> tuple[list[float], list[float]]:
-    """(Every site's temperature by the virial theorem, over that of the run; its standard
-    error)."""
+def _temperatures(relative: Tensor) -> tuple[list[float], list[float]]:
+    """(Every site's temperature over that of the run, its standard error), from some moments'
+    parts in it, `[chains, moments, sites]`."""
     arviz = quiet_arviz()
-    asked = result.sample_stats.get("temperature")
-    relative = heat / (1.0 if asked is None else float(asked.mean()))
     means = relative.mean((0, 1)).tolist()
     few = relative.shape[1] < 4 or relative.shape[:2].numel() < _FEWEST_DRAWS
     errors = [
@@ -161,9 +164,39 @@ def _temperatures(result: Result, heat: Tensor) -> tuple[list[float], list[float
 def _is_settled(means: list[float], errors: list[float]) -> bool:
     """Whether some temperature is known to be too high, or all are known to be right."""
     gap = _MOST_INFLATION - 1
-    pairs = list(zip(means, errors, strict=True))
-    too_high = any(mean - _ERRORS * error > 1 + gap for mean, error in pairs)
-    return too_high or all(abs(mean - 1) + _ERRORS * error < gap for mean, error in pairs)
+    pairs = zip(means, errors, strict=True)
+    all_right = all(abs(mean - 1) + _ERRORS * error < gap for mean, error in pairs)
+    return all_right or _is_hot(means, errors)
+
+
+def _is_hot(means: list[float], errors: list[float]) -> bool:
+    """Whether some temperature is known to be too high."""
+    pairs = zip(means, errors, strict=True)
+    return any(mean - _ERRORS * error > _MOST_INFLATION for mean, error in pairs)
+
+
+def _add_kinetic(table: Any, result: Result, is_told: bool) -> None:
+    """Adds what momenta did, and warns where they are known to be too hot, unless what heats is
+    told of already."""
+    assert result.kinetic is not None
+    means, errors = _temperatures(result.kinetic.measured)
+    expected = result.kinetic.expected.tolist()
+    table["kinetic_temperature"], table["kinetic_temperature_error"] = means, errors
+    table["kinetic_temperature_expected"] = expected
+    gap = _MOST_INFLATION - 1
+    places = range(len(means))
+    hot = [i for i in places if means[i] - _ERRORS * errors[i] > expected[i] + gap]
+    if hot and not is_told:
+        worst = max(hot, key=lambda i: means[i] - expected[i])
+        warnings.warn(
+            f"the momenta of site '{table.index[worst]}' are hotter than they should be: they have "
+            f"{means[worst]:.3g} ± {errors[worst]:.2g} times the temperature that was asked for, "
+            f"and {expected[worst]:.3g} at this step size without minibatches: "
+            f"{_lower_lr(result, 1 + means[worst] - expected[worst])}; where minibatches heat, "
+            "raise batch_size",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def warn_of_the_temperature(
@@ -218,7 +251,11 @@ def warn_of_inflation(factor: float, result: Result) -> None:
 
 def _lower_lr(result: Result, factor: float) -> str:
     """What to do about a temperature that is so many times too high, to first order in lr."""
-    share = (_MOST_INFLATION - 1) / (factor - 1)
+    return lower_lr(result, (_MOST_INFLATION - 1) / (factor - 1))
+
+
+def lower_lr(result: Result, share: float) -> str:
+    """The advice to lower lr to so much of it."""
     lr = result.sample_stats.get("lr")
     if lr is None:
         return f"lower lr to {share:.2g} of what it is"

@@ -152,6 +152,10 @@ class Method:
         asked for, on batches that the draws have not seen, and its `temperature_error`: it
         measures long steps, minibatches and what shuffling cancels of them, and is 1 where all
         is well (and sometimes where not: it is a mean over a site's elements);
+        for methods with a momentum `kinetic_temperature`, N p^2 / (m T) on average over up to 32
+        moments of the run, its `kinetic_temperature_error`, and `kinetic_temperature_expected`,
+        what it is on a Gaussian posterior at this step size without minibatches (SGHMC's is above
+        1 although its positions are nearly right): what is above that is heat;
         `gradient_variance`, the largest variance of the minibatch gradient of the log joint over
         N; with control variates `variance_reduction`, by what they divide it at least;
         `temperature_inflation`, by what the noise of minibatches multiplied the temperature, to
@@ -164,8 +168,9 @@ class Method:
             UserWarning: chains that do not agree: of two or more, of 50 draws each and 400 in all,
                 an R-hat above 1.05 on a site, or with `probe` on a prediction; superchains that
                 remember their starts.
-            UserWarning: a temperature that is known to be off by more than a tenth; where it is not
-                known to be right, an inflation above 1.1, with the lr that would bring it below.
+            UserWarning: a temperature that is known to be off by more than a tenth, or momenta that
+                are known to be so much hotter than expected; where it is not known to be right, an
+                inflation above 1.1, with the lr that would bring it below.
         """
         result = self._results() if probe is None else self._draws()
         return diagnostics.diagnostics(result, probe)

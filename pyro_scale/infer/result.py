@@ -18,6 +18,7 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.core.running import Moments
 from pyro_scale.drive.sources import Data
 from pyro_scale.infer.gradients import GradientNoise
+from pyro_scale.infer.kinetic import Kinetic
 from pyro_scale.infer.moments import RunningSamples
 from pyro_scale.infer.stored import Positions, StoredPositions, StoredSamples
 from pyro_scale.model.executed import executed_modules
@@ -42,6 +43,7 @@ class Result:
         gradient_noise: what minibatches did; None where that is not known.
         virial: some draws' part in the temperature, `[chains, some, latent sites]`; None where
             that is not known.
+        kinetic: what momenta did; None for a method without.
         running: what draws came to that were not kept.
     """
 
@@ -53,6 +55,7 @@ class Result:
     attrs: dict[str, Any] = field(default_factory=dict)
     gradient_noise: GradientNoise | None = None
     virial: Tensor | None = None
+    kinetic: Kinetic | None = None
     running: RunningSamples | None = None
 
     @property

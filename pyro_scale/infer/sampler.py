@@ -15,7 +15,6 @@ from pyro_scale.core.counts import as_count
 from pyro_scale.core.files import FilePath
 from pyro_scale.core.randomness import choose_seed
 from pyro_scale.core.schedules import Cyclical, Schedule
-from pyro_scale.drive.batches import Batches, SharedBatches
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.draws import Draws, Steps
 from pyro_scale.drive.indices import Sampling, check_sampling
@@ -25,24 +24,19 @@ from pyro_scale.drive.simulate import simulate
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, NonFiniteError
 from pyro_scale.infer import black_box
+from pyro_scale.infer.afterwards import examined
 from pyro_scale.infer.base import with_base_run
 from pyro_scale.infer.collect import collected, warn_of_short_warmup
 from pyro_scale.infer.divergence import message
-from pyro_scale.infer.gradients import (
-    NOISE_BATCHES,
-    GradientNoise,
-    gradient_noise,
-    warn_of_a_bad_anchor,
-)
 from pyro_scale.infer.journal import Journal, identity_of
 from pyro_scale.infer.method import Method
-from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
+from pyro_scale.infer.shadow import Course
 from pyro_scale.infer.stepping import Stepping, batch_as_data
+from pyro_scale.infer.stepsizebias import step_size_bias
 from pyro_scale.infer.streams import Store, ToDisk, refuse_weights, sink_for
 from pyro_scale.infer.superchains import check_superchains, with_shared_starts
 from pyro_scale.infer.tuning import Tuning, halved, tuned
-from pyro_scale.infer.virial import virial
 from pyro_scale.kernels import Kernel
 
 #: How often a step size that was chosen is halved, where a chain diverges.
@@ -79,6 +73,8 @@ class Sampler(Method):
     """
 
     kernel_class: ClassVar[type[Kernel]]
+    #: How the run was run.
+    _course: Course | None = None
 
     def __init__(
         self,
@@ -270,18 +266,16 @@ class Sampler(Method):
         if store is False:
             refuse_weights(lr, tape["lr"][steps.kept])
         sink = sink_for(store, setup, num_samples, journal.last is not None, memory_budget)
-        self._result, self._stepping = None, None
+        self._result = self._stepping = self._course = None
         tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
         setup, choice = tuned(setup, tuning, steps, sampling)
         for halvings in range(journal.halvings):
             setup, choice = halved(setup, halvings + 1)
-        setup = with_base_run(setup)
+        without_base, setup = setup, with_base_run(setup)
         for halvings in itertools.count(journal.halvings):
             if setup.engine.kernel is not self.kernel:
                 tape = setup.engine.kernel.tape(steps.total)
-            batches = setup.batches(1 if share_batches else num_chains, sampling)
-            if share_batches:
-                batches = SharedBatches(batches, num_chains)
+            batches = setup.batches(num_chains, sampling, share_batches)
             retries = self._chooses_lr and halvings < _MOST_HALVINGS
             chosen = f", lr={setup.engine.kernel.lr:.2g}" if self._chooses_lr else ""
             title = f"{type(self).__name__}{chosen}, {num_chains} chain{'s' * (num_chains > 1)}"
@@ -310,10 +304,19 @@ class Sampler(Method):
         if draws.finished and len(draws.kept_steps):
             attrs = {**self._attrs(), **choice, "num_samples": len(draws.kept_steps), **settings}
             result = collected(setup, draws, tape, attrs, sink)
-            found = self._found_out(setup, result, draws, batches, steps.total, values, sampling)
-            self._result = dataclasses.replace(result, gradient_noise=found[0], virial=found[1])
+            self._result = examined(setup, result, draws, batches, steps.total, values, sampling)
             if isinstance(sink, ToDisk):
                 sink.describe(self._result)
+            self._course = Course(
+                setup=without_base,
+                kernel=self.kernel,
+                steps=steps,
+                sampling=sampling,
+                share_batches=share_batches,
+                compile=self._compile,
+                progress=progress,
+                finished=tuple(draws.finished),
+            )
         if draws.error is not None:
             self._end_early(draws)
         if draws.failures:
@@ -321,30 +324,6 @@ class Sampler(Method):
             raise NonFiniteError(message(draws, tape["lr"], hint))
         warn_of_short_warmup(setup, self._results(), values, warmup_steps)
         return self
-
-    @staticmethod
-    def _found_out(
-        setup: Setup,
-        result: Result,
-        draws: Draws,
-        batches: Batches,
-        step: int,
-        values: Mapping[str, Tensor],
-        sampling: Sampling,
-    ) -> tuple[GradientNoise | None, Tensor | None]:
-        """(What minibatches did, the temperature that the draws have), from the batches after the
-        run's; an error in reading those is the run's."""
-        noise = heat = None
-        if draws.error is None:
-            try:
-                known = setup, result.positions, draws.finished, batches
-                noise = gradient_noise(*known, step, values, sampling)
-                warn_of_a_bad_anchor(noise)
-                if values["temperature"] > 0 and result.running is None:
-                    heat = virial(*known, step + NOISE_BATCHES)
-            except (Exception, KeyboardInterrupt) as error:
-                draws.error = error
-        return noise, heat
 
     def _end_early(self, draws: Draws) -> None:
         """Raises what ended a run before its time, or warns of it where that was the user."""
@@ -413,8 +392,56 @@ class Sampler(Method):
         if draws.failures:
             raise NonFiniteError(message(draws, values["lr"]))
         found = collected(self._stepping.setup, draws, values, self._attrs())
-        self._result = dataclasses.replace(found, data=None)
+        self._result, self._course = dataclasses.replace(found, data=None), None
         return float(draws.log_joint)
+
+    def step_size_bias(self, *, num_samples: int | None = None) -> Any:
+        """How far the run is off because its step is finite and its batches are small: a
+        DataFrame, one row a latent site.
+
+        Runs the sampler once more, at half the step and with twice as many, from the same starts
+        and on the same path of noise, and extrapolates the difference to a step of 0.  What both
+        have in common, such as a mode that they miss, it does not see.
+
+        Columns: `mean_bias`, what is too much in the mean of the element where that is most, in
+        posterior sds; `sd_inflation`, the standard deviation over what it would be at ever
+        smaller steps, of the element where that is furthest from 1 (it is taken to be at most 10);
+        `mean_bias_error` and `sd_inflation_error`, their Monte Carlo standard errors, NaN where
+        draws are under 50.  `.attrs` holds the `order` of lr by which each site's sd was
+        extrapolated (1 where the noise of minibatches accounts for the difference), and `seconds`.
+
+        Args:
+            num_samples: how many of the draws of each chain to compare, the first ones; all by
+                default, which takes twice the run's steps.
+
+        Raises:
+            NotRunError: nothing has been run, or the results are from a file.
+            ArgumentError: the draws are of `step()`; lr is `Cyclical`; temperature is 0; there are
+                not so many draws.
+            NonFiniteError: all chains became NaN or infinite at half the step.
+
+        Warns:
+            UserWarning: a bias is known to be more than 5% in a standard deviation, or 0.1
+                posterior sds in a mean.
+
+        Example:
+            >>> import pyro, pyro.distributions as dist, pyro_scale as ps
+            >>> def model():
+            ...     pyro.sample("x", dist.Normal(0.0, 1.0))
+            >>> sampler = ps.BAOA(model, lr=0.5)
+            >>> how = {"num_samples": 500, "warmup_steps": 50, "num_chains": 4, "seed": 0}
+            >>> table = sampler.run(None, **how, progress=False).step_size_bias()
+            >>> bool(abs(table.sd_inflation["x"] - 1) < 0.1)  # of a Gaussian BAOA has none
+            True
+        """
+        result = self._draws()
+        if self._course is None:
+            raise ArgumentError(
+                "step_size_bias runs the sampler again, but step() keeps no data: use run"
+            )
+        if num_samples is not None:
+            num_samples = as_count("num_samples", num_samples)
+        return step_size_bias(self._course, result, num_samples)
 
     def _set_up(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Setup:
         log_posterior = as_log_posterior(self.model, num_data)

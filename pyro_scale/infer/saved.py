@@ -29,6 +29,7 @@ class Saved:
 
     step = run
     update = run
+    step_size_bias = run
 
     def _contents(self) -> dict[str, Any]:
         return dict(self._read)

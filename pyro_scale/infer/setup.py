@@ -15,7 +15,7 @@ from torch.distributions import transform_to
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
-from pyro_scale.drive.batches import Batch, Batches, OwnIndices, WholeData
+from pyro_scale.drive.batches import Batch, Batches, OwnIndices, SharedBatches, WholeData
 from pyro_scale.drive.engine import Engine
 from pyro_scale.drive.features import FeatureData
 from pyro_scale.drive.indices import RowIndices, Sampling
@@ -50,9 +50,12 @@ class Setup:
     features: TensorData | FeatureData | None = None
     base: str = "none"
 
-    def batches(self, num_chains: int, sampling: Sampling) -> Batches:
-        """The chains' batches, as the engine takes them."""
-        return (self.features or self.data).batches(self.seed, num_chains, sampling)
+    def batches(self, num_chains: int, sampling: Sampling, share: bool = False) -> Batches:
+        """The chains' batches, as the engine takes them: their own, or the same for all."""
+        source = self.features or self.data
+        if share:
+            return SharedBatches(source.batches(self.seed, 1, sampling), num_chains)
+        return source.batches(self.seed, num_chains, sampling)
 
     def batches_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batches:
         """A batch given as the model's own arguments."""

@@ -9,6 +9,8 @@ it is the variance over that at temperature 1, elsewhere a mean over the directi
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -28,11 +30,27 @@ _ONE_BY_ONE = 64
 _NUMBERS, _ROOM = 2**20, 64
 
 
+class Virial(NamedTuple):
+    """What gradients at some draws say.
+
+    Attributes:
+        parts: every draw's part in the temperature, `[finished chains, some draws, sites]`: the
+            mean over a site's elements; its mean over draws is the temperature.
+        of_elements: the mean of each element's part, `[D]`.
+        mean_square: of the gradient of the log joint over N, `[D]`.
+        whole: whether gradients were of all rows, without noise.
+    """
+
+    parts: Tensor
+    of_elements: Tensor
+    mean_square: Tensor
+    whole: bool
+
+
 def virial(
     setup: Setup, positions: Positions, finished: list[int], batches: Batches, step: int
-) -> Tensor:
-    """Every draw's part in the temperature, `[finished chains, some draws, sites]`: the mean over
-    a site's elements; its mean over draws is the temperature.
+) -> Virial:
+    """The temperature that draws have.
 
     Args:
         setup: of the run.
@@ -45,6 +63,7 @@ def virial(
     alive = torch.tensor(finished)
     chains = len(alive)
     batches, size = _unseen(setup, batches)
+    whole = isinstance(batches, WholeData)
     work = size * layout.size
     most = min(_MOST, max(_LEAST, _MOST_WORK // work)) if engine.vectorised else _ONE_BY_ONE
     each = max(1, most // chains)
@@ -56,7 +75,7 @@ def virial(
     total = torch.stack([positions[every, places].sum((0, 1)) for places in blocks]).sum(0)
     centre = total / (chains * len(chosen))
     slices = [layout.slices()[name] for name in setup.log_posterior.latents]
-    found = []
+    found, elements, squares = [], [], []
     for places in blocks:
         some = positions[every, places].flatten(0, 1)
         taken = batches.take(step, step + len(places))
@@ -67,7 +86,11 @@ def virial(
         parts = -(some - centre) * gradient * engine.density.num_data
         of_sites = torch.stack([parts[:, place].double().mean(-1) for place in slices], -1)
         found.append(of_sites.unflatten(0, (chains, len(places))))
-    return torch.cat(found, 1)
+        elements.append(parts.double().sum(0))
+        squares.append(gradient.double().square().sum(0))
+    count = chains * len(chosen)
+    of_elements, mean_square = (torch.stack(sums).sum(0) / count for sums in (elements, squares))
+    return Virial(torch.cat(found, 1), of_elements, mean_square, whole)
 
 
 def _unseen(setup: Setup, batches: Batches) -> tuple[Batches, int]:

@@ -45,6 +45,8 @@ class Kernel(Hyperparameters):
     normals: ClassVar[int] = 1
     #: Fields that may differ from site to site.
     per_site: ClassVar[tuple[str, ...]] = ("lr",)
+    #: The power of lr with which the bias of the position's law falls, without gradient noise.
+    order: ClassVar[int] = 1
     #: Whether gradient noise heats, and by `added_temperature` exactly to first order.
     heated: ClassVar[bool] = True
     #: The largest lr that makes sense for any posterior, where the method has a clock of its own.

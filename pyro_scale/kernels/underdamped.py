@@ -34,6 +34,7 @@ class Underdamped(Kernel):
     mass: Hyper = 1.0
 
     per_site: ClassVar[tuple[str, ...]] = ("lr", "friction", "mass")
+    order: ClassVar[int] = 2
 
     def init(self, position: Tensor, noise: Tensor) -> Any:
         return PhaseState(position, torch.sqrt(self.mass * self.temperature) * noise)

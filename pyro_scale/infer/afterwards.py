@@ -1,0 +1,57 @@
+"""What is found out about a run once its steps are taken, from the batches after them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from pyro_scale.drive.batches import Batches
+from pyro_scale.drive.draws import Draws
+from pyro_scale.drive.indices import Sampling
+from pyro_scale.infer.gradients import NOISE_BATCHES, gradient_noise, warn_of_a_bad_anchor
+from pyro_scale.infer.kinetic import kinetic
+from pyro_scale.infer.result import Result
+from pyro_scale.infer.setup import Setup
+from pyro_scale.infer.virial import virial
+
+
+def examined(
+    setup: Setup,
+    result: Result,
+    draws: Draws,
+    batches: Batches,
+    step: int,
+    values: Mapping[str, Tensor],
+    sampling: Sampling,
+) -> Result:
+    """The result with what minibatches did, and the temperatures of draws and momenta.
+
+    An error in reading the batches is the run's, and goes into the draws.
+
+    Args:
+        setup: of the run.
+        result: of the run.
+        draws: of the run.
+        batches: of the run.
+        step: the first that the run did not take.
+        values: the hyperparameters', on average over the draws.
+        sampling: how rows were drawn.
+    """
+    noise = heat = None
+    if draws.error is None:
+        try:
+            known = setup, result.positions, draws.finished, batches
+            noise = gradient_noise(*known, step, values, sampling)
+            warn_of_a_bad_anchor(noise)
+            if values["temperature"] > 0 and result.running is None:
+                heat = virial(*known, step + NOISE_BATCHES)
+        except (Exception, KeyboardInterrupt) as error:
+            draws.error = error
+    return dataclasses.replace(
+        result,
+        gradient_noise=noise,
+        virial=None if heat is None else heat.parts,
+        kinetic=kinetic(setup, draws, values, noise, heat),
+    )

@@ -1,0 +1,409 @@
+"""The bias of a finite step, measured by a run at half of it, against exact laws and quadrature.
+
+Fixed seeds.  Where many seeds are run, what is said of none at all is a false alarm.
+"""
+
+import dataclasses
+import math
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from reference import double
+
+import pyro_scale as ps
+from pyro_scale.core.randomness import NoiseTape, RefinedNoise
+from pyro_scale.errors import ArgumentError, NotRunError
+from pyro_scale.infer import stepsizebias
+from pyro_scale.infer.shadow import with_shadow
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+N, B = 1000, 20
+Y = torch.randn(N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = (Y - Y.mean()) / Y.std(correction=0)  # a row's gradient has variance 1
+MANY = {"num_samples": 400, "warmup_steps": 200, "thinning": 3, "num_chains": 40}
+QUIET = {"progress": False, "seed": 0}
+
+
+def gaussian(precision):
+    def model():
+        pyro.sample("x", dist.Normal(torch.zeros_like(precision), precision**-0.5).to_event(1))
+
+    return model
+
+
+def location(y):
+    """The mean of a Gaussian: precision over N about 1."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 100.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+
+def skewed():
+    """log density 2 x - exp(x): the log of a Gamma(2, 1)."""
+    x = pyro.sample("x", dist.ImproperUniform(dist.constraints.real, (), ()))
+    pyro.factor("density", 2 * x - torch.exp(x))
+
+
+def run(method, data=None, **how):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return method.run(data, **{**MANY, **QUIET, **how})
+
+
+def told(sampler, **how):
+    """(The table, what it warned of)."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        table = sampler.step_size_bias(**how)
+    return table, [str(each.message) for each in caught if each.category is UserWarning]
+
+
+def variance_of(table, site):
+    """(By what the variance is multiplied, its standard error)."""
+    sd, error = table.sd_inflation[site], table.sd_inflation_error[site]
+    return sd**2, 2 * sd * error
+
+
+# ------------------------------------------------------------------ the noise
+
+
+@pytest.mark.parametrize("span", [(0, 6), (3, 8), (5, 6), (2000, 2100)])
+def test_the_noise_is_split_in_two(span):
+    shape = (2, 5)
+    noise, half = (
+        kind(7, 3, shape, torch.float64, torch.device("cpu")) for kind in (NoiseTape, RefinedNoise)
+    )
+    found = half.span(*span)
+    first, last = span[0] // 2, -(-span[1] // 2)
+    whole = half.span(2 * first, 2 * last)
+    assert torch.equal(found, whole[:, span[0] - 2 * first : span[1] - 2 * first])
+    both = whole.unflatten(1, (-1, 2)).sum(2) / math.sqrt(2)
+    torch.testing.assert_close(both, noise.span(first, last))
+    out = torch.empty_like(found)
+    assert half.span(*span, out=out) is out
+    assert torch.equal(out, found)
+
+
+def test_the_halves_are_independent_standard_normals():
+    half = RefinedNoise(0, 4, (1, 5), torch.float64, torch.device("cpu"))
+    found = half.span(0, 20_000).unflatten(1, (-1, 2)).transpose(2, -1).reshape(-1, 2)
+    count = len(found)
+    covariance = found.T @ found / count
+    assert (covariance - torch.eye(2)).abs().max() < 4.4 * (2 / count) ** 0.5
+    assert found.mean(0).abs().max() < 4.4 / count**0.5
+    fourth = found.pow(4).mean(0)
+    assert (fourth - 3).abs().max() < 4.4 * (96 / count) ** 0.5
+    other = RefinedNoise(0, 4, (1, 5), torch.float64, torch.device("cpu")).span(0, 10)
+    later = found.unflatten(0, (4, -1))[:, 1:] * found.unflatten(0, (4, -1))[:, :-1]
+    assert later.mean().abs() < 4.4 / later.numel() ** 0.5
+    assert torch.equal(other, half.span(0, 10))
+
+
+def test_the_coupling_lowers_the_error():
+    """Of means and variances, several times beside that of two runs on their own."""
+    sampler = run(ps.BAOA(skewed, lr=0.3), warmup_steps=100, num_samples=200)
+    table, _ = told(sampler)
+    how = {"warmup_steps": 200, "thinning": 6, "num_samples": 200, "seed": 1}
+    other = run(ps.BAOA(skewed, lr=0.15), **how)
+    x, y = (each.get_samples(group_by_chain=True)["x"] for each in (sampler, other))
+    own = (x.mean(1) - y.mean(1)).std() / len(x) ** 0.5 / x.std() * 4 / 3
+    squares = (x - x.mean()).square().mean(1) - (y - y.mean()).square().mean(1)
+    spread = squares.std() / len(x) ** 0.5 / x.var() * 4 / 3 / 2
+    assert table.mean_bias_error["x"] < own / 3
+    assert table.sd_inflation_error["x"] < spread / 3
+
+
+# ------------------------------------------------------------------ known answers
+
+
+def sghmc(e, friction=1.0):
+    return (4 - 2 * e * friction) / (4 - 2 * e * friction - e * e)
+
+
+@pytest.mark.parametrize(
+    ("method", "lr", "expected"),
+    [
+        (ps.SGLD, 0.5, 1 / (1 - 0.25)),
+        (ps.SGLD, 1.0, 1 / (1 - 0.5)),
+        (ps.SGHMC, 0.5, sghmc(0.5)),
+        (ps.SGHMC, 1.0, sghmc(1.0)),
+        (ps.BAOA, 0.8, 1.0),
+    ],
+)
+def test_of_a_step_on_gaussians(method, lr, expected):
+    """Of the steepest of three elements; a flat one has the least."""
+    sampler = run(method(gaussian(double(0.05, 1.0, 0.2)), lr=lr), num_samples=1000)
+    table, said = told(sampler)
+    found, error = variance_of(table, "x")
+    assert abs(found - expected) < 4.4 * error + 0.1 * (expected - 1)
+    assert error < 0.04
+    assert abs(found - expected) < max(0.2 * (expected - 1), 0.03)
+    assert bool(said) == (expected > 1.05**2)
+    assert abs(table.mean_bias["x"]) < 4.4 * table.mean_bias_error["x"] + 1e-12
+    if said:
+        assert "site 'x'" in said[0]
+        assert f"lower lr from {lr:.2g} to about" in said[0]
+        assert "batch_size" not in said[0]
+
+
+@pytest.mark.parametrize("lr", [0.05, 0.02])
+def test_of_minibatches(lr):
+    """The variance is 1 + lr N V / (2 friction B) of the posterior's."""
+    sampler = run(
+        ps.BAOA(location, lr=lr),
+        (Y,),
+        batch_size=B,
+        sampling="replacement",
+        warmup_steps=round(20 / lr),
+        thinning=round(1 / lr),
+        num_samples=200,
+    )
+    table, said = told(sampler)
+    found, error = variance_of(table, "mu")
+    expected = 1 + lr * N / (2 * B)
+    assert found - 1 == pytest.approx(expected - 1, rel=0.2)
+    assert abs(found - expected) < 4.4 * error + 0.05 * (expected - 1)
+    assert len(said) == 1
+    assert "raise batch_size" in said[0]
+    assert table.attrs["order"] == {"mu": 1}
+
+
+def quadrature(log_density, low=-15.0, high=8.0):
+    """(Mean, standard deviation)."""
+    grid = torch.linspace(low, high, 100_001, dtype=torch.float64)
+    weight = torch.softmax(log_density(grid), 0)
+    mean = (weight * grid).sum()
+    return float(mean), float((weight * (grid - mean).square()).sum().sqrt())
+
+
+@pytest.mark.parametrize(("method", "lr"), [(ps.SGLD, 0.1), (ps.SGHMC, 0.4)])
+def test_of_a_skewed_target_by_quadrature(method, lr):
+    mean, sd = quadrature(lambda x: 2 * x - torch.exp(x))
+    sampler = run(method(skewed, lr=lr), num_samples=1500, thinning=10, num_chains=100)
+    table, _ = told(sampler)
+    draws = sampler.get_samples()["x"]
+    bias = float(draws.mean() - mean) / sd
+    assert bias < -0.02
+    assert table.mean_bias["x"] == pytest.approx(bias, rel=0.25)
+    assert table.sd_inflation["x"] - 1 == pytest.approx(float(draws.std()) / sd - 1, rel=0.25)
+    assert table.mean_bias_error["x"] < 0.01
+
+
+def test_by_site_and_element():
+    """The steepest element of a site whose step is its own; sites in the model's order."""
+
+    def model():
+        pyro.sample("a", dist.Normal(torch.zeros(2, 2), 1.0).to_event(2))
+        pyro.sample("b", dist.Normal(0.0, 1.0))
+        pyro.sample("c", dist.Normal(torch.zeros(2), double(1.0, 2.0)).to_event(1))
+
+    lr = {"a": 0.02, "b": 0.6, "c": double(0.1, 0.8)}
+    table, said = told(run(ps.SGLD(model, lr=lr), num_samples=1000))
+    assert list(table.index) == ["a", "b", "c"]
+    expected = {"a": 1 / 0.99, "b": 1 / 0.7, "c": 1 / 0.9}
+    for site, each in expected.items():
+        found, error = variance_of(table, site)
+        assert abs(found - each) < 4.4 * error + 0.1 * (each - 1), site
+    assert len(said) == 1
+    assert "site 'b'" in said[0]
+    assert "lower lr to 0.2" in said[0]
+
+
+def test_of_a_schedule():
+    """Draws that count by their step: the bias is that of each step on average."""
+    lr = ps.schedules.cosine_decay(0.8, 4200, end=0.2)
+    sampler = run(ps.SGLD(gaussian(double(1.0)), lr=lr), warmup_steps=200, thinning=4)
+    result = sampler._result
+    table, _ = told(sampler)
+    step = result.sample_stats["lr"][0]
+    expected = float((step / (1 - step / 2)).sum() / step.sum())
+    found, error = variance_of(table, "x")
+    assert error < 0.02
+    assert abs(found - expected) < 4.4 * error + 0.1 * (expected - 1)
+    assert expected - 1 > 10 * error
+
+
+def test_what_control_variates_leave_is_nothing():
+    sampler = ps.BAOA(location, lr=0.3, control_variates=True)
+    how = {"batch_size": B, "num_samples": 100, "num_chains": 10}
+    table, said = told(run(sampler, (Y,), **how))
+    assert not said
+    assert abs(table.sd_inflation["mu"] - 1) < 4.4 * table.sd_inflation_error["mu"]
+    assert table.sd_inflation_error["mu"] < 0.02
+
+
+def test_what_is_left_of_noise_taken_off():
+    """More noise than is injected: the variance is lr N V / (2 friction B) of the posterior's."""
+    sampler = ps.SGLD(location, lr=0.02, subtract_noise=True)
+    table, said = told(run(sampler, (Y,), batch_size=B, warmup_steps=300, thinning=30))
+    assert not said  # 1/2 is taken off
+    assert abs(table.sd_inflation["mu"] - 1) < 0.02
+
+
+def test_a_chosen_step_is_taken_again():
+    sampler = run(ps.BAOA(location, lr="auto"), (Y,), batch_size=B)
+    lr = sampler.kernel.lr
+    table, _ = told(sampler)
+    assert sampler.kernel.lr == lr
+    assert table.sd_inflation["mu"] < 1.1
+
+
+# ------------------------------------------------------------------ how sure it is
+
+
+def of_many_runs(method, count, monkeypatch, num_chains=4, **how):
+    """What is told of `count` runs of a few chains: those of a large run, which are independent."""
+    sampler = run(method, num_chains=count * num_chains, **how)
+    pair = with_shadow(sampler._course, sampler._result, sampler._result.positions.shape[1])
+    for first in range(0, count * num_chains, num_chains):
+        chains = slice(first, first + num_chains)
+        few = [dataclasses.replace(each, positions=each.positions[chains]) for each in pair]
+        monkeypatch.setattr(stepsizebias, "with_shadow", lambda *_, few=few: few)
+        yield told(sampler)
+
+
+@pytest.mark.parametrize(
+    ("method", "lr", "how"),
+    [
+        (ps.SGLD, 0.01, {"thinning": 20}),
+        (ps.BAOA, 0.3, {}),
+        (ps.BAOA, 0.3, {"num_chains": 2, "num_samples": 60}),
+    ],
+)
+def test_no_alarm_where_there_is_nothing(method, lr, how, monkeypatch):
+    """The chance that something is said is far below that of 3 standard errors."""
+    model = gaussian(torch.linspace(0.5, 1.0, 10, dtype=torch.float64))
+    how = {"num_samples": 50, "warmup_steps": 20, **how}
+    told_of = of_many_runs(method(model, lr=lr), 40, monkeypatch, **how)
+    assert sum(bool(said) for _, said in told_of) <= 1
+
+
+def test_errors_are_as_large_as_estimates_scatter(monkeypatch):
+    method = ps.SGLD(gaussian(double(1.0)), lr=0.3)
+    found = [table.loc["x"] for table, _ in of_many_runs(method, 64, monkeypatch)]
+    for name, truth in [("mean_bias", 0.0), ("sd_inflation", (1 / 0.85) ** 0.5)]:
+        values, errors = (torch.tensor([row[n] for row in found]) for n in (name, name + "_error"))
+        z = (values.mean() - truth) / (values.std() / 8)
+        assert abs(float(z)) < 4.4
+        assert float(errors.mean() / values.std()) == pytest.approx(1.0, rel=0.35)
+
+
+def test_few_draws_say_nothing():
+    table, said = told(run(ps.SGLD(gaussian(double(1.0)), lr=1.5), num_samples=10, num_chains=4))
+    assert table.sd_inflation_error.isna().all()
+    assert table.mean_bias_error.isna().all()
+    assert not said
+
+
+# ------------------------------------------------------------------ how it is run
+
+
+def test_compiled_equals_eager():
+    tables = [
+        told(run(ps.SGHMC(location, lr=0.3, compile=compile), (Y,), batch_size=B, num_chains=3))[0]
+        for compile in (True, False)
+    ]
+    torch.testing.assert_close(*(torch.tensor(each.to_numpy()) for each in tables))
+
+
+def test_the_same_run_has_the_same_shadow():
+    """It is a function of the run, which stays as it is."""
+    sampler = run(ps.SGLD(gaussian(double(1.0)), lr=0.4), num_samples=100, num_chains=4)
+    before = sampler.get_samples()["x"]
+    table, _ = told(sampler, num_samples=60)
+    again, _ = told(sampler, num_samples=60)
+    assert table.equals(again)
+    assert torch.equal(before, sampler.get_samples()["x"])
+    whole, _ = told(sampler)
+    assert not whole.equals(table)
+    assert whole.attrs["seconds"] > 0
+    assert whole.attrs["order"] == {"x": 1}
+    run(sampler, num_samples=60, num_chains=4)
+    assert told(sampler)[0].equals(table)
+
+
+def test_the_shadow_by_hand():
+    """Its draws, step by step from the run's noise and starts."""
+    sampler = run(ps.SGLD(skewed, lr=0.2), num_samples=50, warmup_steps=3, num_chains=2)
+    noise = RefinedNoise(0, 2, (1, 1), torch.float64, torch.device("cpu")).span(0, 306)[..., 0, 0]
+    x = sampler._course.setup.positions[:, 0]
+    kept = []
+    for step in range(306):
+        x = x + 0.1 * (2 - torch.exp(x)) + 0.2**0.5 * noise[:, step]
+        if step >= 6 and (step - 5) % 6 == 0:
+            kept.append(x)
+    half = torch.stack(kept, 1)
+    own = sampler.get_samples(group_by_chain=True)["x"]
+    table, _ = told(sampler)
+    centre = (own.mean() + half.mean()) / 2
+    ratio = (own - centre).square().mean() / (half - centre).square().mean()
+    inflation = (1 + 2 * (ratio - 1)).sqrt()
+    assert table.sd_inflation["x"] == pytest.approx(float(inflation), rel=1e-9)
+    sd = (own - centre).square().mean().sqrt() / inflation
+    expected = 2 * (own - half).mean() / sd
+    assert table.mean_bias["x"] == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_a_run_that_went_on_has_its_own(tmp_path):
+    def sampler():
+        return ps.SGHMC(location, lr=0.4)
+
+    how = {"batch_size": B, "num_chains": 2, "num_samples": 60}
+    whole = run(sampler(), (Y,), **how)
+    run(sampler(), (Y,), **{**how, "num_samples": 25}, checkpoint=tmp_path)
+    again = run(sampler(), (Y,), **how, resume=tmp_path)
+    assert told(whole)[0].equals(told(again)[0])
+
+
+def test_shared_batches_stay_shared():
+    how = {"batch_size": 1, "num_chains": 3, "share_batches": True, "num_samples": 100}
+    sampler = run(ps.BAOA(location, lr=0.02), (Y,), **how)
+    assert not told(sampler)[0].isna().any().any()
+
+
+def test_elements_that_do_not_move_have_no_bias():
+    def model():
+        pyro.sample("l", dist.LKJCholesky(2, 1.0))
+        pyro.sample("p", dist.Dirichlet(torch.ones(3)))
+
+    table, _ = told(run(ps.BAOA(model, lr=0.2), num_chains=4, num_samples=200))
+    assert not table.isna().any().any()
+    assert (table.sd_inflation - 1).abs().max() < 0.1
+
+
+# ------------------------------------------------------------------ what has none
+
+
+def test_what_is_refused(tmp_path):
+    sampler = ps.BAOA(gaussian(double(1.0)), lr=0.3)
+    with pytest.raises(NotRunError, match="call run"):
+        sampler.step_size_bias()
+    run(sampler, num_samples=10, num_chains=1)
+    with pytest.raises(ArgumentError, match="num_samples=11: the run has 10 draws"):
+        sampler.step_size_bias(num_samples=11)
+    with pytest.raises(ArgumentError, match="num_samples=0"):
+        sampler.step_size_bias(num_samples=0)
+    sampler.save(tmp_path / "run.ps")
+    loaded = ps.BAOA.load(tmp_path / "run.ps", gaussian(double(1.0)))
+    with pytest.raises(NotRunError, match="loaded from a file"):
+        loaded.step_size_bias()
+    sampler.step()
+    with pytest.raises(ArgumentError, match=r"step\(\) keeps no data"):
+        sampler.step_size_bias()
+
+
+@pytest.mark.parametrize(
+    ("hyperparameters", "why"),
+    [
+        ({"lr": ps.schedules.Cyclical(0.3, 20)}, "Cyclical"),
+        ({"lr": 0.3, "temperature": 0.0}, "temperature 0"),
+    ],
+)
+def test_what_has_no_bias_of_this_kind(hyperparameters, why):
+    sampler = run(ps.BAOA(gaussian(double(1.0)), **hyperparameters), num_samples=10)
+    with pytest.raises(ArgumentError, match=why):
+        sampler.step_size_bias()
