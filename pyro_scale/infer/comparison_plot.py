@@ -43,6 +43,7 @@ def _densities(ax: Axes, table: Any, colours: list[Any]) -> None:
     ax.margins(y=0.1)
     ax.grid(axis="x", color="0.9")
     ax.set_axisbelow(True)
+    ax.locator_params(axis="x", nbins=5)
     ax.set(xlabel="held-out log predictive density (nats a row)")
 
 
