@@ -125,9 +125,11 @@ def simulate(
     except (Exception, KeyboardInterrupt) as error:
         if sink is not None and sink.count == steps.kept_before(chains.count):
             moment = chains.moment  # that of the last draws that it has got
-        if sink is None or sink.count == steps.kept_before(moment.step):
-            with contextlib.suppress(FileError):  # it may be what ended the run
+        with contextlib.suppress(FileError):  # it may be what ended the run
+            if sink is None or sink.count == steps.kept_before(moment.step):
                 write()
+            if sink is not None:
+                sink.close()
         draws = draws.first(steps.kept_before(moment.step))
         draws.error = error
     draws.num_steps, draws.failures = moment.step, list(moment.failures)

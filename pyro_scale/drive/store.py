@@ -78,7 +78,7 @@ class DrawStore:
         """An empty store.
 
         Args:
-            path: a directory that is not there yet, or is empty.
+            path: a directory that is not there yet, or holds a store without draws.
             fields: by group and site, `<group>/<site>`; the groups are `POSTERIOR` and
                 `UNCONSTRAINED`.
             num_chains: how many chains.
@@ -90,13 +90,13 @@ class DrawStore:
             FileError: the store cannot be written.
         """
         zarr, target = _zarr(), as_path(path)
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        if target.exists() and not _is_empty(target):
             raise ArgumentError(
                 f"store='{path}' is there already: pass another path, or resume= to go on with "
                 "the run that it is of"
             )
         with _refused(target, "written"):
-            group = zarr.create_group(str(target), zarr_format=2)
+            group = zarr.create_group(str(target), zarr_format=2, overwrite=True)
             group.attrs.update(draws=0, run=run, chunk=chunk)
             store = cls(target, group)
             for head in _GROUPS:
@@ -219,6 +219,14 @@ class DrawStore:
         """Shows readers so many draws."""
         self._group.attrs["draws"] = self.count = count
         _zarr().consolidate_metadata(str(self.path), zarr_format=2)
+
+
+def _is_empty(target: Path) -> bool:
+    """Whether it is a directory with nothing in it, or a store without draws."""
+    try:
+        return DrawStore.opened(target).count == 0
+    except FileError:
+        return target.is_dir() and not any(target.iterdir())
 
 
 def _array(

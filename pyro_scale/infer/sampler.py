@@ -34,7 +34,13 @@ from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_u
 from pyro_scale.infer.shadow import Course
 from pyro_scale.infer.stepping import Stepping, batch_as_data
 from pyro_scale.infer.stepsizebias import step_size_bias
-from pyro_scale.infer.streams import Store, ToDisk, refuse_weights, sink_for
+from pyro_scale.infer.streams import (
+    Store,
+    ToDisk,
+    refuse_weights,
+    refuse_what_memory_does_not_hold,
+    sink_for,
+)
 from pyro_scale.infer.superchains import check_superchains, with_shared_starts
 from pyro_scale.infer.tuning import Tuning, halved, tuned
 from pyro_scale.kernels import Kernel
@@ -265,13 +271,15 @@ class Sampler(Method):
             journal.refuse_another(facts, num_samples)
         if store is False:
             refuse_weights(lr, tape["lr"][steps.kept])
-        sink = sink_for(store, setup, num_samples, journal.last is not None, memory_budget)
+        if store is None:
+            refuse_what_memory_does_not_hold(setup.positions, num_samples, memory_budget)
         self._result = self._stepping = self._course = None
         tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
         setup, choice = tuned(setup, tuning, steps, sampling)
         for halvings in range(journal.halvings):
             setup, choice = halved(setup, halvings + 1)
         without_base, setup = setup, with_base_run(setup)
+        sink = sink_for(store, setup, num_samples, journal.last is not None)
         for halvings in itertools.count(journal.halvings):
             if setup.engine.kernel is not self.kernel:
                 tape = setup.engine.kernel.tape(steps.total)

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pyro_scale.core.files import FilePath, as_path
+from pyro_scale.core.counts import as_count
+from pyro_scale.core.files import FilePath
 from pyro_scale.core.layout import dtype_name
 from pyro_scale.core.schedules import Cyclical
 from pyro_scale.drive.draws import Draws
@@ -32,7 +33,7 @@ _HELD_BYTES, _FILE_BYTES, _MOST_DRAWS = 2**25, 2**23, 2**14
 
 
 def sink_for(
-    store: Store, setup: Setup, num_draws: int, resumes: bool, budget: int | None
+    store: Store, setup: Setup, num_draws: int, resumes: bool
 ) -> ToDisk | ToMoments | None:
     """What takes the draws of a run, if they do not stay in memory.
 
@@ -41,29 +42,40 @@ def sink_for(
         setup: of the run.
         num_draws: of each chain.
         resumes: whether the run goes on with another.
-        budget: bytes of memory that draws may take; half of the machine's by default.
 
     Raises:
-        ArgumentError: there is not so much memory; what is wrong with the store.
-        FileError: the store cannot be made.
+        ArgumentError, FileError: the store cannot be made.
     """
+    if store is None:
+        return None
     first = setup.positions[:, None].cpu()
     starts = Result(setup.log_posterior, setup.data, setup.engine.layout, first, {})
-    if store is False:
-        return ToMoments(starts, num_draws)
-    if store is not None:
-        return ToDisk(starts, store, resumes)
-    needed = num_draws * first.numel() * first.element_size()
-    there = bytes_of(torch.device("cpu")) // 2 if budget is None else budget
+    return ToMoments(starts, num_draws) if store is False else ToDisk(starts, store, resumes)
+
+
+def refuse_what_memory_does_not_hold(positions: Tensor, num_draws: int, budget: int | None) -> None:
+    """Refuses a run whose draws memory would have to hold.
+
+    Args:
+        positions: of its chains, `[chains, D]`.
+        num_draws: of each chain.
+        budget: bytes that draws may take; half of the machine's by default.
+
+    Raises:
+        ArgumentError: they would take more; the budget is no number of bytes.
+    """
+    if budget is not None:
+        budget = as_count("memory_budget", budget, hint=" of bytes")
+    needed = num_draws * positions.numel() * positions.element_size()
+    there = budget or bytes_of(torch.device("cpu")) // 2
     if needed > there:
-        chains, _, size = first.shape
+        chains, size = positions.shape
         raise ArgumentError(
             f"num_samples={num_draws:,}: draws of {chains} x {size:,} numbers each would take "
             f"{in_words(needed)} of memory, and {in_words(there)} are for them: pass "
             "store='draws.zarr' to write them to disk, store=False to keep only what they come to, "
             "a larger thinning, or memory_budget="
         )
-    return None
 
 
 def refuse_weights(lr: Hyper, kept: Tensor) -> None:
@@ -102,7 +114,7 @@ class ToDisk:
         affordable = min(_HELD_BYTES // (num_chains * width), _FILE_BYTES // width)
         self._chunk = max(1, min(_MOST_DRAWS, affordable))
         self._held = 0, first[:, :0]  # (the first one's number, draws)
-        if resumes and as_path(path).exists():
+        if resumes:
             self.store = DrawStore.opened(path)
         else:
             fields = {name: _field(starts, name, value) for name, value in values.items()}
