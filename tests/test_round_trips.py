@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import xarray
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as some
 from reference import normals
 from stored import quiet
@@ -59,12 +59,15 @@ def models(draw):
 
     def model(x, y=None):
         total = 0.0
+        plates = {"sides": 2, "groups of.things": 3}
+        used = {plate for *_, plate, _ in sites if plate is not None}
+        plates = {plate: pyro.plate(plate, size) for plate, size in plates.items() if plate in used}
         for name, family, shape, plate, with_image in sites:
             fn = FAMILIES[family](shape)
             if plate is None:
                 value = pyro.sample(name, fn)
             else:
-                with pyro.plate(plate, 2 if plate == "sides" else 3):
+                with plates[plate]:
                     value = pyro.sample(name, fn)
             if with_image:
                 pyro.deterministic(f"{name} squared", value**2)
@@ -104,7 +107,12 @@ def identical(actual, expected, attrs=True):
 
 
 @given(models(), some.sampled_from(["memory", "store"]), some.integers(1, 3))
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # each takes a second, shrinking minutes
+)
 def test_nothing_is_lost_on_the_way(case, kept, chains):
     model, data, names = case
     pyro.clear_param_store()
