@@ -1,0 +1,339 @@
+"""Moments, mixing and quantiles of draws that are added up, against those of all draws at once."""
+
+import copy
+
+import arviz
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from reference import double, normals
+
+from pyro_scale.core import running
+from pyro_scale.core.running import Running
+from pyro_scale.core.sketch import QuantileSketch
+
+LEVELS = [0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99]
+
+
+def added_up(draws, sizes=(), num_draws=None):
+    """Draws `[chains, draws, size]`, in blocks of the sizes given and a last one of the rest."""
+    sums = Running(draws.shape[0], draws.shape[2], num_draws or draws.shape[1])
+    sizes = list(sizes)
+    for block in draws.split([*sizes, draws.shape[1] - sum(sizes)], 1):
+        sums.add(block)
+    return sums
+
+
+def moments(draws, sizes=(), **kwargs):
+    return added_up(draws, sizes, **kwargs).moments(range(len(draws)), LEVELS)
+
+
+def same(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one.nan_to_num(-7.5), other.nan_to_num(-7.5))
+
+
+def close(actual, expected, rtol=1e-11):
+    expected = torch.as_tensor(np.asarray(expected, dtype=float))
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=0.0, equal_nan=True)
+
+
+@some.composite
+def parts(draw, most=120):
+    """(Draws of some chains, sizes of blocks)."""
+    chains, count, size = (draw(some.integers(1, n)) for n in (3, most, 4))
+    cuts = sorted(draw(some.lists(some.integers(0, count), max_size=12)))
+    sizes = np.diff([0, *cuts]).tolist()
+    offset = draw(some.sampled_from([0.0, -3.0, 1e4, 1e8]))
+    scale = draw(some.sampled_from([1e-3, 1.0, 1e6]))
+    draws = offset + scale * normals(chains, count, size, seed=draw(some.integers(0, 2**30)))
+    return draws, sizes
+
+
+def split_r_hat(draws):
+    """Gelman et al. 2013, 11.4, on halves, where the halves are of one length."""
+    chains, count = draws.shape[:2]
+    halves = np.asarray(draws).reshape(chains * 2, count // 2, -1)
+    within = halves.var(1, ddof=1).mean(0)
+    between = halves.mean(1).var(0, ddof=1)
+    return np.sqrt((count // 2 - 1) / (count // 2) + between / within)
+
+
+# ------------------------------------------------------------------ sums
+
+
+@given(parts())
+@settings(max_examples=150, deadline=None)
+def test_mean_and_sd_do_not_depend_on_how_draws_come(case):
+    draws, sizes = case
+    found = moments(draws, sizes)
+    flat = np.asarray(draws, dtype=np.longdouble).reshape(-1, draws.shape[2])
+    largest = float(abs(flat).max())
+    torch.testing.assert_close(
+        found.mean, torch.as_tensor(flat.mean(0).astype(float)), rtol=0.0, atol=1e-14 * largest
+    )
+    if len(flat) > 1:
+        # numbers of 1e8 have eight digits behind those that their sd is of
+        digits = float((abs(flat).max(0) / flat.std(0)).max())
+        close(found.sd, flat.std(0, ddof=1), rtol=1e-12 + 1e-15 * digits)
+    else:
+        assert found.sd.isnan().all()
+
+
+@given(parts())
+@settings(max_examples=100, deadline=None)
+def test_mixing_does_not_depend_on_how_draws_come(case):
+    draws, sizes = case
+    found, whole = moments(draws, sizes), moments(draws)
+    # means are of 16 digits, of which those of an offset are lost
+    lost = float((draws.abs().amax((0, 1)) / draws.flatten(0, 1).std(0)).nan_to_num().max())
+    rtol = 1e-11 + 1e-14 * lost
+    for one, other in ((found.r_hat, whole.r_hat), (found.ess, whole.ess)):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=0.0, equal_nan=True)
+    if draws.shape[1] % 2 == 0 and draws.shape[1] >= 4:
+        close(found.r_hat, split_r_hat(draws - draws[0, 0]), rtol=rtol)
+
+
+@pytest.mark.parametrize("chains", [2, 5])  # of one, ArviZ says nothing
+@pytest.mark.parametrize("count", [8, 10, 100, 1000])
+def test_r_hat_is_arvizs_of_split_chains(chains, count):
+    drift = torch.linspace(0, 1.5, count)[:, None] + torch.arange(chains)[:, None, None] / 3
+    draws = normals(chains, count, 5, seed=count) + drift
+    found = moments(draws, [1] * (count // 3)).r_hat
+    expected = [arviz.rhat(draws[..., i].numpy(), method="split") for i in range(5)]
+    close(found, expected)
+
+
+def test_halves_of_an_odd_number_of_draws_nearly_are():
+    draws = normals(3, 301, 4, seed=1) + torch.linspace(0, 2, 301)[:, None]
+    expected = [arviz.rhat(draws[..., i].numpy(), method="split") for i in range(4)]
+    close(moments(draws).r_hat, expected, rtol=3 / 300)
+
+
+def test_single_precision_is_added_up_in_double():
+    draws = (1000 + normals(2, 20_000, 3, seed=2)).float()
+    found = moments(draws, [7000, 1])
+    flat = draws.double().flatten(0, 1)
+    close(found.mean, flat.mean(0), rtol=1e-13)
+    close(found.sd, flat.std(0), rtol=1e-12)
+    assert {part.dtype for part in found} == {torch.float64}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_few_draws_have_the_moments_that_they_can_have(count):
+    draws = normals(2, count, 3, seed=4)
+    found = moments(draws)
+    close(found.mean, draws.flatten(0, 1).mean(0), rtol=1e-13)
+    close(found.sd, draws.flatten(0, 1).std(0), rtol=1e-13)
+    one = moments(draws[:1])
+    close(one.mean, draws[0].mean(0), rtol=1e-13)
+    assert bool(one.sd.isnan().all()) == (count == 1)
+
+
+def test_chains_that_disagree_show():
+    draws = normals(4, 400, 2, seed=5) + torch.tensor([3.0, 0.0]) * torch.arange(4)[:, None, None]
+    found = moments(draws)
+    assert found.r_hat[0] > 2
+    assert found.ess[0] < 20  # ArviZ's is 5
+    assert abs(found.r_hat[1] - 1) < 0.02
+
+
+def test_elements_are_apart_however_many_are_filled_at_once(monkeypatch):
+    draws = torch.arange(7.0) + normals(2, 90, 7, seed=6)
+    whole = moments(draws, [30, 30])
+    monkeypatch.setattr(running, "_COLUMNS", 3)
+    same(moments(draws, [30, 30]), whole)
+
+
+# ------------------------------------------------------------------ effective draws
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.5, 0.9, -0.5])
+def test_effective_draws_of_an_autoregression(rho):
+    """A draw is worth (1 - rho) / (1 + rho); the variance of a mean is known from 99 degrees of
+    freedom, in each of 300 independent elements, so to 0.8%."""
+    chains, count, size = 4, 10_000, 300
+    noise = normals(chains, count + 200, size, seed=7)
+    states, state = [], noise[:, 0] / (1 - rho**2) ** 0.5
+    for t in range(count + 200):
+        state = rho * state + noise[:, t]
+        states.append(state)
+    draws = torch.stack(states[200:], 1)
+    found = moments(draws, [3333, 3333])
+    truth = chains * count * (1 - rho) / (1 + rho)
+    ratio = (truth / found.ess).mean()
+    assert abs(ratio - 1) < 4.4 * (2 / (99 * size)) ** 0.5 + 0.003
+    spread = (truth / found.ess).std()
+    assert abs(spread / (2 / 99) ** 0.5 - 1) < 4.4 / (2 * size) ** 0.5 + 0.05
+    assert abs(found.r_hat - 1).max() < 0.05
+
+
+def test_short_runs_do_not_pass_for_independent_draws():
+    """40 draws of a chain that hardly moves are not 40 effective ones."""
+    draws = normals(2, 40, 50, seed=8).cumsum(1)
+    assert moments(draws).ess.median() < 20
+
+
+# ------------------------------------------------------------------ going on
+
+
+@given(parts(most=200), some.integers(0, 200))
+@settings(max_examples=60, deadline=None)
+def test_another_one_goes_on_from_the_state(case, stop):
+    draws, _ = case
+    stop = min(stop, draws.shape[1])
+    first, second = draws[:, :stop], draws[:, stop:]
+    whole = added_up(draws, [stop])
+    begun = Running(draws.shape[0], draws.shape[2], draws.shape[1])
+    begun.add(first)
+    state = begun.state()
+    held = copy.deepcopy(state)
+    begun.add(second)  # which changes nothing of the state
+    going_on = Running(draws.shape[0], draws.shape[2], draws.shape[1])
+    going_on.add(normals(draws.shape[0], 1, draws.shape[2]))  # forgotten
+    going_on.go_on_from(state)
+    assert going_on.count == stop
+    going_on.add(second)
+    chains = range(len(draws))
+    same(going_on.moments(chains, LEVELS), whole.moments(chains, LEVELS))
+    again = Running(draws.shape[0], draws.shape[2], draws.shape[1])
+    again.go_on_from(held)
+    again.add(second)
+    same(again.moments(chains, LEVELS), whole.moments(chains, LEVELS))
+
+
+def test_a_state_is_written_as_it_is(tmp_path):
+    from pyro_scale.core import files
+
+    sums = added_up(normals(2, 300, 3, seed=9), [100])
+    files.write(tmp_path / "state", {"state": sums.state()})
+    other = Running(2, 3, 300)
+    other.go_on_from(files.read(tmp_path / "state")["state"])
+    same(other.moments([0, 1], LEVELS), sums.moments([0, 1], LEVELS))
+
+
+# ------------------------------------------------------------------ broken chains
+
+
+@pytest.mark.parametrize("broken", [[1], [0, 3], [2]])
+def test_chains_that_broke_do_not_count(broken):
+    """But for the quantiles, to which their draws until then belong."""
+    draws = normals(4, 500, 3, seed=10) + torch.arange(4)[:, None, None]
+    lost = draws.clone()
+    lost[broken, 200:] = torch.nan
+    good = [chain for chain in range(4) if chain not in broken]
+    sums = added_up(lost, [100, 100, 150])
+    found = sums.moments(good, LEVELS)
+    alone = moments(draws[good], [100, 100, 150])
+    for name in ("mean", "sd", "r_hat", "ess"):
+        close(getattr(found, name), getattr(alone, name), rtol=1e-12)
+    assert found.quantiles.isfinite().all()
+    kept = torch.cat([draws[good].flatten(0, 1), draws[broken, :200].flatten(0, 1)])
+    truth = kept.quantile(double(*LEVELS), dim=0)
+    assert (found.quantiles - truth).abs().max() < 0.15
+
+
+# ------------------------------------------------------------------ quantiles
+
+
+@given(parts(most=21))
+@settings(max_examples=100, deadline=None)
+def test_quantiles_of_few_draws_are_exact(case):
+    draws, sizes = case  # at most 3 x 21 = 63 numbers
+    flat = draws.flatten(0, 1)
+    wanted = double(0.0, *LEVELS, 1.0)
+    found = added_up(draws, sizes).moments(range(len(draws)), wanted.tolist()).quantiles
+    torch.testing.assert_close(found, flat.quantile(wanted, dim=0), rtol=1e-12, atol=0.0)
+
+
+def drifting(count):
+    return torch.linspace(0, 500, count)[:, None] + normals(count, 8, seed=11)
+
+
+STREAMS = {
+    "normal": lambda n: normals(n, 8, seed=12),
+    "skewed": lambda n: normals(n, 8, seed=13).exp(),
+    "very skewed": lambda n: (2.5 * normals(n, 8, seed=13)).exp(),
+    "heavy tails": lambda n: normals(n, 8, seed=14) / normals(n, 8, seed=15).abs(),
+    "bimodal": lambda n: (
+        torch.where(normals(n, 8, seed=16) > 0.3, 5.0, -5.0) + 0.3 * normals(n, 8, seed=17)
+    ),
+    "a second mode later": lambda n: (
+        torch.where(torch.arange(n)[:, None] > n / 2, 40.0, 0.0) + normals(n, 8, seed=18)
+    ),
+    "a narrow start": lambda n: (
+        torch.where(torch.arange(n)[:, None] < 100, 1e-6, 1.0) * normals(n, 8, seed=19)
+    ),
+    "constant": lambda n: torch.full((n, 8), 3.7, dtype=torch.float64),
+    "constant at first": lambda n: (torch.arange(n)[:, None] > 80) * normals(n, 8, seed=20),
+    "zeros": lambda n: torch.zeros(n, 8, dtype=torch.float64),
+    "drifting": drifting,
+    "drifting down": lambda n: -drifting(n),
+    "a huge offset": lambda n: 1e8 + 1e-3 * normals(n, 8, seed=21),
+    "few values": lambda n: normals(n, 8, seed=22).round(),
+    "huge numbers": lambda n: 1e200 * normals(n, 8, seed=23),
+    "small numbers": lambda n: 1e-200 * normals(n, 8, seed=24),
+    "single precision": lambda n: normals(n, 8, seed=25).float(),
+}
+
+
+def sketched(stream, block):
+    sketch = QuantileSketch(stream.shape[1])
+    for part in stream.split(block):
+        sketch.add(part)
+    return sketch
+
+
+@pytest.mark.parametrize("levels", [LEVELS[1:-1], LEVELS[::6]], ids=["inner", "outer"])
+@pytest.mark.parametrize("block", [1, 64, 333, 10**6])
+@pytest.mark.parametrize("kind", STREAMS)
+def test_quantiles_are_right_to_within_a_bin(kind, block, levels):
+    stream = STREAMS[kind](5000)
+    sketch = sketched(stream, block)
+    found, exact = sketch.quantiles(levels), stream.double()
+    wanted = double(*levels)
+    # of so many numbers a quantile lies between two of them
+    below = exact.quantile(wanted, dim=0, interpolation="lower")
+    above = exact.quantile(wanted, dim=0, interpolation="higher")
+    bin_ = 1.000001 * sketch.width + 1e-15 * exact.abs().amax(0)
+    assert (found >= below - bin_).all()
+    assert (found <= above + bin_).all()
+    assert (found.diff(dim=0) >= 0).all()
+
+
+@pytest.mark.parametrize("block", [50, 1000])
+@pytest.mark.parametrize("kind", sorted({*STREAMS} - {"heavy tails", "very skewed"}))
+def test_bins_are_narrow(kind, block):
+    """128 of them, over at most eight times the numbers' own range."""
+    stream = STREAMS[kind](5000)
+    sketch = sketched(stream, block)
+    exact = stream.double()
+    own = exact.amax(0) - exact.amin(0)
+    smallest = 1e-15 * exact.abs().amax(0).clamp(min=1)
+    assert (sketch.width <= 8 * own / 128 + smallest).all()
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_all_numbers_are_counted_once(kind):
+    sketch = sketched(STREAMS[kind](3000), 77)
+    assert (sketch.counts.sum(1) == 3000).all()
+
+
+def test_quantiles_of_a_uniform_stream_by_the_closed_form():
+    """Within a bin, and on average much nearer: a shift by one bin would show."""
+    stream = torch.rand(100_000, 40, generator=torch.Generator().manual_seed(0)).double()
+    found = sketched(stream, 999).quantiles(LEVELS)
+    error = found - double(*LEVELS)[:, None]
+    assert error.abs().max() < 0.01
+    assert error.mean(1).abs().max() < 0.0025
+
+
+def test_levels_beyond_the_first_and_last_number_are_the_bins_ends():
+    sketch = sketched(normals(4000, 3, seed=26), 100)
+    least, most = sketch.quantiles([0.0, 1.0])
+    inner = sketch.quantiles([0.01, 0.99])
+    assert (least <= inner[0]).all()
+    assert (most >= inner[1]).all()
+    assert torch.isfinite(torch.stack([least, most])).all()

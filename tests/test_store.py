@@ -1,0 +1,578 @@
+"""Draws in a store are those of a run in memory, whoever reads them, whenever, whatever happens."""
+
+import builtins
+import functools
+import itertools
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import arviz
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import stored as s
+import torch
+import xarray
+from reference import double
+from stored import QUIET, SIZE, X, Y, draws_of, fitted, quiet, regression, same, unconstrained
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pyro_scale as ps
+from pyro_scale.errors import ArgumentError, FileError, NonFiniteError, PyroScaleError
+from pyro_scale.infer import streams
+
+zarr = pytest.importorskip("zarr")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch):
+    """Seven draws of a chain in a file, so that there are many, and a last one that is not full."""
+    monkeypatch.setattr(streams, "_MOST_DRAWS", 7)
+
+
+@pytest.fixture(autouse=True)
+def clean_params():
+    pyro.clear_param_store()
+    yield
+    pyro.clear_param_store()
+
+
+def of_many_supports(x):
+    one = torch.ones((), dtype=torch.float64)
+    chol = pyro.sample("L", dist.LKJCholesky(2, one))
+    pyro.deterministic("corr", chol @ chol.mT)
+    pyro.sample("half", dist.HalfNormal(one))
+    top = pyro.sample("top", dist.Uniform(one, 3.0))
+    p = pyro.sample("p", dist.Dirichlet(torch.ones(3).double()))
+    below = pyro.sample("below", dist.Uniform(0 * one, top))
+    with pyro.plate("data", len(x)):
+        scale = p[0] * below * chol
+        pyro.sample("y", dist.MultivariateNormal(0 * x[0], scale_tril=scale), obs=x)
+
+
+def with_points(x, y):
+    scale = pyro.param("scale", double(0.7)[0], constraint=dist.constraints.positive)
+    shift = pyro.param("shift", double(0.3, 0.1))
+    w = pyro.sample("w", dist.Normal(shift, 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, scale), obs=y)
+
+
+def of_scalars(y):
+    m = pyro.sample("m", dist.Normal(double(0.0)[0], 1.0))
+    s = pyro.sample("s", dist.HalfNormal(double(1.0)[0]))
+    pyro.deterministic("large", m > 0.5)
+    pyro.deterministic("whole", (10 * m).long())
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(m, s), obs=y)
+
+
+def with_plates(x, group, y):
+    with pyro.plate("groups", 3):
+        level = pyro.sample("level", dist.Normal(double(0.0)[0], 1.0))
+        s = pyro.sample("s", dist.Gamma(double(2.0)[0], 1.0))
+        with pyro.plate("sides", 2):
+            pyro.sample("both", dist.Normal(double(0.0)[0], 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(level[group], s[group]), obs=y)
+
+
+def of_two_dtypes(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    s = pyro.sample("s", dist.LogNormal(double(0.0)[0], 0.5))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w.double(), s), obs=y)
+
+
+def network():
+    torch.manual_seed(0)
+    net = ps.bayesianize(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double())
+
+    def model(x, y=None):
+        mean = net(x)[:, 0]
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    return model
+
+
+def falling(step):
+    return 0.05 / (1 + step) ** 0.3
+
+
+GROUP = torch.arange(SIZE) % 3
+CYCLES = ps.schedules.Cyclical(0.05, 20)
+#: (how it is fitted, what to predict for)
+CASES = {
+    "whole data": ({"batch_size": None}, (X[:4],)),
+    "minibatches": ({}, (X[:4],)),
+    "one chain": ({"num_chains": 1, "num_samples": 60}, (X[:4],)),
+    "thinned": ({"thinning": 3, "warmup_steps": 5}, (X[:4],)),
+    "compiled": ({"compile": True, "thinning": 2}, (X[:4],)),
+    "single precision": ({"data": (X.float(), Y.float())}, (X[:4].float(),)),
+    "two dtypes": ({"model": of_two_dtypes}, (X, Y)),
+    "loader": ({"data": DataLoader(TensorDataset(X, Y), 5), "batch_size": None}, (X[:4],)),
+    "supports": ({"model": of_many_supports, "data": X}, (X[:4],)),
+    "points": ({"model": with_points}, (X, Y)),
+    "scalars": ({"model": of_scalars, "data": Y}, (Y,)),
+    "plates": ({"model": with_plates, "data": (X, GROUP, Y)}, (X, GROUP, Y)),
+    "network": ({"model": network()}, (X[:4],)),
+    "weights": ({"method": ps.SGLD, "lr": falling}, (X[:4],)),
+    "cycles": ({"method": ps.SGHMC, "lr": CYCLES}, (X[:4],)),
+    "by site": ({"lr": {"w": 0.05, "s": 0.02}}, (X[:4],)),
+    "a chosen step": ({"lr": "auto"}, (X[:4],)),
+    "no momentum": ({"method": ps.SGLD}, (X[:4],)),
+    "a file more than full": ({"num_samples": 29}, (X[:4],)),
+    "full files": ({"num_samples": 28}, (X[:4],)),
+    "less than a file": ({"num_samples": 6, "num_chains": 4}, (X[:4],)),
+    "shared batches": ({"share_batches": True}, (X[:4],)),
+}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """By case: a run whose draws are in a store, and the same in memory."""
+
+    @functools.cache
+    def pair(case):
+        how, _ = CASES[case]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(streams, "_MOST_DRAWS", 7)
+            path = tmp_path_factory.mktemp("pair") / "draws.zarr"
+            return fitted(**how, store=path), fitted(**how)
+
+    return pair
+
+
+#: What of two runs is alike.
+ALIKE = {
+    "draws": s.same_draws,
+    "tables": s.same_tables,
+    "likelihoods": s.same_likelihoods,
+    "groups": lambda stored, inside: s.same_trees(stored.to_arviz(), inside.to_arviz()),
+    "moments": s.same_moments,
+}
+
+
+@pytest.mark.parametrize("what", ALIKE)
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_with_a_store_is_one_in_memory(case, what, pairs):
+    if case == "weights" and what == "moments":
+        pytest.skip("draws with weights have none")
+    ALIKE[what](*pairs(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_predictions_are_those_of_a_run_in_memory(case, pairs):
+    """Of the same seed, as torch's generator is used."""
+    s.same_predictions(*pairs(case), CASES[case][1])
+
+
+@pytest.mark.parametrize("reduce", ["mean", "variance", [0.1, 0.5]])
+def test_reduced_predictions_are_those_of_a_run_in_memory(reduce, pairs):
+    one, other = (s.predicted(fit, (X[:4],), reduce=reduce)["y"] for fit in pairs("minibatches"))
+    for part, expected in zip(one, other, strict=True):
+        torch.testing.assert_close(part, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("case", ["minibatches", "supports"])
+def test_the_size_of_files_changes_nothing(case, tmp_path, monkeypatch):
+    how = {**CASES[case][0], "num_samples": 9}
+    inside = fitted(**how)
+    for draws in (1, 2, 8, 9, 10):
+        monkeypatch.setattr(streams, "_MOST_DRAWS", draws)
+        s.same_draws(fitted(**how, store=tmp_path / f"{draws}.zarr"), inside)
+
+
+def test_a_file_is_of_bounded_size(tmp_path, monkeypatch):
+    """Not the number of draws alone bounds it, nor what all chains hold of them."""
+    monkeypatch.setattr(streams, "_MOST_DRAWS", 10**6)
+    inside = fitted()
+    for name, most in (("_FILE_BYTES", 8 * 9), ("_HELD_BYTES", 3 * 8 * 9)):
+        monkeypatch.setattr(streams, name, 5 * most)
+        stored = fitted(store=tmp_path / f"{name}.zarr")
+        files = [file for file in (tmp_path / f"{name}.zarr/posterior/w").iterdir()]
+        chunks = [file for file in files if not file.name.startswith(".")]
+        assert len(chunks) > 3 * 4
+        same(draws_of(stored), draws_of(inside))
+        monkeypatch.setattr(streams, name, 2**40)
+
+
+def cliff(x, y=None):
+    """Chains that come too far to the right break."""
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    s = pyro.sample("s", dist.LogNormal(0.0, 0.1))
+    pyro.deterministic("twice", 2 * w)
+    pyro.factor("cliff", w * torch.where(w > 2.0, torch.nan, 0.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(w, 30.0 * s), obs=y)
+
+
+def with_broken_chains(**kwargs):
+    start = {"w": torch.zeros(6), "s": torch.ones(6)}
+    fit = ps.SGLD(cliff, lr=0.3, compile=False, init_strategy=start)
+    with pytest.raises(NonFiniteError) as raised:
+        fit.run((X, Y), batch_size=5, num_samples=31, num_chains=6, **QUIET, **kwargs)
+    return fit, str(raised.value)
+
+
+@pytest.fixture
+def float64():
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(default)
+
+
+def test_chains_that_broke_are_left_out(tmp_path, float64):
+    inside, said = with_broken_chains()
+    stored, told = with_broken_chains(store=tmp_path / "draws.zarr")
+    assert told == said
+    chains = inside._results().num_chains
+    assert 0 < chains < 6
+    for alike in ALIKE.values():
+        alike(stored, inside)
+    steps = [int(step) for step in re.findall(r"step (\d+)", said)]
+    assert max(steps) > 7  # half-way
+    stored.save(tmp_path / "run.ps")
+    same(draws_of(ps.SGLD.load(tmp_path / "run.ps", cliff)), draws_of(inside))
+
+
+def test_of_chains_that_broke_the_store_has_what_there_was(tmp_path, float64):
+    """By their numbers, and the statistics of the others by theirs."""
+    inside, _ = with_broken_chains()
+    with_broken_chains(store=tmp_path / "draws.zarr")
+    tree = opened(tmp_path / "draws.zarr")
+    assert tree.posterior.w.shape == (6, 31)
+    finished = tree.sample_stats.chain.values
+    assert len(finished) == inside._results().num_chains
+    found = tree.posterior.w.sel(chain=finished).values
+    np.testing.assert_array_equal(found, draws_of(inside)["w"])
+    broken = sorted({*range(6)} - {*finished.tolist()})
+    assert np.isnan(tree.posterior.w.sel(chain=broken).values[:, -1]).all()
+
+
+def test_chains_that_broke_do_not_count_in_moments(float64):
+    inside, said = with_broken_chains()
+    nowhere, told = with_broken_chains(store=False)
+    assert told == said
+    for name, expected in inside.moments().items():
+        found = nowhere.moments()[name]
+        for part in ("mean", "sd", "r_hat", "ess"):
+            torch.testing.assert_close(getattr(found, part), getattr(expected, part))
+
+
+# ------------------------------------------------------------------ moments
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["minibatches", "thinned", "supports", "points", "scalars", "plates", "network", "cycles"]
+    + ["one chain", "compiled", "single precision", "two dtypes", "shared batches"],
+)
+def test_without_draws_there_is_what_they_come_to(case):
+    how, _ = CASES[case]
+    inside, nowhere = fitted(**how), fitted(**how, store=False)
+    same(nowhere.params, inside.params)
+    samples, found = draws_of(inside), nowhere.moments([0.25, 0.5])
+    assert list(found) == list(samples)
+    for name, value in samples.items():
+        flat, moments = value.flatten(0, 1).double(), found[name]
+        torch.testing.assert_close(moments.mean, flat.mean(0), rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(moments.sd, flat.std(0), rtol=1e-11, atol=1e-12)
+        assert moments.quantiles.shape == (2, *value.shape[2:])
+        torch.testing.assert_close(
+            moments.r_hat, inside.moments()[name].r_hat, rtol=1e-9, atol=0.0, equal_nan=True
+        )
+    table = nowhere.summary()
+    assert list(table.columns) == ["mean", "sd", "q5", "q50", "q95", "ess", "r_hat"]
+    whole = quiet(inside.summary)
+    assert list(table.index) == list(whole.index)
+    np.testing.assert_allclose(table["mean"], whole["mean"], atol=1.1e-3)
+    np.testing.assert_allclose(table["sd"], whole["sd"], atol=1.1e-3)
+    tables = [quiet(fit.diagnostics) for fit in (nowhere, inside)]
+    assert list(tables[0].index) == list(tables[1].index)
+    assert set(tables[0]) <= set(tables[1])
+
+
+def test_moments_of_all_runs_are_the_same(tmp_path):
+    fits = [fitted(num_samples=20, store=store) for store in (None, tmp_path / "s.zarr", False)]
+    flat = fits[0].get_samples()
+    levels = [0.05, 0.5, 0.95]
+    for fit in fits:
+        for name, found in fit.moments().items():
+            exact = flat[name].quantile(double(*levels), dim=0)
+            torch.testing.assert_close(found.quantiles, exact, rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(found.sd, flat[name].std(0), rtol=1e-11, atol=1e-12)
+
+
+def test_one_site_of_many_elements_is_one_row():
+    def wide(x):
+        big = pyro.sample("big", dist.Normal(torch.zeros(11, 10).double(), 1.0).to_event(2))
+        pyro.sample("small", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(big.sum(), 1.0), obs=x[:, 0])
+
+    fit = fitted(wide, X, store=False)
+    table = fit.summary()
+    assert list(table.index) == ["big [11x10], worst", "small[0]", "small[1]"]
+    named = fit.summary(["big"])
+    assert len(named) == 110
+    assert named.index[12] == "big[1, 2]"
+    assert table["r_hat"].iloc[0] == named["r_hat"].max()
+    assert table["ess"].iloc[0] == named["ess"].min()
+    with pytest.raises(ArgumentError, match="no site 'nothing'"):
+        fit.summary(["nothing"])
+
+
+def test_without_draws_what_needs_them_is_refused(tmp_path):
+    fit = fitted(store=False)
+    for ask in (
+        fit.get_samples,
+        fit.to_arviz,
+        fit.log_likelihood,
+        fit.loo,
+        lambda: fit.predict(X),
+    ):
+        with pytest.raises(ArgumentError, match=r"kept no draws \(store=False\): summary\(\)"):
+            ask()
+
+
+@pytest.mark.parametrize("levels", [[], [1.1], [-0.1, 0.5], ["0.5"], [float("nan")], [None]])
+def test_levels_out_of_range_are_refused(levels):
+    with pytest.raises(ArgumentError, match=r"levels=.*from 0 to 1"):
+        fitted().moments(levels)
+
+
+def test_draws_with_weights_have_no_plain_moments(tmp_path):
+    how, _ = CASES["weights"]
+    for fit in (fitted(**how), fitted(**how, store=tmp_path / "draws.zarr")):
+        with pytest.raises(ArgumentError, match="weights"):
+            fit.moments()
+    with pytest.raises(ArgumentError, match="store=False adds draws up alike.*constant lr"):
+        fitted(**how, store=False)
+
+
+# ------------------------------------------------------------------ other readers
+
+
+def opened(path):
+    return xarray.open_datatree(path, engine="zarr", chunks=None)
+
+
+@pytest.mark.parametrize("case", ["minibatches", "supports", "plates", "network", "weights"])
+def test_xarray_and_arviz_open_it_by_themselves(case, tmp_path):
+    how, _ = CASES[case]
+    stored = fitted(**how, store=tmp_path / "draws.zarr")
+    expected = fitted(**how).to_arviz()
+    tree = opened(tmp_path / "draws.zarr")
+    assert {"posterior", "sample_stats"} <= set(tree)
+    for group in ("posterior", "sample_stats"):
+        assert tree[group].to_dataset().equals(expected[group])
+        assert tree[group].attrs["num_data"] == SIZE
+        assert tree[group].attrs["inference_library"] == "pyro_scale"
+    for key, value in stored.to_arviz().attrs.items():
+        assert tree.attrs[key] == value
+    table = arviz.summary(tree.posterior.to_dataset(), round_to=12)
+    assert table.equals(arviz.summary(expected.posterior[list(tree.posterior)], round_to=12))
+
+
+def test_arviz_reads_it_as_its_own(tmp_path):
+    fitted(store=tmp_path / "draws.zarr")
+    expected = fitted().to_arviz()
+    tree = xarray.open_datatree(tmp_path / "draws.zarr", engine="zarr", chunks=None)
+    found = arviz.InferenceData.from_datatree(tree) if hasattr(arviz, "InferenceData") else tree
+    assert {"posterior", "sample_stats"} <= {*found.groups()}
+    assert found.posterior.equals(expected.posterior)
+    assert arviz.ess(found, var_names=["w"]).equals(arviz.ess(expected, var_names=["w"]))
+
+
+def test_the_order_of_sites_is_the_models(tmp_path):
+    fit = fitted(store=tmp_path / "draws.zarr")
+    assert list(fit.get_samples()) == ["w", "s", "twice"]
+    assert list(fit.to_arviz().posterior) == ["w", "s", "twice"]
+    assert [name.partition("[")[0] for name in fit.summary().index][::2] == ["w", "s", "twice"]
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The files of draws that are read."""
+    found, get = [], zarr.storage.LocalStore.get
+
+    async def counted(self, key, *args, **kwargs):
+        if re.fullmatch(r"(?:unconstrained_)?posterior/\w+/[\d.]+", key):
+            found.append(key)
+        return await get(self, key, *args, **kwargs)
+
+    monkeypatch.setattr(zarr.storage.LocalStore, "get", counted)
+    if hasattr(zarr.storage.LocalStore, "get_sync"):
+        get_sync = zarr.storage.LocalStore.get_sync
+
+        def counted_sync(self, key, *args, **kwargs):
+            if re.fullmatch(r"(?:unconstrained_)?posterior/\w+/[\d.]+", key):
+                found.append(key)
+            return get_sync(self, key, *args, **kwargs)
+
+        monkeypatch.setattr(zarr.storage.LocalStore, "get_sync", counted_sync)
+    return found
+
+
+def of_sites(keys):
+    """Those that are not of coordinates."""
+    return [key for key in keys if re.search(r"/(?:w|s|twice)/", key)]
+
+
+def test_draws_are_read_when_they_are_needed(tmp_path, reads):
+    fit = fitted(store=tmp_path / "draws.zarr", num_samples=70)
+    reads.clear()
+    idata = fit.to_arviz(log_likelihood=False)
+    assert len(of_sites(reads)) <= 2  # of one draw, at which the model is run for the observed data
+    reads.clear()
+    assert idata.posterior.w.shape == (3, 70, 2)
+    assert float(idata.posterior.w[1, 20, 0]) == float(draws_of(fit)["w"][1, 20, 0])
+    reads.clear()
+    idata.posterior.w[1, 20:22, 0].load()
+    assert of_sites(reads) == ["posterior/w/1.2.0", "posterior/w/1.3.0"]
+
+
+def test_only_files_that_are_needed_are_read(tmp_path, reads):
+    fit = fitted(store=tmp_path / "draws.zarr", num_samples=70)
+    for wanted, most in (({"num_samples": 1}, 1), ({"num_samples": 3}, 3)):
+        reads.clear()
+        fit.get_samples(**wanted)
+        assert 0 < len(of_sites(reads)) <= most * 3  # sites
+    reads.clear()
+    fit.get_samples()
+    assert sorted(of_sites(reads)) == sorted(set(of_sites(reads)))  # each once
+    assert len(of_sites(reads)) == 3 * 3 * 10
+
+
+@pytest.mark.slow
+def test_a_large_store_needs_little_memory(tmp_path):
+    """In a process of its own: what it reads is a part of what is there."""
+    code = f"""
+import resource, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch, pyro, pyro.distributions as dist, pyro_scale as ps
+def wide():
+    pyro.sample("w", dist.Normal(torch.zeros(20_000), 1.0).to_event(1))
+how = dict(thinning=1, warmup_steps=0, seed=0, progress=False)
+ps.BAOA(wide, lr=0.3, compile=False).run(None, num_samples=20, **how)
+begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+fit = ps.BAOA(wide, lr=0.3, compile=False)
+fit.run(None, num_samples=4000, store={str(tmp_path / "draws.zarr")!r}, **how)
+idata = fit.to_arviz()
+some = fit.get_samples(10)["w"]
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begun
+print(grown // 1024)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 230  # MiB, of 305 in the store
+
+
+# ------------------------------------------------------------------ while it runs
+
+
+@pytest.fixture
+def snapshots(tmp_path, monkeypatch):
+    """What is on disk after each of the files that are written or deleted, or after some."""
+    source, kept, numbers = random.Random(0), [], itertools.count()
+    path = tmp_path / "draws.zarr"
+
+    def snapshot():
+        if source.random() < 0.25 and (path / ".zmetadata").exists():
+            copy = tmp_path / "snapshots" / str(next(numbers))
+            try:
+                shutil.copytree(path, copy, ignore=shutil.ignore_patterns("*.partial"))
+            except shutil.Error:  # a file that was replaced at this moment
+                return
+            kept.append(copy)
+
+    for name in ("set", "delete", "delete_dir"):
+        original = getattr(zarr.storage.LocalStore, name)
+
+        async def watched(self, *args, original=original, **kwargs):
+            snapshot()
+            found = await original(self, *args, **kwargs)
+            snapshot()
+            return found
+
+        monkeypatch.setattr(zarr.storage.LocalStore, name, watched)
+    return path, kept
+
+
+def whole_until_some_draw(tree, expected):
+    """How many draws a reader sees, all of which are as they should be."""
+    count = tree.posterior.sizes["draw"]
+    np.testing.assert_array_equal(tree.posterior.draw, np.arange(count))
+    for name, value in expected.items():
+        array = tree.posterior[name]
+        assert array.dims[:2] == ("chain", "draw")
+        np.testing.assert_array_equal(tree.posterior.chain, np.arange(len(value)))
+        np.testing.assert_array_equal(array.values, value[:, :count].numpy())
+    return count
+
+
+def test_at_any_moment_a_reader_sees_whole_draws(snapshots):
+    path, kept = snapshots
+    fitted(store=path)
+    expected = draws_of(fitted())
+    counts = [whole_until_some_draw(opened(copy), expected) for copy in kept]
+    assert len(kept) > 40
+    assert counts == sorted(counts)
+    assert set(counts) == {0, 7, 14, 21, 28, 31}
+
+
+def test_at_any_moment_a_reader_of_a_run_that_goes_on_sees_whole_draws(snapshots, tmp_path):
+    path, kept = snapshots
+    fitted(store=path, checkpoint=tmp_path / "run", num_samples=17)
+    kept.clear()
+    fitted(store=path, resume=tmp_path / "run")
+    expected = draws_of(fitted())
+    counts = [whole_until_some_draw(opened(copy), expected) for copy in kept]
+    assert counts == sorted(counts)
+    assert set(counts) == {17, 21, 28, 31}
+
+
+CHILD = """
+import sys, warnings
+sys.path.insert(0, {tests!r})
+warnings.simplefilter("ignore")
+import torch
+from pathlib import Path
+from pyro_scale.infer import streams
+import stored
+streams._MOST_DRAWS = 70
+where, path, saved, draws = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+how = {{"num_samples": draws, "store": False if path == "nowhere" else path}}
+kind = "resume" if list(where.glob("state-*")) else "checkpoint"
+print("ready", flush=True)
+fit = stored.fitted(**how, **{{kind: where}}, checkpoint_every=0.02)
+torch.save(stored.outcome(fit), saved)
+"""
+
+
+def child(tmp_path, store, draws):
+    code = CHILD.format(tests=str(Path(__file__).parent))
+    paths = [str(tmp_path / "run"), store, str(tmp_path / "outcome.pt"), str(draws)]
+    return subprocess.Popen([sys.executable, "-c", code, *paths], stdout=subprocess.PIPE)
+
+
+def test_another_process_reads_while_it_runs(tmp_path):
+    draws, path = 4000, tmp_path / "draws.zarr"
+    process, seen = child(tmp_path, str(path), draws), []
+    expected = draws_of(fitted(num_samples=draws))
+    while process.poll() is None:
+        if (path / ".zmetadata").exists():
+            seen.append(whole_until_some_draw(opened(path), expected))
+    assert process.returncode == 0
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 4
+    assert whole_until_some_draw(opened(path), expected) == draws

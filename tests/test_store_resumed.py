@@ -1,0 +1,679 @@
+"""Runs with a store, or without draws, that are cut short, damaged, moved or misused."""
+
+import builtins
+import functools
+import itertools
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import stored
+import torch
+import xarray
+from stored import X, Y, draws_of, fitted, outcome, quiet, regression, same, unconstrained
+from torch.utils.data import DataLoader, Dataset
+
+import pyro_scale as ps
+from pyro_scale.core import running, sketch
+from pyro_scale.drive import draws as drive_draws
+from pyro_scale.drive import simulate, store
+from pyro_scale.errors import ArgumentError, FileError, PyroScaleError
+from pyro_scale.infer import moments, streams
+
+zarr = pytest.importorskip("zarr")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+#: How draws are kept: on disk, or nowhere.
+KEPT = ["store", "nowhere"]
+CYCLES = {"method": ps.SGHMC, "lr": ps.schedules.Cyclical(0.05, 20)}
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch):
+    monkeypatch.setattr(streams, "_MOST_DRAWS", 7)
+
+
+def at(kept, tmp_path):
+    return {"store": tmp_path / "draws.zarr" if kept == "store" else False}
+
+
+def same_outcome(fit, whole):
+    """Bit for bit, but for what is added up: its rounding is that of blocks as they came."""
+    stored.near(outcome(fit), outcome(whole))
+    same(fit._results().sample_stats, whole._results().sample_stats)
+    same(fit.params, whole.params)
+    if fit._results().running is None:
+        same(unconstrained(fit), unconstrained(whole))
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """A function that lets a run end after so many steps."""
+    move = simulate.Chains.move
+
+    def after(step, error=KeyboardInterrupt):
+        def interrupted(self, program, batches, tape, *others):
+            if tape.stop > step:
+                raise error
+            move(self, program, batches, tape, *others)
+
+        monkeypatch.setattr(simulate.Chains, "move", interrupted)
+
+    yield after
+    monkeypatch.setattr(simulate.Chains, "move", move)
+
+
+# ------------------------------------------------------------------ interrupts and errors
+
+
+def test_an_interrupt_leaves_the_draws_until_then_in_the_store(cut, tmp_path):
+    whole = draws_of(fitted(num_samples=300))
+    cut(100)
+    with pytest.warns(UserWarning, match=r"interrupted after (\d+) steps") as told:
+        fit = fitted(num_samples=300, store=tmp_path / "draws.zarr")
+    said = next(str(each.message) for each in told if "interrupted" in str(each.message))
+    count = int(re.search(r"holds the (\d+) draws", said)[1])
+    assert count == int(re.search(r"after (\d+) steps", said)[1])  # no warm-up, no thinning
+    same(draws_of(fit), {name: value[:, :count] for name, value in whole.items()})
+    posterior = xarray.open_datatree(tmp_path / "draws.zarr", engine="zarr", chunks=None).posterior
+    assert posterior.sizes["draw"] == count
+    assert fit.to_arviz().posterior.sizes["draw"] == count
+    assert len(quiet(fit.summary)) == 5
+
+
+@pytest.mark.parametrize("draws", [3, 7, 10])
+def test_an_interrupt_before_a_file_is_full_does_so_too(draws, tmp_path, monkeypatch, cut):
+    monkeypatch.setattr(streams, "_MOST_DRAWS", 10**6)
+    whole = draws_of(fitted(num_samples=300))
+    cut(draws)
+    fit = fitted(num_samples=300, store=tmp_path / "draws.zarr")
+    held = draws_of(fit)
+    count = held["w"].shape[1]
+    assert 0 < count <= draws
+    same(held, {name: value[:, :count] for name, value in whole.items()})
+
+
+def test_an_interrupt_leaves_the_moments_until_then(cut):
+    whole = draws_of(fitted(num_samples=300))
+    cut(100)
+    fit = fitted(num_samples=300, store=False)
+    count = fit._results().sample_stats["lp"].shape[1]
+    assert 0 < count <= 100
+    for name, found in fit.moments().items():
+        until = whole[name][:, :count].flatten(0, 1)
+        torch.testing.assert_close(found.mean, until.mean(0), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found.sd, until.std(0), rtol=1e-12, atol=1e-12)
+
+
+class Breaks(Dataset):
+    """A data set that cannot be read any more after so many rows."""
+
+    def __init__(self, after):
+        self.left = after
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, i):
+        self.left -= 1
+        if self.left < 0:
+            raise OSError("the disk is gone")
+        return X[i], Y[i]
+
+
+def from_loader(after, **kwargs):
+    loader = DataLoader(Breaks(after), batch_size=5)
+    return fitted(data=loader, batch_size=None, **kwargs)
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("after", [200, 310])  # in the run, and when noise is estimated after it
+def test_a_loader_that_breaks_leaves_what_there_was(kept, after, tmp_path):
+    where = at(kept, tmp_path)
+    whole = from_loader(10**9, num_samples=20, **at(kept, tmp_path / "whole"))
+    sampler = ps.BAOA(regression, lr=0.05, compile=False)
+    how = {"num_samples": 20, "num_chains": 3, **stored.QUIET}
+    loader = DataLoader(Breaks(after), batch_size=5)
+    with pytest.raises(OSError, match="the disk is gone") as raised:
+        sampler.run(loader, checkpoint=tmp_path / "run", checkpoint_every=0, **how, **where)
+    assert "holds the" in raised.value.__notes__[-1]
+    if kept == "store":
+        held = draws_of(sampler)
+        count = held["w"].shape[1]
+        assert f"holds the {count} draws" in raised.value.__notes__[-1]
+        assert 0 < count <= 20
+        same(held, {name: value[:, :count] for name, value in draws_of(whole).items()})
+    else:
+        assert sampler.moments()["w"].mean.isfinite().all()
+    resumed = from_loader(10**9, num_samples=20, resume=tmp_path / "run", **where)
+    same_outcome(resumed, whole)
+
+
+class Interrupter:
+    """Raises at the n-th line that is run of what moves chains and takes draws."""
+
+    FILES = {each.__file__ for each in (simulate, streams, store, running, sketch, moments)}
+    FILES |= {drive_draws.__file__}
+
+    def __init__(self, at_line):
+        self.left, self.is_on = at_line, False
+
+    def __call__(self, frame, event, argument):
+        if frame.f_code.co_filename not in self.FILES:
+            return None
+        if frame.f_code.co_name == "move":
+            self.is_on = True
+        return self.line if self.is_on else None
+
+    def line(self, frame, event, argument):
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self.line
+
+
+def interrupted(at_line, **how):
+    """Lines that were run."""
+    tracer, before = Interrupter(at_line), sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        fitted(**how)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return at_line - tracer.left
+
+
+def of_steps(steps):
+    """How few draws are drawn: quantiles of under 64 numbers are exact."""
+    method = CYCLES if steps == "cycles" else {}
+    return {**method, "num_chains": 2, "num_samples": 20 if steps == "cycles" else 31}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """By how draws are kept and steps are: (the lines of a run, the run)."""
+
+    @functools.cache
+    def run(kept, steps):
+        how, path = of_steps(steps), tmp_path_factory.mktemp("uninterrupted")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(streams, "_MOST_DRAWS", 7)
+            lines = interrupted(10**9, **how, **at(kept, path / "counted"))
+            return lines, fitted(**how, **at(kept, path / "whole"))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 60))]
+)
+@pytest.mark.parametrize("steps", ["constant", "cycles"])
+@pytest.mark.parametrize("kept", KEPT)
+def test_interrupted_at_any_line_it_goes_on(kept, steps, seed, tmp_path, uninterrupted):
+    """No draw is lost, none comes twice, wherever Control-C hits."""
+    lines, whole = uninterrupted(kept, steps)
+    assert lines > 100
+    source = random.Random(1000 * seed + len(kept) + len(steps))
+    how = {**of_steps(steps), **at(kept, tmp_path), "checkpoint_every": source.choice([0, 1e9])}
+    interrupted(source.randrange(1, lines), checkpoint=tmp_path / "run", **how)
+    same_outcome(fitted(resume=tmp_path / "run", **how), whole)
+
+
+@pytest.mark.parametrize("steps", ["constant", "cycles"])
+@pytest.mark.parametrize("write", [0, 1, 2])
+def test_a_write_that_fails_loses_no_draw(write, steps, tmp_path, monkeypatch):
+    """Nor is one there twice: the disk is full at one of the files, and then is not."""
+    how, append, calls = of_steps(steps), store.DrawStore.append, itertools.count()
+    whole = fitted(**how)
+
+    def full(self, values):
+        if next(calls) == write:
+            raise FileError("No space left on device")
+        append(self, values)
+
+    monkeypatch.setattr(store.DrawStore, "append", full)
+    how |= at("store", tmp_path)
+    with pytest.raises(FileError, match="No space left"):
+        fitted(checkpoint=tmp_path / "run", checkpoint_every=0, **how)
+    same_outcome(fitted(resume=tmp_path / "run", **how), whole)
+
+
+# ------------------------------------------------------------------ going on
+
+
+@pytest.mark.parametrize("first", [1, 6, 7, 17])
+def test_a_finished_run_is_extended(first, tmp_path):
+    where = at("store", tmp_path)
+    short = fitted(num_samples=first, checkpoint=tmp_path / "run", **where)
+    begun = draws_of(short)
+    longer = fitted(num_samples=31, resume=tmp_path / "run", **where)
+    stored.same_draws(longer, fitted(num_samples=31))
+    stored.same_trees(longer.to_arviz(), fitted(num_samples=31).to_arviz())
+    same(draws_of(short), begun)  # which reads its own draws and no more
+    again = fitted(num_samples=31, resume=tmp_path / "run", **where)
+    stored.same_draws(again, longer)
+    with pytest.raises(ArgumentError, match="num_samples"):
+        fitted(num_samples=20, resume=tmp_path / "run", **where)
+
+
+def test_a_finished_run_without_draws_is_not_extended(tmp_path):
+    whole = fitted(store=False, checkpoint=tmp_path)
+    same_outcome(fitted(store=False, resume=tmp_path), whole)
+    with pytest.raises(FileError, match="num_samples was 31, is 40"):
+        fitted(store=False, num_samples=40, resume=tmp_path)
+
+
+@pytest.mark.parametrize("then", ["memory", "store", "nowhere"])
+@pytest.mark.parametrize("now", ["memory", "store", "nowhere"])
+def test_draws_stay_where_they_were(then, now, tmp_path):
+    if then == now:
+        return
+    where = {"memory": None, "store": tmp_path / "draws.zarr", "nowhere": False}
+    fitted(store=where[then], checkpoint=tmp_path / "run", num_samples=10)
+    with pytest.raises(FileError, match="draws in was"):
+        fitted(store=where[now], resume=tmp_path / "run", num_samples=20)
+    assert then == "store" or not (tmp_path / "draws.zarr").exists()
+
+
+def test_the_store_of_another_run_is_refused(tmp_path):
+    where = at("store", tmp_path)
+    fitted(checkpoint=tmp_path / "run", num_samples=10, **where)
+    other = fitted(store=tmp_path / "other.zarr", num_samples=20)
+    held = draws_of(other)
+    with pytest.raises(FileError, match="does not hold the draws of the run that goes on: pass"):
+        fitted(resume=tmp_path / "run", store=tmp_path / "other.zarr")
+    same(draws_of(other), held)
+    stored.same_draws(fitted(resume=tmp_path / "run", **where), fitted())
+
+
+def test_a_store_that_is_gone_is_an_error_and_nothing_else(tmp_path):
+    sampler = ps.BAOA(regression, lr=0.05, compile=False)
+    how = {"batch_size": 5, "num_chains": 3, **stored.QUIET}
+    where = at("store", tmp_path)
+    sampler.run((X, Y), num_samples=10, checkpoint=tmp_path / "run", **how, **where)
+    moved = shutil.move(where["store"], tmp_path / "elsewhere.zarr")
+    with pytest.raises(FileError, match=r"draws\.zarr' does not hold the draws"):
+        sampler.run((X, Y), num_samples=20, resume=tmp_path / "run", **how, **where)
+    assert not where["store"].exists()  # none is begun in its place
+    shutil.move(moved, where["store"])
+    assert draws_of(sampler)["w"].shape[1] == 10  # a refusal takes nothing away
+    resumed = fitted(resume=tmp_path / "run", **where)
+    stored.same_draws(resumed, fitted())
+
+
+def test_a_store_may_be_moved_while_nothing_runs(tmp_path):
+    fitted(checkpoint=tmp_path / "run", num_samples=10, **at("store", tmp_path))
+    moved = Path(shutil.move(tmp_path / "draws.zarr", tmp_path / "elsewhere.zarr"))
+    stored.same_draws(fitted(resume=tmp_path / "run", store=moved), fitted())
+
+
+CHILD = """
+import sys, warnings
+sys.path.insert(0, {tests!r})
+warnings.simplefilter("ignore")
+import shutil, torch
+from pathlib import Path
+from pyro_scale.infer import streams
+import stored
+streams._MOST_DRAWS = 50
+where, path, saved, draws = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+kind = "resume" if list(where.glob("state-*")) else "checkpoint"
+if kind == "checkpoint":
+    shutil.rmtree(path, ignore_errors=True)  # killed before its first checkpoint
+store = False if path == "nowhere" else path
+print("ready", flush=True)
+fit = stored.fitted(num_samples=draws, store=store, checkpoint_every=0, **{{kind: where}})
+torch.save(stored.outcome(fit), saved)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kills", "draws"), [(3, 700), pytest.param(20, 4000, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("kept", KEPT)
+def test_killed_at_any_moment_it_goes_on_bit_for_bit(kept, kills, draws, tmp_path):
+    source, saved = random.Random(kills), tmp_path / "outcome.pt"
+    path = str(tmp_path / "draws.zarr") if kept == "store" else "nowhere"
+    arguments = [str(tmp_path / "run"), path, str(saved), str(draws)]
+    code, done = CHILD.format(tests=str(Path(__file__).parent)), 0
+    while not saved.exists():
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        if done < kills:
+            time.sleep(source.uniform(0.1, 1.5))
+            done += process.poll() is None
+            process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert done < kills or process.returncode in (0, -signal.SIGKILL)
+    assert done > 1
+    whole = fitted(num_samples=draws, **({"store": False} if kept == "nowhere" else {}))
+    found, expected = torch.load(saved), outcome(whole)
+    if kept == "store":
+        same(found, expected)
+        return
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():  # blocks of draws are added up as they come
+        rtol = 0.05 if "quantiles" in name else 1e-9
+        torch.testing.assert_close(found[name], value, rtol=rtol, atol=0.05 * rtol)
+
+
+# ------------------------------------------------------------------ save and load
+
+
+def test_what_is_loaded_reads_the_store(tmp_path):
+    fit = fitted(**at("store", tmp_path))
+    fit.save(tmp_path / "run.ps")
+    assert (tmp_path / "run.ps").stat().st_size < 30_000
+    loaded = ps.BAOA.load(tmp_path / "run.ps", regression)
+    stored.same_draws(loaded, fit)
+    stored.same_tables(loaded, fit)
+    stored.same_moments(loaded, fit)
+    stored.near(loaded.log_likelihood((X, Y)), fit.log_likelihood())
+    stored.same_trees(loaded.to_arviz(data=(X, Y)), fit.to_arviz())
+    loaded.save(tmp_path / "again.ps")
+    stored.same_draws(ps.BAOA.load(tmp_path / "again.ps", regression), fit)
+
+
+def test_what_is_loaded_has_the_moments(tmp_path):
+    fit = fitted(num_samples=200, store=False)
+    fit.save(tmp_path / "run.ps")
+    loaded = ps.BAOA.load(tmp_path / "run.ps", regression)
+    same_outcome(loaded, fit)
+    stored.same_tables(loaded, fit)
+    loaded.save(tmp_path / "again.ps")
+    same_outcome(ps.BAOA.load(tmp_path / "again.ps", regression), fit)
+    with pytest.raises(ArgumentError, match="kept no draws"):
+        loaded.get_samples()
+
+
+def test_a_relative_path_is_read_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fit = fitted(store="draws.zarr")
+    held = draws_of(fit)
+    fit.save("run.ps")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    same(draws_of(ps.BAOA.load(tmp_path / "run.ps", regression)), held)
+    same(draws_of(fit), held)
+
+
+@pytest.mark.parametrize("what", ["moved", "deleted", "another", "a file", "emptied"])
+def test_a_store_that_is_not_there_any_more_is_an_error(what, tmp_path):
+    path = tmp_path / "draws.zarr"
+    fit = fitted(store=path)
+    fit.save(tmp_path / "run.ps")
+    if what == "moved":
+        path.rename(tmp_path / "elsewhere.zarr")
+    else:
+        shutil.rmtree(path)
+    if what == "another":
+        fitted(store=path)
+    elif what == "a file":
+        path.write_text("not a store")
+    elif what == "emptied":
+        path.mkdir()
+    with pytest.raises(FileError, match=r"draws\.zarr"):
+        ps.BAOA.load(tmp_path / "run.ps", regression)
+    if what != "another":  # the draws of which are alike, of course
+        for ask in (fit.get_samples, lambda: fit.predict(X), fit.moments, fit.log_likelihood):
+            with pytest.raises(FileError, match=r"draws\.zarr"):
+                ask()
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (7, ArgumentError, r"=7: pass a str or a Path"),
+        (True, ArgumentError, r"=True: pass"),
+        (0, ArgumentError, r"=0: pass"),
+        (b"draws.zarr", ArgumentError, "pass a str or a Path"),
+        ("", ArgumentError, "=''"),
+        ("a\0b", ArgumentError, "pass a str or a Path"),
+        ("there", ArgumentError, r"store='there' is there already: pass another path, or resume="),
+        ("file", ArgumentError, r"store='file' is there already"),
+        ("file/draws.zarr", FileError, "cannot be written"),
+        ("/proc/draws.zarr", FileError, "cannot be written"),
+        ("x" * 300, FileError, "cannot be written"),
+    ],
+)
+def test_paths_that_cannot_be_are_refused(value, error, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "own.txt").write_text("the user's own")
+    (tmp_path / "file").write_text("the user's own")
+    with pytest.raises(error, match=message):
+        fitted(store=value)
+    assert sorted(each.name for each in tmp_path.rglob("*")) == ["file", "own.txt", "there"]
+
+
+def test_a_run_does_not_write_over_its_own_store(tmp_path):
+    path = tmp_path / "draws.zarr"
+    held = draws_of(fitted(store=path))
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="is there already"):
+            fitted(store=path, seed=9)
+    same(draws_of(fitted(store=None)), held)
+
+
+def test_an_empty_directory_is_taken(tmp_path):
+    (tmp_path / "draws.zarr").mkdir()
+    stored.same_draws(fitted(store=tmp_path / "draws.zarr"), fitted())
+
+
+def test_without_zarr_it_is_said_what_to_install(tmp_path, monkeypatch):
+    original = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.partition(".")[0] == "zarr":
+            raise ImportError("No module named 'zarr'")
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ArgumentError, match=r"needs the package zarr: pip install"):
+        fitted(store=tmp_path / "draws.zarr")
+    fitted()
+    fitted(store=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_extra_that_is_named_is_there():
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert any("zarr" in each for each in extras.get("store", []))
+
+
+@pytest.mark.parametrize("name", ["a/w", "chain", "draw", "..", ".", "__w", ".zarray", "w" * 300])
+def test_names_of_sites_that_cannot_be_files_are_refused(name, tmp_path):
+    def model(x):
+        w = pyro.sample(name, dist.LogNormal(torch.zeros(2).double(), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=x[:, 0])
+
+    with pytest.raises(PyroScaleError, match=re.escape(name)):
+        fitted(model, X, store=tmp_path / "draws.zarr")
+    assert not (tmp_path / "draws.zarr").exists()
+
+
+@pytest.mark.parametrize("names", [("p", "p_dim_0"), ("p_dim_0", "p"), ("p", "p.q"), ("é", "w w")])
+def test_names_that_look_like_others_are_kept_apart(names, tmp_path):
+    def model(x):
+        for name in names:
+            p = pyro.sample(name, dist.Dirichlet(torch.ones(3).double()))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(p[0], 1.0), obs=x[:, 0])
+
+    inside, fit = fitted(model, X), fitted(model, X, store=tmp_path / "draws.zarr")
+    stored.same_draws(fit, inside)
+    stored.same_trees(fit.to_arviz(), inside.to_arviz())
+    tree = xarray.open_datatree(tmp_path / "draws.zarr", engine="zarr", chunks=None)
+    for name in names:
+        assert tree.unconstrained_posterior[name].shape == (3, 31, 2)
+
+
+def test_runs_that_memory_does_not_hold_are_refused(tmp_path):
+    """3 chains of 3 numbers of 8 bytes: 72 bytes a draw."""
+    fitted(num_samples=10, memory_budget=720)
+    with pytest.raises(ArgumentError) as raised:
+        fitted(num_samples=10, memory_budget=719)
+    for said in (
+        "num_samples=10",
+        "3 x 3 numbers",
+        "720 bytes",
+        "719 bytes",
+        "store='draws.zarr'",
+        "store=False",
+        "thinning",
+        "memory_budget=",
+    ):
+        assert said in str(raised.value)
+    fitted(num_samples=10, memory_budget=1, store=False)
+    fitted(num_samples=10, memory_budget=1, store=tmp_path / "draws.zarr")
+
+
+def test_by_default_half_of_the_machine_is_for_draws(monkeypatch):
+    monkeypatch.setattr(streams, "bytes_of", lambda device: 1440)
+    fitted(num_samples=10)
+    with pytest.raises(ArgumentError, match="792 bytes of memory, and 720 bytes are for them"):
+        fitted(num_samples=11)
+
+
+def test_it_is_refused_before_any_step(monkeypatch):
+    monkeypatch.setattr(simulate.Chains, "move", None)
+    with pytest.raises(ArgumentError, match="num_samples=1,000,000,000,000"):
+        ps.BAOA(regression, lr=0.1).run((X, Y), num_samples=10**12, progress=False)
+
+
+@pytest.mark.parametrize("value", [-1, "1GB", 0.5, True, float("nan")])
+def test_a_budget_is_a_number_of_bytes(value):
+    with pytest.raises(ArgumentError, match="memory_budget="):
+        fitted(memory_budget=value)
+
+
+def test_a_refusal_takes_no_draws_away(tmp_path):
+    sampler = ps.BAOA(regression, lr=0.05, compile=False)
+    sampler.run((X, Y), num_samples=10, **stored.QUIET)
+    held = draws_of(sampler)
+    (tmp_path / "file").write_text("")
+    for wrong in ({"store": tmp_path / "file"}, {"memory_budget": 1}, {"store": 3}):
+        with pytest.raises(PyroScaleError):
+            sampler.run((X, Y), num_samples=10, **stored.QUIET, **wrong)
+        same(draws_of(sampler), held)
+
+
+# ------------------------------------------------------------------ damage
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(A file of results, the store that it speaks of, a copy of that, the draws)."""
+    directory = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "_MOST_DRAWS", 7)
+        fit = fitted(store=directory / "draws.zarr")
+    fit.save(directory / "run.ps")
+    shutil.copytree(directory / "draws.zarr", directory / "copy")
+    return directory / "run.ps", directory / "draws.zarr", directory / "copy", draws_of(fit)
+
+
+def damaged(path, source):
+    """How a file was damaged."""
+    held = bytearray(path.read_bytes())
+    place = source.randrange(len(held))
+    kind = source.choice(["flip", "flip", "cut", "empty", "append", "zero", "gone"])
+    if kind == "flip":
+        held[place] ^= 1 << source.randrange(8)
+    elif kind == "cut":
+        del held[place:]
+    elif kind == "empty":
+        held.clear()
+    elif kind == "append":
+        held += bytes([place % 256])
+    elif kind == "zero":
+        held[place : place + 16] = bytes(len(held[place : place + 16]))
+    path.write_bytes(held)
+    if kind == "gone":
+        path.unlink()
+    return f"{path}: {kind} at {place}"
+
+
+def is_of_draws(file):
+    return file.parent.name in ("w", "s", "twice") and not file.name.startswith(".")
+
+
+@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("kind", ["draws", "facts"])
+def test_damage_is_noticed(kind, seed, whole):
+    """It is an error of ours, or the draws are right; for xarray, any error."""
+    saved, path, copy, expected = whole
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(copy, path)
+    source = random.Random(seed)
+    files = sorted(each for each in path.rglob("*") if each.is_file())
+    of_kind = [file for file in files if is_of_draws(file) == (kind == "draws")]
+    damage = damaged(source.choice(of_kind), source)
+    assert is_noticed(saved, path, expected), damage
+
+
+def is_noticed(saved, path, expected):
+    """Whether all that is read is right, or an error."""
+    try:
+        loaded = ps.BAOA.load(saved, regression)
+        found, bare = draws_of(loaded), unconstrained(loaded)
+    except PyroScaleError:
+        pass
+    else:
+        right = all(torch.equal(found[name], value) for name, value in expected.items())
+        right = right and torch.allclose(bare["s"].exp(), expected["s"])
+        if not right or not torch.equal(bare["w"], expected["w"]):
+            return False
+    try:
+        posterior = xarray.open_datatree(path, engine="zarr", chunks=None).posterior.load()
+    except Exception:
+        return True
+    alike = {n: torch.as_tensor(posterior[n].values) for n in expected if n in posterior}
+    return all(torch.equal(value, expected[name]) for name, value in alike.items())
+
+
+@pytest.mark.parametrize("file", [".zmetadata", "posterior/w/.zarray", ".zattrs"])
+def test_no_digit_or_letter_can_change_unnoticed(file, whole):
+    """Of what says how draws are to be read, of which Zarr has no checksum."""
+    saved, path, copy, expected = whole
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(copy, path)
+    held, source = (copy / file).read_text(), random.Random(0)
+    heads = [match.start() for match in re.finditer(r'"(?:dtype|shape|chunks|order|filters)"', held)]
+    places = [i for h in heads for i in range(h + 8, min(h + 60, len(held))) if held[i].isalnum()]
+    places = places or [i for i, letter in enumerate(held) if letter.isalnum()]
+    missed = []
+    for place in source.sample(places, min(40, len(places))):
+        letter = chr(ord(held[place]) ^ source.choice([1, 2, 4, 8]))
+        (path / file).write_text(held[:place] + letter + held[place + 1 :])
+        try:
+            if not is_noticed(saved, path, expected):
+                missed.append(held[place - 20 : place] + letter)
+        except Exception as error:  # not one of ours
+            missed.append(f"{held[place - 20 : place]}{letter}: {type(error).__name__}")
+    assert not missed
