@@ -178,7 +178,8 @@ def test_without_data_there_is_no_lpd():
     ("names", "expected"),
     [
         (["short", "hot", "BAOA", "dense"], "BAOA"),
-        (["stuck", "hot", "dense"], "hot"),
+        (["stuck", "hot", "dense"], "stuck"),
+        (["hot", "dense"], "dense"),
         (["dense", "stuck"], "stuck"),
         (["MAP", "diagonal", "dense"], "dense"),
         (["MAP", "diagonal"], "diagonal"),

@@ -288,9 +288,7 @@ def test_a_model_that_raises_at_a_later_step_leaves_what_there_was(kept, tmp_pat
     sampler = ps.BAOA(model, lr=0.05, compile=False)
     how = {"num_samples": 200, "num_chains": 2, "batch_size": 5, **QUIET}
     with pytest.raises(Refused, match="no more") as raised:
-        sampler.run(
-            (X, Y), checkpoint=tmp_path / "run", checkpoint_every=0, store=where, **how
-        )
+        sampler.run((X, Y), checkpoint=tmp_path / "run", checkpoint_every=0, store=where, **how)
     whole = fitted(num_samples=200, num_chains=2)
     if kept == "nowhere":
         assert sampler.moments()["w"].mean.isfinite().all()

@@ -127,8 +127,7 @@ def test_of_minibatches(batches, monkeypatch):
     step = 4 / (4 - 2 * lr - lr * lr)
     assert z_of(table, "mu", step * (1 + lr * N / (2 * B))) < 4.4
     assert table.kinetic_temperature_expected["mu"] == pytest.approx(step, abs=1e-3)
-    (hot,) = [line for line in said if "hotter" in line]
-    assert "momenta" not in hot
+    assert not [line for line in said if "momenta" in line]
 
 
 def test_heat_that_nobody_else_sees_is_said():
@@ -136,17 +135,16 @@ def test_heat_that_nobody_else_sees_is_said():
     result = sampler._result
     for unknown in ("gradient_noise", "virial"):
         object.__setattr__(result, unknown, None)
-    _, said = told(sampler)
-    assert len(said) == 1
-    assert "the momenta of site 'mu' are hotter" in said[0]
-    assert "lower lr from 0.02 to about 0.00" in said[0]
+    (said,) = [line for line in told(sampler)[1] if "hotter" in line]
+    assert "the momenta of site 'mu' are hotter" in said
+    assert "lower lr from 0.02 to about 0.00" in said
     object.__setattr__(result.kinetic, "expected", double(torch.nan))
-    assert not told(sampler)[1]
+    assert not [line for line in told(sampler)[1] if "hotter" in line]
 
 
 def test_where_precisions_are_unknown_so_is_what_is_expected(monkeypatch):
     monkeypatch.setattr("pyro_scale.infer.virial._ENOUGH", 10**9)
-    monkeypatch.setattr("pyro_scale.infer.sampler.gradient_noise", lambda *_: None)
+    monkeypatch.setattr("pyro_scale.infer.afterwards.gradient_noise", lambda *_: None)
     sampler = run(ps.BAOA(location, lr=0.01), (Y,), batch_size=B, num_chains=4)
     table, _ = told(sampler)
     assert table.kinetic_temperature_expected.isna().all()

@@ -37,7 +37,9 @@ FAMILIES = {
     "cholesky": lambda shape: dist.LKJCholesky(2, one(1.0, ())),
     "single": lambda shape: dist.Normal(one(0.0, shape).float(), 1.0).to_event(len(shape)),
 }
-NAMES = some.sampled_from(["w", "net.0.weight", "a b", "ß", "x_dim_0", "theta[1]", "W", "posterior"])
+NAMES = some.sampled_from(
+    ["w", "net.0.weight", "a b", "ß", "x_dim_0", "theta[1]", "W", "posterior"]
+)
 
 
 @some.composite

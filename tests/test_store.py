@@ -1,6 +1,5 @@
 """Draws in a store are those of a run in memory, whoever reads them, whenever, whatever happens."""
 
-import builtins
 import functools
 import itertools
 import random
@@ -19,12 +18,12 @@ import stored as s
 import torch
 import xarray
 from reference import double
-from stored import QUIET, SIZE, X, Y, draws_of, fitted, quiet, regression, same, unconstrained
+from stored import QUIET, SIZE, X, Y, draws_of, fitted, quiet, same
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
-from pyro_scale.errors import ArgumentError, FileError, NonFiniteError, PyroScaleError
+from pyro_scale.errors import ArgumentError, NonFiniteError
 from pyro_scale.infer import streams
 
 zarr = pytest.importorskip("zarr")
@@ -177,7 +176,10 @@ def test_predictions_are_those_of_a_run_in_memory(case, pairs):
 
 @pytest.mark.parametrize("reduce", ["mean", "variance", [0.1, 0.5]])
 def test_reduced_predictions_are_those_of_a_run_in_memory(reduce, pairs):
-    one, other = (s.predicted(fit, (X[:4],), reduce=reduce)["y"] for fit in pairs("minibatches"))
+    one, other = (
+        s.predicted(fit, (X[:4],), reduce=reduce, num_samples=90)["y"]
+        for fit in pairs("minibatches")
+    )
     for part, expected in zip(one, other, strict=True):
         torch.testing.assert_close(part, expected, rtol=1e-11, atol=1e-11)
 
@@ -198,7 +200,7 @@ def test_a_file_is_of_bounded_size(tmp_path, monkeypatch):
     for name, most in (("_FILE_BYTES", 8 * 9), ("_HELD_BYTES", 3 * 8 * 9)):
         monkeypatch.setattr(streams, name, 5 * most)
         stored = fitted(store=tmp_path / f"{name}.zarr")
-        files = [file for file in (tmp_path / f"{name}.zarr/posterior/w").iterdir()]
+        files = list((tmp_path / f"{name}.zarr/posterior/w").iterdir())
         chunks = [file for file in files if not file.name.startswith(".")]
         assert len(chunks) > 3 * 4
         same(draws_of(stored), draws_of(inside))
@@ -234,7 +236,7 @@ def float64():
 def test_chains_that_broke_are_left_out(tmp_path, float64):
     inside, said = with_broken_chains()
     stored, told = with_broken_chains(store=tmp_path / "draws.zarr")
-    assert told == said
+    assert told.partition("ps.replay")[0] == said.partition("ps.replay")[0]
     chains = inside._results().num_chains
     assert 0 < chains < 6
     for alike in ALIKE.values():
@@ -262,7 +264,7 @@ def test_of_chains_that_broke_the_store_has_what_there_was(tmp_path, float64):
 def test_chains_that_broke_do_not_count_in_moments(float64):
     inside, said = with_broken_chains()
     nowhere, told = with_broken_chains(store=False)
-    assert told == said
+    assert told.partition("ps.replay")[0] == said.partition("ps.replay")[0]
     for name, expected in inside.moments().items():
         found = nowhere.moments()[name]
         for part in ("mean", "sd", "r_hat", "ess"):
@@ -274,8 +276,10 @@ def test_chains_that_broke_do_not_count_in_moments(float64):
 
 @pytest.mark.parametrize(
     "case",
-    ["minibatches", "thinned", "supports", "points", "scalars", "plates", "network", "cycles"]
-    + ["one chain", "compiled", "single precision", "two dtypes", "shared batches"],
+    [
+        *["minibatches", "thinned", "supports", "points", "scalars", "plates", "network", "cycles"],
+        *["one chain", "compiled", "single precision", "two dtypes", "shared batches"],
+    ],
 )
 def test_without_draws_there_is_what_they_come_to(case):
     how, _ = CASES[case]
@@ -356,7 +360,7 @@ def test_draws_with_weights_have_no_plain_moments(tmp_path):
     for fit in (fitted(**how), fitted(**how, store=tmp_path / "draws.zarr")):
         with pytest.raises(ArgumentError, match="weights"):
             fit.moments()
-    with pytest.raises(ArgumentError, match="store=False adds draws up alike.*constant lr"):
+    with pytest.raises(ArgumentError, match=r"store=False adds draws up alike.*constant lr"):
         fitted(**how, store=False)
 
 

@@ -161,8 +161,9 @@ def test_a_loader_that_breaks_leaves_what_there_was(kept, after, tmp_path):
 class Interrupter:
     """Raises at the n-th line that is run of what moves chains and takes draws."""
 
-    FILES = {each.__file__ for each in (simulate, streams, store, running, sketch, moments)}
-    FILES |= {drive_draws.__file__}
+    FILES = frozenset(
+        each.__file__ for each in (simulate, streams, store, running, sketch, moments, drive_draws)
+    )
 
     def __init__(self, at_line):
         self.left, self.is_on = at_line, False
@@ -664,7 +665,9 @@ def test_no_digit_or_letter_can_change_unnoticed(file, whole):
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(copy, path)
     held, source = (copy / file).read_text(), random.Random(0)
-    heads = [match.start() for match in re.finditer(r'"(?:dtype|shape|chunks|order|filters)"', held)]
+    heads = [
+        match.start() for match in re.finditer(r'"(?:dtype|shape|chunks|order|filters)"', held)
+    ]
     places = [i for h in heads for i in range(h + 8, min(h + 60, len(held))) if held[i].isalnum()]
     places = places or [i for i, letter in enumerate(held) if letter.isalnum()]
     missed = []

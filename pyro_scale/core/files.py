@@ -135,7 +135,7 @@ def as_path(path: FilePath) -> Path:
     """
     if not isinstance(path, str | Path | os.PathLike) or "\0" in os.fspath(path) or path == "":
         raise ArgumentError(f"path={path!r}: pass a str or a Path")
-    return Path(path)
+    return Path(path).expanduser()
 
 
 def _plain(value: Any, name: str) -> Any:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from pyro_scale.core.sketch import QuantileSketch
 
+#: R-hat from which on chains' own means say how far off the mean of all is; draws in a batch below
+#: which batches' means do not say it.
+_DISAGREE, _SHORT = 1.05, 10
 #: Batches of each chain, whose means say how much is known of the mean.
 _BATCHES = 25
 #: Elements whose histograms are filled at once, which bounds what that needs besides.
@@ -25,7 +28,8 @@ class Moments(NamedTuple):
         sd: the standard deviation, `[...]`.
         quantiles: `[levels, ...]`.
         r_hat: split R-hat of the means (Gelman et al. 2013, 11.4), not rank-normalised.
-        ess: effective draws for the mean, by means of 25 batches of each chain.
+        ess: effective draws for the mean, by means of 25 batches of each chain, and of chains where
+            those do not agree; NaN of fewer than 250 draws a chain.
     """
 
     mean: Tensor
@@ -111,18 +115,24 @@ class Running:
         """Of some of the chains, by element `[size]`."""
         own = list(chains)
         halves = [_of(half, own) for half in self._halves if half.number > 1]
-        total = _of(self._halves[0] | self._halves[1], own).together()
+        of_chains = _of(self._halves[0] | self._halves[1], own)
+        total, unknown = of_chains.together(), torch.full_like(of_chains.mean[0], math.nan)
         batches = _of(self._batches, own).together()
-        error = batches.variance / batches.number if batches.number else total.mean * math.nan
-        within = torch.cat([half.variance for half in halves]).mean(0) if halves else error * 0
+        says = batches.number and self._batch >= _SHORT
+        error = batches.variance / batches.number if says else unknown
+        within = torch.cat([half.variance for half in halves]).mean(0) if halves else unknown
         means = torch.cat([half.mean for half in halves]) if halves else total.mean[None]
         length = min((half.number for half in halves), default=1)
-        between = means.var(0) if len(means) > 1 else total.mean * math.nan
+        between = means.var(0) if len(means) > 1 else unknown
+        r_hat = ((length - 1) / length + between / within).sqrt()
+        if len(own) > 1:
+            apart = of_chains.mean.var(0) / len(own)
+            error = torch.where(r_hat > _DISAGREE, torch.maximum(error, apart), error)
         return Moments(
             mean=total.mean,
             sd=total.variance.sqrt(),
             quantiles=torch.cat([sketch.quantiles(levels) for sketch in self._sketches], 1),
-            r_hat=((length - 1) / length + between / within).sqrt(),
+            r_hat=r_hat,
             ess=total.variance / error,
         )
 

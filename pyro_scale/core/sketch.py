@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 #: Bins of a histogram, and the share of the numbers that may lie outside of it.
-_BINS, _OUTSIDE = 128, 0.01
+_BINS, _OUTSIDE = 128, 0.005
 #: Numbers that may lie outside in any case.
 _FEW = 5
 #: Numbers of a stream that are held before the first bins are chosen.
@@ -18,7 +18,7 @@ _HELD = 64
 class QuantileSketch:
     """Quantiles of many streams that are as long as each other, from a histogram of each.
 
-    The first numbers, which are held, say where the bins are.  Where more than a hundredth of
+    The first numbers, which are held, say where the bins are.  Where more than half a percent of
     a stream comes to lie outside, its bins are made twice as wide, two at a time into one.  So
     quantiles between 0.01 and 0.99 are right to within a bin, of which there are 128.
 

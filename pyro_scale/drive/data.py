@@ -128,7 +128,7 @@ def _batch_sampler(loader: Any) -> torch_data.BatchSampler | None:
             "batch_size, or your sampler of batches as batch_sampler="
         )
     sampler: Any = loader.batch_sampler
-    return sampler if type(sampler) is torch_data.BatchSampler else None
+    return sampler if _is_plain(sampler, "BatchSampler") else None
 
 
 def _indices_of(sampler: Any, length: int | None) -> Tensor | None:
@@ -140,9 +140,15 @@ def _indices_of(sampler: Any, length: int | None) -> Tensor | None:
         )
     if isinstance(sampler, torch_data.SubsetRandomSampler):
         return torch.as_tensor(list(sampler.indices))
-    if isinstance(sampler, torch_data.SequentialSampler | torch_data.RandomSampler):
+    if _is_plain(sampler, "SequentialSampler", "RandomSampler"):
         return torch.arange(length or 0)
     return None
+
+
+def _is_plain(sampler: Any, *names: str) -> bool:
+    """Whether it is one of torch's, or torchdata's of the same name."""
+    kind = type(sampler)
+    return kind.__name__ in names and kind.__module__.split(".")[0] in ("torch", "torchdata")
 
 
 def _tensors_of(dataset: Any, index: Tensor) -> Arguments | None:

@@ -119,8 +119,9 @@ def simulate(
                 due = check_every is None or tape.stop % check_every == 0
                 if not chains.alive.any() or (stop is not None and due and stop(draws)):
                     break
-            if sink is not None:
-                sink.close()
+            write()
+        if sink is not None:
+            sink.close()
             write()
     except (Exception, KeyboardInterrupt) as error:
         if sink is not None and sink.count == steps.kept_before(chains.count):
@@ -155,11 +156,16 @@ def _go_on(last: Checkpoint, chains: Chains, batches: Batches, draws: Draws, ste
     batches.seek(last.moment.step, last.batches)
     kept = last.positions.shape[1]
     draws.positions[:, :kept], draws.log_joint[:, :kept] = last.positions, last.log_joint
+    if draws.kinetic is not None and last.kinetic is not None:
+        of_draws = steps.look_every * torch.arange(1, draws.kinetic.shape[1] + 1)
+        places = of_draws // last.look_every - 1
+        seen = (of_draws % last.look_every == 0) & (places < last.kinetic.shape[1])
+        draws.kinetic[:, seen] = last.kinetic[:, places[seen]]
 
 
 def _pass_on(draws: Draws, sink: Sink) -> None:
     """Gives the latest draws to a sink."""
-    for positions in draws.latest or ():
-        if positions.shape[1]:
-            sink.add(positions)
+    latest = [positions for positions in draws.latest or () if positions.shape[1]]
+    if latest:
+        sink.add(latest[0] if len(latest) == 1 else torch.cat(latest, 1))
     draws.latest = []

@@ -8,9 +8,9 @@ chunk carries its CRC32.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -89,7 +89,7 @@ class DrawStore:
             ArgumentError: zarr is not installed; something is there already.
             FileError: the store cannot be written.
         """
-        zarr, target = _zarr(), as_path(path)
+        zarr, target = _zarr(), as_path(path).absolute()
         if target.exists() and not _is_empty(target):
             raise ArgumentError(
                 f"store='{path}' is there already: pass another path, or resume= to go on with "
@@ -121,11 +121,9 @@ class DrawStore:
             ArgumentError: zarr is not installed.
             FileError: it is not, or is not one of ours.
         """
-        zarr, target = _zarr(), as_path(path)
-        try:
+        zarr, target = _zarr(), as_path(path).absolute()
+        with _refused(target, "read"):
             return cls(target, zarr.open_group(str(target), mode="r+", use_consolidated=False))
-        except (OSError, KeyError, ValueError) as error:
-            raise FileError(f"'{path}' holds no draws that can be read ({error})") from error
 
     def append(self, draws: Mapping[str, Tensor]) -> None:
         """Adds the next draws of every field, `[chains, n, ...]`.
@@ -135,9 +133,14 @@ class DrawStore:
         """
         stop = self.count + next(iter(draws.values())).shape[1]
         with _refused(self.path, "written"):
-            self._resize(stop)
-            for name, values in draws.items():
-                self._group[name][:, self.count : stop] = values.numpy()
+            try:
+                self._resize(stop)
+                for name, values in draws.items():
+                    self._group[name][:, self.count : stop] = values.numpy()
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self._resize(self.count)
+                raise
             self._publish(stop)
 
     def truncate(self, count: int) -> None:
@@ -158,6 +161,7 @@ class DrawStore:
         """Writes a further group, `[chains, draws]` of the chains of these numbers, in place of one
         of that name; and the attributes of all groups."""
         with _refused(self.path, "written"):
+            self._resize(self.count)
             for name, values in variables.items():
                 self._write(f"{group}/{name}", values, ["chain", "draw"])
             draws = next(iter(variables.values())).shape[1]
@@ -173,11 +177,13 @@ class DrawStore:
         Raises:
             FileError: they cannot be read, or are damaged.
         """
-        array, rest = self._group[name], (slice(None),) * len(self.shape_of(name))
         files = draws // self.chunk  # of which one after another is in memory
         parts, order = [], []
         with _refused(self.path, "read"):
+            array = self._own[name]
+            rest = (slice(None),) * (array.ndim - 2)
             for file in files.unique():
+                self._refuse_missing(name, array, chains, int(file))
                 here = torch.nonzero(files == file)[:, 0]
                 places = chains.numpy(), draws[here].numpy(), *rest
                 parts.append(torch.as_tensor(array.oindex[places]))
@@ -186,17 +192,35 @@ class DrawStore:
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of one draw of a field."""
-        return tuple(self._group[name].shape[2:])
+        with _refused(self.path, "read"):
+            return tuple(self._own[name].shape[2:])
 
     def sites(self, group: str) -> list[str]:
         """The sites of a group, in the model's order."""
-        return list(self._group[group].attrs["sites"])
+        with _refused(self.path, "read"):
+            return list(self._own[group].attrs["sites"])
 
     def dataset(self, group: str) -> Any:
         """A group as xarray's dataset, of which nothing is read before it is needed."""
         import xarray
 
+        with _refused(self.path, "read"):
+            assert self._own
         return xarray.open_zarr(str(self.path), group=group, chunks=None, consolidated=True)
+
+    @property
+    def _own(self) -> Any:
+        """The open store, if what is at its path is still that of its run."""
+        if json.loads((self.path / ".zattrs").read_text()).get("run") != self.run:
+            raise FileError(f"the draws in '{self.path}' are of another run by now")
+        return self._group
+
+    def _refuse_missing(self, name: str, array: Any, chains: Tensor, file: int) -> None:
+        """Refuses to take a file that is not there for one that holds nothing."""
+        for chain in chains.tolist() if array.size else ():
+            place = ".".join(map(str, (chain, file, *(0 for _ in array.shape[2:]))))
+            if not (self.path / name / place).exists():
+                raise FileError(f"the draws in '{self.path}' are not whole: {name}/{place} is gone")
 
     def _write(self, name: str, values: Tensor, dims: Sequence[str]) -> None:
         """A whole array."""
@@ -245,7 +269,7 @@ def _array(
         shape=tuple(shape),
         chunks=tuple(chunks),
         dtype=dtype,
-        fill_value=None,
+        fill_value=float("nan") if np.dtype(dtype).kind == "f" else None,
         compressors=None,  # random digits do not get smaller
         filters=[numcodecs.CRC32()],
         overwrite=True,
@@ -268,11 +292,13 @@ def _zarr() -> Any:
     return zarr
 
 
-@contextmanager
+@contextlib.contextmanager
 def _refused(path: Path, what: str) -> Iterator[None]:
     """Our error for what the disk or a codec refuses."""
     try:
         yield
-    except (OSError, RuntimeError, KeyError, json.JSONDecodeError) as error:
+    except (OSError, RuntimeError, KeyError, ValueError, IndexError) as error:
+        if isinstance(error, ArgumentError):
+            raise
         reason = getattr(error, "strerror", None) or error
         raise FileError(f"the draws in '{path}' cannot be {what} ({reason})") from error

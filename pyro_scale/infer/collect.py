@@ -92,6 +92,8 @@ def facts_of(log_posterior: LogPosterior, seed: int) -> dict[str, Any]:
 def _weights(lr: Tensor) -> Tensor | None:
     """How much each draw counts, 1 on average: as much as its step is long (Welling and Teh
     2011), `[draws]`; None where all are alike.  Sites of their own lr count alike."""
+    if not len(lr):
+        return None
     relative = lr / lr.mean(0)
     weights = relative.mean(1) if relative.dim() == 2 else relative
     return None if bool((lr == lr[0]).all()) else weights

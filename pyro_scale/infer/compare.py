@@ -13,6 +13,7 @@ from torch import Tensor
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.approximation import Approximation
 from pyro_scale.infer.comparison_plot import plotted
+from pyro_scale.infer.diagnostics import is_off
 from pyro_scale.infer.export import to_inference_data
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.mixing import mixing
@@ -74,9 +75,9 @@ def compare(
         methods: fitted methods by name, on models with the same latent sites.
         data: held-out rows, in any form that `run` takes; without, there is no `lpd`.
         reference: the name of the method to measure from.  By default the one to be trusted most:
-            of samplers at temperature 1 with an R-hat below 1.05 the one with the largest ESS;
-            else the sampler with the lowest R-hat; else the first approximation, a dense one
-            before others.
+            of samplers at temperature 1, with an R-hat below 1.05, and not known to be too hot or
+            cold by the virial theorem, the one with the largest ESS; else that of them with the
+            lowest R-hat; else the first approximation, a dense one before others; else any.
 
     Raises:
         ArgumentError: no methods, other latent sites or shapes, an unknown reference, data for
@@ -162,9 +163,9 @@ def _most_trusted(methods: Mapping[str, Method], rows: Mapping[str, Mapping[str,
         if isinstance(method, Approximation):
             return 2, not method.fit.gaussians, method.structure != "dense"
         r_hat = math.inf if math.isnan(row["r_hat"]) else row["r_hat"]
-        if r_hat < _MOST_R_HAT and _is_at_temperature_1(method._results()):
-            return 0, -row["ess"]
-        return 1, r_hat
+        if not _is_at_temperature_1(method._results()) or is_off(method._results()):
+            return 3, r_hat
+        return (0, -row["ess"]) if r_hat < _MOST_R_HAT else (1, r_hat)
 
     return min(methods, key=untrusted)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,12 @@ _MOST_ELEMENTS = 100
 _MOST_INFLATION = 1.1
 #: Standard errors beyond which a temperature is known to be wrong; draws below which there is none.
 _ERRORS, _FEWEST_DRAWS = 3.0, 50
+#: Moments of momenta, which are far apart, below which there is none.
+_FEWEST_MOMENTS = 16
+#: Chains from which on their means say how far off the mean of all is.
+_MANY_CHAINS = 20
+#: How often chance goes beyond three standard errors.
+_ONE_SIDED = 0.00135
 #: Of the quantiles that a summary shows of draws that were not kept.
 _LEVELS = 0.05, 0.5, 0.95
 
@@ -120,8 +127,7 @@ def diagnostics(result: Result, probe: Any = None) -> Any:
         warn_of_unmixed(result, table if predicted is None else predicted, predicted is not None)
     heat, heated = result.virial, None
     if heat is not None:
-        asked = result.sample_stats.get("temperature")
-        heated = _temperatures(heat / (1.0 if asked is None else float(asked.mean())))
+        heated = _virial_temperatures(result, heat)
         table["temperature"], table["temperature_error"] = heated
         warn_of_the_temperature(result, list(table.index), *heated)
     is_told = heated is not None and _is_hot(*heated)
@@ -148,17 +154,43 @@ def diagnostics(result: Result, probe: Any = None) -> Any:
     return table
 
 
-def _temperatures(relative: Tensor) -> tuple[list[float], list[float]]:
+def _temperatures(relative: Tensor, least: int) -> tuple[list[float], list[float]]:
     """(Every site's temperature over that of the run, its standard error), from some moments'
-    parts in it, `[chains, moments, sites]`."""
-    arviz = quiet_arviz()
+    parts in it, `[chains, moments, sites]`, at least so many."""
     means = relative.mean((0, 1)).tolist()
-    few = relative.shape[1] < 4 or relative.shape[:2].numel() < _FEWEST_DRAWS
-    errors = [
-        math.nan if few else float(arviz.mcse(relative[..., site].numpy(), method="mean"))
-        for site in range(relative.shape[2])
-    ]
-    return means, errors
+    return means, [standard_error(each, least) for each in relative.unbind(-1)]
+
+
+def standard_error(series: Tensor, least: int = _FEWEST_DRAWS) -> float:
+    """The Monte Carlo standard error of the mean of `[chains, draws]`, NaN of fewer draws than
+    `least`: of many chains from their own means, of few by ArviZ's effective draws."""
+    chains, draws = series.shape
+    if chains * draws < least:
+        return math.nan
+    if chains >= _MANY_CHAINS:
+        return float(series.mean(1).std()) / chains**0.5
+    return math.nan if draws < 4 else float(quiet_arviz().mcse(series.numpy(), method="mean"))
+
+
+def errors_of_the_worst(count: int) -> float:
+    """Standard errors within which the worst of so many elements is, as one is within three."""
+    return -NormalDist().inv_cdf(_ONE_SIDED / count)
+
+
+def is_off(result: Result) -> bool:
+    """Whether some temperature is known to be off."""
+    if result.virial is None:
+        return False
+    gap = _MOST_INFLATION - 1
+    pairs = zip(*_virial_temperatures(result, result.virial), strict=True)
+    return any(abs(mean - 1) - _ERRORS * error > gap for mean, error in pairs)
+
+
+def _virial_temperatures(result: Result, heat: Tensor) -> tuple[list[float], list[float]]:
+    """Every site's by the virial theorem over that of the run, and its standard error."""
+    asked = result.sample_stats.get("temperature")
+    relative = heat / (1.0 if asked is None else float(asked.mean()))
+    return _temperatures(relative, _FEWEST_DRAWS)
 
 
 def _is_settled(means: list[float], errors: list[float]) -> bool:
@@ -179,7 +211,7 @@ def _add_kinetic(table: Any, result: Result, is_told: bool) -> None:
     """Adds what momenta did, and warns where they are known to be too hot, unless what heats is
     told of already."""
     assert result.kinetic is not None
-    means, errors = _temperatures(result.kinetic.measured)
+    means, errors = _temperatures(result.kinetic.measured, _FEWEST_MOMENTS)
     expected = result.kinetic.expected.tolist()
     table["kinetic_temperature"], table["kinetic_temperature_error"] = means, errors
     table["kinetic_temperature_expected"] = expected

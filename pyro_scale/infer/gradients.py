@@ -174,7 +174,7 @@ def warn_of_a_bad_anchor(noise: GradientNoise | None) -> None:
     """Warns where control variates add noise: their anchor is far from where the chains are."""
     if noise is None or noise.reduction is None:
         return
-    least = float(noise.reduction.min())
+    least = float(noise.reduction[noise.reduction > 0].amin()) if (noise.reduction > 0).any() else 1
     if least < 1:
         warnings.warn(
             f"control_variates multiply the variance of the gradient by {1 / least:.3g} at some "

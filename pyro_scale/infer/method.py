@@ -115,7 +115,8 @@ class Method:
             ArgumentError: a level out of range; draws with weights, which `summary` knows.
         """
         result = self._results()
-        if not levels or not all(isinstance(p, int | float) and 0 <= p <= 1 for p in levels):
+        given = levels if isinstance(levels, Sequence) else ()
+        if not given or not all(isinstance(p, int | float) and 0 <= p <= 1 for p in given):
             raise ArgumentError(f"levels={levels!r}: pass some numbers from 0 to 1")
         if result.weights is not None:
             raise ArgumentError(
@@ -222,8 +223,9 @@ class Method:
         `ps.metrics.ksd` of the latent sites in unconstrained space, each element over its own sd,
         from gradients of the log joint of all rows at the draws.
 
-        Of n exact draws it is about 2 d / n, d the number of elements, whatever the data; what
-        minibatches, long steps or an approximation make of a posterior comes on top.  The target
+        Of n exact draws it is about (d + the sum over the d elements of sd^2 E[score^2]) / n: 2 d /
+        n of independent ones, more of correlated ones.  What minibatches, long steps or an
+        approximation make of a posterior comes on top.  The target
         is at the temperature of the run.  Params of `pyro.param` are taken as they are.
 
         Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,9 +16,12 @@ from pyro_scale.infer.export import quiet_arviz
 from pyro_scale.infer.predictive import data_sites, predictive_means
 from pyro_scale.infer.result import Result
 
-#: R-hat above which chains are said not to agree; draws in all, and of each chain, below which
-#: that may be chance (Vehtari et al. 2021 ask for an ESS of 400), or chains too short for R-hat.
-_MOST_R_HAT, _FEWEST_DRAWS, _FEWEST_EACH = 1.05, 400, 50
+#: R-hat above which chains are said not to agree, given so many draws in all and of each chain
+#: (Vehtari et al. 2021 ask for an ESS of 400); and, as it may be chance, of fewer, but so many.
+_MOST_R_HAT, _MANY_DRAWS, _MANY_EACH = 1.05, 400, 50
+_MOST_OF_FEW, _FEWEST_EACH = 1.3, 20
+#: Chains that are many.
+_MANY_CHAINS = 20
 
 
 def mixing(latent: Any) -> Any:
@@ -30,7 +34,8 @@ def mixing(latent: Any) -> Any:
 
     arviz = quiet_arviz()
     table = pandas.DataFrame(index=pandas.Index([str(name) for name in latent], name="site"))
-    table["r_hat"] = _each(arviz.rhat(latent), "max")
+    alone = latent.sizes["chain"] < 2  # which ArviZ logs
+    table["r_hat"] = math.nan if alone else _each(arviz.rhat(latent), "max")
     table["ess_bulk"] = _each(arviz.ess(latent, method="bulk"), "min")
     table["ess_tail"] = _each(arviz.ess(latent, method="tail"), "min")
     return table
@@ -75,13 +80,16 @@ def mixing_of_predictions(result: Result, probe: Any) -> Any:
 def warn_of_unmixed(result: Result, table: Any, probed: bool) -> None:
     """Warns where R-hat says that chains do not agree; one chain alone cannot tell."""
     chains, each = next(iter(result.sample_stats.values())).shape
-    few = chains < 2 or each < _FEWEST_EACH or chains * each < _FEWEST_DRAWS
+    few = chains < 2 or each < _FEWEST_EACH
     if few or result.attrs["temperature"] == 0:  # where chains are to end in different places
         return
-    r_hat = table["r_hat"]
-    if bool((r_hat > _MOST_R_HAT).any()):
+    surely = each >= _MANY_EACH and chains * each >= _MANY_DRAWS
+    r_hat, most = table["r_hat"], _MOST_R_HAT if surely else _MOST_OF_FEW
+    if bool((r_hat > most).any()):
         worst = r_hat.idxmax()
         hint = "" if probed else "; of a network, ask what its predictions do: diagnostics(probe=x)"
+        if chains >= _MANY_CHAINS:
+            hint += "; many short chains say more with superchains="
         warnings.warn(
             f"'{worst}': the chains do not agree, R-hat is {r_hat[worst]:.3g}: take a longer "
             f"warm-up, more steps or a larger lr{hint}",

@@ -22,7 +22,7 @@ from pyro_scale.drive.programs import check_compile
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.simulate import simulate
 from pyro_scale.drive.sources import Data
-from pyro_scale.errors import ArgumentError, NonFiniteError
+from pyro_scale.errors import ArgumentError, FileError, NonFiniteError
 from pyro_scale.infer import black_box
 from pyro_scale.infer.afterwards import examined
 from pyro_scale.infer.base import with_base_run
@@ -314,7 +314,10 @@ class Sampler(Method):
             result = collected(setup, draws, tape, attrs, sink)
             self._result = examined(setup, result, draws, batches, steps.total, values, sampling)
             if isinstance(sink, ToDisk):
-                sink.describe(self._result)
+                try:
+                    sink.describe(self._result)
+                except FileError as error:
+                    draws.error = draws.error or error
             self._course = Course(
                 setup=without_base,
                 kernel=self.kernel,
@@ -337,7 +340,8 @@ class Sampler(Method):
         """Raises what ended a run before its time, or warns of it where that was the user."""
         error, kept = draws.error, len(draws.kept_steps)
         assert error is not None
-        held = f"get_samples() holds the {kept} draws a chain until then" if kept else "no draws"
+        by = "get_samples()" if self._result is None or not self._result.running else "moments()"
+        held = f"{by} holds the {kept} draws a chain until then" if kept else "no draws"
         said = f"after {draws.num_steps} steps; {held}"
         if self._result is None or not isinstance(error, KeyboardInterrupt):
             error.add_note(f"{type(self).__name__}: {said}")

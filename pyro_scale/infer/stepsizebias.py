@@ -1,10 +1,10 @@
 """How far a run is off because its step is finite, from its shadow at half the step.
 
 Of a bias that falls as lr^p the shadow keeps 1/2^p, so the bias is the difference of the two times
-2^p / (2^p - 1) (Richardson's extrapolation).  Noise of minibatches multiplies the variance by
-1 + a lr, so there p is 1 and what is linear in lr is the variance; a finite step by itself has the
-kernel's order, and what is linear in lr^p is the precision (on Gaussians: SGLD's exactly, SGHMC's
-nearly).
+2^p / (2^p - 1) (Richardson's extrapolation).  With minibatches p is that of the kernel's exact law
+on a Gaussian with the draws' variances and the gradients' noise, where that explains the
+difference; else it is the kernel's order, and what is linear in lr^p is the precision (on
+Gaussians: SGLD's exactly, SGHMC's nearly).
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ from torch import Tensor
 
 from pyro_scale.core.schedules import Cyclical
 from pyro_scale.errors import ArgumentError
-from pyro_scale.infer.diagnostics import lower_lr
-from pyro_scale.infer.export import quiet_arviz
+from pyro_scale.infer.diagnostics import errors_of_the_worst, lower_lr, standard_error
 from pyro_scale.infer.result import Result
+from pyro_scale.infer.richardson import Law, law_of
 from pyro_scale.infer.shadow import Course, with_shadow
 
 #: Biases above which a posterior is visibly off: of a standard deviation, over itself; of a mean,
 #: in posterior sds.
 _MOST_OF_SD, _MOST_OF_MEAN = 0.05, 0.1
-#: Standard errors beyond which a bias is known; draws below which there are none.
-_ERRORS, _FEWEST_DRAWS = 3.0, 50
 #: The least part of a variance that is taken for the posterior's.
 _LEAST = 0.01
 
@@ -42,7 +40,9 @@ class Bias(NamedTuple):
         mean_error: its standard error.
         sd: by what the standard deviation is multiplied.
         sd_error: its standard error.
-        sd_range: what it is within three standard errors.
+        sd_range: what it is within as many standard errors as the worst of its site's elements
+            may be off by chance.
+        mean_range: so many standard errors of the mean.
         orders: of the mean, of the standard deviation.
     """
 
@@ -51,7 +51,8 @@ class Bias(NamedTuple):
     sd: float
     sd_error: float
     sd_range: tuple[float, float]
-    orders: tuple[int, int]
+    mean_range: float
+    orders: tuple[float, float]
 
 
 def step_size_bias(course: Course, result: Result, num_samples: int | None) -> Any:
@@ -62,12 +63,13 @@ def step_size_bias(course: Course, result: Result, num_samples: int | None) -> A
     started = time.perf_counter()
     count = num_samples or result.positions.shape[1]
     short, shadow = with_shadow(course, result, count)
+    laws = _laws(course, result, short, shadow)
     found = {
         name: _bias(
             _elements(short.samples[name]),
             _elements(shadow.samples[name]),
             short.weights,
-            _heat(course, result, name),
+            laws.get(name),
             course,
         )
         for name in result.log_posterior.latents
@@ -103,15 +105,19 @@ def _check(course: Course, result: Result, num_samples: int | None) -> None:
         raise ArgumentError(f"num_samples={num_samples}: the run has {kept} draws a chain")
 
 
-def _heat(course: Course, result: Result, name: str) -> Tensor | None:
-    """By what minibatches multiply the temperature of a site's elements, `[elements]` or `[1]`;
-    None where they do by what nobody knows."""
-    noise = result.gradient_noise
-    if course.setup.data.batch_size is None:
-        return torch.ones(1)
-    if noise is None or not course.kernel.heated:
-        return None
-    return noise.inflation[result.layout.slices()[name]].double()
+def _laws(course: Course, result: Result, short: Result, shadow: Result) -> dict[str, Law]:
+    """The law of every latent site's unconstrained elements, where there is one."""
+    noise, setup = result.gradient_noise, course.setup
+    in_batches = setup.data.batch_size is not None and course.kernel.heated
+    if noise is None or not in_batches or setup.engine.known_noise is not None:
+        return {}
+    count = len(noise.variance)
+    own, half = (
+        torch.cat(list(each.blocks()))[:, :count].double().var(0) for each in (short, shadow)
+    )
+    found = law_of(course, noise.variance.double(), own, half)
+    slices = result.layout.slices()
+    return {name: Law(*(x[slices[name]] for x in found)) for name in result.log_posterior.latents}
 
 
 def _elements(samples: Tensor) -> Tensor:
@@ -120,7 +126,7 @@ def _elements(samples: Tensor) -> Tensor:
 
 
 def _bias(
-    own: Tensor, shadow: Tensor, weights: Tensor | None, heat: Tensor | None, course: Course
+    own: Tensor, shadow: Tensor, weights: Tensor | None, law: Law | None, course: Course
 ) -> Bias:
     """The bias of a site's worst elements.
 
@@ -128,7 +134,7 @@ def _bias(
         own: the run's draws, `[chains, draws, elements]`.
         shadow: the shadow's.
         weights: of draws, `[chains, draws]`.
-        heat: by what minibatches multiply the temperature, first order in lr.
+        law: of its unconstrained elements, if there is one.
         course: of the run.
     """
     share = torch.ones(1, 1, 1) if weights is None else (weights / weights.mean())[..., None]
@@ -138,10 +144,7 @@ def _bias(
     variances = [square.mean((0, 1)) for square in squares]
     moves = variances[1] > 0  # what never does, such as a triangle of zeros, has no bias
     ratio = torch.where(moves, variances[0] / variances[1], 1)
-    by_heat = _is_by_heat(ratio, heat)
-    orders = torch.where(by_heat, 1, course.kernel.order)
-    # what shuffling cancels is more at half the step, and the variance may fall faster
-    in_variance = by_heat & (course.sampling == "replacement")
+    orders, in_variance = _orders(ratio, law, course)
 
     def inflated(ratio: Tensor) -> Tensor:
         return _extrapolated(ratio, orders, in_variance)
@@ -152,28 +155,33 @@ def _bias(
     mean, spread = int(means.abs().argmax()), int((inflation - 1).abs().argmax())
     scale = float(_factor(orders)[mean] / sd[mean])
     line = (squares[0] - ratio * squares[1])[..., spread] / variances[1][spread]
-    error = _standard_error(line)
-    around = {
-        far: inflated(ratio + far * error)[spread].item() for far in (-_ERRORS, -1, 1, _ERRORS)
-    }
+    error = standard_error(line)
+    most = errors_of_the_worst(len(means))
+    around = {far: inflated(ratio + far * error)[spread].item() for far in (-most, -1, 1, most)}
     return Bias(
         mean=float(means[mean]),
-        mean_error=scale * _standard_error(gaps[..., mean]),
+        mean_error=scale * standard_error(gaps[..., mean]),
         sd=float(inflation[spread]),
         sd_error=(around[1] - around[-1]) / 2 or math.nan,  # beyond the bound
-        sd_range=(around[-_ERRORS], around[_ERRORS]),
-        orders=(int(orders[mean]), int(orders[spread])),
+        sd_range=(around[-most], around[most]),
+        mean_range=most * scale * standard_error(gaps[..., mean]),
+        orders=(float(orders[mean]), float(orders[spread])),
     )
 
 
-def _is_by_heat(ratio: Tensor, heat: Tensor | None) -> Tensor:
-    """Whether minibatches account for how variances differ, `[elements]`: by between half and
-    twice of what 1 + a lr says.  (Of shuffled batches it can say far too much.)"""
-    if heat is None:
-        return torch.ones_like(ratio, dtype=torch.bool)
-    heat = heat if heat.shape == ratio.shape else heat.mean().expand_as(ratio)
-    predicted, measured = (heat - 1) / 2 / heat, 1 - 1 / ratio
-    return (measured > predicted / 2) & (measured < 2 * predicted)
+def _orders(ratio: Tensor, law: Law | None, course: Course) -> tuple[Tensor, Tensor]:
+    """(By which order of lr each element is extrapolated, whether in its variance): the law's on a
+    Gaussian, where that explains what is seen, by between half and twice of it; else the kernel's,
+    and 1 where minibatches heat by nobody knows what."""
+    unknown = course.setup.data.batch_size is not None and course.kernel.heated and law is None
+    orders = torch.full_like(ratio, 1 if unknown else course.kernel.order)
+    if law is None:
+        return orders, torch.zeros_like(ratio, dtype=torch.bool)
+    if law.gap.shape != ratio.shape:  # as of a simplex
+        law = Law(*(x.nanmean().expand_as(ratio) for x in law))
+    part = (1 - 1 / ratio) / law.gap
+    explains = (part > 0.5) & (part < 2) & law.order.isfinite()
+    return torch.where(explains, law.order, orders), explains
 
 
 def _factor(order: Tensor) -> Tensor:
@@ -191,23 +199,16 @@ def _extrapolated(ratio: Tensor, order: Tensor, in_variance: Tensor) -> Tensor:
     return inflation.sqrt()
 
 
-def _standard_error(series: Tensor) -> float:
-    """The Monte Carlo standard error of the mean of `[chains, draws]`; NaN of few draws."""
-    if series.numel() < _FEWEST_DRAWS or series.shape[1] < 4:
-        return math.nan
-    return float(quiet_arviz().mcse(series.numpy(), method="mean"))
-
-
 def _warn_of_the_worst(found: Mapping[str, Bias], result: Result, course: Course) -> None:
     """Warns where a bias is known to be large."""
 
-    def excess(bias: Bias) -> tuple[float, int]:
+    def excess(bias: Bias) -> tuple[float, float]:
         """(How many times too large what is known to be, order of lr that it falls with)."""
         low, high = bias.sd_range
         of_sd = of_mean = 0.0
         if low > 1 + _MOST_OF_SD or high < 1 - _MOST_OF_SD:
             of_sd = abs(bias.sd - 1) / _MOST_OF_SD
-        if abs(bias.mean) - _ERRORS * bias.mean_error > _MOST_OF_MEAN:
+        if abs(bias.mean) - bias.mean_range > _MOST_OF_MEAN:
             of_mean = abs(bias.mean) / _MOST_OF_MEAN
         return max((of_sd, bias.orders[1]), (of_mean, bias.orders[0]))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.poutine.runtime import _DIM_ALLOCATOR, _PYRO_STACK
 from torch import Tensor, nn
 
 from pyro_scale.core import rows
@@ -38,6 +39,7 @@ class Program:
             if name in self.owned and not self.owned[name][1].endswith("_unconstrained")
         }
         with (
+            _left_when_interrupted(),
             pyro.validation_enabled(validate),
             pyro.get_param_store().scope(),
             _without_fused_attention(),
@@ -72,6 +74,18 @@ class Program:
                 if path is not None:
                     self.owned[point.name] = module, path
                     break
+
+
+@contextmanager
+def _left_when_interrupted() -> Iterator[None]:
+    """Takes what a handler leaves on Pyro's stacks when the user interrupts it while it opens or
+    closes, and which every later run would meet."""
+    handlers, dims = list(_PYRO_STACK), list(_DIM_ALLOCATOR._stack)
+    try:
+        yield
+    except BaseException:
+        _PYRO_STACK[:], _DIM_ALLOCATOR._stack[:] = handlers, dims
+        raise
 
 
 @contextmanager
