@@ -19,8 +19,8 @@ class QuantileSketch:
     """Quantiles of many streams that are as long as each other, from a histogram of each.
 
     The first numbers, which are held, say where the bins are.  Where more than half a percent of
-    a stream comes to lie outside, its bins are made twice as wide, two at a time into one.  So
-    quantiles between 0.01 and 0.99 are right to within a bin, of which there are 128.
+    a stream comes to lie outside, its bins are made twice as wide, two at a time into one.  So a
+    quantile is right to within half a percent of rank and a bin, of which there are 128.
 
     Args:
         num_streams: how many streams.

@@ -135,8 +135,9 @@ class DrawStore:
         with _refused(self.path, "written"):
             try:
                 self._resize(stop)
-                for name, values in draws.items():
-                    self._group[name][:, self.count : stop] = values.numpy()
+                with _zarr().config.set({"array.write_empty_chunks": True}):  # of NaN, too
+                    for name, values in draws.items():
+                        self._group[name][:, self.count : stop] = values.numpy()
             except BaseException:
                 with contextlib.suppress(OSError):
                     self._resize(self.count)

@@ -105,11 +105,11 @@ class Method:
         `[levels, ...]`, split R-hat and effective draws, in double precision.
 
         It takes one pass through draws that are in a store, and none with `store=False`, where
-        quantiles are from histograms of 128 bins, right to within one.
+        quantiles are from histograms of 128 bins, right to within one and half a percent of rank.
 
         Args:
-            levels: of the quantiles, from 0 to 1; with `store=False` those beyond 0.01 and 0.99
-                are cut there.
+            levels: of the quantiles, from 0 to 1; with `store=False` those in the outer half
+                percents are cut there.
 
         Raises:
             ArgumentError: a level out of range; draws with weights, which `summary` knows.
