@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import pyro_scale as ps
 from pyro_scale.core import running, sketch
+from pyro_scale.drive import checkpoint, simulate, store
 from pyro_scale.drive import draws as drive_draws
-from pyro_scale.drive import simulate, store
 from pyro_scale.errors import ArgumentError, FileError, PyroScaleError
 from pyro_scale.infer import moments, streams
 
@@ -158,12 +158,13 @@ def test_a_loader_that_breaks_leaves_what_there_was(kept, after, tmp_path):
     same_outcome(resumed, whole)
 
 
+MOVERS = simulate, streams, store, running, sketch, moments, drive_draws
+
+
 class Interrupter:
     """Raises at the n-th line that is run of what moves chains and takes draws."""
 
-    FILES = frozenset(
-        each.__file__ for each in (simulate, streams, store, running, sketch, moments, drive_draws)
-    )
+    FILES = frozenset(each.__file__ for each in MOVERS)
 
     def __init__(self, at_line):
         self.left, self.is_on = at_line, False
@@ -270,6 +271,27 @@ def test_a_finished_run_is_extended(first, tmp_path):
         fitted(num_samples=20, resume=tmp_path / "run", **where)
 
 
+@pytest.mark.parametrize("written", [1, 2, 4, 5])
+def test_a_store_may_be_ahead_of_the_checkpoint(written, tmp_path, monkeypatch):
+    """As where a run was killed before it wrote the next one: its later draws come again."""
+    write, calls = checkpoint.Checkpoints.write, itertools.count()
+
+    def until_then(self, *args):
+        if next(calls) < written:
+            write(self, *args)
+
+    how = {"num_samples": 100, **at("store", tmp_path)}
+    monkeypatch.setattr(checkpoint.Checkpoints, "write", until_then)
+    fitted(checkpoint=tmp_path / "run", checkpoint_every=0, **how)
+    monkeypatch.setattr(checkpoint.Checkpoints, "write", write)
+    assert checkpoint.read(tmp_path / "run").moment.step < 100
+    resumed = fitted(resume=tmp_path / "run", **how)
+    same_outcome(resumed, fitted(num_samples=100))
+    posterior = xarray.open_datatree(how["store"], engine="zarr", chunks=None).posterior
+    assert posterior.sizes["draw"] == 100
+    assert torch.equal(torch.as_tensor(posterior.w.values), draws_of(resumed)["w"])
+
+
 def test_a_finished_run_without_draws_is_not_extended(tmp_path):
     whole = fitted(store=False, checkpoint=tmp_path)
     same_outcome(fitted(store=False, resume=tmp_path), whole)
@@ -329,7 +351,7 @@ import shutil, torch
 from pathlib import Path
 from pyro_scale.infer import streams
 import stored
-streams._MOST_DRAWS = 50
+streams._MOST_DRAWS = 200
 where, path, saved, draws = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
 kind = "resume" if list(where.glob("state-*")) else "checkpoint"
 if kind == "checkpoint":
@@ -342,7 +364,7 @@ torch.save(stored.outcome(fit), saved)
 
 
 @pytest.mark.parametrize(
-    ("kills", "draws"), [(3, 700), pytest.param(20, 4000, marks=pytest.mark.slow)]
+    ("kills", "draws"), [(2, 2000), pytest.param(20, 20_000, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("kept", KEPT)
 def test_killed_at_any_moment_it_goes_on_bit_for_bit(kept, kills, draws, tmp_path):
@@ -350,6 +372,11 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(kept, kills, draws, tmp_pat
     path = str(tmp_path / "draws.zarr") if kept == "store" else "nowhere"
     arguments = [str(tmp_path / "run"), path, str(saved), str(draws)]
     code, done = CHILD.format(tests=str(Path(__file__).parent)), 0
+
+    def checkpoints():
+        files = (tmp_path / "run").glob("state-*")
+        return max((int(file.name.partition("-")[2]) for file in files), default=0)
+
     while not saved.exists():
         process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments],
@@ -359,7 +386,10 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(kept, kills, draws, tmp_pat
         assert process.stdout is not None
         process.stdout.readline()
         if done < kills:
-            time.sleep(source.uniform(0.1, 1.5))
+            enough = checkpoints() + source.randrange(1, 5)
+            while checkpoints() < enough and process.poll() is None:
+                time.sleep(0.01)
+            time.sleep(source.uniform(0.0, 0.1))
             done += process.poll() is None
             process.send_signal(signal.SIGKILL)
         process.wait()
@@ -371,9 +401,13 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(kept, kills, draws, tmp_pat
         same(found, expected)
         return
     assert found.keys() == expected.keys()
-    for name, value in expected.items():  # blocks of draws are added up as they come
-        rtol = 0.05 if "quantiles" in name else 1e-9
-        torch.testing.assert_close(found[name], value, rtol=rtol, atol=0.05 * rtol)
+    for (
+        name,
+        value,
+    ) in expected.items():  # whose rounding, and bins, are those of blocks as they came
+        site, _, part = name.partition(" ")
+        atol = 0.15 * float(expected[f"{site} sd"].max()) if part == "quantiles" else 0.0
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=atol)
 
 
 # ------------------------------------------------------------------ save and load

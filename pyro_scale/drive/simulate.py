@@ -78,14 +78,13 @@ def simulate(
         _go_on(last, chains, batches, draws, steps)
         progress.update(chains.count, torch.nan)
     inputs = Inputs(values, noise or chains.noise, batches)
-    moment = chains.moment
+    moment, taken = chains.moment, None if sink is None else sink.state()
 
     def write() -> None:
         if checkpoints is not None:
             kept = steps.kept_before(moment.step)
             position = batches.position(moment.step)
-            state = None if sink is None else sink.state()
-            checkpoints.write(moment, position, draws.first(kept), steps.look_every, state)
+            checkpoints.write(moment, position, draws.first(kept), steps.look_every, taken)
 
     begun = started = time.perf_counter()
     try:
@@ -111,7 +110,7 @@ def simulate(
                     now = {name: column[tape.stop - 1] for name, column in values.items()}
                     found = engine.kinetic(chains.state, now)
                     draws.kinetic[chains.alive, looks[tape.stop]] = found[chains.alive]
-                moment = chains.moment
+                moment, taken = chains.moment, None if sink is None else sink.state()
                 progress.update(len(tape), chains.log_joint)
                 draws.num_steps, draws.failures = moment.step, list(moment.failures)
                 if checkpoints is not None and checkpoints.due:
@@ -122,14 +121,17 @@ def simulate(
             write()
         if sink is not None:
             sink.close()
+            taken = sink.state()
             write()
     except (Exception, KeyboardInterrupt) as error:
-        if sink is not None and sink.count == steps.kept_before(chains.count):
-            moment = chains.moment  # that of the last draws that it has got
+        kept, there = steps.kept_before(moment.step), steps.kept_before(chains.count)
+        if sink is not None and kept < sink.count == there:
+            moment, taken = chains.moment, sink.state()  # of the last draws that it has got
         with contextlib.suppress(FileError):  # it may be what ended the run
-            if sink is None or sink.count == steps.kept_before(moment.step):
-                write()
-            if sink is not None:
+            write()
+        if sink is not None:
+            with contextlib.suppress(FileError):
+                sink.go_on_from(taken)
                 sink.close()
         draws = draws.first(steps.kept_before(moment.step))
         draws.error = error
