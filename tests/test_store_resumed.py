@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import pyro_scale as ps
 from pyro_scale.core import running, sketch
-from pyro_scale.drive import checkpoint, simulate, store
+from pyro_scale.drive import chains, checkpoint, simulate, store
 from pyro_scale.drive import draws as drive_draws
 from pyro_scale.errors import ArgumentError, FileError, PyroScaleError
 from pyro_scale.infer import moments, streams
@@ -158,7 +158,7 @@ def test_a_loader_that_breaks_leaves_what_there_was(kept, after, tmp_path):
     same_outcome(resumed, whole)
 
 
-MOVERS = simulate, streams, store, running, sketch, moments, drive_draws
+MOVERS = chains, simulate, streams, store, running, sketch, moments, drive_draws
 
 
 class Interrupter:
