@@ -44,6 +44,7 @@ def fitted(name):
         "BAOA": lambda: run(ps.BAOA(regression(), lr=0.3), **long),
         "short": lambda: run(ps.BAOA(regression(), lr=0.3), **{**long, "num_samples": 300}),
         "hot": lambda: run(ps.BAOA(regression(), lr=0.3, temperature=1.5), **long),
+        "brief": lambda: run(ps.BAOA(regression(), lr=0.3), num_samples=30, warmup_steps=500),
         "stuck": lambda: run(ps.SGLD(regression(), lr=1e-5), num_samples=50, num_chains=2),
         "dense": lambda: run(ps.Laplace(regression(), structure="dense")),
         "diagonal": lambda: run(ps.Laplace(regression())),
@@ -178,9 +179,9 @@ def test_without_data_there_is_no_lpd():
     ("names", "expected"),
     [
         (["short", "hot", "BAOA", "dense"], "BAOA"),
-        (["stuck", "hot", "dense"], "stuck"),
+        (["brief", "hot", "dense"], "brief"),
         (["hot", "dense"], "dense"),
-        (["dense", "stuck"], "stuck"),
+        (["dense", "stuck"], "dense"),  # it is far too cold, and known to be
         (["MAP", "diagonal", "dense"], "dense"),
         (["MAP", "diagonal"], "diagonal"),
         (["MAP"], "MAP"),

@@ -140,6 +140,7 @@ class TestRandomness:
             "STEP_SIZE": 5,
             "CURVATURE": 6,
             "APPROXIMATION": 7,
+            "SHADOW": 8,
         }
         assert derived_seed(0, 0, Purpose.NOISE) == 5950159816103605179
         assert derived_seed(7, 3, Purpose.BATCHES, block=2) == 2521211164429912937

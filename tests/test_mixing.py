@@ -83,15 +83,26 @@ def test_false_alarms_are_rare():
 
 
 @pytest.mark.parametrize(
-    "how",
+    ("apart", "num_chains", "num_samples", "is_said"),
     [
-        {"num_samples": 99},
-        {"num_chains": 1, "num_samples": 400},
-        {"num_chains": 12, "num_samples": 49},
+        (0.5, 4, 99, False),
+        (0.5, 4, 100, True),
+        (0.5, 12, 49, False),
+        (0.5, 12, 50, True),
+        (2.0, 4, 19, False),
+        (2.0, 4, 20, True),
+        (2.0, 1, 400, False),
     ],
 )
-def test_what_few_draws_or_one_chain_cannot_say_is_not_said(how):
-    assert not told(run(stuck(**how), **how))[1]
+def test_few_draws_say_only_what_is_not_chance(apart, num_chains, num_samples, is_said):
+    """R-hats of about 1.1 and 2.2, as variances between chains are apart^2 of those within."""
+    how = {"num_samples": num_samples, "num_chains": num_chains}
+    fit = run(stuck(**how), **how)
+    independent = normals(num_chains, num_samples, fit._result.positions.shape[-1])
+    sides = double(-1.0, 1.0).repeat(6)[:num_chains, None, None]
+    positions = independent + apart * sides
+    fit._result = dataclasses.replace(fit._result, positions=positions, virial=None)
+    assert bool(told(fit)[1]) is is_said
 
 
 def test_chains_without_noise_may_end_anywhere():

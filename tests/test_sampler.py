@@ -160,7 +160,7 @@ class TestGradientNoise:
         added = self.lr * self.size * 4.0 / (2 * self.batch * temperature)
         if sampling == "shuffle":
             added *= (1 - self.batch / self.size) * self.size / (self.size - 1)
-        with pytest.warns(UserWarning, match=r"minibatches multiplies the temperature.*lower lr"):
+        with pytest.warns(UserWarning, match=r"hotter than it should be.*lower lr"):
             table = sampler.diagnostics()
         factor = table.loc["w", "temperature_inflation"]
         assert factor - 1 == pytest.approx(added, rel=4.4 * 0.0075)

@@ -326,7 +326,7 @@ def test_one_site_of_many_elements_is_one_row():
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(big.sum(), 1.0), obs=x[:, 0])
 
-    fit = fitted(wide, X, store=False)
+    fit = fitted(wide, X, store=False, num_samples=250)
     table = fit.summary()
     assert list(table.index) == ["big [11x10], worst", "small[0]", "small[1]"]
     named = fit.summary(["big"])

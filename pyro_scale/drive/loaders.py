@@ -81,8 +81,20 @@ def isolated(
                 batch = next(loaded)
             except StopIteration:
                 return
+            except (ConnectionError, EOFError) as error:
+                raise _of_a_dead_worker(loader, error) from error
             drawn = torch.random.get_rng_state()
         yield batch, before
+
+
+def _of_a_dead_worker(loader: Any, error: Exception) -> Exception:
+    """What a broken pipe means, unless it is the data set's own."""
+    if not getattr(loader, "num_workers", 0) or str(error).startswith("Caught "):  # as torch has it
+        return error
+    return DataError(
+        f"a worker of the loader exited unexpectedly ({error}): it was killed, most often for want "
+        "of memory; pass a loader with fewer workers or num_workers=0, and go on with resume="
+    )
 
 
 def received(batch: Any, device: torch.device | None) -> Arguments:

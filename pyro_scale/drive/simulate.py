@@ -146,7 +146,8 @@ def _looks(
 ) -> dict[int, int]:
     """Which look at the whole state comes after so many steps; none where nothing is to be seen
     but positions."""
-    if not steps.positions or not hasattr(state, "momentum"):
+    has_momentum = hasattr(state, "momentum") and hasattr(engine.kernel, "mass")
+    if not steps.positions or not has_momentum:
         return {}
     warm = (values["temperature"][steps.looks] > 0).tolist()
     return {step + 1: i for i, step in enumerate(steps.looks.tolist()) if warm[i]}

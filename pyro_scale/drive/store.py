@@ -90,12 +90,12 @@ class DrawStore:
             FileError: the store cannot be written.
         """
         zarr, target = _zarr(), as_path(path).absolute()
-        if target.exists() and not _is_empty(target):
-            raise ArgumentError(
-                f"store='{path}' is there already: pass another path, or resume= to go on with "
-                "the run that it is of"
-            )
         with _refused(target, "written"):
+            if target.exists() and not _is_empty(target):
+                raise ArgumentError(
+                    f"store='{path}' is there already: pass another path, or resume= to go on with "
+                    "the run that it is of"
+                )
             group = zarr.create_group(str(target), zarr_format=2, overwrite=True)
             group.attrs.update(draws=0, run=run, chunk=chunk)
             store = cls(target, group)
@@ -207,7 +207,8 @@ class DrawStore:
 
         with _refused(self.path, "read"):
             assert self._own
-        return xarray.open_zarr(str(self.path), group=group, chunks=None, consolidated=True)
+        found = xarray.open_zarr(str(self.path), group=group, chunks=None, consolidated=True)
+        return found.drop_encoding()  # which other formats do not take
 
     @property
     def _own(self) -> Any:

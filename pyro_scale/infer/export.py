@@ -77,8 +77,7 @@ def dims_of(result: Result, group: str, name: str, count: int) -> list[str]:
     rows = _rows_dim(result)
     if group == "log_likelihood":
         return [rows]
-    taken = "_" if any(f"{name}_dim_{i}" in known.sites for i in range(count)) else ""
-    dims = [f"{name}_dim_{i}{taken}" for i in range(count)]
+    dims = own_dims(result, name, count)
     site = known.sites.get(name)
     if site is None:
         return dims
@@ -90,6 +89,13 @@ def dims_of(result: Result, group: str, name: str, count: int) -> list[str]:
     if name in axes:
         dims[count + axes[name]] = rows
     return dims
+
+
+def own_dims(result: Result, name: str, count: int) -> list[str]:
+    """A site's dims named after itself, none of which is another site."""
+    sites = result.log_posterior.understanding.sites
+    taken = "_" if any(f"{name}_dim_{i}" in sites for i in range(count)) else ""
+    return [f"{name}_dim_{i}{taken}" for i in range(count)]
 
 
 def _rows_dim(result: Result) -> str:

@@ -37,6 +37,7 @@ from pyro_scale.infer.stepsizebias import step_size_bias
 from pyro_scale.infer.streams import (
     Store,
     ToDisk,
+    refuse_endless,
     refuse_weights,
     refuse_what_memory_does_not_hold,
     sink_for,
@@ -242,6 +243,7 @@ class Sampler(Method):
         num_chains = as_count("num_chains", num_chains)
         if superchains is not None:
             superchains = check_superchains(superchains, num_chains, self._init_strategy)
+        refuse_endless(num_samples, num_chains)
         sampling = self._sampling(sampling, batch_size is not None)
         lr = self.kernel.lr
         keeps = lr.keeps if isinstance(lr, Cyclical) else None

@@ -17,7 +17,7 @@ from pyro_scale.core.schedules import Cyclical
 from pyro_scale.drive.draws import Draws
 from pyro_scale.drive.store import POSTERIOR, UNCONSTRAINED, DrawStore, Field
 from pyro_scale.errors import ArgumentError, FileError
-from pyro_scale.infer.export import attributes, dims_of
+from pyro_scale.infer.export import attributes, dims_of, own_dims
 from pyro_scale.infer.memory import bytes_of, in_words
 from pyro_scale.infer.moments import RunningSamples
 from pyro_scale.infer.result import Result
@@ -30,6 +30,8 @@ Store = FilePath | Literal[False] | None
 
 #: Bytes of all chains' draws that are held until they are written; bytes and draws of a file.
 _HELD_BYTES, _FILE_BYTES, _MOST_DRAWS = 2**25, 2**23, 2**14
+#: Of a site, which with `_dim_0` behind it is a file's.
+_LONGEST_NAME = 200
 
 
 def sink_for(
@@ -51,6 +53,20 @@ def sink_for(
     first = setup.positions[:, None].cpu()
     starts = Result(setup.log_posterior, setup.data, setup.engine.layout, first, {})
     return ToMoments(starts, num_draws) if store is False else ToDisk(starts, store, resumes)
+
+
+def refuse_endless(num_draws: int, num_chains: int) -> None:
+    """Refuses a run of which memory would not even hold draws' numbers and log joints.
+
+    Raises:
+        ArgumentError: it is one.
+    """
+    needed, there = num_draws * (1 + num_chains) * 8, bytes_of(torch.device("cpu")) // 2
+    if needed > there:
+        raise ArgumentError(
+            f"num_samples={num_draws:,}: log joints of so many draws take {in_words(needed)} of "
+            f"memory, and {in_words(there)} are for them: pass fewer, and a larger thinning"
+        )
 
 
 def refuse_what_memory_does_not_hold(positions: Tensor, num_draws: int, budget: int | None) -> None:
@@ -273,10 +289,14 @@ def _transformed(starts: Result) -> list[str]:
 def _field(starts: Result, path: str, value: Tensor) -> Field:
     """How a site's draws `[chains, n, ...]` are stored."""
     group, _, name = path.partition("/")
-    if "/" in name:
-        raise ArgumentError(f"store: site '{name}' cannot be a file's name: rename it, without '/'")
+    if "/" in name or name.startswith((".", "__")) or len(name.encode()) > _LONGEST_NAME:
+        raise ArgumentError(
+            f"store: site '{name}' cannot be an array's name in a Zarr store: rename it, without "
+            f"'/', without '.' or '__' in front, with at most {_LONGEST_NAME} bytes"
+        )
     shape = tuple(value.shape[2:])
-    dims = [f"{name}_dim_{i}" for i in range(len(shape))]
     if group == POSTERIOR:
         dims = dims_of(starts, group, name, len(shape))
+    else:
+        dims = own_dims(starts, name, len(shape))
     return Field(shape, dtype_name(value.dtype), tuple(dims))
