@@ -168,6 +168,16 @@ class Engine:
             values["temperature"] = self._temperature(values["temperature"])
         return self.kernel.bind(values)
 
+    def bound_latents(self, values: Mapping[str, Tensor]) -> Any:
+        """The kernel at a step's values for latents alone, in double precision."""
+        whole, count = self.bound(values), self.num_latents
+        return whole.bind(
+            {
+                name: value.double()[:count] if value.dim() else value.double()
+                for name, value in whole.hyperparameters().items()
+            }
+        )
+
     def _temperature(self, value: Tensor) -> Tensor:
         temperature = value / self.density.num_data
         if not self.has_points:

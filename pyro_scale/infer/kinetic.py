@@ -94,15 +94,7 @@ def _expected(setup: Setup, values: Mapping[str, Tensor], precision: Tensor) -> 
 
     To first order in lr^2 L the variance depends on L_ii alone, however elements are correlated.
     """
-    engine = setup.engine
-    count = engine.num_latents
-    whole = engine.bound(values)
-    bound = whole.bind(
-        {
-            name: value.double()[:count] if value.dim() else value.double()
-            for name, value in whole.hyperparameters().items()
-        }
-    )
+    bound = setup.engine.bound_latents(values)
     linear, _ = bound.linear(torch.zeros_like(precision))  # in units where the mass is 1
     steepness = precision / bound.mass
     steepness = steepness.maximum(_FLATTEST / bound.lr.square() * torch.ones_like(steepness))

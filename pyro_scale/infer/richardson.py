@@ -44,9 +44,7 @@ def law_of(course: Course, noise: Tensor, own: Tensor, shadow: Tensor) -> Law:
         shadow: of those at half the step.
     """
     kernel, mass = _bound(course, len(own))
-    epoch = None
-    if course.sampling != "replacement" and course.setup.data.batch_size is not None:
-        epoch = max(1, course.setup.log_posterior.num_data // course.setup.data.batch_size)
+    epoch = course.setup.epoch(course.sampling)
     half = kernel.bind({**kernel.hyperparameters(), "lr": kernel.lr / 2})
     exact, least = shadow, _LEAST * own
     gap = order = torch.full_like(own, torch.nan)
@@ -63,16 +61,9 @@ def law_of(course: Course, noise: Tensor, own: Tensor, shadow: Tensor) -> Law:
 
 def _bound(course: Course, count: int) -> tuple[Kernel, Tensor]:
     """(The kernel of latents at the run's values on average, its mass), in double precision."""
-    engine = course.setup.engine
     tape = course.kernel.tape(course.steps.total)
     values = {name: column[course.steps.kept].mean(0) for name, column in tape.items()}
-    whole = engine.bound(values)
-    bound = whole.bind(
-        {
-            name: value.double()[:count] if value.dim() else value.double()
-            for name, value in whole.hyperparameters().items()
-        }
-    )
+    bound = course.setup.engine.bound_latents(values)
     mass = bound.hyperparameters().get("mass", torch.ones((), dtype=torch.float64))
     return bound, mass * torch.ones(count, dtype=torch.float64)
 

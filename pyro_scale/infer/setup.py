@@ -57,6 +57,13 @@ class Setup:
             return SharedBatches(source.batches(self.seed, 1, sampling), num_chains)
         return source.batches(self.seed, num_chains, sampling)
 
+    def epoch(self, sampling: Sampling) -> int | None:
+        """Batches that go through all rows once; None where none do, or a batch is all rows."""
+        size = self.data.batch_size
+        if size is None or sampling == "replacement":
+            return None
+        return max(1, self.log_posterior.num_data // size)
+
     def batches_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batches:
         """A batch given as the model's own arguments."""
         arguments = self.log_posterior.bind(args, kwargs)

@@ -107,7 +107,7 @@ def choose(setup: Setup, mode: Tensor, steps: Steps, sampling: Sampling) -> Step
     """
     engine = setup.engine
     modes = _modes(setup, mode, sampling)
-    epoch = None if sampling == "replacement" else _epoch(setup)
+    epoch = setup.epoch(sampling)
     highest = min(_largest_stable(setup, modes.steepest), engine.kernel.largest_lr)
     decades = -torch.arange(_PER_DECADE * _DECADES + 1, dtype=torch.float64) / _PER_DECADE
     candidates = _SAFETY * highest * 10**decades
@@ -123,12 +123,6 @@ def choose(setup: Setup, mode: Tensor, steps: Steps, sampling: Sampling) -> Step
         f"stable below about {highest:.2g}; curvature over N "
         f"{float(modes.precision.min()):.2g} to {float(modes.steepest):.2g}",
     )
-
-
-def _epoch(setup: Setup) -> int | None:
-    """Batches that go through all rows once."""
-    size = setup.data.batch_size
-    return None if size is None else max(1, setup.log_posterior.num_data // size)
 
 
 def _kernel(setup: Setup, lr: Tensor) -> Kernel:

@@ -52,7 +52,9 @@ def sink_for(
         return None
     first = setup.positions[:, None].cpu()
     starts = Result(setup.log_posterior, setup.data, setup.engine.layout, first, {})
-    return ToMoments(starts, num_draws) if store is False else ToDisk(starts, store, resumes)
+    if store is False:
+        return ToMoments(starts, first, num_draws)
+    return ToDisk(starts, first, store, resumes)
 
 
 def refuse_endless(num_draws: int, num_chains: int) -> None:
@@ -112,6 +114,7 @@ class ToDisk:
 
     Args:
         starts: a result whose draws are the chains' starts.
+        first: those, `[chains, 1, D]`.
         path: of the store.
         resumes: whether it may be there already, of the run that goes on.
 
@@ -120,11 +123,9 @@ class ToDisk:
         FileError: the store cannot be made.
     """
 
-    def __init__(self, starts: Result, path: FilePath, resumes: bool):
+    def __init__(self, starts: Result, first: Tensor, path: FilePath, resumes: bool):
         self._starts = starts
         self._transformed = _transformed(starts)
-        first = starts.positions
-        assert isinstance(first, Tensor)
         values, num_chains = self._values(first), starts.num_chains
         width = sum(v[0, 0].numel() * v.element_size() for v in values.values())
         affordable = min(_HELD_BYTES // (num_chains * width), _FILE_BYTES // width)
@@ -164,7 +165,7 @@ class ToDisk:
 
     def state(self) -> dict[str, Any]:
         """What another one needs to go on."""
-        return {"run": self.store.run, "stored": self.store.count, "held": self._waiting.clone()}
+        return {"run": self.store.run, "stored": self.store.count, "held": self._waiting}
 
     def go_on_from(self, state: Mapping[str, Any] | None) -> None:
         """Takes up where another one was; None begins anew.
@@ -221,17 +222,17 @@ class ToMoments:
 
     Args:
         starts: a result whose draws are the chains' starts.
+        first: those, `[chains, 1, D]`.
         num_draws: draws of each chain that are to come.
     """
 
-    def __init__(self, starts: Result, num_draws: int):
-        first = starts.positions
-        assert isinstance(first, Tensor)
-        self._starts, self._num_draws = starts, num_draws
+    _waiting: Tensor
+
+    def __init__(self, starts: Result, first: Tensor, num_draws: int):
+        self._starts, self._none, self._num_draws = starts, first[:, :0], num_draws
         width = first.numel() * first.element_size()
         self._chunk = max(1, min(_MOST_DRAWS, _FILE_BYTES // width))
-        self._waiting = first[:, :0]
-        self._moments = RunningSamples.of(starts.samples, num_draws)
+        self.go_on_from(None)
 
     @property
     def count(self) -> int:
@@ -251,14 +252,12 @@ class ToMoments:
 
     def state(self) -> dict[str, Any]:
         """What another one needs to go on."""
-        return {"sums": self._moments.running.state(), "waiting": self._waiting.clone()}
+        return {"sums": self._moments.running.state(), "waiting": self._waiting}
 
     def go_on_from(self, state: Mapping[str, Any] | None) -> None:
         """Takes up where another one was; None begins anew."""
-        first = self._starts.positions
-        assert isinstance(first, Tensor)
         self._moments = RunningSamples.of(self._starts.samples, self._num_draws)
-        self._waiting = first[:, :0] if state is None else state["waiting"]
+        self._waiting = self._none if state is None else state["waiting"]
         if state is not None:
             self._moments.running.go_on_from(state["sums"])
 
