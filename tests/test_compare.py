@@ -72,7 +72,7 @@ def moved(fit, shift=0.0, scale=1.0):
 
 @pytest.mark.parametrize("scale", [0.5, 2.0])
 def test_distances_are_the_worst_elements(scale):
-    sd = fitted("dense").get_samples()["w"].std(0, correction=0)
+    sd = fitted("dense").get_samples()["w"].std(0)
     shift = double(0.1, -0.6, 0.3) * sd
     change = double(1.0, 1.0, scale)
     table = ps.compare({"a": fitted("dense"), "b": moved(fitted("dense"), shift, change)}).table

@@ -172,8 +172,11 @@ class DrawStore:
                 each.attrs.update(attrs)
             self._publish(self.count)
 
-    def read(self, name: str, chains: Tensor, draws: Tensor) -> Tensor:
-        """Draws of one field, `[len(chains), len(draws), ...]`.
+    def read(
+        self, name: str, chains: Tensor, draws: Tensor, elements: Tensor | None = None
+    ) -> Tensor:
+        """Draws of one field, `[len(chains), len(draws), ...]`, or some elements of them, by their
+        places in a flattened one, `[len(chains), len(draws), len(elements)]`.
 
         Raises:
             FileError: they cannot be read, or are damaged.
@@ -187,14 +190,17 @@ class DrawStore:
                 self._refuse_missing(name, array, chains, int(file))
                 here = torch.nonzero(files == file)[:, 0]
                 places = chains.numpy(), draws[here].numpy(), *rest
-                parts.append(torch.as_tensor(array.oindex[places]))
+                part = torch.as_tensor(array.oindex[places])
+                if elements is not None:
+                    part = part.reshape(*part.shape[:2], -1)[..., elements]
+                parts.append(part)
                 order.append(here)
         return torch.cat(parts, 1)[:, torch.cat(order).argsort()]
 
-    def shape_of(self, name: str) -> tuple[int, ...]:
+    def shape_of(self, name: str) -> torch.Size:
         """The shape of one draw of a field."""
         with _refused(self.path, "read"):
-            return tuple(self._own[name].shape[2:])
+            return torch.Size(self._own[name].shape[2:])
 
     def sites(self, group: str) -> list[str]:
         """The sites of a group, in the model's order."""

@@ -14,9 +14,8 @@ from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.approximation import Approximation
 from pyro_scale.infer.comparison_plot import plotted
 from pyro_scale.infer.diagnostics import is_off
-from pyro_scale.infer.export import to_inference_data
 from pyro_scale.infer.method import Method
-from pyro_scale.infer.mixing import mixing
+from pyro_scale.infer.mixing import mixing, some_elements
 from pyro_scale.infer.pieces import pieces_of
 from pyro_scale.infer.predictive import data_sites, equally_weighted, log_likelihood_of
 from pyro_scale.infer.result import Result
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 #: R-hat below which chains are trusted.
 _MOST_R_HAT = 1.05
+#: Of a mean, the sd below which draws are all the same.
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +141,7 @@ def _refuse_other_sites(results: Mapping[str, Result]) -> None:
 
 
 def _shapes(result: Result) -> dict[str, list[int]]:
-    return {name: list(result.samples[name].shape[2:]) for name in result.log_posterior.latents}
+    return {name: list(result.shapes[name]) for name in result.log_posterior.latents}
 
 
 def _costs(result: Result, approximate: bool) -> dict[str, float]:
@@ -149,8 +150,8 @@ def _costs(result: Result, approximate: bool) -> dict[str, float]:
     seconds = math.fsum(result.attrs.get(name, 0.0) for name in times)
     ess = r_hat = math.nan
     if not approximate:
-        latents = {name: result.samples[name] for name in result.log_posterior.latents}
-        table = mixing(to_inference_data(result, {"posterior": latents}).posterior)
+        latents = result.log_posterior.latents
+        table = mixing({name: some_elements(result, name) for name in latents})
         ess, r_hat = float(table.ess_bulk.min()), float(table.r_hat.max())
     return {"seconds": seconds, "ess": ess, "ess_per_second": ess / seconds, "r_hat": r_hat}
 
@@ -177,14 +178,18 @@ def _is_at_temperature_1(result: Result) -> bool:
 
 def _moments(result: Result) -> tuple[Tensor, Tensor]:
     """(Means, sds) of all elements of the latent sites, over draws as they count."""
-    latents = [result.samples[name] for name in result.log_posterior.latents]
-    count = result.positions.shape[:2].numel()
-    flat = torch.cat([value.reshape(count, -1).double() for value in latents], 1).cpu()
-    weights = flat.new_ones(len(flat)) if result.weights is None else result.weights.flatten()
-    shares = (weights / weights.sum()).to(flat)
-    mean = shares @ flat
-    sd = (shares @ (flat - mean).square()).sqrt()
-    return mean, torch.where(flat.amax(0) == flat.amin(0), 0, sd)  # but for rounding
+    latents = result.log_posterior.latents
+    if result.weights is None:  # in one pass, as draws may be more than memory holds
+        found = result.moments([0.5])
+        mean = torch.cat([found[name].mean.reshape(-1) for name in latents])
+        sd = torch.cat([found[name].sd.reshape(-1) for name in latents]).nan_to_num(0.0)  # of one
+    else:
+        count = result.positions.shape[:2].numel()
+        values = [result.samples[name].reshape(count, -1).double() for name in latents]
+        flat, shares = torch.cat(values, 1), result.weights.flatten() / result.weights.sum()
+        mean = shares @ flat
+        sd = (shares @ (flat - mean).square()).sqrt()
+    return mean, torch.where(sd > _ROUNDING * mean.abs(), sd, 0.0)
 
 
 def _distances(

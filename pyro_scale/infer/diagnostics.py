@@ -1,31 +1,25 @@
-"""Reads what a run stored: mixing, and the bias of minibatches."""
+"""How far to trust a run: mixing, temperatures, and the bias of minibatches."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from pyro_scale.core.running import Moments
-from pyro_scale.infer.export import quiet_arviz, to_inference_data
+from pyro_scale.infer.export import quiet_arviz
 from pyro_scale.infer.mixing import (
     mixing,
     mixing_of_moments,
     mixing_of_predictions,
+    some_elements,
     warn_of_unmixed,
 )
-from pyro_scale.infer.predictive import in_proportion
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.superchains import nested_r_hats, warn_of_remembered_starts
 
-#: A site of more elements is one row of `summary`, unless it is named.
-_MOST_ELEMENTS = 100
 #: Above this, minibatches make the posterior visibly too wide (5% in standard deviations).
 _MOST_INFLATION = 1.1
 #: Standard errors beyond which a temperature is known to be wrong; draws below which there is none.
@@ -36,75 +30,6 @@ _FEWEST_MOMENTS = 16
 _MANY_CHAINS = 20
 #: How often chance goes beyond three standard errors.
 _ONE_SIDED = 0.00135
-#: Of the quantiles that a summary shows of draws that were not kept.
-_LEVELS = 0.05, 0.5, 0.95
-
-
-def summary(result: Result, var_names: list[str] | None) -> Any:
-    """ArviZ's table; a large site is one row, with its worst R-hat and least ESS.
-
-    Where draws have weights, means and sds are weighted, and the rest is of draws that are
-    repeated or left out in proportion.
-    """
-    import pandas
-
-    if result.running is not None:
-        return _of_moments(result.running.moments(_LEVELS), var_names)
-    arviz = quiet_arviz()
-    samples, weights = result.samples, result.weights
-    if weights is not None:  # the same for all chains
-        chosen = in_proportion(weights[0], weights.shape[1])
-        samples = {name: value[:, chosen] for name, value in samples.items()}
-    idata = to_inference_data(result, {"posterior": samples})
-    tables: list[Any] = []
-    for name in var_names or samples:
-        table: Any = arviz.summary(idata, var_names=[name])
-        if weights is not None and "mean" in table:
-            moments = _weighted_moments(result.samples[name], weights)
-            table["mean"], table["sd"] = (moment.round(decimals=3).tolist() for moment in moments)
-        columns = table.columns
-        if var_names is None and len(table) > _MOST_ELEMENTS:
-            table = _worst(table, name, samples[name].shape[2:])
-        tables.append(table)
-    return pandas.concat(tables)[columns]
-
-
-def _of_moments(moments: Mapping[str, Moments], var_names: list[str] | None) -> Any:
-    """The table of draws that were not kept."""
-    import pandas
-
-    tables, columns = [], ["mean", "sd", *(f"q{100 * p:.0f}" for p in _LEVELS), "ess", "r_hat"]
-    for name in var_names or moments:
-        found = moments[name]
-        shape = found.mean.shape
-        places = [f"{name}[{', '.join(map(str, place))}]" for place in np.ndindex(*shape)]
-        numbers = [found.mean, found.sd, *found.quantiles, found.ess, found.r_hat]
-        values = torch.stack(numbers, -1).reshape(-1, len(columns)).numpy()
-        table = pandas.DataFrame(values, index=places if shape else [name], columns=columns)
-        if var_names is None and len(table) > _MOST_ELEMENTS:
-            table = _worst(table, name, shape)
-        tables.append(table)
-    return pandas.concat(tables)[columns].round(3)
-
-
-def _worst(table: Any, name: str, shape: Sequence[int]) -> Any:
-    """A large site's row: its worst R-hat and least ESS."""
-    import pandas
-
-    worst = {c: table[c].max() if c == "r_hat" else table[c].min() for c in _mixing(table)}
-    return pandas.DataFrame([worst], index=[f"{name} [{'x'.join(map(str, shape))}], worst"])
-
-
-def _weighted_moments(samples: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """(Mean, standard deviation) of draws `[chains, draws, ...]`, by element, `[elements]`."""
-    flat = samples.flatten(0, 1).double().reshape(weights.numel(), -1)
-    shares = weights.reshape(-1, 1) / weights.sum()
-    mean = (shares * flat).sum(0)
-    return mean, (shares * (flat - mean).square()).sum(0).sqrt()
-
-
-def _mixing(table: Any) -> list[str]:
-    return [column for column in table.columns if column.startswith(("ess", "r_hat"))]
 
 
 def diagnostics(result: Result, probe: Any = None) -> Any:
@@ -116,21 +41,23 @@ def diagnostics(result: Result, probe: Any = None) -> Any:
     if result.running is not None:
         table = mixing_of_moments(result.running.moments([0.5]), sites)
     else:
-        posterior = to_inference_data(result, {"posterior": result.samples}).posterior
-        table = mixing(posterior[sites])
+        table = mixing({name: some_elements(result, name) for name in sites})
         predicted = None if probe is None else mixing_of_predictions(result, probe)
         nested = nested_r_hats(result)
-    if nested is not None:
-        table["nested_r_hat"] = nested
-        warn_of_remembered_starts(result)
-    else:
-        warn_of_unmixed(result, table if predicted is None else predicted, predicted is not None)
     heat, heated = result.virial, None
     if heat is not None:
         heated = _virial_temperatures(result, heat)
         table["temperature"], table["temperature_error"] = heated
-        warn_of_the_temperature(result, list(table.index), *heated)
     is_told = heated is not None and _is_hot(*heated)
+    unmixed = False
+    if nested is not None:
+        table["nested_r_hat"] = nested
+        warn_of_remembered_starts(result)
+    else:
+        seen = table if predicted is None else predicted
+        unmixed = warn_of_unmixed(result, seen, predicted is not None, is_told)
+    if heated is not None:
+        warn_of_the_temperature(result, sites, *heated, unmixed)
     noise = result.gradient_noise
     if noise is not None and result.attrs["temperature"] != 0:
         places = [result.layout.slices()[name] for name in table.index]
@@ -232,9 +159,10 @@ def _add_kinetic(table: Any, result: Result, is_told: bool) -> None:
 
 
 def warn_of_the_temperature(
-    result: Result, sites: list[str], means: list[float], errors: list[float]
+    result: Result, sites: list[str], means: list[float], errors: list[float], unmixed: bool
 ) -> None:
-    """Warns where draws are known to be hotter or colder than they should be."""
+    """Warns where draws are known to be hotter or colder than they should be; chains that are
+    still on their way look hot, too."""
     gap = _MOST_INFLATION - 1
 
     def said(site: int, how: str, advice: str) -> str:
@@ -249,6 +177,8 @@ def warn_of_the_temperature(
     if hot:
         worst = max(hot, key=lambda i: means[i])
         advice = f"{_lower_lr(result, means[worst])}; where minibatches heat, raise batch_size"
+        if unmixed:
+            advice = f"take a longer warm-up first; if it stays, {advice}"
         warnings.warn(said(worst, "hotter", advice), UserWarning, stacklevel=4)
     if cold:
         worst = min(cold, key=lambda i: means[i])

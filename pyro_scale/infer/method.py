@@ -17,14 +17,16 @@ from pyro_scale.core.running import Moments
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, NotRunError
-from pyro_scale.infer import diagnostics, export, predictive, saved
+from pyro_scale.infer import export, predictive, saved
 from pyro_scale.infer.contents import contents_of, result_of, understood
+from pyro_scale.infer.diagnostics import diagnostics
 from pyro_scale.infer.discrepancy import ksd
 from pyro_scale.infer.loo import Loo, loo
 from pyro_scale.infer.reductions import Reduce
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import module_device
 from pyro_scale.infer.stepping import Stepping
+from pyro_scale.infer.summary import summary
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: Bytes of pointwise log likelihood that `to_arviz` computes without being asked.
@@ -126,15 +128,13 @@ class Method:
         return result.moments(levels)
 
     def summary(self, var_names: list[str] | None = None) -> Any:
-        """ArviZ's summary, a DataFrame; a site of over 100 elements is one row with its worst
-        R-hat and least ESS, unless it is named."""
+        """ArviZ's summary, a DataFrame; a site of over 100 elements is one row with the worst
+        R-hat and least ESS of up to 200 of them, evenly spread, unless it is named."""
         result = self._results()
         for name in var_names or ():
-            if name not in result.samples:
-                raise ArgumentError(
-                    f"var_names: no site '{name}'; there are {list(result.samples)}"
-                )
-        return diagnostics.summary(result, var_names)
+            if name not in result.shapes:
+                raise ArgumentError(f"var_names: no site '{name}'; there are {list(result.shapes)}")
+        return summary(result, var_names)
 
     def diagnostics(self, probe: Any = None) -> Any:
         """How far to trust the draws: a DataFrame, one row a latent site.
@@ -147,7 +147,8 @@ class Method:
                 that chains do not agree on them; what they predict may well mix, and is what
                 counts.
 
-        Columns: the worst `r_hat` and least `ess_bulk`, `ess_tail` of the site's elements; with
+        Columns: the worst `r_hat` and least `ess_bulk`, `ess_tail` of the site's elements, of
+        large sites of 200, evenly spread; with
         `superchains`, if all chains finished, `nested_r_hat`, the worst;
         `temperature` by the virial theorem, E[-(w - mean) d log joint / dw], over the one that was
         asked for, on batches that the draws have not seen, and its `temperature_error`: it
@@ -174,7 +175,7 @@ class Method:
                 inflation above 1.1, with the lr that would bring it below.
         """
         result = self._results() if probe is None else self._draws()
-        return diagnostics.diagnostics(result, probe)
+        return diagnostics(result, probe)
 
     def log_likelihood(self, data: Any = None) -> dict[str, Tensor]:
         """Each data site's log likelihood, `[chains * draws, N]` in nats, a value a row.

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.core.running import Moments
@@ -20,20 +21,29 @@ from pyro_scale.infer.result import Result
 #: (Vehtari et al. 2021 ask for an ESS of 400); and, as it may be chance, of fewer, but so many.
 _MOST_R_HAT, _MANY_DRAWS, _MANY_EACH = 1.05, 400, 50
 _MOST_OF_FEW, _FEWEST_EACH = 1.3, 20
+#: Elements of a variable that are looked at.
+_MOST_ELEMENTS = 200
 #: Chains that are many.
 _MANY_CHAINS = 20
 
 
-def mixing(latent: Any) -> Any:
+def some_elements(result: Result, name: str) -> Tensor:
+    """Up to 200 elements of a site, evenly spread, `[chains, draws, some]`: ArviZ takes some
+    milliseconds for each."""
+    return result.elements(name, _evenly_of(result.shapes[name].numel()))
+
+
+def mixing(draws: Mapping[str, Tensor]) -> Any:
     """A table, one row a variable: the worst R-hat and the least ESS of its elements.
 
     Args:
-        latent: the draws, an xarray Dataset.
+        draws: by variable, `[chains, draws, elements]`.
     """
     import pandas
 
     arviz = quiet_arviz()
-    table = pandas.DataFrame(index=pandas.Index([str(name) for name in latent], name="site"))
+    latent = arviz.convert_to_dataset({name: v.cpu().numpy() for name, v in draws.items()})
+    table = pandas.DataFrame(index=pandas.Index(list(draws), name="site"))
     alone = latent.sizes["chain"] < 2  # which ArviZ logs
     table["r_hat"] = math.nan if alone else _each(arviz.rhat(latent), "max")
     table["ess_bulk"] = _each(arviz.ess(latent, method="bulk"), "min")
@@ -61,41 +71,55 @@ def mixing_of_predictions(result: Result, probe: Any) -> Any:
     Raises:
         ArgumentError: no data site, or one without a mean.
     """
-    import numpy
-    import xarray
-
     if not data_sites(result):
         raise ArgumentError("probe: the model has no data site with a value a row")
     with torch.random.fork_rng():
         means = predictive_means(result, rows.as_arguments(probe))
-    shape = result.positions.shape[:2]
-    arrays = {
-        f"{name}, predicted": numpy.asarray(value.double().cpu().reshape(*shape, -1))
-        for name, value in means.items()
-    }
-    dims = {name: ("chain", "draw", f"element of {name}") for name in arrays}
-    return mixing(xarray.Dataset({name: (dims[name], arrays[name]) for name in arrays}))
+    chains, draws = result.positions.shape[:2]
+    return mixing(
+        {
+            f"{name}, predicted": value[:, _evenly_of(value.shape[1])]
+            .double()
+            .reshape(chains, draws, -1)
+            for name, value in means.items()
+        }
+    )
 
 
-def warn_of_unmixed(result: Result, table: Any, probed: bool) -> None:
-    """Warns where R-hat says that chains do not agree; one chain alone cannot tell."""
+def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool:
+    """Warns where R-hat says that chains do not agree; one chain alone cannot tell.
+
+    Args:
+        result: of the run.
+        table: with `r_hat` by site.
+        probed: whether the sites are predictions.
+        hot: whether its draws are known to be hotter than they should be.
+    """
     chains, each = next(iter(result.sample_stats.values())).shape
     few = chains < 2 or each < _FEWEST_EACH
     if few or result.attrs["temperature"] == 0:  # where chains are to end in different places
-        return
+        return False
     surely = each >= _MANY_EACH and chains * each >= _MANY_DRAWS
     r_hat, most = table["r_hat"], _MOST_R_HAT if surely else _MOST_OF_FEW
-    if bool((r_hat > most).any()):
+    unmixed = bool((r_hat > most).any())
+    if unmixed:
         worst = r_hat.idxmax()
+        steps = " or more steps" if hot else ", more steps or a larger lr"
         hint = "" if probed else "; of a network, ask what its predictions do: diagnostics(probe=x)"
         if chains >= _MANY_CHAINS:
             hint += "; many short chains say more with superchains="
         warnings.warn(
             f"'{worst}': the chains do not agree, R-hat is {r_hat[worst]:.3g}: take a longer "
-            f"warm-up, more steps or a larger lr{hint}",
+            f"warm-up{steps}{hint}",
             UserWarning,
             stacklevel=4,
         )
+    return unmixed
+
+
+def _evenly_of(count: int) -> Tensor:
+    """At most 200 of so many places."""
+    return torch.linspace(0, count - 1, min(count, _MOST_ELEMENTS), dtype=torch.float64).long()
 
 
 def _each(dataset: Any, reduce: str) -> list[float]:

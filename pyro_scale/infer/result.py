@@ -90,6 +90,20 @@ class Result:
             return self.samples.at(chains, draws)
         return {name: value[chains, draws] for name, value in self.samples.items()}
 
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of one draw of every site."""
+        if isinstance(self.samples, StoredSamples):
+            return self.samples.shapes
+        return {name: value.shape[2:] for name, value in self.samples.items()}
+
+    def elements(self, name: str, places: Tensor) -> Tensor:
+        """All draws of some elements of a site, by their places in the flattened one, `[chains,
+        draws, len(places)]`."""
+        if isinstance(self.samples, StoredSamples):
+            return self.samples.elements(name, places)
+        return self.samples[name].reshape(*self.positions.shape[:2], -1)[..., places]
+
     def moments(self, levels: Sequence[float]) -> dict[str, Moments]:
         """What the draws come to, by site."""
         if self.running is not None:

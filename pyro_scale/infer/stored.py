@@ -90,7 +90,7 @@ class StoredSamples(Mapping[str, Tensor]):
         return len(self.shapes)
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, torch.Size]:
         """Of one draw of every site."""
         store = self.positions.store
         return {n: store.shape_of(f"{POSTERIOR}/{n}") for n in store.sites(POSTERIOR)}
@@ -104,15 +104,22 @@ class StoredSamples(Mapping[str, Tensor]):
 
         return {name: read(name) for name in self}
 
+    def elements(self, name: str, places: Tensor) -> Tensor:
+        """All draws of some elements of a site, by their places in the flattened one."""
+        chains, draws = torch.arange(len(self.positions.chains)), torch.arange(self.positions.count)
+        return self._read(name, chains, draws, places)
+
     def dataset(self) -> Any:
         """All of them as xarray's dataset, of which nothing is read before it is needed."""
         whole = self.positions.store.dataset(POSTERIOR)[list(self)].drop_attrs(deep=False)
         kept = {"chain": self.positions.chains.numpy(), "draw": slice(self.positions.count)}
         return whole.isel(kept).assign_coords(chain=range(len(self.positions.chains)))
 
-    def _read(self, name: str, chains: Tensor, draws: Tensor) -> Tensor:
+    def _read(
+        self, name: str, chains: Tensor, draws: Tensor, elements: Tensor | None = None
+    ) -> Tensor:
         own = self.positions.chains[chains]
-        return self.positions.store.read(f"{POSTERIOR}/{name}", own, draws)
+        return self.positions.store.read(f"{POSTERIOR}/{name}", own, draws, elements)
 
 
 #: Unconstrained draws, `[chains, draws, D]`, in memory or not.
