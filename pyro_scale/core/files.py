@@ -7,12 +7,13 @@ numbers in them.  So nothing is given to it whose hash is not the one in the hea
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,8 @@ Kind = Literal["results", "checkpoint", "black box"]
 
 #: The names of files that are being written.
 _TEMPORARY = ".pyro-scale-{}"
+#: That of the file which who writes into a directory has locked.
+_LOCK = ".lock"
 #: Of what follows the header; another number, another way to read it.
 _FORMAT = 1
 _WROTE: dict[Kind, str] = {
@@ -118,6 +121,36 @@ def read(path: FilePath, kind: Kind = "results") -> dict[str, Any]:
             f"'{target}' is whole, but torch {torch.__version__} cannot read it "
             f"({type(error).__name__}): read it with the version that wrote it"
         ) from error
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Keeps others who ask for it out of a directory, until the end or that of the process.
+
+    Raises:
+        FileError: another one has it, or it cannot be written.
+    """
+    try:
+        number = os.open(directory / _LOCK, os.O_CREAT | os.O_WRONLY)
+    except OSError as error:
+        raise FileError(f"'{directory}' cannot be written ({error.strerror or error})") from error
+    try:
+        _lock(number, directory)
+        yield
+    finally:
+        os.close(number)
+
+
+def _lock(number: int, directory: Path) -> None:
+    try:
+        fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by loaders' workers
+    except (BlockingIOError, PermissionError) as error:
+        raise FileError(
+            f"another run is writing into '{directory}': wait for its end, or pass another "
+            "directory"
+        ) from error
+    except OSError:  # of a file system that has no locks
+        pass
 
 
 def drop_unfinished(directory: Path) -> None:

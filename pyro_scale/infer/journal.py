@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from numbers import Real
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from pyro_scale.core import rows
-from pyro_scale.core.files import FilePath, as_path
+from pyro_scale.core.files import FilePath, as_path, locked
 from pyro_scale.core.layout import dtype_name
 from pyro_scale.drive.checkpoint import (
     Checkpoint,
@@ -108,12 +109,16 @@ class Journal:
             self.last.moment.step,
         )
 
-    def writer(self, facts: Mapping[str, Any], halvings: int) -> Checkpoints | None:
-        """What writes the run."""
+    @contextlib.contextmanager
+    def writer(self, facts: Mapping[str, Any], halvings: int) -> Iterator[Checkpoints | None]:
+        """What writes the run, while no other one can."""
         if self.path is None:
-            return None
+            yield None
+            return
         last = self.last if halvings == self.halvings else None
-        return Checkpoints(self.path, self.every, {**facts, "halvings": halvings}, last)
+        writer = Checkpoints(self.path, self.every, {**facts, "halvings": halvings}, last)
+        with locked(self.path):
+            yield writer
 
 
 #: The name of the log joint where chain 0 starts, which tells models and data apart.

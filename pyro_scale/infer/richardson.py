@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.infer.shadow import Course
+from pyro_scale.infer.course import Course
 from pyro_scale.kernels import Kernel
 from pyro_scale.kernels.gaussian import GaussianChain
 
@@ -61,8 +61,7 @@ def law_of(course: Course, noise: Tensor, own: Tensor, shadow: Tensor) -> Law:
 
 def _bound(course: Course, count: int) -> tuple[Kernel, Tensor]:
     """(The kernel of latents at the run's values on average, its mass), in double precision."""
-    tape = course.kernel.tape(course.steps.total)
-    values = {name: column[course.steps.kept].mean(0) for name, column in tape.items()}
+    values = {name: column[course.steps.kept].mean(0) for name, column in course.tape.items()}
     bound = course.setup.engine.bound_latents(values)
     mass = bound.hyperparameters().get("mass", torch.ones((), dtype=torch.float64))
     return bound, mass * torch.ones(count, dtype=torch.float64)

@@ -19,31 +19,29 @@ from pyro_scale.drive.data import open_data
 from pyro_scale.drive.draws import Draws, Steps
 from pyro_scale.drive.indices import Sampling, check_sampling
 from pyro_scale.drive.programs import check_compile
-from pyro_scale.drive.progress import Progress
-from pyro_scale.drive.simulate import simulate
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, FileError, NonFiniteError
 from pyro_scale.infer import black_box
 from pyro_scale.infer.afterwards import examined
-from pyro_scale.infer.base import with_base_run
 from pyro_scale.infer.collect import collected, warn_of_short_warmup
+from pyro_scale.infer.course import Course, Taken
 from pyro_scale.infer.divergence import message
 from pyro_scale.infer.journal import Journal, identity_of
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
-from pyro_scale.infer.shadow import Course
 from pyro_scale.infer.stepping import Stepping, batch_as_data
 from pyro_scale.infer.stepsizebias import step_size_bias
 from pyro_scale.infer.streams import (
     Store,
     ToDisk,
+    ToMoments,
     refuse_endless,
     refuse_weights,
     refuse_what_memory_does_not_hold,
     sink_for,
 )
 from pyro_scale.infer.superchains import check_superchains, with_shared_starts
-from pyro_scale.infer.tuning import Tuning, halved, tuned
+from pyro_scale.infer.tuning import Tuning, tuned
 from pyro_scale.kernels import Kernel
 
 #: How often a step size that was chosen is halved, where a chain diverges.
@@ -277,66 +275,71 @@ class Sampler(Method):
             refuse_what_memory_does_not_hold(setup.positions, num_samples, memory_budget)
         self._result = self._stepping = self._course = None
         tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
-        setup, choice = tuned(setup, tuning, steps, sampling)
-        for halvings in range(journal.halvings):
-            setup, choice = halved(setup, halvings + 1)
-        without_base, setup = setup, with_base_run(setup)
+        tuned_setup, choice = tuned(setup, tuning, steps, sampling)
+        course = Course(setup, tape, steps, sampling, share_batches, self._compile, progress)
         sink = sink_for(store, setup, num_samples, journal.last is not None)
-        for halvings in itertools.count(journal.halvings):
-            if setup.engine.kernel is not self.kernel:
-                tape = setup.engine.kernel.tape(steps.total)
-            batches = setup.batches(num_chains, sampling, share_batches)
-            retries = self._chooses_lr and halvings < _MOST_HALVINGS
-            chosen = f", lr={setup.engine.kernel.lr:.2g}" if self._chooses_lr else ""
-            title = f"{type(self).__name__}{chosen}, {num_chains} chain{'s' * (num_chains > 1)}"
-            with Progress(steps.total, title, progress) as bar:
-                draws = simulate(
-                    setup.engine,
-                    setup.positions,
-                    batches,
-                    tape,
-                    steps,
-                    seed,
-                    self._compile,
-                    bar,
-                    stop=_any_broke if retries else None,
-                    last=journal.last if halvings == journal.halvings else None,
-                    checkpoints=journal.writer(facts, halvings),
-                    sink=sink,
-                )
-            diverged = bool(draws.failures) and not draws.failures[0].bad_batch
-            if not retries or not diverged or draws.error is not None:
-                break
-            setup, choice = halved(setup, halvings + 1)
-        self.kernel = setup.engine.kernel
-
-        values = {name: column[draws.kept_steps].mean(0) for name, column in tape.items()}
+        course, taken, why = self._simulated(course.of(tuned_setup), journal, facts, sink)
+        self.kernel, draws = course.kernel, taken.draws
+        attrs = {**self._attrs(), **choice, **why, **settings}
         if draws.finished and len(draws.kept_steps):
-            attrs = {**self._attrs(), **choice, "num_samples": len(draws.kept_steps), **settings}
-            result = collected(setup, draws, tape, attrs, sink)
-            self._result = examined(setup, result, draws, batches, steps.total, values, sampling)
-            if isinstance(sink, ToDisk):
-                try:
-                    sink.describe(self._result)
-                except FileError as error:
-                    draws.error = draws.error or error
-            self._course = Course(
-                setup=without_base,
-                kernel=self.kernel,
-                steps=steps,
-                sampling=sampling,
-                share_batches=share_batches,
-                compile=self._compile,
-                progress=progress,
-                finished=tuple(draws.finished),
-            )
+            self._keep(course, taken, attrs, sink)
         if draws.error is not None:
             self._end_early(draws)
         if draws.failures:
-            hint = black_box.written(setup, type(self).__name__, draws, journal.path)
-            raise NonFiniteError(message(draws, tape["lr"], hint))
-        warn_of_short_warmup(setup, self._results(), values, warmup_steps)
+            hint = black_box.written(taken.setup, type(self).__name__, draws, journal.path)
+            raise NonFiniteError(message(draws, course.tape["lr"], hint))
+        warn_of_short_warmup(taken.setup, self._results(), _on_average(course, draws), warmup_steps)
         return self
+
+    def _simulated(
+        self,
+        course: Course,
+        journal: Journal,
+        facts: Mapping[str, Any],
+        sink: ToDisk | ToMoments | None,
+    ) -> tuple[Course, Taken, dict[str, str]]:
+        """(The course that was run, what came of it, why if it is not the one given): a step size
+        that was chosen is halved as long as a chain diverges."""
+        why: dict[str, str] = {}
+        for halvings in range(journal.halvings):
+            course, why = course.halved(halvings + 1)
+        for halvings in itertools.count(journal.halvings):
+            retries = self._chooses_lr and halvings < _MOST_HALVINGS
+            chosen, chains = f", lr={course.kernel.lr:.2g}", len(course.setup.positions)
+            title = f"{type(self).__name__}{chosen if self._chooses_lr else ''}, {chains} chain"
+            with journal.writer(facts, halvings) as checkpoints:
+                taken = course.taken(
+                    title + "s" * (chains > 1),
+                    stop=_any_broke if retries else None,
+                    last=journal.last if halvings == journal.halvings else None,
+                    checkpoints=checkpoints,
+                    sink=sink,
+                )
+            if not retries or not taken.diverged or taken.draws.error is not None:
+                return course, taken, why
+            course, why = course.halved(halvings + 1)
+        raise AssertionError
+
+    def _keep(
+        self,
+        course: Course,
+        taken: Taken,
+        attrs: Mapping[str, Any],
+        sink: ToDisk | ToMoments | None,
+    ) -> None:
+        """Makes results of a run's draws."""
+        setup, batches, draws = taken
+        facts = {**attrs, "num_samples": len(draws.kept_steps)}
+        self._course = dataclasses.replace(course, finished=tuple(draws.finished))
+        # at once: what is found out about it can be interrupted
+        self._result = collected(setup, draws, course.tape, facts, sink)
+        last, values = course.steps.total, _on_average(course, draws)
+        self._result = examined(setup, self._result, draws, batches, last, values, course.sampling)
+        if isinstance(sink, ToDisk):
+            try:
+                sink.describe(self._result)
+            except FileError as error:
+                draws.error = draws.error or error
 
     def _end_early(self, draws: Draws) -> None:
         """Raises what ended a run before its time, or warns of it where that was the user."""
@@ -470,6 +473,11 @@ class Sampler(Method):
             for name, hyper in self.kernel.hyperparameters().items()
         }
         return {"method": type(self).__name__, **hyperparameters}
+
+
+def _on_average(course: Course, draws: Draws) -> dict[str, Tensor]:
+    """The hyperparameters' values, over the draws."""
+    return {name: column[draws.kept_steps].mean(0) for name, column in course.tape.items()}
 
 
 def _any_broke(draws: Draws) -> bool:

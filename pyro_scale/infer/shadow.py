@@ -8,47 +8,15 @@ and their difference scatters less than either.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from pyro_scale.core.randomness import Purpose, RefinedNoise, derived_seed
 from pyro_scale.drive.draws import Draws, Steps
-from pyro_scale.drive.indices import Sampling
-from pyro_scale.drive.progress import Progress
-from pyro_scale.drive.simulate import simulate
 from pyro_scale.errors import NonFiniteError
-from pyro_scale.infer.base import with_base_run
+from pyro_scale.infer.course import Course
 from pyro_scale.infer.divergence import message
 from pyro_scale.infer.result import Result
-from pyro_scale.infer.setup import Setup
-from pyro_scale.kernels import Kernel
-
-
-@dataclass(frozen=True)
-class Course:
-    """How a run was run, for one that repeats it.
-
-    Attributes:
-        setup: what it started from, before a frozen base was run.
-        kernel: with the step size that was taken.
-        steps: how many, and which were kept.
-        sampling: how rows were drawn.
-        share_batches: whether all chains had the same.
-        compile: whether steps became one program.
-        progress: whether a bar was shown.
-        finished: the chains that reached the end.
-    """
-
-    setup: Setup
-    kernel: Kernel
-    steps: Steps
-    sampling: Sampling
-    share_batches: bool
-    compile: bool | Literal["auto"]
-    progress: bool
-    finished: tuple[int, ...]
 
 
 def with_shadow(course: Course, result: Result, count: int) -> tuple[Result, Result]:
@@ -70,24 +38,18 @@ def with_shadow(course: Course, result: Result, count: int) -> tuple[Result, Res
 
 def _shadow(course: Course, count: int) -> Draws:
     """The run at half the step, as far as so many draws."""
-    engine = dataclasses.replace(course.setup.engine, kernel=course.kernel)
-    setup = with_base_run(dataclasses.replace(course.setup, engine=engine))
-    positions, seed = setup.positions, setup.seed
+    setup, kernel = course.setup, course.kernel
     steps = Steps(count, 2 * course.steps.warmup_steps, 2 * course.steps.thinning)
     tape = {
-        name: column.repeat_interleave(2, 0)[: steps.total]
-        for name, column in course.kernel.tape(course.steps.total).items()
+        name: column.repeat_interleave(2, 0)[: steps.total] for name, column in course.tape.items()
     }
     tape["lr"] = tape["lr"] / 2
-    shape = (course.kernel.normals, engine.num_latents)
-    noise = RefinedNoise(seed, len(positions), shape, positions.dtype, positions.device)
-    other = dataclasses.replace(setup, seed=derived_seed(seed, 0, Purpose.SHADOW))
-    batches = other.batches(len(positions), course.sampling, course.share_batches)
-    title = f"{type(course.kernel).__name__} at half the step"
-    with Progress(steps.total, title, course.progress) as bar:
-        draws = simulate(
-            setup.engine, positions, batches, tape, steps, seed, course.compile, bar, noise=noise
-        )
+    shape, positions = (kernel.normals, setup.engine.num_latents), setup.positions
+    noise = RefinedNoise(setup.seed, len(positions), shape, positions.dtype, positions.device)
+    # batches of its own, as the seed is another
+    other = dataclasses.replace(setup, seed=derived_seed(setup.seed, 0, Purpose.SHADOW))
+    shadow = dataclasses.replace(course, setup=other, tape=tape, steps=steps)
+    draws = shadow.taken(f"{type(kernel).__name__} at half the step", noise=noise).draws
     if draws.error is not None:
         raise draws.error
     if not set(draws.finished) & set(course.finished):

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from pyro_scale.core.schedules import Cyclical
 from pyro_scale.errors import ArgumentError
+from pyro_scale.infer.course import Course
 from pyro_scale.infer.diagnostics import errors_of_the_worst, lower_lr, standard_error
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.richardson import Law, law_of
-from pyro_scale.infer.shadow import Course, with_shadow
+from pyro_scale.infer.shadow import with_shadow
 
 #: Biases above which a posterior is visibly off: of a standard deviation, over itself; of a mean,
 #: in posterior sds.

@@ -1,0 +1,104 @@
+"""The course of a run: what its steps depend on, and taking them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from pyro_scale.drive.batches import Batches
+from pyro_scale.drive.draws import Draws, Steps
+from pyro_scale.drive.indices import Sampling
+from pyro_scale.drive.progress import Progress
+from pyro_scale.drive.simulate import simulate
+from pyro_scale.infer.base import with_base_run
+from pyro_scale.infer.setup import Setup
+from pyro_scale.infer.tuning import halved
+from pyro_scale.kernels import Kernel
+
+
+class Taken(NamedTuple):
+    """What came of a course's steps.
+
+    Attributes:
+        setup: with its frozen base run.
+        batches: that the steps took.
+        draws: what is left of them.
+    """
+
+    setup: Setup
+    batches: Batches
+    draws: Draws
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a chain broke, and not for what was in its batch."""
+        return bool(self.draws.failures) and not self.draws.failures[0].bad_batch
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a run is run.
+
+    Attributes:
+        setup: what it starts from, before a frozen base is run.
+        tape: the hyperparameters' values, step by step.
+        steps: how many, and which are kept.
+        sampling: how rows are drawn.
+        share_batches: whether all chains have the same.
+        compile: whether steps become one program.
+        progress: whether a bar is shown.
+        finished: the chains that reached the end, once they have.
+    """
+
+    setup: Setup
+    tape: Mapping[str, Tensor]
+    steps: Steps
+    sampling: Sampling
+    share_batches: bool
+    compile: bool | Literal["auto"]
+    progress: bool
+    finished: tuple[int, ...] = ()
+
+    @property
+    def kernel(self) -> Kernel:
+        """With the step size that is taken."""
+        return self.setup.engine.kernel
+
+    def halved(self, times: int) -> tuple[Course, dict[str, str]]:
+        """(The course at half the step size, why in words), after chains have diverged."""
+        setup, why = halved(self.setup, times)
+        return self.of(setup), why
+
+    def of(self, setup: Setup) -> Course:
+        """The course from another start, or with another kernel."""
+        tape = self.tape
+        if setup.engine.kernel is not self.kernel:
+            tape = setup.engine.kernel.tape(self.steps.total)
+        return dataclasses.replace(self, setup=setup, tape=tape)
+
+    def taken(self, title: str, **how: Any) -> Taken:
+        """Takes its steps.
+
+        Args:
+            title: of the progress bar.
+            how: where it goes on from and where draws go, for `simulate`.
+        """
+        setup = with_base_run(self.setup)
+        batches = setup.batches(len(setup.positions), self.sampling, self.share_batches)
+        with Progress(self.steps.total, title, self.progress) as bar:
+            draws = simulate(
+                setup.engine,
+                setup.positions,
+                batches,
+                self.tape,
+                self.steps,
+                setup.seed,
+                self.compile,
+                bar,
+                **how,
+            )
+        return Taken(setup, batches, draws)
