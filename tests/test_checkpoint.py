@@ -427,6 +427,22 @@ def test_a_runs_checkpoints_are_not_written_over(tmp_path):
     run("BAOA", checkpoint=tmp_path, resume=tmp_path)
 
 
+def test_one_run_at_a_time_writes_into_a_directory(tmp_path):
+    run("BAOA", {"checkpoint": tmp_path}, num_samples=5)
+    other = "import sys; from pathlib import Path; from pyro_scale.core import files\n"
+    other += "with files.locked(Path(sys.argv[1])): print('in', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", other, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == b"in\n"
+        before = sorted(tmp_path.iterdir())
+        with pytest.raises(FileError, match="another run is writing into"):
+            run("BAOA", {"resume": tmp_path}, num_samples=8)
+        assert sorted(tmp_path.iterdir()) == before
+        process.kill()
+    run("BAOA", {"resume": tmp_path}, num_samples=8)
+
+
 def test_checkpoints_leave_nothing_behind(tmp_path):
     (tmp_path / ".pyro-scale-0123456789abcdef").write_bytes(b"of a run that was killed")
     own = {"draws-final.nc", "draws-2024.csv", "state-notes.txt", ".pyro-scale-mine"}
@@ -435,7 +451,7 @@ def test_checkpoints_leave_nothing_behind(tmp_path):
     run("BAOA", checkpoint=tmp_path, checkpoint_every=0)
     names = {file.name for file in tmp_path.iterdir()} - own
     assert len(list(tmp_path.iterdir())) == len(names) + len(own)
-    assert {re.sub("[0-9]+", "", name) for name in names} == {"state-", "draws-"}
+    assert {re.sub("[0-9]+", "", name) for name in names} == {"state-", "draws-", ".lock"}
 
 
 def test_schedules_of_ours_are_compared(tmp_path):

@@ -28,6 +28,10 @@ def two_modes():
     pyro.sample("v", dist.Normal(torch.zeros(2), 1.0).to_event(1))
 
 
+def plain():
+    pyro.sample("w", dist.Normal(0.0, 1.0))
+
+
 def sign(x, y=None):
     """The sign of w does not matter to what is predicted."""
     w = pyro.sample("w", dist.Normal(0.0, 1.0))
@@ -70,6 +74,20 @@ def test_chains_in_two_modes_are_said(num_chains):
     fit = run(stuck(num_chains=num_chains), num_chains=num_chains)
     (said,) = told(fit)[1]
     assert said.startswith("'w': the chains do not agree, R-hat is")
+
+
+def test_chains_on_their_way_get_one_advice():
+    """They look hot, but a smaller step would only slow them down."""
+    starts = {"w": 8.0 * double(-1.0, 1.0, -1.0, 1.0)}
+    fit = run(ps.SGLD(plain, lr=0.002, init_strategy=starts), warmup_steps=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit.diagnostics()
+    said = [str(each.message) for each in caught]
+    (unmixed,) = [each for each in said if "do not agree" in each]
+    (hot,) = [each for each in said if "is hotter" in each]
+    assert "larger lr" not in unmixed
+    assert "take a longer warm-up first; if it stays, lower lr" in hot
 
 
 def test_false_alarms_are_rare():

@@ -174,6 +174,28 @@ def test_diagnostics_has_the_worst_of_each_latent_site():
     assert table.attrs["num_data"] == SIZE
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_of_very_large_sites_some_elements_are_looked_at(stored, tmp_path):
+    """200 of them, the first and the last among them."""
+
+    def model(x):
+        big = pyro.sample("big", dist.Normal(torch.zeros(21, 20).double(), 1.0).to_event(2))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(big.mean(), 1.0), obs=x[:, 0])
+
+    store = tmp_path / "draws.zarr" if stored else None
+    fit = fitted(model, X, num_samples=50, store=store)
+    draws = fit.get_samples(group_by_chain=True)["big"].flatten(2)
+    places = [419 * i // 199 for i in range(200)]
+    posterior = arviz.convert_to_dataset({"big": draws[..., places].numpy()})
+    table, summary = fit.diagnostics(), fit.summary()
+    assert table.loc["big", "r_hat"] == float(arviz.rhat(posterior).big.max())
+    for kind in ("bulk", "tail"):
+        least = float(arviz.ess(posterior, method=kind).big.min())
+        assert table.loc["big", f"ess_{kind}"] == least
+        assert summary.loc["big [21x20], worst", f"ess_{kind}"] == round(least)
+
+
 def shared(temperature, share=True):
     """Three chains from one start."""
     start = {"w": torch.ones(3, 2).double(), "s": torch.ones(3).double()}

@@ -328,7 +328,7 @@ def test_a_store_that_is_gone_is_an_error_and_nothing_else(tmp_path):
     where = at("store", tmp_path)
     sampler.run((X, Y), num_samples=10, checkpoint=tmp_path / "run", **how, **where)
     moved = shutil.move(where["store"], tmp_path / "elsewhere.zarr")
-    with pytest.raises(FileError, match=r"draws\.zarr' does not hold the draws"):
+    with pytest.raises(FileError, match=r"draws\.zarr' cannot be read"):
         sampler.run((X, Y), num_samples=20, resume=tmp_path / "run", **how, **where)
     assert not where["store"].exists()  # none is begun in its place
     shutil.move(moved, where["store"])
@@ -661,7 +661,7 @@ def is_of_draws(file):
 @pytest.mark.parametrize("seed", range(100))
 @pytest.mark.parametrize("kind", ["draws", "facts"])
 def test_damage_is_noticed(kind, seed, whole):
-    """It is an error of ours, or the draws are right; for xarray, any error."""
+    """It is an error of ours, or the draws are right; for xarray, any error, or NaN."""
     saved, path, copy, expected = whole
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(copy, path)
@@ -689,7 +689,10 @@ def is_noticed(saved, path, expected):
     except Exception:
         return True
     alike = {n: torch.as_tensor(posterior[n].values) for n in expected if n in posterior}
-    return all(torch.equal(value, expected[name]) for name, value in alike.items())
+    return all(
+        torch.equal(value[~value.isnan()], expected[name][~value.isnan()])
+        for name, value in alike.items()
+    )
 
 
 @pytest.mark.parametrize("file", [".zmetadata", "posterior/w/.zarray", ".zattrs"])

@@ -119,11 +119,13 @@ class DrawStore:
 
         Raises:
             ArgumentError: zarr is not installed.
-            FileError: it is not, or is not one of ours.
+            FileError: it is not, is not one of ours, or is damaged.
         """
         zarr, target = _zarr(), as_path(path).absolute()
         with _refused(target, "read"):
-            return cls(target, zarr.open_group(str(target), mode="r+", use_consolidated=False))
+            found = cls(target, zarr.open_group(str(target), mode="r+", use_consolidated=False))
+            found._refuse_damaged_metadata()
+        return found
 
     def append(self, draws: Mapping[str, Tensor]) -> None:
         """Adds the next draws of every field, `[chains, n, ...]`.
@@ -223,6 +225,18 @@ class DrawStore:
             raise FileError(f"the draws in '{self.path}' are of another run by now")
         return self._group
 
+    def _refuse_damaged_metadata(self) -> None:
+        """Refuses arrays that are not laid out as readers are told, for there is no checksum of
+        that; their lengths may be ahead of it."""
+        told = json.loads((self.path / ".zmetadata").read_text())["metadata"]
+        for name in (name for name in told if name.endswith("/.zarray")):
+            own = json.loads((self.path / name).read_text())
+            if _layout(own) != _layout(told[name]):
+                raise FileError(
+                    f"the draws in '{self.path}' cannot be read: {name} and .zmetadata do not "
+                    "agree, so one of them is damaged"
+                )
+
     def _refuse_missing(self, name: str, array: Any, chains: Tensor, file: int) -> None:
         """Refuses to take a file that is not there for one that holds nothing."""
         for chain in chains.tolist() if array.size else ():
@@ -286,6 +300,12 @@ def _array(
     return made
 
 
+def _layout(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """An array's metadata but for the number of draws, `[chain, draw, ...]` or `[draw]`."""
+    shape = metadata["shape"]
+    return {**metadata, "shape": [*shape[:1], *shape[2:]] if len(shape) > 1 else None}
+
+
 def _dims_of(array: Any) -> list[str]:
     return list(array.attrs["_ARRAY_DIMENSIONS"])
 
@@ -305,8 +325,8 @@ def _refused(path: Path, what: str) -> Iterator[None]:
     """Our error for what the disk or a codec refuses."""
     try:
         yield
-    except (OSError, RuntimeError, KeyError, ValueError, IndexError) as error:
-        if isinstance(error, ArgumentError):
-            raise
+    except (ArgumentError, FileError):
+        raise
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError, IndexError) as error:
         reason = getattr(error, "strerror", None) or error
         raise FileError(f"the draws in '{path}' cannot be {what} ({reason})") from error

@@ -273,11 +273,11 @@ class Sampler(Method):
             refuse_weights(lr, tape["lr"][steps.kept])
         if store is None:
             refuse_what_memory_does_not_hold(setup.positions, num_samples, memory_budget)
+        sink = sink_for(store, setup, num_samples, journal.last is not None)
         self._result = self._stepping = self._course = None
         tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
         tuned_setup, choice = tuned(setup, tuning, steps, sampling)
         course = Course(setup, tape, steps, sampling, share_batches, self._compile, progress)
-        sink = sink_for(store, setup, num_samples, journal.last is not None)
         course, taken, why = self._simulated(course.of(tuned_setup), journal, facts, sink)
         self.kernel, draws = course.kernel, taken.draws
         attrs = {**self._attrs(), **choice, **why, **settings}
@@ -305,11 +305,12 @@ class Sampler(Method):
             course, why = course.halved(halvings + 1)
         for halvings in itertools.count(journal.halvings):
             retries = self._chooses_lr and halvings < _MOST_HALVINGS
-            chosen, chains = f", lr={course.kernel.lr:.2g}", len(course.setup.positions)
-            title = f"{type(self).__name__}{chosen if self._chooses_lr else ''}, {chains} chain"
+            chosen = f", lr={course.kernel.lr:.2g}" if self._chooses_lr else ""
+            chains = len(course.setup.positions)
+            title = f"{type(self).__name__}{chosen}, {chains} chain{'s' * (chains > 1)}"
             with journal.writer(facts, halvings) as checkpoints:
                 taken = course.taken(
-                    title + "s" * (chains > 1),
+                    title,
                     stop=_any_broke if retries else None,
                     last=journal.last if halvings == journal.halvings else None,
                     checkpoints=checkpoints,
