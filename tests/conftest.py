@@ -6,6 +6,7 @@ import pyro
 import pytest
 import torch
 
+from pyro_scale.drive import simulate
 from pyro_scale.infer import black_box
 
 # pytest's handlers would make Inductor write a trace of every compilation for nobody
@@ -35,3 +36,19 @@ def store():
     """A param store of the test's own."""
     with pyro.get_param_store().scope():
         yield
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """A function that lets runs end after so many steps; `monkeypatch.undo` ends its work."""
+    move = simulate.Chains.move
+
+    def after(step, error=KeyboardInterrupt):
+        def interrupted(self, program, batches, tape, *others):
+            if tape.stop > step:
+                raise error
+            move(self, program, batches, tape, *others)
+
+        monkeypatch.setattr(simulate.Chains, "move", interrupted)
+
+    return after

@@ -1,4 +1,4 @@
-"""A linear regression with known noise, whose posterior is known exactly."""
+"""Linear regressions with known noise, whose posteriors are known exactly."""
 
 import pyro
 import pyro.distributions as dist
@@ -35,3 +35,16 @@ def linear_posterior(variance, x, y, power=1.0):
     precision = torch.eye(D, dtype=x.dtype) / variance + power * x.T @ x / SD**2
     shift = PRIOR_MEAN / variance + power * x.T @ y / SD**2
     return torch.linalg.solve(precision, shift), precision
+
+
+def standardised(count):
+    """Observations for `location`: a row's gradient has variance 1."""
+    y = normals(count)
+    return (y - y.mean()) / y.std(correction=0)
+
+
+def location(y):
+    """The mean of a Gaussian: precision over N about 1."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 100.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)

@@ -1,5 +1,5 @@
-"""Log densities computed without the package: by Pyro itself, and Jacobians by autograd; and
-the float64 numbers that tests are made of."""
+"""Log densities computed without the package: by Pyro itself, and Jacobians by autograd; the
+float64 numbers that tests are made of; and a function that functorch refuses."""
 
 import pyro.poutine as poutine
 import torch
@@ -66,3 +66,15 @@ def averaged(log_posterior, params, arguments, size):
     parts = batches(arguments, size)
     total = sum(log_posterior(params, part).log_joint * rows.count(part) for part in parts)
     return total / rows.count(arguments)
+
+
+class Doubled(torch.autograd.Function):
+    """2 x, in the old style, which functorch refuses."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient

@@ -1,13 +1,12 @@
 """Runs whose draws are in a store next to the same ones in memory."""
 
-import warnings
-
 import numpy as np
 import pandas
 import pyro
 import pyro.distributions as dist
 import torch
-from reference import normals
+from reference import double, normals
+from warned import quiet
 
 import pyro_scale as ps
 
@@ -23,6 +22,14 @@ def regression(x, y=None):
     pyro.deterministic("twice", 2 * w)
     with pyro.plate("data", len(x)):
         return pyro.sample("y", dist.Normal(x @ w, s), obs=y)
+
+
+def of_two_params(x, y):
+    scale = pyro.param("scale", double(0.7)[0], constraint=dist.constraints.positive)
+    shift = pyro.param("shift", double(0.3, 0.1))
+    w = pyro.sample("w", dist.Normal(shift, 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, scale), obs=y)
 
 
 def fitted(model=regression, data=(X, Y), method=ps.BAOA, lr=0.05, **kwargs):
@@ -65,13 +72,6 @@ def unconstrained(fit):
 def predicted(fit, arguments, **kwargs):
     pyro.set_rng_seed(0)
     return fit.predict(*arguments, **kwargs)
-
-
-def quiet(function, *args, **kwargs):
-    """What it returns, without its warnings of few draws and of the noise of batches."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return function(*args, **kwargs)
 
 
 def same_draws(stored, inside):

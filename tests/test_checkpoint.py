@@ -192,23 +192,6 @@ def same(one, other):
     assert all(torch.equal(value, other.params[name]) for name, value in one.params.items())
 
 
-@pytest.fixture
-def cut(monkeypatch):
-    """A function that lets a run be interrupted after so many steps."""
-    move = simulate.Chains.move
-
-    def at(step, error=KeyboardInterrupt):
-        def interrupted(self, program, batches, tape, *others):
-            if tape.stop > step:
-                raise error
-            move(self, program, batches, tape, *others)
-
-        monkeypatch.setattr(simulate.Chains, "move", interrupted)
-
-    yield at
-    monkeypatch.undo()
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_that_was_cut_short_goes_on_bit_for_bit(case, cut, tmp_path, monkeypatch):
     whole = run(case)

@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from methods import METHODS, TABLE, by_name
-from reference import close, double, normals
+from reference import Doubled, close, double, normals
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
@@ -346,15 +346,6 @@ def test_step_sees_no_whole_data(asked):
 
 
 def test_models_that_functorch_refuses():
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, slope):
-            return 2 * slope
-
     def odd(x, y):
         w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
         with pyro.plate("data", len(x)):

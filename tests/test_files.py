@@ -17,6 +17,7 @@ import pytest
 import torch
 from pyro.nn import PyroModule, PyroParam
 from reference import double, normals
+from stored import of_two_params
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -78,14 +79,6 @@ def point_instead(x, y=None):
 
 def of_one_argument(x):
     pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
-
-
-def of_two_params(x, y):
-    scale = pyro.param("scale", double(0.7)[0], constraint=dist.constraints.positive)
-    shift = pyro.param("shift", double(0.3, 0.1))
-    w = pyro.sample("w", dist.Normal(shift, 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, scale), obs=y)
 
 
 def grouped(x, group, y):

@@ -1,13 +1,13 @@
 """The temperature of momenta, against exact laws in discrete time."""
 
-import warnings
-
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from gaussian import bound, stationary
+from linear import location, standardised
 from reference import double
+from warned import quiet, told
 
 import pyro_scale as ps
 from pyro_scale import kernels
@@ -17,8 +17,7 @@ from pyro_scale.drive.draws import Steps
 pytestmark = pytest.mark.usefixtures("float64")
 
 N, B = 1000, 20
-Y = torch.randn(N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-Y = (Y - Y.mean()) / Y.std(correction=0)
+Y = standardised(N)
 MANY = {"num_samples": 256, "warmup_steps": 300, "thinning": 5, "num_chains": 60}
 QUIET = {"progress": False, "seed": 0}
 
@@ -31,13 +30,6 @@ def gaussian(covariance):
     return model
 
 
-def location(y):
-    """The mean of a Gaussian: precision over N about 1."""
-    mu = pyro.sample("mu", dist.Normal(0.0, 100.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-
-
 def three_sites():
     pyro.sample("a", dist.Normal(torch.zeros(3), double(0.5, 1.0, 2.0)).to_event(1))
     pyro.sample("b", dist.Normal(0.0, 1.0))
@@ -45,17 +37,7 @@ def three_sites():
 
 
 def run(method, data=None, **how):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return method.run(data, **{**MANY, **QUIET, **how})
-
-
-def told(sampler):
-    """(The table, what it warned of)."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        table = sampler.diagnostics()
-    return table, [str(each.message) for each in caught if each.category is UserWarning]
+    return quiet(method.run, data, **{**MANY, **QUIET, **how})
 
 
 def z_of(table, site, expected):
@@ -79,7 +61,7 @@ def test_on_a_gaussian(method, lr, expected):
     if expected is None:
         kernel = bound(sampler.kernel)
         expected = float(stationary(kernel, torch.eye(1).double())[1, 1])
-    table, said = told(sampler)
+    table, said = told(sampler.diagnostics)
     assert table.kinetic_temperature_error["x"] < 0.03
     assert z_of(table, "x", expected) < 4.4
     assert table.kinetic_temperature_expected["x"] == pytest.approx(expected, rel=1e-4)
@@ -91,7 +73,7 @@ def test_of_several_sites_and_masses(temperature):
     mass = {"a": double(0.5, 1.0, 2.0), "b": 3.0}
     hypers = {"lr": {"a": 0.3, "b": 0.6, "c": 0.2}, "friction": 0.5, "mass": mass}
     sampler = run(ps.SGHMC(three_sites, temperature=temperature, **hypers))
-    table, _ = told(sampler)
+    table, _ = told(sampler.diagnostics)
     e, f = double(0.3, 0.3, 0.3, 0.6, 0.2), 0.5
     precision, m = double(4.0, 1.0, 0.25, 1.0, 1 / 0.49), double(0.5, 1.0, 2.0, 3.0, 1.0)
     exact = 4 / (4 - 2 * e * f - e * e * precision / m)
@@ -108,7 +90,7 @@ def test_what_is_expected_of_correlated_elements():
     sampler = run(ps.SGHMC(gaussian(covariance), lr=0.2))
     law = stationary(bound(kernels.SGHMC(lr=0.2)), covariance.inverse())
     exact = float(law.diagonal()[4:].mean())
-    table, _ = told(sampler)
+    table, _ = told(sampler.diagnostics)
     assert z_of(table, "x", exact) < 4.4
     found = table.kinetic_temperature_expected["x"]
     assert found - 1 == pytest.approx(exact - 1, rel=0.05)
@@ -123,7 +105,7 @@ def test_of_minibatches(batches, monkeypatch):
         monkeypatch.setattr("pyro_scale.infer.virial._ENOUGH", 10**9)
     lr = 0.02
     sampler = run(ps.SGHMC(location, lr=lr), (Y,), batch_size=B, sampling="replacement")
-    table, said = told(sampler)
+    table, said = told(sampler.diagnostics)
     step = 4 / (4 - 2 * lr - lr * lr)
     assert z_of(table, "mu", step * (1 + lr * N / (2 * B))) < 4.4
     assert table.kinetic_temperature_expected["mu"] == pytest.approx(step, abs=1e-3)
@@ -135,18 +117,18 @@ def test_heat_that_nobody_else_sees_is_said():
     result = sampler._result
     for unknown in ("gradient_noise", "virial"):
         object.__setattr__(result, unknown, None)
-    (said,) = [line for line in told(sampler)[1] if "hotter" in line]
+    (said,) = [line for line in told(sampler.diagnostics)[1] if "hotter" in line]
     assert "the momenta of site 'mu' are hotter" in said
     assert "lower lr from 0.02 to about 0.00" in said
     object.__setattr__(result.kinetic, "expected", double(torch.nan))
-    assert not [line for line in told(sampler)[1] if "hotter" in line]
+    assert not [line for line in told(sampler.diagnostics)[1] if "hotter" in line]
 
 
 def test_where_precisions_are_unknown_so_is_what_is_expected(monkeypatch):
     monkeypatch.setattr("pyro_scale.infer.virial._ENOUGH", 10**9)
     monkeypatch.setattr("pyro_scale.infer.afterwards.gradient_noise", lambda *_: None)
     sampler = run(ps.BAOA(location, lr=0.01), (Y,), batch_size=B, num_chains=4)
-    table, _ = told(sampler)
+    table, _ = told(sampler.diagnostics)
     assert table.kinetic_temperature_expected.isna().all()
     assert table.kinetic_temperature.notna().all()
 
@@ -160,7 +142,7 @@ def test_where_precisions_are_unknown_so_is_what_is_expected(monkeypatch):
     ],
 )
 def test_without_momenta_or_noise_there_is_none(method):
-    table, _ = told(run(method, (Y,), num_samples=20, num_chains=2))
+    table, _ = told(run(method, (Y,), num_samples=20, num_chains=2).diagnostics)
     assert "kinetic_temperature" not in table
 
 
@@ -221,16 +203,9 @@ def test_a_run_that_went_on_has_the_same(first, tmp_path):
     assert torch.equal(again._result.kinetic.expected, whole._result.kinetic.expected)
 
 
-def test_an_interrupted_run_has_those_until_then(monkeypatch):
+def test_an_interrupted_run_has_those_until_then(cut):
     whole = run(ps.BAOA(location, lr=0.1), (Y,), num_samples=100, num_chains=2)
-    move = simulate.Chains.move
-
-    def interrupted(self, program, batches, tape, *others):
-        if tape.stop > 500:
-            raise KeyboardInterrupt
-        move(self, program, batches, tape, *others)
-
-    monkeypatch.setattr(simulate.Chains, "move", interrupted)
+    cut(500)
     part = run(ps.BAOA(location, lr=0.1), (Y,), num_samples=100, num_chains=2)
     found, every = part._result.kinetic.measured, whole._result.kinetic.measured
     assert found.shape[1] == 10
@@ -244,7 +219,7 @@ def test_it_comes_back_from_a_file(tmp_path):
     for name in ("measured", "expected"):
         kept = getattr(fit._result.kinetic, name)
         assert torch.equal(getattr(again._result.kinetic, name), kept)
-    assert told(again)[0].equals(told(fit)[0])
+    assert told(again.diagnostics)[0].equals(told(fit.diagnostics)[0])
 
 
 def test_points_have_no_part_in_it():
@@ -255,7 +230,7 @@ def test_points_have_no_part_in_it():
             pyro.sample("y", dist.Normal(mu + shift, 1.0), obs=y)
 
     sampler = run(ps.BAOA(with_point, lr=0.3), (Y,), num_chains=20)
-    table, _ = told(sampler)
+    table, _ = told(sampler.diagnostics)
     assert list(table.index) == ["mu"]
     assert z_of(table, "mu", 1.0) < 4.4
     assert table.kinetic_temperature_expected["mu"] == pytest.approx(1.0, abs=1e-6)
@@ -263,5 +238,5 @@ def test_points_have_no_part_in_it():
 
 def test_cycles_are_seen_where_they_are_kept():
     lr = ps.schedules.Cyclical(0.2, cycle_steps=50, exploration=0.5, settling=0.2)
-    table, _ = told(run(ps.BAOA(location, lr=lr), (Y,), num_chains=4, thinning=1))
+    table, _ = told(run(ps.BAOA(location, lr=lr), (Y,), num_chains=4, thinning=1).diagnostics)
     assert table.notna().all().all()

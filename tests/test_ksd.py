@@ -4,15 +4,15 @@ Seeds are fixed; were they drawn anew, a z beyond 4 would come once in 16,000 co
 """
 
 import functools
-import warnings
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from linear import PRIOR_MEAN, SD, D, linear_data, linear_posterior, regression
-from reference import close, normals
+from reference import Doubled, close, normals
 from torch.utils.data import DataLoader, TensorDataset
+from warned import quiet
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, DataError
@@ -114,10 +114,8 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 def run(method, data=(X, Y), **how):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        how = {"num_samples": 300, "warmup_steps": 300, "thinning": 3, **how}
-        return method.run(data, **QUIET, **how)
+    how = {"num_samples": 300, "warmup_steps": 300, "thinning": 3, **how}
+    return quiet(method.run, data, **QUIET, **how)
 
 
 @functools.cache
@@ -201,19 +199,10 @@ def test_a_saved_run_takes_its_data_again(tmp_path):
 
 
 def test_models_that_functorch_refuses():
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return 2 * gradient
-
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(PRIOR_MEAN, 1.0).to_event(1))
         with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(Twice.apply(x @ w / 2), SD), obs=y)
+            pyro.sample("y", dist.Normal(Doubled.apply(x @ w / 2), SD), obs=y)
 
     fit = run(ps.BAOA(model, lr=0.3), num_samples=30)
     assert fit.ksd() == pytest.approx(float(exact(fit)), rel=1e-9)

@@ -1,7 +1,6 @@
 """Chains that do not agree are found out, on sites and on predictions; chains that do are not."""
 
 import dataclasses
-import warnings
 
 import arviz
 import numpy
@@ -9,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+import warned
 from reference import double, normals
 
 import pyro_scale as ps
@@ -48,17 +48,13 @@ def classes(x, y=None):
 
 def run(method, data=None, **how):
     how = {"num_samples": 200, "warmup_steps": 200, "thinning": 3, "num_chains": 4, **how}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return method.run(data, **{**QUIET, **how})
+    return warned.quiet(method.run, data, **{**QUIET, **how})
 
 
 def told(fit, **how):
     """(The table, what it said of chains that do not agree)."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        table = fit.diagnostics(**how)
-    return table, [str(each.message) for each in caught if "do not agree" in str(each)]
+    table, said = warned.told(fit.diagnostics, **how)
+    return table, [each for each in said if "do not agree" in each]
 
 
 def stuck(model=two_modes, apart=4.0, **how):

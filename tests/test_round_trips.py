@@ -14,7 +14,7 @@ import xarray
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as some
 from reference import normals
-from stored import quiet
+from warned import quiet
 
 import pyro_scale as ps
 from pyro_scale.infer import streams

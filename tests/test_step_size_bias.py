@@ -5,13 +5,14 @@ Fixed seeds.  Where many seeds are run, what is said of none at all is a false a
 
 import dataclasses
 import math
-import warnings
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from linear import location, standardised
 from reference import double
+from warned import quiet, told
 
 import pyro_scale as ps
 from pyro_scale.core.randomness import NoiseTape, RefinedNoise
@@ -22,8 +23,7 @@ from pyro_scale.infer.shadow import with_shadow
 pytestmark = pytest.mark.usefixtures("float64")
 
 N, B = 1000, 20
-Y = torch.randn(N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-Y = (Y - Y.mean()) / Y.std(correction=0)  # a row's gradient has variance 1
+Y = standardised(N)
 MANY = {"num_samples": 400, "warmup_steps": 200, "thinning": 3, "num_chains": 40}
 QUIET = {"progress": False, "seed": 0}
 
@@ -35,13 +35,6 @@ def gaussian(precision):
     return model
 
 
-def location(y):
-    """The mean of a Gaussian: precision over N about 1."""
-    mu = pyro.sample("mu", dist.Normal(0.0, 100.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-
-
 def skewed():
     """log density 2 x - exp(x): the log of a Gamma(2, 1)."""
     x = pyro.sample("x", dist.ImproperUniform(dist.constraints.real, (), ()))
@@ -49,17 +42,7 @@ def skewed():
 
 
 def run(method, data=None, **how):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return method.run(data, **{**MANY, **QUIET, **how})
-
-
-def told(sampler, **how):
-    """(The table, what it warned of)."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        table = sampler.step_size_bias(**how)
-    return table, [str(each.message) for each in caught if each.category is UserWarning]
+    return quiet(method.run, data, **{**MANY, **QUIET, **how})
 
 
 def variance_of(table, site):
@@ -106,7 +89,7 @@ def test_the_halves_are_independent_standard_normals():
 def test_the_coupling_lowers_the_error():
     """Of means and variances, several times beside that of two runs on their own."""
     sampler = run(ps.BAOA(skewed, lr=0.3), warmup_steps=100, num_samples=200)
-    table, _ = told(sampler)
+    table, _ = told(sampler.step_size_bias)
     how = {"warmup_steps": 200, "thinning": 6, "num_samples": 200, "seed": 1}
     other = run(ps.BAOA(skewed, lr=0.15), **how)
     x, y = (each.get_samples(group_by_chain=True)["x"] for each in (sampler, other))
@@ -137,7 +120,7 @@ def sghmc(e, friction=1.0):
 def test_of_a_step_on_gaussians(method, lr, expected):
     """Of the steepest of three elements; a flat one has the least."""
     sampler = run(method(gaussian(double(0.05, 1.0, 0.2)), lr=lr), num_samples=1000)
-    table, said = told(sampler)
+    table, said = told(sampler.step_size_bias)
     found, error = variance_of(table, "x")
     assert abs(found - expected) < 4.4 * error + 0.1 * (expected - 1)
     assert error < 0.04
@@ -162,7 +145,7 @@ def test_of_minibatches(lr):
         thinning=round(1 / lr),
         num_samples=200,
     )
-    table, said = told(sampler)
+    table, said = told(sampler.step_size_bias)
     found, error = variance_of(table, "mu")
     expected = 1 + lr * N / (2 * B)
     assert found - 1 == pytest.approx(expected - 1, rel=0.2)
@@ -184,7 +167,7 @@ def quadrature(log_density, low=-15.0, high=8.0):
 def test_of_a_skewed_target_by_quadrature(method, lr):
     mean, sd = quadrature(lambda x: 2 * x - torch.exp(x))
     sampler = run(method(skewed, lr=lr), num_samples=1500, thinning=10, num_chains=100)
-    table, _ = told(sampler)
+    table, _ = told(sampler.step_size_bias)
     draws = sampler.get_samples()["x"]
     bias = float(draws.mean() - mean) / sd
     assert bias < -0.02
@@ -202,7 +185,7 @@ def test_by_site_and_element():
         pyro.sample("c", dist.Normal(torch.zeros(2), double(1.0, 2.0)).to_event(1))
 
     lr = {"a": 0.02, "b": 0.6, "c": double(0.1, 0.8)}
-    table, said = told(run(ps.SGLD(model, lr=lr), num_samples=1000))
+    table, said = told(run(ps.SGLD(model, lr=lr), num_samples=1000).step_size_bias)
     assert list(table.index) == ["a", "b", "c"]
     expected = {"a": 1 / 0.99, "b": 1 / 0.7, "c": 1 / 0.9}
     for site, each in expected.items():
@@ -218,7 +201,7 @@ def test_of_a_schedule():
     lr = ps.schedules.cosine_decay(0.8, 4200, end=0.2)
     sampler = run(ps.SGLD(gaussian(double(1.0)), lr=lr), warmup_steps=200, thinning=4)
     result = sampler._result
-    table, _ = told(sampler)
+    table, _ = told(sampler.step_size_bias)
     step = result.sample_stats["lr"][0]
     expected = float((step / (1 - step / 2)).sum() / step.sum())
     found, error = variance_of(table, "x")
@@ -230,7 +213,7 @@ def test_of_a_schedule():
 def test_what_control_variates_leave_is_nothing():
     sampler = ps.BAOA(location, lr=0.3, control_variates=True)
     how = {"batch_size": B, "num_samples": 100, "num_chains": 10}
-    table, said = told(run(sampler, (Y,), **how))
+    table, said = told(run(sampler, (Y,), **how).step_size_bias)
     assert not said
     assert abs(table.sd_inflation["mu"] - 1) < 4.4 * table.sd_inflation_error["mu"]
     assert table.sd_inflation_error["mu"] < 0.02
@@ -239,7 +222,8 @@ def test_what_control_variates_leave_is_nothing():
 def test_what_is_left_of_noise_taken_off():
     """More noise than is injected: the variance is lr N V / (2 friction B) of the posterior's."""
     sampler = ps.SGLD(location, lr=0.02, subtract_noise=True)
-    table, said = told(run(sampler, (Y,), batch_size=B, warmup_steps=300, thinning=30))
+    run(sampler, (Y,), batch_size=B, warmup_steps=300, thinning=30)
+    table, said = told(sampler.step_size_bias)
     assert not said  # 1/2 is taken off
     assert abs(table.sd_inflation["mu"] - 1) < 0.02
 
@@ -247,7 +231,7 @@ def test_what_is_left_of_noise_taken_off():
 def test_a_chosen_step_is_taken_again():
     sampler = run(ps.BAOA(location, lr="auto"), (Y,), batch_size=B)
     lr = sampler.kernel.lr
-    table, _ = told(sampler)
+    table, _ = told(sampler.step_size_bias)
     assert sampler.kernel.lr == lr
     assert table.sd_inflation["mu"] < 1.1
 
@@ -263,7 +247,7 @@ def of_many_runs(method, count, monkeypatch, num_chains=4, **how):
         chains = slice(first, first + num_chains)
         few = [dataclasses.replace(each, positions=each.positions[chains]) for each in pair]
         monkeypatch.setattr(stepsizebias, "with_shadow", lambda *_, few=few: few)
-        yield told(sampler)
+        yield told(sampler.step_size_bias)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +277,8 @@ def test_errors_are_as_large_as_estimates_scatter(monkeypatch):
 
 
 def test_few_draws_say_nothing():
-    table, said = told(run(ps.SGLD(gaussian(double(1.0)), lr=1.5), num_samples=10, num_chains=4))
+    sampler = run(ps.SGLD(gaussian(double(1.0)), lr=1.5), num_samples=10, num_chains=4)
+    table, said = told(sampler.step_size_bias)
     assert table.sd_inflation_error.isna().all()
     assert table.mean_bias_error.isna().all()
     assert not said
@@ -303,10 +288,9 @@ def test_few_draws_say_nothing():
 
 
 def test_compiled_equals_eager():
-    tables = [
-        told(run(ps.SGHMC(location, lr=0.3, compile=compile), (Y,), batch_size=B, num_chains=3))[0]
-        for compile in (True, False)
-    ]
+    samplers = (ps.SGHMC(location, lr=0.3, compile=compile) for compile in (True, False))
+    fits = [run(sampler, (Y,), batch_size=B, num_chains=3) for sampler in samplers]
+    tables = [told(fit.step_size_bias)[0] for fit in fits]
     torch.testing.assert_close(*(torch.tensor(each.to_numpy()) for each in tables))
 
 
@@ -314,16 +298,16 @@ def test_the_same_run_has_the_same_shadow():
     """It is a function of the run, which stays as it is."""
     sampler = run(ps.SGLD(gaussian(double(1.0)), lr=0.4), num_samples=100, num_chains=4)
     before = sampler.get_samples()["x"]
-    table, _ = told(sampler, num_samples=60)
-    again, _ = told(sampler, num_samples=60)
+    table, _ = told(sampler.step_size_bias, num_samples=60)
+    again, _ = told(sampler.step_size_bias, num_samples=60)
     assert table.equals(again)
     assert torch.equal(before, sampler.get_samples()["x"])
-    whole, _ = told(sampler)
+    whole, _ = told(sampler.step_size_bias)
     assert not whole.equals(table)
     assert whole.attrs["seconds"] > 0
     assert whole.attrs["order"] == {"x": 1}
     run(sampler, num_samples=60, num_chains=4)
-    assert told(sampler)[0].equals(table)
+    assert told(sampler.step_size_bias)[0].equals(table)
 
 
 def test_the_shadow_by_hand():
@@ -338,7 +322,7 @@ def test_the_shadow_by_hand():
             kept.append(x)
     half = torch.stack(kept, 1)
     own = sampler.get_samples(group_by_chain=True)["x"]
-    table, _ = told(sampler)
+    table, _ = told(sampler.step_size_bias)
     centre = (own.mean() + half.mean()) / 2
     ratio = (own - centre).square().mean() / (half - centre).square().mean()
     inflation = (1 + 2 * (ratio - 1)).sqrt()
@@ -356,13 +340,13 @@ def test_a_run_that_went_on_has_its_own(tmp_path):
     whole = run(sampler(), (Y,), **how)
     run(sampler(), (Y,), **{**how, "num_samples": 25}, checkpoint=tmp_path)
     again = run(sampler(), (Y,), **how, resume=tmp_path)
-    assert told(whole)[0].equals(told(again)[0])
+    assert told(whole.step_size_bias)[0].equals(told(again.step_size_bias)[0])
 
 
 def test_shared_batches_stay_shared():
     how = {"batch_size": 1, "num_chains": 3, "share_batches": True, "num_samples": 100}
     sampler = run(ps.BAOA(location, lr=0.02), (Y,), **how)
-    assert not told(sampler)[0].isna().any().any()
+    assert not told(sampler.step_size_bias)[0].isna().any().any()
 
 
 def test_elements_that_do_not_move_have_no_bias():
@@ -370,7 +354,7 @@ def test_elements_that_do_not_move_have_no_bias():
         pyro.sample("l", dist.LKJCholesky(2, 1.0))
         pyro.sample("p", dist.Dirichlet(torch.ones(3)))
 
-    table, _ = told(run(ps.BAOA(model, lr=0.2), num_chains=4, num_samples=200))
+    table, _ = told(run(ps.BAOA(model, lr=0.2), num_chains=4, num_samples=200).step_size_bias)
     assert not table.isna().any().any()
     assert (table.sd_inflation - 1).abs().max() < 0.1
 

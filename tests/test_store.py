@@ -18,9 +18,10 @@ import stored as s
 import torch
 import xarray
 from reference import double
-from stored import QUIET, SIZE, X, Y, draws_of, fitted, quiet, same
+from stored import QUIET, SIZE, X, Y, draws_of, fitted, of_two_params, same
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from warned import quiet
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, NonFiniteError
@@ -54,14 +55,6 @@ def of_many_supports(x):
     with pyro.plate("data", len(x)):
         scale = p[0] * below * chol
         pyro.sample("y", dist.MultivariateNormal(0 * x[0], scale_tril=scale), obs=x)
-
-
-def with_points(x, y):
-    scale = pyro.param("scale", double(0.7)[0], constraint=dist.constraints.positive)
-    shift = pyro.param("shift", double(0.3, 0.1))
-    w = pyro.sample("w", dist.Normal(shift, 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, scale), obs=y)
 
 
 def of_scalars(y):
@@ -119,7 +112,7 @@ CASES = {
     "two dtypes": ({"model": of_two_dtypes}, (X, Y)),
     "loader": ({"data": DataLoader(TensorDataset(X, Y), 5), "batch_size": None}, (X[:4],)),
     "supports": ({"model": of_many_supports, "data": X}, (X[:4],)),
-    "points": ({"model": with_points}, (X, Y)),
+    "points": ({"model": of_two_params}, (X, Y)),
     "scalars": ({"model": of_scalars, "data": Y}, (Y,)),
     "plates": ({"model": with_plates, "data": (X, GROUP, Y)}, (X, GROUP, Y)),
     "network": ({"model": network()}, (X[:4],)),

@@ -19,8 +19,9 @@ import pytest
 import stored
 import torch
 import xarray
-from stored import X, Y, draws_of, fitted, outcome, quiet, regression, same, unconstrained
+from stored import X, Y, draws_of, fitted, outcome, regression, same, unconstrained
 from torch.utils.data import DataLoader, Dataset
+from warned import quiet
 
 import pyro_scale as ps
 from pyro_scale.core import running, sketch
@@ -53,23 +54,6 @@ def same_outcome(fit, whole):
     same(fit.params, whole.params)
     if fit._results().running is None:
         same(unconstrained(fit), unconstrained(whole))
-
-
-@pytest.fixture
-def cut(monkeypatch):
-    """A function that lets a run end after so many steps."""
-    move = simulate.Chains.move
-
-    def after(step, error=KeyboardInterrupt):
-        def interrupted(self, program, batches, tape, *others):
-            if tape.stop > step:
-                raise error
-            move(self, program, batches, tape, *others)
-
-        monkeypatch.setattr(simulate.Chains, "move", interrupted)
-
-    yield after
-    monkeypatch.setattr(simulate.Chains, "move", move)
 
 
 # ------------------------------------------------------------------ interrupts and errors

@@ -8,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+import warned
 from reference import close, double, normals
 
 import pyro_scale as ps
@@ -104,17 +105,13 @@ def two_modes():
 
 
 def run(method, data=None, **how):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return method.run(data, **{"num_chains": 8, "superchains": 2, **QUIET, **how})
+    return warned.quiet(method.run, data, **{"num_chains": 8, "superchains": 2, **QUIET, **how})
 
 
 def told(fit):
     """(The table, what it said of starts)."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        table = fit.diagnostics()
-    return table, [str(each.message) for each in caught if "remember their starts" in str(each)]
+    table, said = warned.told(fit.diagnostics)
+    return table, [each for each in said if "remember their starts" in each]
 
 
 def test_chains_of_a_superchain_share_their_start_alone():

@@ -1,12 +1,12 @@
 """The temperature of draws, against closed forms and the variance that it stands for."""
 
-import warnings
-
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from reference import normals
 from torch.utils.data import DataLoader, TensorDataset
+from warned import quiet, told
 
 import pyro_scale as ps
 from pyro_scale.errors import NonFiniteError
@@ -14,7 +14,7 @@ from pyro_scale.errors import NonFiniteError
 pytestmark = pytest.mark.usefixtures("float64")
 
 N, B = 1000, 32
-Y = torch.randn(N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = normals(N)
 QUIET = {"seed": 0, "progress": False}
 LONG = {"num_samples": 2000, "warmup_steps": 2000, "thinning": 10, "num_chains": 4}
 
@@ -34,17 +34,7 @@ def two_sites(y):
 
 
 def run(method, data=(Y,), **how):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return method.run(data, **{**LONG, **QUIET, **how})
-
-
-def told(fit):
-    """(The table, what it warned of)."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        table = fit.diagnostics()
-    return table, [str(each.message) for each in caught if each.category is UserWarning]
+    return quiet(method.run, data, **{**LONG, **QUIET, **how})
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
@@ -52,7 +42,7 @@ def test_on_a_gaussian_it_is_the_variance_over_the_posteriors(temperature):
     sampler = ps.SGLD(mean_of_normal, lr=0.5, temperature=temperature)
     fit = run(sampler, num_samples=200, num_chains=3)
     spread = fit.get_samples()["mu"].var(correction=0) * (N + 0.01)
-    table, _ = told(fit)
+    table, _ = told(fit.diagnostics)
     assert table.temperature["mu"] == pytest.approx(float(spread) / temperature, rel=1e-9)
 
 
@@ -81,7 +71,7 @@ def test_by_hand_on_another_model():
 )
 def test_too_large_a_step_is_said_and_a_right_one_is_not(method, lr, how, hot):
     fit = run(method(mean_of_normal, lr=lr), **how)
-    table, said = told(fit)
+    table, said = told(fit.diagnostics)
     assert table.temperature_error["mu"] < 0.15
     assert any("site 'mu' is hotter" in each for each in said) == hot
     assert not any("colder" in each for each in said)
@@ -97,39 +87,39 @@ def test_what_minibatches_heat_is_measured(lr, sampling):
     fit = run(ps.BAOA(mean_of_normal, lr=lr), batch_size=B, sampling=sampling, num_chains=16)
     truth = float(fit.get_samples()["mu"].var()) * (N + 0.01)
     assert truth > 1.1
-    assert told(fit)[0].temperature["mu"] == pytest.approx(truth, rel=0.2)
+    assert told(fit.diagnostics)[0].temperature["mu"] == pytest.approx(truth, rel=0.2)
 
 
 def test_batches_of_a_loader_are_those_after_the_run():
     loader = DataLoader(TensorDataset(Y), batch_size=B)
     fit = run(ps.BAOA(mean_of_normal, lr=0.2, num_data=N), list(loader), num_samples=300)
     truth = float(fit.get_samples()["mu"].var()) * (N + 0.01)
-    table, _ = told(fit)
+    table, _ = told(fit.diagnostics)
     gap = abs(table.temperature["mu"] - truth)
     assert gap < 4 * table.temperature_error["mu"] + 0.1 * truth
 
 
 def test_too_cold_is_said():
     fit = run(ps.SGNHT(mean_of_normal, lr=0.2), batch_size=B, sampling="shuffle")
-    _, said = told(fit)
+    _, said = told(fit.diagnostics)
     assert any("site 'mu' is colder than it should be" in each for each in said)
 
 
 def test_another_temperature_than_asked_for_is_said():
     fit = run(ps.BAOA(mean_of_normal, lr=0.3, temperature=1.5))
-    assert not told(fit)[1]
+    assert not told(fit.diagnostics)[1]
     fit._result.sample_stats["temperature"] = torch.ones(4, 2000)
-    assert any("hotter" in each for each in told(fit)[1])
+    assert any("hotter" in each for each in told(fit.diagnostics)[1])
 
 
 def test_optimisers_have_none():
     fit = run(ps.BAOA(mean_of_normal, lr=0.1, temperature=0.0), num_samples=5)
-    assert "temperature" not in told(fit)[0]
+    assert "temperature" not in told(fit.diagnostics)[0]
 
 
 def test_few_draws_say_nothing():
     fit = run(ps.SGLD(mean_of_normal, lr=1.0), num_samples=5)
-    table, said = told(fit)
+    table, said = told(fit.diagnostics)
     assert table.temperature_error.isna().all()
     assert not any("hotter" in each or "colder" in each for each in said)
 
@@ -145,7 +135,7 @@ def test_chains_that_stopped_do_not_count():
     left = sampler.get_samples(group_by_chain=True)["mu"]
     assert 0 < len(left) < 8
     spread = left.flatten().var(correction=0)
-    assert told(sampler)[0].temperature["mu"] == pytest.approx(float(spread), rel=1e-9)
+    assert told(sampler.diagnostics)[0].temperature["mu"] == pytest.approx(float(spread), rel=1e-9)
 
 
 def test_it_comes_back_from_a_file(tmp_path):

@@ -1,0 +1,18 @@
+"""What functions return, without their warnings or with them."""
+
+import warnings
+
+
+def quiet(function, *args, **kwargs):
+    """What it returns, without its warnings of few draws and of the noise of batches."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function(*args, **kwargs)
+
+
+def told(function, *args, **kwargs):
+    """(What it returns, what it warned of)."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = function(*args, **kwargs)
+    return result, [str(each.message) for each in caught if each.category is UserWarning]
