@@ -565,7 +565,7 @@ def child(tmp_path, store, draws):
 
 
 def test_another_process_reads_while_it_runs(tmp_path):
-    draws, path = 4000, tmp_path / "draws.zarr"
+    draws, path = 2000, tmp_path / "draws.zarr"
     process, seen = child(tmp_path, str(path), draws), []
     expected = draws_of(fitted(num_samples=draws))
     while process.poll() is None:

@@ -348,9 +348,13 @@ torch.save(stored.outcome(fit), saved)
 
 
 @pytest.mark.parametrize(
-    ("kills", "draws"), [(2, 2000), pytest.param(20, 20_000, marks=pytest.mark.slow)]
+    ("kept", "kills", "draws"),
+    [
+        ("store", 2, 2000),
+        pytest.param("nowhere", 2, 2000, marks=pytest.mark.slow),
+        *(pytest.param(kept, 20, 20_000, marks=pytest.mark.slow) for kept in KEPT),
+    ],
 )
-@pytest.mark.parametrize("kept", KEPT)
 def test_killed_at_any_moment_it_goes_on_bit_for_bit(kept, kills, draws, tmp_path):
     source, saved = random.Random(kills), tmp_path / "outcome.pt"
     path = str(tmp_path / "draws.zarr") if kept == "store" else "nowhere"
@@ -642,7 +646,9 @@ def is_of_draws(file):
     return file.parent.name in ("w", "s", "twice") and not file.name.startswith(".")
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize(
+    "seed", [*range(30), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(30, 100))]
+)
 @pytest.mark.parametrize("kind", ["draws", "facts"])
 def test_damage_is_noticed(kind, seed, whole):
     """It is an error of ours, or the draws are right; for xarray, any error, or NaN."""
