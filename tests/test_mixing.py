@@ -76,10 +76,7 @@ def test_chains_on_their_way_get_one_advice():
     """They look hot, but a smaller step would only slow them down."""
     starts = {"w": 8.0 * double(-1.0, 1.0, -1.0, 1.0)}
     fit = run(ps.SGLD(plain, lr=0.002, init_strategy=starts), warmup_steps=0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit.diagnostics()
-    said = [str(each.message) for each in caught]
+    _, said = warned.told(fit.diagnostics)
     (unmixed,) = [each for each in said if "do not agree" in each]
     (hot,) = [each for each in said if "is hotter" in each]
     assert "larger lr" not in unmixed
