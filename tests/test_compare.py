@@ -223,6 +223,10 @@ def shorter(x, y=None):
             lambda: {"a": fitted("dense"), "b": run(ps.Laplace(shorter))},
             r"'w' is \[3\] in 'a', \[2\] in 'b'",
         ),
+        (
+            lambda: {"a": fitted("dense"), "b": run(ps.Laplace(regression()), (X[:9], Y[:9]))},
+            "'a' was run on N = 60 rows, 'b' on 9",
+        ),
     ],
 )
 def test_what_it_refuses(methods, message):

@@ -158,6 +158,9 @@ def test_summary_is_arvizs_with_large_sites_in_one_row():
 def test_summary_refuses_unknown_names():
     with pytest.raises(ArgumentError, match=r"no site 'nothing'.*'w'"):
         fitted().summary(["nothing"])
+    for names in ("w", 5, {"w"}):
+        with pytest.raises(ArgumentError, match=r"var_names=.*pass a list"):
+            fitted().summary(names)
 
 
 def test_diagnostics_has_the_worst_of_each_latent_site():

@@ -415,6 +415,19 @@ def test_what_is_loaded_reads_the_store(tmp_path):
     stored.same_draws(ps.BAOA.load(tmp_path / "again.ps", regression), fit)
 
 
+def test_a_file_and_its_store_may_be_moved_together(tmp_path):
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    fit = fitted(**at("store", there))
+    expected = draws_of(fit)
+    fit.save(there / "run.ps")
+    shutil.move(there, here)
+    loaded = ps.BAOA.load(here / "run.ps", regression)
+    same(draws_of(loaded), expected)
+    loaded.save(tmp_path / "again.ps")
+    same(draws_of(ps.BAOA.load(tmp_path / "again.ps", regression)), expected)
+
+
 def test_what_is_loaded_has_the_moments(tmp_path):
     fit = fitted(num_samples=200, store=False)
     fit.save(tmp_path / "run.ps")

@@ -81,7 +81,7 @@ def compare(
             lowest R-hat; else the first approximation, a dense one before others; else any.
 
     Raises:
-        ArgumentError: no methods, other latent sites or shapes, an unknown reference, data for
+        ArgumentError: no methods, other latent sites, shapes or N, an unknown reference, data for
             models without data sites.
         NotRunError: a method has not been run.
 
@@ -111,7 +111,7 @@ def compare(
     import pandas
 
     results = {name: method._draws() for name, method in methods.items()}
-    _refuse_other_sites(results)
+    _refuse_other_posteriors(results)
     rows: dict[str, dict[str, float]] = {}
     for name, result in results.items():
         rows[name] = _costs(result, isinstance(methods[name], Approximation))
@@ -126,10 +126,15 @@ def compare(
     return Comparison(table, reference)
 
 
-def _refuse_other_sites(results: Mapping[str, Result]) -> None:
+def _refuse_other_posteriors(results: Mapping[str, Result]) -> None:
     first, *others = results
-    expected = _shapes(results[first])
+    expected, size = _shapes(results[first]), results[first].log_posterior.num_data
     for name in others:
+        if results[name].log_posterior.num_data != size:
+            raise ArgumentError(
+                f"methods: '{first}' was run on N = {size} rows, '{name}' on "
+                f"{results[name].log_posterior.num_data}: compare methods on the same data"
+            )
         found = _shapes(results[name])
         for site in dict.fromkeys([*expected, *found]):
             if expected.get(site) != found.get(site):

@@ -131,6 +131,8 @@ class Method:
         """ArviZ's summary, a DataFrame; a site of over 100 elements is one row with the worst
         R-hat and least ESS of up to 200 of them, evenly spread, unless it is named."""
         result = self._results()
+        if var_names is not None and not isinstance(var_names, list | tuple):
+            raise ArgumentError(f"var_names={var_names!r}: pass a list of sites' names")
         for name in var_names or ():
             if name not in result.shapes:
                 raise ArgumentError(f"var_names: no site '{name}'; there are {list(result.shapes)}")

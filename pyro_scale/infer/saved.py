@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Never
 
 from pyro_scale.core import files
@@ -48,6 +49,8 @@ def opened(path: files.FilePath, cls: type) -> tuple[Any, Mapping[str, Any]]:
         FileError: the file cannot be read, or is of another method.
     """
     contents = files.read(path)
+    if contents.get("store"):
+        contents["store"]["path"] = _beside(contents["store"]["path"], files.as_path(path))
     name = contents["method"]
     kind = next((kind for kind in _family(cls) if kind.__name__ == name), None)
     if kind is None:
@@ -59,6 +62,12 @@ def opened(path: files.FilePath, cls: type) -> tuple[Any, Mapping[str, Any]]:
     loaded: Any = object.__new__(type(kind.__name__, (Saved, kind), namespace))
     loaded._read = contents
     return loaded, contents
+
+
+def _beside(store: str, file: Path) -> str:
+    """Where a store is that may have been moved together with the file."""
+    moved = file.parent / Path(store).name
+    return str(moved) if moved.exists() and not Path(store).exists() else store
 
 
 def _family(kind: type) -> Iterator[type]:

@@ -29,7 +29,8 @@ from pyro_scale.kernels.hyperparameters import Hyper
 Store = FilePath | Literal[False] | None
 
 #: Bytes of all chains' draws that are held until they are written; bytes and draws of a file.
-_HELD_BYTES, _FILE_BYTES, _MOST_DRAWS = 2**25, 2**23, 2**14
+#: (Larger files would be faster by little, and what they pass through would be kept by malloc.)
+_HELD_BYTES, _FILE_BYTES, _MOST_DRAWS = 2**25, 2**21, 2**14
 #: Of a site, which with `_dim_0` behind it is a file's.
 _LONGEST_NAME = 200
 
