@@ -427,8 +427,9 @@ class Sampler(Method):
         large again where the step is long); `sd_inflation`, the standard deviation over what it
         would be at ever smaller steps, of the element where that is furthest from 1 (it is taken
         to be at most 10); `mean_bias_error` and `sd_inflation_error`, their Monte Carlo standard
-        errors, NaN where draws are under 50.  `.attrs` holds the `order` of lr by which each site's sd was
-        extrapolated (1 where the noise of minibatches accounts for the difference), and `seconds`.
+        errors, NaN where draws are under 50.  `.attrs` holds the `order` of lr by which each
+        site's sd was extrapolated (1 where the noise of minibatches accounts for the difference),
+        and `seconds`.
 
         Args:
             num_samples: how many of the draws of each chain to compare, the first ones; all by
