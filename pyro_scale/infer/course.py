@@ -71,14 +71,8 @@ class Course:
     def halved(self, times: int) -> tuple[Course, dict[str, str]]:
         """(The course at half the step size, why in words), after chains have diverged."""
         setup, why = halved(self.setup, times)
-        return self.of(setup), why
-
-    def of(self, setup: Setup) -> Course:
-        """The course from another start, or with another kernel."""
-        tape = self.tape
-        if setup.engine.kernel is not self.kernel:
-            tape = setup.engine.kernel.tape(self.steps.total)
-        return dataclasses.replace(self, setup=setup, tape=tape)
+        tape = setup.engine.kernel.tape(self.steps.total)
+        return dataclasses.replace(self, setup=setup, tape=tape), why
 
     def taken(self, title: str, **how: Any) -> Taken:
         """Takes its steps.

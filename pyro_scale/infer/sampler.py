@@ -277,9 +277,11 @@ class Sampler(Method):
         sink = sink_for(store, setup, num_samples, journal.last is not None)
         self._result = self._stepping = self._course = None
         tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
-        tuned_setup, choice = tuned(setup, tuning, steps, sampling)
+        setup, choice = tuned(setup, tuning, steps, sampling)
+        if setup.engine.kernel is not self.kernel:  # but knows all sites, or another lr
+            tape = setup.engine.kernel.tape(steps.total)
         course = Course(setup, tape, steps, sampling, share_batches, self._compile, progress)
-        course, taken, why = self._simulated(course.of(tuned_setup), journal, facts, sink)
+        course, taken, why = self._simulated(course, journal, facts, sink)
         self.kernel, draws = course.kernel, taken.draws
         attrs = {**self._attrs(), **choice, **why, **settings}
         if draws.finished and len(draws.kept_steps):
