@@ -496,7 +496,8 @@ def unfinished(tmp_path_factory):
         patch.setattr(simulate.Chains, "move", interrupted)
         run("BAOA", checkpoint=directory, checkpoint_every=0)
     torch.set_default_dtype(default)
-    return {file.name: file.read_bytes() for file in directory.iterdir()}, whole
+    files = (file for file in directory.iterdir() if not file.name.startswith("."))
+    return {file.name: file.read_bytes() for file in files}, whole
 
 
 @pytest.mark.parametrize("seed", range(200))

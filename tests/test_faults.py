@@ -86,7 +86,7 @@ def test_checkpoints_fill_the_disk(disk):
     assert 0 < count < 1200
     assert f"get_samples() holds the {count} draws" in raised.value.__notes__[-1]
     assert torch.equal(kept, draws_of(whole)["w"][:, :count])
-    assert not [file for file in (disk / "run").iterdir() if file.name.startswith(".")]
+    assert not [file for file in (disk / "run").iterdir() if file.name.startswith(".pyro-scale")]
     with pytest.raises(FileError, match="No space left"):  # still
         wide_run(1200, resume=disk / "run", checkpoint_every=0)
     room(disk)

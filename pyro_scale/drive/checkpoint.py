@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import re
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.core import files
 from pyro_scale.core.layout import dtype_name
+from pyro_scale.core.warn import warn
 from pyro_scale.drive.draws import Draws, Failure
 from pyro_scale.errors import ArgumentError, FileError
 
@@ -223,11 +223,9 @@ def read(path: files.FilePath) -> Checkpoint:
             damages.append(str(error))
             continue
         if damages:
-            warnings.warn(
+            warn(
                 f"the latest checkpoint is not whole ({'; '.join(damages)}): the one before it is "
-                "taken",
-                UserWarning,
-                stacklevel=4,
+                "taken"
             )
         return found
     raise FileError(f"resume='{path}' holds no whole checkpoint: {'; '.join(damages)}")

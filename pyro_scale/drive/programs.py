@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pyro_scale.core.warn import warn
 from pyro_scale.drive.batches import Batches, Gathered, Source, Taped, WholeData
 from pyro_scale.drive.engine import Engine
 from pyro_scale.drive.inductor import Compiled, build_library, compile_graph
@@ -218,11 +218,9 @@ def program_for(
                 return _checked(engine, batches.by_column(), as_it_is, state, tape)
         return _checked(engine, batches, as_it_is, state, tape)
     except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
-        warnings.warn(
+        warn(
             f"the model could not be compiled ({_reason(error)}), so every step runs the model's "
-            "Python, which takes milliseconds; compile=False silences this",
-            UserWarning,
-            stacklevel=4,
+            "Python, which takes milliseconds; compile=False silences this"
         )
         return as_it_is
 

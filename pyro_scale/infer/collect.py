@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import warnings
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.schedules import Cyclical
+from pyro_scale.core.warn import warn
 from pyro_scale.drive.draws import Draws
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import Setup
@@ -115,10 +115,8 @@ def warn_of_short_warmup(
     precision = kernel.temperature / engine.padded(latents.var(0))
     steps = float(kernel.relaxation_steps(precision)[: engine.num_latents].max())
     if warmup_steps < 5 * steps:
-        warnings.warn(
+        warn(
             f"warm-up of {warmup_steps} steps is under five relaxation times (one is about "
             f"{steps:.0f} steps here), so the draws may remember where the chains started: pass "
-            f"warmup_steps={5 * steps:.0f}",
-            UserWarning,
-            stacklevel=3,
+            f"warmup_steps={5 * steps:.0f}"
         )

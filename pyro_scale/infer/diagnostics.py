@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from statistics import NormalDist
 from typing import Any
 
 from torch import Tensor
 
+from pyro_scale.core.warn import warn
 from pyro_scale.infer.export import quiet_arviz
 from pyro_scale.infer.mixing import (
     mixing,
@@ -147,14 +147,12 @@ def _add_kinetic(table: Any, result: Result, is_told: bool) -> None:
     hot = [i for i in places if means[i] - _ERRORS * errors[i] > expected[i] + gap]
     if hot and not is_told:
         worst = max(hot, key=lambda i: means[i] - expected[i])
-        warnings.warn(
+        warn(
             f"the momenta of site '{table.index[worst]}' are hotter than they should be: they have "
             f"{means[worst]:.3g} ± {errors[worst]:.2g} times the temperature that was asked for, "
             f"and {expected[worst]:.3g} at this step size without minibatches: "
             f"{_lower_lr(result, 1 + means[worst] - expected[worst])}; where minibatches heat, "
-            "raise batch_size",
-            UserWarning,
-            stacklevel=4,
+            "raise batch_size"
         )
 
 
@@ -179,14 +177,14 @@ def warn_of_the_temperature(
         advice = f"{_lower_lr(result, means[worst])}; where minibatches heat, raise batch_size"
         if unmixed:
             advice = f"take a longer warm-up first; if it stays, {advice}"
-        warnings.warn(said(worst, "hotter", advice), UserWarning, stacklevel=4)
+        warn(said(worst, "hotter", advice))
     if cold:
         worst = min(cold, key=lambda i: means[i])
         advice = (
             "the run is too short for its draws to spread, or its noise is cancelled (shuffled "
             "batches with a thermostat, subtract_noise)"
         )
-        warnings.warn(said(worst, "colder", advice), UserWarning, stacklevel=4)
+        warn(said(worst, "colder", advice))
 
 
 def warn_of_inflation(factor: float, result: Result) -> None:
@@ -194,7 +192,7 @@ def warn_of_inflation(factor: float, result: Result) -> None:
     if factor > _MOST_INFLATION:
         shuffled = result.attrs.get("sampling") != "replacement"
         anchored = result.gradient_noise is not None and result.gradient_noise.reduction is not None
-        warnings.warn(
+        warn(
             f"the noise of minibatches multiplies the temperature by up to {factor:.3g}, so the "
             f"posterior comes out about {100 * (factor**0.5 - 1):.0f}% too wide in standard "
             "deviations there"
@@ -205,9 +203,7 @@ def warn_of_inflation(factor: float, result: Result) -> None:
                 else ""
             )
             + f": {_lower_lr(result, factor)}, raise batch_size in proportion, or "
-            + ("move the anchor of control_variates" if anchored else "pass control_variates=True"),
-            UserWarning,
-            stacklevel=4,
+            + ("move the anchor of control_variates" if anchored else "pass control_variates=True")
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.warn import warn
 from pyro_scale.drive.batches import Batch, Batches
 from pyro_scale.drive.engine import Density, Engine
 from pyro_scale.drive.indices import Sampling
@@ -176,10 +176,8 @@ def warn_of_a_bad_anchor(noise: GradientNoise | None) -> None:
         return
     least = float(noise.reduction[noise.reduction > 0].amin()) if (noise.reduction > 0).any() else 1
     if least < 1:
-        warnings.warn(
+        warn(
             f"control_variates multiply the variance of the gradient by {1 / least:.3g} at some "
             "element: the anchor is far from the posterior; pass control_variates=True, which "
-            "finds the mode, or leave them out",
-            UserWarning,
-            stacklevel=4,
+            "finds the mode, or leave them out"
         )

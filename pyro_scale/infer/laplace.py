@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import math
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, get_args
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from pyro_scale import kernels
 from pyro_scale.core.counts import as_count
 from pyro_scale.core.randomness import choose_seed
+from pyro_scale.core.warn import warn
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.sources import Data
@@ -204,11 +204,9 @@ class Laplace(Approximation):
         best = max(range(len(evidence)), key=evidence.__getitem__)
         far = fit.attrs["distance"][best]
         if far > _FAR:
-            warnings.warn(
+            warn(
                 f"the given mode is {far**0.5:.2g} posterior sds away from that in unconstrained "
-                "space, so its evidence is too low: leave mode= out to have it found",
-                UserWarning,
-                stacklevel=2,
+                "space, so its evidence is too low: leave mode= out to have it found"
             )
         return torch.tensor(evidence[best], dtype=torch.float64)
 

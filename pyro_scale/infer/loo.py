@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pyro_scale.core.counts import as_count
+from pyro_scale.core.warn import warn
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.pieces import Piece, pieces_of, pieces_with
@@ -134,12 +134,10 @@ def _left_out(result: Result, log_lik: Tensor) -> tuple[Tensor, Tensor]:
     most = min(_MOST_K, 1 - 1 / math.log10(max(len(log_lik), 11)))
     heavy = int((pareto_k > most).sum())
     if heavy:
-        warnings.warn(
+        warn(
             f"LOO: {heavy} of {len(pareto_k)} rows weigh too much on the posterior (Pareto k above "
             f"{most:.2f}), so their part is not to be trusted: look at them, or use a likelihood "
-            "with heavier tails",
-            UserWarning,
-            stacklevel=5,
+            "with heavier tails"
         )
     return torch.logsumexp(log_weights + log_lik.T, 1), pareto_k
 

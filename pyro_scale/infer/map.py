@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from pyro_scale import kernels
+from pyro_scale.core.warn import warn
 from pyro_scale.infer.approximation import Structure
 from pyro_scale.infer.fit import Fit
 from pyro_scale.infer.memory import refuse_what_does_not_fit
@@ -100,10 +100,8 @@ class MAP(Optimised):
             found.append(mode)
             distances.append(distance)
         if max(distances) > NEAR * len(places):
-            warnings.warn(
+            warn(
                 "structure='dense': Newton's method did not find the mode (the density may have a "
-                "flat direction, or float32 too few digits): take more steps, or use float64",
-                UserWarning,
-                stacklevel=3,
+                "flat direction, or float32 too few digits): take more steps, or use float64"
             )
         return fit.replaced(centres=torch.stack(found))

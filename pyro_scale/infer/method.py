@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self, cast, runtime_checkable
 
@@ -14,6 +13,7 @@ from pyro_scale.core.counts import as_count
 from pyro_scale.core.randomness import choose_seed
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.running import Moments
+from pyro_scale.core.warn import warn
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, NotRunError
@@ -436,10 +436,8 @@ class Method:
     def _affordable(result: Result, num_sites: int) -> bool:
         size = export.log_likelihood_bytes(result, num_sites)
         if size > _LOG_LIKELIHOOD_BYTES:
-            warnings.warn(
+            warn(
                 f"the pointwise log likelihood would take {size / 2**30:.1f} GiB and is left out: "
-                "pass log_likelihood=True to have it, or thin the draws",
-                UserWarning,
-                stacklevel=3,
+                "pass log_likelihood=True to have it, or thin the draws"
             )
         return size <= _LOG_LIKELIHOOD_BYTES

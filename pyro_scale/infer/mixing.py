@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.core.running import Moments
+from pyro_scale.core.warn import warn
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.export import quiet_arviz
 from pyro_scale.infer.predictive import data_sites, predictive_means
@@ -40,9 +40,12 @@ def mixing(draws: Mapping[str, Tensor]) -> Any:
         draws: by variable, `[chains, draws, elements]`.
     """
     import pandas
+    import xarray
 
     arviz = quiet_arviz()
-    latent = arviz.convert_to_dataset({name: v.cpu().numpy() for name, v in draws.items()})
+    latent = xarray.Dataset(
+        {name: (("chain", "draw", f"{name}_element"), v.cpu().numpy()) for name, v in draws.items()}
+    )
     table = pandas.DataFrame(index=pandas.Index(list(draws), name="site"))
     alone = latent.sizes["chain"] < 2  # which ArviZ logs
     table["r_hat"] = math.nan if alone else _each(arviz.rhat(latent), "max")
@@ -108,11 +111,9 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
         hint = "" if probed else "; of a network, ask what its predictions do: diagnostics(probe=x)"
         if chains >= _MANY_CHAINS:
             hint += "; many short chains say more with superchains="
-        warnings.warn(
+        warn(
             f"'{worst}': the chains do not agree, R-hat is {r_hat[worst]:.3g}: take a longer "
-            f"warm-up{steps}{hint}",
-            UserWarning,
-            stacklevel=4,
+            f"warm-up{steps}{hint}"
         )
     return unmixed
 

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core.counts import as_count
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.randomness import choose_seed
+from pyro_scale.core.warn import warn
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.draws import Draws, Steps
 from pyro_scale.drive.programs import check_compile
@@ -251,7 +252,7 @@ class Optimised(Approximation):
             )
         else:
             return
-        warnings.warn(f"the {self.objective} {said}", UserWarning, stacklevel=3)
+        warn(f"the {self.objective} {said}")
 
 
 def _refuse_failures(draws: Draws) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
@@ -15,6 +14,7 @@ from pyro_scale.core.counts import as_count
 from pyro_scale.core.files import FilePath
 from pyro_scale.core.randomness import choose_seed
 from pyro_scale.core.schedules import Cyclical, Schedule
+from pyro_scale.core.warn import warn
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.draws import Draws, Steps
 from pyro_scale.drive.indices import Sampling, check_sampling
@@ -355,7 +355,7 @@ class Sampler(Method):
         if self._result is None or not isinstance(error, KeyboardInterrupt):
             error.add_note(f"{type(self).__name__}: {said}")
             raise error
-        warnings.warn(f"interrupted {said}", UserWarning, stacklevel=3)
+        warn(f"interrupted {said}")
 
     def _asked(self) -> dict[str, Any]:
         """The hyperparameters as they were asked for, before any was chosen."""
@@ -378,12 +378,10 @@ class Sampler(Method):
                 "that order cancel themselves: leave sampling out, or pass 'replacement'"
             )
         if given != "replacement" and self.kernel.sampling == "replacement" and in_batches:
-            warnings.warn(
+            warn(
                 f"{type(self).__name__} with sampling='{given}' makes the posterior too narrow: "
                 "its thermostat cools for noise that batches in that order cancel themselves; "
-                "leave sampling out",
-                UserWarning,
-                stacklevel=3,
+                "leave sampling out"
             )
         return given
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch.distributions import transform_to
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.warn import warn
 from pyro_scale.drive.batches import Batch, Batches, OwnIndices, SharedBatches, WholeData
 from pyro_scale.drive.engine import Engine
 from pyro_scale.drive.features import FeatureData
@@ -94,7 +94,7 @@ def set_up(
     if isinstance(init_strategy, dict):
         refuse_unknown_sites(log_posterior, init_strategy)
     for doubt in doubts(log_posterior.understanding):
-        warnings.warn(doubt, UserWarning, stacklevel=4)
+        warn(doubt)
     data = _as_taken(log_posterior, data)
     starts = [log_posterior.start(arguments, seed, c, init) for c, init in enumerate(inits)]
     points = {name: point.unconstrained for name, point in log_posterior.points.items()}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_scale.core.counts import as_count
+from pyro_scale.core.warn import warn
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import Setup
@@ -87,12 +87,10 @@ def warn_of_remembered_starts(result: Result) -> None:
         remembered = (part > _MOST) & (found.superchains > most * own)
         if bool(remembered.any()):
             worst = float(r_hat_of(found)[remembered].max())
-            warnings.warn(
+            warn(
                 f"site '{name}': chains remember their starts, as those of a superchain agree with "
                 f"each other more than with the rest (nested R-hat {worst:.3g}): take a longer "
-                "warm-up, a larger lr, or starts nearer to the posterior (init_strategy= a fit)",
-                UserWarning,
-                stacklevel=4,
+                "warm-up, a larger lr, or starts nearer to the posterior (init_strategy= a fit)"
             )
             return
 

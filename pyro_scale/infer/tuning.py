@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyro_scale.core.warn import warn
 from pyro_scale.drive.draws import Steps
 from pyro_scale.drive.indices import Sampling
 from pyro_scale.errors import ArgumentError
@@ -73,12 +73,10 @@ def tuned(
 def _warn_of_a_large_error(chosen: stepsize.StepSize, control_variates: bool) -> None:
     if chosen.error > _LARGE_ERROR:
         others = "" if control_variates else ", control_variates=True,"
-        warnings.warn(
+        warn(
             f"lr='auto': with these steps, even the best step size is predicted to leave an error "
             f"of {chosen.error:.2g} posterior sds ({chosen.reason}): take more steps or larger "
-            f"batches{others} or bring the sites to one scale (standardised data, mass by site)",
-            UserWarning,
-            stacklevel=4,
+            f"batches{others} or bring the sites to one scale (standardised data, mass by site)"
         )
 
 
@@ -131,14 +129,12 @@ def _warn_of_what_is_left(setup: Setup) -> None:
     over = added > injected
     if bool(over.any()):
         first = int(torch.nonzero(over)[0])
-        warnings.warn(
+        warn(
             f"subtract_noise: the noise of minibatches is more than the injected noise at "
             f"{int(over.sum())} of {len(over)} elements (site '{engine.layout.site_at(first)}'), "
             "where none is injected and the temperature stays "
             f"{float((added / injected).max()):.3g} times too high: lower lr to below "
-            f"{float((injected / added).min()):.2g} of what it is, or raise batch_size",
-            UserWarning,
-            stacklevel=4,
+            f"{float((injected / added).min()):.2g} of what it is, or raise batch_size"
         )
 
 

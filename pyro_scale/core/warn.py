@@ -1,0 +1,22 @@
+"""Warnings, which point to the user's line."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
+_OURS = str(Path(__file__).parents[1])
+
+
+def warn(message: str) -> None:
+    """Warns where the user's code calls ours, however deep in ours that is found out."""
+    frame: FrameType | None = sys._getframe()
+    level = outermost = 0
+    while frame is not None:
+        level += 1
+        if frame.f_code.co_filename.startswith(_OURS):
+            outermost = level
+        frame = frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=outermost + 1)
