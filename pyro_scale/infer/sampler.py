@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
@@ -230,7 +229,8 @@ class Sampler(Method):
             NonFiniteError: a chain's state became NaN or infinite; the others have finished and
                 `get_samples` holds their draws.  It names a file for `ps.replay`, which says why:
                 in the checkpoint's directory, or else in the system's for temporary files.
-            FileError: a checkpoint cannot be written or read, or is of another run.
+            FileError: a checkpoint cannot be written or read, is of another run, or one that is
+                still running.
 
         Warns:
             UserWarning: warm-up was under five relaxation times, judged by the draws; the run was
@@ -306,7 +306,8 @@ class Sampler(Method):
         why: dict[str, str] = {}
         for halvings in range(journal.halvings):
             course, why = course.halved(halvings + 1)
-        for halvings in itertools.count(journal.halvings):
+        halvings = journal.halvings
+        while True:
             retries = self._chooses_lr and halvings < _MOST_HALVINGS
             chosen = f", lr={course.kernel.lr:.2g}" if self._chooses_lr else ""
             chains = len(course.setup.positions)
@@ -321,8 +322,8 @@ class Sampler(Method):
                 )
             if not retries or not taken.diverged or taken.draws.error is not None:
                 return course, taken, why
-            course, why = course.halved(halvings + 1)
-        raise AssertionError
+            halvings += 1
+            course, why = course.halved(halvings)
 
     def _keep(
         self,
