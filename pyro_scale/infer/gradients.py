@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import warn
 from pyro_scale.drive.batches import Batch, Batches
@@ -20,6 +22,8 @@ from pyro_scale.model.control_variates import ControlVariates
 
 #: Rows times D, above which rows are not differentiated one by one.
 _MOST_NUMBERS = 2**28
+#: Numbers on the way back from rows that are differentiated at once.
+_AT_ONCE = 2**22
 #: Batches from which the noise of a run is estimated, rows at one draw, and the fewest draws.
 NOISE_BATCHES, _NOISE_ROWS, _FEWEST_PLACES = 128, 64, 4
 
@@ -49,32 +53,54 @@ def row_gradients(
     if not has_rows or too_many:
         return None
     latents = [name for name in layout.names if name in setup.log_posterior.latents]
-    found = []
-    for position, some in zip(positions, batches, strict=True):
-        parts = []
-        for batch in some:
-            rows = density.row_gradients(layout.unflatten(position), *batch)
-            parts.append(
-                torch.cat([rows[name].reshape(len(rows[name]), -1) for name in latents], dim=1)
-            )
-        found.append(torch.cat(parts))
-    return torch.stack(found)
+
+    def of_one(position: Tensor, *batch: Any) -> Tensor:
+        found = density.row_gradients(layout.unflatten(position), *batch)
+        return torch.cat([found[name].reshape(len(found[name]), -1) for name in latents], dim=1)
+
+    each_at = zip(positions, batches, strict=True)
+    pairs = [(position, *batch) for position, some in each_at for batch in some]
+    # every row's gradient goes back through a whole batch
+    row = layout.size + sum(leaf[0].numel() for leaf in rows.leaves(pairs[0][1]))
+    together = max(1, _AT_ONCE // (known.batch_size**2 * row))
+    blocks = (pairs[i : i + together] for i in range(0, len(pairs), together))
+    found = torch.cat([_of_each(of_one, block) for block in blocks])
+    return found.reshape(len(positions), -1, found.shape[-1])
 
 
-def gradient_variance(rows: Tensor, batch_size: int, num_data: int, sampling: Sampling) -> Tensor:
+def _of_each(function: Callable[..., Tensor], pairs: Sequence[tuple[Any, ...]]) -> Tensor:
+    """A function of positions and batches, of each pair: vmapped, or one by one where vmap
+    refuses."""
+    positions, arguments, indices = zip(*pairs, strict=True)
+    is_shared = all(each is arguments[0] for each in arguments)
+    stacked = arguments[0] if is_shared else rows.stack(arguments)
+    dims = rows.vmap_dims(stacked, None if is_shared else 0)
+    own = None if indices[0] is None else torch.stack(indices)
+    try:
+        every = torch.vmap(function, in_dims=(0, dims, None if own is None else 0))
+        return every(torch.stack(positions), stacked, own)
+    except (RuntimeError, NotImplementedError):
+        return torch.stack([function(*pair) for pair in pairs])
+
+
+def gradient_variance(
+    gradients: Tensor, batch_size: int, num_data: int, sampling: Sampling
+) -> Tensor:
     """The variance of the minibatch gradient of the log joint over N, `[latents]`.
 
     V / B, V the variance of rows' gradients, on average over positions; times 1 - B/N where the
     rows of a batch are all different.
 
     Args:
-        rows: `[positions, rows, latents]`.
+        gradients: of rows, `[positions, rows, latents]`.
         batch_size: B.
         num_data: N.
         sampling: how rows are drawn.
     """
-    centred = rows - rows.mean(1, keepdim=True)  # torch's own var is many times slower here
-    variance = (centred.square().sum(1) / (rows.shape[1] - 1)).mean(0)
+    centred = gradients - gradients.mean(
+        1, keepdim=True
+    )  # torch's own var is many times slower here
+    variance = (centred.square().sum(1) / (gradients.shape[1] - 1)).mean(0)
     all_different = 0.0 if sampling == "replacement" else batch_size / num_data
     return variance / batch_size * (1 - all_different)
 
@@ -129,8 +155,8 @@ def gradient_noise(
     if setup.data.batch_size is None:  # the whole data at every step
         return GradientNoise(torch.ones(num_latents), torch.zeros(num_latents))
     each = -(-_NOISE_ROWS // size)  # batches at one draw
-    affordable = _MOST_NUMBERS // (each * size * engine.layout.size)
-    places = max(_FEWEST_PLACES, min(NOISE_BATCHES // each, affordable))
+    in_rows = each * size * engine.layout.size  # at one draw
+    places = max(_FEWEST_PLACES, min(NOISE_BATCHES // each, _MOST_NUMBERS // in_rows))
     chains = finished[:places]
     chosen = spread(positions, places // len(chains))
     some = positions[torch.arange(len(chains))[:, None], chosen]
@@ -143,14 +169,16 @@ def gradient_noise(
     ]
 
     def variance_of(density: Density) -> Tensor | None:
-        """The mean over positions: the rows of one of them at a time are in memory."""
+        """The mean over positions: the rows of some of them at a time are in memory."""
         found = []
-        for position, some in zip(at, own, strict=True):
-            rows = row_gradients(setup, density, position[None], [some])
-            if rows is None:
+        for block in torch.arange(len(at)).split(max(1, _AT_ONCE // in_rows)):
+            some = [own[place] for place in block]
+            gradients = row_gradients(setup, density, at[block], some)
+            if gradients is None:
                 return None
-            found.append(gradient_variance(rows, size, known.num_data, sampling).cpu())
-        return torch.stack(found).mean(0)
+            variance = gradient_variance(gradients, size, known.num_data, sampling)
+            found.append(variance.cpu() * len(block) / len(at))
+        return torch.stack(found).sum(0)
 
     variance, reduction = variance_of(engine.density), None
     if variance is None:
