@@ -577,9 +577,13 @@ def killed_again_and_again(case, draws, kills, tmp_path, seed):
 
 
 @pytest.mark.parametrize(
-    ("kills", "draws"), [(4, 600), pytest.param(50, 6000, marks=pytest.mark.slow)]
+    ("case", "kills", "draws"),
+    [
+        ("a stream", 2, 600),
+        pytest.param("BAOA", 50, 6000, marks=pytest.mark.slow),
+        pytest.param("a stream", 50, 6000, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("case", ["BAOA", "a stream"])
 def test_killed_at_any_moment_it_goes_on_bit_for_bit(case, kills, draws, tmp_path):
     found, done = killed_again_and_again(case, draws, kills, tmp_path, seed=kills)
     assert done > 1

@@ -110,7 +110,7 @@ def identical(actual, expected, attrs=True):
 
 @given(models(), some.sampled_from(["memory", "store"]), some.integers(1, 3))
 @settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # each takes a second, shrinking minutes

@@ -204,7 +204,7 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 60))]
+    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 60))]
 )
 @pytest.mark.parametrize("steps", ["constant", "cycles"])
 @pytest.mark.parametrize("kept", KEPT)
@@ -240,7 +240,7 @@ def test_a_write_that_fails_loses_no_draw(write, steps, tmp_path, monkeypatch):
 # ------------------------------------------------------------------ going on
 
 
-@pytest.mark.parametrize("first", [1, 6, 7, 17])
+@pytest.mark.parametrize("first", [7, 17])
 def test_a_finished_run_is_extended(first, tmp_path):
     where = at("store", tmp_path)
     short = fitted(num_samples=first, checkpoint=tmp_path / "run", **where)
@@ -255,7 +255,7 @@ def test_a_finished_run_is_extended(first, tmp_path):
         fitted(num_samples=20, resume=tmp_path / "run", **where)
 
 
-@pytest.mark.parametrize("written", [1, 2, 4, 5])
+@pytest.mark.parametrize("written", [1, 4])
 def test_a_store_may_be_ahead_of_the_checkpoint(written, tmp_path, monkeypatch):
     """As where a run was killed before it wrote the next one: its later draws come again."""
     write, calls = checkpoint.Checkpoints.write, itertools.count()

@@ -97,9 +97,8 @@ def gradient_variance(
         num_data: N.
         sampling: how rows are drawn.
     """
-    centred = gradients - gradients.mean(
-        1, keepdim=True
-    )  # torch's own var is many times slower here
+    # torch's own var is many times slower here
+    centred = gradients - gradients.mean(1, keepdim=True)
     variance = (centred.square().sum(1) / (gradients.shape[1] - 1)).mean(0)
     all_different = 0.0 if sampling == "replacement" else batch_size / num_data
     return variance / batch_size * (1 - all_different)
