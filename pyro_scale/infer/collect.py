@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -118,5 +119,5 @@ def warn_of_short_warmup(
         warn(
             f"warm-up of {warmup_steps} steps is under five relaxation times (one is about "
             f"{steps:.0f} steps here), so the draws may remember where the chains started: pass "
-            f"warmup_steps={5 * steps:.0f}"
+            f"warmup_steps={math.ceil(5 * steps)}"
         )

@@ -158,7 +158,12 @@ def _costs(result: Result, approximate: bool) -> dict[str, float]:
         latents = result.log_posterior.latents
         table = mixing({name: some_elements(result, name) for name in latents})
         ess, r_hat = float(table.ess_bulk.min()), float(table.r_hat.max())
-    return {"seconds": seconds, "ess": ess, "ess_per_second": ess / seconds, "r_hat": r_hat}
+    return {
+        "seconds": seconds,
+        "ess": ess,
+        "ess_per_second": ess / (seconds or math.nan),
+        "r_hat": r_hat,
+    }
 
 
 def _most_trusted(methods: Mapping[str, Method], rows: Mapping[str, Mapping[str, float]]) -> str:

@@ -110,7 +110,9 @@ def is_off(result: Result) -> bool:
         return False
     gap = _MOST_INFLATION - 1
     pairs = zip(*_virial_temperatures(result, result.virial), strict=True)
-    return any(abs(mean - 1) - _ERRORS * error > gap for mean, error in pairs)
+    return any(
+        abs(mean - 1) - _ERRORS * error > gap or not math.isfinite(mean) for mean, error in pairs
+    )
 
 
 def _virial_temperatures(result: Result, heat: Tensor) -> tuple[list[float], list[float]]:

@@ -106,8 +106,10 @@ class Method:
         """What the draws of every site come to, by element: `mean`, `sd`, `quantiles`
         `[levels, ...]`, split R-hat and effective draws, in double precision.
 
-        It takes one pass through draws that are in a store, and none with `store=False`, where
-        quantiles are from histograms of 128 bins, right to within one and half a percent of rank.
+        It takes one pass through draws that are in a store, and none with `store=False`.  Quantiles
+        of more than 64 draws are from histograms of 128 bins of one width, right to within one and
+        half a percent of rank, unless tails are so heavy that most draws are in a few bins, as of
+        a half-Cauchy: take those from `get_samples()`.
 
         Args:
             levels: of the quantiles, from 0 to 1; with `store=False` those in the outer half

@@ -284,8 +284,7 @@ class Sampler(Method):
         course, taken, why = self._simulated(course, journal, facts, sink)
         self.kernel, draws = course.kernel, taken.draws
         attrs = {**self._attrs(), **choice, **why, **settings}
-        if draws.finished and len(draws.kept_steps):
-            self._keep(course, taken, attrs, sink)
+        self._keep(course, taken, attrs, sink)
         if draws.error is not None:
             self._end_early(draws)
         if draws.failures:
@@ -332,9 +331,14 @@ class Sampler(Method):
         attrs: Mapping[str, Any],
         sink: ToDisk | ToMoments | None,
     ) -> None:
-        """Makes results of a run's draws."""
+        """Makes results of a run's draws, if there are any."""
         setup, batches, draws = taken
-        facts = {**attrs, "num_samples": len(draws.kept_steps)}
+        kept = len(draws.kept_steps)
+        if isinstance(sink, ToDisk):
+            kept = min(kept, sink.store.count)  # the disk may be full
+        if not draws.finished or not kept:
+            return
+        facts = {**attrs, "num_samples": kept}
         self._course = dataclasses.replace(course, finished=tuple(draws.finished))
         # at once: what is found out about it can be interrupted
         self._result = collected(setup, draws, course.tape, facts, sink)
@@ -348,8 +352,9 @@ class Sampler(Method):
 
     def _end_early(self, draws: Draws) -> None:
         """Raises what ended a run before its time, or warns of it where that was the user."""
-        error, kept = draws.error, len(draws.kept_steps)
+        error, found = draws.error, self._result
         assert error is not None
+        kept = 0 if found is None else len(found.sample_stats["step"][0])
         by = "get_samples()" if self._result is None or not self._result.running else "moments()"
         held = f"{by} holds the {kept} draws a chain until then" if kept else "no draws"
         said = f"after {draws.num_steps} steps; {held}"

@@ -101,6 +101,13 @@ def _check(course: Course, result: Result, num_samples: int | None) -> None:
         raise ArgumentError(
             "step_size_bias: temperature 0 is an optimiser, which has no posterior to be off from"
         )
+    epoch, thinning = course.setup.epoch(course.sampling), course.steps.thinning
+    if epoch is not None and epoch > 1 and thinning % epoch == 0:
+        raise ArgumentError(
+            f"step_size_bias: thinning={thinning} takes all draws at the end of an epoch of "
+            f"{epoch} batches, where shuffled ones heat less than on average: run with "
+            f"thinning={thinning + 1}"
+        )
     kept = result.positions.shape[1]
     if num_samples is not None and num_samples > kept:
         raise ArgumentError(f"num_samples={num_samples}: the run has {kept} draws a chain")
@@ -174,10 +181,12 @@ def _orders(ratio: Tensor, law: Law | None, course: Course) -> tuple[Tensor, Ten
     """(By which order of lr each element is extrapolated, whether in its variance): the law's on a
     Gaussian, where that explains what is seen, by between half and twice of it; else the kernel's,
     and 1 where minibatches heat by nobody knows what."""
-    unknown = course.setup.data.batch_size is not None and course.kernel.heated and law is None
+    in_batches = course.setup.data.batch_size is not None
+    unknown = in_batches and course.kernel.heated and law is None
     orders = torch.full_like(ratio, 1 if unknown else course.kernel.order)
-    if law is None:
-        return orders, torch.zeros_like(ratio, dtype=torch.bool)
+    if law is None:  # heat of minibatches adds to the variance
+        is_heat = in_batches and (unknown or course.kernel.order == 1)
+        return orders, torch.full_like(ratio, is_heat, dtype=torch.bool)
     if law.gap.shape != ratio.shape:  # as of a simplex
         law = Law(*(x.nanmean().expand_as(ratio) for x in law))
     part = (1 - 1 / ratio) / law.gap
