@@ -74,11 +74,12 @@ class Course:
         tape = setup.engine.kernel.tape(self.steps.total)
         return dataclasses.replace(self, setup=setup, tape=tape), why
 
-    def taken(self, title: str, **how: Any) -> Taken:
+    def taken(self, title: str, seed: int | None = None, **how: Any) -> Taken:
         """Takes its steps.
 
         Args:
             title: of the progress bar.
+            seed: of what is drawn besides batches; that of the setup by default.
             how: where it goes on from and where draws go, for `simulate`.
         """
         setup = with_base_run(self.setup)
@@ -90,7 +91,7 @@ class Course:
                 batches,
                 self.tape,
                 self.steps,
-                setup.seed,
+                setup.seed if seed is None else seed,
                 self.compile,
                 bar,
                 **how,

@@ -49,7 +49,8 @@ def _shadow(course: Course, count: int) -> Draws:
     # batches of its own, as the seed is another
     other = dataclasses.replace(setup, seed=derived_seed(setup.seed, 0, Purpose.SHADOW))
     shadow = dataclasses.replace(course, setup=other, tape=tape, steps=steps)
-    draws = shadow.taken(f"{type(kernel).__name__} at half the step", noise=noise).draws
+    title = f"{type(kernel).__name__} at half the step"
+    draws = shadow.taken(title, seed=setup.seed, noise=noise).draws  # momenta start as the run's
     if draws.error is not None:
         raise draws.error
     if not set(draws.finished) & set(course.finished):
