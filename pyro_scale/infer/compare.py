@@ -19,6 +19,7 @@ from pyro_scale.infer.mixing import mixing, some_elements
 from pyro_scale.infer.pieces import pieces_of
 from pyro_scale.infer.predictive import data_sites, equally_weighted, log_likelihood_of
 from pyro_scale.infer.result import Result
+from pyro_scale.infer.summary import weighted_moments
 from pyro_scale.metrics.regression import log_predictive_density
 
 if TYPE_CHECKING:
@@ -194,11 +195,8 @@ def _moments(result: Result) -> tuple[Tensor, Tensor]:
         mean = torch.cat([found[name].mean.reshape(-1) for name in latents])
         sd = torch.cat([found[name].sd.reshape(-1) for name in latents]).nan_to_num(0.0)  # of one
     else:
-        count = result.positions.shape[:2].numel()
-        values = [result.samples[name].reshape(count, -1).double() for name in latents]
-        flat, shares = torch.cat(values, 1), result.weights.flatten() / result.weights.sum()
-        mean = shares @ flat
-        sd = (shares @ (flat - mean).square()).sqrt()
+        parts = [weighted_moments(result.samples[name], result.weights) for name in latents]
+        mean, sd = (torch.cat(of) for of in zip(*parts, strict=True))
     return mean, torch.where(sd > _ROUNDING * mean.abs(), sd, 0.0)
 
 

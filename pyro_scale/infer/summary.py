@@ -42,7 +42,7 @@ def summary(result: Result, var_names: list[str] | None) -> Any:
         values = result.samples[name]
         table = _as_arviz_has_it(result, name, values[:, chosen])  # the same for all chains
         if weights is not None:
-            moments = _weighted_moments(values, weights)
+            moments = weighted_moments(values, weights)
             table["mean"], table["sd"] = (moment.round(decimals=3).tolist() for moment in moments)
         tables.append(table)
     return pandas.concat(tables)[table.columns]
@@ -80,7 +80,7 @@ def _worst(table: Any, name: str, shape: Sequence[int]) -> Any:
     return pandas.DataFrame([worst], index=[label], columns=table.columns)
 
 
-def _weighted_moments(samples: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def weighted_moments(samples: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """(Mean, standard deviation) of draws `[chains, draws, ...]`, by element, `[elements]`."""
     flat = samples.flatten(0, 1).double().reshape(weights.numel(), -1)
     shares = weights.reshape(-1, 1) / weights.sum()
