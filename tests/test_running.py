@@ -5,6 +5,7 @@ import copy
 import arviz
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
@@ -286,54 +287,77 @@ def sketched(stream, block):
     return sketch
 
 
-@pytest.mark.parametrize("levels", [LEVELS[1:-1], LEVELS[::6]], ids=["inner", "outer"])
+def bin_of(level):
+    """Share of all numbers that a cluster at a level is of: (1 + sin(theta))/2 has this slope."""
+    level = torch.as_tensor(level, dtype=torch.float64)
+    return torch.pi / 128 * (level * (1 - level)).sqrt()
+
+
 @pytest.mark.parametrize("block", [1, 64, 333, 10**6])
 @pytest.mark.parametrize("kind", STREAMS)
-def test_quantiles_are_right_to_within_a_bin(kind, block, levels):
+def test_quantiles_are_right_to_within_two_clusters(kind, block):
     stream = STREAMS[kind](5000)
-    sketch = sketched(stream, block)
-    found, exact = sketch.quantiles(levels), stream.double()
-    wanted = double(*levels)
-    # of so many numbers a quantile lies between two of them
-    below = exact.quantile(wanted - 0.0051, dim=0, interpolation="lower")
-    above = exact.quantile(wanted + 0.0051, dim=0, interpolation="higher")
-    bin_ = 1.000001 * sketch.width + 1e-15 * exact.abs().amax(0)
-    assert (found >= below - bin_).all()
-    assert (found <= above + bin_).all()
+    found, exact = sketched(stream, block).quantiles(LEVELS), stream.double()
+    wanted, error = double(*LEVELS), 2 * bin_of(LEVELS)
+    limits = (wanted - error, "lower"), (wanted + error, "higher")
+    below, above = (
+        torch.stack([exact.quantile(q, dim=0, interpolation=how) for q in levels])
+        for levels, how in limits
+    )
+    rounding = 1e-14 * exact.abs().amax(0)  # of 40 merges
+    assert (found >= below - rounding).all()
+    assert (found <= above + rounding).all()
     assert (found.diff(dim=0) >= 0).all()
 
 
 @pytest.mark.parametrize("block", [50, 1000])
-@pytest.mark.parametrize("kind", sorted({*STREAMS} - {"heavy tails", "very skewed"}))
-def test_bins_are_narrow(kind, block):
-    """128 of them, over at most eight times the numbers' own range."""
-    stream = STREAMS[kind](5000)
-    sketch = sketched(stream, block)
-    exact = stream.double()
-    own = exact.amax(0) - exact.amin(0)
-    smallest = 1e-15 * exact.abs().amax(0).clamp(min=1)
-    assert (sketch.width <= 8 * own / 128 + smallest).all()
+@pytest.mark.parametrize("kind", sorted({*STREAMS} - {"constant", "zeros", "few values"}))
+def test_clusters_are_narrow(kind, block):
+    """At most two, of 128, of the arc sine's, however often they are merged: their centres are in
+    one.  (Equal numbers are clustered by chance, which does not matter.)"""
+    sketch = sketched(STREAMS[kind](20_000), block)
+    ends = sketch.sizes.cumsum(1)
+    shares = torch.stack([ends - sketch.sizes, ends]) / ends[:, -1:]
+    begin, end = (2 * shares.double() - 1).asin() / torch.pi * 128
+    several = sketch.sizes > 3  # centres by rank are those by arc sine
+    assert several.any()
+    assert ((end - begin)[several] < 2 + 1e-6).all()
 
 
 @pytest.mark.parametrize("kind", STREAMS)
 def test_all_numbers_are_counted_once(kind):
     sketch = sketched(STREAMS[kind](3000), 77)
-    assert (sketch.counts.sum(1) == 3000).all()
+    assert (sketch.sizes.sum(1) + sketch.held.shape[1] == 3000).all()
 
 
-def test_quantiles_of_a_uniform_stream_by_the_closed_form():
-    """Within a bin, and on average much nearer: a shift by one bin would show."""
-    stream = torch.rand(100_000, 40, generator=torch.Generator().manual_seed(0)).double()
-    found = sketched(stream, 999).quantiles(LEVELS)
-    error = found - double(*LEVELS)[:, None]
-    assert error.abs().max() < 0.01
-    assert error.mean(1).abs().max() < 0.0025
+FAMILIES = {
+    "normal": scipy.stats.norm(),
+    "uniform": scipy.stats.uniform(),
+    "Cauchy": scipy.stats.cauchy(),
+    "half-Cauchy": scipy.stats.halfcauchy(),
+    "t2": scipy.stats.t(2),
+    "inverse gamma": scipy.stats.invgamma(1),
+    "log-normal": scipy.stats.lognorm(2),
+    "gamma": scipy.stats.gamma(0.1),
+}
 
 
-def test_levels_beyond_the_first_and_last_number_are_the_bins_ends():
-    sketch = sketched(normals(4000, 3, seed=26), 100)
-    least, most = sketch.quantiles([0.0, 1.0])
-    inner = sketch.quantiles([0.01, 0.99])
-    assert (least <= inner[0]).all()
-    assert (most >= inner[1]).all()
-    assert torch.isfinite(torch.stack([least, most])).all()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantiles_of_a_family_by_the_closed_form(family):
+    """The rank of what is found, on average over 40 streams of 100,000 numbers each: each has a
+    standard error of sqrt(q(1 - q)/1e5), and the sketch's own error is below a bin."""
+    truth, levels = FAMILIES[family], LEVELS
+    numbers = truth.rvs((100_000, 40), random_state=np.random.default_rng(3))
+    found = sketched(torch.as_tensor(numbers), 999).quantiles(levels)
+    error = torch.as_tensor(truth.cdf(found.numpy())) - double(*levels)[:, None]
+    standard_error = (bin_of(levels) * 128 / torch.pi) / 100_000**0.5
+    assert (error.abs().amax(1) < bin_of(levels) + 4.5 * standard_error).all()
+    assert (error.mean(1).abs() < 0.5 * bin_of(levels) + 4.5 * standard_error / 40**0.5).all()
+
+
+def test_the_least_and_the_most():
+    stream = normals(40_000, 20, seed=26)
+    found = sketched(stream, 100).quantiles([0.0, 1.0])
+    torch.testing.assert_close(
+        found, torch.stack([stream.amin(0), stream.amax(0)]), rtol=1e-12, atol=0.0
+    )

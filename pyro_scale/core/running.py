@@ -17,7 +17,7 @@ _DISAGREE, _SHORT = 1.05, 10
 #: Batches of each chain, whose means say how much is known of the mean.
 _BATCHES = 25
 #: Elements whose histograms are filled at once, which bounds what that needs besides.
-_COLUMNS = 2**14
+_COLUMNS = 2**11
 
 
 class Moments(NamedTuple):

@@ -1,26 +1,26 @@
-"""Quantiles of streams of numbers that are not kept."""
+"""Quantiles of streams of numbers that are not kept: t-digests (Dunning and Ertl 2019)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-#: Bins of a histogram, and the share of the numbers that may lie outside of it.
-_BINS, _OUTSIDE = 128, 0.005
-#: Numbers that may lie outside in any case.
-_FEW = 5
-#: Numbers of a stream that are held before the first bins are chosen.
-_HELD = 64
+#: Clusters of a stream, and numbers that are held until they are merged into those.
+_CLUSTERS, _HELD = 128, 128
 
 
 class QuantileSketch:
-    """Quantiles of many streams that are as long as each other, from a histogram of each.
+    """Quantiles of many streams that are as long as each other, from clusters of neighbours.
 
-    The first numbers, which are held, say where the bins are.  Where more than half a percent of
-    a stream comes to lie outside, its bins are made twice as wide, two at a time into one.  So a
-    quantile is right to within half a percent of rank and a bin, of which there are 128.
+    A cluster holds how many numbers it is of, and their mean.  The k-th is of the ranks between
+    (1 + sin((k/K - 1/2) pi))/2 and the same of k + 1, of K = 128: few at the ends, where quantiles
+    are asked for, and 1.2% of all in the middle.  What is known of a number is its rank, so that
+    neither scales nor tails matter: a quantile q is right to within sqrt(q(1 - q)) pi/K of rank, or
+    twice that at worst; of up to 127 numbers it is exact, as the least and the most always are.
 
     Args:
         num_streams: how many streams.
@@ -34,71 +34,55 @@ class QuantileSketch:
     """
 
     def __init__(self, num_streams: int):
-        self.held = torch.empty(0, num_streams)
-        self.counts = torch.zeros(num_streams, 0, dtype=torch.int32)
-        self.low = torch.zeros(num_streams, dtype=torch.float64)
-        self.width = torch.zeros(num_streams, dtype=torch.float64)
+        self.means = torch.empty(num_streams, 0)
+        self.sizes = torch.empty(num_streams, 0, dtype=torch.int32)
+        self.held = torch.empty(num_streams, 0)
 
     def add(self, numbers: Tensor) -> None:
         """Takes the next numbers of every stream, `[n, streams]`, all of them finite."""
-        if not self.counts.numel():
-            self.held = torch.cat([self.held.to(numbers.dtype), numbers])
-            if len(self.held) < _HELD:
-                return
-            numbers, self.held = self.held, self.held[:0]
-            self.low, self.width = _bins_around(numbers)
-            self.counts = self.counts.new_zeros(len(self.low), _BINS)
-        if len(numbers):
-            self._widen(numbers)
-            self._count(numbers)
+        held = torch.cat([self.held.to(numbers.dtype), numbers.T], 1)
+        whole = held.shape[1] - held.shape[1] % _HELD
+        for some in held[:, :whole].split(_HELD, 1) if whole else ():
+            self._merge(some)
+        self.held = held[:, whole:].clone()
 
     def quantiles(self, shares: Sequence[float]) -> Tensor:
-        """Of every stream, `[shares, streams]`."""
-        wanted = torch.tensor(shares, dtype=torch.float64)
-        if not self.counts.numel():
-            return self.held.double().quantile(wanted, dim=0)
-        below = self.counts.cumsum(1).double()
-        ranks = (wanted * below[0, -1]).expand(len(below), -1).contiguous()
-        bins = torch.searchsorted(below, ranks).clamp(max=_BINS - 1)
-        here = self.counts.gather(1, bins)
-        part = (ranks - (below.gather(1, bins) - here)) / here.clamp(min=1)
-        return (self.low[:, None] + self.width[:, None] * (bins + part)).T
+        """Of every stream, `[shares, streams]`: between neighbours linearly, as
+        `torch.quantile`."""
+        means, sizes = self._with(self.held)
+        means, ends = means.double(), sizes.cumsum(1)
+        places = ends - (sizes + 1) / 2  # of the means among the numbers, from 0
+        wanted = torch.tensor(shares, dtype=torch.float64) * (ends[:, -1:] - 1)
+        above = torch.minimum(torch.searchsorted(places, wanted), _last(sizes))
+        below = (above - 1).clamp(min=0)
+        low, high = places.gather(1, below), places.gather(1, above)
+        part = ((wanted - low) / (high - low).clamp(min=1)).clamp(0, 1)
+        return torch.lerp(means.gather(1, below), means.gather(1, above), part).T
 
-    def _widen(self, numbers: Tensor) -> None:
-        """Makes bins wider until few of the numbers lie outside."""
-        most = max(_FEW, _OUTSIDE * (int(self.counts[0].sum()) + len(numbers)))
-        columns = numbers.T.double()
-        low, width, counts = self.low, self.width, self.counts
-        while True:
-            high = low + _BINS * width
-            under = counts[:, 0] + (columns < low[:, None]).sum(1)
-            over = counts[:, -1] + (columns > high[:, None]).sum(1)
-            down = (under > most) & (columns.amin(1) < low)
-            up = (over > most) & (columns.amax(1) > high) & ~down
-            if not bool((down | up).any()):
-                break
-            pairs, none = (
-                counts.unflatten(1, (-1, 2)).sum(2, dtype=counts.dtype),
-                counts[:, ::2] * 0,
-            )
-            counts = torch.where(up[:, None], torch.cat([pairs, none], 1), counts)
-            counts = torch.where(down[:, None], torch.cat([none, pairs], 1), counts)
-            low = torch.where(down, low - _BINS * width, low)
-            width = torch.where(down | up, 2 * width, width)
-        self.low, self.width, self.counts = low, width, counts
+    def _merge(self, numbers: Tensor) -> None:
+        """Makes clusters anew of those there are and of more numbers, `[streams, n]`."""
+        means, sizes = self._with(numbers)
+        ends = sizes.cumsum(1)
+        total = ends[:, -1:].double()
+        centres = ((2 * ends - sizes) / total - 1).asin() / math.pi + 0.5
+        cluster = (centres * _CLUSTERS).long().clamp(1, _CLUSTERS - 2)
+        cluster[:, 0] = 0  # the least and the most stay alone
+        cluster.scatter_(1, _last(sizes), _CLUSTERS - 1)
+        parts = torch.where(sizes > 0, means.double() * (sizes / total), 0)
+        none = parts.new_zeros(len(parts), _CLUSTERS)
+        sums = none.scatter_add(1, cluster, parts)
+        self.sizes = none.int().scatter_add(1, cluster, sizes)
+        self.means = torch.where(self.sizes > 0, sums * (total / self.sizes), math.inf).to(means)
 
-    def _count(self, numbers: Tensor) -> None:
-        bins = ((numbers.T - self.low[:, None]) / self.width[:, None]).floor()
-        bins = bins.clamp(0, _BINS - 1).long()
-        ones = self.counts.new_ones(()).expand_as(bins)
-        self.counts = self.counts.scatter_add(1, bins, ones)
+    def _with(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """(Means, sizes) of the clusters and of more numbers `[streams, n]`, in order: empty ones,
+        whose mean is infinite, come last."""
+        means = torch.cat([self.means.to(numbers.dtype), numbers], 1)
+        sizes = torch.cat([self.sizes, torch.ones_like(numbers, dtype=torch.int32)], 1)
+        order = torch.from_numpy(np.argsort(means.numpy(), 1))  # a tenth of torch's time
+        return means.gather(1, order), sizes.gather(1, order)
 
 
-def _bins_around(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """(Where bins begin, how wide they are), for the first numbers of every stream."""
-    ordered = numbers.double().sort(0).values
-    tenth = len(ordered) // 10
-    low, high = ordered[tenth], ordered[-1 - tenth]  # outliers shall not make bins wide
-    smallest = torch.finfo(numbers.dtype).eps * torch.maximum(low.abs(), high.abs()).clamp(min=1)
-    spread = torch.maximum(high - low, smallest)
-    return low - 1.5 * spread, 4 * spread / _BINS
+def _last(sizes: Tensor) -> Tensor:
+    """Where the last cluster is that is not empty, `[streams, 1]`."""
+    return sizes.count_nonzero(1)[:, None] - 1

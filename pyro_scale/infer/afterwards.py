@@ -45,7 +45,7 @@ def examined(
             known = setup, result.positions, draws.finished, batches
             noise = gradient_noise(*known, step, values, sampling)
             warn_of_a_bad_anchor(noise)
-            if values["temperature"] > 0 and result.running is None:
+            if values["temperature"] > 0:
                 heat = virial(*known, step + NOISE_BATCHES)
         except (Exception, KeyboardInterrupt) as error:
             draws.error = error

@@ -39,7 +39,7 @@ def collected(
         positions: Positions = sink.kept(draws)
         draws = draws.first(positions.shape[1])
     elif isinstance(sink, ToMoments):
-        positions = draws.state.position[finished, None].cpu()
+        positions = sink.positions(draws)
     else:
         positions = draws.positions[finished]
     log_joint = draws.log_joint[finished]

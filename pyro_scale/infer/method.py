@@ -107,13 +107,11 @@ class Method:
         `[levels, ...]`, split R-hat and effective draws, in double precision.
 
         It takes one pass through draws that are in a store, and none with `store=False`.  Quantiles
-        of more than 64 draws are from histograms of 128 bins of one width, right to within one and
-        half a percent of rank, unless tails are so heavy that most draws are in a few bins, as of
-        a half-Cauchy: take those from `get_samples()`.
+        of more than 127 draws are from t-digests (Dunning and Ertl 2019): right to within half a
+        percent of rank at 5% and 95% and 1.2% at the median, whatever the tails.
 
         Args:
-            levels: of the quantiles, from 0 to 1; with `store=False` those in the outer half
-                percents are cut there.
+            levels: of the quantiles, from 0 to 1.
 
         Raises:
             ArgumentError: a level out of range; draws with weights, which `summary` knows.

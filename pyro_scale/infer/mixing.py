@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.counts import evenly
 from pyro_scale.core.running import Moments
 from pyro_scale.core.warn import warn
 from pyro_scale.errors import ArgumentError
@@ -30,7 +31,7 @@ _MANY_CHAINS = 20
 def some_elements(result: Result, name: str) -> Tensor:
     """Up to 200 elements of a site, evenly spread, `[chains, draws, some]`: ArviZ takes some
     milliseconds for each."""
-    return result.elements(name, _evenly_of(result.shapes[name].numel()))
+    return result.elements(name, evenly(result.shapes[name].numel(), _MOST_ELEMENTS))
 
 
 def mixing(draws: Mapping[str, Tensor]) -> Any:
@@ -81,7 +82,7 @@ def mixing_of_predictions(result: Result, probe: Any) -> Any:
     chains, draws = result.positions.shape[:2]
     return mixing(
         {
-            f"{name}, predicted": value[:, _evenly_of(value.shape[1])]
+            f"{name}, predicted": value[:, evenly(value.shape[1], _MOST_ELEMENTS)]
             .double()
             .reshape(chains, draws, -1)
             for name, value in means.items()
@@ -116,11 +117,6 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
             f"warm-up{steps}{hint}"
         )
     return unmixed
-
-
-def _evenly_of(count: int) -> Tensor:
-    """At most 200 of so many places."""
-    return torch.linspace(0, count - 1, min(count, _MOST_ELEMENTS), dtype=torch.float64).long()
 
 
 def _each(dataset: Any, reduce: str) -> list[float]:

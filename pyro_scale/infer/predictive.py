@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from pyro_scale.core import rows
-from pyro_scale.core.counts import as_count
+from pyro_scale.core.counts import as_count, evenly
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.loaders import refuse_arrays
 from pyro_scale.drive.sources import Data
@@ -226,7 +226,7 @@ def even(total: int, wanted: int) -> Tensor:
     """
     if type(wanted) is not int or not 1 <= wanted <= total:
         raise ArgumentError(f"num_samples={wanted}: pass an int from 1 to {total}, or None for all")
-    return torch.linspace(0, total - 1, wanted, dtype=torch.float64).round().long()
+    return evenly(total, wanted)
 
 
 def _returned(result: Result, sites: Mapping[str, Site]) -> list[str]:

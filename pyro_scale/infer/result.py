@@ -36,8 +36,8 @@ class Result:
         log_posterior: what was sampled.
         data: what it was run on; None for single steps.
         layout: of a position.
-        positions: unconstrained draws, `[chains, draws, D]`; the chains' last, of which there is
-            one, where draws were not kept.
+        positions: unconstrained draws, `[chains, draws, D]`; where they were not kept, some of
+            them and the chains' last states.
         sample_stats: by name, `[chains, draws]`.
         attrs: strings and numbers: method, hyperparameters, N, B, seed, versions, seconds, ...
         gradient_noise: what minibatches did; None where that is not known.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_scale.core.counts import evenly
 from pyro_scale.core.layout import Layout
 from pyro_scale.drive.store import POSTERIOR, UNCONSTRAINED, DrawStore
 
@@ -131,13 +132,9 @@ def spread(positions: Positions, most: int) -> Tensor:
     draws = torch.arange(positions.shape[1])
     if isinstance(positions, StoredPositions):
         file = draws // positions.store.chunk
-        draws = draws[torch.isin(file, _evenly(file.unique(), _FILES))]
-    return _evenly(draws, most)
-
-
-def _evenly(values: Tensor, most: int) -> Tensor:
-    places = torch.linspace(0, len(values) - 1, min(len(values), most), dtype=torch.float64)
-    return values[places.round().long()]
+        files = file.unique()
+        draws = draws[torch.isin(file, files[evenly(len(files), _FILES)])]
+    return draws[evenly(len(draws), most)]
 
 
 def _at_places(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pyro_scale.core.counts import as_count
+from pyro_scale.core.counts import as_count, evenly
 from pyro_scale.core.files import FilePath
 from pyro_scale.core.layout import dtype_name
 from pyro_scale.core.schedules import Cyclical
@@ -31,6 +31,8 @@ Store = FilePath | Literal[False] | None
 #: Bytes of all chains' draws that are held until they are written; bytes and draws of a file.
 #: (Larger files would be faster by little, and what they pass through would be kept by malloc.)
 _HELD_BYTES, _FILE_BYTES, _MOST_DRAWS = 2**25, 2**21, 2**14
+#: Draws of all chains that are kept to be looked at, of those that are added up.
+_SEEN = 1000
 #: Of a site, which with `_dim_0` behind it is a file's.
 _LONGEST_NAME = 200
 
@@ -219,7 +221,8 @@ class ToDisk:
 
 
 class ToMoments:
-    """Adds draws up, always as many at a time, so that sums are rounded alike, and forgets them.
+    """Adds draws up, always as many at a time, so that sums are rounded alike, and forgets all but
+    some, from which temperatures are found out.
 
     Args:
         starts: a result whose draws are the chains' starts.
@@ -228,11 +231,13 @@ class ToMoments:
     """
 
     _waiting: Tensor
+    _seen: Tensor
 
     def __init__(self, starts: Result, first: Tensor, num_draws: int):
         self._starts, self._none, self._num_draws = starts, first[:, :0], num_draws
         width = first.numel() * first.element_size()
         self._chunk = max(1, min(_MOST_DRAWS, _FILE_BYTES // width))
+        self._seen_draws = evenly(num_draws, max(1, min(_SEEN // len(first), _HELD_BYTES // width)))
         self.go_on_from(None)
 
     @property
@@ -242,6 +247,9 @@ class ToMoments:
 
     def add(self, positions: Tensor) -> None:
         """Takes the next draws."""
+        places = self._seen_draws - self.count
+        here = places[(places >= 0) & (places < positions.shape[1])]
+        self._seen = torch.cat([self._seen, positions[:, here]], 1)
         self._waiting = torch.cat([self._waiting, positions], 1)
         while self._waiting.shape[1] >= self._chunk:
             self._sum_up(self._chunk)
@@ -253,18 +261,25 @@ class ToMoments:
 
     def state(self) -> dict[str, Any]:
         """What another one needs to go on."""
-        return {"sums": self._moments.running.state(), "waiting": self._waiting}
+        sums = self._moments.running.state()
+        return {"sums": sums, "waiting": self._waiting, "seen": self._seen}
 
     def go_on_from(self, state: Mapping[str, Any] | None) -> None:
         """Takes up where another one was; None begins anew."""
         self._moments = RunningSamples.of(self._starts.samples, self._num_draws)
-        self._waiting = self._none if state is None else state["waiting"]
+        self._waiting = self._seen = self._none
         if state is not None:
+            self._waiting, self._seen = state["waiting"], state["seen"]
             self._moments.running.go_on_from(state["sums"])
 
     def kept(self, draws: Draws) -> RunningSamples:
         """The moments of a run's finished chains."""
         return dataclasses.replace(self._moments, chains=draws.finished)
+
+    def positions(self, draws: Draws) -> Tensor:
+        """Some draws of the finished chains, evenly over the run, and where they are now."""
+        last = draws.state.position[:, None].cpu()
+        return torch.cat([self._seen, last], 1)[draws.finished]
 
     def _sum_up(self, count: int) -> None:
         some, self._waiting = self._waiting[:, :count], self._waiting[:, count:].clone()
