@@ -363,6 +363,11 @@ class TestGaussianChain:
         chain = GaussianChain.of(bound(SGLD(lr=0.5)), double(3.999, 4.001, -0.01))
         assert chain.stable.tolist() == [True, False, False]
 
+    @pytest.mark.parametrize("unknown", [math.nan, math.inf, 1e200])
+    def test_of_what_is_no_number_nothing_is_stable(self, unknown):
+        chain = GaussianChain.of(bound(UBU(lr=0.5)), double(1.0, unknown))
+        assert chain.stable.tolist() == [True, False]
+
 
 def test_the_largest_modes_noise_is_what_a_thermostat_leaves():
     """SGNHT settles to BAOA with the friction that takes the mean noise, and what is left."""

@@ -189,7 +189,7 @@ def test_of_very_large_sites_some_elements_are_looked_at(stored, tmp_path):
     store = tmp_path / "draws.zarr" if stored else None
     fit = fitted(model, X, num_samples=50, store=store)
     draws = fit.get_samples(group_by_chain=True)["big"].flatten(2)
-    places = [419 * i // 199 for i in range(200)]
+    places = [round(419 * i / 199) for i in range(200)]
     posterior = arviz.convert_to_dataset({"big": draws[..., places].numpy()})
     table, summary = fit.diagnostics(), fit.summary()
     assert table.loc["big", "r_hat"] == float(arviz.rhat(posterior).big.max())

@@ -753,6 +753,24 @@ def test_rows_that_mix_are_found_in_float32_beside_large_values(offset):
         ps.LogPosterior(model, num_data=N).init(0, x[:B], y[:B] + offset)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_of_float32_latents_is_no_mixing_in_float64(dtype):
+    """A product of matrices is rounded as its size has it; of float64 latents so much is none."""
+
+    def model(x, y, weight):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=dtype), 1.0).to_event(1))
+        rounding = 1e-7 * len(x)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal((x.to(dtype) @ w + rounding).double(), 1.0), obs=y)
+
+    posterior = ps.LogPosterior(model, num_data=N)
+    if dtype is torch.float32:
+        posterior.init(0, *batches(data(), B)[0])
+    else:
+        with pytest.raises(PlateError, match="site 'y'"):
+            posterior.init(0, *batches(data(), B)[0])
+
+
 def test_rows_that_mix_only_away_from_the_start_are_refused():
     def model(x, y, weight):
         w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))

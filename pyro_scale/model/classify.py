@@ -57,7 +57,10 @@ def classify(
     Raises:
         PlateError: it is ambiguous how often a term is to be counted.
     """
-    comparison = _Comparison(variants, batch_size, num_data, own_plate, elsewhere)
+    # values in float64 may be of a mean in the latents' float32
+    dtypes = (term.log_prob.dtype for term in terms.values())
+    coarsest = max(dtypes, key=_eps, default=torch.float64)
+    comparison = _Comparison(variants, batch_size, num_data, own_plate, elsewhere, coarsest)
     return Scaling(num_data, {name: comparison.rule(term) for name, term in terms.items()})
 
 
@@ -68,6 +71,7 @@ class _Comparison:
     num_data: int
     own_plate: str | None
     elsewhere: Sequence[Variant]
+    coarsest: torch.dtype
 
     def rule(self, term: Term) -> Rule:
         if any(term.name not in variant.terms for variant in self.variants):
@@ -134,9 +138,17 @@ class _Comparison:
 
     def _rows_match(self, term: Term, rule: Rule) -> bool:
         """Whether a row's value is the same whichever rows are with it."""
-        return _same_rows(term, self.variants, rule) and (
+        return self._same_rows(term, self.variants, rule) and (
             not self.elsewhere
-            or _same_rows(self.elsewhere[0].terms[term.name], self.elsewhere[1:], rule)
+            or self._same_rows(self.elsewhere[0].terms[term.name], self.elsewhere[1:], rule)
+        )
+
+    def _same_rows(self, term: Term, variants: Sequence[Variant], rule: Rule) -> bool:
+        whole = sum_but(term.unwrapped(rule.depth), rule.dim)
+        parts = [sum_but(v.terms[term.name].unwrapped(rule.depth), rule.dim) for v in variants]
+        return all(
+            close(*variant.shared(whole, part), dtype=self.coarsest)
+            for variant, part in zip(variants, parts, strict=True)
         )
 
     def _is_constant(self, term: Term) -> bool:
@@ -228,29 +240,28 @@ class _Comparison:
         )
 
 
-def _same_rows(term: Term, variants: Sequence[Variant], rule: Rule) -> bool:
-    whole = sum_but(term.unwrapped(rule.depth), rule.dim)
-    return all(
-        close(*v.shared(whole, sum_but(v.terms[term.name].unwrapped(rule.depth), rule.dim)))
-        for v in variants
-    )
-
-
 def _same_totals(runs: Sequence[Term]) -> bool:
     totals = [run.log_prob.sum() for run in runs]
     return all(close(totals[0], total, roundings=64) for total in totals[1:])
 
 
-def close(a: Tensor, b: Tensor, roundings: float | None = None) -> bool:
+def close(
+    a: Tensor, b: Tensor, roundings: float | None = None, dtype: torch.dtype | None = None
+) -> bool:
     """Equal, each element by itself, to so many roundings of it and of one.
 
     By default 64 roundings of the element, and a third of the dtype's digits after the point:
-    batches of different sizes are added up in different orders.
+    batches of different sizes are added up in different orders.  The dtype is that of the numbers,
+    unless they come from a coarser one.
     """
-    eps = torch.finfo(torch.promote_types(a.dtype, b.dtype)).eps
+    eps = _eps(dtype or torch.promote_types(a.dtype, b.dtype))
     of_one = eps**0.5 / 3 if roundings is None else roundings * eps
     tolerance = of_one + (roundings or 64.0) * eps * a.abs()
     return a.shape == b.shape and bool(((a - b).abs() <= tolerance).all())
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps)
 
 
 def _scale_rows(term: Term, rule: Rule) -> Tensor:
