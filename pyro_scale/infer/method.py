@@ -200,7 +200,8 @@ class Method:
         Args:
             num_rows: how many rows to evaluate, drawn at random; the others are accounted for by
                 their log likelihood at the mean of the draws, and `subsampling_se` says what that
-                costs (Magnusson et al. 2020).  All rows by default.
+                costs (Magnusson et al. 2020), but of ten rows too little one time in three.  All
+                rows by default.
             data: other data than the run's.
             seed: which rows are drawn.
 
