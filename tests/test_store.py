@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import random
 import re
 import shutil
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 def small_files(monkeypatch):
     """Seven draws of a chain in a file, so that there are many, and a last one that is not full."""
     monkeypatch.setattr(streams, "_MOST_DRAWS", 7)
+    monkeypatch.setattr(streams, "_WAIT_SECONDS", math.inf)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 import builtins
 import functools
 import itertools
+import math
 import os
 import random
 import re
@@ -41,6 +42,7 @@ CYCLES = {"method": ps.SGHMC, "lr": ps.schedules.Cyclical(0.05, 20)}
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch):
     monkeypatch.setattr(streams, "_MOST_DRAWS", 7)
+    monkeypatch.setattr(streams, "_WAIT_SECONDS", math.inf)
 
 
 def at(kept, tmp_path):
@@ -225,10 +227,10 @@ def test_a_write_that_fails_loses_no_draw(write, steps, tmp_path, monkeypatch):
     how, append, calls = of_steps(steps), store.DrawStore.append, itertools.count()
     whole = fitted(**how)
 
-    def full(self, values):
+    def full(self, *values):
         if next(calls) == write:
             raise FileError("No space left on device")
-        append(self, values)
+        append(self, *values)
 
     monkeypatch.setattr(store.DrawStore, "append", full)
     how |= at("store", tmp_path)

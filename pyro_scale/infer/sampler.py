@@ -274,17 +274,17 @@ class Sampler(Method):
             refuse_weights(lr, tape["lr"][steps.kept])
         if store is None:
             refuse_what_memory_does_not_hold(setup.positions, num_samples, memory_budget)
-        sink = sink_for(store, setup, num_samples, journal.last is not None)
-        self._result = self._stepping = self._course = None
-        tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
-        setup, choice = tuned(setup, tuning, steps, sampling)
-        if setup.engine.kernel is not self.kernel:  # but knows all sites, or another lr
-            tape = setup.engine.kernel.tape(steps.total)
-        course = Course(setup, tape, steps, sampling, share_batches, self._compile, progress)
-        course, taken, why = self._simulated(course, journal, facts, sink)
-        self.kernel, draws = course.kernel, taken.draws
-        attrs = {**self._attrs(), **choice, **why, **settings}
-        self._keep(course, taken, attrs, sink)
+        with sink_for(store, setup, num_samples, journal.last is not None) as sink:
+            self._result = self._stepping = self._course = None
+            tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
+            setup, choice = tuned(setup, tuning, steps, sampling)
+            if setup.engine.kernel is not self.kernel:  # but knows all sites, or another lr
+                tape = setup.engine.kernel.tape(steps.total)
+            course = Course(setup, tape, steps, sampling, share_batches, self._compile, progress)
+            course, taken, why = self._simulated(course, journal, facts, sink)
+            self.kernel, draws = course.kernel, taken.draws
+            attrs = {**self._attrs(), **choice, **why, **settings}
+            self._keep(course, taken, attrs, sink)
         if draws.error is not None:
             self._end_early(draws)
         if draws.failures:
