@@ -230,20 +230,28 @@ class DrawStore:
             return list(self._own[group].attrs["sites"])
 
     def dataset(self, group: str) -> Any:
-        """A group as xarray's dataset, of which nothing is read before it is needed."""
+        """A group as xarray's dataset, of which nothing is read before it is needed; what is gone
+        then is a `FileError`."""
         import xarray
+        from zarr.storage import LocalStore
 
-        with _refused(self.path, "read"):
-            assert self._own
-        found = xarray.open_zarr(str(self.path), group=group, chunks=None, consolidated=True)
+        from pyro_scale.drive.whole import WholeStore
+
+        store = WholeStore(LocalStore(self.path, read_only=True), self._refuse_another)
+        found = xarray.open_zarr(store, group=group, chunks=None, consolidated=True)
         return found.drop_encoding()  # which other formats do not take
 
     @property
     def _own(self) -> Any:
         """The open store, if what is at its path is still that of its run."""
-        if json.loads((self.path / ".zattrs").read_text()).get("run") != self.run:
-            raise FileError(f"the draws in '{self.path}' are of another run by now")
+        self._refuse_another()
         return self._group
+
+    def _refuse_another(self) -> None:
+        """Refuses to read where there is none, or that of another run."""
+        with _refused(self.path, "read"):
+            if json.loads((self.path / ".zattrs").read_text()).get("run") != self.run:
+                raise FileError(f"the draws in '{self.path}' are of another run by now")
 
     def _refuse_damaged_metadata(self) -> None:
         """Refuses arrays that are not laid out as readers are told, for there is no checksum of
