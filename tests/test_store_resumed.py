@@ -518,7 +518,7 @@ import shutil, torch
 from pathlib import Path
 from pyro_scale.infer import streams
 import stored
-streams._MOST_DRAWS, streams._WAIT_SECONDS, streams._WAIT_TIMES = 200, 0.0, 1
+streams._MOST_DRAWS, streams._WAIT_SECONDS = 200, 0.0
 where, path, saved, draws = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
 kind = "resume" if list(where.glob("state-*")) else "checkpoint"
 if kind == "checkpoint":
