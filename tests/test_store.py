@@ -601,7 +601,7 @@ def test_another_process_reads_while_it_runs(tmp_path):
 
 
 #: Writes all the time, again and again a file that readers see.
-BUSY = CHILD.partition("kind = ")[0] + """
+BUSY = f"""{CHILD.partition("kind = ")[0]}
 streams._MOST_DRAWS, streams._WAIT_SECONDS, streams._WAIT_TIMES = 500, 0.0, 0
 print("ready", flush=True)
 stored.fitted(**how)
