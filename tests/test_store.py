@@ -2,11 +2,13 @@
 
 import functools
 import itertools
+import math
 import random
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import arviz
@@ -35,6 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 def small_files(monkeypatch):
     """Seven draws of a chain in a file, so that there are many, and a last one that is not full."""
     monkeypatch.setattr(streams, "_MOST_DRAWS", 7)
+    monkeypatch.setattr(streams, "_WAIT_SECONDS", math.inf)
 
 
 @pytest.fixture(autouse=True)
@@ -238,6 +241,26 @@ def test_chains_that_broke_are_left_out(tmp_path, float64):
     assert max(steps) > 7  # half-way
     stored.save(tmp_path / "run.ps")
     same(draws_of(ps.SGLD.load(tmp_path / "run.ps", cliff)), draws_of(inside))
+
+
+def test_chains_have_the_numbers_that_the_error_counts_by(tmp_path, float64):
+    """In all groups, in memory and on disk, of a run and of its file."""
+    inside, said = with_broken_chains()
+    stored, _ = with_broken_chains(store=tmp_path / "draws.zarr")
+    broken = {int(chain) for chain in re.findall(r"chain (\d+)", said)}
+    finished = sorted({*range(6)} - broken)
+    assert finished != [*range(len(finished))]
+    for fit in (inside, stored):
+        fit.save(tmp_path / "run.ps")
+        for each in (fit, ps.SGLD.load(tmp_path / "run.ps", cliff)):
+            idata = each.to_arviz(data=(X, Y), posterior_predictive=True)
+            groups = {name.strip("/") for name in idata.groups()} - {"", "observed_data"}
+            assert groups == {
+                *("posterior", "sample_stats", "log_likelihood", "posterior_predictive")
+            }
+            for group in groups:
+                assert idata[group].chain.values.tolist() == finished
+    assert opened(tmp_path / "draws.zarr").sample_stats.chain.values.tolist() == finished
 
 
 def test_of_chains_that_broke_the_store_has_what_there_was(tmp_path, float64):
@@ -558,8 +581,8 @@ torch.save(stored.outcome(fit), saved)
 """
 
 
-def child(tmp_path, store, draws):
-    code = CHILD.format(tests=str(Path(__file__).parent))
+def child(tmp_path, store, draws, code=CHILD):
+    code = code.format(tests=str(Path(__file__).parent))
     paths = [str(tmp_path / "run"), store, str(tmp_path / "outcome.pt"), str(draws)]
     return subprocess.Popen([sys.executable, "-c", code, *paths], stdout=subprocess.PIPE)
 
@@ -575,3 +598,33 @@ def test_another_process_reads_while_it_runs(tmp_path):
     assert seen == sorted(seen)
     assert len(set(seen)) > 4
     assert whole_until_some_draw(opened(path), expected) == draws
+
+
+#: Writes all the time, again and again a file that readers see.
+BUSY = f"""{CHILD.partition("kind = ")[0]}
+streams._MOST_DRAWS, streams._WAIT_SECONDS, streams._WAIT_TIMES = 500, 0.0, 0
+print("ready", flush=True)
+stored.fitted(**how)
+"""
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_it_has_written_whole_draws(kills, tmp_path):
+    """Without a checkpoint: what a reader has seen once is there in the end, bit for bit."""
+    source, counts = random.Random(kills), []
+    expected = draws_of(fitted(num_samples=5000))
+    for kill in range(kills):
+        path = tmp_path / f"{kill}.zarr"
+        process = child(tmp_path, str(path), 5000, BUSY)
+        process.stdout.readline()
+        wanted, seen = 10 ** source.uniform(0, 2), 0
+        while seen < wanted and process.poll() is None:
+            if (path / ".zmetadata").exists():
+                seen = opened(path).posterior.sizes["draw"]
+        time.sleep(source.uniform(0, 0.1))
+        process.kill()
+        process.wait()
+        counts.append(whole_until_some_draw(opened(path), expected))
+        assert counts[-1] >= seen
+        shutil.rmtree(path)
+    assert len({count % 500 for count in counts}) > 2

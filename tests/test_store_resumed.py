@@ -1,8 +1,10 @@
 """Runs with a store, or without draws, that are cut short, damaged, moved or misused."""
 
 import builtins
+import errno
 import functools
 import itertools
+import math
 import os
 import random
 import re
@@ -11,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pyro
@@ -41,6 +44,7 @@ CYCLES = {"method": ps.SGHMC, "lr": ps.schedules.Cyclical(0.05, 20)}
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch):
     monkeypatch.setattr(streams, "_MOST_DRAWS", 7)
+    monkeypatch.setattr(streams, "_WAIT_SECONDS", math.inf)
 
 
 def at(kept, tmp_path):
@@ -225,16 +229,120 @@ def test_a_write_that_fails_loses_no_draw(write, steps, tmp_path, monkeypatch):
     how, append, calls = of_steps(steps), store.DrawStore.append, itertools.count()
     whole = fitted(**how)
 
-    def full(self, values):
+    def full(self, *values):
         if next(calls) == write:
             raise FileError("No space left on device")
-        append(self, values)
+        append(self, *values)
 
     monkeypatch.setattr(store.DrawStore, "append", full)
     how |= at("store", tmp_path)
     with pytest.raises(FileError, match="No space left"):
         fitted(checkpoint=tmp_path / "run", checkpoint_every=0, **how)
     same_outcome(fitted(resume=tmp_path / "run", **how), whole)
+
+
+def test_a_full_disk_costs_what_had_not_been_written_and_says_how_much(tmp_path, monkeypatch):
+    """Without a checkpoint: seven draws are on disk, and some more were to be the next seven."""
+    whole = draws_of(fitted())
+    put, sampler = zarr.storage.LocalStore.set, ps.BAOA(regression, lr=0.05, compile=False)
+
+    async def full(self, key, *args, **kwargs):
+        if key.endswith("/w/2.1.0"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        await put(self, key, *args, **kwargs)
+
+    monkeypatch.setattr(zarr.storage.LocalStore, "set", full)
+    how = {"num_samples": 31, "num_chains": 3, "batch_size": 5, **stored.QUIET}
+    with pytest.raises(FileError, match="No space left on device") as raised:
+        sampler.run((X, Y), **how, **at("store", tmp_path))
+    said = re.search(
+        r"after (\d+) steps; get_samples\(\) holds the 7 draws .*, (\d+) more could not be written",
+        raised.value.__notes__[-1],
+    )
+    assert int(said[1]) == 7 + int(said[2])  # no warm-up, no thinning
+    held = draws_of(sampler)
+    same(held, {name: value[:, :7] for name, value in whole.items()})
+    posterior = xarray.open_datatree(tmp_path / "draws.zarr", engine="zarr", chunks=None).posterior
+    assert posterior.sizes["draw"] == 7
+    assert torch.equal(torch.as_tensor(posterior.w.values), held["w"])
+
+
+# ------------------------------------------------------------------ by time
+
+
+def test_draws_that_wait_for_a_full_file_are_written_by_time(tmp_path, monkeypatch):
+    """Whoever looks after a step sees its draw; what is there in the end is as ever."""
+    monkeypatch.setattr(streams, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(streams, "_WAIT_TIMES", 0)
+    counts, publish = [], store.DrawStore._publish
+
+    def seen(self, count):
+        publish(self, count)
+        tree = xarray.open_datatree(self.path, engine="zarr", chunks=None)
+        counts.append(tree.posterior.sizes["draw"])
+
+    monkeypatch.setattr(store.DrawStore, "_publish", seen)
+    how = {"num_samples": 100, "batch_size": 5, "num_chains": 3}
+    fit = fitted(**how, **at("store", tmp_path))
+    monkeypatch.setattr(store.DrawStore, "_publish", publish)
+    assert counts == sorted(counts)
+    assert {2, 7, 100} <= set(counts)  # the first tape is of 2 steps
+    assert any(count % 7 for count in counts[:-2])
+    monkeypatch.setattr(streams, "_WAIT_SECONDS", math.inf)
+    other = fitted(**how, **at("store", tmp_path / "other"))
+    same(draws_of(fit), draws_of(other))
+    same(unconstrained(fit), unconstrained(other))
+
+
+def test_writing_is_a_small_part_of_the_time(tmp_path, monkeypatch):
+    """The next one comes after 20 times what the last one took, by a clock of ours."""
+    now, when = [0.0], []
+    monkeypatch.setattr(streams, "_MOST_DRAWS", 10**6)
+    monkeypatch.setattr(streams, "_WAIT_SECONDS", 5.0)
+    monkeypatch.setattr(streams, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    append, move = store.DrawStore.append, chains.Chains.move
+
+    def slow(self, *args):
+        when.append(now[0])
+        now[0] += 1.0 if len(when) < 3 else 0.1
+        append(self, *args)
+
+    def at_a_step_a_second(self, program, batches, tape, *others):
+        now[0] += len(tape)
+        move(self, program, batches, tape, *others)
+
+    monkeypatch.setattr(store.DrawStore, "append", slow)
+    monkeypatch.setattr(chains.Chains, "move", at_a_step_a_second)
+    monkeypatch.setattr(simulate, "steps_within_budget", lambda *args: 1)
+    fitted(num_samples=60, **at("store", tmp_path))
+    assert when[:4] == pytest.approx([5.0, 26.0, 47.0, 52.1], abs=1.0)
+
+
+@pytest.mark.parametrize("cut_at", [3, 9, 17])
+def test_what_was_written_by_time_stays_where_a_run_goes_on(cut_at, tmp_path, monkeypatch, cut):
+    """Readers lose no draw that the checkpoint holds; the end is bit for bit that of one run."""
+    monkeypatch.setattr(streams, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(streams, "_WAIT_TIMES", 0)
+    how, counts = {"num_samples": 31, **at("store", tmp_path)}, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store.DrawStore, "put", lambda *args: None)
+        cut(cut_at)
+        fitted(checkpoint=tmp_path / "run", **how)
+    monkeypatch.undo()
+    monkeypatch.setattr(streams, "_MOST_DRAWS", 7)
+    before = store.DrawStore.opened(how["store"]).count
+    truncate = store.DrawStore.truncate
+
+    def seen(self, count):
+        truncate(self, count)
+        counts.append(self.count)
+
+    monkeypatch.setattr(store.DrawStore, "truncate", seen)
+    resumed = fitted(resume=tmp_path / "run", **how)
+    assert counts == [before]
+    same_outcome(resumed, fitted(num_samples=31))
+    other = fitted(num_samples=31, **at("store", tmp_path / "other"))
+    same(draws_of(resumed), draws_of(other))
 
 
 # ------------------------------------------------------------------ going on
@@ -321,6 +429,81 @@ def test_a_store_that_is_gone_is_an_error_and_nothing_else(tmp_path):
     stored.same_draws(resumed, fitted())
 
 
+def test_one_run_at_a_time_writes_into_a_store(tmp_path, monkeypatch):
+    """Another one is refused before it has changed anything; readers are not."""
+    path = tmp_path / "draws.zarr"
+    fit = fitted(checkpoint=tmp_path / "run", num_samples=10, store=path)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    (tmp_path / "link.zarr").symlink_to(path)
+    other = "import sys; from pyro_scale.drive.store import writing_into\n"
+    other += "with writing_into(sys.argv[1]), writing_into(sys.argv[2]):\n"
+    other += "    print('in', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", other, str(path), str(tmp_path / "new/draws.zarr")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == b"in\n"
+        before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+        with monkeypatch.context() as patch:
+            patch.setattr(chains.Chains, "move", None)
+            for link in (path, tmp_path / "link.zarr"):
+                with pytest.raises(FileError, match=r"another run is writing into .*draws\.zarr'"):
+                    fitted(resume=tmp_path / "copy", store=link)
+            with pytest.raises(FileError, match=r"another run is writing into .*new/draws\.zarr'"):
+                fitted(store=tmp_path / "new/draws.zarr")
+        assert before == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+        same(draws_of(fit), draws_of(fitted(num_samples=10)))
+        posterior = xarray.open_datatree(path, engine="zarr", chunks=None).posterior
+        assert posterior.sizes["draw"] == 10
+        process.kill()
+    stored.same_draws(fitted(resume=tmp_path / "copy", store=path), fitted())
+    stored.same_draws(fitted(store=tmp_path / "new/draws.zarr"), fitted())
+    assert not list(tmp_path.rglob("*.lock"))
+
+
+RACER = """
+import sys, warnings
+sys.path.insert(0, {tests!r})
+warnings.simplefilter("ignore")
+import zarr, torch, stored
+from pyro_scale.errors import PyroScaleError
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    torch.save(stored.outcome(stored.fitted(num_samples=500, store=sys.argv[1])), sys.argv[2])
+    print("written")
+except PyroScaleError as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.slow
+def test_of_runs_that_start_at_once_one_has_the_store(tmp_path):
+    code = RACER.format(tests=str(Path(__file__).parent))
+    expected = draws_of(fitted(num_samples=500))
+    for i in range(5):
+        path = tmp_path / f"{i}.zarr"
+        racers = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(path), str(tmp_path / f"{i}-{j}.pt")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for j in range(3)
+        ]
+        for racer in racers:
+            assert racer.stdout.readline() == "ready\n"
+        for racer in racers:
+            racer.stdin.write("go\n")
+            racer.stdin.flush()
+        said = sorted(racer.communicate()[0].strip() for racer in racers)
+        assert said.count("written") == 1
+        assert {*said} <= {"written", "FileError", "ArgumentError"}
+        same(torch.load(next(tmp_path.glob(f"{i}-*.pt"))), expected)
+        posterior = xarray.open_datatree(path, engine="zarr", chunks=None).posterior
+        same({name: torch.as_tensor(posterior[name].values) for name in expected}, expected)
+
+
 def test_a_store_may_be_moved_while_nothing_runs(tmp_path):
     fitted(checkpoint=tmp_path / "run", num_samples=10, **at("store", tmp_path))
     moved = Path(shutil.move(tmp_path / "draws.zarr", tmp_path / "elsewhere.zarr"))
@@ -335,7 +518,7 @@ import shutil, torch
 from pathlib import Path
 from pyro_scale.infer import streams
 import stored
-streams._MOST_DRAWS = 200
+streams._MOST_DRAWS, streams._WAIT_SECONDS = 200, 0.0
 where, path, saved, draws = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
 kind = "resume" if list(where.glob("state-*")) else "checkpoint"
 if kind == "checkpoint":
@@ -472,6 +655,28 @@ def test_a_store_that_is_not_there_any_more_is_an_error(what, tmp_path):
         for ask in (fit.get_samples, lambda: fit.predict(X), fit.moments, fit.log_likelihood):
             with pytest.raises(FileError, match=r"draws\.zarr"):
                 ask()
+
+
+@pytest.mark.parametrize("what", ["deleted", "another", "a file"])
+def test_what_arviz_has_not_read_yet_is_an_error_once_it_is_gone(what, tmp_path):
+    """And not NaN, which Zarr takes it for."""
+    path = tmp_path / "draws.zarr"
+    fit = fitted(store=path)
+    idata, expected = fit.to_arviz(), draws_of(fit)
+    first = idata.posterior.w[:, 8:9].load()
+    if what == "a file":
+        (path / "posterior/w/1.2.0").unlink()
+    else:
+        shutil.rmtree(path)
+    if what == "another":
+        fitted(store=path)
+    for read in (lambda: idata.posterior.w.load(), lambda: idata.posterior.w[1, 14].values):
+        with pytest.raises(FileError, match=r"draws\.zarr"):
+            read()
+    assert torch.equal(torch.as_tensor(first.values), expected["w"][:, 8:9])
+    if what == "a file":
+        found = idata.posterior.w[1, :14].values
+        assert torch.equal(torch.as_tensor(found), expected["w"][1, :14])
 
 
 # ------------------------------------------------------------------ what is refused

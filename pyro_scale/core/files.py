@@ -124,33 +124,46 @@ def read(path: FilePath, kind: Kind = "results") -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Keeps others who ask for it out of a directory, until the end or that of the process.
+def locked(directory: Path, lock: Path | None = None) -> Iterator[None]:
+    """Keeps other processes that ask for it out of a directory, until the end or that of the
+    process; not other threads of this one.
+
+    Args:
+        directory: which.
+        lock: the file that is locked, and gone afterwards; `.lock` in the directory by default.
 
     Raises:
-        FileError: another one has it, or it cannot be written.
+        FileError: another one has it, or the file cannot be written.
     """
+    file = lock or directory / _LOCK
     try:
-        number = os.open(directory / _LOCK, os.O_CREAT | os.O_WRONLY)
+        number = os.open(file, os.O_CREAT | os.O_WRONLY)
     except OSError as error:
         raise FileError(f"'{directory}' cannot be written ({error.strerror or error})") from error
     try:
-        _lock(number, directory)
-        yield
+        if not _is_ours(number):
+            raise FileError(
+                f"another run is writing into '{directory}': wait for its end, or pass another "
+                "directory"
+            )
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                file.unlink()
     finally:
         os.close(number)
 
 
-def _lock(number: int, directory: Path) -> None:
+def _is_ours(number: int) -> bool:
+    """Locks an open file, if nobody has, nor has deleted it in between."""
     try:
         fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by loaders' workers
-    except (BlockingIOError, PermissionError) as error:
-        raise FileError(
-            f"another run is writing into '{directory}': wait for its end, or pass another "
-            "directory"
-        ) from error
+    except (BlockingIOError, PermissionError):
+        return False
     except OSError:  # of a file system that has no locks
-        pass
+        return True
+    return os.fstat(number).st_nlink > 0
 
 
 def drop_unfinished(directory: Path) -> None:

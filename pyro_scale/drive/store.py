@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_scale.core.files import FilePath, as_path
+from pyro_scale.core.files import FilePath, as_path, locked
 from pyro_scale.errors import ArgumentError, FileError
 
 if TYPE_CHECKING:
@@ -30,6 +31,21 @@ if TYPE_CHECKING:
 _GROUPS = POSTERIOR, UNCONSTRAINED = "posterior", "unconstrained_posterior"
 #: Draws' numbers in a chunk of the coordinate.
 _NUMBERS = 2**16
+
+
+@contextlib.contextmanager
+def writing_into(path: FilePath) -> Iterator[None]:
+    """Keeps the runs of other processes from writing into a store, or making it, meanwhile.
+
+    Raises:
+        ArgumentError: the path is none.
+        FileError: another run is writing there, or the path cannot be written.
+    """
+    target = Path(os.path.realpath(as_path(path)))
+    with _refused(target, "written"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with locked(target, target.with_name(f"{target.name}.lock")):  # in it, Zarr would complain
+        yield
 
 
 @dataclass(frozen=True)
@@ -127,19 +143,23 @@ class DrawStore:
             found._refuse_damaged_metadata()
         return found
 
-    def append(self, draws: Mapping[str, Tensor]) -> None:
-        """Adds the next draws of every field, `[chains, n, ...]`.
+    def append(self, draws: Mapping[str, Tensor], start: int) -> None:
+        """Adds draws of every field, `[chains, n, ...]`, the last ones that are there among them.
+
+        Args:
+            draws: by group and site.
+            start: the number of the first.
 
         Raises:
             FileError: they cannot be written; readers see those before.
         """
-        stop = self.count + next(iter(draws.values())).shape[1]
+        stop = start + next(iter(draws.values())).shape[1]
         with _refused(self.path, "written"):
             try:
                 self._resize(stop)
                 with _zarr().config.set({"array.write_empty_chunks": True}):  # of NaN, too
                     for name, values in draws.items():
-                        self._group[name][:, self.count : stop] = values.numpy()
+                        self._group[name][:, start:stop] = values.numpy()
             except BaseException:
                 with contextlib.suppress(OSError):
                     self._resize(self.count)
@@ -210,20 +230,28 @@ class DrawStore:
             return list(self._own[group].attrs["sites"])
 
     def dataset(self, group: str) -> Any:
-        """A group as xarray's dataset, of which nothing is read before it is needed."""
+        """A group as xarray's dataset, of which nothing is read before it is needed; what is gone
+        then is a `FileError`."""
         import xarray
+        from zarr.storage import LocalStore
 
-        with _refused(self.path, "read"):
-            assert self._own
-        found = xarray.open_zarr(str(self.path), group=group, chunks=None, consolidated=True)
+        from pyro_scale.drive.whole import WholeStore
+
+        store = WholeStore(LocalStore(self.path, read_only=True), self._refuse_another)
+        found = xarray.open_zarr(store, group=group, chunks=None, consolidated=True)
         return found.drop_encoding()  # which other formats do not take
 
     @property
     def _own(self) -> Any:
         """The open store, if what is at its path is still that of its run."""
-        if json.loads((self.path / ".zattrs").read_text()).get("run") != self.run:
-            raise FileError(f"the draws in '{self.path}' are of another run by now")
+        self._refuse_another()
         return self._group
+
+    def _refuse_another(self) -> None:
+        """Refuses to read where there is none, or that of another run."""
+        with _refused(self.path, "read"):
+            if json.loads((self.path / ".zattrs").read_text()).get("run") != self.run:
+                raise FileError(f"the draws in '{self.path}' are of another run by now")
 
     def _refuse_damaged_metadata(self) -> None:
         """Refuses arrays that are not laid out as readers are told, for there is no checksum of

@@ -73,6 +73,7 @@ def collected(
             "frozen_base": setup.base,
         },
         running=sink.kept(draws) if isinstance(sink, ToMoments) else None,
+        chains=draws.finished,
     )
 
 

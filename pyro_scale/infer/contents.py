@@ -41,6 +41,7 @@ def contents_of(result: Result, arguments: Arguments) -> dict[str, Any]:
         "gradient_noise": None if noise is None else dict(vars(noise)),
         "virial": result.virial,
         "kinetic": None if result.kinetic is None else dict(vars(result.kinetic)),
+        "chains": result.chains,
     }
 
 
@@ -95,6 +96,7 @@ def result_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Resul
         gradient_noise=None if noise is None else GradientNoise(**noise),
         virial=contents["virial"],
         kinetic=None if contents["kinetic"] is None else Kinetic(**contents["kinetic"]),
+        chains=contents["chains"],
     )
 
 

@@ -66,6 +66,8 @@ def _array(result: Result, group: str, name: str, value: Tensor) -> Any:
     lead = () if group == "observed_data" else ("chain", "draw")
     dims = (*lead, *dims_of(result, group, name, array.ndim - len(lead)))
     coords = {dim: np.arange(size) for dim, size in zip(dims, array.shape, strict=True)}
+    if lead and result.chains is not None:
+        coords["chain"] = np.array(result.chains)
     return xarray.DataArray(array, dims=dims, coords=coords)
 
 

@@ -300,6 +300,7 @@ class Method:
         the step before the draw; `lr`, `temperature`, ... at it; `step`), `observed_data`,
         `log_likelihood` (a value a row, without N/B, ready for `arviz.loo`) and, if asked for,
         `posterior_predictive`.  `attrs` holds method, hyperparameters, N, B, seed, versions.
+        Where chains broke, `chain` has the numbers of the others, as `NonFiniteError` counts them.
 
         Args:
             log_likelihood: whether to compute it; by default, if it fits in 1 GiB.

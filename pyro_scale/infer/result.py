@@ -45,6 +45,7 @@ class Result:
             that is not known.
         kinetic: what momenta did; None for a method without.
         running: what draws came to that were not kept.
+        chains: the chains' numbers; None where they are all that were started.
     """
 
     log_posterior: LogPosterior
@@ -57,6 +58,7 @@ class Result:
     virial: Tensor | None = None
     kinetic: Kinetic | None = None
     running: RunningSamples | None = None
+    chains: Sequence[int] | None = None
 
     @property
     def num_chains(self) -> int:

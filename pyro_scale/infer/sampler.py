@@ -215,8 +215,9 @@ class Sampler(Method):
                 compared beyond the first batch, nor can functions.
             store: where draws go that do not fit into memory: the path of a Zarr store, which is
                 written as the run goes on and can be read then (`to_arviz()` reads it when it is
-                needed; other methods, too, a part at a time); False keeps no draws, but their
-                means, standard deviations and quantiles (`moments()`, `summary()`).
+                needed; other methods, too, a part at a time); a crash, or a full disk, costs the
+                draws of the last few seconds; False keeps no draws, but their means, standard
+                deviations and quantiles (`moments()`, `summary()`).
             memory_budget: bytes that draws may take in memory, half of the machine's by default;
                 a run that needs more is refused before it begins.
 
@@ -229,8 +230,8 @@ class Sampler(Method):
             NonFiniteError: a chain's state became NaN or infinite; the others have finished and
                 `get_samples` holds their draws.  It names a file for `ps.replay`, which says why:
                 in the checkpoint's directory, or else in the system's for temporary files.
-            FileError: a checkpoint cannot be written or read, is of another run, or one that is
-                still running.
+            FileError: a checkpoint or a store cannot be written or read, is of another run, or
+                of one that is still running in another process.
 
         Warns:
             UserWarning: warm-up was under five relaxation times, judged by the draws; the run was
@@ -274,17 +275,17 @@ class Sampler(Method):
             refuse_weights(lr, tape["lr"][steps.kept])
         if store is None:
             refuse_what_memory_does_not_hold(setup.positions, num_samples, memory_budget)
-        sink = sink_for(store, setup, num_samples, journal.last is not None)
-        self._result = self._stepping = self._course = None
-        tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
-        setup, choice = tuned(setup, tuning, steps, sampling)
-        if setup.engine.kernel is not self.kernel:  # but knows all sites, or another lr
-            tape = setup.engine.kernel.tape(steps.total)
-        course = Course(setup, tape, steps, sampling, share_batches, self._compile, progress)
-        course, taken, why = self._simulated(course, journal, facts, sink)
-        self.kernel, draws = course.kernel, taken.draws
-        attrs = {**self._attrs(), **choice, **why, **settings}
-        self._keep(course, taken, attrs, sink)
+        with sink_for(store, setup, num_samples, journal.last is not None) as sink:
+            self._result = self._stepping = self._course = None
+            tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
+            setup, choice = tuned(setup, tuning, steps, sampling)
+            if setup.engine.kernel is not self.kernel:  # but knows all sites, or another lr
+                tape = setup.engine.kernel.tape(steps.total)
+            course = Course(setup, tape, steps, sampling, share_batches, self._compile, progress)
+            course, taken, why = self._simulated(course, journal, facts, sink)
+            self.kernel, draws = course.kernel, taken.draws
+            attrs = {**self._attrs(), **choice, **why, **settings}
+            self._keep(course, taken, attrs, sink)
         if draws.error is not None:
             self._end_early(draws)
         if draws.failures:
@@ -357,7 +358,9 @@ class Sampler(Method):
         kept = 0 if found is None else len(found.sample_stats["step"][0])
         by = "get_samples()" if self._result is None or not self._result.running else "moments()"
         held = f"{by} holds the {kept} draws a chain until then" if kept else "no draws"
-        said = f"after {draws.num_steps} steps; {held}"
+        lost = len(draws.kept_steps) - kept if draws.finished else 0  # the disk may be full
+        more = f", {lost} more could not be written" if lost else ""
+        said = f"after {draws.num_steps} steps; {held}{more}"
         if self._result is None or not isinstance(error, KeyboardInterrupt):
             error.add_note(f"{type(self).__name__}: {said}")
             raise error

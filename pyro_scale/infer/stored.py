@@ -114,7 +114,7 @@ class StoredSamples(Mapping[str, Tensor]):
         """All of them as xarray's dataset, of which nothing is read before it is needed."""
         whole = self.positions.store.dataset(POSTERIOR)[list(self)].drop_attrs(deep=False)
         kept = {"chain": self.positions.chains.numpy(), "draw": slice(self.positions.count)}
-        return whole.isel(kept).assign_coords(chain=range(len(self.positions.chains)))
+        return whole.isel(kept)
 
     def _read(
         self, name: str, chains: Tensor, draws: Tensor, elements: Tensor | None = None

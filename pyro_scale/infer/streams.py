@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,7 +17,7 @@ from pyro_scale.core.files import FilePath
 from pyro_scale.core.layout import dtype_name
 from pyro_scale.core.schedules import Cyclical
 from pyro_scale.drive.draws import Draws
-from pyro_scale.drive.store import POSTERIOR, UNCONSTRAINED, DrawStore, Field
+from pyro_scale.drive.store import POSTERIOR, UNCONSTRAINED, DrawStore, Field, writing_into
 from pyro_scale.errors import ArgumentError, FileError
 from pyro_scale.infer.export import attributes, dims_of, own_dims
 from pyro_scale.infer.memory import bytes_of, in_words
@@ -33,14 +35,18 @@ Store = FilePath | Literal[False] | None
 _HELD_BYTES, _FILE_BYTES, _MOST_DRAWS = 2**25, 2**21, 2**14
 #: Draws of all chains that are kept to be looked at, of those that are added up.
 _SEEN = 1000
+#: Seconds for which draws wait at most to be written, and how often the time that it takes.
+_WAIT_SECONDS, _WAIT_TIMES = 5.0, 20
 #: Of a site, which with `_dim_0` behind it is a file's.
 _LONGEST_NAME = 200
 
 
+@contextlib.contextmanager
 def sink_for(
     store: Store, setup: Setup, num_draws: int, resumes: bool
-) -> ToDisk | ToMoments | None:
-    """What takes the draws of a run, if they do not stay in memory.
+) -> Iterator[ToDisk | ToMoments | None]:
+    """What takes the draws of a run, if they do not stay in memory, while no other run can write
+    where it does.
 
     Args:
         store: where they go.
@@ -49,15 +55,18 @@ def sink_for(
         resumes: whether the run goes on with another.
 
     Raises:
-        ArgumentError, FileError: the store cannot be made.
+        ArgumentError, FileError: the store cannot be made, or another run is writing into it.
     """
     if store is None:
-        return None
+        yield None
+        return
     first = setup.positions[:, None].cpu()
     starts = Result(setup.log_posterior, setup.data, setup.engine.layout, first, {})
     if store is False:
-        return ToMoments(starts, first, num_draws)
-    return ToDisk(starts, first, store, resumes)
+        yield ToMoments(starts, first, num_draws)
+        return
+    with writing_into(store):
+        yield ToDisk(starts, first, store, resumes)
 
 
 def refuse_endless(num_draws: int, num_chains: int) -> None:
@@ -113,7 +122,11 @@ def refuse_weights(lr: Hyper, kept: Tensor) -> None:
 
 
 class ToDisk:
-    """Writes draws into a store, as many at a time as its files hold.
+    """Writes draws into a store, as many at a time as its files hold, and by time those of a file
+    that is not full yet, which stay in memory until it is.
+
+    What a full file holds is thus a function of its draws alone: constrained in other blocks, they
+    may round otherwise.
 
     Args:
         starts: a result whose draws are the chains' starts.
@@ -132,14 +145,14 @@ class ToDisk:
         values, num_chains = self._values(first), starts.num_chains
         width = sum(v[0, 0].numel() * v.element_size() for v in values.values())
         affordable = min(_HELD_BYTES // (num_chains * width), _FILE_BYTES // width)
-        self._chunk = max(1, min(_MOST_DRAWS, affordable))
         self._held = 0, first[:, :0]  # (the first one's number, draws)
+        self._due = time.monotonic() + _WAIT_SECONDS
         if resumes:
             self.store = DrawStore.opened(path)
         else:
             fields = {name: _field(starts, name, value) for name, value in values.items()}
-            run = secrets.token_hex(8)
-            self.store = DrawStore.created(path, fields, num_chains, self._chunk, run)
+            chunk, run = max(1, min(_MOST_DRAWS, affordable)), secrets.token_hex(8)
+            self.store = DrawStore.created(path, fields, num_chains, chunk, run)
 
     @property
     def count(self) -> int:
@@ -153,9 +166,10 @@ class ToDisk:
         Raises:
             FileError: they cannot be written.
         """
-        self._held = self.store.count, torch.cat([self._waiting, positions], 1)
-        while self.count - self.store.count >= self._chunk:
-            self._write(self._chunk - self.store.count % self._chunk)
+        self._held = self._in_full_files, torch.cat([self._waiting, positions], 1)
+        self._fill_files()
+        if time.monotonic() >= self._due:
+            self._write_rest()
 
     def close(self) -> None:
         """Writes what it holds.
@@ -163,12 +177,12 @@ class ToDisk:
         Raises:
             FileError: it cannot be written.
         """
-        if self.count > self.store.count:
-            self._write(self.count - self.store.count)
+        self._fill_files()
+        self._write_rest()
 
     def state(self) -> dict[str, Any]:
         """What another one needs to go on."""
-        return {"run": self.store.run, "stored": self.store.count, "held": self._waiting}
+        return {"run": self.store.run, "stored": self._in_full_files, "held": self._waiting}
 
     def go_on_from(self, state: Mapping[str, Any] | None) -> None:
         """Takes up where another one was; None begins anew.
@@ -182,7 +196,8 @@ class ToDisk:
                 f"store='{self.store.path}' does not hold the draws of the run that goes on: pass "
                 "the store that it had"
             )
-        self.store.truncate(state["stored"])
+        stop = state["stored"] + state["held"].shape[1]
+        self.store.truncate(min(stop, self.store.count))
         self._held = state["stored"], state["held"]
 
     def kept(self, draws: Draws) -> StoredPositions:
@@ -202,13 +217,29 @@ class ToDisk:
         self.store.put("sample_stats", result.sample_stats, result.positions.chains, attrs)
 
     @property
-    def _waiting(self) -> Tensor:
-        """What has not been written."""
-        begin, held = self._held
-        return held[:, self.store.count - begin :]
+    def _in_full_files(self) -> int:
+        """Draws that are written for good."""
+        return self.store.count - self.store.count % self.store.chunk
 
-    def _write(self, count: int) -> None:
-        self.store.append(self._values(self._waiting[:, :count]))
+    @property
+    def _waiting(self) -> Tensor:
+        """Those after them."""
+        begin, held = self._held
+        return held[:, self._in_full_files - begin :]
+
+    def _fill_files(self) -> None:
+        while self._waiting.shape[1] >= self.store.chunk:
+            self._write(self._waiting[:, : self.store.chunk])
+
+    def _write_rest(self) -> None:
+        if self.count > self.store.count:
+            self._write(self._waiting)
+
+    def _write(self, positions: Tensor) -> None:
+        begun = time.monotonic()
+        self.store.append(self._values(positions), self._in_full_files)
+        now = time.monotonic()
+        self._due = now + max(_WAIT_SECONDS, _WAIT_TIMES * (now - begun))
 
     def _values(self, positions: Tensor) -> dict[str, Tensor]:
         """What is stored of draws `[chains, n, D]`, by group and site."""

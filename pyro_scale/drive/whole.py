@@ -1,0 +1,41 @@
+"""A Zarr store for reading that refuses what is gone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from zarr.abc.store import ByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.storage import LocalStore, WrapperStore
+
+from pyro_scale.errors import FileError
+
+#: The end of the name of a file of draws, `<chain>.<number>...`.
+_DRAWS = re.compile(r"(?:^|/)\d+(?:\.\d+)+$")
+
+
+class WholeStore(WrapperStore[LocalStore]):
+    """Raises `FileError` for a file of draws that is not there, which Zarr takes for one of NaN.
+
+    Args:
+        store: which.
+        refuse_another: raises it where the store is of another run by now.
+    """
+
+    def __init__(self, store: LocalStore, refuse_another: Callable[[], None]):
+        super().__init__(store)
+        self._refuse_another = refuse_another
+
+    def _with_store(self, store: LocalStore) -> WholeStore:
+        return WholeStore(store, self._refuse_another)
+
+    async def get(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """What a file holds."""
+        self._refuse_another()
+        found = await super().get(key, prototype, byte_range)
+        if found is None and _DRAWS.search(key):
+            raise FileError(f"the draws in '{self._store.root}' are not whole: {key} is gone")
+        return found
