@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from pyro_scale.core.warn import warn
+from pyro_scale.infer.divergence import explosion
 from pyro_scale.infer.export import quiet_arviz
 from pyro_scale.infer.mixing import (
     mixing,
@@ -44,20 +45,11 @@ def diagnostics(result: Result, probe: Any = None) -> Any:
         table = mixing({name: some_elements(result, name) for name in sites})
         predicted = None if probe is None else mixing_of_predictions(result, probe)
         nested = nested_r_hats(result)
-    heat, heated = result.virial, None
-    if heat is not None:
-        heated = _virial_temperatures(result, heat)
-        table["temperature"], table["temperature_error"] = heated
-    is_told = heated is not None and _is_hot(*heated)
-    unmixed = False
+    if result.virial is not None:
+        found = _virial_temperatures(result, result.virial)
+        table["temperature"], table["temperature_error"] = found
     if nested is not None:
         table["nested_r_hat"] = nested
-        warn_of_remembered_starts(result)
-    else:
-        seen = table if predicted is None else predicted
-        unmixed = warn_of_unmixed(result, seen, predicted is not None, is_told)
-    if heated is not None:
-        warn_of_the_temperature(result, sites, *heated, unmixed)
     noise = result.gradient_noise
     if noise is not None and result.attrs["temperature"] != 0:
         places = [result.layout.slices()[name] for name in table.index]
@@ -65,20 +57,45 @@ def diagnostics(result: Result, probe: Any = None) -> Any:
         if noise.reduction is not None:
             table["variance_reduction"] = [float(noise.reduction[place].min()) for place in places]
         table["temperature_inflation"] = [float(noise.inflation[place].max()) for place in places]
-        # a step that was chosen has weighed it, and what is measured counts more
-        if "lr_choice" not in result.attrs and (heated is None or not _is_settled(*heated)):
-            warn_of_inflation(float(noise.inflation.max()), result)
-            is_told = is_told or float(noise.inflation.max()) > _MOST_INFLATION
     if result.kinetic is not None:
-        _add_kinetic(table, result, is_told)
+        means, errors = _temperatures(result.kinetic.measured, _FEWEST_MOMENTS)
+        table["kinetic_temperature"], table["kinetic_temperature_error"] = means, errors
+        table["kinetic_temperature_expected"] = result.kinetic.expected.tolist()
     if result.attrs.get("share_batches") and result.num_chains > 1:
         table["chain_correlation"] = [
             chain_correlation(result.samples[name]) for name in table.index
         ]
+    if said := explosion(result):
+        warn(said)
+    else:
+        _warn(result, table, predicted)
     if predicted is not None:
         table = pandas.concat([table, predicted])
     table.attrs.update(result.attrs)
     return table
+
+
+def _warn(result: Result, table: Any, predicted: Any) -> None:
+    """Warns of what the table says, and of a cause once."""
+    heated, inflation = None, 1.0
+    if "temperature" in table:
+        heated = list(table["temperature"]), list(table["temperature_error"])
+    # a step that was chosen has weighed it, and what is measured counts more
+    is_weighed = "lr_choice" in result.attrs or (heated is not None and _is_settled(*heated))
+    if "temperature_inflation" in table and not is_weighed:
+        inflation = float(table["temperature_inflation"].max())
+    hot = inflation > _MOST_INFLATION or (heated is not None and _is_hot(*heated))
+    unmixed = False
+    if "nested_r_hat" in table:
+        warn_of_remembered_starts(result)
+    else:
+        seen = table if predicted is None else predicted
+        unmixed = warn_of_unmixed(result, seen, predicted is not None, hot)
+    if heated is not None:
+        warn_of_the_temperature(result, [*table.index], *heated, unmixed)
+    warn_of_inflation(inflation, result)
+    if "kinetic_temperature" in table and not hot:
+        _warn_of_momenta(result, table)
 
 
 def _temperatures(relative: Tensor, least: int) -> tuple[list[float], list[float]]:
@@ -96,7 +113,10 @@ def standard_error(series: Tensor, least: int = _FEWEST_DRAWS) -> float:
         return math.nan
     if chains >= _MANY_CHAINS:
         return float(series.mean(1).std()) / chains**0.5
-    return math.nan if draws < 4 else float(quiet_arviz().mcse(series.numpy(), method="mean"))
+    if draws < 4:
+        return math.nan
+    with quiet_arviz() as arviz:
+        return float(arviz.mcse(series.numpy(), method="mean"))
 
 
 def errors_of_the_worst(count: int) -> float:
@@ -136,18 +156,14 @@ def _is_hot(means: list[float], errors: list[float]) -> bool:
     return any(mean - _ERRORS * error > _MOST_INFLATION for mean, error in pairs)
 
 
-def _add_kinetic(table: Any, result: Result, is_told: bool) -> None:
-    """Adds what momenta did, and warns where they are known to be too hot, unless what heats is
-    told of already."""
-    assert result.kinetic is not None
-    means, errors = _temperatures(result.kinetic.measured, _FEWEST_MOMENTS)
-    expected = result.kinetic.expected.tolist()
-    table["kinetic_temperature"], table["kinetic_temperature_error"] = means, errors
-    table["kinetic_temperature_expected"] = expected
+def _warn_of_momenta(result: Result, table: Any) -> None:
+    """Warns where momenta are known to be too hot."""
+    names = "kinetic_temperature", "kinetic_temperature_error", "kinetic_temperature_expected"
+    means, errors, expected = (list(table[name]) for name in names)
     gap = _MOST_INFLATION - 1
     places = range(len(means))
     hot = [i for i in places if means[i] - _ERRORS * errors[i] > expected[i] + gap]
-    if hot and not is_told:
+    if hot:
         worst = max(hot, key=lambda i: means[i] - expected[i])
         warn(
             f"the momenta of site '{table.index[worst]}' are hotter than they should be: they have "

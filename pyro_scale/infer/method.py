@@ -151,6 +151,9 @@ class Method:
                 that chains do not agree on them; what they predict may well mix, and is what
                 counts.
 
+        Raises:
+            ArgumentError: the model cannot be run on `probe`.
+
         Columns: the worst `r_hat` and least `ess_bulk`, `ess_tail` of the site's elements, of
         large sites of 200, evenly spread; with
         `superchains`, if all chains finished, `nested_r_hat`, the worst;
