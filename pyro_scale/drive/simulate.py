@@ -76,7 +76,7 @@ def simulate(
     ends = range(check_every, steps.total, check_every) if check_every else sorted(looks)
     if last is not None:
         _go_on(last, chains, batches, draws, steps)
-        progress.update(chains.count, torch.nan)
+        progress.update(chains.count)
     inputs = Inputs(values, noise or chains.noise, batches)
     moment, taken = chains.moment, None if sink is None else sink.state()
 

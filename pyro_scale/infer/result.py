@@ -26,7 +26,7 @@ from pyro_scale.model.executed import executed_modules
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: Bytes of the largest tensor of one vmapped call over draws.
-_CHUNK_BYTES = 2**25
+_CHUNK_BYTES = 2**24
 
 
 @dataclass(frozen=True)
