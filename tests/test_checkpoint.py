@@ -338,6 +338,26 @@ def test_a_finished_run_is_extended(tmp_path):
         run("BAOA", resume=tmp_path)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_run_is_extended_by_the_program_that_it_was_run_by(compiled, tmp_path, monkeypatch):
+    """Bit for bit: compiled steps and others differ by rounding."""
+    how = {**STEPS, **IN_BATCHES, **QUIET}
+
+    def ran(compile, num_samples=40, **where):
+        method = ps.BAOA(regression, lr=0.02, compile=compile)
+        return method.run((X, Y), **{**how, "num_samples": num_samples}, **where)
+
+    longer = ran(compiled, num_samples=70)
+    ran(compiled, checkpoint=tmp_path)
+    limit = 10_000 if compiled else 1  # by which "auto" would choose the other one
+    monkeypatch.setattr("pyro_scale.drive.programs._REPAID_AFTER", limit)
+    extended = ran("auto", num_samples=70, resume=tmp_path)
+    same(extended, longer)
+    finished = ran("auto", num_samples=70, resume=tmp_path)  # nothing is left to do
+    for each in (extended, finished):
+        assert each._results().attrs["program"] == ("compiled loop" if compiled else "eager")
+
+
 def test_the_seed_is_that_of_the_run(tmp_path):
     whole = run("BAOA", checkpoint=tmp_path)
     same(run("BAOA", resume=tmp_path, seed=None), whole)

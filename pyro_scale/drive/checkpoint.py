@@ -59,6 +59,7 @@ class Checkpoint(NamedTuple):
         log_joint: of the steps that led to them, `[chains, kept]`.
         kinetic: the kinetic temperature at the looks of the run, `[chains, looks, sites]`, or None.
         look_every: draws from one look to the next.
+        program: how its steps were run, in words; None before the first.
         sink: the state of what takes draws instead, if there is one.
     """
 
@@ -70,6 +71,7 @@ class Checkpoint(NamedTuple):
     log_joint: Tensor
     kinetic: Tensor | None
     look_every: int
+    program: str | None
     sink: dict[str, Any] | None = None
 
     def state_like(self, state: Any) -> Any:
@@ -163,6 +165,7 @@ class Checkpoints:
                 "dtype": dtype_name(draws.positions.dtype),
                 "kinetic": draws.kinetic,
                 "look_every": look_every,
+                "program": draws.program if moment.step else None,
             },
         )
         self._parts, self._kept, self._number = parts, kept, self._number + 1
@@ -262,6 +265,7 @@ def _read(directory: Path, state: Path) -> Checkpoint:
         log_joint=torch.cat([none[1], *(part["log_joint"] for part in parts)], 1),
         kinetic=held["kinetic"],
         look_every=held["look_every"],
+        program=held["program"],
         sink=held["sink"],
     )
     if found.positions.shape[1] != kept:
