@@ -401,7 +401,9 @@ def test_of_hyperparameters_by_site_those_that_differ_are_named(tmp_path):
         (X, Y), checkpoint=tmp_path, **how
     )
     other = ps.BAOA(regression, lr={"w": 0.03, "s": 0.01}, compile=False)
-    with pytest.raises(FileError, match=re.escape("(hyperparameters['lr']['w'] was 0.02, is 0.03)")):
+    with pytest.raises(
+        FileError, match=re.escape("(hyperparameters['lr']['w'] was 0.02, is 0.03)")
+    ):
         other.run((X, Y), resume=tmp_path, **how)
 
 

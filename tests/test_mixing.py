@@ -122,6 +122,21 @@ def test_chains_without_noise_may_end_anywhere():
     assert not told(fit)[1]
 
 
+def test_a_step_that_was_chosen_gets_more_steps_for_advice():
+    """At the step that would not heat, so few would be off by more."""
+    sampler = ps.SGLD(sign, lr="auto", init_strategy={"w": 4.0 * double(-1.0, 1.0, 1.0, -1.0)})
+    fit = run(sampler, (X, Y), batch_size=1, num_samples=40, warmup_steps=0)
+    positions = fit._result.positions + 50 * torch.arange(4)[:, None, None]
+    virial = torch.full_like(positions, 9.0) + 0.1 * normals(4, 40, 1)
+    fit._result = dataclasses.replace(fit._result, positions=positions, virial=virial)
+    _, said = warned.told(fit.diagnostics)
+    (unmixed,) = [each for each in said if "do not agree" in each]
+    (hot,) = [each for each in said if "is hotter" in each]
+    assert "larger lr" not in unmixed
+    assert "lower lr" not in hot
+    assert "take more steps, for which lr='auto' chooses a smaller one" in hot
+
+
 # ------------------------------------------------------------------ explosions
 
 

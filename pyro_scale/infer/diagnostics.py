@@ -85,17 +85,18 @@ def _warn(result: Result, table: Any, predicted: Any) -> None:
     if "temperature_inflation" in table and not is_weighed:
         inflation = float(table["temperature_inflation"].max())
     hot = inflation > _MOST_INFLATION or (heated is not None and _is_hot(*heated))
-    unmixed = False
+    momenta = [] if hot or "kinetic_temperature" not in table else _hot_momenta(table)
+    no_longer = hot or bool(momenta) or "lr_choice" in result.attrs
     if "nested_r_hat" in table:
-        warn_of_remembered_starts(result)
+        unmixed = warn_of_remembered_starts(result, no_longer)
     else:
         seen = table if predicted is None else predicted
-        unmixed = warn_of_unmixed(result, seen, predicted is not None, hot)
+        unmixed = warn_of_unmixed(result, seen, predicted is not None, no_longer)
     if heated is not None:
         warn_of_the_temperature(result, [*table.index], *heated, unmixed)
     warn_of_inflation(inflation, result)
-    if "kinetic_temperature" in table and not hot:
-        _warn_of_momenta(result, table)
+    if momenta:
+        _warn_of_momenta(result, table, momenta)
 
 
 def _temperatures(relative: Tensor, least: int) -> tuple[list[float], list[float]]:
@@ -156,22 +157,25 @@ def _is_hot(means: list[float], errors: list[float]) -> bool:
     return any(mean - _ERRORS * error > _MOST_INFLATION for mean, error in pairs)
 
 
-def _warn_of_momenta(result: Result, table: Any) -> None:
-    """Warns where momenta are known to be too hot."""
-    names = "kinetic_temperature", "kinetic_temperature_error", "kinetic_temperature_expected"
-    means, errors, expected = (list(table[name]) for name in names)
+def _hot_momenta(table: Any) -> list[str]:
+    """Sites whose momenta are known to be too hot."""
+    least = table["kinetic_temperature"] - _ERRORS * table["kinetic_temperature_error"]
     gap = _MOST_INFLATION - 1
-    places = range(len(means))
-    hot = [i for i in places if means[i] - _ERRORS * errors[i] > expected[i] + gap]
-    if hot:
-        worst = max(hot, key=lambda i: means[i] - expected[i])
-        warn(
-            f"the momenta of site '{table.index[worst]}' are hotter than they should be: they have "
-            f"{means[worst]:.3g} ± {errors[worst]:.2g} times the temperature that was asked for, "
-            f"and {expected[worst]:.3g} at this step size without minibatches: "
-            f"{_lower_lr(result, 1 + means[worst] - expected[worst])}; where minibatches heat, "
-            "raise batch_size"
-        )
+    return [*table.index[least > table["kinetic_temperature_expected"] + gap]]
+
+
+def _warn_of_momenta(result: Result, table: Any, hot: list[str]) -> None:
+    """Warns of the hottest of sites whose momenta are too hot."""
+    heat = table["kinetic_temperature"] - table["kinetic_temperature_expected"]
+    site = heat[hot].idxmax()
+    row = table.loc[site]
+    warn(
+        f"the momenta of site '{site}' are hotter than they should be: they have "
+        f"{row.kinetic_temperature:.3g} ± {row.kinetic_temperature_error:.2g} times the "
+        f"temperature that was asked for, and {row.kinetic_temperature_expected:.3g} at this step "
+        f"size without minibatches: {_lower_lr(result, 1 + heat[site])}; where minibatches heat, "
+        "raise batch_size"
+    )
 
 
 def warn_of_the_temperature(
@@ -231,7 +235,10 @@ def _lower_lr(result: Result, factor: float) -> str:
 
 
 def lower_lr(result: Result, share: float) -> str:
-    """The advice to lower lr to so much of it."""
+    """The advice to lower lr to so much of it; one that was chosen has weighed what it heats
+    against what so many steps do not tell."""
+    if "lr_choice" in result.attrs:
+        return "take more steps, for which lr='auto' chooses a smaller one"
     lr = result.sample_stats.get("lr")
     if lr is None:
         return f"lower lr to {share:.2g} of what it is"

@@ -179,7 +179,9 @@ class Method:
                 remember their starts.
             UserWarning: a temperature that is known to be off by more than a tenth, or momenta that
                 are known to be so much hotter than expected; where it is not known to be right, an
-                inflation above 1.1, with the lr that would bring it below.
+                inflation above 1.1, with the lr that would bring it below.  With lr="auto" more
+                steps are advised instead: it has weighed this heat against what a smaller lr would
+                leave unsaid in so few.
         """
         result = self._results() if probe is None else self._draws()
         return diagnostics(result, probe)

@@ -106,7 +106,7 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
         result: of the run.
         table: with `r_hat` by site.
         probed: whether the sites are predictions.
-        hot: whether its draws are known to be hotter than they should be.
+        hot: whether its step is known to be too long, or was chosen.
     """
     chains, each = next(iter(result.sample_stats.values())).shape
     few = chains < 2 or each < _FEWEST_EACH
@@ -119,7 +119,7 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
         worst = r_hat.idxmax()
         steps = " or more steps" if hot else ", more steps or a larger lr"
         hint = "" if probed else "; of a network, ask what its predictions do: diagnostics(probe=x)"
-        if chains >= _MANY_CHAINS:
+        if chains >= _MANY_CHAINS and "superchains" not in result.attrs:
             hint += "; many short chains say more with superchains="
         warn(
             f"'{worst}': the chains do not agree, R-hat is {r_hat[worst]:.3g}: take a longer "
