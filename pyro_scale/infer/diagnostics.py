@@ -235,8 +235,8 @@ def _lower_lr(result: Result, factor: float) -> str:
 
 
 def lower_lr(result: Result, share: float) -> str:
-    """The advice to lower lr to so much of it; one that was chosen has weighed what it heats
-    against what so many steps do not tell."""
+    """The advice to lower lr to so much of it; one that was chosen has been weighed against how
+    little chains move at a smaller one."""
     if "lr_choice" in result.attrs:
         return "take more steps, for which lr='auto' chooses a smaller one"
     lr = result.sample_stats.get("lr")

@@ -180,8 +180,8 @@ class Method:
             UserWarning: a temperature that is known to be off by more than a tenth, or momenta that
                 are known to be so much hotter than expected; where it is not known to be right, an
                 inflation above 1.1, with the lr that would bring it below.  With lr="auto" more
-                steps are advised instead: it has weighed this heat against what a smaller lr would
-                leave unsaid in so few.
+                steps are advised instead: it has weighed this heat against how little chains move
+                in so few at a smaller lr.
         """
         result = self._results() if probe is None else self._draws()
         return diagnostics(result, probe)
