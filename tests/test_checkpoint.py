@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pyro
@@ -18,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import pyro_scale as ps
-from pyro_scale.drive import checkpoint, simulate
+from pyro_scale.drive import checkpoint, progress, simulate
 from pyro_scale.errors import ArgumentError, FileError, NonFiniteError
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore")]
@@ -337,6 +338,26 @@ def test_a_finished_run_is_extended(tmp_path):
         run("BAOA", resume=tmp_path)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_run_is_extended_by_the_program_that_it_was_run_by(compiled, tmp_path, monkeypatch):
+    """Bit for bit: compiled steps and others differ by rounding."""
+    how = {**STEPS, **IN_BATCHES, **QUIET}
+
+    def ran(compile, num_samples=40, **where):
+        method = ps.BAOA(regression, lr=0.02, compile=compile)
+        return method.run((X, Y), **{**how, "num_samples": num_samples}, **where)
+
+    longer = ran(compiled, num_samples=70)
+    ran(compiled, checkpoint=tmp_path)
+    limit = 10_000 if compiled else 1  # by which "auto" would choose the other one
+    monkeypatch.setattr("pyro_scale.drive.programs._REPAID_AFTER", limit)
+    extended = ran("auto", num_samples=70, resume=tmp_path)
+    same(extended, longer)
+    finished = ran("auto", num_samples=70, resume=tmp_path)  # nothing is left to do
+    for each in (extended, finished):
+        assert each._results().attrs["program"] == ("compiled loop" if compiled else "eager")
+
+
 def test_the_seed_is_that_of_the_run(tmp_path):
     whole = run("BAOA", checkpoint=tmp_path)
     same(run("BAOA", resume=tmp_path, seed=None), whole)
@@ -352,11 +373,11 @@ def test_the_seed_is_that_of_the_run(tmp_path):
         ({"batch_size": 9}, r"batch_size was 8, is 9"),
         ({"sampling": "replacement"}, r"sampling was 'shuffle', is 'replacement'"),
         ({"share_batches": True}, r"share_batches was 0, is 1"),
-        ({"method": lambda: ps.BAOA(regression, lr=0.03, compile=False)}, "hyperparameters was"),
+        ({"method": lambda: ps.BAOA(regression, lr=0.03, compile=False)}, r"'lr'\] was 0.02"),
         ({"method": lambda: ps.UBU(regression, **SMALL)}, "method was 'BAOA', is 'UBU'"),
-        ({"method": lambda: ps.BAOA(subsampling, **SMALL)}, "sites was"),
+        ({"method": lambda: ps.BAOA(subsampling, **SMALL)}, "sites.* is not there"),
         ({"method": lambda: ps.BAOA(other_prior, **SMALL)}, "log joint where chain 0 starts was"),
-        ({"data": (X, Y + (torch.arange(N) == N - 1))}, "data was '[0-9a-f]{16}', is"),
+        ({"data": (X, Y + (torch.arange(N) == N - 1))}, "data was 'tensors [0-9a-f]{16}', is 'te"),
         ({"data": (X[:50], Y[:50])}, "num_data was 60, is 50"),
     ],
 )
@@ -367,11 +388,83 @@ def test_another_run_is_refused_with_what_differs(changed, what, tmp_path):
     changed = dict(changed)
     method, data = changed.pop("method", method), changed.pop("data", data)
     how = {**STEPS, **how, **QUIET, **changed}
-    if "sites" in what:
+    if "not there" in what:
         how.pop("batch_size")
     with pytest.raises(FileError, match=rf"is another run \(.*{what}"):
         method().run(data, resume=tmp_path, **how)
     assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+
+def test_of_hyperparameters_by_site_those_that_differ_are_named(tmp_path):
+    how = {**STEPS, **IN_BATCHES, **QUIET}
+    ps.BAOA(regression, lr={"w": 0.02, "s": 0.01}, compile=False).run(
+        (X, Y), checkpoint=tmp_path, **how
+    )
+    other = ps.BAOA(regression, lr={"w": 0.03, "s": 0.01}, compile=False)
+    with pytest.raises(
+        FileError, match=re.escape("(hyperparameters['lr']['w'] was 0.02, is 0.03)")
+    ):
+        other.run((X, Y), resume=tmp_path, **how)
+
+
+class Plain(Dataset):
+    """The rows, but not as tensors that can be seen."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return X[i], Y[i]
+
+
+class Mine:
+    """A loader of one's own."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __iter__(self):
+        return iter(DataLoader(self.dataset, B))
+
+
+KINDS = {
+    "tensors": ((X, Y), {"batch_size": B}),
+    "a data set": (DataLoader(Plain(), B), {}),
+    "another one": (DataLoader(Noisy(), B), {}),
+    "as they come": (DataLoader(Plain(), batch_sampler=[*torch.arange(N).split(B)]), {}),
+    "another loader": (Mine(Plain()), {}),
+}
+
+
+@pytest.mark.parametrize("now", KINDS)
+@pytest.mark.parametrize("then", KINDS)
+def test_the_kind_of_data_counts(then, now, tmp_path, monkeypatch):
+    """Though the first batch is the same, the later ones would be others."""
+    monkeypatch.setattr(Noisy, "__getitem__", Plain.__getitem__)
+    how = {**QUIET, "num_samples": 3}
+
+    def ran(kind, **where):
+        data, options = KINDS[kind]
+        ps.BAOA(regression, **SMALL).run(data, **options, **how, **where)
+
+    ran(then, checkpoint=tmp_path)
+    if then == now:
+        ran(now, resume=tmp_path)
+        return
+    with pytest.raises(FileError, match=r"is another run \(data was '.*', is '.*'\)"):
+        ran(now, resume=tmp_path)
+
+
+def test_the_bar_of_a_run_that_goes_on_shows_no_log_joint_before_there_is_one(
+    tmp_path, monkeypatch, capfd
+):
+    run("BAOA", checkpoint=tmp_path)
+    monkeypatch.setattr(progress, "tqdm", partial(progress.tqdm, mininterval=0, miniters=1))
+    run("BAOA", num_samples=70, resume=tmp_path, progress=True)
+    shown = capfd.readouterr().err
+    assert "log joint -" in shown
+    assert "131/221 [" in shown
+    assert "nan" not in shown
 
 
 def test_the_version_counts(tmp_path, monkeypatch):

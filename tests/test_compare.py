@@ -237,8 +237,14 @@ def test_what_it_refuses(methods, message):
 def test_it_refuses_an_unknown_reference_and_what_has_not_run():
     with pytest.raises(ArgumentError, match=r"reference='b': pass one of \['dense'\]"):
         compared("dense", reference="b")
-    with pytest.raises(NotRunError):
-        ps.compare({"a": ps.SGLD(regression(), lr=0.1)})
+    with pytest.raises(NotRunError, match=r"methods\['b'\]: SGLD has no draws yet"):
+        ps.compare({"a": fitted("dense"), "b": ps.SGLD(regression(), lr=0.1)})
+
+
+def test_it_names_the_run_that_kept_no_draws():
+    kept = ps.BAOA(regression(), lr=0.3).run((X, Y), num_samples=9, store=False, progress=False)
+    with pytest.raises(ArgumentError, match=r"methods\['b'\]: the run kept no draws"):
+        ps.compare({"a": fitted("dense"), "b": kept})
 
 
 # ------------------------------------------------------------------ how it looks

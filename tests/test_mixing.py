@@ -122,6 +122,71 @@ def test_chains_without_noise_may_end_anywhere():
     assert not told(fit)[1]
 
 
+def test_a_step_that_was_chosen_gets_more_steps_for_advice():
+    """At the step that would not heat, so few would be off by more."""
+    sampler = ps.SGLD(sign, lr="auto", init_strategy={"w": 4.0 * double(-1.0, 1.0, 1.0, -1.0)})
+    fit = run(sampler, (X, Y), batch_size=1, num_samples=40, warmup_steps=0)
+    positions = fit._result.positions + 50 * torch.arange(4)[:, None, None]
+    virial = torch.full_like(positions, 9.0) + 0.1 * normals(4, 40, 1)
+    fit._result = dataclasses.replace(fit._result, positions=positions, virial=virial)
+    _, said = warned.told(fit.diagnostics)
+    (unmixed,) = [each for each in said if "do not agree" in each]
+    (hot,) = [each for each in said if "is hotter" in each]
+    assert "larger lr" not in unmixed
+    assert "lower lr" not in hot
+    assert "take more steps, for which lr='auto' chooses a smaller one" in hot
+
+
+# ------------------------------------------------------------------ explosions
+
+
+def exploding(method=ps.SGLD, lr=300.0, num_samples=70, **how):
+    how = {"num_samples": num_samples, "batch_size": 10, **how}
+    return warned.told(method(sign, lr=lr).run, (X, Y), **QUIET, **how)
+
+
+@pytest.mark.parametrize(
+    ("method", "lr", "how"),
+    [
+        (ps.SGLD, 300.0, {}),
+        (ps.SGLD, 300.0, {"num_chains": 4}),
+        (ps.BAOA, 30.0, {"num_chains": 4, "superchains": 2}),
+        (ps.SGLD, 300.0, {"num_chains": 2, "store": False}),
+    ],
+)
+def test_chains_that_have_exploded_get_one_advice(method, lr, how, recwarn, capfd):
+    """They are finite yet: the gradient of a quadratic multiplies them at every step."""
+    fit, said = exploding(method, lr, 40, **how)
+    assert fit.moments()["w"].mean.abs() > 1e30
+    for told in (said, warned.told(fit.diagnostics)[1]):
+        (exploded,) = told
+        assert exploded.startswith("the chains have exploded: site 'w' has come to ")
+        assert exploded.endswith(f"pass a smaller lr, {lr / 3:.2g} instead of {lr:.2g}")
+    fit.diagnostics(), fit.summary()
+    assert not [each for each in recwarn if each.category is not UserWarning]  # of NumPy's
+    assert "WARNING" not in capfd.readouterr().err  # of ArviZ's
+
+
+def test_of_an_explosion_nothing_is_computed_silently():
+    fit, _ = exploding(num_chains=2)
+    _, (exploded,) = warned.told(fit.loo)
+    assert exploded.startswith("the chains have exploded")
+    for compute in (fit.ksd, fit.step_size_bias):
+        with pytest.raises(ArgumentError, match="the chains have exploded"):
+            compute()
+
+
+def test_a_step_too_long_is_not_said_to_be_too_short():
+    """Minibatches heat, which is not measured in so few draws, and chains do not agree."""
+    fit = run(ps.SGLD(sign, lr=0.5), (X, Y), batch_size=1, num_samples=21, warmup_steps=0)
+    positions = fit._result.positions + 50 * torch.arange(4)[:, None, None]
+    fit._result = dataclasses.replace(fit._result, positions=positions, virial=None)
+    _, said = warned.told(fit.diagnostics)
+    (unmixed,) = [each for each in said if "do not agree" in each]
+    assert "larger lr" not in unmixed
+    assert [each for each in said if "lower lr from 0.5" in each]
+
+
 # ------------------------------------------------------------------ predictions
 
 
@@ -171,6 +236,14 @@ def test_it_is_arvizs_of_the_means(how):
         for kind in ("bulk", "tail"):
             least = float(arviz.ess(dataset, method=kind)[name].min())
             assert row[f"ess_{kind}"] == pytest.approx(least, rel=1e-9)
+
+
+@pytest.mark.parametrize("probe", [5, (), {"z": X}, (X, Y, Y), torch.zeros(3, 5), double(1.0)[0]])
+def test_what_the_model_cannot_be_run_on_is_refused(probe):
+    labels = Y.round().clamp(0, 2)
+    fit = run(ps.BAOA(classes, lr=0.1), (X, labels), num_samples=4, warmup_steps=0)
+    with pytest.raises(ArgumentError, match=r"^probe: .*pass some rows as the model's own argum"):
+        fit.diagnostics(probe=probe)
 
 
 def test_a_model_without_data_sites_predicts_nothing():

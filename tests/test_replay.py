@@ -444,20 +444,21 @@ def no_room(*args, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "patch",
+    ("patch", "reason"),
     [
-        lambda patch: patch.setattr(black_box, "mkdtemp", no_room),
-        lambda patch: patch.setattr(black_box.files, "write", no_room),
-        lambda patch: patch.setattr(black_box, "_MOST_BYTES", 100),
-        lambda patch: patch.setattr(black_box, "model_contents", no_room),
+        (lambda patch: patch.setattr(black_box, "mkdtemp", no_room), "no space left on device"),
+        (lambda patch: patch.setattr(files.os, "fsync", no_room), "no space left on device"),
+        (lambda patch: patch.setattr(black_box, "_MOST_BYTES", 100), r"they take more than .* GiB"),
+        (lambda patch: patch.setattr(black_box, "model_contents", no_room), "no space left on"),
     ],
     ids=["no directory", "no file", "no room", "another error"],
 )
-def test_what_cannot_be_written_hides_nothing(patch, monkeypatch):
+def test_what_cannot_be_written_is_said_and_hides_nothing(patch, reason, monkeypatch):
     patch(monkeypatch)
     message = broken(ps.SGLD(regression, lr=1e3))
     assert failures(message)[0][1] == "w"
     assert "replay" not in message
+    assert re.search(rf"\. The last steps, .* could not be written down \({reason}", message)
 
 
 def test_arguments_that_cannot_be_written_hide_nothing():
@@ -467,7 +468,10 @@ def test_arguments_that_cannot_be_written_hide_nothing():
     def with_options(x, y, options):
         regression(x, y)
 
-    assert "replay" not in broken(ps.SGLD(with_options, lr=2.0), (X, Y, Options()))
+    message = broken(ps.SGLD(with_options, lr=2.0), (X, Y, Options()))
+    assert "replay" not in message
+    assert "could not be written down (" in message
+    assert "Options" in message
 
 
 def test_only_the_run_that_is_given_up_is_written(monkeypatch):

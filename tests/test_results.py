@@ -671,6 +671,20 @@ def test_results_of_step_are_one_draw():
     assert fit.to_arviz().posterior.sizes["draw"] == 1
 
 
+def test_summaries_of_single_draws_say_nothing_of_them(recwarn, capfd):
+    """On which nobody can act."""
+    fit = ps.BAOA(regression, lr=0.1, num_data=SIZE)
+    fit.step(X, Y)
+    mode = ps.MAP(regression).run((X, Y), num_steps=300, seed=0, **QUIET)
+    for each in (fit, mode):
+        recwarn.clear()
+        summary = each.summary()
+        close(summary["mean"]["w[0]"], round(float(each.get_samples()["w"][0, 0]), 3))
+        assert summary["sd"].isna().all()
+        assert not recwarn
+    assert "WARNING" not in capfd.readouterr().err
+
+
 # ------------------------------------------------------------------ explain
 
 

@@ -209,6 +209,22 @@ def test_at_temperature_0_nothing_is_said():
     assert not told(run(ps.SGLD(flat, lr=1e-3, temperature=0.0), num_samples=5))[1]
 
 
+@pytest.mark.parametrize("hot", [False, True])
+def test_what_is_said_of_them_does_not_contradict_itself(hot):
+    """Chains on their way look hot, and a longer step is no advice to those that are."""
+    fit = run(ps.SGLD(flat, lr=0.001), num_samples=30)
+    size = fit._result.positions.shape[-1]
+    positions = normals(8, 30, size) + 9 * (torch.arange(8) // 4)[:, None, None]
+    virial = 1 + 8 * hot + 0.01 * normals(8, 30, len(fit._result.log_posterior.latents))
+    fit._result = dataclasses.replace(fit._result, positions=positions, virial=virial)
+    _, said = warned.told(fit.diagnostics)
+    (remembered,) = [each for each in said if "remember their starts" in each]
+    assert ("a larger lr" in remembered) is not hot
+    found = [each for each in said if "is hotter" in each]
+    assert len(found) == hot
+    assert all("take a longer warm-up first; if it stays, lower lr" in each for each in found)
+
+
 def test_superchains_that_lost_a_chain_have_no_column():
     def cliff():
         w = pyro.sample("w", dist.Normal(0.0, 1.0))

@@ -59,6 +59,7 @@ class Checkpoint(NamedTuple):
         log_joint: of the steps that led to them, `[chains, kept]`.
         kinetic: the kinetic temperature at the looks of the run, `[chains, looks, sites]`, or None.
         look_every: draws from one look to the next.
+        program: how its steps were run, in words; None before the first.
         sink: the state of what takes draws instead, if there is one.
     """
 
@@ -70,6 +71,7 @@ class Checkpoint(NamedTuple):
     log_joint: Tensor
     kinetic: Tensor | None
     look_every: int
+    program: str | None
     sink: dict[str, Any] | None = None
 
     def state_like(self, state: Any) -> Any:
@@ -163,6 +165,7 @@ class Checkpoints:
                 "dtype": dtype_name(draws.positions.dtype),
                 "kinetic": draws.kinetic,
                 "look_every": look_every,
+                "program": draws.program if moment.step else None,
             },
         )
         self._parts, self._kept, self._number = parts, kept, self._number + 1
@@ -231,14 +234,19 @@ def read(path: files.FilePath) -> Checkpoint:
     raise FileError(f"resume='{path}' holds no whole checkpoint: {'; '.join(damages)}")
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Which facts are not as they were, in words."""
-    names = dict.fromkeys([*then, *now])
-    return [
-        f"{name} was {_shown(then.get(name))}, is {_shown(now.get(name))}"
-        for name in names
-        if not _same(then.get(name), now.get(name))
-    ]
+def differences(
+    then: Mapping[str, Any], now: Mapping[str, Any], within: str | None = None
+) -> list[str]:
+    """Which facts are not as they were, in words; of a dict of facts, which of those."""
+    found = []
+    for name in dict.fromkeys([*then, *now]):
+        was, is_now = then.get(name), now.get(name)
+        place = name if within is None else f"{within}['{name}']"
+        if isinstance(was, Mapping) and isinstance(is_now, Mapping):
+            found += differences(was, is_now, place)
+        elif not _same(was, is_now):
+            found.append(f"{place} was {_shown(was)}, is {_shown(is_now)}")
+    return found
 
 
 def _read(directory: Path, state: Path) -> Checkpoint:
@@ -257,6 +265,7 @@ def _read(directory: Path, state: Path) -> Checkpoint:
         log_joint=torch.cat([none[1], *(part["log_joint"] for part in parts)], 1),
         kinetic=held["kinetic"],
         look_every=held["look_every"],
+        program=held["program"],
         sink=held["sink"],
     )
     if found.positions.shape[1] != kept:
@@ -281,10 +290,10 @@ def _files(directory: Path) -> list[tuple[int, Path]]:
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     return type(one) is type(other) and bool(one == other)
 
 
 def _shown(fact: Any) -> str:
+    if fact is None:
+        return "not there"
     return "another tensor" if isinstance(fact, Tensor) else repr(fact)

@@ -193,6 +193,7 @@ def program_for(
     compile: bool | Literal["auto"],
     num_steps: int,
     tell: Callable[[str], object],
+    before: str | None = None,
 ) -> Program:
     """The fastest way of running the steps that the model allows.
 
@@ -201,15 +202,19 @@ def program_for(
         batches: the chains' batches.
         state: of all chains.
         tape: the first step's.
-        compile: `"auto"` compiles runs that are long enough to repay it.
+        compile: `"auto"` compiles runs that are long enough to repay it, and goes on with a run as
+            it was, as programs differ by rounding.
         num_steps: how many steps there will be.
         tell: is told what goes on.
+        before: the name of the program that ran the steps until now, if there were any.
 
     Warns:
         UserWarning: the model cannot be compiled; it says what could not be.
     """
     as_it_is = eager(engine, batches)
-    if compile is False or (compile == "auto" and num_steps < _REPAID_AFTER):
+    if compile == "auto":
+        compile = num_steps >= _REPAID_AFTER if before is None else before != as_it_is.name
+    if not compile:
         return as_it_is
     tell("compiling")
     try:

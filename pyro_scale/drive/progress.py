@@ -25,9 +25,9 @@ class Progress:
         """What is going on, behind the title."""
         self._bar.set_description(f"{self._title}, {what}")
 
-    def update(self, steps: int, log_joint: float) -> None:
-        """So many more steps, and the log joint after them."""
-        if self._bar.update(steps):
+    def update(self, steps: int, log_joint: float | None = None) -> None:
+        """So many more steps, and the log joint after them, where it is known."""
+        if self._bar.update(steps) and log_joint is not None:
             self._bar.set_postfix_str(f"log joint {log_joint:.5g}", refresh=False)
 
     def __enter__(self) -> Self:

@@ -76,7 +76,7 @@ def simulate(
     ends = range(check_every, steps.total, check_every) if check_every else sorted(looks)
     if last is not None:
         _go_on(last, chains, batches, draws, steps)
-        progress.update(chains.count, torch.nan)
+        progress.update(chains.count)
     inputs = Inputs(values, noise or chains.noise, batches)
     moment, taken = chains.moment, None if sink is None else sink.state()
 
@@ -92,8 +92,9 @@ def simulate(
             write()
         if chains.count < steps.total and bool(chains.alive.any()):
             first = inputs.tape(chains.count, min(chains.count + 2, steps.total))
+            before = None if last is None else last.program
             program = program_for(
-                engine, batches, chains.state, first, compile, steps.total, progress.say
+                engine, batches, chains.state, first, compile, steps.total, progress.say, before
             )
             progress.say(program.name)
             draws.program, started = program.name, time.perf_counter()
@@ -159,6 +160,7 @@ def _go_on(last: Checkpoint, chains: Chains, batches: Batches, draws: Draws, ste
     batches.seek(last.moment.step, last.batches)
     kept = last.positions.shape[1]
     draws.positions[:, :kept], draws.log_joint[:, :kept] = last.positions, last.log_joint
+    draws.program = last.program or draws.program
     if draws.kinetic is not None and last.kinetic is not None:
         of_draws = steps.look_every * torch.arange(1, draws.kinetic.shape[1] + 1)
         places = of_draws // last.look_every - 1

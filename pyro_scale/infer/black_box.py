@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import mkdtemp
@@ -23,7 +22,7 @@ _MOST_BYTES = 2**30
 
 
 def written(setup: Setup, method: str, draws: Draws, directory: Path | None) -> str:
-    """Writes what chains did last, and says how to see it; nothing where that cannot be had.
+    """Writes what chains did last, and says how to see it, or why that could not be written.
 
     The steps of a frozen base's features are not written, as rows are not among them.
 
@@ -37,12 +36,15 @@ def written(setup: Setup, method: str, draws: Draws, directory: Path | None) -> 
     if not known or setup.features is not None:
         return ""
     paths: list[Path] = []
+    reason = f"they take more than {_MOST_BYTES / 2**30:.3g} GiB"
     # whatever is in the way of a file, the error that it belongs to goes first
-    with contextlib.suppress(Exception):
+    try:
         for path in _write(setup, method, known, draws, directory):
             paths.append(path)
+    except Exception as error:
+        reason = str(error.__cause__ or error)
     if not paths:
-        return ""
+        return f". The last steps, which tell why, could not be written down ({reason})"
     count = len(draws.last_steps[known[0].chain])
     steps = f"last {count} steps" if count > 1 else "last step"
     others = f", and {paths[1].name}, ... beside it those of others" if len(paths) > 1 else ""

@@ -116,7 +116,7 @@ def warn_of_short_warmup(
     kernel = engine.bound(values)
     precision = kernel.temperature / engine.padded(latents.var(0))
     steps = float(kernel.relaxation_steps(precision)[: engine.num_latents].max())
-    if warmup_steps < 5 * steps < math.inf:  # which it is of draws that have exploded
+    if warmup_steps < 5 * steps:
         warn(
             f"warm-up of {warmup_steps} steps is under five relaxation times (one is about "
             f"{steps:.0f} steps here), so the draws may remember where the chains started: pass "

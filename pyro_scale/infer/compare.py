@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyro_scale.errors import ArgumentError
+from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.infer.approximation import Approximation
 from pyro_scale.infer.comparison_plot import plotted
 from pyro_scale.infer.diagnostics import is_off
@@ -83,7 +83,7 @@ def compare(
 
     Raises:
         ArgumentError: no methods, other latent sites, shapes or N, an unknown reference, data for
-            models without data sites.
+            models without data sites, a run that kept no draws.
         NotRunError: a method has not been run.
 
     Example:
@@ -111,7 +111,7 @@ def compare(
         raise ArgumentError(f"reference={reference!r}: pass one of {list(methods)}")
     import pandas
 
-    results = {name: method._draws() for name, method in methods.items()}
+    results = {name: _draws_of(name, method) for name, method in methods.items()}
     _refuse_other_posteriors(results)
     rows: dict[str, dict[str, float]] = {}
     for name, result in results.items():
@@ -125,6 +125,14 @@ def compare(
     table = pandas.DataFrame.from_dict(rows, orient="index")
     table.index.name = "method"
     return Comparison(table, reference)
+
+
+def _draws_of(name: str, method: Method) -> Result:
+    """Its results, where there are draws; an error names it."""
+    try:
+        return method._draws()
+    except (ArgumentError, NotRunError) as error:
+        raise type(error)(f"methods[{name!r}]: {error}") from None
 
 
 def _refuse_other_posteriors(results: Mapping[str, Result]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from pyro_scale.core.warn import warn
+from pyro_scale.infer.divergence import explosion
 from pyro_scale.infer.export import quiet_arviz
 from pyro_scale.infer.mixing import (
     mixing,
@@ -44,20 +45,11 @@ def diagnostics(result: Result, probe: Any = None) -> Any:
         table = mixing({name: some_elements(result, name) for name in sites})
         predicted = None if probe is None else mixing_of_predictions(result, probe)
         nested = nested_r_hats(result)
-    heat, heated = result.virial, None
-    if heat is not None:
-        heated = _virial_temperatures(result, heat)
-        table["temperature"], table["temperature_error"] = heated
-    is_told = heated is not None and _is_hot(*heated)
-    unmixed = False
+    if result.virial is not None:
+        found = _virial_temperatures(result, result.virial)
+        table["temperature"], table["temperature_error"] = found
     if nested is not None:
         table["nested_r_hat"] = nested
-        warn_of_remembered_starts(result)
-    else:
-        seen = table if predicted is None else predicted
-        unmixed = warn_of_unmixed(result, seen, predicted is not None, is_told)
-    if heated is not None:
-        warn_of_the_temperature(result, sites, *heated, unmixed)
     noise = result.gradient_noise
     if noise is not None and result.attrs["temperature"] != 0:
         places = [result.layout.slices()[name] for name in table.index]
@@ -65,20 +57,46 @@ def diagnostics(result: Result, probe: Any = None) -> Any:
         if noise.reduction is not None:
             table["variance_reduction"] = [float(noise.reduction[place].min()) for place in places]
         table["temperature_inflation"] = [float(noise.inflation[place].max()) for place in places]
-        # a step that was chosen has weighed it, and what is measured counts more
-        if "lr_choice" not in result.attrs and (heated is None or not _is_settled(*heated)):
-            warn_of_inflation(float(noise.inflation.max()), result)
-            is_told = is_told or float(noise.inflation.max()) > _MOST_INFLATION
     if result.kinetic is not None:
-        _add_kinetic(table, result, is_told)
+        means, errors = _temperatures(result.kinetic.measured, _FEWEST_MOMENTS)
+        table["kinetic_temperature"], table["kinetic_temperature_error"] = means, errors
+        table["kinetic_temperature_expected"] = result.kinetic.expected.tolist()
     if result.attrs.get("share_batches") and result.num_chains > 1:
         table["chain_correlation"] = [
             chain_correlation(result.samples[name]) for name in table.index
         ]
+    if said := explosion(result):
+        warn(said)
+    else:
+        _warn(result, table, predicted)
     if predicted is not None:
         table = pandas.concat([table, predicted])
     table.attrs.update(result.attrs)
     return table
+
+
+def _warn(result: Result, table: Any, predicted: Any) -> None:
+    """Warns of what the table says, and of a cause once."""
+    heated, inflation = None, 1.0
+    if "temperature" in table:
+        heated = list(table["temperature"]), list(table["temperature_error"])
+    # a step that was chosen has weighed it, and what is measured counts more
+    is_weighed = "lr_choice" in result.attrs or (heated is not None and _is_settled(*heated))
+    if "temperature_inflation" in table and not is_weighed:
+        inflation = float(table["temperature_inflation"].max())
+    hot = inflation > _MOST_INFLATION or (heated is not None and _is_hot(*heated))
+    momenta = [] if hot or "kinetic_temperature" not in table else _hot_momenta(table)
+    no_longer = hot or bool(momenta) or "lr_choice" in result.attrs
+    if "nested_r_hat" in table:
+        unmixed = warn_of_remembered_starts(result, no_longer)
+    else:
+        seen = table if predicted is None else predicted
+        unmixed = warn_of_unmixed(result, seen, predicted is not None, no_longer)
+    if heated is not None:
+        warn_of_the_temperature(result, [*table.index], *heated, unmixed)
+    warn_of_inflation(inflation, result)
+    if momenta:
+        _warn_of_momenta(result, table, momenta)
 
 
 def _temperatures(relative: Tensor, least: int) -> tuple[list[float], list[float]]:
@@ -96,7 +114,10 @@ def standard_error(series: Tensor, least: int = _FEWEST_DRAWS) -> float:
         return math.nan
     if chains >= _MANY_CHAINS:
         return float(series.mean(1).std()) / chains**0.5
-    return math.nan if draws < 4 else float(quiet_arviz().mcse(series.numpy(), method="mean"))
+    if draws < 4:
+        return math.nan
+    with quiet_arviz() as arviz:
+        return float(arviz.mcse(series.numpy(), method="mean"))
 
 
 def errors_of_the_worst(count: int) -> float:
@@ -136,26 +157,25 @@ def _is_hot(means: list[float], errors: list[float]) -> bool:
     return any(mean - _ERRORS * error > _MOST_INFLATION for mean, error in pairs)
 
 
-def _add_kinetic(table: Any, result: Result, is_told: bool) -> None:
-    """Adds what momenta did, and warns where they are known to be too hot, unless what heats is
-    told of already."""
-    assert result.kinetic is not None
-    means, errors = _temperatures(result.kinetic.measured, _FEWEST_MOMENTS)
-    expected = result.kinetic.expected.tolist()
-    table["kinetic_temperature"], table["kinetic_temperature_error"] = means, errors
-    table["kinetic_temperature_expected"] = expected
+def _hot_momenta(table: Any) -> list[str]:
+    """Sites whose momenta are known to be too hot."""
+    least = table["kinetic_temperature"] - _ERRORS * table["kinetic_temperature_error"]
     gap = _MOST_INFLATION - 1
-    places = range(len(means))
-    hot = [i for i in places if means[i] - _ERRORS * errors[i] > expected[i] + gap]
-    if hot and not is_told:
-        worst = max(hot, key=lambda i: means[i] - expected[i])
-        warn(
-            f"the momenta of site '{table.index[worst]}' are hotter than they should be: they have "
-            f"{means[worst]:.3g} ± {errors[worst]:.2g} times the temperature that was asked for, "
-            f"and {expected[worst]:.3g} at this step size without minibatches: "
-            f"{_lower_lr(result, 1 + means[worst] - expected[worst])}; where minibatches heat, "
-            "raise batch_size"
-        )
+    return [*table.index[least > table["kinetic_temperature_expected"] + gap]]
+
+
+def _warn_of_momenta(result: Result, table: Any, hot: list[str]) -> None:
+    """Warns of the hottest of sites whose momenta are too hot."""
+    heat = table["kinetic_temperature"] - table["kinetic_temperature_expected"]
+    site = heat[hot].idxmax()
+    row = table.loc[site]
+    warn(
+        f"the momenta of site '{site}' are hotter than they should be: they have "
+        f"{row.kinetic_temperature:.3g} ± {row.kinetic_temperature_error:.2g} times the "
+        f"temperature that was asked for, and {row.kinetic_temperature_expected:.3g} at this step "
+        f"size without minibatches: {_lower_lr(result, 1 + heat[site])}; where minibatches heat, "
+        "raise batch_size"
+    )
 
 
 def warn_of_the_temperature(
@@ -215,7 +235,10 @@ def _lower_lr(result: Result, factor: float) -> str:
 
 
 def lower_lr(result: Result, share: float) -> str:
-    """The advice to lower lr to so much of it."""
+    """The advice to lower lr to so much of it; one that was chosen has been weighed against how
+    little chains move at a smaller one."""
+    if "lr_choice" in result.attrs:
+        return "take more steps, for which lr='auto' chooses a smaller one"
     lr = result.sample_stats.get("lr")
     if lr is None:
         return f"lower lr to {share:.2g} of what it is"

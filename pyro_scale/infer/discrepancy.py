@@ -13,6 +13,7 @@ from pyro_scale import metrics
 from pyro_scale.core.counts import as_count
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError, DataError
+from pyro_scale.infer.divergence import explosion
 from pyro_scale.infer.pieces import Piece, is_row_wise, pieces_of, pieces_with
 from pyro_scale.infer.predictive import equally_weighted
 from pyro_scale.infer.result import Result
@@ -28,6 +29,8 @@ _DRAWS = 1000
 def ksd(result: Result, data: Data, num_samples: int | None, num_rows: int | None) -> float:
     """See `Method.ksd`."""
     temperature = _temperature(result)
+    if said := explosion(result):
+        raise ArgumentError(f"ksd: {said}")
     if num_samples is None:
         num_samples = min(_DRAWS, result.positions.shape[:2].numel())
     drawn = equally_weighted(result, num_samples)

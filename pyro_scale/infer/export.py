@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,12 +21,22 @@ from pyro_scale.infer.stored import StoredSamples
 ROWS = "row"
 
 
-def quiet_arviz() -> Any:
-    """ArviZ, imported when it is needed, without the notice of its next version."""
+@contextlib.contextmanager
+def quiet_arviz() -> Iterator[Any]:
+    """ArviZ, imported when it is needed, without the notice of its next version, and without what
+    it and NumPy say of single draws and of draws that overflow, on which nobody can act."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", RuntimeWarning)
         import arviz
-    return arviz
+
+        log = getattr(arviz, "_log", logging.getLogger("arviz"))  # logging does not know its own
+        level = log.level
+        log.setLevel(logging.ERROR)
+        try:
+            yield arviz
+        finally:
+            log.setLevel(level)
 
 
 def to_inference_data(result: Result, groups: Mapping[str, Mapping[str, Tensor]]) -> Any:
@@ -37,7 +49,6 @@ def to_inference_data(result: Result, groups: Mapping[str, Mapping[str, Tensor]]
     """
     import xarray
 
-    arviz = quiet_arviz()
     datasets: dict[str, Any] = {
         group: xarray.Dataset(
             {name: _array(result, group, name, value) for name, value in variables.items()},
@@ -52,8 +63,9 @@ def to_inference_data(result: Result, groups: Mapping[str, Mapping[str, Tensor]]
                 group: variables.dataset().assign_attrs(attributes(result.attrs)),
                 **datasets,
             }
-    if hasattr(arviz, "InferenceData"):
-        return arviz.InferenceData(attrs=attributes(result.attrs), **datasets)
+    with quiet_arviz() as arviz:
+        if hasattr(arviz, "InferenceData"):
+            return arviz.InferenceData(attrs=attributes(result.attrs), **datasets)
     tree = xarray.DataTree.from_dict(datasets)
     tree.attrs.update(attributes(result.attrs))
     return tree

@@ -26,7 +26,8 @@ from pyro_scale.drive.checkpoint import (
     read,
     refuse_another_run,
 )
-from pyro_scale.drive.sources import Data, OwnSubsamples, TensorData
+from pyro_scale.drive.sources import Data, IndexedData, OwnSubsamples, TensorData
+from pyro_scale.drive.stream import StreamData
 from pyro_scale.errors import ArgumentError, FileError
 from pyro_scale.infer.setup import Setup
 
@@ -146,15 +147,19 @@ def identity_of(setup: Setup, attrs: Mapping[str, Any], hyperparameters: Any) ->
     }
 
 
-def _fingerprint(data: Data) -> str | None:
-    """Of all rows, where they are tensors."""
-    if not isinstance(data, TensorData | OwnSubsamples):
-        return None
+def _fingerprint(data: Data) -> str:
+    """What kind of data they are; of tensors, of all rows."""
+    if isinstance(data, IndexedData | StreamData):
+        how = "read by index" if isinstance(data, IndexedData) else "as they come"
+        parts = data.loader, getattr(data.loader, "dataset", None)
+        kinds = " of ".join(type(part).__name__ for part in parts if part is not None)
+        return f"{kinds}, {how}"
+    assert isinstance(data, TensorData | OwnSubsamples)
     digest = hashlib.sha256()
     for leaf in rows.leaves(data.arguments):
         flat = leaf.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:16]
+    return f"tensors {digest.hexdigest()[:16]}"
 
 
 def _plain(hyper: Any) -> Any:

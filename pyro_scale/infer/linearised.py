@@ -109,7 +109,7 @@ def _drawn(
 
     with torch.no_grad():
         try:
-            chunks = list(in_chunks(moved, positions - centre))
+            chunks = list(in_chunks(moved, [positions - centre]))
         except NotImplementedError as error:
             raise ArgumentError(
                 f"linearized=True: an operation of the model has no forward derivative ({error}): "

@@ -13,6 +13,8 @@ from pyro_scale.core.counts import as_count
 from pyro_scale.core.warn import warn
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ArgumentError
+from pyro_scale.infer.divergence import explosion
+from pyro_scale.infer.export import quiet_arviz
 from pyro_scale.infer.pieces import Piece, pieces_of, pieces_with
 from pyro_scale.infer.predictive import log_likelihood_of
 from pyro_scale.infer.result import Result
@@ -124,10 +126,9 @@ def _summed(result: Result, log_lik: Tensor, chosen: Tensor, near: Tensor | None
 
 def _left_out(result: Result, log_lik: Tensor) -> tuple[Tensor, Tensor]:
     """(Each row's log density given the others, the shape of its weights' tail), `[m]`."""
-    import arviz
-
-    log_lik = log_lik.double().cpu()
-    weights, shapes = arviz.psislw(-log_lik.T.numpy(), reff=_relative_ess(result))
+    log_lik, share = log_lik.double().cpu(), _relative_ess(result)
+    with quiet_arviz() as arviz:
+        weights, shapes = arviz.psislw(-log_lik.T.numpy(), reff=share)
     log_weights, pareto_k = torch.as_tensor(weights), torch.as_tensor(shapes).reshape(-1)
     same = log_lik.amax(0) == log_lik.amin(0)  # a masked row weighs nothing
     pareto_k = torch.where(same, -torch.inf, pareto_k)
@@ -135,24 +136,24 @@ def _left_out(result: Result, log_lik: Tensor) -> tuple[Tensor, Tensor]:
     heavy = int((pareto_k > most).sum())
     if heavy:
         warn(
-            f"LOO: {heavy} of {len(pareto_k)} rows weigh too much on the posterior (Pareto k above "
-            f"{most:.2f}), so their part is not to be trusted: look at them, or use a likelihood "
-            "with heavier tails"
+            explosion(result)
+            or f"LOO: {heavy} of {len(pareto_k)} rows weigh too much on the posterior (Pareto k "
+            f"above {most:.2f}), so their part is not to be trusted: look at them, or use a "
+            "likelihood with heavier tails"
         )
     return torch.logsumexp(log_weights + log_lik.T, 1), pareto_k
 
 
 def _relative_ess(result: Result) -> float:
     """Draws' worth in independent ones, as a part of their number: the mean over elements."""
-    import arviz
-
     chains, draws, size = result.positions.shape
     every = max(1, -(-size // _ELEMENTS))
     if draws < 4 or chains * draws < 8:
         return 1.0
     blocks = [block[:, ::every] for block in result.blocks()]
     some = torch.cat(blocks).unflatten(0, (chains, draws)).double().numpy()
-    ess = arviz.ess(arviz.convert_to_dataset({"x": some}), method="mean")
+    with quiet_arviz() as arviz:
+        ess = arviz.ess(arviz.convert_to_dataset({"x": some}), method="mean")
     return min(1.0, float(ess["x"].mean()) / (chains * draws))
 
 

@@ -149,6 +149,9 @@ class Method:
                 that chains do not agree on them; what they predict may well mix, and is what
                 counts.
 
+        Raises:
+            ArgumentError: the model cannot be run on `probe`.
+
         Columns: the worst `r_hat` and least `ess_bulk`, `ess_tail` of the site's elements, of
         large sites of 200, evenly spread; with
         `superchains`, if all chains finished, `nested_r_hat`, the worst;
@@ -174,7 +177,9 @@ class Method:
                 remember their starts.
             UserWarning: a temperature that is known to be off by more than a tenth, or momenta that
                 are known to be so much hotter than expected; where it is not known to be right, an
-                inflation above 1.1, with the lr that would bring it below.
+                inflation above 1.1, with the lr that would bring it below.  With lr="auto" more
+                steps are advised instead: it has weighed this heat against how little chains move
+                in so few at a smaller lr.
         """
         result = self._results() if probe is None else self._draws()
         return diagnostics(result, probe)

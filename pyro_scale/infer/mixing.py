@@ -13,7 +13,7 @@ from pyro_scale.core import rows
 from pyro_scale.core.counts import evenly
 from pyro_scale.core.running import Moments
 from pyro_scale.core.warn import warn
-from pyro_scale.errors import ArgumentError
+from pyro_scale.errors import ArgumentError, PyroScaleError
 from pyro_scale.infer.export import quiet_arviz
 from pyro_scale.infer.predictive import data_sites, predictive_means
 from pyro_scale.infer.result import Result
@@ -43,15 +43,15 @@ def mixing(draws: Mapping[str, Tensor]) -> Any:
     import pandas
     import xarray
 
-    arviz = quiet_arviz()
     latent = xarray.Dataset(
         {name: (("chain", "draw", f"{name}_element"), v.cpu().numpy()) for name, v in draws.items()}
     )
     table = pandas.DataFrame(index=pandas.Index(list(draws), name="site"))
-    alone = latent.sizes["chain"] < 2  # which ArviZ logs
-    table["r_hat"] = math.nan if alone else _each(arviz.rhat(latent), "max")
-    table["ess_bulk"] = _each(arviz.ess(latent, method="bulk"), "min")
-    table["ess_tail"] = _each(arviz.ess(latent, method="tail"), "min")
+    alone = latent.sizes["chain"] < 2
+    with quiet_arviz() as arviz:
+        table["r_hat"] = math.nan if alone else _each(arviz.rhat(latent), "max")
+        table["ess_bulk"] = _each(arviz.ess(latent, method="bulk"), "min")
+        table["ess_tail"] = _each(arviz.ess(latent, method="tail"), "min")
     return table
 
 
@@ -73,12 +73,22 @@ def mixing_of_predictions(result: Result, probe: Any) -> Any:
         probe: the model's arguments.
 
     Raises:
-        ArgumentError: no data site, or one without a mean.
+        ArgumentError: no data site, or one without a mean; what the model cannot be run on.
     """
     if not data_sites(result):
         raise ArgumentError("probe: the model has no data site with a value a row")
-    with torch.random.fork_rng():
-        means = predictive_means(result, rows.as_arguments(probe))
+    arguments = rows.as_arguments(probe)
+    try:
+        with torch.random.fork_rng():
+            means = predictive_means(result, arguments)
+    except PyroScaleError:
+        raise
+    except Exception as error:  # the model's own
+        given = rows.described(arguments) if rows.leaves(arguments) else repr(probe)
+        raise ArgumentError(
+            f"probe: the model cannot be run on it ({given}; {error}): pass some rows as the "
+            "model's own arguments, a tensor, a tuple by position or a dict by name"
+        ) from error
     chains, draws = result.positions.shape[:2]
     return mixing(
         {
@@ -97,7 +107,7 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
         result: of the run.
         table: with `r_hat` by site.
         probed: whether the sites are predictions.
-        hot: whether its draws are known to be hotter than they should be.
+        hot: whether its step is known to be too long, or was chosen.
     """
     chains, each = next(iter(result.sample_stats.values())).shape
     few = chains < 2 or each < _FEWEST_EACH
@@ -110,7 +120,7 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
         worst = r_hat.idxmax()
         steps = " or more steps" if hot else ", more steps or a larger lr"
         hint = "" if probed else "; of a network, ask what its predictions do: diagnostics(probe=x)"
-        if chains >= _MANY_CHAINS:
+        if chains >= _MANY_CHAINS and "superchains" not in result.attrs:
             hint += "; many short chains say more with superchains="
         warn(
             f"'{worst}': the chains do not agree, R-hat is {r_hat[worst]:.3g}: take a longer "

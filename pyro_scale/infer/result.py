@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,7 +26,7 @@ from pyro_scale.model.executed import executed_modules
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: Bytes of the largest tensor of one vmapped call over draws.
-_CHUNK_BYTES = 2**25
+_CHUNK_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,7 @@ class Result:
         def of_one(position: Tensor) -> Any:
             return function(self.layout.unflatten(position))
 
-        for block in self.blocks():
-            yield from in_chunks(of_one, block, random)
+        yield from in_chunks(of_one, self.blocks(), random)
 
     def blocks(self) -> Iterator[Tensor]:
         """All positions, chain by chain, as many at a time as are in memory, `[n, D]`."""
@@ -156,30 +156,52 @@ class Result:
 
 
 def in_chunks(
-    function: Callable[[Tensor], Any], vectors: Tensor, random: bool = False
+    function: Callable[[Tensor], Any], blocks: Iterable[Tensor], random: bool = False
 ) -> Iterator[Any]:
-    """A function of one vector, of some of the vectors `[n, D]` after others, as many as memory
-    allows: vmapped, or one by one for what vmap refuses.
+    """A function of one vector, of some of the vectors after others, as many as memory allows:
+    vmapped, or one by one for what vmap refuses.
+
+    How many those are does not depend on the blocks, nor do the numbers that it draws.
 
     Args:
         function: of a vector [D], to a pytree of tensors.
-        vectors: at least one.
+        blocks: the vectors, `[n, D]` each; at least one.
         random: whether it draws from torch's generator.
     """
+    blocks = iter(blocks)
+    block = next(blocks)
     with torch.no_grad(), _Normals(), warnings.catch_warnings():
         # of operations under vmap, which nobody can act on
         warnings.filterwarnings("ignore", message="There is a performance drop")
         with executed_modules():  # their mode may be another one than when it was run
-            size = max(1, _CHUNK_BYTES // _largest(function, vectors[0]))
+            size = max(1, _CHUNK_BYTES // _largest(function, block[0].clone()))
         every = torch.vmap(function, randomness="different" if random else "error")
-        first, *others = vectors.split(size)
+        chunks = _of_size(size, itertools.chain([block], blocks))
+        first = next(chunks)
         try:
             found = every(first)
         except (RuntimeError, NotImplementedError):  # of a model, or a sampler of Pyro's
+            vectors = itertools.chain(first, itertools.chain.from_iterable(chunks))
             yield from (_stacked(function(vector)) for vector in vectors)
             return
         yield found
-        yield from (every(some) for some in others)
+        yield from (every(some) for some in chunks)
+
+
+def _of_size(size: int, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The same vectors, so many at a time."""
+    held: list[Tensor] = []
+    for block in blocks:
+        held.append(block)
+        if sum(map(len, held)) >= size:
+            *whole, last = _together(held).split(size)
+            yield from whole
+            held = [last]
+    yield _together(held)
+
+
+def _together(blocks: list[Tensor]) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
 def _stacked(values: Any) -> Any:

@@ -24,7 +24,7 @@ from pyro_scale.infer import black_box
 from pyro_scale.infer.afterwards import examined
 from pyro_scale.infer.collect import collected, warn_of_short_warmup
 from pyro_scale.infer.course import Course, Taken
-from pyro_scale.infer.divergence import message
+from pyro_scale.infer.divergence import explosion, message
 from pyro_scale.infer.journal import Journal, identity_of
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
@@ -59,7 +59,8 @@ class Sampler(Method):
             a fit (`MAP`, `Laplace`, `VI`, `EKF`), from which they are drawn.
         num_data: N, which overrides what the data say.
         compile: whether the steps become one compiled program: `"auto"` compiles runs of at
-            least 3,000 steps, which repay the few seconds that it takes; False never does.
+            least 3,000 steps, which repay the few seconds that it takes, and goes on with a run
+            from its checkpoints as that was run; False never does.
         control_variates: True takes the minibatch gradient's difference to that at the mode,
             which is found first, by passes through the whole data; a dict of constrained values
             by site takes that point for the mode.  A step then needs two gradients of a batch.
@@ -234,8 +235,9 @@ class Sampler(Method):
                 of one that is still running in another process.
 
         Warns:
-            UserWarning: warm-up was under five relaxation times, judged by the draws; the run was
-                interrupted from the keyboard, and holds the draws until then.
+            UserWarning: the chains have exploded, though they are finite yet; warm-up was under
+                five relaxation times, judged by the draws; the run was interrupted from the
+                keyboard, and holds the draws until then.
         """
         num_samples = as_count("num_samples", num_samples)
         warmup_steps = as_count("warmup_steps", warmup_steps, least=0)
@@ -291,7 +293,11 @@ class Sampler(Method):
         if draws.failures:
             hint = black_box.written(taken.setup, type(self).__name__, draws, journal.path)
             raise NonFiniteError(message(draws, course.tape["lr"], hint))
-        warn_of_short_warmup(taken.setup, self._results(), _on_average(course, draws), warmup_steps)
+        if said := explosion(self._results()):
+            warn(said)
+        else:
+            values = _on_average(course, draws)
+            warn_of_short_warmup(taken.setup, self._results(), values, warmup_steps)
         return self
 
     def _simulated(

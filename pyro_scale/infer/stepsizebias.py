@@ -22,6 +22,7 @@ from pyro_scale.core.warn import warn
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.course import Course
 from pyro_scale.infer.diagnostics import errors_of_the_worst, lower_lr, standard_error
+from pyro_scale.infer.divergence import explosion
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.richardson import Law, law_of
 from pyro_scale.infer.shadow import with_shadow
@@ -101,6 +102,8 @@ def _check(course: Course, result: Result, num_samples: int | None) -> None:
         raise ArgumentError(
             "step_size_bias: temperature 0 is an optimiser, which has no posterior to be off from"
         )
+    if said := explosion(result):
+        raise ArgumentError(f"step_size_bias: {said}")
     epoch, thinning = course.setup.epoch(course.sampling), course.steps.thinning
     if epoch is not None and epoch > 1 and thinning % epoch == 0:
         raise ArgumentError(

@@ -49,7 +49,9 @@ def summary(result: Result, var_names: list[str] | None) -> Any:
 
 
 def _as_arviz_has_it(result: Result, name: str, values: Tensor) -> Any:
-    return quiet_arviz().summary(to_inference_data(result, {"posterior": {name: values}}))
+    data = to_inference_data(result, {"posterior": {name: values}})
+    with quiet_arviz() as arviz:
+        return arviz.summary(data)
 
 
 def _of_moments(moments: Mapping[str, Moments], var_names: list[str] | None) -> Any:

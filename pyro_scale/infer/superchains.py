@@ -64,17 +64,21 @@ def nested_r_hats(result: Result) -> list[float] | None:
     return [float(r_hat_of(each).max()) for each in parts]
 
 
-def warn_of_remembered_starts(result: Result) -> None:
+def warn_of_remembered_starts(result: Result, hot: bool = False) -> bool:
     """Warns where superchains differ by more than their chains' own scatter lets them.
 
     Were the starts forgotten, the variance between superchains would be that between a
     superchain's M chains over M: all of the draws' variance over M for one draw a chain, which is
     the 1/M of Margossian et al. (2024), and the less the longer chains are.  What is above it is
     the starts' own part.  That it is not chance says the F distribution.
+
+    Args:
+        result: of the run.
+        hot: whether its step is known to be too long, or was chosen.
     """
     superchains = _superchains(result)
     if superchains is None or result.attrs["temperature"] == 0:  # where nothing forgets
-        return
+        return False
     from scipy.stats import f
 
     each = result.num_chains // superchains
@@ -87,12 +91,15 @@ def warn_of_remembered_starts(result: Result) -> None:
         remembered = (part > _MOST) & (found.superchains > most * own)
         if bool(remembered.any()):
             worst = float(r_hat_of(found)[remembered].max())
+            lr = "" if hot else "a larger lr, "
             warn(
-                f"site '{name}': chains remember their starts, as those of a superchain agree with "
-                f"each other more than with the rest (nested R-hat {worst:.3g}): take a longer "
-                "warm-up, a larger lr, or starts nearer to the posterior (init_strategy= a fit)"
+                f"site '{name}': chains remember their starts: those of a superchain, which share "
+                f"one, agree with each other more than with the rest (nested R-hat {worst:.3g}): "
+                f"take a longer warm-up, {lr}or starts nearer to the posterior (init_strategy= a "
+                "fit)"
             )
-            return
+            return True
+    return False
 
 
 def _superchains(result: Result) -> int | None:
