@@ -607,8 +607,8 @@ def test_what_is_wrong_is_said(written, tmp_path):
     torch.save({"w": X}, path)
     with pytest.raises(FileError, match="does not begin as a file of Pyro Scale's"):
         ps.BAOA.load(path, regression)
-    path.write_bytes(whole.replace(b"format 1,", b"format 2,", 1))
-    with pytest.raises(FileError, match=r"has format 2, but this version .* reads format 1"):
+    path.write_bytes(whole.replace(b"format 2,", b"format 3,", 1))
+    with pytest.raises(FileError, match=r"has format 3, but this version .* reads format 2"):
         ps.BAOA.load(path, regression)
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(FileError, match="is damaged"):

@@ -32,7 +32,7 @@ _TEMPORARY = ".pyro-scale-{}"
 #: That of the file which who writes into a directory has locked.
 _LOCK = ".lock"
 #: Of what follows the header; another number, another way to read it.
-_FORMAT = 1
+_FORMAT = 2
 _WROTE: dict[Kind, str] = {
     "results": "a file of Pyro Scale's does: pass one that save(path) wrote",
     "checkpoint": "a part of a checkpoint does",
