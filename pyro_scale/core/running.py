@@ -16,7 +16,7 @@ from pyro_scale.core.sketch import QuantileSketch
 _DISAGREE, _SHORT = 1.05, 10
 #: Batches of each chain, whose means say how much is known of the mean.
 _BATCHES = 25
-#: Elements whose histograms are filled at once, which bounds what that needs besides.
+#: Elements whose sketches are filled at once, which bounds what that needs besides.
 _COLUMNS = 2**11
 
 
