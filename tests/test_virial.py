@@ -56,7 +56,11 @@ def test_by_hand_on_another_model():
     (gradient,) = torch.autograd.grad(log_joint, w)
     parts = -((w - w.mean(0)) * gradient).detach()
     expected = torch.stack([parts[:, :3].mean(1), parts[:, 3]], 1).unflatten(0, (2, 50))
-    assert torch.allclose(fit._result.virial, expected, rtol=1e-9, atol=1e-9)
+    whole, steepest = fit._result.virial.unbind(-1)
+    assert torch.allclose(whole, expected, rtol=1e-9, atol=1e-9)
+    own = steepest.flatten(0, 1)
+    assert any(torch.allclose(own[:, 0], parts[:, i], rtol=1e-9, atol=1e-9) for i in range(3))
+    assert torch.allclose(own[:, 1], parts[:, 3], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +92,52 @@ def test_what_minibatches_heat_is_measured(lr, sampling):
     truth = float(fit.get_samples()["mu"].var()) * (N + 0.01)
     assert truth > 1.1
     assert told(fit.diagnostics)[0].temperature["mu"] == pytest.approx(truth, rel=0.2)
+
+
+STEEP = torch.full((30,), 0.1).double()
+STEEP[4] = 1.0
+COLUMNS = normals(N, 30, seed=3) * STEEP
+OUTCOMES = COLUMNS @ normals(30, seed=4) + normals(N, seed=5)
+
+
+def regression(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(30).double(), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("method", "how"),
+    [
+        (ps.BAOA(regression, lr=0.1), {"batch_size": B, "sampling": "replacement"}),
+        (ps.BAOA(regression, lr=0.1, friction=0.5), {"batch_size": B}),
+        (ps.SGLD(regression, lr=0.8), {}),
+    ],
+    ids=["minibatches", "shuffled", "a long step"],
+)
+def test_one_element_that_is_too_wide_among_many_is_seen(method, how):
+    """The mean over all of them is right to a tenth."""
+    fit = run(method, (COLUMNS, OUTCOMES), thinning=20, **how)
+    precision = COLUMNS.T @ COLUMNS + torch.eye(30).double()
+    truth = fit.get_samples()["w"].var(0) / precision.inverse().diagonal()
+    assert truth[4] > 1.4
+    table, said = told(fit.diagnostics)
+    assert table.temperature["w"] < 1.15
+    assert table.steepest_temperature["w"] == pytest.approx(float(truth[4]), rel=0.15)
+    (one,) = (each for each in said if "hotter" in each)
+    assert "site 'w' is hotter than it should be: its steepest element has" in one
+    exact = ps.Laplace(regression).run((COLUMNS, OUTCOMES), **QUIET)
+    assert ps.compare({"hot": fit, "exact": exact}).reference == "exact"
+
+
+@pytest.mark.slow
+def test_the_steepest_of_many_alike_is_no_false_alarm():
+    """Of 200 runs, whose threshold chance goes beyond in 3 of 1,000, none or one or two."""
+    alarms = 0
+    for seed in range(200):
+        fit = run(ps.BAOA(two_sites, lr=0.1), num_samples=200, num_chains=4, seed=seed)
+        alarms += any("hotter" in each for each in told(fit.diagnostics)[1])
+    assert alarms <= 3
 
 
 def test_batches_of_a_loader_are_those_after_the_run():

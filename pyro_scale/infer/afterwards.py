@@ -46,7 +46,8 @@ def examined(
             noise = gradient_noise(*known, step, values, sampling)
             warn_of_a_bad_anchor(noise)
             if values["temperature"] > 0:
-                heat = virial(*known, step + NOISE_BATCHES)
+                variance = None if noise is None else noise.variance
+                heat = virial(*known, step + NOISE_BATCHES, variance)
         except (Exception, KeyboardInterrupt) as error:
             draws.error = error
     return dataclasses.replace(

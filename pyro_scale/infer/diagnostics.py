@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -45,9 +45,11 @@ def diagnostics(result: Result, probe: Any = None) -> Any:
         table = mixing({name: some_elements(result, name) for name in sites})
         predicted = None if probe is None else mixing_of_predictions(result, probe)
         nested = nested_r_hats(result)
-    if result.virial is not None:
-        found = _virial_temperatures(result, result.virial)
-        table["temperature"], table["temperature_error"] = found
+    heat = _heat(result)
+    for name, kind in (("temperature", "all"), ("steepest_temperature", "steepest")):
+        if heat:
+            table[name] = [each.mean for each in heat if each.of == kind]
+            table[f"{name}_error"] = [each.error for each in heat if each.of == kind]
     if nested is not None:
         table["nested_r_hat"] = nested
     noise = result.gradient_noise
@@ -68,23 +70,21 @@ def diagnostics(result: Result, probe: Any = None) -> Any:
     if said := explosion(result):
         warn(said)
     else:
-        _warn(result, table, predicted)
+        _warn(result, table, heat, predicted)
     if predicted is not None:
         table = pandas.concat([table, predicted])
     table.attrs.update(result.attrs)
     return table
 
 
-def _warn(result: Result, table: Any, predicted: Any) -> None:
+def _warn(result: Result, table: Any, heat: list[_Heat], predicted: Any) -> None:
     """Warns of what the table says, and of a cause once."""
-    heated, inflation = None, 1.0
-    if "temperature" in table:
-        heated = list(table["temperature"]), list(table["temperature_error"])
+    inflation = 1.0
     # a step that was chosen has weighed it, and what is measured counts more
-    is_weighed = "lr_choice" in result.attrs or (heated is not None and _is_settled(*heated))
+    is_weighed = "lr_choice" in result.attrs or _is_settled(heat)
     if "temperature_inflation" in table and not is_weighed:
         inflation = float(table["temperature_inflation"].max())
-    hot = inflation > _MOST_INFLATION or (heated is not None and _is_hot(*heated))
+    hot = inflation > _MOST_INFLATION or any(each.is_hot for each in heat)
     momenta = [] if hot or "kinetic_temperature" not in table else _hot_momenta(table)
     no_longer = hot or bool(momenta) or "lr_choice" in result.attrs
     if "nested_r_hat" in table:
@@ -92,8 +92,7 @@ def _warn(result: Result, table: Any, predicted: Any) -> None:
     else:
         seen = table if predicted is None else predicted
         unmixed = warn_of_unmixed(result, seen, predicted is not None, no_longer)
-    if heated is not None:
-        warn_of_the_temperature(result, [*table.index], *heated, unmixed)
+    warn_of_the_temperature(result, heat, unmixed)
     warn_of_inflation(inflation, result)
     if momenta:
         _warn_of_momenta(result, table, momenta)
@@ -125,36 +124,63 @@ def errors_of_the_worst(count: int) -> float:
     return -NormalDist().inv_cdf(_ONE_SIDED / count)
 
 
+class _Heat(NamedTuple):
+    """A temperature of draws by the virial theorem, over that of the run.
+
+    Attributes:
+        site: whose.
+        of: whether of all its elements on average, or of the steepest.
+        mean: the temperature.
+        error: its standard error.
+        most: standard errors that chance does not go beyond.
+    """
+
+    site: str
+    of: Literal["all", "steepest"]
+    mean: float
+    error: float
+    most: float
+
+    @property
+    def is_hot(self) -> bool:
+        """Whether it is known to be too high."""
+        return self.mean - self.most * self.error > _MOST_INFLATION
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether it is known to be too low."""
+        return self.mean + self.most * self.error < 2 - _MOST_INFLATION
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it is known not to be off."""
+        return abs(self.mean - 1) + _ERRORS * self.error < _MOST_INFLATION - 1
+
+
+def _heat(result: Result) -> list[_Heat]:
+    """Every latent site's temperatures; none where they are not known."""
+    if result.virial is None:
+        return []
+    asked = result.sample_stats.get("temperature")
+    relative = result.virial / (1.0 if asked is None else float(asked.mean()))
+    found, slices = [], result.layout.slices()
+    for site, parts in zip(result.log_posterior.latents, relative.unbind(2), strict=True):
+        chance = errors_of_the_worst(slices[site].stop - slices[site].start)  # it was picked
+        whole, steepest = ((float(each.mean()), standard_error(each)) for each in parts.unbind(-1))
+        found += [_Heat(site, "all", *whole, _ERRORS), _Heat(site, "steepest", *steepest, chance)]
+    return found
+
+
 def is_off(result: Result) -> bool:
     """Whether some temperature is known to be off."""
-    if result.virial is None:
-        return False
-    gap = _MOST_INFLATION - 1
-    pairs = zip(*_virial_temperatures(result, result.virial), strict=True)
-    return any(
-        abs(mean - 1) - _ERRORS * error > gap or not math.isfinite(mean) for mean, error in pairs
-    )
+    heat = _heat(result)
+    return any(each.is_hot or each.is_cold or not math.isfinite(each.mean) for each in heat)
 
 
-def _virial_temperatures(result: Result, heat: Tensor) -> tuple[list[float], list[float]]:
-    """Every site's by the virial theorem over that of the run, and its standard error."""
-    asked = result.sample_stats.get("temperature")
-    relative = heat / (1.0 if asked is None else float(asked.mean()))
-    return _temperatures(relative, _FEWEST_DRAWS)
-
-
-def _is_settled(means: list[float], errors: list[float]) -> bool:
+def _is_settled(heat: list[_Heat]) -> bool:
     """Whether some temperature is known to be too high, or all are known to be right."""
-    gap = _MOST_INFLATION - 1
-    pairs = zip(means, errors, strict=True)
-    all_right = all(abs(mean - 1) + _ERRORS * error < gap for mean, error in pairs)
-    return all_right or _is_hot(means, errors)
-
-
-def _is_hot(means: list[float], errors: list[float]) -> bool:
-    """Whether some temperature is known to be too high."""
-    pairs = zip(means, errors, strict=True)
-    return any(mean - _ERRORS * error > _MOST_INFLATION for mean, error in pairs)
+    right = bool(heat) and all(each.is_right for each in heat)
+    return right or any(each.is_hot for each in heat)
 
 
 def _hot_momenta(table: Any) -> list[str]:
@@ -173,35 +199,31 @@ def _warn_of_momenta(result: Result, table: Any, hot: list[str]) -> None:
         f"the momenta of site '{site}' are hotter than they should be: they have "
         f"{row.kinetic_temperature:.3g} ± {row.kinetic_temperature_error:.2g} times the "
         f"temperature that was asked for, and {row.kinetic_temperature_expected:.3g} at this step "
-        f"size without minibatches: {_lower_lr(result, 1 + heat[site])}; where minibatches heat, "
-        "raise batch_size"
+        f"size without minibatches: {_cooler(result, 1 + heat[site])}"
     )
 
 
-def warn_of_the_temperature(
-    result: Result, sites: list[str], means: list[float], errors: list[float], unmixed: bool
-) -> None:
+def warn_of_the_temperature(result: Result, heat: list[_Heat], unmixed: bool) -> None:
     """Warns where draws are known to be hotter or colder than they should be; chains that are
     still on their way look hot, too."""
-    gap = _MOST_INFLATION - 1
 
-    def said(site: int, how: str, advice: str) -> str:
+    def said(one: _Heat, how: str, advice: str) -> str:
+        draws = "draws have" if one.of == "all" else "steepest element has"
         return (
-            f"site '{sites[site]}' is {how} than it should be: its draws have {means[site]:.3g} "
-            f"± {errors[site]:.2g} times the temperature that was asked for, by the virial "
-            f"theorem, with gradients that they have not seen: {advice}"
+            f"site '{one.site}' is {how} than it should be: its {draws} {one.mean:.3g} ± "
+            f"{one.error:.2g} times the temperature that was asked for, by the virial theorem, "
+            f"with gradients that they have not seen: {advice}"
         )
 
-    hot = [i for i, e in enumerate(errors) if means[i] - _ERRORS * e > 1 + gap]
-    cold = [i for i, e in enumerate(errors) if means[i] + _ERRORS * e < 1 - gap]
+    hot, cold = ([e for e in heat if e.is_hot], [e for e in heat if e.is_cold])
     if hot:
-        worst = max(hot, key=lambda i: means[i])
-        advice = f"{_lower_lr(result, means[worst])}; where minibatches heat, raise batch_size"
+        worst = max(hot, key=lambda each: each.mean)
+        advice = _cooler(result, worst.mean)
         if unmixed:
             advice = f"take a longer warm-up first; if it stays, {advice}"
         warn(said(worst, "hotter", advice))
     if cold:
-        worst = min(cold, key=lambda i: means[i])
+        worst = min(cold, key=lambda each: each.mean)
         advice = (
             "the run is too short for its draws to spread, or its noise is cancelled (shuffled "
             "batches with a thermostat, subtract_noise)"
@@ -227,6 +249,18 @@ def warn_of_inflation(factor: float, result: Result) -> None:
             + f": {_lower_lr(result, factor)}, raise batch_size in proportion, or "
             + ("move the anchor of control_variates" if anchored else "pass control_variates=True")
         )
+
+
+def _cooler(result: Result, factor: float) -> str:
+    """What to do about a temperature that was measured to be so many times too high.
+
+    Minibatches heat in proportion to lr; of a long step alone it is the precision that falls so,
+    as SGLD's on a Gaussian.
+    """
+    noise = result.gradient_noise
+    if noise is not None and not noise.variance.any():
+        return lower_lr(result, (1 - 1 / _MOST_INFLATION) / (1 - 1 / factor))
+    return f"{_lower_lr(result, factor)}; where minibatches heat, raise batch_size"
 
 
 def _lower_lr(result: Result, factor: float) -> str:

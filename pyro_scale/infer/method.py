@@ -158,7 +158,9 @@ class Method:
         `temperature` by the virial theorem, E[-(w - mean) d log joint / dw], over the one that was
         asked for, on batches that the draws have not seen, and its `temperature_error`: it
         measures long steps, minibatches and what shuffling cancels of them, and is 1 where all
-        is well (and sometimes where not: it is a mean over a site's elements);
+        is well.  It is a mean over a site's elements, of which one may be off by itself:
+        `steepest_temperature` and its error are those of the element whose gradient scatters most,
+        which long steps and minibatches heat first;
         for methods with a momentum `kinetic_temperature`, N p^2 / (m T) on average over up to 32
         moments of the run, its `kinetic_temperature_error`, and `kinetic_temperature_expected`,
         what it is on a Gaussian posterior at this step size without minibatches (SGHMC's is above

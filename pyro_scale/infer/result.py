@@ -42,8 +42,8 @@ class Result:
         sample_stats: by name, `[chains, draws]`.
         attrs: strings and numbers: method, hyperparameters, N, B, seed, versions, seconds, ...
         gradient_noise: what minibatches did; None where that is not known.
-        virial: some draws' part in the temperature, `[chains, some, latent sites]`; None where
-            that is not known.
+        virial: some draws' part in the temperature, `[chains, some, latent sites, 2]`, on average
+            over a site's elements and at the steepest one; None where that is not known.
         kinetic: what momenta did; None for a method without.
         running: what draws came to that were not kept.
         chains: the chains' numbers; None where they are all that were started.

@@ -5,10 +5,15 @@ constant c, whatever the law's shape.  With gradients from batches that the draw
 measures all that heats or cools a run: long steps, the noise of minibatches and what shuffling
 cancels of it, warm-up that was too short.  That it is T is necessary, not sufficient: on a Gaussian
 it is the variance over that at temperature 1, elsewhere a mean over the directions.
+
+A site of many elements may be right on average while one of them is not.  Long steps and
+minibatches heat an element in proportion to the mean square of its gradient, so the one where that
+is largest is looked at by itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,8 +39,9 @@ class Virial(NamedTuple):
     """What gradients at some draws say.
 
     Attributes:
-        parts: every draw's part in the temperature, `[finished chains, some draws, sites]`: the
-            mean over a site's elements; its mean over draws is the temperature.
+        parts: every draw's part in the temperature, `[finished chains, some draws, sites, 2]`: the
+            mean over a site's elements, and that of its steepest element; its mean over draws is
+            the temperature.
         of_elements: the mean of each element's part, `[D]`.
         mean_square: of the gradient of the log joint over N, `[D]`.
         whole: whether gradients were of all rows, without noise.
@@ -48,7 +54,12 @@ class Virial(NamedTuple):
 
 
 def virial(
-    setup: Setup, positions: Positions, finished: list[int], batches: Batches, step: int
+    setup: Setup,
+    positions: Positions,
+    finished: list[int],
+    batches: Batches,
+    step: int,
+    noise: Tensor | None = None,
 ) -> Virial:
     """The temperature that draws have.
 
@@ -58,6 +69,8 @@ def virial(
         finished: which chains those are.
         batches: of the run.
         step: the first of them whose batch nothing has seen.
+        noise: the variance of the minibatch gradient, `[latents]`, where that is known: the
+            steepest elements are those where it is largest, or else those of the first draws.
     """
     engine, layout = setup.engine, setup.engine.layout
     alive = torch.tensor(finished)
@@ -75,6 +88,7 @@ def virial(
     total = torch.stack([positions[every, places].sum((0, 1)) for places in blocks]).sum(0)
     centre = total / (chains * len(chosen))
     slices = [layout.slices()[name] for name in setup.log_posterior.latents]
+    steepest = _largest(noise, slices) if noise is not None and noise.any() else None
     found, elements, squares = [], [], []
     for places in blocks:
         some = positions[every, places].flatten(0, 1)
@@ -84,13 +98,20 @@ def virial(
         batch = batches.batch(batches.fixed, of_draws)
         gradient = engine.gradient(some.to(setup.positions.device), batch).cpu()
         parts = -(some - centre) * gradient * engine.density.num_data
+        squares.append(gradient.double().square().sum(0))
+        steepest = _largest(squares[0], slices) if steepest is None else steepest
         of_sites = torch.stack([parts[:, place].double().mean(-1) for place in slices], -1)
+        of_sites = torch.stack([of_sites, parts[:, steepest].double()], -1)
         found.append(of_sites.unflatten(0, (chains, len(places))))
         elements.append(parts.double().sum(0))
-        squares.append(gradient.double().square().sum(0))
     count = chains * len(chosen)
     of_elements, mean_square = (torch.stack(sums).sum(0) / count for sums in (elements, squares))
     return Virial(torch.cat(found, 1), of_elements, mean_square, whole)
+
+
+def _largest(numbers: Tensor, slices: Sequence[slice]) -> Tensor:
+    """Each site's element where they are largest, `[sites]`."""
+    return torch.tensor([place.start + int(numbers[place].argmax()) for place in slices])
 
 
 def _unseen(setup: Setup, batches: Batches) -> tuple[Batches, int]:
