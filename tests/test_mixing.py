@@ -127,7 +127,7 @@ def test_a_step_that_was_chosen_gets_more_steps_for_advice():
     sampler = ps.SGLD(sign, lr="auto", init_strategy={"w": 4.0 * double(-1.0, 1.0, 1.0, -1.0)})
     fit = run(sampler, (X, Y), batch_size=1, num_samples=40, warmup_steps=0)
     positions = fit._result.positions + 50 * torch.arange(4)[:, None, None]
-    virial = torch.full_like(positions, 9.0) + 0.1 * normals(4, 40, 1)
+    virial = 9.0 + 0.1 * normals(4, 40, 1, 1).expand(-1, -1, -1, 2)
     fit._result = dataclasses.replace(fit._result, positions=positions, virial=virial)
     _, said = warned.told(fit.diagnostics)
     (unmixed,) = [each for each in said if "do not agree" in each]

@@ -215,7 +215,7 @@ def test_what_is_said_of_them_does_not_contradict_itself(hot):
     fit = run(ps.SGLD(flat, lr=0.001), num_samples=30)
     size = fit._result.positions.shape[-1]
     positions = normals(8, 30, size) + 9 * (torch.arange(8) // 4)[:, None, None]
-    virial = 1 + 8 * hot + 0.01 * normals(8, 30, len(fit._result.log_posterior.latents))
+    virial = 1 + 8 * hot + 0.01 * normals(8, 30, len(fit._result.log_posterior.latents), 2)
     fit._result = dataclasses.replace(fit._result, positions=positions, virial=virial)
     _, said = warned.told(fit.diagnostics)
     (remembered,) = [each for each in said if "remember their starts" in each]
