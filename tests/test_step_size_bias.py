@@ -155,6 +155,38 @@ def test_of_minibatches(lr):
     assert table.attrs["order"] == {"mu": pytest.approx(1, abs=0.01)}
 
 
+def shuffled_variance(lr, count, size):
+    """That of SGLD's draws over the posterior's, at all places of an epoch on average: batches of
+    an epoch sum to nothing, so that the noise of any two is correlated by -1/(count - 1)."""
+    noise = torch.full((count, count), -1.0 / (count - 1), dtype=torch.float64).fill_diagonal_(1.0)
+    noise *= lr**2 * N / size * (N - size) / (N - 1)
+
+    def of_steps(steps):
+        weights = (1 - lr) ** torch.arange(steps - 1, -1, -1, dtype=torch.float64)
+        return weights @ noise[:steps, :steps] @ weights + 2 * lr * weights.square().sum()
+
+    at_end = of_steps(count) / (1 - (1 - lr) ** (2 * count))
+    places = range(1, count + 1)
+    return float(sum((1 - lr) ** (2 * j) * at_end + of_steps(j) for j in places) / count)
+
+
+@pytest.mark.parametrize(("size", "thinning"), [(500, 1), (250, 3), (200, 4)])
+def test_of_few_shuffled_batches(size, thinning):
+    sampler = run(
+        ps.SGLD(location, lr=0.1),
+        (Y,),
+        batch_size=size,
+        warmup_steps=100,
+        thinning=thinning,
+        num_samples=1500,
+        num_chains=32,
+    )
+    table, _ = told(sampler.step_size_bias)
+    found, error = variance_of(table, "mu")
+    assert error < 0.008
+    assert abs(found - shuffled_variance(0.1, N // size, size)) < 4.4 * error
+
+
 def quadrature(log_density, low=-15.0, high=8.0):
     """(Mean, standard deviation)."""
     grid = torch.linspace(low, high, 100_001, dtype=torch.float64)
@@ -360,6 +392,19 @@ def test_elements_that_do_not_move_have_no_bias():
 
 
 # ------------------------------------------------------------------ what has none
+
+
+@pytest.mark.parametrize(
+    ("size", "thinning", "places", "other"),
+    [(250, 4, 1, 5), (250, 2, 2, 3), (50, 10, 2, 11), (100, 15, 2, 17), (100, 2, 5, 3)],
+)
+def test_of_few_places_of_an_epoch(size, thinning, places, other):
+    """Shuffled batches heat there by what half the step says nothing of."""
+    sampler = ps.SGLD(location, lr=0.1)
+    run(sampler, (Y,), batch_size=size, thinning=thinning, num_samples=50)
+    of_all = rf"thinning={thinning} .* {places} of the {N // size} places .*thinning={other}$"
+    with pytest.raises(ArgumentError, match=of_all):
+        sampler.step_size_bias()
 
 
 def test_what_is_refused(tmp_path):

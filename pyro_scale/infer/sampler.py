@@ -190,9 +190,9 @@ class Sampler(Method):
                 Tensors are rows.
             num_samples: draws to keep, per chain.
             warmup_steps: steps before the first that may be kept.
-            thinning: steps from one draw to the next.  With shuffled batches take no multiple of
-                an epoch's: all draws would be of one phase, at which batches heat more or less
-                than on average.
+            thinning: steps from one draw to the next.  With shuffled batches take a number that
+                has no factor in common with an epoch's: else draws are of few places in it, at
+                which batches heat more or less than on average.
             num_chains: chains, each with its own start, noise and minibatches.
             superchains: how many groups of as many chains share a start, that of their first; the
                 rest stays their own.  `diagnostics()` then has nested R-hat, for many short
@@ -455,7 +455,7 @@ class Sampler(Method):
         Raises:
             NotRunError: nothing has been run, or the results are from a file.
             ArgumentError: the draws are of `step()`; lr is `Cyclical`; temperature is 0; there are
-                not so many draws.
+                not so many draws; thinning takes them at few places of an epoch.
             NonFiniteError: all chains became NaN or infinite at half the step.
 
         Warns:

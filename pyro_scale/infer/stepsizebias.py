@@ -9,6 +9,7 @@ Gaussians: SGLD's exactly, SGHMC's nearly).
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ from pyro_scale.infer.shadow import with_shadow
 _MOST_OF_SD, _MOST_OF_MEAN = 0.05, 0.1
 #: The least part of a variance that is taken for the posterior's.
 _LEAST = 0.01
+#: Places in an epoch from which on draws see what shuffled batches heat on average, to 2%.
+_ENOUGH_PLACES = 8
 
 
 class Bias(NamedTuple):
@@ -105,12 +108,15 @@ def _check(course: Course, result: Result, num_samples: int | None) -> None:
     if said := explosion(result):
         raise ArgumentError(f"step_size_bias: {said}")
     epoch, thinning = course.setup.epoch(course.sampling), course.steps.thinning
-    if epoch is not None and epoch > 1 and thinning % epoch == 0:
-        raise ArgumentError(
-            f"step_size_bias: thinning={thinning} takes all draws at the end of an epoch of "
-            f"{epoch} batches, where shuffled ones heat less than on average: run with "
-            f"thinning={thinning + 1}"
-        )
+    if epoch is not None:
+        places = epoch // math.gcd(epoch, thinning)
+        if places < min(epoch, _ENOUGH_PLACES):
+            other = next(n for n in itertools.count(thinning) if math.gcd(n, epoch) == 1)
+            raise ArgumentError(
+                f"step_size_bias: thinning={thinning} takes draws at {places} of the {epoch} "
+                "places in an epoch alone, where shuffled batches do not heat as on average: run "
+                f"with thinning={other}"
+            )
     kept = result.positions.shape[1]
     if num_samples is not None and num_samples > kept:
         raise ArgumentError(f"num_samples={num_samples}: the run has {kept} draws a chain")
