@@ -16,6 +16,7 @@ import time
 import types
 from pathlib import Path
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -885,12 +886,18 @@ def is_noticed(saved, path, expected):
     try:
         loaded = ps.BAOA.load(saved, regression)
         found, bare = draws_of(loaded), unconstrained(loaded)
+        posterior = loaded.to_arviz(log_likelihood=False).posterior.load()
     except PyroScaleError:
         pass
     else:
         right = all(torch.equal(found[name], value) for name, value in expected.items())
         right = right and torch.allclose(bare["s"].exp(), expected["s"])
-        if not right or not torch.equal(bare["w"], expected["w"]):
+        right = right and torch.equal(bare["w"], expected["w"])
+        for name, value in expected.items():
+            right = right and torch.equal(torch.as_tensor(posterior[name].values), value)
+        for dim, size in posterior.sizes.items():
+            right = right and np.array_equal(posterior[dim], np.arange(size))
+        if not right:
             return False
     try:
         posterior = xarray.open_datatree(path, engine="zarr", chunks=None).posterior.load()
@@ -901,6 +908,36 @@ def is_noticed(saved, path, expected):
         torch.equal(value[~value.isnan()], expected[name][~value.isnan()])
         for name, value in alike.items()
     )
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+@pytest.mark.parametrize(
+    "file", ["chain/0", "draw/0", "w_dim_0/0", "s/1.2", "w/1.2.0", "../.zmetadata"]
+)
+def test_what_arviz_cannot_read_is_an_error_of_ours(file, how, whole):
+    saved, path, copy, _ = whole
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(copy, path)
+    loaded = ps.BAOA.load(saved, regression)
+    name = path / "posterior" / file
+    held = name.read_bytes()
+    if how == "gone":
+        name.unlink()
+    else:
+        name.write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
+    with pytest.raises(FileError, match=r"draws\.zarr"):
+        loaded.to_arviz(log_likelihood=False).posterior.load()
+    name.write_bytes(held)
+    assert (
+        loaded.to_arviz(log_likelihood=False).posterior.load().equals(fitted().to_arviz().posterior)
+    )
+
+
+def test_coordinates_of_one_chain_and_one_draw_are_there(tmp_path):
+    """Zarr writes no files of zeros by itself."""
+    how = {"num_samples": 1, "num_chains": 1}
+    posterior = fitted(store=tmp_path / "draws.zarr", **how).to_arviz().posterior
+    assert posterior.load().equals(fitted(**how).to_arviz().posterior)
 
 
 @pytest.mark.parametrize("file", [".zmetadata", "posterior/w/.zarray", ".zattrs"])
