@@ -615,6 +615,22 @@ def test_damage_is_noticed(seed, unfinished, tmp_path):
             run("BAOA", resume=tmp_path)
 
 
+def test_a_state_that_was_whole_stays_as_the_one_before(unfinished, tmp_path):
+    """However often the latest one is damaged, the one that was taken instead is not dropped."""
+    held, whole = unfinished
+    for name, contents in held.items():
+        (tmp_path / name).write_bytes(contents)
+    for _ in range(3):
+        states = sorted(tmp_path.glob("state-*"), key=lambda file: int(file.name[6:]))
+        assert len(states) == 2
+        states[1].write_bytes(states[1].read_bytes()[:-50])
+        with pytest.warns(UserWarning, match=f"{states[1].name}.*the one before it is taken"):
+            resumed = run("BAOA", resume=tmp_path, checkpoint_every=1000)
+        same(resumed, whole)
+        assert states[0].exists()
+        assert not states[1].exists()
+
+
 def parts_of(state):
     return checkpoint.files.read(state, "checkpoint")["parts"]
 
