@@ -204,6 +204,13 @@ def refuse_another_run(path: files.FilePath) -> None:
         )
 
 
+def holds_state(path: files.FilePath) -> bool:
+    """Whether a directory holds a run's checkpoints, as far as it can be looked into."""
+    with contextlib.suppress(FileError):
+        return any(file.name.startswith("state-") for _, file in _files(files.as_path(path)))
+    return False
+
+
 def read(path: files.FilePath) -> Checkpoint:
     """The latest checkpoint in a directory that is as it was written.
 
