@@ -430,6 +430,26 @@ def test_a_store_that_is_gone_is_an_error_and_nothing_else(tmp_path):
     stored.same_draws(resumed, fitted())
 
 
+def test_a_store_that_goes_while_it_is_written_is_said_to_be_gone(tmp_path):
+    """And once it is back, the run goes on."""
+    calls, where = [], at("store", tmp_path)
+
+    def model(x, y=None):
+        calls.append(1)
+        if len(calls) == 60:
+            where["store"].rename(tmp_path / "elsewhere.zarr")
+        regression(x, y)
+
+    how = {"checkpoint": tmp_path / "run", "checkpoint_every": 0, **where}
+    with pytest.raises(FileError, match=r"\(the store is gone: put it back, or begin") as raised:
+        fitted(model, num_samples=200, **how)
+    assert re.search(r"; no draws.*resume='.*run' goes on$", raised.value.__notes__[-1])
+    assert not where["store"].exists()
+    (tmp_path / "elsewhere.zarr").rename(where["store"])
+    resumed = fitted(num_samples=200, resume=tmp_path / "run", **where)
+    stored.same_draws(resumed, fitted(num_samples=200))
+
+
 def test_one_run_at_a_time_writes_into_a_store(tmp_path, monkeypatch):
     """Another one is refused before it has changed anything; readers are not."""
     path = tmp_path / "draws.zarr"

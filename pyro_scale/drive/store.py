@@ -369,4 +369,6 @@ def refused(path: Path, what: str) -> Iterator[None]:
         raise
     except (OSError, RuntimeError, KeyError, TypeError, ValueError, IndexError) as error:
         reason = getattr(error, "strerror", None) or error
+        if isinstance(error, KeyError) and not path.exists():  # of what Zarr had open
+            reason = "the store is gone: put it back, or begin again"
         raise FileError(f"the draws in '{path}' cannot be {what} ({reason})") from error

@@ -342,7 +342,8 @@ class Sampler(Method):
         setup, batches, draws = taken
         kept = len(draws.kept_steps)
         if isinstance(sink, ToDisk):
-            kept = min(kept, sink.store.count)  # the disk may be full
+            there = sink.store.count if sink.store.path.exists() else 0
+            kept = min(kept, there)  # the disk may be full
         if not draws.finished or not kept:
             return
         facts = {**attrs, "num_samples": kept}
