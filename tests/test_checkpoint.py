@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -214,18 +215,32 @@ def test_an_interrupt_leaves_the_draws_until_then(cut):
     cut(100)
     with pytest.warns(
         UserWarning, match=r"interrupted after 95 steps; get_samples\(\) holds the 28"
-    ):
+    ) as told:
         part = run("BAOA")
+    assert not [each for each in told if "resume" in str(each.message)]  # nothing is written down
     drawn, expected = (each.get_samples(group_by_chain=True)["w"] for each in (part, whole))
     assert torch.equal(drawn, expected[:, :28])
     assert part.to_arviz().posterior.attrs["num_samples"] == 28
     assert part.summary().shape[0] == 3
 
 
-def test_an_interrupt_before_the_first_draw_is_one(cut):
+def test_an_interrupt_before_the_first_draw_is_one(cut, tmp_path):
     cut(9)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as raised:
         run("BAOA")
+    assert raised.value.__notes__[-1].endswith("steps; no draws")
+    with pytest.raises(KeyboardInterrupt) as raised:
+        run("BAOA", checkpoint=tmp_path)
+    assert raised.value.__notes__[-1].endswith(f"; the same call with resume='{tmp_path}' goes on")
+
+
+def test_an_interrupt_says_how_to_go_on(cut, tmp_path, monkeypatch):
+    cut(100)
+    with pytest.warns(UserWarning, match=r"interrupted .*; the same call with resume='") as told:
+        run("BAOA", checkpoint=tmp_path)
+    said = next(str(each.message) for each in told if "interrupted" in str(each.message))
+    monkeypatch.undo()
+    same(run("BAOA", resume=said.split("'")[1]), run("BAOA"))
 
 
 class Breaks(Dataset):
@@ -297,6 +312,23 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_draws_and_the_last_one(
     assert torch.equal(kept, whole.get_samples(group_by_chain=True)["w"][:, : kept.shape[1]])
     monkeypatch.undo()
     same(run("BAOA", resume=tmp_path), whole)
+
+
+def test_a_directory_that_is_deleted_leaves_the_draws(tmp_path):
+    """There is nothing then to go on with."""
+    calls, path = [], tmp_path / "run"
+
+    def model(x, y=None):
+        calls.append(1)
+        if len(calls) == 120:
+            shutil.rmtree(path)
+        regression(x, y)
+
+    sampler = ps.BAOA(model, **SMALL)
+    with pytest.raises(FileError, match=r"cannot be written \(No such file.*put the dir") as raised:
+        sampler.run((X, Y), batch_size=B, checkpoint=path, checkpoint_every=0, **STEPS, **QUIET)
+    assert raised.value.__notes__[-1].endswith("draws a chain until then")
+    assert len(sampler.get_samples()["w"]) > 0
 
 
 def test_a_chain_that_stopped_stays_so(tmp_path, cut, monkeypatch):
@@ -613,6 +645,22 @@ def test_damage_is_noticed(seed, unfinished, tmp_path):
     else:
         with pytest.raises(FileError, match=rf"holds no whole checkpoint: .*{name}"):
             run("BAOA", resume=tmp_path)
+
+
+def test_a_state_that_was_whole_stays_as_the_one_before(unfinished, tmp_path):
+    """However often the latest one is damaged, the one that was taken instead is not dropped."""
+    held, whole = unfinished
+    for name, contents in held.items():
+        (tmp_path / name).write_bytes(contents)
+    for _ in range(3):
+        states = sorted(tmp_path.glob("state-*"), key=lambda file: int(file.name[6:]))
+        assert len(states) == 2
+        states[1].write_bytes(states[1].read_bytes()[:-50])
+        with pytest.warns(UserWarning, match=f"{states[1].name}.*the one before it is taken"):
+            resumed = run("BAOA", resume=tmp_path, checkpoint_every=1000)
+        same(resumed, whole)
+        assert states[0].exists()
+        assert not states[1].exists()
 
 
 def parts_of(state):

@@ -84,7 +84,10 @@ def test_checkpoints_fill_the_disk(disk):
     kept = draws_of(sampler)["w"]
     count = kept.shape[1]
     assert 0 < count < 1200
-    assert f"get_samples() holds the {count} draws" in raised.value.__notes__[-1]
+    said = raised.value.__notes__[-1]
+    assert f"get_samples() holds the {count} draws" in said
+    assert said.endswith(f"the same call with resume='{disk / 'run'}' goes on")
+    assert str(raised.value).endswith("put the directory back, or make it writable")
     assert torch.equal(kept, draws_of(whole)["w"][:, :count])
     assert not [file for file in (disk / "run").iterdir() if file.name.startswith(".pyro-scale")]
     with pytest.raises(FileError, match="No space left"):  # still
@@ -104,8 +107,10 @@ def test_draws_fill_the_disk(chunk, disk, tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "_FILE_BYTES", 2**19)
     sampler = ps.BAOA(wide, lr=0.05, compile=False)
     how = {"num_samples": 1200, "batch_size": 5, "store": disk / "draws.zarr", **QUIET}
-    with pytest.raises(FileError, match=r"cannot be written \(.*No space left on device"):
+    with pytest.raises(FileError, match=r"cannot be written \(.*No space left") as raised:
         sampler.run(X, checkpoint=tmp_path / "run", checkpoint_every=0, **how)
+    said = raised.value.__notes__[-1]
+    assert said.endswith(f"the same call with resume='{tmp_path / 'run'}' goes on")
     whole = wide_run(1200)
     kept = draws_of(sampler)
     count = kept["w"].shape[1]

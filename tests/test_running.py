@@ -220,7 +220,7 @@ def test_a_state_is_written_as_it_is(tmp_path):
 
 @pytest.mark.parametrize("broken", [[1], [0, 3], [2]])
 def test_chains_that_broke_do_not_count(broken):
-    """But for the quantiles, to which their draws until then belong."""
+    """There are no quantiles then: the sketches hold their draws until then."""
     draws = normals(4, 500, 3, seed=10) + torch.arange(4)[:, None, None]
     lost = draws.clone()
     lost[broken, 200:] = torch.nan
@@ -230,10 +230,8 @@ def test_chains_that_broke_do_not_count(broken):
     alone = moments(draws[good], [100, 100, 150])
     for name in ("mean", "sd", "r_hat", "ess"):
         close(getattr(found, name), getattr(alone, name), rtol=1e-12)
-    assert found.quantiles.isfinite().all()
-    kept = torch.cat([draws[good].flatten(0, 1), draws[broken, :200].flatten(0, 1)])
-    truth = kept.quantile(double(*LEVELS), dim=0)
-    assert (found.quantiles - truth).abs().max() < 0.15
+    assert found.quantiles.shape == (len(LEVELS), 3)
+    assert found.quantiles.isnan().all()
 
 
 # ------------------------------------------------------------------ quantiles

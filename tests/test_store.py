@@ -213,9 +213,20 @@ def cliff(x, y=None):
         pyro.sample("y", dist.Normal(w, 30.0 * s), obs=y)
 
 
-def with_broken_chains(**kwargs):
+def indefinite(x, y=None):
+    """Chains that come too far from 0 have a matrix that cannot be factorised."""
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    s = pyro.sample("s", dist.LogNormal(0.0, 0.1))
+    chol = pyro.deterministic("chol", torch.linalg.cholesky((5 - w**2).reshape(1, 1)))
+    pyro.deterministic("right", w > 0)
+    pyro.deterministic("nearest", w.round().long())
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(w + 0 * chol[0, 0], 30.0 * s), obs=y)
+
+
+def with_broken_chains(model=cliff, **kwargs):
     start = {"w": torch.zeros(6), "s": torch.ones(6)}
-    fit = ps.SGLD(cliff, lr=0.3, compile=False, init_strategy=start)
+    fit = ps.SGLD(model, lr=0.3, compile=False, init_strategy=start)
     with pytest.raises(NonFiniteError) as raised:
         fit.run((X, Y), batch_size=5, num_samples=31, num_chains=6, **QUIET, **kwargs)
     return fit, str(raised.value)
@@ -287,6 +298,35 @@ def test_chains_that_broke_do_not_count_in_moments(float64):
             torch.testing.assert_close(
                 getattr(found, part), getattr(expected, part), equal_nan=True
             )
+        assert found.quantiles.shape == expected.quantiles.shape
+        assert found.quantiles.isnan().all()
+
+
+@pytest.mark.parametrize("most", [1, 7, 100])  # in a file: what breaks a chain is in its last draw
+def test_of_chains_that_broke_the_model_is_not_asked(most, tmp_path, float64, monkeypatch):
+    """Where it cannot say anything, at the state that breaks a chain and NaN after that."""
+    monkeypatch.setattr(streams, "_MOST_DRAWS", most)
+    inside, said = with_broken_chains(indefinite)
+    stored, told = with_broken_chains(indefinite, store=tmp_path / "draws.zarr")
+    nowhere, _ = with_broken_chains(indefinite, store=False)
+    assert told.partition("ps.replay")[0] == said.partition("ps.replay")[0]
+    same(draws_of(stored), draws_of(inside))
+    for name, expected in inside.moments().items():
+        found = nowhere.moments()[name]
+        for part in ("mean", "sd", "r_hat"):
+            torch.testing.assert_close(
+                getattr(found, part), getattr(expected, part), equal_nan=True
+            )
+    broken = {
+        int(chain): int(step) for chain, step in re.findall(r"chain (\d+) at step (\d+)", said)
+    }
+    assert 0 < len(broken) < 6
+    posterior = opened(tmp_path / "draws.zarr").posterior
+    for chain, step in broken.items():
+        chol, w = posterior.chol.values[chain, :, 0, 0], posterior.w.values[chain]
+        np.testing.assert_allclose(chol[: step - 1] ** 2, 5 - w[: step - 1] ** 2)
+        assert np.isnan(chol[step - 1 :]).all()
+        assert np.isnan(w[step:]).all()
 
 
 # ------------------------------------------------------------------ moments

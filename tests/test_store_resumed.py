@@ -16,6 +16,7 @@ import time
 import types
 from pathlib import Path
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -427,6 +428,26 @@ def test_a_store_that_is_gone_is_an_error_and_nothing_else(tmp_path):
     assert draws_of(sampler)["w"].shape[1] == 10  # a refusal takes nothing away
     resumed = fitted(resume=tmp_path / "run", **where)
     stored.same_draws(resumed, fitted())
+
+
+def test_a_store_that_goes_while_it_is_written_is_said_to_be_gone(tmp_path):
+    """And once it is back, the run goes on."""
+    calls, where = [], at("store", tmp_path)
+
+    def model(x, y=None):
+        calls.append(1)
+        if len(calls) == 60:
+            where["store"].rename(tmp_path / "elsewhere.zarr")
+        regression(x, y)
+
+    how = {"checkpoint": tmp_path / "run", "checkpoint_every": 0, **where}
+    with pytest.raises(FileError, match=r"\(the store is gone: put it back, or begin") as raised:
+        fitted(model, num_samples=200, **how)
+    assert re.search(r"; no draws.*resume='.*run' goes on$", raised.value.__notes__[-1])
+    assert not where["store"].exists()
+    (tmp_path / "elsewhere.zarr").rename(where["store"])
+    resumed = fitted(num_samples=200, resume=tmp_path / "run", **where)
+    stored.same_draws(resumed, fitted(num_samples=200))
 
 
 def test_one_run_at_a_time_writes_into_a_store(tmp_path, monkeypatch):
@@ -885,12 +906,18 @@ def is_noticed(saved, path, expected):
     try:
         loaded = ps.BAOA.load(saved, regression)
         found, bare = draws_of(loaded), unconstrained(loaded)
+        posterior = loaded.to_arviz(log_likelihood=False).posterior.load()
     except PyroScaleError:
         pass
     else:
         right = all(torch.equal(found[name], value) for name, value in expected.items())
         right = right and torch.allclose(bare["s"].exp(), expected["s"])
-        if not right or not torch.equal(bare["w"], expected["w"]):
+        right = right and torch.equal(bare["w"], expected["w"])
+        for name, value in expected.items():
+            right = right and torch.equal(torch.as_tensor(posterior[name].values), value)
+        for dim, size in posterior.sizes.items():
+            right = right and np.array_equal(posterior[dim], np.arange(size))
+        if not right:
             return False
     try:
         posterior = xarray.open_datatree(path, engine="zarr", chunks=None).posterior.load()
@@ -901,6 +928,36 @@ def is_noticed(saved, path, expected):
         torch.equal(value[~value.isnan()], expected[name][~value.isnan()])
         for name, value in alike.items()
     )
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+@pytest.mark.parametrize(
+    "file", ["chain/0", "draw/0", "w_dim_0/0", "s/1.2", "w/1.2.0", "../.zmetadata"]
+)
+def test_what_arviz_cannot_read_is_an_error_of_ours(file, how, whole):
+    saved, path, copy, _ = whole
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(copy, path)
+    loaded = ps.BAOA.load(saved, regression)
+    name = path / "posterior" / file
+    held = name.read_bytes()
+    if how == "gone":
+        name.unlink()
+    else:
+        name.write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
+    with pytest.raises(FileError, match=r"draws\.zarr"):
+        loaded.to_arviz(log_likelihood=False).posterior.load()
+    name.write_bytes(held)
+    assert (
+        loaded.to_arviz(log_likelihood=False).posterior.load().equals(fitted().to_arviz().posterior)
+    )
+
+
+def test_coordinates_of_one_chain_and_one_draw_are_there(tmp_path):
+    """Zarr writes no files of zeros by itself."""
+    how = {"num_samples": 1, "num_chains": 1}
+    posterior = fitted(store=tmp_path / "draws.zarr", **how).to_arviz().posterior
+    assert posterior.load().equals(fitted(**how).to_arviz().posterior)
 
 
 @pytest.mark.parametrize("file", [".zmetadata", "posterior/w/.zarray", ".zattrs"])

@@ -71,9 +71,13 @@ def write(path: FilePath, contents: Mapping[str, Any], kind: Kind = "results") -
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except OSError as error:
+        instead = (
+            "free some space, put the directory back, or make it writable"
+            if kind == "checkpoint"
+            else "pass a file in a directory that is there and can be written to"
+        )
         raise FileError(
-            f"'{target}' cannot be written ({error.strerror or error}): pass a file in a directory "
-            "that is there and can be written to"
+            f"'{target}' cannot be written ({error.strerror or error}): {instead}"
         ) from error
     finally:
         with contextlib.suppress(OSError):

@@ -26,7 +26,8 @@ class Moments(NamedTuple):
     Attributes:
         mean: `[...]`.
         sd: the standard deviation, `[...]`.
-        quantiles: `[levels, ...]`.
+        quantiles: `[levels, ...]`; NaN where draws were not kept (`store=False`) and a chain broke,
+            as its draws cannot be told from the others'.
         r_hat: split R-hat of the means (Gelman et al. 2013, 11.4), not rank-normalised.
         ess: effective draws for the mean, by means of 25 batches of each chain, and of chains where
             those do not agree; NaN of fewer than 250 draws a chain.  Up to two thirds too many
@@ -100,8 +101,7 @@ class Running:
         return sum(half.number for half in self._halves)
 
     def add(self, draws: Tensor) -> None:
-        """Takes the next draws, `[chains, n, size]`; those of chains that broke are NaN, and their
-        earlier ones count for the quantiles alone."""
+        """Takes the next draws, `[chains, n, size]`; those of chains that broke are NaN."""
         sound = draws[torch.isfinite(draws).all(-1).all(-1)]
         columns = sound.flatten(0, 1).split(_COLUMNS, 1)
         for sketch, some in zip(self._sketches, columns, strict=True):
@@ -113,7 +113,7 @@ class Running:
             draws = draws[:, most:]
 
     def moments(self, chains: Sequence[int], levels: Sequence[float]) -> Moments:
-        """Of some of the chains, by element `[size]`."""
+        """Of some of the chains, by element `[size]`; quantiles of all or none of them."""
         own = list(chains)
         halves = [_of(half, own) for half in self._halves if half.number > 1]
         of_chains = _of(self._halves[0] | self._halves[1], own)
@@ -129,10 +129,14 @@ class Running:
         if len(own) > 1:
             apart = of_chains.mean.var(0) / len(own)
             error = torch.where(r_hat > _DISAGREE, torch.maximum(error, apart), error)
+        if len(own) == self.num_chains:
+            quantiles = torch.cat([sketch.quantiles(levels) for sketch in self._sketches], 1)
+        else:
+            quantiles = unknown.expand(len(levels), -1)
         return Moments(
             mean=total.mean,
             sd=total.variance.sqrt(),
-            quantiles=torch.cat([sketch.quantiles(levels) for sketch in self._sketches], 1),
+            quantiles=quantiles,
             r_hat=r_hat,
             ess=total.variance / error,
         )

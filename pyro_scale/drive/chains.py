@@ -117,7 +117,7 @@ class Chains:
     def _keep(self, moved: Any, kept: Kept, tape: Tape, steps: Steps, draws: Draws) -> None:
         """Takes the state after a tape over, and writes what is kept of it."""
         self.recent.add(tape, self.state)
-        self.state = self._with_stand_ins(moved, torch.isfinite(moved.position).all(dim=-1))
+        self.state = self._with_stand_ins(moved)
         first, last = steps.kept_before(tape.start), steps.kept_before(tape.stop)
         if draws.latest is not None:
             new = kept.positions.cpu()
@@ -142,7 +142,7 @@ class Chains:
                 raising[chain] = True
                 self._fail(chain, 0, program, batches, Past(tape, self.state))
         self.alive = self.alive & ~raising
-        self.state = self._with_stand_ins(self.state, ~raising)
+        self.state = self._with_stand_ins(self.state)
         return bool(raising.any())
 
     def _fail(
@@ -163,13 +163,14 @@ class Chains:
                 self._engine, batches, [*self.recent.steps(program), step], chain
             )
 
-    def _with_stand_ins(self, state: Any, sound: Tensor) -> Any:
-        """The state with that of a chain that is alive in place of those that are not sound."""
-        if not bool(self.alive.any()) or bool(sound.all()):
+    def _with_stand_ins(self, state: Any) -> Any:
+        """The state with that of a chain that is alive in place of those of chains that are not,
+        which could break again."""
+        if not bool(self.alive.any()) or bool(self.alive.all()):
             return state
         stand_in = int(torch.nonzero(self.alive)[0])
-        places = torch.arange(len(sound), device=sound.device).where(sound, stand_in)
-        return pytree.tree_map(lambda leaf: leaf[places], state)
+        places = torch.arange(len(self.alive)).where(self.alive, stand_in)
+        return pytree.tree_map(lambda leaf: leaf[places.to(leaf.device)], state)
 
 
 def _first_noise(engine: Engine, positions: Tensor, seed: int) -> Tensor:

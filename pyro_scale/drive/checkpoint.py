@@ -25,7 +25,7 @@ from pyro_scale.core.warn import warn
 from pyro_scale.drive.draws import Draws, Failure
 from pyro_scale.errors import ArgumentError, FileError
 
-#: States that are kept: should the latest be damaged, there is the one before.
+#: States that are kept: should the latest become damaged, there is the one before.
 _KEPT = 2
 #: What files are ours: others in the directory are the user's.
 _NAME = re.compile(r"(?:state|draws)-(\d{1,9})")
@@ -51,6 +51,7 @@ class Checkpoint(NamedTuple):
     """What a directory holds of a run.
 
     Attributes:
+        number: of the state.
         parts: names of the files that hold the draws.
         facts: of the run.
         moment: where it was, the state as a list of its leaves.
@@ -63,6 +64,7 @@ class Checkpoint(NamedTuple):
         sink: the state of what takes draws instead, if there is one.
     """
 
+    number: int
     parts: tuple[str, ...]
     facts: dict[str, Any]
     moment: Moment
@@ -105,6 +107,7 @@ class Checkpoints:
         self._directory, self._every, self._facts = files.as_path(path), every, dict(facts)
         self._parts = [] if last is None else list(last.parts)
         self._kept = 0 if last is None else last.positions.shape[1]
+        self._whole = [] if last is None else [last.number]
         self._written = time.monotonic()
         try:
             self._directory.mkdir(exist_ok=True)
@@ -168,7 +171,9 @@ class Checkpoints:
                 "program": draws.program if moment.step else None,
             },
         )
-        self._parts, self._kept, self._number = parts, kept, self._number + 1
+        self._parts, self._kept = parts, kept
+        self._whole = [*self._whole, self._number][-_KEPT:]
+        self._number += 1
         self._written = time.monotonic()
         self._tidy()
 
@@ -176,11 +181,10 @@ class Checkpoints:
         files.write(self._directory / name, contents, "checkpoint")
 
     def _tidy(self) -> None:
-        """Drops what the latest states do not need."""
-        for number, file in _files(self._directory):
-            is_old = file.name.startswith("state-") and number < self._number - _KEPT
-            is_loose = file.name.startswith("draws-") and file.name not in self._parts
-            if is_old or is_loose:
+        """Drops what the latest states that are whole do not need."""
+        needed = {*self._parts, *(f"state-{number}" for number in self._whole)}
+        for _, file in _files(self._directory):
+            if file.name not in needed:
                 with contextlib.suppress(OSError):
                     file.unlink()
         files.drop_unfinished(self._directory)
@@ -200,6 +204,13 @@ def refuse_another_run(path: files.FilePath) -> None:
         )
 
 
+def holds_state(path: files.FilePath) -> bool:
+    """Whether a directory holds a run's checkpoints, as far as it can be looked into."""
+    with contextlib.suppress(FileError):
+        return any(file.name.startswith("state-") for _, file in _files(files.as_path(path)))
+    return False
+
+
 def read(path: files.FilePath) -> Checkpoint:
     """The latest checkpoint in a directory that is as it was written.
 
@@ -211,7 +222,7 @@ def read(path: files.FilePath) -> Checkpoint:
     """
     directory = files.as_path(path)
     latest_first = sorted(_files(directory), reverse=True)
-    states = [file for _, file in latest_first if file.name.startswith("state-")]
+    states = [each for each in latest_first if each[1].name.startswith("state-")]
     if not states:
         what = "holds no checkpoint" if directory.is_dir() else "is no directory"
         raise FileError(
@@ -219,9 +230,9 @@ def read(path: files.FilePath) -> Checkpoint:
             "start"
         )
     damages: list[str] = []
-    for state in states:
+    for number, state in states:
         try:
-            found = _read(directory, state)
+            found = _read(directory, number, state)
         except FileError as error:
             damages.append(str(error))
             continue
@@ -249,7 +260,7 @@ def differences(
     return found
 
 
-def _read(directory: Path, state: Path) -> Checkpoint:
+def _read(directory: Path, number: int, state: Path) -> Checkpoint:
     held = files.read(state, "checkpoint")
     parts = [files.read(directory / part, "checkpoint") for part in held["parts"]]
     chains, kept, size = held["shape"]
@@ -257,6 +268,7 @@ def _read(directory: Path, state: Path) -> Checkpoint:
     none = torch.empty(chains, 0, size, dtype=dtype), torch.empty(chains, 0, dtype=torch.float64)
     failures = tuple(Failure(*each) for each in held["failures"])
     found = Checkpoint(
+        number=number,
         parts=tuple(held["parts"]),
         facts=held["facts"],
         moment=Moment(held["step"], held["state"], held["alive"], failures),

@@ -42,7 +42,7 @@ def writing_into(path: FilePath) -> Iterator[None]:
         FileError: another run is writing there, or the path cannot be written.
     """
     target = Path(os.path.realpath(as_path(path)))
-    with _refused(target, "written"):
+    with refused(target, "written"):
         target.parent.mkdir(parents=True, exist_ok=True)
     with locked(target, target.with_name(f"{target.name}.lock")):  # in it, Zarr would complain
         yield
@@ -106,7 +106,7 @@ class DrawStore:
             FileError: the store cannot be written.
         """
         zarr, target = _zarr(), as_path(path).absolute()
-        with _refused(target, "written"):
+        with refused(target, "written"):
             if target.exists() and not _is_empty(target):
                 raise ArgumentError(
                     f"store='{path}' is there already: pass another path, or resume= to go on with "
@@ -138,7 +138,7 @@ class DrawStore:
             FileError: it is not, is not one of ours, or is damaged.
         """
         zarr, target = _zarr(), as_path(path).absolute()
-        with _refused(target, "read"):
+        with refused(target, "read"):
             found = cls(target, zarr.open_group(str(target), mode="r+", use_consolidated=False))
             found._refuse_damaged_metadata()
         return found
@@ -154,10 +154,10 @@ class DrawStore:
             FileError: they cannot be written; readers see those before.
         """
         stop = start + next(iter(draws.values())).shape[1]
-        with _refused(self.path, "written"):
+        with refused(self.path, "written"):
             try:
                 self._resize(stop)
-                with _zarr().config.set({"array.write_empty_chunks": True}):  # of NaN, too
+                with _every_file():
                     for name, values in draws.items():
                         self._group[name][:, start:stop] = values.numpy()
             except BaseException:
@@ -168,7 +168,7 @@ class DrawStore:
 
     def truncate(self, count: int) -> None:
         """Drops all draws after the first `count`, and what `put` wrote."""
-        with _refused(self.path, "written"):
+        with refused(self.path, "written"):
             for name in set(self._group.group_keys()) - {*_GROUPS}:
                 del self._group[name]
             self._resize(count)
@@ -183,7 +183,7 @@ class DrawStore:
     ) -> None:
         """Writes a further group, `[chains, draws]` of the chains of these numbers, in place of one
         of that name; and the attributes of all groups."""
-        with _refused(self.path, "written"):
+        with refused(self.path, "written"):
             self._resize(self.count)
             for name, values in variables.items():
                 self._write(f"{group}/{name}", values, ["chain", "draw"])
@@ -205,7 +205,7 @@ class DrawStore:
         """
         files = draws // self.chunk  # of which one after another is in memory
         parts, order = [], []
-        with _refused(self.path, "read"):
+        with refused(self.path, "read"):
             array = self._own[name]
             rest = (slice(None),) * (array.ndim - 2)
             for file in files.unique():
@@ -221,24 +221,29 @@ class DrawStore:
 
     def shape_of(self, name: str) -> torch.Size:
         """The shape of one draw of a field."""
-        with _refused(self.path, "read"):
+        with refused(self.path, "read"):
             return torch.Size(self._own[name].shape[2:])
 
     def sites(self, group: str) -> list[str]:
         """The sites of a group, in the model's order."""
-        with _refused(self.path, "read"):
+        with refused(self.path, "read"):
             return list(self._own[group].attrs["sites"])
 
     def dataset(self, group: str) -> Any:
-        """A group as xarray's dataset, of which nothing is read before it is needed; what is gone
-        then is a `FileError`."""
+        """A group as xarray's dataset, of which draws are read when they are needed; what is gone
+        or damaged then is a `FileError`.
+
+        Raises:
+            FileError: it cannot be read, or its coordinates are gone or damaged.
+        """
         import xarray
         from zarr.storage import LocalStore
 
         from pyro_scale.drive.whole import WholeStore
 
         store = WholeStore(LocalStore(self.path, read_only=True), self._refuse_another)
-        found = xarray.open_zarr(store, group=group, chunks=None, consolidated=True)
+        with refused(self.path, "read"):
+            found = xarray.open_zarr(store, group=group, chunks=None, consolidated=True)
         return found.drop_encoding()  # which other formats do not take
 
     @property
@@ -249,7 +254,7 @@ class DrawStore:
 
     def _refuse_another(self) -> None:
         """Refuses to read where there is none, or that of another run."""
-        with _refused(self.path, "read"):
+        with refused(self.path, "read"):
             if json.loads((self.path / ".zattrs").read_text()).get("run") != self.run:
                 raise FileError(f"the draws in '{self.path}' are of another run by now")
 
@@ -276,18 +281,20 @@ class DrawStore:
         """A whole array."""
         array = values.numpy()
         chunks = [max(1, n) for n in array.shape]
-        _array(self._group, name, array.shape, chunks, array.dtype, dims)[:] = array
+        with _every_file():
+            _array(self._group, name, array.shape, chunks, array.dtype, dims)[:] = array
 
     def _resize(self, count: int) -> None:
         """Makes room for so many draws in all."""
-        for name in _GROUPS:
-            for array in self._group[name].array_values():
-                dims = _dims_of(array)
-                if dims[:2] == ["chain", "draw"]:
-                    array.resize((array.shape[0], count, *array.shape[2:]))
-                elif dims == ["draw"]:
-                    array.resize((count,))
-                    array[:] = np.arange(count)
+        with _every_file():
+            for name in _GROUPS:
+                for array in self._group[name].array_values():
+                    dims = _dims_of(array)
+                    if dims[:2] == ["chain", "draw"]:
+                        array.resize((array.shape[0], count, *array.shape[2:]))
+                    elif dims == ["draw"]:
+                        array.resize((count,))
+                        array[:] = np.arange(count)
 
     def _publish(self, count: int) -> None:
         """Shows readers so many draws."""
@@ -348,8 +355,13 @@ def _zarr() -> Any:
     return zarr
 
 
+def _every_file() -> Any:
+    """Has Zarr write files of zeros and of NaN, too, so that one that is not there is gone."""
+    return _zarr().config.set({"array.write_empty_chunks": True})
+
+
 @contextlib.contextmanager
-def _refused(path: Path, what: str) -> Iterator[None]:
+def refused(path: Path, what: str) -> Iterator[None]:
     """Our error for what the disk or a codec refuses."""
     try:
         yield
@@ -357,4 +369,6 @@ def _refused(path: Path, what: str) -> Iterator[None]:
         raise
     except (OSError, RuntimeError, KeyError, TypeError, ValueError, IndexError) as error:
         reason = getattr(error, "strerror", None) or error
+        if isinstance(error, KeyError) and not path.exists():  # of what Zarr had open
+            reason = "the store is gone: put it back, or begin again"
         raise FileError(f"the draws in '{path}' cannot be {what} ({reason})") from error

@@ -1,22 +1,25 @@
-"""A Zarr store for reading that refuses what is gone."""
+"""A Zarr store for reading that refuses what is gone or damaged."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 
+from numcodecs import CRC32
 from zarr.abc.store import ByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import LocalStore, WrapperStore
 
+from pyro_scale.drive.store import refused
 from pyro_scale.errors import FileError
 
-#: The end of the name of a file of draws, `<chain>.<number>...`.
-_DRAWS = re.compile(r"(?:^|/)\d+(?:\.\d+)+$")
+#: The end of the name of a file of draws, `<chain>.<number>...`, or of a coordinate, `<number>`.
+_VALUES = re.compile(r"/\d+(?:\.\d+)*$")
 
 
 class WholeStore(WrapperStore[LocalStore]):
-    """Raises `FileError` for a file of draws that is not there, which Zarr takes for one of NaN.
+    """Raises `FileError` for a file of draws that is damaged, or is not there, which Zarr takes for
+    one of NaN, and of a coordinate, which it takes for one of zeros.
 
     Args:
         store: which.
@@ -35,7 +38,12 @@ class WholeStore(WrapperStore[LocalStore]):
     ) -> Buffer | None:
         """What a file holds."""
         self._refuse_another()
-        found = await super().get(key, prototype, byte_range)
-        if found is None and _DRAWS.search(key):
-            raise FileError(f"the draws in '{self._store.root}' are not whole: {key} is gone")
+        path = self._store.root
+        with refused(path, "read"):
+            found = await super().get(key, prototype, byte_range)
+            if not _VALUES.search(key):
+                return found
+            if found is None:
+                raise FileError(f"the draws in '{path}' are not whole: {key} is gone")
+            CRC32().decode(found.to_bytes())  # which raises; of Zarr's own check it is no FileError
         return found

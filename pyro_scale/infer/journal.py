@@ -23,6 +23,7 @@ from pyro_scale.drive.checkpoint import (
     Checkpoint,
     Checkpoints,
     differences,
+    holds_state,
     read,
     refuse_another_run,
 )
@@ -109,6 +110,13 @@ class Journal:
             "resume: going on from step %d; schedules and other functions cannot be compared",
             self.last.moment.step,
         )
+
+    @property
+    def hint(self) -> str:
+        """How to go on with what has been written, in words, if something has."""
+        if self.path is None or not holds_state(self.path):
+            return ""
+        return f"; the same call with resume='{self.path}' goes on"
 
     @contextlib.contextmanager
     def writer(self, facts: Mapping[str, Any], halvings: int) -> Iterator[Checkpoints | None]:

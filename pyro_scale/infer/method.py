@@ -108,7 +108,8 @@ class Method:
 
         It takes one pass through draws that are in a store, and none with `store=False`.  Quantiles
         of more than 127 draws are from t-digests (Dunning and Ertl 2019): right to within half a
-        percent of rank at 5% and 95% and 1.2% at the median, whatever the tails.
+        percent of rank at 5% and 95% and 1.2% at the median, whatever the tails.  With
+        `store=False` they are NaN if a chain broke, as its draws cannot be told from the others'.
 
         Args:
             levels: of the quantiles, from 0 to 1.
@@ -129,7 +130,11 @@ class Method:
 
     def summary(self, var_names: list[str] | None = None) -> Any:
         """ArviZ's summary, a DataFrame; a site of over 100 elements is one row with the worst
-        R-hat and least ESS of up to 200 of them, evenly spread, unless it is named."""
+        R-hat and least ESS of up to 200 of them, evenly spread, unless it is named.
+
+        With `store=False` it is made of `moments()`: 5%, 50% and 95% quantiles, split R-hat, and
+        `ess` for the mean, NaN of fewer than 250 draws a chain.
+        """
         result = self._results()
         if var_names is not None and not isinstance(var_names, list | tuple):
             raise ArgumentError(f"var_names={var_names!r}: pass a list of sites' names")

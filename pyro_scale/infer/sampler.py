@@ -289,7 +289,7 @@ class Sampler(Method):
             attrs = {**self._attrs(), **choice, **why, **settings}
             self._keep(course, taken, attrs, sink)
         if draws.error is not None:
-            self._end_early(draws)
+            self._end_early(draws, journal.hint)
         if draws.failures:
             hint = black_box.written(taken.setup, type(self).__name__, draws, journal.path)
             raise NonFiniteError(message(draws, course.tape["lr"], hint))
@@ -342,7 +342,8 @@ class Sampler(Method):
         setup, batches, draws = taken
         kept = len(draws.kept_steps)
         if isinstance(sink, ToDisk):
-            kept = min(kept, sink.store.count)  # the disk may be full
+            there = sink.store.count if sink.store.path.exists() else 0
+            kept = min(kept, there)  # the disk may be full
         if not draws.finished or not kept:
             return
         facts = {**attrs, "num_samples": kept}
@@ -357,7 +358,7 @@ class Sampler(Method):
             except FileError as error:
                 draws.error = draws.error or error
 
-    def _end_early(self, draws: Draws) -> None:
+    def _end_early(self, draws: Draws, hint: str) -> None:
         """Raises what ended a run before its time, or warns of it where that was the user."""
         error, found = draws.error, self._result
         assert error is not None
@@ -366,7 +367,7 @@ class Sampler(Method):
         held = f"{by} holds the {kept} draws a chain until then" if kept else "no draws"
         lost = len(draws.kept_steps) - kept if draws.finished else 0  # the disk may be full
         more = f", {lost} more could not be written" if lost else ""
-        said = f"after {draws.num_steps} steps; {held}{more}"
+        said = f"after {draws.num_steps} steps; {held}{more}{hint}"
         if self._result is None or not isinstance(error, KeyboardInterrupt):
             error.add_note(f"{type(self).__name__}: {said}")
             raise error

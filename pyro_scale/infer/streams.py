@@ -243,11 +243,11 @@ class ToDisk:
 
     def _values(self, positions: Tensor) -> dict[str, Tensor]:
         """What is stored of draws `[chains, n, D]`, by group and site."""
-        result = dataclasses.replace(self._starts, positions=positions)
-        bare = result.layout.unflatten(positions)
-        if not self._transformed and not result.log_posterior.understanding.steady:
+        bare = self._starts.layout.unflatten(positions)
+        if not self._transformed and not self._starts.log_posterior.understanding.steady:
             return {f"{POSTERIOR}/{name}": value for name, value in bare.items()}
-        constrained = {f"{POSTERIOR}/{name}": value for name, value in result.samples.items()}
+        samples = _samples(self._starts, positions)
+        constrained = {f"{POSTERIOR}/{name}": value for name, value in samples.items()}
         return constrained | {f"{UNCONSTRAINED}/{name}": bare[name] for name in self._transformed}
 
 
@@ -314,7 +314,40 @@ class ToMoments:
 
     def _sum_up(self, count: int) -> None:
         some, self._waiting = self._waiting[:, :count], self._waiting[:, count:].clone()
-        self._moments.add(dataclasses.replace(self._starts, positions=some).samples)
+        self._moments.add(_samples(self._starts, some))
+
+
+def _samples(starts: Result, positions: Tensor) -> dict[str, Tensor]:
+    """Constrained values by site of draws `[chains, n, D]`; NaN (0 of whole numbers) of chains that
+    broke, from the state on at which the model cannot be evaluated."""
+    sound = torch.isfinite(positions).all(-1)
+
+    def of_sound_ones(chains: slice, draws: slice) -> Mapping[str, Tensor]:
+        here = sound[chains, draws, None]
+        held = positions[chains, draws].where(here, starts.positions[0, 0])
+        return dataclasses.replace(starts, positions=held).samples
+
+    every = slice(None), slice(None)
+    try:
+        samples = of_sound_ones(*every)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        # at the last state of a chain that broke, or is about to: it went no further
+        for chain in torch.nonzero(sound[:, 0])[:, 0].tolist():
+            last = int(sound[chain].sum()) - 1
+            try:
+                of_sound_ones(slice(chain, chain + 1), slice(last, last + 1))
+            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+                sound[chain, last] = False
+        samples = of_sound_ones(*every)
+    if bool(sound.all()):
+        return dict(samples)
+    return {
+        name: value.masked_fill(
+            ~sound.reshape(*sound.shape, *(1 for _ in value.shape[2:])),
+            torch.nan if value.is_floating_point() else 0,
+        )
+        for name, value in samples.items()
+    }
 
 
 def _transformed(starts: Result) -> list[str]:
