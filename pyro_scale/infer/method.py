@@ -108,7 +108,7 @@ class Method:
 
         It takes one pass through draws that are in a store, and none with `store=False`.  Quantiles
         of more than 127 draws are from t-digests (Dunning and Ertl 2019): right to within half a
-        percent of rank at 5% and 95% and 1.2% at the median, whatever the tails.  With
+        percent of rank at 5% and 95% and 1.6% at the median, whatever the tails.  With
         `store=False` they are NaN if a chain broke, as its draws cannot be told from the others'.
 
         Args:
