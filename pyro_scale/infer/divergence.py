@@ -88,7 +88,7 @@ def explosion(result: Result) -> str | None:
         said += " in unconstrained space"
     elif runaway is not None:
         site, heat = runaway
-        said = f"site '{site}' has grown ever hotter, in the end {heat:.2g} times as asked for"
+        said = f"site '{site}' has grown ever hotter, to {heat:.2g} times the temperature asked for"
     else:
         return None
     lr = result.sample_stats.get("lr")
