@@ -14,7 +14,7 @@ from pyro_scale.infer.result import Result
 _EXPLODED = 1e15
 #: How many times too hot chains that run away are in the last quarter of a run, and how many times
 #: hotter than in the first, at least; and draws of a quarter, of all chains, to know it by.
-_HOT, _FEWEST = 100.0, 6
+_HOT, _FEWEST = 300.0, 6
 
 
 def message(draws: Draws, lr: Tensor, replay: str = "", by: str = "get_samples()") -> str:
