@@ -167,6 +167,41 @@ def test_chains_that_have_exploded_get_one_advice(method, lr, how, recwarn, capf
     assert "WARNING" not in capfd.readouterr().err  # of ArviZ's
 
 
+def five():
+    pyro.sample("x", dist.Normal(torch.zeros(5), 1.0).to_event(1))
+
+
+@pytest.mark.parametrize(
+    ("method", "lr", "how"),
+    [
+        (ps.SGLD, 2.1, {"num_samples": 120}),
+        (ps.BAOA, 2.03, {"num_samples": 250, "store": False}),
+        (ps.SGHMC, 1.3, {"num_chains": 10}),
+    ],
+)
+def test_chains_on_their_way_to_infinity_have_exploded(method, lr, how):
+    """Just above the stable range: 2 of SGLD and BAOA, 1.236 of SGHMC."""
+    how = {**QUIET, "num_samples": 60, "num_chains": 4, **how}
+    fit, said = warned.told(method(five, lr=lr).run, None, **how)
+    assert fit._result.positions.abs().max() < 1e13
+    for (exploded,) in (said, warned.told(fit.diagnostics)[1]):
+        assert exploded.startswith("the chains have exploded: site 'x' has grown ever hotter")
+        assert exploded.endswith(f"pass a smaller lr, {lr / 3:.2g} instead of {lr:.2g}")
+
+
+def rising(step):
+    return 1e-4 * 1.04 ** min(step, 220)
+
+
+@pytest.mark.parametrize(("lr", "start"), [(0.1, 1e3), (1.9, 1.0), (rising, 50.0)])
+def test_chains_from_afar_have_not_exploded(lr, start):
+    """They are hotter by far, but first and not last."""
+    sampler = ps.BAOA(five, lr=lr, init_strategy={"x": torch.full((4, 5), start)})
+    fit, said = warned.told(sampler.run, None, **QUIET, num_samples=200, num_chains=4)
+    assert (fit._result.virial.mean() > 100) == (start > 1)
+    assert not [each for each in said if "exploded" in each]
+
+
 def test_of_an_explosion_nothing_is_computed_silently():
     fit, _ = exploding(num_chains=2)
     _, (exploded,) = warned.told(fit.loo)

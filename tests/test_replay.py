@@ -112,7 +112,7 @@ def path_in(message):
 
 def failures(message):
     """chain -> (step, site), as the error says."""
-    found = re.findall(r"chain (\d+) at step (\d+), site '(\w+)'", message)
+    found = re.findall(r"chain (\d+) at step (\d+)(?:, site '(\w+)')?", message)
     return {int(chain): (int(step), site) for chain, step, site in found}
 
 
@@ -305,10 +305,30 @@ def test_a_matrix_that_cannot_be_factorised(compile):
     starts = {"r": double(0.5, -0.5)}
     sampler = ps.SGLD(not_a_covariance, lr=0.3, compile=compile, init_strategy=starts)
     message = broken(sampler, (X,), num_chains=2)
+    assert message.startswith("the model raised LinAlgError: linalg.cholesky: ")
+    assert message.index("ps.replay") < message.index("try lr=0.1 instead of 0.3")
+    assert "the model cannot be computed where chains come to" in message
     found = checked(message, not_a_covariance)
     assert found.site == "x"
     assert "site 'x': the model raises" in found.reason
     assert abs(found.params["r"]) >= 1
+
+
+def test_a_plate_is_never_to_blame():
+    """Its site goes before the data's, whose distribution cannot be made of NaN."""
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(double(0.0)[0], 1.0))
+        bad = torch.where(w < 1.0, torch.nan, 0.0)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=w + bad), obs=(y > 0).double())
+
+    message = broken(ps.SGLD(model, lr=0.05, init_strategy={"w": double(1.5)}), num_samples=500)
+    assert message.index("ps.replay") < message.index("Most often the step size")
+    assert "mend the model, if it is NaN at values that are not far out" in message
+    found = checked(message, model)
+    assert found.site == "y"
+    assert "'data'" not in found.reason
 
 
 def test_one_of_several_chains():
@@ -383,8 +403,9 @@ def test_a_checkpoint_directory_holds_it(tmp_path):
     assert path_in(message).name == f"black-box-{first[0]}"
     for file in found:
         checked(message, regression, tmp_path / file) if file[-1] in map(str, first) else None
-    with pytest.raises(NonFiniteError):  # the run is over, and stays so
+    with pytest.raises(NonFiniteError) as resumed:  # the run is over, and stays so
         sampler.run((X, Y), **IN_BATCHES, num_chains=6, resume=tmp_path)
+    assert path_in(str(resumed.value)) == path_in(message)
     assert sorted(file.name for file in tmp_path.glob("black-box-*")) == found
 
 

@@ -776,8 +776,10 @@ def test_the_only_chain_breaks_at_once():
     with pytest.raises(NonFiniteError, match=r"chain 0 at step \d, site 'v'.*init_strategy"):
         sampler.run(normals(8), num_samples=10_000, seed=1, **QUIET)
     assert len(calls) < 100
-    with pytest.raises(NotRunError, match="no draws yet"):
+    with pytest.raises(NotRunError, match="BAOA has no draws: all chains of the run stopped"):
         sampler.get_samples()
+    with pytest.raises(PyroScaleError):  # before a step was taken
+        sampler.run(normals(8), batch_size=9, num_samples=3, **QUIET)
 
 
 def test_a_failed_run_forgets_the_run_before():

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from warned import quiet
 
 import pyro_scale as ps
-from pyro_scale.errors import ArgumentError, NonFiniteError
+from pyro_scale.errors import ArgumentError, NonFiniteError, NotRunError
 from pyro_scale.infer import streams
 
 zarr = pytest.importorskip("zarr")
@@ -254,6 +254,25 @@ def test_chains_that_broke_are_left_out(tmp_path, float64):
     same(draws_of(ps.SGLD.load(tmp_path / "run.ps", cliff)), draws_of(inside))
 
 
+def test_what_holds_the_finished_chains_is_named(tmp_path, float64):
+    for store, by in ((None, "get_samples()"), (False, "moments()")):
+        fit, said = with_broken_chains(store=store)
+        assert f". Finished, and in {by}: chains " in said
+        assert fit.moments()["w"].mean.isfinite()
+
+
+def test_where_the_draws_of_chains_are_that_all_stopped(tmp_path, float64):
+    path = tmp_path / "draws.zarr"
+    fit = ps.SGLD(cliff, lr=0.3, compile=False, init_strategy={"w": 1.9 * torch.ones(2)})
+    with pytest.raises(NonFiniteError):
+        fit.run((X, Y), batch_size=5, num_samples=10_000, num_chains=2, store=path, **QUIET)
+    with pytest.raises(NotRunError) as raised:
+        fit.get_samples()
+    assert str(raised.value).endswith(f"what they drew until then is in the store, '{path}'")
+    held = xarray.open_datatree(path, engine="zarr", chunks=None)["posterior"]["w"].values
+    assert np.isfinite(held[:, 0]).all()
+
+
 def test_chains_have_the_numbers_that_the_error_counts_by(tmp_path, float64):
     """In all groups, in memory and on disk, of a run and of its file."""
     inside, said = with_broken_chains()
@@ -291,6 +310,7 @@ def test_of_chains_that_broke_the_store_has_what_there_was(tmp_path, float64):
 def test_chains_that_broke_do_not_count_in_moments(float64):
     inside, said = with_broken_chains()
     nowhere, told = with_broken_chains(store=False)
+    said = said.replace("get_samples()", "moments()")
     assert told.partition("ps.replay")[0] == said.partition("ps.replay")[0]
     for name, expected in inside.moments().items():
         found = nowhere.moments()[name]

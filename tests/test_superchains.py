@@ -195,9 +195,9 @@ def test_false_alarms_are_rare(num_samples, each):
     how = {"num_samples": num_samples, "num_chains": 120 * each, "superchains": 120}
     fit = run(ps.BAOA(wide, lr=0.5), warmup_steps=60, **how)
     whole, said = fit._result, 0
-    attrs = {**whole.attrs, "num_chains": 4 * each, "superchains": 4}
+    some = {"attrs": {**whole.attrs, "num_chains": 4 * each, "superchains": 4}, "chains": None}
     for positions in whole.positions.split(4 * each):
-        few = dataclasses.replace(whole, positions=positions, virial=None, attrs=attrs)
+        few = dataclasses.replace(whole, positions=positions, virial=None, **some)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             warn_of_remembered_starts(few)
@@ -225,16 +225,36 @@ def test_what_is_said_of_them_does_not_contradict_itself(hot):
     assert all("take a longer warm-up first; if it stays, lower lr" in each for each in found)
 
 
-def test_superchains_that_lost_a_chain_have_no_column():
+def broken(*starts):
+    """A run of superchains of two of which chains break that come above 1.5."""
+
     def cliff():
         w = pyro.sample("w", dist.Normal(0.0, 1.0))
         pyro.factor("cliff", w * torch.where(w > 1.5, torch.nan, 0.0))
 
-    sampler = ps.SGLD(cliff, lr=0.1, init_strategy={"w": torch.zeros(8)})
+    each = torch.tensor(starts).repeat_interleave(2)
+    sampler = ps.SGLD(cliff, lr=1e-6, init_strategy={"w": each})
     with pytest.raises(NonFiniteError):
-        run(sampler, num_samples=20)
-    assert 0 < sampler._result.num_chains < 8
-    assert "nested_r_hat" not in told(sampler)[0]
+        run(sampler, num_samples=20, num_chains=len(each), superchains=len(starts))
+    return sampler
+
+
+def test_superchains_that_lost_a_chain_are_left_out():
+    sampler = broken(0.0, 1.4999, -1.0, 1.0)
+    draws = sampler.get_samples(group_by_chain=True)["w"].double()
+    whole = [chain // 2 != 1 for chain in sampler._result.chains]
+    assert sum(whole) == 6
+    expected = float(nested_r_hat(draws[whole], 3))
+    table, said = told(sampler)
+    assert table.nested_r_hat["w"] == pytest.approx(expected, rel=1e-12)
+    assert f"(nested R-hat {expected:.3g})" in said[0]
+
+
+def test_one_whole_superchain_has_no_column_and_is_told():
+    sampler = broken(0.0, 1.4999)
+    table, said = warned.told(sampler.diagnostics)
+    assert "nested_r_hat" not in table
+    assert any("no nested R-hat: 1 of the 2 superchains lost no chain" in each for each in said)
 
 
 def test_they_are_part_of_a_runs_identity(tmp_path):

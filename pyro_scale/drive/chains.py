@@ -138,15 +138,22 @@ class Chains:
             state = pytree.tree_map(lambda leaf, own=own: leaf[own], self.state)
             try:
                 step.run(state, tape.of(own), 1, 1)
-            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
                 raising[chain] = True
-                self._fail(chain, 0, program, batches, Past(tape, self.state))
+                said = f"LinAlgError: {' '.join(str(error).split())}"
+                self._fail(chain, 0, program, batches, Past(tape, self.state), said)
         self.alive = self.alive & ~raising
         self.state = self._with_stand_ins(self.state)
         return bool(raising.any())
 
     def _fail(
-        self, chain: int, element: int, program: Program, batches: Batches, step: Past
+        self,
+        chain: int,
+        element: int,
+        program: Program,
+        batches: Batches,
+        step: Past,
+        error: str | None = None,
     ) -> None:
         """Writes down that a step breaks a chain, and what led to it."""
         batch = batches.batch(batches.fixed, step.tape.at(0)[2])
@@ -156,6 +163,7 @@ class Chains:
                 step=step.tape.start,
                 site=self._engine.layout.site_at(element),
                 bad_batch=not rows.are_finite(batch.of_chain(chain)[0]),
+                error=error,
             )
         )
         if len(self.last_steps) < MOST_CHAINS:

@@ -21,19 +21,21 @@ _MOST_LOOKS = 32
 
 @dataclass(frozen=True)
 class Failure:
-    """Where a chain stopped: its state became NaN or infinite.
+    """Where a chain stopped: its state became NaN or infinite, or the model raised an error.
 
     Attributes:
         chain: which chain.
         step: the step after which it was so.
         site: the first site whose value is not finite.
         bad_batch: whether the step's batch itself held NaN or infinite numbers.
+        error: what the model raised at that step; None where it raised nothing.
     """
 
     chain: int
     step: int
     site: str
     bad_batch: bool
+    error: str | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import mkdtemp
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.core import files
 from pyro_scale.drive.draws import Draws, Failure
+from pyro_scale.errors import FileError
 from pyro_scale.infer.collect import facts_of
 from pyro_scale.infer.contents import model_contents
 from pyro_scale.infer.setup import Setup
@@ -22,7 +24,8 @@ _MOST_BYTES = 2**30
 
 
 def written(setup: Setup, method: str, draws: Draws, directory: Path | None) -> str:
-    """Writes what chains did last, and says how to see it, or why that could not be written.
+    """Writes what chains did last, and says in a sentence how to see it, or why that could not be
+    written; nothing where there is nothing to see.
 
     The steps of a frozen base's features are not written, as rows are not among them.
 
@@ -33,8 +36,10 @@ def written(setup: Setup, method: str, draws: Draws, directory: Path | None) -> 
         directory: of the run's checkpoints; a new one among temporary files by default.
     """
     known = [failure for failure in draws.failures if failure.chain in draws.last_steps]
-    if not known or setup.features is not None:
+    if setup.features is not None:
         return ""
+    if not known:
+        return "" if directory is None else _written_before(setup, draws.failures, directory)
     paths: list[Path] = []
     reason = f"they take more than {_MOST_BYTES / 2**30:.3g} GiB"
     # whatever is in the way of a file, the error that it belongs to goes first
@@ -44,11 +49,25 @@ def written(setup: Setup, method: str, draws: Draws, directory: Path | None) -> 
     except Exception as error:
         reason = str(error.__cause__ or error)
     if not paths:
-        return f". The last steps, which tell why, could not be written down ({reason})"
-    count = len(draws.last_steps[known[0].chain])
+        return f"The last steps, which tell why, could not be written down ({reason})"
+    others = f" ({paths[1].name}, ... beside it has those of others)" if len(paths) > 1 else ""
+    return _pointer(paths[0], known[0].chain, len(draws.last_steps[known[0].chain])) + others
+
+
+def _written_before(setup: Setup, failures: list[Failure], directory: Path) -> str:
+    """How to see the last steps of a run that goes on, if they were written when it broke."""
+    for failure in failures:
+        path = directory / f"black-box-{failure.chain}"
+        with contextlib.suppress(FileError):
+            found = files.read(path, "black box")
+            if (found["step"], found["attrs"]["seed"]) == (failure.step, setup.seed):
+                return _pointer(path, failure.chain, len(found["steps"]))
+    return ""
+
+
+def _pointer(path: Path, chain: int, count: int) -> str:
     steps = f"last {count} steps" if count > 1 else "last step"
-    others = f", and {paths[1].name}, ... beside it those of others" if len(paths) > 1 else ""
-    return f". ps.replay('{paths[0]}', model) reruns the {steps} of chain {known[0].chain}{others}"
+    return f"ps.replay('{path}', model) reruns the {steps} of chain {chain} and says why it broke"
 
 
 def _write(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -10,50 +12,111 @@ from pyro_scale.infer.result import Result
 
 #: Distances from 0 in unconstrained space that chains only come to on their way to infinity.
 _EXPLODED = 1e15
+#: How many times too hot chains that run away are in the last quarter of a run, and how many times
+#: hotter than in the first, at least; and draws of a quarter, of all chains, to know it by.
+_HOT, _FEWEST = 300.0, 6
 
 
-def message(draws: Draws, lr: Tensor, hint: str = "") -> str:
+def message(draws: Draws, lr: Tensor, replay: str = "", by: str = "get_samples()") -> str:
     """Which chains stopped, where, and what to try.
 
     Args:
         draws: what the run kept.
         lr: every step's, `[steps, ...]`.
-        hint: where their last steps are.
+        replay: where their last steps are, which say why, as a sentence.
+        by: what gives the results of the others.
     """
+    failures = draws.failures
     stopped = "; ".join(
-        f"chain {failure.chain} at step {failure.step}, site '{failure.site}'"
-        for failure in draws.failures[:5]
+        f"chain {each.chain} at step {each.step}"
+        + (f", site '{each.site}'" if each.error is None else "")
+        for each in failures[:5]
     )
-    more = f" and {len(draws.failures) - 5} more" if len(draws.failures) > 5 else ""
-    now = float(lr[draws.failures[0].step].max())
+    more = f" and {len(failures) - 5} more" if len(failures) > 5 else ""
+    errors = [each.error for each in failures if each.error is not None]
+    raised = f"the model raised {errors[0]}" if errors else ""
+    non_finite = "the state became NaN or infinite" if len(errors) < len(failures) else ""
+    what = ", or ".join(filter(None, [non_finite, raised]))
     finished = ", ".join(map(str, draws.finished))
     if len(draws.finished) > 10:
         finished = f"{len(draws.finished)} of them"
-    kept = f"Finished, and in get_samples(): chains {finished}. " if finished else ""
-    if any(failure.bad_batch for failure in draws.failures):
-        return (
-            f"the state became NaN or infinite: {stopped}{more}. {kept}The batch of that step "
-            "holds NaN or infinite numbers: clean the data (torch.isfinite finds them)"
-            f"{hint}"
+    kept = f"Finished, and in {by}: chains {finished}. " if finished else ""
+    now = float(lr[failures[0].step].max())
+    smaller = f"try lr={now / 3:.2g} instead of {now:.2g}"
+    if any(failure.bad_batch for failure in failures):
+        advice = (
+            "The batch of that step holds NaN or infinite numbers: clean the data (torch.isfinite "
+            "finds them)"
         )
-    return (
-        f"the state became NaN or infinite: {stopped}{more}. {kept}The step size is most likely "
-        f"above the stable range: try lr={now / 3:.2g} instead of {now:.2g}; else start nearer to "
-        "the mode (init_strategy=), scale the data, or give the site a tighter prior"
-        f"{hint}"
+    elif errors:
+        advice = (
+            "If the state is far out there, the step size is above the stable range: "
+            f"{smaller}; else the model cannot be computed where chains come to: mend it there "
+            "(add to the diagonal of its matrices), or give its sites tighter priors"
+        )
+    else:
+        advice = (
+            f"Most often the step size is above the stable range: {smaller}; else start nearer to "
+            "the mode (init_strategy=), scale the data, give the site a tighter prior, or mend "
+            "the model, if it is NaN at values that are not far out"
+        )
+    return f"{what}: {stopped}{more}. {kept}{replay and replay + '. '}{advice}"
+
+
+def all_stopped(store: Path | None) -> str:
+    """Why a run has no results of which no chain finished.
+
+    Args:
+        store: where draws went, if on disk.
+    """
+    said = (
+        "has no draws: all chains of the run stopped (its NonFiniteError says where, why and what "
+        "to try)"
     )
+    if store is None:
+        return said
+    return f"{said}; what they drew until then is in the store, '{store}'"
 
 
 def explosion(result: Result) -> str | None:
     """What to say of chains that have exploded, though their states are finite yet; None where
     none has."""
     last = result.positions[torch.arange(result.num_chains), -1].abs().amax(0)
-    if float(last.max()) < _EXPLODED:
+    far, runaway = int(last.argmax()), _runaway(result)
+    if float(last[far]) >= _EXPLODED:
+        said = f"site '{result.layout.site_at(far)}' has come to {float(last[far]):.2g}"
+        said += " in unconstrained space"
+    elif runaway is not None:
+        site, heat = runaway
+        said = f"site '{site}' has grown ever hotter, to {heat:.2g} times the temperature asked for"
+    else:
         return None
-    site, lr = result.layout.site_at(int(last.argmax())), result.sample_stats.get("lr")
+    lr = result.sample_stats.get("lr")
     hint = "" if lr is None else f", {float(lr[0, -1]) / 3:.2g} instead of {float(lr[0, -1]):.2g}"
     return (
-        f"the chains have exploded: site '{site}' has come to {float(last.max()):.2g} in "
-        f"unconstrained space, and no number that is made of the draws means anything. The step "
-        f"size is most likely above the stable range: pass a smaller lr{hint}"
+        f"the chains have exploded: {said}, and no number that is made of the draws means "
+        f"anything. The step size is most likely above the stable range: pass a smaller lr{hint}"
     )
+
+
+def _runaway(result: Result) -> tuple[str, float] | None:
+    """(The site that has become hottest, its temperature over the one asked for in the last quarter
+    of the draws), where that is what a step above the stable range does to it.
+
+    Draws that run away are pulled back to their mean, by ever more.  A chain that comes from a bad
+    start is as hot, but first and not last, and on the way from there it is pulled on, away from
+    the mean.
+    """
+    if result.virial is None:
+        return None
+    heat = result.virial / result.sample_stats["temperature"].mean()
+    quarter = heat.shape[1] // 4
+    if quarter * result.num_chains < _FEWEST:
+        return None
+    first, last = (
+        part.flatten(0, 1).median(0).values.amax(-1)
+        for part in (heat[:, :quarter], heat[:, -quarter:])
+    )
+    grown = last.where(last > _HOT * first.clamp(min=1), 0)
+    site = int(grown.argmax())
+    return (result.log_posterior.latents[site], float(grown[site])) if grown[site] > 0 else None

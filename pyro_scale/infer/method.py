@@ -57,6 +57,8 @@ class Method:
 
     #: What single steps go on from, where a method takes them.
     _stepping: Stepping | None = None
+    #: Why there are no results, while there are none.
+    _why_none: str = "has no draws yet: call run(data, ...) first"
 
     def __init__(self, model: Any, *, init_strategy: Any = None, num_data: int | None = None):
         if not isinstance(model, LogPosterior) and not callable(model):
@@ -158,8 +160,8 @@ class Method:
             ArgumentError: the model cannot be run on `probe`.
 
         Columns: the worst `r_hat` and least `ess_bulk`, `ess_tail` of the site's elements, of
-        large sites of 200, evenly spread; with
-        `superchains`, if all chains finished, `nested_r_hat`, the worst;
+        large sites of 200, evenly spread; with `superchains`, `nested_r_hat`, the worst, of those
+        whose chains all finished;
         `temperature` by the virial theorem, E[-(w - mean) d log joint / dw], over the one that was
         asked for, on batches that the draws have not seen, and its `temperature_error`: it
         measures long steps, minibatches and what shuffling cancels of them, and is 1 where all
@@ -179,6 +181,7 @@ class Method:
         `chain_correlation`, which R-hat and ESS do not see.  The run's facts are in `.attrs`.
 
         Warns:
+            UserWarning: fewer than two superchains all of whose chains finished.
             UserWarning: chains that do not agree: of two or more, of 50 draws each and 400 in all,
                 an R-hat above 1.05 on a site, or with `probe` on a prediction; superchains that
                 remember their starts.
@@ -423,7 +426,7 @@ class Method:
 
     def _results(self) -> Result:
         if self._result is None:
-            raise NotRunError(f"{type(self).__name__} has no draws yet: call run(data, ...) first")
+            raise NotRunError(f"{type(self).__name__} {self._why_none}")
         return self._result
 
     def _draws(self) -> Result:

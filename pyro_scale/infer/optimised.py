@@ -258,10 +258,12 @@ class Optimised(Approximation):
 def _refuse_failures(draws: Draws) -> None:
     if draws.failures:
         first = draws.failures[0]
+        what, site = "the state became NaN or infinite", f", site '{first.site}'"
+        if first.error is not None:
+            what, site = f"the model raised {first.error}", ""
         raise NonFiniteError(
-            f"the state became NaN or infinite: start {first.chain} at step {first.step}, site "
-            f"'{first.site}': lower the optimiser's lr, scale the data, or start nearer to the "
-            "mode (init_strategy=)"
+            f"{what}: start {first.chain} at step {first.step}{site}: lower the optimiser's "
+            "lr, scale the data, or start nearer to the mode (init_strategy=)"
         )
 
 

@@ -172,7 +172,8 @@ def _examined(
         run = known.run(params, step.arguments, step.indices, recorder, validate)
         terms = terms_of(run.sites)
     except Exception as error:  # of whatever kind the user's model raises
-        expected = [name for name in known.understanding.sites if name not in met]
+        sites = known.understanding.sites
+        expected = [n for n, s in sites.items() if s.kind != "subsample" and n not in met]
         return next(iter(expected or met), None), _in_short(error)
     for name, term in terms.items():
         if not bool(torch.isfinite(term.log_prob).all()):
@@ -193,10 +194,12 @@ class _Meeting(Recorder):
         self._met = met
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        if not is_subsample(msg["fn"]):
+        is_plate = is_subsample(msg["fn"])
+        if not is_plate:
             msg["fn"].log_prob(msg["value"])
         super()._pyro_post_sample(msg)
-        self._met.append(msg["name"])
+        if not is_plate:
+            self._met.append(msg["name"])
 
 
 def _validated(known: LogPosterior, layout: Layout, step: Rerun) -> str:

@@ -24,7 +24,7 @@ from pyro_scale.infer import black_box
 from pyro_scale.infer.afterwards import examined
 from pyro_scale.infer.collect import collected, warn_of_short_warmup
 from pyro_scale.infer.course import Course, Taken
-from pyro_scale.infer.divergence import explosion, message
+from pyro_scale.infer.divergence import all_stopped, explosion, message
 from pyro_scale.infer.journal import Journal, identity_of
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
@@ -279,6 +279,7 @@ class Sampler(Method):
             refuse_what_memory_does_not_hold(setup.positions, num_samples, memory_budget)
         with sink_for(store, setup, num_samples, journal.last is not None) as sink:
             self._result = self._stepping = self._course = None
+            self._why_none = Method._why_none
             tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
             setup, choice = tuned(setup, tuning, steps, sampling)
             if setup.engine.kernel is not self.kernel:  # but knows all sites, or another lr
@@ -291,8 +292,10 @@ class Sampler(Method):
         if draws.error is not None:
             self._end_early(draws, journal.hint)
         if draws.failures:
-            hint = black_box.written(taken.setup, type(self).__name__, draws, journal.path)
-            raise NonFiniteError(message(draws, course.tape["lr"], hint))
+            if self._result is None:
+                self._why_none = all_stopped(sink.store.path if isinstance(sink, ToDisk) else None)
+            replay = black_box.written(taken.setup, type(self).__name__, draws, journal.path)
+            raise NonFiniteError(message(draws, course.tape["lr"], replay, self._held_by))
         if said := explosion(self._results()):
             warn(said)
         else:
@@ -363,8 +366,7 @@ class Sampler(Method):
         error, found = draws.error, self._result
         assert error is not None
         kept = 0 if found is None else len(found.sample_stats["step"][0])
-        by = "get_samples()" if self._result is None or not self._result.running else "moments()"
-        held = f"{by} holds the {kept} draws a chain until then" if kept else "no draws"
+        held = f"{self._held_by} holds the {kept} draws a chain until then" if kept else "no draws"
         lost = len(draws.kept_steps) - kept if draws.finished else 0  # the disk may be full
         more = f", {lost} more could not be written" if lost else ""
         said = f"after {draws.num_steps} steps; {held}{more}{hint}"
@@ -372,6 +374,11 @@ class Sampler(Method):
             error.add_note(f"{type(self).__name__}: {said}")
             raise error
         warn(f"interrupted {said}")
+
+    @property
+    def _held_by(self) -> str:
+        """What gives what the draws come to."""
+        return "moments()" if self._result and self._result.running else "get_samples()"
 
     def _asked(self) -> dict[str, Any]:
         """The hyperparameters as they were asked for, before any was chosen."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import torch
@@ -55,12 +56,20 @@ def with_shared_starts(setup: Setup, superchains: int) -> Setup:
 
 
 def nested_r_hats(result: Result) -> list[float] | None:
-    """Each latent site's worst nested R-hat; None of a run without whole superchains."""
-    superchains = _superchains(result)
-    if superchains is None:
+    """Each latent site's worst nested R-hat, of the superchains all of whose chains finished; None
+    of a run without superchains, or with too few of those, of which it warns."""
+    asked = result.attrs.get("superchains")
+    if asked is None:
+        return None
+    superchains, chains = _whole(result)
+    if superchains < 2:
+        warn(
+            f"there is no nested R-hat: {superchains} of the {asked} superchains lost no chain, "
+            "and it compares two or more; mend what stopped the others, or pass more superchains="
+        )
         return None
     sites = result.log_posterior.latents
-    parts = [variances(result.samples[name].double(), superchains) for name in sites]
+    parts = [variances(result.samples[name][chains].double(), superchains) for name in sites]
     return [float(r_hat_of(each).max()) for each in parts]
 
 
@@ -73,17 +82,17 @@ def warn_of_remembered_starts(result: Result, hot: bool = False) -> bool:
     the starts' own part.  That it is not chance says the F distribution.
 
     Args:
-        result: of the run.
+        result: of a run with two or more whole superchains.
         hot: whether its step is known to be too long, or was chosen.
     """
-    superchains = _superchains(result)
-    if superchains is None or result.attrs["temperature"] == 0:  # where nothing forgets
+    superchains, chains = _whole(result)
+    if result.attrs["temperature"] == 0:  # where nothing forgets
         return False
     from scipy.stats import f
 
-    each = result.num_chains // superchains
+    each = len(chains) // superchains
     for name in result.log_posterior.latents:
-        found = variances(result.samples[name].double(), superchains)
+        found = variances(result.samples[name][chains].double(), superchains)
         own = found.chains / each
         level = _FALSE_ALARMS / own.numel()
         most = float(f.isf(level, superchains - 1, superchains * (each - 1)))
@@ -102,7 +111,11 @@ def warn_of_remembered_starts(result: Result, hot: bool = False) -> bool:
     return False
 
 
-def _superchains(result: Result) -> int | None:
-    """How many there are, if all of their chains finished."""
-    whole = result.num_chains == result.attrs.get("num_chains")
-    return result.attrs.get("superchains") if whole else None
+def _whole(result: Result) -> tuple[int, list[int]]:
+    """(How many superchains there are all of whose chains finished, these chains' places)."""
+    started, asked = result.attrs["num_chains"], result.attrs["superchains"]
+    each = started // asked
+    finished = list(range(started)) if result.chains is None else list(result.chains)
+    left = Counter(chain // each for chain in finished)
+    whole = [superchain for superchain in left if left[superchain] == each]
+    return len(whole), [i for i, chain in enumerate(finished) if chain // each in whole]
