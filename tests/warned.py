@@ -1,5 +1,6 @@
-"""What functions return, without their warnings or with them."""
+"""What functions return, without their warnings or with them, and what they say."""
 
+import re
 import warnings
 
 
@@ -16,3 +17,8 @@ def told(function, *args, **kwargs):
         warnings.simplefilter("always")
         result = function(*args, **kwargs)
     return result, [str(each.message) for each in caught if each.category is UserWarning]
+
+
+def without_replay(message):
+    """An error's text but for where a run's last steps are."""
+    return re.sub(r" ps\.replay.*?\. (?=[A-Z])", " ", message)
