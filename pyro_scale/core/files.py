@@ -221,3 +221,17 @@ def _not_plain(value: Any, name: str) -> FileError:
         "strings and numbers, in tuples, lists and dicts; bind other arguments of a model with "
         "functools.partial(model, name=value) before it is run"
     )
+
+
+@contextlib.contextmanager
+def refused(path: Path, what: str) -> Iterator[None]:
+    """Our error for what the disk or a codec refuses of draws in a directory."""
+    try:
+        yield
+    except (ArgumentError, FileError):
+        raise
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError, IndexError) as error:
+        reason = getattr(error, "strerror", None) or error
+        if isinstance(error, KeyError) and not path.exists():  # of what Zarr had open
+            reason = "the store is gone: put it back, or begin again"
+        raise FileError(f"the draws in '{path}' cannot be {what} ({reason})") from error

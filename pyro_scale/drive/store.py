@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_scale.core.files import FilePath, as_path, locked
+from pyro_scale.core.files import FilePath, as_path, locked, refused
 from pyro_scale.errors import ArgumentError, FileError
 
 if TYPE_CHECKING:
@@ -358,17 +358,3 @@ def _zarr() -> Any:
 def _every_file() -> Any:
     """Has Zarr write files of zeros and of NaN, too, so that one that is not there is gone."""
     return _zarr().config.set({"array.write_empty_chunks": True})
-
-
-@contextlib.contextmanager
-def refused(path: Path, what: str) -> Iterator[None]:
-    """Our error for what the disk or a codec refuses."""
-    try:
-        yield
-    except (ArgumentError, FileError):
-        raise
-    except (OSError, RuntimeError, KeyError, TypeError, ValueError, IndexError) as error:
-        reason = getattr(error, "strerror", None) or error
-        if isinstance(error, KeyError) and not path.exists():  # of what Zarr had open
-            reason = "the store is gone: put it back, or begin again"
-        raise FileError(f"the draws in '{path}' cannot be {what} ({reason})") from error

@@ -10,7 +10,7 @@ from zarr.abc.store import ByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import LocalStore, WrapperStore
 
-from pyro_scale.drive.store import refused
+from pyro_scale.core.files import refused
 from pyro_scale.errors import FileError
 
 #: The end of the name of a file of draws, `<chain>.<number>...`, or of a coordinate, `<number>`.
