@@ -488,7 +488,10 @@ def plotted(report: dict[str, Any]) -> plt.Figure:
             above.fill_between(
                 dates[at], (mean - sd)[at], (mean + sd)[at], color=colour, alpha=0.2, lw=0
             )
-    above.set(ylabel="skill over the league's mean\n(nats of the odds)", xlim=(dates[0], dates[-1]))
+    above.set(
+        ylabel="skill over the league's mean, ± sd\n(nats of the odds; EKF, outcomes)",
+        xlim=(dates[0], dates[-1]),
+    )
     above.legend(ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     base = np.array(report["by_season"]["frequencies"])
     at = np.arange(len(base))

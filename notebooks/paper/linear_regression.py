@@ -279,7 +279,7 @@ def plotted(report: dict[str, Any]) -> plt.Figure:
             style = {"color": "#0072B2", "ms": 6, "lw": 1, "label": "measured, ± Monte Carlo error"}
             axis.errorbar(measured, places, xerr=errors[part], fmt=".", **style)
     axes[0].set(xscale="log", xlabel="sds of the ten weights over the exact ones")
-    axes[1].set(xlabel="sd of the steepest mode over the exact one")
+    axes[1].set(xlabel="the steepest mode's")
     ticks = [0.125, 0.25, 0.5, 1]
     axes[0].set_xticks(ticks, [str(tick) for tick in ticks])
     axes[0].minorticks_off()
