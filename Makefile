@@ -37,7 +37,7 @@ types: .venv/installed
 	$(BIN)/mypy
 
 notebooks: .venv/installed
-	$(BIN)/python -m pytest --nbmake notebooks/*.ipynb
+	$(BIN)/python -m pytest --nbmake notebooks/*.ipynb notebooks/paper/*.ipynb
 
 clean:
 	rm -rf .venv demo-output

@@ -28,9 +28,7 @@ The data are in $PYRO_SCALE_DATA (../shared/data by default), where a file load.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -43,12 +41,12 @@ import pyro
 import pyro.distributions as dist
 import scipy.optimize
 import torch
+from data_folder import DATA, loader
 from torch import Tensor
 
 import pyro_scale as ps
 
 HERE = Path(__file__).resolve().parent
-DATA = Path(os.environ.get("PYRO_SCALE_DATA", HERE.parents[2] / "shared" / "data"))
 #: Seasons that hyperparameters are chosen on, of which the first is not scored.
 CHOSEN_ON = 5
 #: What home advantage, and whatever else is the same for all teams, moves a day, over what a skill
@@ -150,14 +148,8 @@ def seasons(data: dict[str, Any]) -> list[Season]:
 
 def load() -> list[Season] | None:
     """All seasons, or None where the data are missing."""
-    if not (DATA / "football").is_dir():
-        return None
-    spec = importlib.util.spec_from_file_location("load", DATA / "load.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return seasons(module.load_football())
+    data = loader()
+    return None if data is None else seasons(data.load_football())
 
 
 def made_up(num_seasons: int = 2, seed: int = 0) -> list[Season]:
@@ -399,7 +391,7 @@ def main() -> None:
     """The whole run."""
     played = load()
     if played is None:
-        raise SystemExit(f"no football in {DATA}: put openfootball's results there, see load()")
+        raise SystemExit(f"no data in {DATA}: set PYRO_SCALE_DATA")
     probs = {"frequencies": frequencies(played)}
     report: dict[str, Any] = {"chosen": {}}
     with ProcessPoolExecutor(2) as pool:

@@ -22,7 +22,6 @@ Writes pima.json and pima.png.  It needs posteriors, BlackJAX and the data
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import statistics
@@ -42,6 +41,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 import torchopt
+from data_folder import DATA, loader
 from pyro.infer import MCMC, NUTS
 from scipy.stats import gaussian_kde
 from torch import Tensor
@@ -49,7 +49,6 @@ from torch import Tensor
 import pyro_scale as ps
 
 HERE = Path(__file__).resolve().parent
-DATA = Path(os.environ.get("PYRO_SCALE_DATA", HERE.parents[2] / "shared" / "data"))
 RESULTS, FIGURE = HERE / "pima.json", HERE / "pima.png"
 
 #: The paper's settings.
@@ -100,13 +99,8 @@ def data() -> tuple[Tensor, Tensor, list[str]]:
 
     Where the data are missing: 8 columns of scikit-learn's breast cancer.
     """
-    if (DATA / "load.py").exists():
-        spec = importlib.util.spec_from_file_location("load", DATA / "load.py")
-        assert spec is not None
-        assert spec.loader is not None
-        load = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(load)
-        x, y, names = load.load_pima()
+    if (folder := loader()) is not None:
+        x, y, names = folder.load_pima()
     else:
         from sklearn.datasets import load_breast_cancer
 
@@ -493,8 +487,8 @@ def main() -> None:
     sys.path.append(str(HERE.parents[1] / "benchmarks"))
     from circumstances import circumstances
 
-    if not (DATA / "load.py").exists():
-        raise SystemExit(f"the data are not in {DATA}: set PYRO_SCALE_DATA")
+    if loader() is None:
+        raise SystemExit(f"no data in {DATA}: set PYRO_SCALE_DATA")
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message="warm-up of|VI")
     torch.set_num_threads(1)
