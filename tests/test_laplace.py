@@ -867,6 +867,21 @@ def test_few_draws_are_those_of_all_of_them():
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
+def test_another_temperature_without_another_pass(structure):
+    """The covariance is T times that at 1, wherever the fit was."""
+    at = {t: laplace(regression(), (X, Y), structure, temperature=t) for t in (0.5, 2.0, 0.0)}
+    other = at[0.5].at_temperature(2.0)
+    close(other.sample(50, seed=1)["w"], at[2.0].sample(50, seed=1)["w"], 1e-10)
+    assert other.fit.temperature == other.temperature == 2.0
+    assert at[0.5].fit.temperature == at[0.5].temperature == 0.5
+    close(at[0.5].at_temperature(0).get_samples()["w"], at[0.0].get_samples()["w"], 1e-12)
+    with pytest.raises(ArgumentError, match="temperature=-1"):
+        at[0.5].at_temperature(-1)
+    with pytest.raises(ArgumentError, match="no spread"):
+        at[0.0].at_temperature(1.0)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("sites", [None, ["v"]], ids=["all", "last"])
 def test_a_networks_outputs_are_linear_in_its_weights(structure, sites):
     """f(x, mode) + J (w - mode) with a Jacobian made by hand, for each draw of the weights."""
