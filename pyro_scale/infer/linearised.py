@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import TransformedDistribution, constraints
 from torch.utils import _pytree as pytree
 
-from pyro_scale.core.onednn import without_onednn
+from pyro_scale.core.onednn import PlainLSTM
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.fit import Fit
@@ -109,7 +109,7 @@ def _drawn(
         now, change = torch.func.jvp(outputs, (centre,), (away,))[:2]
         return {n: {k: now[n][k] + change[n][k] for k in now[n]} for n in now}
 
-    with torch.no_grad(), without_onednn():  # whose recurrent layers have no forward derivative
+    with torch.no_grad(), PlainLSTM():
         try:
             chunks = list(in_chunks(moved, [positions - centre]))
         except NotImplementedError as error:
