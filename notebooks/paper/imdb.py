@@ -151,6 +151,17 @@ def reviews(size: Size) -> Reviews:
     return Reviews(*((tokens_of(texts, number), labels) for texts, labels in chosen.values()))
 
 
+def made_up(size: Size) -> Reviews:
+    """What stands in where IMDB is missing: random words, each for or against a label."""
+    source = torch.Generator().manual_seed(0)
+    side, chosen = torch.randn(size.words, generator=source), []
+    for count in (size.train, size.test):
+        tokens = torch.randint(2, size.words, (count, 100), generator=source)
+        chance = torch.sigmoid(side[tokens[:, -40:]].sum(1) / 3)
+        chosen.append((tokens, torch.bernoulli(chance, generator=source).long()))
+    return Reviews(*chosen)
+
+
 # ---------------------------------------------------------------------------- methods
 
 #: Probabilities of "positive" by method and temperature, `[draws, test reviews]`.
@@ -323,7 +334,8 @@ def results(parts: Path, size: Size, labels: Tensor) -> dict[str, Any]:
     }
 
 
-#: The figure's panels: methods with their colours.
+#: The figure's highest loss, and its panels: methods with their colours.
+HIGHEST = 0.85
 PANELS = (
     {
         "Laplace EF": "#56B4E9",
@@ -340,24 +352,29 @@ PANELS = (
 
 def draw(found: dict[str, Any], figure: Path | None = None) -> Any:
     """Loss and accuracy against temperature: means over seeds, and one standard deviation."""
-    fig, axes = plt.subplots(2, 3, figsize=(12, 7), sharex=True, sharey="row")
+    panels = [colours for colours in PANELS if colours.keys() & found.keys()]
+    width = len(panels)
+    fig, axes = plt.subplots(
+        2, width, figsize=(4.2 * width, 7), sharex=True, sharey="row", squeeze=False
+    )
     for row, metric in zip(axes, ("loss", "accuracy"), strict=True):
-        for panel, colours in zip(row, PANELS, strict=True):
+        for panel, colours in zip(row, panels, strict=True):
             for name, style in (("MAP", "--"), ("MLE", ":")):
                 if name in found:
-                    values = found[name]["0"][metric]
-                    panel.axhline(statistics.fmean(values), color="0.4", ls=style, label=name)
+                    mean = statistics.fmean(found[name]["0"][metric])
+                    panel.axhline(mean, color="0.4", ls=style, label=f"{name}, {mean:.2f}")
             for name, colour in colours.items():
                 line(panel, found.get(name, {}), metric, name, colour)
             panel.set_xscale("log")
             panel.grid(alpha=0.3)
-    for panel in axes[0]:
-        panel.set_ylim(top=0.8)
-        panel.legend(fontsize=8)
-    for panel in axes[1]:
-        panel.set_xlabel("temperature")
+            panel.legend(fontsize=8)
+    axes[0, 0].set_ylim(top=HIGHEST)
     axes[0, 0].set_ylabel("test loss, nats a review")
     axes[1, 0].set_ylabel("test accuracy")
+    for panel in axes[1]:
+        panel.set_xlabel("temperature")
+        panel.set_xticks(TEMPERATURES, [f"{t:g}" for t in TEMPERATURES])
+        panel.minorticks_off()
     fig.tight_layout()
     if figure is not None:
         fig.savefig(figure, dpi=120)
