@@ -832,6 +832,55 @@ def network(noise):
     return model, outputs
 
 
+def test_a_recurrent_networks_outputs_are_linear_in_its_weights():
+    """The same of an LSTM, which float32 runs by oneDNN; its Jacobian is by differences."""
+    noise, x = [SD], normals(6, 3, D, seed=12)
+    net = torch.nn.LSTM(D, 2, batch_first=True).float()
+    bayesian = ps.bayesianize(net)
+
+    def model(x, y=None):
+        means = bayesian(x)[0][:, -1, 0]
+        with rows(x):
+            return pyro.sample("y", dist.Normal(means, noise[0]), obs=y)
+
+    mode = bayesian.weights()
+    fit = ps.Laplace(model).run((x.float(), torch.zeros(6).float()), mode=mode, progress=False)
+    noise[0] = 1e-9
+    drawn = fit.predict(x.float(), linearized=True, num_samples=5)["y"]
+    weights = fit.get_samples(5)
+    assert len(weights["bias_hh_l0"]) == 5
+
+    def outputs(draw, share):
+        moved = {n: w.double() + share * (weights[n][draw] - w).double() for n, w in mode.items()}
+        return torch.func.functional_call(net.double(), moved, x)[0][:, -1, 0]
+
+    for draw, found in enumerate(drawn):
+        change = (outputs(draw, 1e-4) - outputs(draw, -1e-4)) / 2e-4
+        close(found.double(), outputs(draw, 0.0) + change, 1e-5)
+
+
+def test_few_draws_are_those_of_all_of_them():
+    """Of 1,000 a start, without them, for a model of an odd number of params."""
+    fit = laplace(regression(), (X, Y), num_chains=2).fit
+    chosen = torch.tensor([0, 15, 16, 999, 1000, 1500, 1999])
+    assert fit.thinned(chosen).positions.equal(fit.result.positions.flatten(0, 1)[chosen][None])
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_another_temperature_without_another_pass(structure):
+    """The covariance is T times that at 1, wherever the fit was."""
+    at = {t: laplace(regression(), (X, Y), structure, temperature=t) for t in (0.5, 2.0, 0.0)}
+    other = at[0.5].at_temperature(2.0)
+    close(other.sample(50, seed=1)["w"], at[2.0].sample(50, seed=1)["w"], 1e-10)
+    assert other.fit.temperature == other.temperature == 2.0
+    assert at[0.5].fit.temperature == at[0.5].temperature == 0.5
+    close(at[0.5].at_temperature(0).get_samples()["w"], at[0.0].get_samples()["w"], 1e-12)
+    with pytest.raises(ArgumentError, match="temperature=-1"):
+        at[0.5].at_temperature(-1)
+    with pytest.raises(ArgumentError, match="no spread"):
+        at[0.0].at_temperature(1.0)
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("sites", [None, ["v"]], ids=["all", "last"])
 def test_a_networks_outputs_are_linear_in_its_weights(structure, sites):

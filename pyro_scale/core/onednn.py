@@ -6,8 +6,10 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 _switching = threading.Lock()
 
@@ -20,3 +22,14 @@ def without_onednn() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")
         with torch.backends.mkldnn.flags(enabled=False):
             yield
+
+
+class PlainLSTM(TorchFunctionMode):
+    """Has LSTMs computed without oneDNN, whose own layer has no forward derivative; what else there
+    is, such as convolutions, keeps it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.lstm:
+            return func(*args, **(kwargs or {}))
+        with without_onednn():
+            return func(*args, **(kwargs or {}))

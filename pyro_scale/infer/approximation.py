@@ -116,11 +116,16 @@ class Approximation(Method):
             ArgumentError: `linearized` of what has no distribution, or without a Gaussian; what
                 `reduce` asks for does not exist.
         """
-        chosen = num_samples, batch_size, return_sites, reduce
-        arguments = self._results().log_posterior.bind(args, kwargs)
+        fit = self.fit
+        arguments = fit.log_posterior.bind(args, kwargs)
         if linearized:
-            return linearised.predict(self.fit, arguments, *chosen)
-        return predictive.predict(self._results(), arguments, *chosen)
+            chosen = num_samples, batch_size, return_sites, reduce
+            return linearised.predict(fit, arguments, *chosen)
+        if num_samples is None:
+            result = fit.result
+        else:  # a network's 1,000 draws may be more than memory holds
+            result = fit.thinned(predictive.even(fit.num_starts * fit.num_draws, num_samples))
+        return predictive.predict(result, arguments, None, batch_size, return_sites, reduce)
 
     def guide(self) -> Guide:
         """The Gaussian as a Pyro guide, for `pyro.infer.Predictive(model, guide=...)`, and `SVI`,

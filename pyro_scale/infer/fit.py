@@ -21,6 +21,8 @@ from pyro_scale.model.log_posterior import LogPosterior
 
 #: Draws of each start, unless the user asks for others.
 _DRAWS = 1000
+#: Of which so many are drawn at a time: torch fills memory in pieces of 16.
+_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,40 @@ class Fit:
     @cached_property
     def result(self) -> Result:
         """The draws of the run's seed: 1,000 a start, the same at each call; of a MAP, one."""
+        every = torch.arange(self.num_draws)
+        return self._result_of(torch.stack([self.drawn(i, every) for i in range(self.num_starts)]))
+
+    @property
+    def num_starts(self) -> int:
+        """Where it began, and where it has a centre."""
+        return len(self.centres)
+
+    @property
+    def num_draws(self) -> int:
+        """Of a start."""
+        return _DRAWS if self.gaussians else 1
+
+    def drawn(self, start: int, chosen: Tensor) -> Tensor:
+        """Those of a start's draws that are chosen, in order, `[n, D]`, without holding the
+        others."""
         if not self.gaussians:
-            return self._result_of(self.centres[:, None])
-        draws = [
-            self._at(start, self.noise(_DRAWS, generator(self.seed, start, Purpose.APPROXIMATION)))
-            for start in range(len(self.gaussians))
+            return self.centres[start].repeat(len(chosen), 1)
+        source = generator(self.seed, start, Purpose.APPROXIMATION)
+        noise, last = [self.noise(0)], int(chosen[-1]) if len(chosen) else -1
+        for first in range(0, last + 1, _AT_ONCE):
+            some = self.noise(min(_AT_ONCE, _DRAWS - first), source)
+            noise.append(some[chosen[(chosen >= first) & (chosen < first + _AT_ONCE)] - first])
+        return self._at(start, torch.cat(noise))
+
+    def thinned(self, chosen: Tensor) -> Result:
+        """Those of all starts' draws that are chosen, in order, `[1, n, D]`, without holding the
+        others."""
+        starts = chosen // self.num_draws
+        parts = [
+            self.drawn(start, chosen[starts == start] % self.num_draws)
+            for start in range(self.num_starts)
         ]
-        return self._result_of(torch.stack(draws))
+        return self._result_of(torch.cat(parts)[None])
 
     def draws(self, noise: Tensor) -> Result:
         """Draws `[1, n]`, from each start in turn, given standard normals `[n, d]`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import math
 import time
@@ -90,9 +91,7 @@ class Laplace(Approximation):
             raise ArgumentError(f"curvature={curvature!r}: pass one of {kinds}")
         if isinstance(sites, str) or (sites is not None and not list(sites)):
             raise ArgumentError(f"sites={sites!r}: pass a list of sites' names")
-        if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
-            raise ArgumentError(f"temperature={temperature!r}: pass a number >= 0")
-        self.curvature, self.temperature = curvature, float(temperature)
+        self.curvature, self.temperature = curvature, _as_temperature(temperature)
         self._sites = None if sites is None else list(sites)
 
     def run(
@@ -192,6 +191,23 @@ class Laplace(Approximation):
         self._keep(setup, search, peaks, time.perf_counter() - begun)
         return self
 
+    def at_temperature(self, temperature: float) -> Laplace:
+        """The fit with the covariance of another temperature, without another pass through the
+        data.
+
+        Raises:
+            ArgumentError: a temperature below 0; a fit at temperature 0, which has no spread.
+            NotRunError: nothing has been run.
+        """
+        fit, other = self.fit, copy.copy(self)
+        other.temperature = _as_temperature(temperature)
+        warm = [fit.at_temperature_1(start) for start in range(fit.num_starts)]
+        other._fit = fit.replaced(
+            gaussians=tuple(gaussian.tempered(other.temperature) for gaussian in warm),
+            attrs={**fit.attrs, "temperature": other.temperature},
+        )
+        return other
+
     def log_marginal_likelihood(self) -> Tensor:
         """The evidence, in nats: log joint + D/2 log 2 pi - log det(precision)/2 at the mode, of
         the start where it is largest; over the sites that have a Gaussian, at temperature 1.
@@ -269,6 +285,12 @@ class Laplace(Approximation):
             seed=setup.seed,
             attrs=attrs,
         )
+
+
+def _as_temperature(temperature: float) -> float:
+    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        raise ArgumentError(f"temperature={temperature!r}: pass a number >= 0")
+    return float(temperature)
 
 
 def _set_up(

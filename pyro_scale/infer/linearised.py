@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import TransformedDistribution, constraints
 from torch.utils import _pytree as pytree
 
+from pyro_scale.core.onednn import PlainLSTM
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.fit import Fit
@@ -40,7 +41,8 @@ def predict(
     """
     if not fit.gaussians:
         raise ArgumentError("linearized=True needs a Gaussian: fit Laplace, VI or EKF")
-    names = list(data_sites(fit.result))
+    here = fit.thinned(torch.arange(0))  # what it knows of the model
+    names = list(data_sites(here))
     if not names:
         raise ArgumentError("linearized=True: the model has no observed site with a distribution")
     for name in return_sites or ():
@@ -48,21 +50,21 @@ def predict(
             raise ArgumentError(
                 f"return_sites: linearized=True gives the observed sites {names}, not '{name}'"
             )
-    starts, draws, _ = fit.result.positions.shape
+    starts, draws = fit.num_starts, fit.num_draws
     chosen = torch.arange(starts * draws)
     if num_samples is not None:
         chosen = even(starts * draws, num_samples)
-    of_starts = [chosen[chosen // draws == start] % draws for start in range(starts)]
-    reduction, axes, parts = None, row_axes(fit.result), []
+    positions = [fit.drawn(i, chosen[chosen // draws == i] % draws) for i in range(starts)]
+    reduction, axes, parts = None, row_axes(here), []
     if reduce is not None:
         reduction = reduction_of(reduce)
         axes = {n: reduction.axis(fit.log_posterior.understanding.sites[n], axes[n]) for n in names}
         if batch_size is None and is_row_wise(fit.log_posterior):
             batch_size = PIECE_ROWS
-    for piece in pieces_for(fit.result, arguments, batch_size):
+    for piece in pieces_for(here, arguments, batch_size):
         drawn = [
-            _drawn(fit, start, fit.result.positions[start, own], piece, return_sites or names)
-            for start, own in enumerate(of_starts)
+            _drawn(fit, start, own, piece, return_sites or names)
+            for start, own in enumerate(positions)
             if len(own)
         ]
         kept = {name: _kept([sites[name] for sites in drawn], reduction) for name in drawn[0]}
@@ -107,7 +109,7 @@ def _drawn(
         now, change = torch.func.jvp(outputs, (centre,), (away,))[:2]
         return {n: {k: now[n][k] + change[n][k] for k in now[n]} for n in now}
 
-    with torch.no_grad():
+    with torch.no_grad(), PlainLSTM():
         try:
             chunks = list(in_chunks(moved, [positions - centre]))
         except NotImplementedError as error:
