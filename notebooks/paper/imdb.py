@@ -21,9 +21,7 @@ and imdb.png.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import os
 import re
 import statistics
 import time
@@ -40,13 +38,13 @@ import pyro
 import pyro.distributions as dist
 import torch
 import torchopt
+from data_folder import DATA, loader
 from torch import Tensor, nn
 
 import pyro_scale as ps
 
 HERE = Path(__file__).resolve().parent
 RESULTS, FIGURE = HERE / "imdb.json", HERE / "imdb.png"
-DATA = Path(os.environ.get("PYRO_SCALE_DATA", HERE.parents[2] / "shared" / "data"))
 
 TEMPERATURES, SEEDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0), range(3)
 #: Prior sds: the paper's; the MLE's; what the paper's code adds to Laplace's precision is 0.001.
@@ -135,11 +133,9 @@ def tokens_of(texts: Sequence[str], number: dict[str, int], length: int = 100) -
 
 def reviews(size: Size) -> Reviews:
     """A fixed random subset of IMDB; the most frequent words of its training texts alone."""
-    spec = importlib.util.spec_from_file_location("load", DATA / "load.py")
-    assert spec is not None
-    assert spec.loader is not None
-    load = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(load)
+    load = loader()
+    if load is None:
+        raise SystemExit(f"no data in {DATA}: set PYRO_SCALE_DATA")
     chosen = {}
     for split, count in (("train", size.train), ("test", size.test)):
         texts, labels, _ = load.load_imdb(split)
