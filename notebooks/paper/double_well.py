@@ -7,8 +7,8 @@ The paper shows the density without a formula; that of its authors' example code
 Truth is the share of each of 30 x 30 bins by quadrature; what is reported is the total variation
 distance from it of 500,000 draws: of 10,000 chains that keep 50 each, and of one chain that takes
 as many steps in all.  At temperature 0 the chains are a deep ensemble.  Beside it the same wells
-with unequal masses, where parallel chains are wrong: wells of the same depth, and three times as
-deep.  Nothing is scaled down.
+with unequal masses: of the same depth, which chains cross, and three times as deep, which they do
+not, so that parallel chains keep the shares of their starts.  Nothing is scaled down.
 
     OMP_NUM_THREADS=1 python notebooks/paper/double_well.py
 

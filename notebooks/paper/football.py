@@ -303,8 +303,6 @@ def elo(played: list[Season], choice: Elo) -> list[Tensor]:
             team: choice.keep * ratings[team] if team in ratings else choice.promoted
             for team in season.teams
         }
-        if season is played[0]:
-            ratings = dict.fromkeys(season.teams, 0.0)
         gaps = []
         for home, away, (scored, conceded) in zip(
             season.home.tolist(), season.away.tolist(), season.goals.tolist(), strict=True

@@ -46,10 +46,10 @@ def diagnostics(result: Result, probe: Any = None) -> Any:
         predicted = None if probe is None else mixing_of_predictions(result, probe)
         nested = nested_r_hats(result)
     heat = _heat(result)
-    for name, kind in (("temperature", "all"), ("steepest_temperature", "steepest")):
-        if heat:
-            table[name] = [each.mean for each in heat if each.of == kind]
-            table[f"{name}_error"] = [each.error for each in heat if each.of == kind]
+    kinds = {"temperature": "all", "steepest_temperature": "steepest"} if heat else {}
+    for name, kind in kinds.items():
+        table[name] = [each.mean for each in heat if each.of == kind]
+        table[f"{name}_error"] = [each.error for each in heat if each.of == kind]
     if nested is not None:
         table["nested_r_hat"] = nested
     noise = result.gradient_noise
@@ -60,8 +60,10 @@ def diagnostics(result: Result, probe: Any = None) -> Any:
             table["variance_reduction"] = [float(noise.reduction[place].min()) for place in places]
         table["temperature_inflation"] = [float(noise.inflation[place].max()) for place in places]
     if result.kinetic is not None:
-        means, errors = _temperatures(result.kinetic.measured, _FEWEST_MOMENTS)
-        table["kinetic_temperature"], table["kinetic_temperature_error"] = means, errors
+        measured = result.kinetic.measured
+        errors = [standard_error(each, _FEWEST_MOMENTS) for each in measured.unbind(-1)]
+        table["kinetic_temperature"] = measured.mean((0, 1)).tolist()
+        table["kinetic_temperature_error"] = errors
         table["kinetic_temperature_expected"] = result.kinetic.expected.tolist()
     if result.attrs.get("share_batches") and result.num_chains > 1:
         table["chain_correlation"] = [
@@ -96,13 +98,6 @@ def _warn(result: Result, table: Any, heat: list[_Heat], predicted: Any) -> None
     warn_of_inflation(inflation, result)
     if momenta:
         _warn_of_momenta(result, table, momenta)
-
-
-def _temperatures(relative: Tensor, least: int) -> tuple[list[float], list[float]]:
-    """(Every site's temperature over that of the run, its standard error), from some moments'
-    parts in it, `[chains, moments, sites]`, at least so many."""
-    means = relative.mean((0, 1)).tolist()
-    return means, [standard_error(each, least) for each in relative.unbind(-1)]
 
 
 def standard_error(series: Tensor, least: int = _FEWEST_DRAWS) -> float:

@@ -80,15 +80,14 @@ class Fit:
             noise.append(some[chosen[(chosen >= first) & (chosen < first + _AT_ONCE)] - first])
         return self._at(start, torch.cat(noise))
 
+    def by_start(self, chosen: Tensor) -> list[Tensor]:
+        """Those of all starts' draws that are chosen, in order, `[n, D]` of each start."""
+        starts, draws = chosen // self.num_draws, chosen % self.num_draws
+        return [self.drawn(start, draws[starts == start]) for start in range(self.num_starts)]
+
     def thinned(self, chosen: Tensor) -> Result:
-        """Those of all starts' draws that are chosen, in order, `[1, n, D]`, without holding the
-        others."""
-        starts = chosen // self.num_draws
-        parts = [
-            self.drawn(start, chosen[starts == start] % self.num_draws)
-            for start in range(self.num_starts)
-        ]
-        return self._result_of(torch.cat(parts)[None])
+        """The same as one chain, `[1, n, D]`, without holding the others."""
+        return self._result_of(torch.cat(self.by_start(chosen))[None])
 
     def draws(self, noise: Tensor) -> Result:
         """Draws `[1, n]`, from each start in turn, given standard normals `[n, d]`."""

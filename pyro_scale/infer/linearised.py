@@ -50,11 +50,8 @@ def predict(
             raise ArgumentError(
                 f"return_sites: linearized=True gives the observed sites {names}, not '{name}'"
             )
-    starts, draws = fit.num_starts, fit.num_draws
-    chosen = torch.arange(starts * draws)
-    if num_samples is not None:
-        chosen = even(starts * draws, num_samples)
-    positions = [fit.drawn(i, chosen[chosen // draws == i] % draws) for i in range(starts)]
+    total = fit.num_starts * fit.num_draws
+    positions = fit.by_start(even(total, total if num_samples is None else num_samples))
     reduction, axes, parts = None, row_axes(here), []
     if reduce is not None:
         reduction = reduction_of(reduce)
