@@ -410,20 +410,20 @@ def main() -> None:
 
 
 def scores(played: list[Season], probs: dict[str, list[Tensor]]) -> dict[str, Any]:
-    """Log losses of the seasons after those that the choices were made on, with their differences,
-    match by match."""
+    """Log losses of the seasons after those that the choices were made on, with their differences;
+    errors are over seasons, whose matches have in common what is hard to foresee."""
     table = {name: losses(played, p)[CHOSEN_ON:] for name, p in probs.items()}
-    every = {name: torch.cat(loss) for name, loss in table.items()}
+    by_season = {name: torch.stack([x.mean() for x in loss]) for name, loss in table.items()}
     pairs = [("EKF, outcomes", "frequencies"), ("EKF, outcomes", "Elo, outcomes")]
     pairs += [("EKF, goals", "frequencies"), ("EKF, goals", "Elo, goals")]
     pairs += [("EKF, goals", "EKF, outcomes"), ("EKF, goals", "Elo, outcomes")]
     pairs += [("EKF, outcomes", "Elo, goals"), ("Elo, goals", "Elo, outcomes")]
     return {
-        "matches": len(every["frequencies"]),
+        "matches": sum(len(season.home) for season in played[CHOSEN_ON:]),
         "seasons": [season.name for season in played[CHOSEN_ON:]],
-        "loss": {name: float(loss.mean()) for name, loss in every.items()},
-        "by_season": {name: [float(x.mean()) for x in loss] for name, loss in table.items()},
-        "difference": {f"{a} - {b}": mean_and_error(every[a] - every[b]) for a, b in pairs},
+        "loss": {name: float(loss.mean()) for name, loss in by_season.items()},
+        "by_season": {name: loss.tolist() for name, loss in by_season.items()},
+        "difference": {f"{a} - {b}": mean_and_error(by_season[a] - by_season[b]) for a, b in pairs},
     }
 
 

@@ -383,7 +383,7 @@ def line(panel: Any, by_temperature: dict[str, Any], metric: str, name: str, col
     if points:
         at, values = zip(*points, strict=True)
         mean = [statistics.fmean(each) for each in values]
-        sd = [statistics.pstdev(each) for each in values]
+        sd = [statistics.stdev(each) for each in values]
         panel.plot(at, mean, "o-", color=colour, label=name, ms=4)
         low = [m - s for m, s in zip(mean, sd, strict=True)]
         high = [m + s for m, s in zip(mean, sd, strict=True)]

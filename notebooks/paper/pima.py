@@ -174,7 +174,8 @@ def parallel(
 def variational(
     seed: int, structure: str = "diag", batch_size: int | None = None, lr: Any = 1e-3
 ) -> Run:
-    """Adam with the paper's 8,000 steps of 0.001, from zero, unless another lr is given."""
+    """Adam with the paper's 8,000 steps of 0.001, unless another lr is given; from zero with sds
+    of 0.1, where the library starts, and not of 1 as the paper does."""
     fit = ps.VI(
         model,
         structure=structure,
