@@ -227,7 +227,7 @@ def in_turn(
     """
     model: Any = reader(network)
     laplace = ps.Laplace(model, curvature="empirical_fisher")
-    precision = torch.tensor(1.0)
+    precision = torch.tensor(1.0)  # of the unit prior
     found, mode, tests = list(first.losses), first.mode, [each.test for each in shelf]
     for episode, (before, book) in enumerate(itertools.pairwise(shelf)):
         if method == "Laplace":
