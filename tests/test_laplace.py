@@ -6,6 +6,7 @@ Statistical tests have fixed seeds; were those drawn anew, a z beyond 4.4 would 
 
 import functools
 import math
+import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -678,6 +679,27 @@ def test_a_map_of_the_new_prior_finds_the_updated_mode(temperature):
     fit.update((X[other], Y[other]), mode=found, progress=False)
     close(gaussian(fit).mean, mean, 1e-8)
     close(gaussian(fit).precision, precision / temperature, 1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:the log joint still rose")
+def test_steps_with_the_new_prior_find_the_updated_mode():
+    """On batches of the new rows, whose number the old posterior does not know."""
+    first, other = HALVES
+    fit = laplace(regression(2.0), (X[first], Y[first]))
+    twice = X[other].repeat(2, 1), Y[other].repeat(2)
+    expected = ps.MAP(fit.as_prior(), structure="dense", optimiser=torchopt.sgd(0.01))
+    expected.run(twice, num_steps=10, **QUIET)
+    found = ps.MAP(fit.as_prior(), optimiser=torchopt.sgd(0.02), num_data=len(twice[0]))
+    for _ in range(2000):
+        found.step(X[other], Y[other])
+    close(found.get_samples()["w"], expected.get_samples()["w"], 1e-8)
+
+
+def test_steps_by_adamw_say_nothing_of_its_operations():
+    found = ps.MAP(regression(2.0), optimiser=torchopt.adamw(0.1), num_data=len(X))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found.step(X, Y)
 
 
 def test_a_laplace_of_the_new_prior_is_an_update():

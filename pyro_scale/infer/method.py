@@ -66,7 +66,8 @@ class Method:
                 f"model={model!r} is not callable: pass a Pyro model, a PyroModule or a "
                 "LogPosterior"
             )
-        if isinstance(model, LogPosterior) and num_data is not None:
+        has_its_own = isinstance(model, LogPosterior) and model.given_num_data is not None
+        if has_its_own and num_data is not None:
             raise ArgumentError("num_data: a LogPosterior has its own; leave it out")
         known = init_strategy is None or isinstance(init_strategy, dict) or callable(init_strategy)
         if not known and not isinstance(init_strategy, Starts):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
@@ -104,9 +106,7 @@ class Optimised(Approximation):
         if self._early_stopping:
             plateau = Plateau(max(epoch, _WINDOW), setup.engine.layout.size)
         title = f"{type(self).__name__}, {num_chains} start{'s' * (num_chains > 1)}"
-        with Progress(steps.total, title, progress) as bar, warnings.catch_warnings():
-            # of TorchOpt's operations under vmap, which nobody can act on
-            warnings.filterwarnings("ignore", message="There is a performance drop")
+        with Progress(steps.total, title, progress) as bar, _quietly():
             draws = simulate(
                 setup.engine,
                 setup.positions,
@@ -143,7 +143,8 @@ class Optimised(Approximation):
             data = batch_as_data(self.model, self._num_data, args, kwargs)
             setup = self._set_up(data, self._num_data, 1, choose_seed(None))
             self._stepping = Stepping(setup, self.kernel)
-        draws, _ = self._stepping.step(args, kwargs)
+        with _quietly():
+            draws, _ = self._stepping.step(args, kwargs)
         _refuse_failures(draws)
         self._fit = self._fitted(self._stepping.setup, draws).replaced(data=None)
         return float(draws.log_joint)
@@ -253,6 +254,14 @@ class Optimised(Approximation):
         else:
             return
         warn(f"the {self.objective} {said}")
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without torch's word on TorchOpt's operations under vmap, which nobody can act on."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        yield
 
 
 def _refuse_failures(draws: Draws) -> None:

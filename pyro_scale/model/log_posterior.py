@@ -351,6 +351,11 @@ class LogPosterior:
         return self._understanding
 
     @property
+    def given_num_data(self) -> int | None:
+        """N as it was passed, None where it was left out."""
+        return self._num_data
+
+    @property
     def num_data(self) -> int:
         """N."""
         return self.understanding.scaling.num_data
