@@ -52,7 +52,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS, FIGURE = HERE / "ood_text.json", HERE / "ood_text.png"
 
 #: Where chains start, and prior sds, that are tried.
-CHOICES = (("module", 0.1), ("module", 0.3), ("prior", 0.03), ("prior", 0.1))
+CHOICES = (("module", 0.1), ("module", 0.3), ("prior", 0.03))
 STARTS = {"module": ps.init_to_module, "prior": init_to_sample}
 #: Of the prior of SGD, which is next to none.
 FLAT = 1.0
