@@ -194,10 +194,18 @@ def test_elements_at_temperature_zero_have_neither_noise_nor_entropy(structure, 
 
 
 @structures
-def test_q_starts_at_the_position_with_sds_of_a_tenth(structure):
-    state = KINDS[structure](optimiser=torchopt.sgd(1.0)).init(MEAN, torch.zeros(3))
-    assert torch.equal(state.position, MEAN)
-    close(factor(state.spread), 0.1 * torch.eye(3))
+def test_q_starts_at_the_position_with_the_first_sds(structure):
+    for given, sd in (({}, 0.1), ({"init_scale": 0.03}, 0.03)):
+        state = KINDS[structure](optimiser=torchopt.sgd(1.0), **given).init(MEAN, torch.zeros(3))
+        assert torch.equal(state.position, MEAN)
+        close(factor(state.spread), sd * torch.eye(3))
+
+
+@structures
+def test_a_fit_starts_with_the_first_sds(structure):
+    still = {"optimiser": torchopt.sgd(1e-30), "structure": structure, "init_scale": 0.03}
+    fit = ps.VI(linear, **still).run((X, Y), num_steps=1, **SETTINGS)
+    close(fit.fit.gaussians[0].variance, 0.03**2 * torch.ones(3))
 
 
 def test_ivon_is_as_published():
@@ -683,6 +691,8 @@ def test_a_network_learns_from_minibatches(kind):
         ({"structure": "low-rank"}, r"structure='low-rank': pass one of \('diag', 'dense'\)"),
         ({"num_particles": 0}, "num_particles=0"),
         ({"num_particles": 1.5}, "num_particles=1.5"),
+        ({"init_scale": 0.0}, "init_scale=0.0"),
+        ({"init_scale": "small"}, "init_scale='small'"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": {"w": 1.0}}, "temperature is one number"),
         ({"compile": "yes"}, "compile='yes'"),

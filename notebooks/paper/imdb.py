@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import statistics
 import time
@@ -219,12 +220,13 @@ class Experiment:
         return found
 
     def vi(self, seed: int, temperature: float) -> Predicted:
-        """From the network that torch makes, as in the paper."""
+        """From the network that torch makes and log sds of -3, as in the paper."""
         method = ps.VI(
             classifier(self.size, seed),
             optimiser=torchopt.adam(1e-3),
             sticking_the_landing=True,
             temperature=temperature,
+            init_scale=math.exp(-3),
             compile=True,
         )
         plain, linearised = self.both(self.optimised(method, seed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ from pyro_scale import kernels
 from pyro_scale.core.counts import as_count
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
 from pyro_scale.core.schedules import Schedule
+from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.approximation import Structure
 from pyro_scale.infer.memory import refuse_what_does_not_fit
 from pyro_scale.infer.optimised import Optimised
@@ -38,10 +40,16 @@ class VI(Optimised):
         sticking_the_landing: leaves out a part of the gradient that is 0 on average (Roeder et al.
             2017), so that its noise vanishes where q is the posterior.
         temperature: 1 is the posterior; below, a cold one; a float or a schedule.
-        init_strategy: where the mean starts, as for `MAP`; sds start at 0.1.
+        init_strategy: where the mean starts, as for `MAP`.
+        init_scale: every element's sd at first, as for Pyro's `AutoNormal`: small, so that the
+            first gradients are those near the start; a network whose weights are noisier than it
+            bears learns nothing.
         num_data: N, which overrides what the data say.
         compile: as for samplers.
         early_stopping: as for `MAP`, by the bound.
+
+    Raises:
+        ArgumentError: an argument that is unknown or out of range.
 
     Example:
         >>> import torch, torchopt, pyro, pyro.distributions as dist
@@ -70,16 +78,20 @@ class VI(Optimised):
         sticking_the_landing: bool = False,
         temperature: float | Schedule = 1.0,
         init_strategy: Any = None,
+        init_scale: float = 0.1,
         num_data: int | None = None,
         compile: bool | Literal["auto"] = "auto",
         early_stopping: bool = False,
     ):
+        if not isinstance(init_scale, int | float) or not 0 < init_scale < math.inf:
+            raise ArgumentError(f"init_scale={init_scale!r}: pass a number > 0")
         kind = kernels.FullRank if structure == "dense" else kernels.MeanField
         kernel = kind(
             optimiser=as_optimiser(optimiser),
             num_particles=as_count("num_particles", num_particles),
             sticking_the_landing=sticking_the_landing,
             temperature=temperature,
+            init_scale=float(init_scale),
         )
         super().__init__(
             model,

@@ -13,9 +13,6 @@ from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters
 from pyro_scale.kernels.kernel import Target
 from pyro_scale.kernels.optimiser import Optimiser, begun, stepped
 
-#: Every element's sd at first: small, so that the first gradients are those near the start.
-_FIRST_SD = 0.1
-
 
 class VIState(NamedTuple):
     """The Gaussian's mean [D]; its log sds [D], or the factor of its covariance [D, D], whose
@@ -42,14 +39,21 @@ class VI(Hyperparameters):
         temperature: 1 is the posterior; below, it is colder.
         num_particles: draws of q a step.
         sticking_the_landing: whether to.
+        init_scale: every element's sd at first.
     """
 
     optimiser: Optimiser
     temperature: Hyper = 1.0
     num_particles: int = 1
     sticking_the_landing: bool = False
+    init_scale: float = 0.1
 
-    settings: ClassVar[tuple[str, ...]] = ("optimiser", "num_particles", "sticking_the_landing")
+    settings: ClassVar[tuple[str, ...]] = (
+        "optimiser",
+        "num_particles",
+        "sticking_the_landing",
+        "init_scale",
+    )
 
     @property
     def normals(self) -> int:
@@ -118,7 +122,7 @@ class MeanField(VI):
     """Independent elements: theta = mu + sd eps."""
 
     def first_spread(self, position: Tensor) -> Tensor:
-        return torch.full_like(position, math.log(_FIRST_SD))
+        return torch.full_like(position, math.log(self.init_scale))
 
     def away(self, spread: Tensor, eps: Tensor) -> Tensor:
         return torch.exp(spread) * eps
@@ -140,7 +144,7 @@ class FullRank(VI):
     """Correlated elements: theta = mu + L eps, L lower triangular."""
 
     def first_spread(self, position: Tensor) -> Tensor:
-        return torch.diag(torch.full_like(position, math.log(_FIRST_SD)))
+        return torch.diag(torch.full_like(position, math.log(self.init_scale)))
 
     def away(self, spread: Tensor, eps: Tensor) -> Tensor:
         return self.factor(spread) @ eps
