@@ -69,6 +69,12 @@ class Language(NamedTuple):
         return torch.tensor(self.tokenizer.encode(text).ids)
 
 
+def causal(length: int) -> Tensor:
+    """What is added to attention's scores, `[1, 1, length, length]`, so that a token sees none
+    after it: the mask of transformers' own reads values in Python, which cannot be recorded."""
+    return torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
+
+
 def book(number: int) -> str:
     """A book's text, its paragraphs in lines of their own."""
     load = loader()

@@ -41,7 +41,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from data_folder import DATA, loader
-from language_model import FOLDER, Language, base, book
+from language_model import FOLDER, Language, base, book, causal
 from pyro.infer.autoguide.initialization import init_to_sample
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
@@ -170,9 +170,7 @@ class NextWord(nn.Module):
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Tokens `[rows, length]`, places `[rows, words]` -> logits `[rows, words, vocabulary]`."""
-        # given no mask, transformers makes one by branches on values, which cannot be recorded
-        ones = torch.ones(tokens.shape[1], tokens.shape[1], device=tokens.device)
-        mask = (ones.triu(1) * torch.finfo(ones.dtype).min)[None, None]
+        mask = causal(tokens.shape[1])
         hidden = self.llama.model(tokens, attention_mask=mask, use_cache=False).last_hidden_state
         chosen = places[..., None].expand(-1, -1, hidden.shape[-1])
         return self.llama.lm_head(hidden.gather(1, chosen))
