@@ -48,6 +48,7 @@ import pyro.distributions as dist
 import torch
 import torchopt
 from peft import LoraConfig, get_peft_model
+from results import rounded
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -338,15 +339,6 @@ def scores(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
             pairs = zip(table[name][method], table[name]["Laplace"], strict=True)
             difference[f"{method} - Laplace, {name}"] = mean_and_error([a - b for a, b in pairs])
     return {"end": table, "difference": difference}
-
-
-def rounded(value: Any) -> Any:
-    """Floats to five digits after the point, all the way down."""
-    if isinstance(value, dict):
-        return {key: rounded(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [rounded(inner) for inner in value]
-    return round(value, 5) if isinstance(value, float) else value
 
 
 LOOKS = {

@@ -42,6 +42,7 @@ import pyro.distributions as dist
 import scipy.optimize
 import torch
 from data_folder import DATA, loader
+from results import rounded
 from torch import Tensor
 
 import pyro_scale as ps
@@ -448,15 +449,6 @@ def skills(played: list[Season], run: Pass) -> dict[str, Any]:
             rows += [None] * len(path) if at is None else path[:, :, at].tolist()
         found[team] = rows[::EVERY]
     return found
-
-
-def rounded(value: Any) -> Any:
-    """Floats to five digits after the point, all the way down."""
-    if isinstance(value, dict):
-        return {key: rounded(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [rounded(inner) for inner in value]
-    return round(value, 5) if isinstance(value, float) else value
 
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7")

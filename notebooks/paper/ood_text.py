@@ -43,6 +43,7 @@ import torch
 from data_folder import DATA, loader
 from language_model import FOLDER, Language, base, book, causal
 from pyro.infer.autoguide.initialization import init_to_sample
+from results import rounded
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
@@ -354,8 +355,8 @@ def main(folder: Path, parts: Path) -> None:
         "versions": {name: version(name) for name in ("torch", "transformers", "pyro-scale")},
         "threads": torch.get_num_threads(),
     }
-    RESULTS.write_text(json.dumps(rounded(report)) + "\n")
-    plotted(rounded(report)).savefig(FIGURE, dpi=110)
+    RESULTS.write_text(json.dumps(rounded(report, 4)) + "\n")
+    plotted(rounded(report, 4)).savefig(FIGURE, dpi=110)
 
 
 def facts(fit: ps.Sampler) -> dict[str, str]:
@@ -484,15 +485,6 @@ def histograms(found: dict[str, Scores]) -> dict[str, dict[str, list[float]]]:
         }
         for kind in ("total", "aleatoric", "epistemic")
     }
-
-
-def rounded(value: Any) -> Any:
-    """Floats to four digits after the point, all the way down."""
-    if isinstance(value, dict):
-        return {key: rounded(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [rounded(inner) for inner in value]
-    return round(value, 4) if isinstance(value, float) else value
 
 
 def plotted(report: dict[str, Any]) -> plt.Figure:
