@@ -17,6 +17,7 @@ Writes double_well.json and double_well.png; it takes a few minutes of one core.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -235,4 +236,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     main()

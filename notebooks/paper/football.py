@@ -27,6 +27,7 @@ The data are in $PYRO_SCALE_DATA (../shared/data by default), where a file load.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import time
@@ -490,4 +491,5 @@ def plotted(report: dict[str, Any]) -> plt.Figure:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     main()

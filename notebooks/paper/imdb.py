@@ -385,7 +385,7 @@ def line(panel: Any, by_temperature: dict[str, Any], metric: str, name: str, col
     if points:
         at, values = zip(*points, strict=True)
         mean = [statistics.fmean(each) for each in values]
-        sd = [statistics.stdev(each) for each in values]
+        sd = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in values]
         panel.plot(at, mean, "o-", color=colour, label=name, ms=4)
         low = [m - s for m, s in zip(mean, sd, strict=True)]
         high = [m + s for m, s in zip(mean, sd, strict=True)]
@@ -406,8 +406,10 @@ def main() -> None:
     if not given.only_collect:
         run_parts(experiment)
     found = results(given.parts, SMALL, experiment.test[1])
-    RESULTS.write_text(json.dumps(found, indent=1))
+    if not found["scores"]:
+        raise SystemExit(f"no parts in {given.parts}")
     draw(found["scores"], FIGURE)
+    RESULTS.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

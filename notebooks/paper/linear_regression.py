@@ -18,6 +18,7 @@ core.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import math
@@ -293,4 +294,5 @@ def plotted(report: dict[str, Any]) -> plt.Figure:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     main()

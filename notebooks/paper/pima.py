@@ -22,6 +22,7 @@ Writes pima.json and pima.png.  It needs posteriors, BlackJAX and the data
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -519,4 +520,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     main()
