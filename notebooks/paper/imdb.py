@@ -360,12 +360,13 @@ def draw(found: dict[str, Any], figure: Path | None = None) -> Any:
             for name, style in (("MAP", "--"), ("MLE", ":")):
                 if name in found:
                     mean = statistics.fmean(found[name]["0"][metric])
-                    panel.axhline(mean, color="0.4", ls=style, label=f"{name}, {mean:.2f}")
+                    panel.axhline(mean, color="0.4", ls=style, label=f"{name}, loss {mean:.2f}")
             for name, colour in colours.items():
                 line(panel, found.get(name, {}), metric, name, colour)
             panel.set_xscale("log")
             panel.grid(alpha=0.3)
-            panel.legend(fontsize=8)
+    for panel in axes[0]:
+        panel.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     axes[0, 0].set_ylim(top=HIGHEST)
     axes[0, 0].set_ylabel("test loss, nats a review")
     axes[1, 0].set_ylabel("test accuracy")
