@@ -48,7 +48,7 @@ import pyro.distributions as dist
 import torch
 import torchopt
 from peft import LoraConfig, get_peft_model
-from results import rounded
+from results import mean_and_error, rounded
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -315,11 +315,6 @@ def chosen(language: language_model.Language, size: Size) -> tuple[float, dict[s
 
 
 # -- report -----------------------------------------------------------------------------------
-
-
-def mean_and_error(values: Sequence[float]) -> list[float]:
-    """A mean over seeds and its standard error."""
-    return [statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5]
 
 
 def scores(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

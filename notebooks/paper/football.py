@@ -43,7 +43,7 @@ import pyro.distributions as dist
 import scipy.optimize
 import torch
 from data_folder import DATA, loader
-from results import rounded
+from results import mean_and_error, rounded
 from torch import Tensor
 
 import pyro_scale as ps
@@ -425,13 +425,10 @@ def scores(played: list[Season], probs: dict[str, list[Tensor]]) -> dict[str, An
         "seasons": [season.name for season in played[CHOSEN_ON:]],
         "loss": {name: float(loss.mean()) for name, loss in by_season.items()},
         "by_season": {name: loss.tolist() for name, loss in by_season.items()},
-        "difference": {f"{a} - {b}": mean_and_error(by_season[a] - by_season[b]) for a, b in pairs},
+        "difference": {
+            f"{a} - {b}": mean_and_error((by_season[a] - by_season[b]).tolist()) for a, b in pairs
+        },
     }
-
-
-def mean_and_error(values: Tensor) -> list[float]:
-    """A mean and its standard error."""
-    return [float(values.mean()), float(values.std() / len(values) ** 0.5)]
 
 
 #: Teams in the figure, and of how many match days it has one.

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from typing import Any
+
+
+def mean_and_error(values: Sequence[float]) -> list[float]:
+    """A mean and its standard error."""
+    return [statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5]
 
 
 def rounded(value: Any, digits: int = 5) -> Any:

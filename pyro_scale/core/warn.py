@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -20,3 +22,11 @@ def warn(message: str) -> None:
             outermost = level
         frame = frame.f_back
     warnings.warn(message, UserWarning, stacklevel=outermost + 1)
+
+
+@contextmanager
+def without_vmap_warnings() -> Iterator[None]:
+    """Without torch's words on operations that vmap takes one by one, which nobody can act on."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        yield

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
@@ -14,7 +11,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core.counts import as_count
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.randomness import choose_seed
-from pyro_scale.core.warn import warn
+from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.draws import Draws, Steps
 from pyro_scale.drive.programs import check_compile
@@ -106,7 +103,7 @@ class Optimised(Approximation):
         if self._early_stopping:
             plateau = Plateau(max(epoch, _WINDOW), setup.engine.layout.size)
         title = f"{type(self).__name__}, {num_chains} start{'s' * (num_chains > 1)}"
-        with Progress(steps.total, title, progress) as bar, _quietly():
+        with Progress(steps.total, title, progress) as bar, without_vmap_warnings():
             draws = simulate(
                 setup.engine,
                 setup.positions,
@@ -143,7 +140,7 @@ class Optimised(Approximation):
             data = batch_as_data(self.model, self._num_data, args, kwargs)
             setup = self._set_up(data, self._num_data, 1, choose_seed(None))
             self._stepping = Stepping(setup, self.kernel)
-        with _quietly():
+        with without_vmap_warnings():
             draws, _ = self._stepping.step(args, kwargs)
         _refuse_failures(draws)
         self._fit = self._fitted(self._stepping.setup, draws).replaced(data=None)
@@ -254,14 +251,6 @@ class Optimised(Approximation):
         else:
             return
         warn(f"the {self.objective} {said}")
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without torch's word on TorchOpt's operations under vmap, which nobody can act on."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")
-        yield
 
 
 def _refuse_failures(draws: Draws) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.running import Moments
+from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.drive.sources import Data
 from pyro_scale.infer.gradients import GradientNoise
 from pyro_scale.infer.kinetic import Kinetic
@@ -170,9 +170,7 @@ def in_chunks(
     """
     blocks = iter(blocks)
     block = next(blocks)
-    with torch.no_grad(), _Normals(), warnings.catch_warnings():
-        # of operations under vmap, which nobody can act on
-        warnings.filterwarnings("ignore", message="There is a performance drop")
+    with torch.no_grad(), _Normals(), without_vmap_warnings():
         with executed_modules():  # their mode may be another one than when it was run
             size = max(1, _CHUNK_BYTES // _largest(function, block[0].clone()))
         every = torch.vmap(function, randomness="different" if random else "error")

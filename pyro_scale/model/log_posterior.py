@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.randomness import Purpose, derived_seed
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.model import derivatives
 from pyro_scale.model.checks import refuse_broken_starts
@@ -224,8 +224,7 @@ class LogPosterior:
             return {name: value for name, value in found.items() if value is not None}
 
         places = torch.arange(count)
-        with torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="There is a performance drop")
+        with torch.random.fork_rng(), without_vmap_warnings():
             torch.manual_seed(derived_seed(seed, 0, Purpose.INIT))
             try:
                 return torch.vmap(draw, randomness="different")(places)
