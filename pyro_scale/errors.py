@@ -1,7 +1,14 @@
-"""What users can get wrong, one class each.
+"""What users can get wrong, one class each, and what they are warned of.
 
-Every message names the site or the argument and says the fix.  All of them derive from
-`PyroScaleError`; those about a value that was passed are `ValueError`s too.
+Every message names the site or the argument and says the fix.  All errors derive from
+`PyroScaleError`; those about a value that was passed are `ValueError`s too.  All warnings derive
+from `PyroScaleWarning`, so that a program or a CI can turn some of them into errors:
+
+>>> import warnings
+>>> import pyro_scale as ps
+>>> warnings.simplefilter("error", ps.errors.ConvergenceWarning)
+>>> warnings.filters.pop(0)[0]  # for this example's sake
+'error'
 """
 
 from __future__ import annotations
@@ -41,3 +48,27 @@ class NotRunError(PyroScaleError):
 
 class FileError(PyroScaleError):
     """A file cannot be written or read, is damaged, or belongs to another method or model."""
+
+
+class PyroScaleWarning(UserWarning):
+    """The base of every warning of this library."""
+
+
+class ModelWarning(PyroScaleWarning):
+    """The model can be run, but may not say what was meant."""
+
+
+class CompileWarning(PyroScaleWarning):
+    """Steps run slower than they might: what kept them from being compiled."""
+
+
+class ConvergenceWarning(PyroScaleWarning):
+    """A run was too short: chains do not agree, remember their starts, or a bound still rises."""
+
+
+class BiasWarning(PyroScaleWarning):
+    """Draws or steps are known, or predicted, to be off the posterior."""
+
+
+class ApproximationWarning(PyroScaleWarning):
+    """An approximation or an estimate does not fit well enough to be trusted."""

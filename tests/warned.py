@@ -3,6 +3,8 @@
 import re
 import warnings
 
+from pyro_scale.errors import PyroScaleWarning
+
 
 def quiet(function, *args, **kwargs):
     """What it returns, without its warnings of few draws and of the noise of batches."""
@@ -16,7 +18,9 @@ def told(function, *args, **kwargs):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = function(*args, **kwargs)
-    return result, [str(each.message) for each in caught if each.category is UserWarning]
+    return result, [
+        str(each.message) for each in caught if issubclass(each.category, PyroScaleWarning)
+    ]
 
 
 def without_replay(message):

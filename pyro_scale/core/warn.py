@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from pyro_scale.errors import PyroScaleWarning
+
 _OURS = str(Path(__file__).parents[1])
 
 
-def warn(message: str) -> None:
+def warn(category: type[PyroScaleWarning], message: str) -> None:
     """Warns where the user's code calls ours, however deep in ours that is found out."""
     frame: FrameType | None = sys._getframe()
     level = outermost = 0
@@ -21,7 +23,7 @@ def warn(message: str) -> None:
         if frame.f_code.co_filename.startswith(_OURS):
             outermost = level
         frame = frame.f_back
-    warnings.warn(message, UserWarning, stacklevel=outermost + 1)
+    warnings.warn(message, category, stacklevel=outermost + 1)
 
 
 @contextmanager

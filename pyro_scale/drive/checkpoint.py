@@ -23,7 +23,7 @@ from pyro_scale.core import files
 from pyro_scale.core.layout import dtype_name
 from pyro_scale.core.warn import warn
 from pyro_scale.drive.draws import Draws, Failure
-from pyro_scale.errors import ArgumentError, FileError
+from pyro_scale.errors import ArgumentError, FileError, PyroScaleWarning
 
 #: States that are kept: should the latest become damaged, there is the one before.
 _KEPT = 2
@@ -238,8 +238,9 @@ def read(path: files.FilePath) -> Checkpoint:
             continue
         if damages:
             warn(
+                PyroScaleWarning,
                 f"the latest checkpoint is not whole ({'; '.join(damages)}): the one before it is "
-                "taken"
+                "taken",
             )
         return found
     raise FileError(f"resume='{path}' holds no whole checkpoint: {'; '.join(damages)}")

@@ -31,7 +31,7 @@ from pyro_scale.drive.loop import Loop, kinds_of, write_loop
 from pyro_scale.drive.plan import NotALoop
 from pyro_scale.drive.tape import Tape
 from pyro_scale.drive.trace import StepGraph, trace
-from pyro_scale.errors import ArgumentError
+from pyro_scale.errors import ArgumentError, CompileWarning
 
 #: Steps from which compiling repays the few seconds that it takes.
 _REPAID_AFTER = 3000
@@ -224,8 +224,9 @@ def program_for(
         return _checked(engine, batches, as_it_is, state, tape)
     except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
         warn(
+            CompileWarning,
             f"the model could not be compiled ({_reason(error)}), so every step runs the model's "
-            "Python, which takes milliseconds; compile=False silences this"
+            "Python, which takes milliseconds; compile=False silences this",
         )
         return as_it_is
 

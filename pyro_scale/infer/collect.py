@@ -14,6 +14,7 @@ from torch import Tensor
 from pyro_scale.core.schedules import Cyclical
 from pyro_scale.core.warn import warn
 from pyro_scale.drive.draws import Draws
+from pyro_scale.errors import ConvergenceWarning
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import Setup
 from pyro_scale.infer.stored import Positions, spread
@@ -118,7 +119,8 @@ def warn_of_short_warmup(
     steps = float(kernel.relaxation_steps(precision)[: engine.num_latents].max())
     if warmup_steps < 5 * steps:
         warn(
+            ConvergenceWarning,
             f"warm-up of {warmup_steps} steps is under five relaxation times (one is about "
             f"{steps:.0f} steps here), so the draws may remember where the chains started: pass "
-            f"warmup_steps={math.ceil(5 * steps)}"
+            f"warmup_steps={math.ceil(5 * steps)}",
         )

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from pyro_scale.core.warn import warn
+from pyro_scale.errors import BiasWarning
 from pyro_scale.infer.divergence import explosion
 from pyro_scale.infer.export import quiet_arviz
 from pyro_scale.infer.mixing import (
@@ -70,7 +71,7 @@ def diagnostics(result: Result, probe: Any = None) -> Any:
             chain_correlation(result.samples[name]) for name in table.index
         ]
     if said := explosion(result):
-        warn(said)
+        warn(BiasWarning, said)
     else:
         _warn(result, table, heat, predicted)
     if predicted is not None:
@@ -191,10 +192,11 @@ def _warn_of_momenta(result: Result, table: Any, hot: list[str]) -> None:
     site = heat[hot].idxmax()
     row = table.loc[site]
     warn(
+        BiasWarning,
         f"the momenta of site '{site}' are hotter than they should be: they have "
         f"{row.kinetic_temperature:.3g} ± {row.kinetic_temperature_error:.2g} times the "
         f"temperature that was asked for, and {row.kinetic_temperature_expected:.3g} at this step "
-        f"size without minibatches: {_cooler(result, 1 + heat[site])}"
+        f"size without minibatches: {_cooler(result, 1 + heat[site])}",
     )
 
 
@@ -216,14 +218,14 @@ def warn_of_the_temperature(result: Result, heat: list[_Heat], unmixed: bool) ->
         advice = _cooler(result, worst.mean)
         if unmixed:
             advice = f"take a longer warm-up first; if it stays, {advice}"
-        warn(said(worst, "hotter", advice))
+        warn(BiasWarning, said(worst, "hotter", advice))
     if cold:
         worst = min(cold, key=lambda each: each.mean)
         advice = (
             "the run is too short for its draws to spread, or its noise is cancelled (shuffled "
             "batches with a thermostat, subtract_noise)"
         )
-        warn(said(worst, "colder", advice))
+        warn(BiasWarning, said(worst, "colder", advice))
 
 
 def warn_of_inflation(factor: float, result: Result) -> None:
@@ -232,6 +234,7 @@ def warn_of_inflation(factor: float, result: Result) -> None:
         shuffled = result.attrs.get("sampling") != "replacement"
         anchored = result.gradient_noise is not None and result.gradient_noise.reduction is not None
         warn(
+            BiasWarning,
             f"the noise of minibatches multiplies the temperature by up to {factor:.3g}, so the "
             f"posterior comes out about {100 * (factor**0.5 - 1):.0f}% too wide in standard "
             "deviations there"
@@ -242,7 +245,7 @@ def warn_of_inflation(factor: float, result: Result) -> None:
                 else ""
             )
             + f": {_lower_lr(result, factor)}, raise batch_size in proportion, or "
-            + ("move the anchor of control_variates" if anchored else "pass control_variates=True")
+            + ("move the anchor of control_variates" if anchored else "pass control_variates=True"),
         )
 
 

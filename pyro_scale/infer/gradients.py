@@ -16,6 +16,7 @@ from pyro_scale.core.warn import warn
 from pyro_scale.drive.batches import Batch, Batches
 from pyro_scale.drive.engine import Density, Engine
 from pyro_scale.drive.indices import Sampling
+from pyro_scale.errors import BiasWarning
 from pyro_scale.infer.setup import Setup
 from pyro_scale.infer.stored import Positions, spread
 from pyro_scale.model.control_variates import ControlVariates
@@ -204,7 +205,8 @@ def warn_of_a_bad_anchor(noise: GradientNoise | None) -> None:
     least = float(noise.reduction[noise.reduction > 0].amin()) if (noise.reduction > 0).any() else 1
     if least < 1:
         warn(
+            BiasWarning,
             f"control_variates multiply the variance of the gradient by {1 / least:.3g} at some "
             "element: the anchor is far from the posterior; pass control_variates=True, which "
-            "finds the mode, or leave them out"
+            "finds the mode, or leave them out",
         )

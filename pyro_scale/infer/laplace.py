@@ -19,7 +19,7 @@ from pyro_scale.core.warn import warn
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.sources import Data
-from pyro_scale.errors import ArgumentError
+from pyro_scale.errors import ApproximationWarning, ArgumentError
 from pyro_scale.infer.approximation import Approximation, Structure, as_prior
 from pyro_scale.infer.collect import facts_of
 from pyro_scale.infer.fit import Fit
@@ -221,8 +221,9 @@ class Laplace(Approximation):
         far = fit.attrs["distance"][best]
         if far > _FAR:
             warn(
+                ApproximationWarning,
                 f"the given mode is {far**0.5:.2g} posterior sds away from that in unconstrained "
-                "space, so its evidence is too low: leave mode= out to have it found"
+                "space, so its evidence is too low: leave mode= out to have it found",
             )
         return torch.tensor(evidence[best], dtype=torch.float64)
 

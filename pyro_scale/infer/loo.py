@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_scale.core.counts import as_count
 from pyro_scale.core.warn import warn
 from pyro_scale.drive.sources import Data
-from pyro_scale.errors import ArgumentError
+from pyro_scale.errors import ApproximationWarning, ArgumentError
 from pyro_scale.infer.divergence import explosion
 from pyro_scale.infer.export import quiet_arviz
 from pyro_scale.infer.pieces import Piece, pieces_of, pieces_with
@@ -136,10 +136,11 @@ def _left_out(result: Result, log_lik: Tensor) -> tuple[Tensor, Tensor]:
     heavy = int((pareto_k > most).sum())
     if heavy:
         warn(
+            ApproximationWarning,
             explosion(result)
             or f"LOO: {heavy} of {len(pareto_k)} rows weigh too much on the posterior (Pareto k "
             f"above {most:.2f}), so their part is not to be trusted: look at them, or use a "
-            "likelihood with heavier tails"
+            "likelihood with heavier tails",
         )
     return torch.logsumexp(log_weights + log_lik.T, 1), pareto_k
 

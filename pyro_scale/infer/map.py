@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_scale import kernels
 from pyro_scale.core.warn import warn
+from pyro_scale.errors import ApproximationWarning
 from pyro_scale.infer.approximation import Structure
 from pyro_scale.infer.fit import Fit
 from pyro_scale.infer.memory import refuse_what_does_not_fit
@@ -101,7 +102,8 @@ class MAP(Optimised):
             distances.append(distance)
         if max(distances) > NEAR * len(places):
             warn(
+                ApproximationWarning,
                 "structure='dense': Newton's method did not find the mode (the density may have a "
-                "flat direction, or float32 too few digits): take more steps, or use float64"
+                "flat direction, or float32 too few digits): take more steps, or use float64",
             )
         return fit.replaced(centres=torch.stack(found))

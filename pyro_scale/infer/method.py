@@ -16,7 +16,7 @@ from pyro_scale.core.running import Moments
 from pyro_scale.core.warn import warn
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.sources import Data
-from pyro_scale.errors import ArgumentError, NotRunError
+from pyro_scale.errors import ArgumentError, NotRunError, PyroScaleWarning
 from pyro_scale.infer import export, predictive, saved
 from pyro_scale.infer.contents import contents_of, result_of, understood
 from pyro_scale.infer.diagnostics import diagnostics
@@ -455,7 +455,8 @@ class Method:
         size = export.log_likelihood_bytes(result, num_sites)
         if size > _LOG_LIKELIHOOD_BYTES:
             warn(
+                PyroScaleWarning,
                 f"the pointwise log likelihood would take {size / 2**30:.1f} GiB and is left out: "
-                "pass log_likelihood=True to have it, or thin the draws"
+                "pass log_likelihood=True to have it, or thin the draws",
             )
         return size <= _LOG_LIKELIHOOD_BYTES

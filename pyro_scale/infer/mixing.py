@@ -13,7 +13,7 @@ from pyro_scale.core import rows
 from pyro_scale.core.counts import evenly
 from pyro_scale.core.running import Moments
 from pyro_scale.core.warn import warn
-from pyro_scale.errors import ArgumentError, PyroScaleError
+from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleError
 from pyro_scale.infer.export import quiet_arviz
 from pyro_scale.infer.predictive import data_sites, predictive_means
 from pyro_scale.infer.result import Result
@@ -123,8 +123,9 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
         if chains >= _MANY_CHAINS and "superchains" not in result.attrs:
             hint += "; many short chains say more with superchains="
         warn(
+            ConvergenceWarning,
             f"'{worst}': the chains do not agree, R-hat is {r_hat[worst]:.3g}: take a longer "
-            f"warm-up{steps}{hint}"
+            f"warm-up{steps}{hint}",
         )
     return unmixed
 

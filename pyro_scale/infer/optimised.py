@@ -18,7 +18,7 @@ from pyro_scale.drive.programs import check_compile
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.simulate import simulate
 from pyro_scale.drive.sources import Data
-from pyro_scale.errors import ArgumentError, NonFiniteError
+from pyro_scale.errors import ArgumentError, ConvergenceWarning, NonFiniteError
 from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.base import with_base_run
 from pyro_scale.infer.collect import facts_of
@@ -250,7 +250,7 @@ class Optimised(Approximation):
             )
         else:
             return
-        warn(f"the {self.objective} {said}")
+        warn(ConvergenceWarning, f"the {self.objective} {said}")
 
 
 def _refuse_failures(draws: Draws) -> None:

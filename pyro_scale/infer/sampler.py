@@ -19,7 +19,13 @@ from pyro_scale.drive.draws import Draws, Steps
 from pyro_scale.drive.indices import Sampling, check_sampling
 from pyro_scale.drive.programs import check_compile
 from pyro_scale.drive.sources import Data
-from pyro_scale.errors import ArgumentError, FileError, NonFiniteError
+from pyro_scale.errors import (
+    ArgumentError,
+    BiasWarning,
+    FileError,
+    NonFiniteError,
+    PyroScaleWarning,
+)
 from pyro_scale.infer import black_box
 from pyro_scale.infer.afterwards import examined
 from pyro_scale.infer.collect import collected, warn_of_short_warmup
@@ -297,7 +303,7 @@ class Sampler(Method):
             replay = black_box.written(taken.setup, type(self).__name__, draws, journal.path)
             raise NonFiniteError(message(draws, course.tape["lr"], replay, self._held_by))
         if said := explosion(self._results()):
-            warn(said)
+            warn(BiasWarning, said)
         else:
             values = _on_average(course, draws)
             warn_of_short_warmup(taken.setup, self._results(), values, warmup_steps)
@@ -373,7 +379,7 @@ class Sampler(Method):
         if self._result is None or not isinstance(error, KeyboardInterrupt):
             error.add_note(f"{type(self).__name__}: {said}")
             raise error
-        warn(f"interrupted {said}")
+        warn(PyroScaleWarning, f"interrupted {said}")
 
     @property
     def _held_by(self) -> str:
@@ -402,9 +408,10 @@ class Sampler(Method):
             )
         if given != "replacement" and self.kernel.sampling == "replacement" and in_batches:
             warn(
+                BiasWarning,
                 f"{type(self).__name__} with sampling='{given}' makes the posterior too narrow: "
                 "its thermostat cools for noise that batches in that order cancel themselves; "
-                "leave sampling out"
+                "leave sampling out",
             )
         return given
 

@@ -21,7 +21,7 @@ from pyro_scale.drive.features import FeatureData
 from pyro_scale.drive.indices import RowIndices, Sampling
 from pyro_scale.drive.loaders import to_device
 from pyro_scale.drive.sources import Data, OwnSubsamples, TensorData
-from pyro_scale.errors import ArgumentError, ModelError, SiteError
+from pyro_scale.errors import ArgumentError, ModelError, ModelWarning, SiteError
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.preflight import InitFunction
@@ -94,7 +94,7 @@ def set_up(
     if isinstance(init_strategy, dict):
         refuse_unknown_sites(log_posterior, init_strategy)
     for doubt in doubts(log_posterior.understanding):
-        warn(doubt)
+        warn(ModelWarning, doubt)
     data = _as_taken(log_posterior, data)
     starts = [log_posterior.start(arguments, seed, c, init) for c, init in enumerate(inits)]
     points = {name: point.unconstrained for name, point in log_posterior.points.items()}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pyro_scale.core.schedules import Cyclical
 from pyro_scale.core.warn import warn
-from pyro_scale.errors import ArgumentError
+from pyro_scale.errors import ArgumentError, BiasWarning
 from pyro_scale.infer.course import Course
 from pyro_scale.infer.diagnostics import errors_of_the_worst, lower_lr, standard_error
 from pyro_scale.infer.divergence import explosion
@@ -239,8 +239,9 @@ def _warn_of_the_worst(found: Mapping[str, Bias], result: Result, course: Course
     in_batches = course.setup.data.batch_size is not None
     others = "; where minibatches heat, raise batch_size or pass control_variates=True"
     warn(
+        BiasWarning,
         f"site '{worst}' is off because its step is finite: its standard deviations are up to "
         f"{bias.sd:.3g} ± {bias.sd_error:.2g} times what they would be at ever smaller steps, its "
         f"means up to {bias.mean:.2g} ± {bias.mean_error:.2g} posterior sds away: "
-        f"{lower_lr(result, times ** (-1 / order))}{others if in_batches else ''}"
+        f"{lower_lr(result, times ** (-1 / order))}{others if in_batches else ''}",
     )

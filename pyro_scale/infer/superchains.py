@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_scale.core.counts import as_count
 from pyro_scale.core.warn import warn
-from pyro_scale.errors import ArgumentError
+from pyro_scale.errors import ArgumentError, ConvergenceWarning
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.setup import Setup
 from pyro_scale.metrics.mixing import r_hat_of, variances
@@ -64,8 +64,9 @@ def nested_r_hats(result: Result) -> list[float] | None:
     superchains, chains = _whole(result)
     if superchains < 2:
         warn(
+            ConvergenceWarning,
             f"there is no nested R-hat: {superchains} of the {asked} superchains lost no chain, "
-            "and it compares two or more; mend what stopped the others, or pass more superchains="
+            "and it compares two or more; mend what stopped the others, or pass more superchains=",
         )
         return None
     sites = result.log_posterior.latents
@@ -102,10 +103,11 @@ def warn_of_remembered_starts(result: Result, hot: bool = False) -> bool:
             worst = float(r_hat_of(found)[remembered].max())
             lr = "" if hot else "a larger lr, "
             warn(
+                ConvergenceWarning,
                 f"site '{name}': chains remember their starts: those of a superchain, which share "
                 f"one, agree with each other more than with the rest (nested R-hat {worst:.3g}): "
                 f"take a longer warm-up, {lr}or starts nearer to the posterior (init_strategy= a "
-                "fit)"
+                "fit)",
             )
             return True
     return False

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_scale.core.warn import warn
 from pyro_scale.drive.draws import Steps
 from pyro_scale.drive.indices import Sampling
-from pyro_scale.errors import ArgumentError
+from pyro_scale.errors import ArgumentError, BiasWarning
 from pyro_scale.infer import stepsize
 from pyro_scale.infer.gradients import batches_from, gradient_variance, row_gradients
 from pyro_scale.infer.mode import WholeDensity
@@ -74,9 +74,10 @@ def _warn_of_a_large_error(chosen: stepsize.StepSize, control_variates: bool) ->
     if chosen.error > _LARGE_ERROR:
         others = "" if control_variates else ", control_variates=True,"
         warn(
+            BiasWarning,
             f"lr='auto': with these steps, even the best step size is predicted to leave an error "
             f"of {chosen.error:.2g} posterior sds ({chosen.reason}): take more steps or larger "
-            f"batches{others} or bring the sites to one scale (standardised data, mass by site)"
+            f"batches{others} or bring the sites to one scale (standardised data, mass by site)",
         )
 
 
@@ -130,11 +131,12 @@ def _warn_of_what_is_left(setup: Setup) -> None:
     if bool(over.any()):
         first = int(torch.nonzero(over)[0])
         warn(
+            BiasWarning,
             f"subtract_noise: the noise of minibatches is more than the injected noise at "
             f"{int(over.sum())} of {len(over)} elements (site '{engine.layout.site_at(first)}'), "
             "where none is injected and the temperature stays "
             f"{float((added / injected).max()):.3g} times too high: lower lr to below "
-            f"{float((injected / added).min()):.2g} of what it is, or raise batch_size"
+            f"{float((injected / added).min()):.2g} of what it is, or raise batch_size",
         )
 
 
