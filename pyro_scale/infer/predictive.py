@@ -16,7 +16,7 @@ from pyro_scale.core.counts import as_count, evenly
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.loaders import refuse_arrays
 from pyro_scale.drive.sources import Data
-from pyro_scale.errors import ArgumentError, DataError
+from pyro_scale.errors import ArgumentError, DataError, ModelError, PyroScaleError
 from pyro_scale.infer.pieces import PIECE_ROWS, Piece, is_row_wise, pieces_of, split
 from pyro_scale.infer.reductions import Mean, Reduce, Reduction, reduction_of
 from pyro_scale.infer.result import Result
@@ -73,14 +73,31 @@ def predict(
     reduce: Reduce | None = None,
 ) -> dict[str, Any]:
     """Draws of observed and other sites, `[draws, ...]`, one for each posterior draw, or what is
-    kept of them."""
+    kept of them.
+
+    Raises:
+        ModelError: a model that runs on the whole data only fails on these rows.
+    """
     drawn = equally_weighted(result, num_samples)
-    if reduce is None:
-        return _predicted(drawn, pieces_for(result, arguments, batch_size), return_sites)
-    reduction = reduction_of(reduce)
-    if batch_size is None and is_row_wise(result.log_posterior):
+    reduction = None if reduce is None else reduction_of(reduce)
+    if reduction is not None and batch_size is None and is_row_wise(result.log_posterior):
         batch_size = PIECE_ROWS
-    return _reduced(drawn, pieces_for(result, arguments, batch_size), return_sites, reduction)
+    pieces = pieces_for(result, arguments, batch_size)
+    known, count = result.log_posterior.understanding, rows.count(arguments)
+    try:
+        if reduction is None:
+            return _predicted(drawn, pieces, return_sites)
+        return _reduced(drawn, pieces, return_sites, reduction)
+    except PyroScaleError:
+        raise
+    except Exception as error:
+        if not known.whole_only or (batch_size is None and count == known.batch_size):
+            raise
+        raise ModelError(
+            f"predict: the model runs on all {known.batch_size} rows of its data together, and "
+            f"fails on {batch_size or count} rows ({error}): pass as many, or give its local "
+            "latents and sizes a plate that follows the rows"
+        ) from error
 
 
 def pieces_for(result: Result, arguments: Arguments, batch_size: int | None) -> Iterator[Piece]:

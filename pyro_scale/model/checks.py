@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pyro.distributions as dist
@@ -36,10 +36,12 @@ def refuse_broken_starts(sites: Mapping[str, Site], chain: int = 0) -> None:
             )
 
 
-def refuse_impossible_observations(sites: Mapping[str, Site]) -> None:
-    """Observations outside of their support."""
+def refuse_impossible_observations(sites: Mapping[str, Site], validated: Collection[str]) -> None:
+    """Observations outside of their support, of sites that are to be validated."""
     for site in sites.values():
-        if site.kind == "observed" and not bool(_inside_support(site).all()):
+        if site.name not in validated or site.kind != "observed":
+            continue
+        if not bool(_inside_support(site).all()):
             raise SiteError(
                 f"site '{site.name}': an observed value is NaN or outside the support of its "
                 f"{type(_unwrapped(site.fn)).__name__} ({site.fn.support}); check the data, or "
@@ -125,15 +127,19 @@ def local_message(name: str, where: str) -> str:
     """What to do about a latent of which there is one for every row."""
     return (
         f"site '{name}': a latent {where}, one for every row, would need all rows at every step. "
-        "If it is an observation, pass its data (it was called with obs=None); else marginalise "
-        'it by hand, sum it out with infer={"enumerate": "parallel"} if it is discrete, or give '
-        "it a fixed number of groups"
+        "If it is an observation, pass its data (it was called with obs=None); else pass the "
+        "whole data without batch_size, marginalise it by hand, sum it out with "
+        'infer={"enumerate": "parallel"} if it is discrete, or give it a fixed number of groups'
     )
 
 
 def _inside_support(site: Site) -> Tensor:
     """Whether each observed value is possible, or masked out."""
-    inside = site.fn.support.check(site.value)
+    try:  # some constraints do not broadcast by themselves
+        shape = torch.broadcast_shapes(site.value.shape, site.shape)
+    except RuntimeError:  # the density will say so
+        return torch.as_tensor(True)
+    inside = site.fn.support.check(site.value.expand(shape))
     for mask in (site.mask, getattr(site.fn, "_mask", None)):
         if mask is not None:
             inside = inside | ~torch.as_tensor(mask)

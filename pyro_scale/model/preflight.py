@@ -13,6 +13,7 @@ import pyro
 import torch
 from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor
+from torch.distributions import Distribution
 
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
@@ -52,6 +53,7 @@ from pyro_scale.model.understanding import (
     row_axes_of,
     steady_of,
 )
+from pyro_scale.model.written import refused_writes
 
 #: How far from the first latent values the second ones are, unconstrained.
 _SHIFT = 0.71
@@ -80,8 +82,8 @@ def understand(
     elsewhere: list[Variant] = []
     other_runs: list[Recorder] = []
     with torch.random.fork_rng(), torch.no_grad():
-        with executed_modules() as executed:
-            first = _first_run(program, arguments, init, count, num_data)
+        with executed_modules() as executed, refused_writes(program.model, arguments) as copies:
+            first = _first_run(program, copies, init, count, num_data)
         program.find_owners(first.points, executed.modules)
         is_frozen = _is_frozen(first, executed)
         refuse_broken_starts(first.sites)
@@ -89,7 +91,7 @@ def understand(
         recipe = _Recipe(program, first)
         whole = recipe.run(arguments)
         refuse_reserved_names(whole.sites)
-        refuse_impossible_observations(whole.sites)
+        refuse_impossible_observations(whole.sites, _validated(recipe, arguments))
         refuse_failing_densities(whole.sites)
         terms = terms_of(whole.sites)
         refuse_broken_terms(terms)
@@ -225,23 +227,24 @@ class _Recipe:
         """The two halves of the batch; a single row is doubled."""
         whole = torch.arange(size)
         parts = [whole[: size // 2], whole[size // 2 :]] if size > 1 else [whole.repeat(2)]
-        runs: list[Recorder] = []
+        runs, variants = [], []
         for part in parts:
             try:
                 runs.append(self.run(rows.take(arguments, _slice(part))))
-            except LatentShapeChanged as error:
-                raise _explained(error, size, len(part)) from None
-            except PyroScaleError:
-                raise
+                variants.append(Variant(terms_of(runs[-1].sites), part))
             except Exception as error:
                 if num_data in (None, size):  # the whole data, so that the factor is 1 anyway
                     return [], []
+                if isinstance(error, LatentShapeChanged):
+                    raise _explained(error, size, len(part)) from None
+                if isinstance(error, PyroScaleError):
+                    raise
                 raise PlateError(
                     f"the model runs on {size} rows but not on {len(part)} of them "
                     f"({type(error).__name__}: {error}). Take sizes from the batch: "
                     f"plate('data', {num_data}, subsample_size=len(x))"
                 ) from error
-        return [Variant(terms_of(r.sites), p) for r, p in zip(runs, parts, strict=True)], runs
+        return variants, runs
 
     def other_indices(
         self, arguments: Arguments, plate: str, size: int, num_data: int
@@ -279,6 +282,19 @@ def _first_run(
             "without obs=, or wrap a network by pyro_scale.bayesianize(net)"
         )
     return recorder
+
+
+def _validated(recipe: _Recipe, arguments: Arguments) -> set[str]:
+    """The sites whose values are to be checked: `validate_args=False`, and validation that is
+    switched off for all of Pyro or torch, are the user's word."""
+    if not (pyro.infer.util.is_validation_enabled() and Distribution._validate_args):
+        return set()
+    try:
+        sites = recipe.run(arguments, validate=True).sites
+    except Exception:  # validation itself will say it
+        sites = recipe.run(arguments).sites
+        return set(sites)
+    return {site.name for site in sites.values() if site.validates}
 
 
 def _is_frozen(first: Recorder, executed: Executed) -> bool:

@@ -40,6 +40,7 @@ class Program:
         }
         with (
             _left_when_interrupted(),
+            _hidden_from_other_recorders(),
             pyro.validation_enabled(validate),
             pyro.get_param_store().scope(),
             _without_fused_attention(),
@@ -86,6 +87,21 @@ def _left_when_interrupted() -> Iterator[None]:
     except BaseException:
         _PYRO_STACK[:], _DIM_ALLOCATOR._stack[:] = handlers, dims
         raise
+
+
+@contextmanager
+def _hidden_from_other_recorders() -> Iterator[None]:
+    """A model that evaluates another log posterior: the sites of that one are in the value that
+    it gives, and are not the outer model's as well."""
+    handlers, dims = list(_PYRO_STACK), list(_DIM_ALLOCATOR._stack)
+    recorders = [place for place, each in enumerate(handlers) if isinstance(each, Recorder)]
+    if recorders:
+        _PYRO_STACK[:], _DIM_ALLOCATOR._stack[:] = handlers[recorders[-1] + 1 :], []
+    try:
+        yield
+    finally:
+        if recorders:
+            _PYRO_STACK[:], _DIM_ALLOCATOR._stack[:] = handlers, dims
 
 
 @contextmanager

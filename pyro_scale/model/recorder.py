@@ -24,6 +24,7 @@ from pyro_scale.model.sites import (
     kind_of,
     plate_scale,
     points_of_store,
+    validates,
     without_validation,
 )
 from pyro_scale.model.starts import WEIGHT
@@ -173,6 +174,7 @@ class Recorder(Messenger):
             unconstrained=unconstrained,
             log_det=log_det,
             enum_dim=self._enum_dims.get(name),
+            validates=kind != "subsample" and validates(msg["fn"]),
         )
 
     def _pyro_param(self, msg: Any) -> None:

@@ -33,6 +33,7 @@ class Site:
         unconstrained: the value before the transform (latents only).
         log_det: log |d value / d unconstrained|, summed (latents only).
         enum_dim: the dimension, from the right, along which it is enumerated.
+        validates: whether its distribution, as the model made it, checks its values.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Site:
     unconstrained: Tensor | None = None
     log_det: Tensor | None = None
     enum_dim: int | None = None
+    validates: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -91,6 +93,14 @@ def plate_scale(plates: tuple[CondIndepStackFrame, ...]) -> float:
         if frame.full_size is not None:
             scale = scale * frame.full_size / frame.size
     return scale
+
+
+def validates(fn: Any) -> bool:
+    """Whether a distribution checks its values, and so do those that it wraps."""
+    layers = [fn]
+    while hasattr(layers[-1], "base_dist"):
+        layers.append(layers[-1].base_dist)
+    return all(layer._validate_args for layer in layers)
 
 
 def without_validation(fn: Any) -> Any:

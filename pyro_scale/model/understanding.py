@@ -68,6 +68,7 @@ def partition_error_of(
 ) -> float | None:
     """The largest difference between a row in the batch and in a part of it, in nats."""
     whole = scaling.rows(terms, batch_size)
+    variants = [v for v in variants if v.terms.keys() <= scaling.rules.keys()]
     return max(
         (
             float((mine - theirs).abs().max())
