@@ -5,6 +5,7 @@ import pandas
 import pyro
 import pyro.distributions as dist
 import torch
+from both_arviz import groups_of
 from reference import double, normals
 from warned import quiet
 
@@ -112,8 +113,8 @@ def same_moments(stored, inside):
 
 def same_trees(actual, expected):
     """ArviZ's groups: names, dims, coords and values; the log likelihood's to rounding."""
-    assert set(actual.groups()) == set(expected.groups())
-    for group in expected.groups():
+    assert groups_of(actual) == groups_of(expected)
+    for group in groups_of(expected):
         one, other = actual[group].load(), expected[group]
         assert set(one.data_vars) == set(other.data_vars), group
         for name, array in other.variables.items():

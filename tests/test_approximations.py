@@ -17,6 +17,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torchopt
+from both_arviz import groups_of
 from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.nn import PyroModule, PyroParam, PyroSample
@@ -352,7 +353,7 @@ def test_log_likelihood_is_a_value_a_row_without_scaling(row):
 def test_arviz_has_what_a_sampler_gives_but_statistics(row):
     fit = fit_of(row.name)
     idata = fit.to_arviz()
-    assert set(idata.groups()) == {"posterior", "observed_data", "log_likelihood"}
+    assert groups_of(idata) == {"posterior", "observed_data", "log_likelihood"}
     draws = DRAWS if row.has_gaussian else 1
     assert idata.posterior.sizes["chain"] == row.starts
     assert idata.posterior.sizes["draw"] == draws
@@ -501,7 +502,7 @@ def test_a_fit_comes_back_from_a_file_bit_for_bit(row, tmp_path):
         assert torch.equal(after.fit.trace, fit.fit.trace)
     pandas.testing.assert_frame_equal(after.diagnostics(), fit.diagnostics())
     same(after.log_likelihood(DATA), fit.log_likelihood())
-    assert set(after.to_arviz().groups()) == {"posterior"}
+    assert groups_of(after.to_arviz()) == {"posterior"}
     drawn = []
     for each in (fit, after):
         torch.manual_seed(1)

@@ -1,6 +1,7 @@
 """The layers import one way, and `import pyro_scale` is light."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,13 @@ def test_importing_the_package_is_light():
     code = f"import sys, pyro_scale; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_one_module_alone_speaks_to_arviz():
+    """Of which there are two lines with other names and signs."""
+    found = [
+        path.name
+        for path in MODULES
+        if re.search(r"^\s*(import|from) arviz", path.read_text(), re.MULTILINE)
+    ]
+    assert found == ["arviz_api.py"]

@@ -59,14 +59,16 @@ def test_a_log_posterior_inside_of_a_pyro_model_counts_once():
 
     def outer(x, y):
         v = pyro.sample("v", dist.Normal(torch.zeros(2), 3.0).to_event(1))
-        with pyro.plate("rows", len(x)):
-            pyro.factor("inner", inner({"w": v}, (x, y)).log_lik)
+        with pyro.plate("rows", len(x)), poutine.scale(scale=0.5), poutine.mask(mask=y > -9):
+            found = inner({"w": v}, (x, y))
+            assert torch.equal(found.log_prior, own.log_prob(v).sum())
+            pyro.factor("inner", found.log_lik)
 
-    params = {"v": double(0.3, -0.7)}
+    own, params = dist.Normal(torch.zeros(2), 1.0), {"v": double(0.3, -0.7)}
     log_posterior = ps.LogPosterior(outer, num_data=N)
     found = log_posterior(params, (X, Y))
     likelihood = dist.Normal(X @ params["v"], 1.0).log_prob(Y)
-    torch.testing.assert_close(found.log_lik, likelihood, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(found.log_lik, likelihood / 2, rtol=1e-14, atol=1e-14)
     assert list(log_posterior.understanding.sites) == ["v", "rows", "inner"]
 
 

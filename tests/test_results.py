@@ -17,12 +17,13 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from both_arviz import IS_1, compared, dataset_of, elpd_of, groups_of, identical
 from pyro import poutine
 from reference import double, normals
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import pyro_scale as ps
-from pyro_scale.errors import ArgumentError, ModelError, PlateError, PyroScaleError, SiteError
+from pyro_scale.errors import ArgumentError, ModelError, PlateError, PyroScaleError
 
 mpl.use("Agg")
 QUIET = {"progress": False}
@@ -166,7 +167,7 @@ def test_summary_refuses_unknown_names():
 def test_diagnostics_has_the_worst_of_each_latent_site():
     fit = fitted(wide, X, num_samples=50)
     table = fit.diagnostics()
-    posterior = fit.to_arviz().posterior[["big", "small"]]
+    posterior = dataset_of(fit.to_arviz().posterior)[["big", "small"]]
     assert list(table.index) == ["big", "small"]
     for name in table.index:
         assert table.loc[name, "r_hat"] == float(arviz.rhat(posterior)[name].max())
@@ -196,7 +197,7 @@ def test_of_very_large_sites_some_elements_are_looked_at(stored, tmp_path):
     for kind in ("bulk", "tail"):
         least = float(arviz.ess(posterior, method=kind).big.min())
         assert table.loc["big", f"ess_{kind}"] == least
-        assert summary.loc["big [21x20], worst", f"ess_{kind}"] == round(least)
+        assert round(summary.loc["big [21x20], worst", f"ess_{kind}"]) == round(least)
 
 
 def shared(temperature, share=True):
@@ -465,7 +466,7 @@ def test_groups_dims_coords_and_attrs():
     settings = {"num_samples": 6, "warmup_steps": 4, "thinning": 2, "num_chains": 3, "seed": 9}
     fit.run(data, batch_size=5, sampling="replacement", **settings, **QUIET)
     idata = fit.to_arviz(posterior_predictive=True)
-    assert set(idata.groups()) == {
+    assert groups_of(idata) == {
         "posterior",
         "sample_stats",
         "observed_data",
@@ -534,11 +535,11 @@ def test_lp_of_a_minibatch_is_a_total_over_the_data():
 
 def test_log_likelihood_is_left_out_when_it_is_large_or_unwanted(monkeypatch):
     fit = fitted()
-    assert "log_likelihood" not in fit.to_arviz(log_likelihood=False).groups()
+    assert "log_likelihood" not in groups_of(fit.to_arviz(log_likelihood=False))
     monkeypatch.setattr("pyro_scale.infer.method._LOG_LIKELIHOOD_BYTES", 30 * SIZE * 8 - 1)
     with pytest.warns(UserWarning, match=r"log likelihood would take.*log_likelihood=True"):
-        assert "log_likelihood" not in fit.to_arviz().groups()
-    assert "log_likelihood" in fit.to_arviz(log_likelihood=True).groups()
+        assert "log_likelihood" not in groups_of(fit.to_arviz())
+    assert "log_likelihood" in groups_of(fit.to_arviz(log_likelihood=True))
 
 
 def one_mean(y):
@@ -577,12 +578,12 @@ def test_loo_is_the_exact_leave_one_out(conjugate):
     idatas = {name: fit.to_arviz() for name, fit in fits.items()}
     for sd, name in ((1.0, "one_mean"), (3.0, "one_wide_mean")):
         loo = arviz.loo(idatas[name], pointwise=True)
-        assert float(loo.elpd_loo) == pytest.approx(exact_loo(y, sd), abs=0.03)
+        assert elpd_of(loo) == pytest.approx(exact_loo(y, sd), abs=0.03)
         assert float(loo.pareto_k.max()) < 0.7
-    table = arviz.compare(idatas)
+    table = compared(idatas)
     assert list(table.index) == ["one_mean", "one_wide_mean"]
     gap = exact_loo(y, 1.0) - exact_loo(y, 3.0)
-    assert table.loc["one_wide_mean", "elpd_diff"] == pytest.approx(gap, abs=0.05)
+    assert abs(table.loc["one_wide_mean", "elpd_diff"]) == pytest.approx(gap, abs=0.05)
 
 
 def test_loo_names_one_of_two_sites():
@@ -590,7 +591,7 @@ def test_loo_names_one_of_two_sites():
     idata = fit.to_arviz()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a short chain's Pareto k
-        assert np.isfinite(float(arviz.loo(idata, var_name="v").elpd_loo))
+        assert np.isfinite(elpd_of(arviz.loo(idata, var_name="v")))
 
 
 def test_arviz_reads_writes_and_plots(tmp_path):
@@ -598,15 +599,18 @@ def test_arviz_reads_writes_and_plots(tmp_path):
     idata = fit.to_arviz(posterior_predictive=True)
     table = arviz.summary(idata, var_names=["w"], round_to=12)
     assert table.loc["w[1]", "mean"] == pytest.approx(float(fit.get_samples()["w"][:, 1].mean()))
-    assert arviz.plot_trace(idata, var_names=["w", "s"]).shape == (2, 2)
-    arviz.plot_ppc(idata, num_pp_samples=5)
+    arviz.plot_trace(idata, var_names=["w", "s"])
+    if IS_1:
+        arviz.plot_ppc_dist(idata, num_samples=5)
+    else:
+        arviz.plot_ppc(idata, num_pp_samples=5)
     mpl.pyplot.close("all")
     path = str(tmp_path / "posterior.nc")
     idata.to_netcdf(path)
     again = arviz.from_netcdf(path)
-    assert set(again.groups()) == set(idata.groups())
-    for group in idata.groups():
-        assert again[group].equals(idata[group])
+    assert groups_of(again) == groups_of(idata)
+    for group in groups_of(idata):
+        assert identical(again[group], idata[group])
         for key, value in idata[group].attrs.items():
             assert again[group].attrs[key] == value
     assert again.posterior.attrs["method"] == "BAOA"
@@ -626,7 +630,7 @@ def test_a_model_without_data_has_posterior_and_stats_alone():
         pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
 
     idata = ps.BAOA(model, lr=0.3).run(None, num_samples=3, seed=0, **QUIET).to_arviz()
-    assert set(idata.groups()) == {"posterior", "sample_stats"}
+    assert groups_of(idata) == {"posterior", "sample_stats"}
 
 
 def test_a_model_that_subsamples_by_itself_gives_all_rows():
@@ -667,7 +671,7 @@ def test_results_of_step_are_one_draw():
     close(fit.log_likelihood((X, Y))["y"], log_density(samples))
     with pytest.raises(ArgumentError, match=r"step.. keeps no data: .*data="):  # not the batch's
         fit.log_likelihood()
-    assert set(fit.to_arviz().groups()) == {"posterior", "sample_stats"}
+    assert groups_of(fit.to_arviz()) == {"posterior", "sample_stats"}
     assert fit.to_arviz().posterior.sizes["draw"] == 1
 
 
@@ -679,7 +683,7 @@ def test_summaries_of_single_draws_say_nothing_of_them(recwarn, capfd):
     for each in (fit, mode):
         recwarn.clear()
         summary = each.summary()
-        close(summary["mean"]["w[0]"], round(float(each.get_samples()["w"][0, 0]), 3))
+        close(summary["mean"]["w[0]"], float(each.get_samples()["w"][0, 0]), 1e-3)
         assert summary["sd"].isna().all()
         assert not recwarn
     assert "WARNING" not in capfd.readouterr().err
@@ -804,5 +808,5 @@ def test_explain_warns_of_what_may_be_a_mistake():
     assert any("whole data only" in w for w in ps.explain(joint, X).warnings)
     with pytest.raises(PlateError, match="site 'y'"):
         ps.explain(joint, X, batch_size=4)
-    with pytest.raises(SiteError, match="site 'y'"):
+    with pytest.raises(ModelError, match=r"no observed site .*site 'y', it was"):
         ps.explain(regression, X)  # its observations were forgotten

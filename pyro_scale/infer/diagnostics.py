@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pyro_scale.core.warn import warn
 from pyro_scale.errors import BiasWarning
+from pyro_scale.infer import arviz_api
 from pyro_scale.infer.divergence import explosion
-from pyro_scale.infer.export import quiet_arviz
 from pyro_scale.infer.mixing import (
     mixing,
     mixing_of_moments,
@@ -111,8 +111,7 @@ def standard_error(series: Tensor, least: int = _FEWEST_DRAWS) -> float:
         return float(series.mean(1).std()) / chains**0.5
     if draws < 4:
         return math.nan
-    with quiet_arviz() as arviz:
-        return float(arviz.mcse(series.numpy(), method="mean"))
+    return arviz_api.mcse_of_mean(series)
 
 
 def errors_of_the_worst(count: int) -> float:

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_scale.infer import arviz_api
 from pyro_scale.infer.predictive import data_sites
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.stored import StoredSamples
 
 #: The name of the rows' dimension where the model has no plate for them.
 ROWS = "row"
-
-
-@contextlib.contextmanager
-def quiet_arviz() -> Iterator[Any]:
-    """ArviZ, imported when it is needed, without the notice of its next version, and without what
-    it and NumPy say of single draws and of draws that overflow, on which nobody can act."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", RuntimeWarning)
-        import arviz
-
-        log = getattr(arviz, "_log", logging.getLogger("arviz"))  # logging does not know its own
-        level = log.level
-        log.setLevel(logging.ERROR)
-        try:
-            yield arviz
-        finally:
-            log.setLevel(level)
 
 
 def to_inference_data(result: Result, groups: Mapping[str, Mapping[str, Tensor]]) -> Any:
@@ -63,12 +43,7 @@ def to_inference_data(result: Result, groups: Mapping[str, Mapping[str, Tensor]]
                 group: variables.dataset().assign_attrs(attributes(result.attrs)),
                 **datasets,
             }
-    with quiet_arviz() as arviz:
-        if hasattr(arviz, "InferenceData"):
-            return arviz.InferenceData(attrs=attributes(result.attrs), **datasets)
-    tree = xarray.DataTree.from_dict(datasets)
-    tree.attrs.update(attributes(result.attrs))
-    return tree
+    return arviz_api.tree_of(datasets, attributes(result.attrs))
 
 
 def _array(result: Result, group: str, name: str, value: Tensor) -> Any:

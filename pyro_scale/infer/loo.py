@@ -13,8 +13,8 @@ from pyro_scale.core.counts import as_count
 from pyro_scale.core.warn import warn
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import ApproximationWarning, ArgumentError
+from pyro_scale.infer import arviz_api
 from pyro_scale.infer.divergence import explosion
-from pyro_scale.infer.export import quiet_arviz
 from pyro_scale.infer.pieces import Piece, pieces_of, pieces_with
 from pyro_scale.infer.predictive import log_likelihood_of
 from pyro_scale.infer.result import Result
@@ -127,11 +127,7 @@ def _summed(result: Result, log_lik: Tensor, chosen: Tensor, near: Tensor | None
 def _left_out(result: Result, log_lik: Tensor) -> tuple[Tensor, Tensor]:
     """(Each row's log density given the others, the shape of its weights' tail), `[m]`."""
     log_lik, share = log_lik.double().cpu(), _relative_ess(result)
-    with quiet_arviz() as arviz:
-        weights, shapes = arviz.psislw(-log_lik.T.numpy(), reff=share)
-    log_weights, pareto_k = torch.as_tensor(weights), torch.as_tensor(shapes).reshape(-1)
-    same = log_lik.amax(0) == log_lik.amin(0)  # a masked row weighs nothing
-    pareto_k = torch.where(same, -torch.inf, pareto_k)
+    log_weights, pareto_k = arviz_api.psis(-log_lik.T, share)
     most = min(_MOST_K, 1 - 1 / math.log10(max(len(log_lik), 11)))
     heavy = int((pareto_k > most).sum())
     if heavy:
@@ -151,10 +147,12 @@ def _relative_ess(result: Result) -> float:
     every = max(1, -(-size // _ELEMENTS))
     if draws < 4 or chains * draws < 8:
         return 1.0
+    import xarray
+
     blocks = [block[:, ::every] for block in result.blocks()]
     some = torch.cat(blocks).unflatten(0, (chains, draws)).double().numpy()
-    with quiet_arviz() as arviz:
-        ess = arviz.ess(arviz.convert_to_dataset({"x": some}), method="mean")
+    draws_of = xarray.Dataset({"x": (("chain", "draw", "element"), some)})
+    ess = arviz_api.ess(draws_of, method="mean")
     return min(1.0, float(ess["x"].mean()) / (chains * draws))
 
 

@@ -14,7 +14,7 @@ from pyro_scale.core.counts import evenly
 from pyro_scale.core.running import Moments
 from pyro_scale.core.warn import warn
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleError
-from pyro_scale.infer.export import quiet_arviz
+from pyro_scale.infer import arviz_api
 from pyro_scale.infer.predictive import data_sites, predictive_means
 from pyro_scale.infer.result import Result
 
@@ -48,10 +48,9 @@ def mixing(draws: Mapping[str, Tensor]) -> Any:
     )
     table = pandas.DataFrame(index=pandas.Index(list(draws), name="site"))
     alone = latent.sizes["chain"] < 2
-    with quiet_arviz() as arviz:
-        table["r_hat"] = math.nan if alone else _each(arviz.rhat(latent), "max")
-        table["ess_bulk"] = _each(arviz.ess(latent, method="bulk"), "min")
-        table["ess_tail"] = _each(arviz.ess(latent, method="tail"), "min")
+    table["r_hat"] = math.nan if alone else _each(arviz_api.rhat(latent), "max")
+    table["ess_bulk"] = _each(arviz_api.ess(latent, method="bulk"), "min")
+    table["ess_tail"] = _each(arviz_api.ess(latent, method="tail"), "min")
     return table
 
 

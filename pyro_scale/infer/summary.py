@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.running import Moments
-from pyro_scale.infer.export import quiet_arviz, to_inference_data
+from pyro_scale.infer import arviz_api
+from pyro_scale.infer.export import to_inference_data
 from pyro_scale.infer.mixing import some_elements
 from pyro_scale.infer.predictive import in_proportion
 from pyro_scale.infer.result import Result
@@ -50,8 +51,7 @@ def summary(result: Result, var_names: list[str] | None) -> Any:
 
 def _as_arviz_has_it(result: Result, name: str, values: Tensor) -> Any:
     data = to_inference_data(result, {"posterior": {name: values}})
-    with quiet_arviz() as arviz:
-        return arviz.summary(data)
+    return arviz_api.summary(data)
 
 
 def _of_moments(moments: Mapping[str, Moments], var_names: list[str] | None) -> Any:

@@ -115,9 +115,11 @@ def understand(
             elsewhere, other_runs = _elsewhere(program, first, arguments, batch_size, num_data)
             num_data = num_data or declared_size([whole, *runs])
     if count is not None and all(term.is_prior for term in terms.values()):
+        last = [site.name for site in whole.sites.values() if site.kind == "latent"][-1]
         raise ModelError(
             "data are passed, but the model has no observed site and no factor, so nothing would "
-            "be learnt from them: give the likelihood's pyro.sample obs="
+            "be learnt from them: give the likelihood's pyro.sample obs= (if that is site "
+            f"'{last}', it was called with obs=None)"
         )
     if num_data is None:
         raise ArgumentError(

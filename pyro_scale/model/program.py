@@ -9,6 +9,7 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.runtime import _DIM_ALLOCATOR, _PYRO_STACK
 from torch import Tensor, nn
 
@@ -94,13 +95,14 @@ def _hidden_from_other_recorders() -> Iterator[None]:
     """A model that evaluates another log posterior: the sites of that one are in the value that
     it gives, and are not the outer model's as well."""
     handlers, dims = list(_PYRO_STACK), list(_DIM_ALLOCATOR._stack)
-    recorders = [place for place, each in enumerate(handlers) if isinstance(each, Recorder)]
-    if recorders:
-        _PYRO_STACK[:], _DIM_ALLOCATOR._stack[:] = handlers[recorders[-1] + 1 :], []
+    is_nested = any(isinstance(each, Recorder) for each in handlers)
+    if is_nested:  # the last one may say where its latents start
+        own = [each for each in handlers[-1:] if isinstance(each, InitMessenger)]
+        _PYRO_STACK[:], _DIM_ALLOCATOR._stack[:] = own, []
     try:
         yield
     finally:
-        if recorders:
+        if is_nested:
             _PYRO_STACK[:], _DIM_ALLOCATOR._stack[:] = handlers, dims
 
 
