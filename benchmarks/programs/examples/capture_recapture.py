@@ -1,4 +1,4 @@
-"""Capture and recapture (Cormack-Jolly-Seber): who is alive is enumerated, from first capture on."""
+"""Capture and recapture (Cormack-Jolly-Seber): who is alive is enumerated."""
 
 import numpy as np
 import pyro
@@ -23,9 +23,9 @@ def model(captures):
         z = torch.ones(animals)
         captured = torch.zeros(animals, dtype=torch.bool)
         for t in pyro.markov(range(occasions)):
+            alive = torch.where(captured, survival * z, 1.0)
+            z = pyro.sample(f"z_{t}", dist.Bernoulli(alive), infer={"enumerate": "parallel"})
             with poutine.mask(mask=captured):
-                alive = torch.where(captured, survival * z, 1.0)
-                z = pyro.sample(f"z_{t}", dist.Bernoulli(alive), infer={"enumerate": "parallel"})
                 pyro.sample(f"y_{t}", dist.Bernoulli(detection * z), obs=captures[:, t])
             captured = captured | captures[:, t].bool()
 
