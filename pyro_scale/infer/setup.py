@@ -265,21 +265,21 @@ def _tried(
     Raises:
         SiteError: a chain's log joint at its start is NaN or infinite on the first batch.
     """
-    layout, indices = engine.layout, log_posterior.first_indices()
-    for attempt in range(1, _MOST_STARTS + 1):
-        engine, (values, gradient) = first_evaluation(
-            engine, positions, arguments, per_chain, indices
-        )
-        finite = torch.isfinite(values)
-        usable = finite & torch.isfinite(gradient).all(1)
-        if redraw is None or attempt == _MOST_STARTS or bool(usable.all()):
+    layout = engine.layout
+    others = (arguments, per_chain, log_posterior.first_indices())
+    engine, (values, gradient) = first_evaluation(engine, positions, *others)
+    finite = torch.isfinite(values)
+    usable = finite & torch.isfinite(gradient).all(1)
+    for attempt in range(1, _MOST_STARTS):
+        if redraw is None or bool(usable.all()):
             break
-        positions = torch.stack(
-            [
-                position if ok else redraw(chain, attempt)
-                for chain, (position, ok) in enumerate(zip(positions, usable, strict=True))
-            ]
-        )
+        drawn = positions.clone()
+        for chain in torch.nonzero(~usable)[:, 0].tolist():
+            drawn[chain] = redraw(chain, attempt)
+        _, (values, gradient) = first_evaluation(engine, drawn, *others)
+        usable = torch.isfinite(values) & torch.isfinite(gradient).all(1)
+        positions = torch.where(usable[:, None], drawn, positions)
+        finite = finite | usable
     if not bool(finite.all()):
         chain = int(torch.nonzero(~finite)[0])
         site = log_posterior.broken_site(layout.unflatten(positions[chain]), arguments)
