@@ -1,10 +1,10 @@
-# `make demo`, `test`, `bench`, `accuracy`, `approximations`, `networks`: each makes .venv if it is missing.
+# `make demo`, `test`, `bench`, `accuracy`, `approximations`, `networks`, `programs`: each makes .venv if it is missing.
 
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test bench accuracy approximations networks lint types notebooks clean
+.PHONY: demo test bench accuracy approximations networks programs lint types notebooks clean
 
 demo: .venv/installed
 	$(BIN)/python -W ignore::FutureWarning examples/demo.py
@@ -28,6 +28,9 @@ networks: .venv/installed
 	$(BIN)/python -W ignore benchmarks/networks/ood.py
 	$(BIN)/python -W ignore benchmarks/networks/uci.py
 	$(BIN)/python benchmarks/networks/report.py
+
+programs: .venv/installed
+	$(BIN)/python benchmarks/programs/run.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -513,6 +513,27 @@ def test_pyros_own_strategies(strategy, w, s):
         close(values["s"], s)
 
 
+def without_a_gradient_below_zero():
+    w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+    pyro.factor("c", torch.where(w > 0, w, 0 * w).sqrt())  # whose gradient is 0 * inf there
+
+
+def test_starts_without_a_finite_gradient_are_drawn_anew_and_the_others_kept():
+    """Half of the starts are below zero, so that of 40 about 20 stay as they are."""
+    drawn = starts(lambda: pyro.sample("w", dist.Normal(torch.zeros(()).double(), 1.0)), None, 40)
+    values = starts(without_a_gradient_below_zero, None, 40)
+    usable = drawn["w"] > 0
+    assert 10 < usable.sum() < 30
+    assert (values["w"] > 0).all()
+    close(values["w"][usable], drawn["w"][usable])
+    assert len(values["w"].unique()) == 40
+
+
+def test_a_given_start_without_a_finite_gradient_is_not_replaced():
+    with pytest.raises(NonFiniteError, match="chain 1 at step 0"):
+        starts(without_a_gradient_below_zero, {"w": double(1.0, -1.0, 1.0)})
+
+
 def test_pyros_random_strategies_are_drawn_for_each_chain():
     values = starts(constrained, initialization.init_to_sample, num_chains=300)["w"]
     assert abs(z_of_variance(values - 5, 1.0)) < 4.4

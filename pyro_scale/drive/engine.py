@@ -106,14 +106,15 @@ class Engine:
         state, evaluation = self._over_chains(update, batch, state, self.padded(noise))
         return self._shared(state), evaluation
 
-    def log_joint(self, positions: Tensor, batch: Batch) -> Tensor:
-        """Each chain's log joint at its position, the way that a step evaluates it."""
+    def evaluate(self, positions: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(Each chain's log joint at its position, its gradient over N, `[chains, D]`), the way
+        that a step evaluates them."""
 
-        def evaluate(arguments: Any, indices: Any, position: Tensor) -> Tensor:
-            _, evaluation = self._target(arguments, indices).grad(position)
-            return evaluation.log_joint
+        def at(arguments: Any, indices: Any, position: Tensor) -> tuple[Tensor, Tensor]:
+            gradient, evaluation = self._target(arguments, indices).grad(position)
+            return evaluation.log_joint, gradient
 
-        return self._over_chains(evaluate, batch, positions)
+        return self._over_chains(at, batch, positions)
 
     def gradient(self, positions: Tensor, batch: Batch) -> Tensor:
         """The gradient of each chain's log joint over N at its position, `[chains, D]`."""

@@ -189,23 +189,25 @@ class LogPosterior:
         chain: int = 0,
         init: InitFunction | None = None,
         values: Params | None = None,
+        attempt: int = 0,
     ) -> dict[str, Tensor]:
         """Unconstrained params from an initialisation in Pyro's manner, for one chain.
 
         Args:
             arguments: a batch.
-            seed: of the run; the draw is a function of (seed, chain).
+            seed: of the run; the draw is a function of (seed, chain, attempt).
             chain: which chain.
             init: site -> constrained value; uniform in (-2, 2), unconstrained, by default, and
                 for weights of bayesianized modules the module's values (chain 0) or
                 `reset_parameters()`.
             values: constrained values that go before the initialisation.
+            attempt: which draw, if the ones before it were of no use.
         """
         init = init or self.default_init(chain)
         if values:
             init = init_to_value(values=dict(values), fallback=init)
         with torch.random.fork_rng():
-            torch.manual_seed(derived_seed(seed, chain, Purpose.INIT))
+            torch.manual_seed(derived_seed(seed, chain, Purpose.INIT, attempt))
             sites = draw_latents(self._program, arguments, init).sites
         refuse_broken_starts(sites, chain)
         return {

@@ -1,0 +1,23 @@
+"""Gaussian process regression: one joint density over all rows."""
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import torch
+
+rng = np.random.default_rng(9)
+x = torch.linspace(-3.0, 3.0, 25)
+y = torch.tensor(np.sin(1.5 * x.numpy()) + rng.normal(0, 0.3, 25), dtype=torch.float32)
+
+
+def model(x, y):
+    length = pyro.sample("length", dist.LogNormal(0.0, 0.5))
+    amplitude = pyro.sample("amplitude", dist.LogNormal(0.0, 0.5))
+    noise = pyro.sample("noise", dist.LogNormal(-1.0, 0.5))
+    distance = (x[:, None] - x) / length
+    kernel = amplitude**2 * torch.exp(-0.5 * distance**2) + noise**2 * torch.eye(len(x))
+    pyro.sample("y", dist.MultivariateNormal(torch.zeros(len(x)), kernel), obs=y)
+
+
+data = (x, y)
+right = ("length", "amplitude", "noise")

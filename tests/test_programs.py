@@ -1,0 +1,37 @@
+"""Programs as others write them: understood and run, or refused in the right words."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pyro_scale as ps
+from pyro_scale.errors import PyroScaleError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "programs"))
+from program import Program, names
+
+pytestmark = [
+    pytest.mark.usefixtures("store"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+]
+
+
+def first_steps(program):
+    """The preflight, and two eager steps of two chains."""
+    ps.explain(program.model, program.data)
+    mcmc = ps.BAOA(program.model, lr=1e-4, compile=False)
+    return mcmc.run(program.data, num_samples=2, num_chains=2, seed=0, progress=False)
+
+
+@pytest.mark.parametrize("name", names())
+def test_understood_or_refused(name):
+    program = Program.load(name)
+    if program.refused:
+        with pytest.raises(PyroScaleError, match=re.escape(program.refused)):
+            first_steps(program)
+    else:
+        draws = first_steps(program).get_samples()
+        assert all(torch.isfinite(draws[site]).all() for site in program.right)
