@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -33,8 +35,12 @@ from pyro_scale.drive.tape import Tape
 from pyro_scale.drive.trace import StepGraph, trace
 from pyro_scale.errors import ArgumentError, CompileWarning
 
-#: Steps from which compiling repays the few seconds that it takes.
+#: Steps of one chain from which compiling repays the few seconds that it takes.
 _REPAID_AFTER = 3000
+#: Chains that a vmapped step must move to take twice as long as for one.
+_CHAINS_FOR_TWICE = 250
+#: The process whose OpenMP threads are there; they do not come along when it is forked.
+_OWN_PROCESS = os.getpid()
 #: Where a program is compared with the step itself: about so far away.
 _ELSEWHERE = 0.1
 #: The most they may differ by: a part of what is compared, and roundings of what it comes from.
@@ -150,7 +156,7 @@ class CompiledLoop:
             [self._source(source) for source in self.batches.sources(tape.changing)],
             left,
             every,
-            threads=min(groups, torch.get_num_threads()),
+            threads=1 if _is_fork() else min(groups, torch.get_num_threads()),
         )
         kept = Kept(_by_chain(positions), _by_chain(log_joints), last.flatten())
         return pytree.tree_unflatten([x.flatten(0, 1) for x in moved], self.state_spec), kept
@@ -203,17 +209,19 @@ def program_for(
         state: of all chains.
         tape: the first step's.
         compile: `"auto"` compiles runs that are long enough to repay it, and goes on with a run as
-            it was, as programs differ by rounding.
+            it was, as programs differ by rounding.  It depends on the call alone.
         num_steps: how many steps there will be.
         tell: is told what goes on.
         before: the name of the program that ran the steps until now, if there were any.
 
     Warns:
-        UserWarning: the model cannot be compiled; it says what could not be.
+        CompileWarning: the model cannot be compiled, or its steps not put into a loop; it says
+            what could not be, and by which torch.
     """
     as_it_is = eager(engine, batches)
     if compile == "auto":
-        compile = num_steps >= _REPAID_AFTER if before is None else before != as_it_is.name
+        long = _repays(num_steps, len(state.position), engine.vectorised)
+        compile = long if before is None else before != as_it_is.name
     if not compile:
         return as_it_is
     tell("compiling")
@@ -225,10 +233,23 @@ def program_for(
     except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
         warn(
             CompileWarning,
-            f"the model could not be compiled ({_reason(error)}), so every step runs the model's "
-            "Python, which takes milliseconds; compile=False silences this",
+            f"the model could not be compiled ({_reason(error)}; torch {torch.__version__}), so "
+            "every step runs the model's Python, which takes milliseconds; compile=False silences "
+            "this",
         )
         return as_it_is
+
+
+def _repays(num_steps: int, num_chains: int, vectorised: bool) -> bool:
+    """Whether compiling takes less time than it saves, by the call alone: what a cache holds must
+    not choose among programs that round differently."""
+    others = (num_chains - 1) / (_CHAINS_FOR_TWICE if vectorised else 1)
+    return num_steps * (1 + others) >= _REPAID_AFTER
+
+
+def _is_fork() -> bool:
+    """Whether OpenMP would wait forever for threads that another process has."""
+    return os.getpid() != _OWN_PROCESS
 
 
 def _checked(
@@ -299,15 +320,22 @@ def _compiled(engine: Engine, batches: Batches, state: Any, tape: Tape) -> Progr
 
     if on_processor:
         kinds = kinds_of(graph, batches.sources(tape.changing))
-        threads = None if single else 1
+        threads = None if single and not _is_fork() else 1
 
         def build() -> str:
             return build_library(write_loop(graph, kinds, compiled(threads)))
 
-        with contextlib.suppress(NotALoop):
+        try:
             loop = Loop(graph, library_for(graph, kinds, threads, build))
             return CompiledLoop(loop, batches, state_spec, all_at_once)
-    step = _compiled_step(graph, compiled(threads=None), batches)
+        except NotALoop as left:
+            warn(
+                CompileWarning,
+                f"steps are compiled, but called one by one from Python: {_operation(left)} is "
+                f"nothing that a compiled loop can call (torch {torch.__version__}).  Write the "
+                "model without it, or ignore CompileWarning",
+            )
+    step = _compiled_step(graph, compiled(threads=1 if _is_fork() else None), batches)
     program = OneByOne(step, "compiled step")
     return program if all_at_once else ChainByChain(program)
 
@@ -326,9 +354,18 @@ def _compiled_step(
     return step
 
 
+def _operation(left: NotALoop) -> str:
+    """What a loop cannot call, as torch names it, or else the statement."""
+    named = re.search(r"(?:torch\.ops|extern_kernels)\.[\w.]+", str(left))
+    return named[0] if named else f"'{str(left)[:200]}'"
+
+
 def _reason(error: Exception) -> str:
     """Why a model cannot be compiled, in one line."""
     first = str(error).strip().partition("\n")[0][:300]
+    compilers_own = re.search(r"^.*\berror: .*$", str(error), re.MULTILINE)
+    if compilers_own:
+        first = f"{first}: {compilers_own[0].strip()[:300]}"
     if "tracing tensor" in first:
         return "it reads a tensor's value in Python: .item(), float(), bool(), an if"
     if "DynamicOutputShape" in type(error).__name__:
