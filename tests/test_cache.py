@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pyro_scale.drive import cache
+from pyro_scale.drive import cache, inductor
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="of Unix's owners and modes")
 
@@ -124,6 +124,20 @@ def test_what_is_for_a_process_is_gone_with_it(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_inductor_gets_a_directory_that_compilers_can_name(kept, monkeypatch, tmp_path):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert is_for_this_process(inductor._inductor_directory())  # not below "with a space"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "plain"))
+    assert inductor._inductor_directory() == tmp_path / "plain"
+    for unusable in (tmp_path / "a space", tmp_path / "file" / "below"):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(unusable))
+        assert is_for_this_process(inductor._inductor_directory())
+    monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/torchinductor_somebody")  # torch's default
+    assert inductor._inductor_directory() == tmp_path / "own" / "inductor"
+
+
 HOSTILE = """
     import os, sys, time, warnings
     import pyro, torch, pyro.distributions as dist
@@ -155,13 +169,12 @@ def run(code, **environment):
 
 
 def test_a_user_without_name_home_or_cache(tmp_path):
-    """No entry in passwd, a file in the cache's place, and a path with a space for Inductor."""
+    """No entry in passwd and a file in the cache's place."""
     tmp_path.joinpath("file").write_text("")
-    spaced = tmp_path / "a space"
-    spaced.mkdir()
     nameless = "def nobody(uid): raise KeyError(uid)\nimport pwd; pwd.getpwuid = nobody\n"
     names = dict.fromkeys(("LOGNAME", "USER", "LNAME", "USERNAME"), "")
-    environment = {"HOME": "/dev/null", "TORCHINDUCTOR_CACHE_DIR": str(spaced), **names}
+    environment = {"HOME": "/dev/null", **names}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache.directory() / "inductor")  # has a header
     environment["PYRO_SCALE_CACHE_DIR"] = str(tmp_path / "file")
     assert run(nameless + "print(run())", **environment) == "compiled loop"
 

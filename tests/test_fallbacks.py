@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from warned import without_replay
 
 import pyro_scale as ps
-from pyro_scale.drive import programs
+from pyro_scale.drive import cache, programs
 from pyro_scale.drive.indices import RowIndices
 from pyro_scale.drive.loop import NotALoop
 from pyro_scale.errors import ArgumentError, CompileWarning, NonFiniteError, NotRunError
@@ -66,6 +66,12 @@ def reasons(caught):
     return [str(w.message) for w in found]
 
 
+def keep_in(directory, monkeypatch):
+    """Keeps loops in another directory; Inductor's header, slow to build, stays where it is."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache.directory() / "inductor"))
+    monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(directory))
+
+
 def refuse(error):
     def refusing(*args, **kwargs):
         raise error
@@ -107,7 +113,7 @@ def test_then_a_compiled_step(recwarn, monkeypatch):
 
 
 def test_the_compilers_own_error_is_said(monkeypatch, tmp_path):
-    monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
+    keep_in(tmp_path, monkeypatch)
     output = "C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\nx.cpp: In function:\n"
     output += "x.cpp:3:10: fatal error: cpp_prefix.h: No such file\ncompilation terminated."
     monkeypatch.setattr(programs, "build_library", refuse(RuntimeError(output)))
@@ -121,7 +127,7 @@ def test_the_compilers_own_error_is_said(monkeypatch, tmp_path):
 @pytest.mark.parametrize("step", ["trace", "compile_graph", "build_library"])
 def test_then_the_step_itself(step, monkeypatch, tmp_path):
     """Whatever part of compiling it fails in: no C++ compiler, for one."""
-    monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
+    keep_in(tmp_path, monkeypatch)
     monkeypatch.setattr(programs, step, refuse(RuntimeError("no compiler\nhere")))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -319,7 +325,7 @@ def settings_now():
 @pytest.mark.parametrize("validation", [True, False])
 def test_settings_are_as_they_were(where, validation, monkeypatch, tmp_path):
     """After a compiled run and after one that failed at any point."""
-    monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
+    keep_in(tmp_path, monkeypatch)
     if where == "inside":
         import torch._inductor.compile_fx as compile_fx
 
@@ -624,7 +630,7 @@ def test_what_leaves_torch_is_not_frozen():
 
 def test_a_library_cut_short_is_built_again(tmp_path, monkeypatch):
     """Loading a part of a library kills the process."""
-    monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
+    keep_in(tmp_path, monkeypatch)
     ran(logistic, True)
     (library,) = tmp_path.glob("*.so")
     whole = library.read_bytes()

@@ -65,7 +65,7 @@ class Sampler(Method):
             a fit (`MAP`, `Laplace`, `VI`, `EKF`), from which they are drawn.
         num_data: N, which overrides what the data say.
         compile: whether the steps become one compiled program: `"auto"` compiles runs of at
-            least 3,000 steps (1,500 of 251 chains, 600 of 1,000), which repay the few seconds
+            least 3,000 steps (1,500 of 251 chains), which repay the few seconds
             that it takes, and goes on with a run from its checkpoints as that was run; False
             never does.
         control_variates: True takes the minibatch gradient's difference to that at the mode,
