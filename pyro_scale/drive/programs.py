@@ -39,8 +39,6 @@ from pyro_scale.errors import ArgumentError, CompileWarning
 _REPAID_AFTER = 3000
 #: Chains that a vmapped step must move to take twice as long as for one.
 _CHAINS_FOR_TWICE = 250
-#: The process whose OpenMP threads are there; they do not come along when it is forked.
-_OWN_PROCESS = os.getpid()
 #: Where a program is compared with the step itself: about so far away.
 _ELSEWHERE = 0.1
 #: The most they may differ by: a part of what is compared, and roundings of what it comes from.
@@ -49,6 +47,11 @@ _TOLERANCE, _ROUNDINGS = 1e-3, 1e3
 #: Steps that this process has compiled, the latest last; loops are kept on disk.
 _compiled_before: dict[str, Compiled] = {}
 _MOST_KEPT = 16
+
+if hasattr(os, "register_at_fork"):
+    # OpenMP's threads do not come along when a process is forked, and it would wait for them
+    # forever: in torch's operations and in loops.  torch's loaders do the same in their workers
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 def check_compile(compile: object) -> None:
@@ -156,7 +159,7 @@ class CompiledLoop:
             [self._source(source) for source in self.batches.sources(tape.changing)],
             left,
             every,
-            threads=1 if _is_fork() else min(groups, torch.get_num_threads()),
+            threads=min(groups, torch.get_num_threads()),
         )
         kept = Kept(_by_chain(positions), _by_chain(log_joints), last.flatten())
         return pytree.tree_unflatten([x.flatten(0, 1) for x in moved], self.state_spec), kept
@@ -247,11 +250,6 @@ def _repays(num_steps: int, num_chains: int, vectorised: bool) -> bool:
     return num_steps * (1 + others) >= _REPAID_AFTER
 
 
-def _is_fork() -> bool:
-    """Whether OpenMP would wait forever for threads that another process has."""
-    return os.getpid() != _OWN_PROCESS
-
-
 def _checked(
     engine: Engine, batches: Batches, as_it_is: Program, state: Any, tape: Tape
 ) -> Program:
@@ -320,7 +318,7 @@ def _compiled(engine: Engine, batches: Batches, state: Any, tape: Tape) -> Progr
 
     if on_processor:
         kinds = kinds_of(graph, batches.sources(tape.changing))
-        threads = None if single and not _is_fork() else 1
+        threads = None if single else 1
 
         def build() -> str:
             return build_library(write_loop(graph, kinds, compiled(threads)))
@@ -335,7 +333,7 @@ def _compiled(engine: Engine, batches: Batches, state: Any, tape: Tape) -> Progr
                 f"nothing that a compiled loop can call (torch {torch.__version__}).  Write the "
                 "model without it, or ignore CompileWarning",
             )
-    step = _compiled_step(graph, compiled(threads=1 if _is_fork() else None), batches)
+    step = _compiled_step(graph, compiled(threads=None), batches)
     program = OneByOne(step, "compiled step")
     return program if all_at_once else ChainByChain(program)
 
