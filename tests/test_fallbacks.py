@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, Dataset
 from warned import without_replay
 
 import pyro_scale as ps
-from pyro_scale.drive import libraries, programs
+from pyro_scale.drive import cache, programs
 from pyro_scale.drive.indices import RowIndices
 from pyro_scale.drive.loop import NotALoop
-from pyro_scale.errors import ArgumentError, NonFiniteError, NotRunError
+from pyro_scale.errors import ArgumentError, CompileWarning, NonFiniteError, NotRunError
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -66,6 +66,12 @@ def reasons(caught):
     return [str(w.message) for w in found]
 
 
+def keep_in(directory, monkeypatch):
+    """Keeps loops in another directory; Inductor's header, slow to build, stays where it is."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache.directory() / "inductor"))
+    monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(directory))
+
+
 def refuse(error):
     def refusing(*args, **kwargs):
         raise error
@@ -94,18 +100,34 @@ def test_a_loop_first(recwarn):
 
 
 def test_then_a_compiled_step(recwarn, monkeypatch):
-    """It is no failure, so nothing is said of it but in the facts of the run."""
-    monkeypatch.setattr(programs, "library_for", refuse(NotALoop("a call")))
+    """The warning names what is not in the loop, once, and this torch."""
+    left = "buf3 = torch.ops.aten.linalg_cholesky_ex.default(buf2)"
+    monkeypatch.setattr(programs, "library_for", refuse(NotALoop(left)))
     sampler = ran(logistic, True)
     assert program_of(sampler) == STEP
     same(sampler, plain())
     assert not reasons(recwarn)
+    (warning,) = [str(w.message) for w in recwarn if issubclass(w.category, CompileWarning)]
+    assert "torch.ops.aten.linalg_cholesky_ex.default is nothing that" in warning
+    assert f"(torch {torch.__version__})" in warning
+
+
+def test_the_compilers_own_error_is_said(monkeypatch, tmp_path):
+    keep_in(tmp_path, monkeypatch)
+    output = "C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\nx.cpp: In function:\n"
+    output += "x.cpp:3:10: fatal error: cpp_prefix.h: No such file\ncompilation terminated."
+    monkeypatch.setattr(programs, "build_library", refuse(RuntimeError(output)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ran(logistic, True, num_samples=5)
+    (reason,) = reasons(caught)
+    assert "C++ compile error: x.cpp:3:10: fatal error: cpp_prefix.h: No such file; torch" in reason
 
 
 @pytest.mark.parametrize("step", ["trace", "compile_graph", "build_library"])
 def test_then_the_step_itself(step, monkeypatch, tmp_path):
     """Whatever part of compiling it fails in: no C++ compiler, for one."""
-    monkeypatch.setattr(libraries, "_directory", lambda: tmp_path)
+    keep_in(tmp_path, monkeypatch)
     monkeypatch.setattr(programs, step, refuse(RuntimeError("no compiler\nhere")))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -113,7 +135,7 @@ def test_then_the_step_itself(step, monkeypatch, tmp_path):
     assert program_of(sampler) == EAGER
     assert torch.equal(sampler._results().positions, plain()._results().positions)
     (reason,) = reasons(caught)
-    assert "(RuntimeError: no compiler)" in reason
+    assert f"(RuntimeError: no compiler; torch {torch.__version__})" in reason
     assert "compile=False" in reason
     (where,) = {w.filename for w in caught if "compiled" in str(w.message)}
     assert where == __file__
@@ -162,11 +184,12 @@ def asked(monkeypatch):
     calls = []
     monkeypatch.setattr(programs, "_compiled", lambda *args: calls.append(args))
     monkeypatch.setattr(programs, "_check", lambda *_: None)
-    engine = SimpleNamespace(vectorised=True)
 
-    def ask(compile, num_steps):
+    def ask(compile, num_steps, num_chains=1, vectorised=True):
         calls.clear()
-        programs.program_for(engine, SimpleNamespace(), None, None, compile, num_steps, str)
+        engine = SimpleNamespace(vectorised=vectorised)
+        state = SimpleNamespace(position=torch.zeros(num_chains, 1))
+        programs.program_for(engine, SimpleNamespace(), state, None, compile, num_steps, str)
         return len(calls)
 
     return ask
@@ -178,6 +201,15 @@ def test_auto_compiles_runs_that_repay_it(asked):
     assert asked("auto", 3000) == 1
     assert asked(True, 1) == 1
     assert asked(False, 10**9) == 0
+
+
+def test_auto_counts_chain_steps(asked):
+    """A vmapped step of 251 chains takes twice as long as one of a chain; one by one, 251 times."""
+    assert asked("auto", 1499, num_chains=251) == 0
+    assert asked("auto", 1500, num_chains=251) == 1
+    assert asked("auto", 1500, num_chains=1000) == 1
+    assert asked("auto", 749, num_chains=4, vectorised=False) == 0
+    assert asked("auto", 750, num_chains=4, vectorised=False) == 1
 
 
 @pytest.mark.parametrize(
@@ -293,7 +325,7 @@ def settings_now():
 @pytest.mark.parametrize("validation", [True, False])
 def test_settings_are_as_they_were(where, validation, monkeypatch, tmp_path):
     """After a compiled run and after one that failed at any point."""
-    monkeypatch.setattr(libraries, "_directory", lambda: tmp_path)
+    keep_in(tmp_path, monkeypatch)
     if where == "inside":
         import torch._inductor.compile_fx as compile_fx
 
@@ -598,9 +630,9 @@ def test_what_leaves_torch_is_not_frozen():
 
 def test_a_library_cut_short_is_built_again(tmp_path, monkeypatch):
     """Loading a part of a library kills the process."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    keep_in(tmp_path, monkeypatch)
     ran(logistic, True)
-    (library,) = (tmp_path / "pyro_scale").glob("*.so")
+    (library,) = tmp_path.glob("*.so")
     whole = library.read_bytes()
     library.unlink()  # this process has it in use
     library.write_bytes(whole[: len(whole) // 2])

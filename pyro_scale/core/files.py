@@ -7,7 +7,7 @@ numbers in them.  So nothing is given to it whose hash is not the one in the hea
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import hashlib
 import io
 import os
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from pyro_scale.errors import ArgumentError, FileError
@@ -31,6 +32,8 @@ Kind = Literal["results", "checkpoint", "black box"]
 _TEMPORARY = ".pyro-scale-{}"
 #: That of the file which who writes into a directory has locked.
 _LOCK = ".lock"
+#: What a file system says that has no locks.
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 #: Of what follows the header; another number, another way to read it.
 _FORMAT = 2
 _WROTE: dict[Kind, str] = {
@@ -140,34 +143,25 @@ def locked(directory: Path, lock: Path | None = None) -> Iterator[None]:
         FileError: another one has it, or the file cannot be written.
     """
     file = lock or directory / _LOCK
+    holder = FileLock(file)
     try:
-        number = os.open(file, os.O_CREAT | os.O_WRONLY)
+        holder.acquire(timeout=0)
+    except Timeout:
+        raise FileError(
+            f"another run is writing into '{directory}': wait for its end, or pass another "
+            "directory"
+        ) from None
     except OSError as error:
-        raise FileError(f"'{directory}' cannot be written ({error.strerror or error})") from error
-    try:
-        if not _is_ours(number):
+        if error.errno not in _NO_LOCKS:
             raise FileError(
-                f"another run is writing into '{directory}': wait for its end, or pass another "
-                "directory"
-            )
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                file.unlink()
-    finally:
-        os.close(number)
-
-
-def _is_ours(number: int) -> bool:
-    """Locks an open file, if nobody has, nor has deleted it in between."""
+                f"'{directory}' cannot be written ({error.strerror or error})"
+            ) from error
     try:
-        fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by loaders' workers
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:  # of a file system that has no locks
-        return True
-    return os.fstat(number).st_nlink > 0
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            file.unlink()  # while it is locked: nobody else can have it in between
+        holder.release()
 
 
 def drop_unfinished(directory: Path) -> None:

@@ -5,17 +5,23 @@ The only file that touches Inductor's insides.  Its options are set around our o
 
 from __future__ import annotations
 
+import getpass
+import os
+import shlex
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from torch import Tensor, fx
 
-_patching = threading.Lock()
+from pyro_scale.drive import cache
+
+_patching = threading.RLock()
 
 
 class CppKernel:
@@ -28,11 +34,12 @@ class CppKernel:
     def __call__(self, *args: Any) -> Any:
         """Runs it on tensors."""
         if self._built is None:
-            from torch._inductor.codecache import CppPythonBindingsCodeCache
+            with _in_our_cache():
+                from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-            self._built = CppPythonBindingsCodeCache.load_pybinding(
-                self.argument_types, self.source
-            )
+                self._built = CppPythonBindingsCodeCache.load_pybinding(
+                    self.argument_types, self.source
+                )
         return self._built(*args)
 
 
@@ -64,7 +71,7 @@ def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int |
     """
     found: list[Any] = []
     options: dict[str, Any] = {} if threads is None else {"cpp.threads": threads}
-    with warnings.catch_warnings(), _kernels_built_on_demand():
+    with warnings.catch_warnings(), _in_our_cache(), _kernels_built_on_demand():
         warnings.simplefilter("ignore")  # what Inductor's imports warn of is nobody's to mend
         import torch._functorch.config as functorch_config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -97,7 +104,7 @@ def _kernels_built_on_demand() -> Iterator[None]:
     def on_demand(self: Any, argument_types: list[str], source: str) -> CppKernel:
         return CppKernel(argument_types, source)
 
-    with _patching, mock.patch.object(AsyncCompile, "cpp_pybinding", on_demand):
+    with mock.patch.object(AsyncCompile, "cpp_pybinding", on_demand):
         yield
 
 
@@ -107,11 +114,55 @@ def build_library(source: str) -> str:
     Raises:
         Exception: there is no C++ compiler, or it refuses the source.
     """
-    from torch._inductor.codecache import CppCodeCache
+    with _in_our_cache():
+        from torch._inductor.codecache import CppCodeCache
 
-    class LoopCache(CppCodeCache):
-        @classmethod
-        def _get_uncompiled_header(cls, device: str) -> str | None:
-            return "torch/csrc/inductor/cpp_prefix.h"  # precompiled once, it saves two thirds
+        class LoopCache(CppCodeCache):
+            @classmethod
+            def _get_uncompiled_header(cls, device: str) -> str | None:
+                return "torch/csrc/inductor/cpp_prefix.h"  # precompiled once, it saves two thirds
 
-    return LoopCache.load(source)._name
+        return LoopCache.load(source)._name
+
+
+@contextmanager
+def _in_our_cache() -> Iterator[None]:
+    """Inductor's files beside ours, unless the user says where: by default they are at a path
+    below the temporary directory that anybody can foresee."""
+    with _patching:
+        settings = {"TORCHINDUCTOR_CACHE_DIR": str(_inductor_directory())}
+        try:
+            getpass.getuser()
+        except (KeyError, OSError, ImportError):  # no entry in passwd; Inductor asks for a name
+            settings["LOGNAME"] = f"uid_{os.getuid()}"
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            from torch._inductor import codecache
+
+            headers = str(_inductor_directory() / "precompiled_headers")
+            with mock.patch.multiple(
+                codecache, _HEADER_DIR=headers, _HEADER_LOCK_DIR=os.path.join(headers, "locks")
+            ):
+                yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _inductor_directory() -> Path:
+    """The user's choice or one in our cache; for this process alone where a compiler's command
+    line cannot name it or nothing can be written there."""
+    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    # once asked for it, Inductor puts its default there, too
+    is_default = Path(chosen).name.startswith("torchinductor_")
+    kept = Path(chosen).absolute() if chosen and not is_default else cache.directory() / "inductor"
+    try:
+        kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+        usable = os.access(kept, os.W_OK | os.X_OK) and shlex.quote(str(kept)) == str(kept)
+    except OSError:
+        usable = False
+    return kept if usable else cache.for_this_process(os.getpid())

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import getpass
 import hashlib
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from pyro_scale.drive import cache
 from pyro_scale.drive.trace import StepGraph
 
 
@@ -26,30 +25,23 @@ def library_for(
         threads: that its kernels use.
         build: builds the library and returns its path.
     """
-    kept = _directory() / f"{key_of(graph, kinds, threads)}.so"
-    if not _is_whole(kept):
-        code = Path(build()).read_bytes()
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as new:
-            new.write(code + hashlib.sha256(code).digest())
-        os.replace(new.name, kept)  # at once, for other processes look there too
-    return ctypes.CDLL(str(kept))
+    key = key_of(graph, kinds, threads)
+    code = cache.read(key)
+    if code is None:
+        with cache.building(key):
+            code = cache.read(key)  # another process may have built it in between
+            if code is None:
+                code = Path(build()).read_bytes()
+                cache.write(key, code)
+    return _load(code)
 
 
-def _is_whole(kept: Path) -> bool:
-    """Whether a library is there, with the digest of all of it at its end: the system would
-    kill the process for loading a part of one."""
-    if not kept.exists():
-        return False
-    content = kept.read_bytes()
-    size = hashlib.sha256().digest_size
-    return hashlib.sha256(content[:-size]).digest() == content[-size:]
-
-
-def _directory() -> Path:
-    """Beside Inductor's own cache."""
-    own = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", own)) / "pyro_scale"
+def _load(code: bytes) -> ctypes.CDLL:
+    """Loads a library from a copy that nobody else can change before it is loaded."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
+        copy = Path(own) / "loop.so"
+        copy.write_bytes(code)
+        return ctypes.CDLL(str(copy))
 
 
 def key_of(graph: StepGraph, kinds: list[str], threads: int | None) -> str:

@@ -24,10 +24,17 @@ _MATRIX_PRODUCTS: dict[str, tuple[str, ...]] = {
     "extern_kernels.addmm": ("beta", "alpha"),
     "extern_kernels.baddbmm": ("beta", "alpha"),
 }
+#: Calls that compute nothing: what they check of inputs holds of all that a loop passes.
+_CHECKS = (
+    "args.clear",
+    "assert_size_stride",
+    "assert_size_stride_grouped",
+    "assert_alignment",
+)
 
 
 class NotALoop(Exception):
-    """A step that calls more than kernels and matrix products."""
+    """A step that does more than call kernels and matrix products; the statement that does."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ class Plan:
             self.lines.append(f"{function}({', '.join(pointers)});")
         elif function in _MATRIX_PRODUCTS:
             self._product(function, call)
-        elif function not in ("args.clear", "assert_size_stride", "assert_alignment"):
+        elif function not in _CHECKS:
             raise NotALoop(ast.unparse(call))
 
     @staticmethod

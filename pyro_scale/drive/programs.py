@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -33,8 +35,10 @@ from pyro_scale.drive.tape import Tape
 from pyro_scale.drive.trace import StepGraph, trace
 from pyro_scale.errors import ArgumentError, CompileWarning
 
-#: Steps from which compiling repays the few seconds that it takes.
+#: Steps of one chain from which compiling repays the few seconds that it takes.
 _REPAID_AFTER = 3000
+#: Chains that a vmapped step must move to take twice as long as for one.
+_CHAINS_FOR_TWICE = 250
 #: Where a program is compared with the step itself: about so far away.
 _ELSEWHERE = 0.1
 #: The most they may differ by: a part of what is compared, and roundings of what it comes from.
@@ -43,6 +47,11 @@ _TOLERANCE, _ROUNDINGS = 1e-3, 1e3
 #: Steps that this process has compiled, the latest last; loops are kept on disk.
 _compiled_before: dict[str, Compiled] = {}
 _MOST_KEPT = 16
+
+if hasattr(os, "register_at_fork"):
+    # OpenMP's threads do not come along when a process is forked, and it would wait for them
+    # forever: in torch's operations and in loops.  torch's loaders do the same in their workers
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 def check_compile(compile: object) -> None:
@@ -203,17 +212,19 @@ def program_for(
         state: of all chains.
         tape: the first step's.
         compile: `"auto"` compiles runs that are long enough to repay it, and goes on with a run as
-            it was, as programs differ by rounding.
+            it was, as programs differ by rounding.  It depends on the call alone.
         num_steps: how many steps there will be.
         tell: is told what goes on.
         before: the name of the program that ran the steps until now, if there were any.
 
     Warns:
-        UserWarning: the model cannot be compiled; it says what could not be.
+        CompileWarning: the model cannot be compiled, or its steps not put into a loop; it says
+            what could not be, and by which torch.
     """
     as_it_is = eager(engine, batches)
     if compile == "auto":
-        compile = num_steps >= _REPAID_AFTER if before is None else before != as_it_is.name
+        long = _repays(num_steps, len(state.position), engine.vectorised)
+        compile = long if before is None else before != as_it_is.name
     if not compile:
         return as_it_is
     tell("compiling")
@@ -225,10 +236,18 @@ def program_for(
     except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
         warn(
             CompileWarning,
-            f"the model could not be compiled ({_reason(error)}), so every step runs the model's "
-            "Python, which takes milliseconds; compile=False silences this",
+            f"the model could not be compiled ({_reason(error)}; torch {torch.__version__}), so "
+            "every step runs the model's Python, which takes milliseconds; compile=False silences "
+            "this",
         )
         return as_it_is
+
+
+def _repays(num_steps: int, num_chains: int, vectorised: bool) -> bool:
+    """Whether compiling takes less time than it saves, by the call alone: what a cache holds must
+    not choose among programs that round differently."""
+    others = (num_chains - 1) / (_CHAINS_FOR_TWICE if vectorised else 1)
+    return num_steps * (1 + others) >= _REPAID_AFTER
 
 
 def _checked(
@@ -304,9 +323,16 @@ def _compiled(engine: Engine, batches: Batches, state: Any, tape: Tape) -> Progr
         def build() -> str:
             return build_library(write_loop(graph, kinds, compiled(threads)))
 
-        with contextlib.suppress(NotALoop):
+        try:
             loop = Loop(graph, library_for(graph, kinds, threads, build))
             return CompiledLoop(loop, batches, state_spec, all_at_once)
+        except NotALoop as left:
+            warn(
+                CompileWarning,
+                f"steps are compiled, but called one by one from Python: {_operation(left)} is "
+                f"nothing that a compiled loop can call (torch {torch.__version__}).  Write the "
+                "model without it, or ignore CompileWarning",
+            )
     step = _compiled_step(graph, compiled(threads=None), batches)
     program = OneByOne(step, "compiled step")
     return program if all_at_once else ChainByChain(program)
@@ -326,9 +352,18 @@ def _compiled_step(
     return step
 
 
+def _operation(left: NotALoop) -> str:
+    """What a loop cannot call, as torch names it, or else the statement."""
+    named = re.search(r"(?:torch\.ops|extern_kernels)\.[\w.]+", str(left))
+    return named[0] if named else f"'{str(left)[:200]}'"
+
+
 def _reason(error: Exception) -> str:
     """Why a model cannot be compiled, in one line."""
     first = str(error).strip().partition("\n")[0][:300]
+    compilers_own = re.search(r"^.*\berror: .*$", str(error), re.MULTILINE)
+    if compilers_own:
+        first = f"{first}: {compilers_own[0].strip()[:300]}"
     if "tracing tensor" in first:
         return "it reads a tensor's value in Python: .item(), float(), bool(), an if"
     if "DynamicOutputShape" in type(error).__name__:

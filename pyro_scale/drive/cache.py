@@ -1,0 +1,125 @@
+"""The user's cache of compiled code.
+
+Whoever can write there runs code as the user.  So nothing is read from a directory or a file that
+others own or can write, and what was read and checked is what is used, whatever comes afterwards.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import platformdirs
+from filelock import FileLock
+
+#: Names the directory, if that of the platform will not do.
+_VARIABLE = "PYRO_SCALE_CACHE_DIR"
+#: Bytes of all that is kept, Inductor's precompiled header of 160 MB included.
+_MOST_BYTES = 2**30
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def directory() -> Path:
+    """Where compiled code is kept: the user's cache if it can be written by them alone, else a
+    directory that this process removes at its end."""
+    with contextlib.suppress(OSError):
+        kept = Path(os.environ.get(_VARIABLE) or platformdirs.user_cache_dir("pyro-scale"))
+        if kept.is_absolute():  # without a home, "~" stays as it is
+            kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = kept.lstat()
+            is_ours = stat.S_ISDIR(found.st_mode) and _is_ours(found)
+            if is_ours and os.access(kept, os.W_OK | os.X_OK):
+                return kept
+    return for_this_process(os.getpid())
+
+
+@functools.cache
+def for_this_process(pid: int) -> Path:
+    """A new directory that the process with this number removes at its end."""
+    made = Path(tempfile.mkdtemp(prefix="pyro-scale-"))
+
+    def remove() -> None:
+        if os.getpid() == pid:  # not a fork of it
+            shutil.rmtree(made, ignore_errors=True)
+
+    atexit.register(remove)
+    return made
+
+
+def read(key: str) -> bytes | None:
+    """What was kept under a key, if it is as it was written; it counts as new then."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        number = os.open(directory() / f"{key}.so", flags | getattr(os, "O_NONBLOCK", 0))
+    except OSError:
+        return None
+    with open(number, "rb") as file:
+        found = os.fstat(number)
+        if not stat.S_ISREG(found.st_mode) or not _is_ours(found):
+            return None
+        content = file.read()
+        with contextlib.suppress(OSError):
+            os.utime(number if os.utime in os.supports_fd else file.name)
+    code = content[:-_DIGEST_BYTES]
+    return code if _digest(key, code) == content[-_DIGEST_BYTES:] else None
+
+
+def write(key: str, code: bytes) -> None:
+    """Keeps code under a key, if there is space, and drops the oldest files beyond the bound."""
+    kept = directory()
+    with contextlib.suppress(OSError):
+        with tempfile.NamedTemporaryFile(dir=kept, delete=False) as new:
+            new.write(code + _digest(key, code))
+        os.replace(new.name, kept / f"{key}.so")  # at once, for other processes look there too
+        _drop_oldest(kept)
+
+
+@contextlib.contextmanager
+def building(key: str) -> Iterator[None]:
+    """Keeps other processes and threads from building what is kept under a key meanwhile."""
+    file = directory() / f"{key}.lock"
+    lock = FileLock(file)
+    with contextlib.suppress(OSError):  # of a file system that has no locks: both build it
+        lock.acquire()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            file.unlink()
+        lock.release()
+
+
+def _drop_oldest(kept: Path) -> None:
+    files = [Path(folder) / name for folder, _, names in os.walk(kept) for name in names]
+    ages = []
+    for file in files:
+        with contextlib.suppress(OSError):
+            found = file.lstat()
+            ages.append((found.st_mtime, found.st_size, file))
+    total = sum(size for _, size, _ in ages)
+    for _, size, file in sorted(ages):
+        if total <= _MOST_BYTES:
+            return
+        with contextlib.suppress(OSError):
+            file.unlink()
+        total -= size
+
+
+def _digest(key: str, code: bytes) -> bytes:
+    """Of all of it: the system would kill the process for loading a part of a library."""
+    return hashlib.sha256(key.encode() + code).digest()
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    """Whether a file belongs to the effective user, and nobody else can write it."""
+    if not hasattr(os, "geteuid"):  # Windows keeps profiles apart by itself
+        return True
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
