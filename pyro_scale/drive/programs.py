@@ -37,8 +37,9 @@ from pyro_scale.errors import ArgumentError, CompileWarning
 _REPAID_AFTER = 3000
 #: Where a program is compared with the step itself: about so far away.
 _ELSEWHERE = 0.1
-#: The most they may differ by: a part of what is compared, and roundings of what it comes from.
-_TOLERANCE, _ROUNDINGS = 1e-3, 1e3
+#: The most they may differ by: a part of what is compared (or so many roundings of the coarsest
+#: site's), and roundings of what it comes from.
+_TOLERANCE, _COARSE, _ROUNDINGS = 1e-3, 16, 1e3
 
 #: Steps that this process has compiled, the latest last; loops are kept on disk.
 _compiled_before: dict[str, Compiled] = {}
@@ -254,16 +255,18 @@ def _check(program: Program, as_it_is: Program, engine: Engine, state: Any, tape
     elsewhere = state._replace(position=moved)
     quiet = dataclasses.replace(last, noise=torch.zeros_like(last.noise))
     (one, mine), (other, theirs) = (p.run(elsewhere, quiet, 1, 1) for p in (program, as_it_is))
+    coarsest = max(torch.finfo(dtype).eps for dtype in engine.layout.dtypes)
+    part = max(_TOLERANCE, _COARSE * coarsest)
     leaves = [pytree.tree_leaves(each) for each in (elsewhere, one, other)]
     for before, after, expected in zip(*leaves, strict=True):
-        _compare(after - before, expected - before, before.abs().amax())
-    _compare(mine.last, theirs.last, mine.last.abs().amax())
+        _compare(after - before, expected - before, before.abs().amax(), part)
+    _compare(mine.last, theirs.last, mine.last.abs().amax(), part)
 
 
-def _compare(given: Tensor, expected: Tensor, size: Tensor) -> None:
+def _compare(given: Tensor, expected: Tensor, size: Tensor, part: float) -> None:
     eps = torch.finfo(given.dtype).eps if given.is_floating_point() else 0.0
     given, expected, rounding = given.double(), expected.double(), _ROUNDINGS * eps * float(size)
-    allowed = _TOLERANCE * float(expected.abs().nan_to_num().amax()) + rounding
+    allowed = part * float(expected.abs().nan_to_num().amax()) + rounding
     if not torch.allclose(given, expected, rtol=0, atol=allowed, equal_nan=True):
         raise RuntimeError(
             "compiled, it gives something else: what the model hands to NumPy or to lists on the "

@@ -74,14 +74,20 @@ class Result:
     @cached_property
     def samples(self) -> Mapping[str, Tensor]:
         """Constrained latents and deterministic sites outside the data's plate,
-        `[chains, draws, ...]`."""
+        `[chains, draws, ...]`, in float32 at least: NumPy and statistics want no half precision."""
         if isinstance(self.positions, StoredPositions):
             return self.positions.samples
 
         def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
             constrained = self.log_posterior.constrain(params)
             latents = {name: constrained[name] for name in self.log_posterior.latents}
-            return latents | self.log_posterior.deterministics(params)
+            found = latents | self.log_posterior.deterministics(params)
+            return {
+                name: value.to(torch.promote_types(value.dtype, torch.float32))
+                if value.is_floating_point()
+                else value
+                for name, value in found.items()
+            }
 
         chains, draws = self.positions.shape[:2]
         flat = self.over_draws(values)
