@@ -113,8 +113,7 @@ class Chains:
             return
         broken = self._broken(moved, kept)
         for chain in torch.nonzero(broken)[:, 0].tolist():
-            elements = torch.nonzero(~torch.isfinite(moved.position[chain]))
-            element = int(elements[0]) if len(elements) else None
+            element = _gone(moved.position[chain])
             self._fail(chain, element, program, batches, Past(tape, self.state, kept.last))
         self.alive = self.alive & ~broken
         self._keep(moved, kept, tape, steps, draws)
@@ -186,6 +185,17 @@ class Chains:
         stand_in = int(torch.nonzero(self.alive)[0])
         places = torch.arange(len(self.alive)).where(self.alive, stand_in)
         return pytree.tree_map(lambda leaf: leaf[places.to(leaf.device)], state)
+
+
+def _gone(position: Tensor) -> int | None:
+    """The first element of a position [D] that is not finite, or the farthest one where squares of
+    it overflow in a log joint, on its way there; None where there is none."""
+    broken = torch.nonzero(~torch.isfinite(position))
+    if len(broken):
+        return int(broken[0])
+    farthest = int(position.abs().argmax())
+    is_far = float(position[farthest].abs()) > torch.finfo(position.dtype).max ** (1 / 3)
+    return farthest if is_far else None
 
 
 def _first_noise(engine: Engine, positions: Tensor, seed: int) -> Tensor:

@@ -30,7 +30,7 @@ class Failure:
         site: the first site whose value is not finite; the first of all where it is another cause.
         bad_batch: whether the step's batch itself held NaN or infinite numbers.
         error: what the model raised at that step; None where it raised nothing.
-        in_density: whether the log joint is not finite, and the state is.
+        in_density: whether the log joint is not finite, and the state is, nor far out.
     """
 
     chain: int

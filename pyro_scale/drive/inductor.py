@@ -5,7 +5,6 @@ The only file that touches Inductor's insides.  Its options are set around our o
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from unittest import mock
 
 from torch import Tensor, fx
 
-_patching = threading.Lock()
+from pyro_scale.core.exclusive import exclusive
 
 
 class CppKernel:
@@ -64,7 +63,7 @@ def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int |
     """
     found: list[Any] = []
     options: dict[str, Any] = {} if threads is None else {"cpp.threads": threads}
-    with warnings.catch_warnings(), _kernels_built_on_demand():
+    with exclusive, warnings.catch_warnings(), _kernels_built_on_demand():
         warnings.simplefilter("ignore")  # what Inductor's imports warn of is nobody's to mend
         import torch._functorch.config as functorch_config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -97,7 +96,7 @@ def _kernels_built_on_demand() -> Iterator[None]:
     def on_demand(self: Any, argument_types: list[str], source: str) -> CppKernel:
         return CppKernel(argument_types, source)
 
-    with _patching, mock.patch.object(AsyncCompile, "cpp_pybinding", on_demand):
+    with exclusive, mock.patch.object(AsyncCompile, "cpp_pybinding", on_demand):
         yield
 
 

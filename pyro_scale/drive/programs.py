@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.warn import warn
 from pyro_scale.drive.batches import Batches, Gathered, Source, Taped, WholeData
 from pyro_scale.drive.engine import Engine
@@ -179,7 +180,8 @@ def eager(engine: Engine, batches: Batches) -> OneByOne:
 
     def step(state: Any, values: Any, noise: Tensor, changing: Any) -> tuple[Any, Tensor]:
         batch = batches.batch(batches.fixed, changing)
-        state, evaluation = engine.step(state, batch, noise, values)
+        with exclusive:  # it runs the model
+            state, evaluation = engine.step(state, batch, noise, values)
         return state, evaluation.log_joint
 
     name = "eager" if engine.vectorised else "eager, chain by chain"
@@ -219,10 +221,11 @@ def program_for(
         return as_it_is
     tell("compiling")
     try:
-        if isinstance(batches, WholeData):
-            with contextlib.suppress(Exception):  # a model may ask how its rows lie in memory
-                return _checked(engine, batches.by_column(), as_it_is, state, tape)
-        return _checked(engine, batches, as_it_is, state, tape)
+        with exclusive:
+            if isinstance(batches, WholeData):
+                with contextlib.suppress(Exception):  # a model may ask how its rows lie in memory
+                    return _checked(engine, batches.by_column(), as_it_is, state, tape)
+            return _checked(engine, batches, as_it_is, state, tape)
     except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
         warn(
             CompileWarning,

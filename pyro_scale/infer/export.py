@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_scale.core.exclusive import exclusive
 from pyro_scale.infer.predictive import data_sites
 from pyro_scale.infer.result import Result
 from pyro_scale.infer.stored import StoredSamples
@@ -25,7 +26,7 @@ ROWS = "row"
 def quiet_arviz() -> Iterator[Any]:
     """ArviZ, imported when it is needed, without the notice of its next version, and without what
     it and NumPy say of single draws and of draws that overflow, on which nobody can act."""
-    with warnings.catch_warnings():
+    with exclusive, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", RuntimeWarning)
         import arviz

@@ -15,6 +15,7 @@ from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.exclusive import exclusive, own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError, ModelError, PlateError, PyroScaleError, SiteError
 from pyro_scale.model.checks import (
@@ -62,8 +63,8 @@ InitFunction = Callable[[Any], Tensor]
 
 def draw_latents(program: Program, arguments: Arguments, init: InitFunction) -> Recorder:
     """Runs the model with its latents drawn by an initialisation in Pyro's manner."""
-    recorder = Recorder(store=points_of_store())
-    with torch.no_grad(), InitMessenger(init):
+    with exclusive, torch.no_grad(), InitMessenger(init):
+        recorder = Recorder(store=points_of_store())
         return program.run(arguments, recorder)
 
 
@@ -79,7 +80,7 @@ def understand(
     count = rows.count(arguments)
     elsewhere: list[Variant] = []
     other_runs: list[Recorder] = []
-    with torch.random.fork_rng(), torch.no_grad():
+    with own_generator(), torch.no_grad():
         with executed_modules() as executed:
             first = _first_run(program, arguments, init, count, num_data)
         program.find_owners(first.points, executed.modules)
@@ -151,7 +152,7 @@ def understand_function(
 ) -> Understanding:
     """The preflight of a function that is the log posterior as a whole: nothing is scaled."""
     num_data = num_data or 1
-    with torch.random.fork_rng(), torch.no_grad(), executed_modules():
+    with own_generator(), torch.no_grad(), executed_modules():
         first = _first_run(program, arguments, init, None, num_data)
         recipe = _Recipe(program, first)
         terms = terms_of(first.sites)

@@ -13,6 +13,7 @@ from pyro.poutine.runtime import _DIM_ALLOCATOR, _PYRO_STACK
 from torch import Tensor, nn
 
 from pyro_scale.core import rows
+from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.rows import Arguments
 from pyro_scale.model.recorder import Recorder
 from pyro_scale.model.sites import Point
@@ -39,6 +40,7 @@ class Program:
             if name in self.owned and not self.owned[name][1].endswith("_unconstrained")
         }
         with (
+            exclusive,
             _left_when_interrupted(),
             pyro.validation_enabled(validate),
             pyro.get_param_store().scope(),
