@@ -76,19 +76,17 @@ def message(draws: Draws, lr: Tensor, replay: str = "", by: str = "get_samples()
     return f"{what}: {stopped}{more}. {kept}{replay and replay + '. '}{advice}"
 
 
-def all_stopped(store: Path | None) -> str:
+def all_stopped(store: Path | None, why: str) -> str:
     """Why a run has no results of which no chain finished.
 
     Args:
         store: where draws went, if on disk.
+        why: what its NonFiniteError said.
     """
-    said = (
-        "has no draws: all chains of the run stopped (its NonFiniteError says where, why and what "
-        "to try)"
-    )
-    if store is None:
-        return said
-    return f"{said}; what they drew until then is in the store, '{store}'"
+    said = "has no draws: all chains of the run stopped"
+    if store is not None:
+        said += f", and what they drew until then is in the store, '{store}'"
+    return f"{said} ({why})"
 
 
 def explosion(result: Result) -> str | None:
