@@ -13,9 +13,10 @@ import io
 import os
 import re
 import secrets
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from filelock import FileLock, Timeout
@@ -122,12 +123,48 @@ def read(path: FilePath, kind: Kind = "results") -> dict[str, Any]:
             "another copy"
         )
     try:
-        return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+        _refuse_compressed(body, target)
+        found_in = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+        _refuse_more_than_is_there(found_in, len(body), target)
+        return cast(dict[str, Any], found_in)
+    except FileError:
+        raise
     except Exception as error:  # of another version of torch
         raise FileError(
             f"'{target}' is whole, but torch {torch.__version__} cannot read it "
             f"({type(error).__name__}): read it with the version that wrote it"
         ) from error
+
+
+def _refuse_compressed(body: memoryview, target: Path) -> None:
+    """Refuses records that would take more memory than they have bytes; torch writes none."""
+    with zipfile.ZipFile(io.BytesIO(body)) as records:
+        infos = records.infolist()
+    packed = any(info.compress_type != zipfile.ZIP_STORED for info in infos)
+    if packed or sum(info.file_size for info in infos) > len(body):
+        raise FileError(f"'{target}' holds compressed records, which Pyro Scale does not write")
+
+
+def _refuse_more_than_is_there(contents: Any, size: int, target: Path) -> None:
+    """Refuses tensors that declare more numbers than the file has room for, such as one number
+    expanded to terabytes, and those that are no plain ones."""
+    left, seen = [contents], set()
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            left += value
+        elif isinstance(value, Tensor):
+            plain = value.layout is torch.strided and not value.is_meta
+            if not plain or value.numel() * value.element_size() > size:
+                raise FileError(
+                    f"'{target}' declares a tensor {list(value.shape)} that its {size} bytes do "
+                    "not hold: take another copy"
+                )
 
 
 @contextlib.contextmanager

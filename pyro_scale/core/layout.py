@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ class Layout:
     Args:
         names: the entries, in the vector's order.
         shapes: their shapes.
-        dtypes: their dtypes; the vector has the widest of them.
+        dtypes: their dtypes; the vector has the widest of them, at least float32.
 
     Example:
         >>> layout = Layout.of({"w": torch.zeros(2, 3), "b": torch.ones(2)})
@@ -46,11 +47,9 @@ class Layout:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The vector's dtype: the one that every entry's promotes to."""
-        dtype = self.dtypes[0]
-        for other in self.dtypes[1:]:
-            dtype = torch.promote_types(dtype, other)
-        return dtype
+        """The vector's dtype: the one that every entry's promotes to, and at least float32: a
+        step is shorter than what half precision can tell apart, and would be rounded off."""
+        return functools.reduce(torch.promote_types, self.dtypes, torch.float32)
 
     def slices(self) -> dict[str, slice]:
         """Each entry's place in the vector."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +10,14 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-_switching = threading.Lock()
+from pyro_scale.core.exclusive import exclusive
 
 
 @contextmanager
 def without_onednn() -> Iterator[None]:
     """Its recurrent layers are opaque to whoever records them; without it they are traced like
     any other."""
-    with _switching, warnings.catch_warnings():
+    with exclusive, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")
         with torch.backends.mkldnn.flags(enabled=False):
             yield

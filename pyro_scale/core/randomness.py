@@ -17,6 +17,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from pyro_scale.core.exclusive import exclusive
 from pyro_scale.errors import ArgumentError
 
 #: Numbers in one chain's block of noise, at most: half a megabyte of float64.
@@ -46,7 +47,8 @@ def choose_seed(seed: int | None) -> int:
         ArgumentError: `seed` is not an int in [0, 2^63).
     """
     if seed is None:
-        return int(torch.randint(2**31, ()).item())
+        with exclusive:
+            return int(torch.randint(2**31, ()).item())
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:
         raise ArgumentError(f"seed={seed!r}: pass an int in [0, 2**63), or None to have one drawn")
     return int(seed)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from pyro_scale.core.exclusive import Ignored
 from pyro_scale.errors import PyroScaleWarning
 
 _OURS = str(Path(__file__).parents[1])
@@ -26,9 +25,5 @@ def warn(category: type[PyroScaleWarning], message: str) -> None:
     warnings.warn(message, category, stacklevel=outermost + 1)
 
 
-@contextmanager
-def without_vmap_warnings() -> Iterator[None]:
-    """Without torch's words on operations that vmap takes one by one, which nobody can act on."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")
-        yield
+#: Without torch's words on operations that vmap takes one by one, which nobody can act on.
+without_vmap_warnings = Ignored("There is a performance drop")

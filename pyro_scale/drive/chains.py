@@ -24,7 +24,10 @@ class Chains:
     """The state of all chains, and which of them are sound.
 
     A chain whose state becomes NaN or infinite is stopped: another one's state takes its place,
-    so that shapes stay as they are, and what becomes of it is not kept.
+    so that shapes stay as they are, and what becomes of it is not kept.  So is one that has left
+    the model's support, which its gradient may not tell: the log joint of a step that leads to a
+    draw is NaN or infinite.  It is that of the position at which the step took its gradient, so
+    it is the step before that left, or an earlier one.
 
     Args:
         engine: says what a step is.
@@ -84,14 +87,15 @@ class Chains:
             moved, kept = self._run(program, tape, steps)
         except RuntimeError:  # a matrix that cannot be factorised, in some chain
             return None
-        return None if self._broken(moved).any() else (moved, kept)
+        return None if self._broken(moved, kept).any() else (moved, kept)
 
     def _run(self, program: Program, tape: Tape, steps: Steps) -> tuple[Any, Kept]:
         return program.run(self.state, tape, steps.left(tape.start), steps.thinning)
 
-    def _broken(self, moved: Any) -> Tensor:
+    def _broken(self, moved: Any, kept: Kept) -> Tensor:
         """Which chains were alive and are no longer."""
-        return self.alive & ~torch.isfinite(moved.position).all(dim=-1).cpu()
+        is_sound = torch.isfinite(moved.position).all(dim=-1)
+        return self.alive & ~(is_sound & torch.isfinite(kept.log_joint).all(dim=-1)).cpu()
 
     def _step(
         self, program: Program, batches: Batches, tape: Tape, steps: Steps, draws: Draws
@@ -107,10 +111,10 @@ class Chains:
                 raise
             self._step(program, batches, tape, steps, draws)
             return
-        broken = self._broken(moved)
+        broken = self._broken(moved, kept)
         for chain in torch.nonzero(broken)[:, 0].tolist():
-            first = int(torch.nonzero(~torch.isfinite(moved.position[chain]))[0])
-            self._fail(chain, first, program, batches, Past(tape, self.state, kept.last))
+            element = _gone(moved.position[chain])
+            self._fail(chain, element, program, batches, Past(tape, self.state, kept.last))
         self.alive = self.alive & ~broken
         self._keep(moved, kept, tape, steps, draws)
 
@@ -141,7 +145,7 @@ class Chains:
             except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
                 raising[chain] = True
                 said = f"LinAlgError: {' '.join(str(error).split())}"
-                self._fail(chain, 0, program, batches, Past(tape, self.state), said)
+                self._fail(chain, None, program, batches, Past(tape, self.state), said)
         self.alive = self.alive & ~raising
         self.state = self._with_stand_ins(self.state)
         return bool(raising.any())
@@ -149,21 +153,23 @@ class Chains:
     def _fail(
         self,
         chain: int,
-        element: int,
+        element: int | None,
         program: Program,
         batches: Batches,
         step: Past,
         error: str | None = None,
     ) -> None:
-        """Writes down that a step breaks a chain, and what led to it."""
+        """Writes down that a step breaks a chain, and what led to it: an element of the state that
+        is not finite, or else what the model raised, or else the log joint."""
         batch = batches.batch(batches.fixed, step.tape.at(0)[2])
         self.failures.append(
             Failure(
                 chain=chain,
                 step=step.tape.start,
-                site=self._engine.layout.site_at(element),
+                site=self._engine.layout.site_at(element or 0),
                 bad_batch=not rows.are_finite(batch.of_chain(chain)[0]),
                 error=error,
+                in_density=element is None and error is None,
             )
         )
         if len(self.last_steps) < MOST_CHAINS:
@@ -179,6 +185,17 @@ class Chains:
         stand_in = int(torch.nonzero(self.alive)[0])
         places = torch.arange(len(self.alive)).where(self.alive, stand_in)
         return pytree.tree_map(lambda leaf: leaf[places.to(leaf.device)], state)
+
+
+def _gone(position: Tensor) -> int | None:
+    """The first element of a position [D] that is not finite, or the farthest one where squares of
+    it overflow in a log joint, on its way there; None where there is none."""
+    broken = torch.nonzero(~torch.isfinite(position))
+    if len(broken):
+        return int(broken[0])
+    farthest = int(position.abs().argmax())
+    is_far = float(position[farthest].abs()) > torch.finfo(position.dtype).max ** (1 / 3)
+    return farthest if is_far else None
 
 
 def _first_noise(engine: Engine, positions: Tensor, seed: int) -> Tensor:

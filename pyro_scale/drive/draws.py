@@ -21,14 +21,16 @@ _MOST_LOOKS = 32
 
 @dataclass(frozen=True)
 class Failure:
-    """Where a chain stopped: its state became NaN or infinite, or the model raised an error.
+    """Where a chain stopped: its state became NaN or infinite, or the log joint of a step that led
+    to a draw was so, or the model raised an error.
 
     Attributes:
         chain: which chain.
         step: the step after which it was so.
-        site: the first site whose value is not finite.
+        site: the first site whose value is not finite; the first of all where it is another cause.
         bad_batch: whether the step's batch itself held NaN or infinite numbers.
         error: what the model raised at that step; None where it raised nothing.
+        in_density: whether the log joint is not finite, and the state is, nor far out.
     """
 
     chain: int
@@ -36,6 +38,7 @@ class Failure:
     site: str
     bad_batch: bool
     error: str | None = None
+    in_density: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import getpass
 import os
 import shlex
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,9 +18,8 @@ from unittest import mock
 
 from torch import Tensor, fx
 
+from pyro_scale.core.exclusive import exclusive
 from pyro_scale.drive import cache
-
-_patching = threading.RLock()
 
 
 class CppKernel:
@@ -71,7 +69,7 @@ def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int |
     """
     found: list[Any] = []
     options: dict[str, Any] = {} if threads is None else {"cpp.threads": threads}
-    with warnings.catch_warnings(), _in_our_cache(), _kernels_built_on_demand():
+    with exclusive, warnings.catch_warnings(), _in_our_cache(), _kernels_built_on_demand():
         warnings.simplefilter("ignore")  # what Inductor's imports warn of is nobody's to mend
         import torch._functorch.config as functorch_config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -104,7 +102,7 @@ def _kernels_built_on_demand() -> Iterator[None]:
     def on_demand(self: Any, argument_types: list[str], source: str) -> CppKernel:
         return CppKernel(argument_types, source)
 
-    with mock.patch.object(AsyncCompile, "cpp_pybinding", on_demand):
+    with exclusive, mock.patch.object(AsyncCompile, "cpp_pybinding", on_demand):
         yield
 
 
@@ -129,7 +127,7 @@ def build_library(source: str) -> str:
 def _in_our_cache() -> Iterator[None]:
     """Inductor's files beside ours, unless the user says where: by default they are at a path
     below the temporary directory that anybody can foresee."""
-    with _patching:
+    with exclusive:
         settings = {"TORCHINDUCTOR_CACHE_DIR": str(_inductor_directory())}
         try:
             getpass.getuser()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from pyro_scale.core import rows
+from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.randomness import Purpose, derived_seed
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import DataError
@@ -65,8 +66,7 @@ def isolated(
             others have None.
     """
     stateful: Any = loader if hasattr(loader, "load_state_dict") else None
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with own_generator(seed):
         if state is not None:
             stateful.load_state_dict(state["loader"])
         loaded = iter(loader)
@@ -75,7 +75,7 @@ def isolated(
         before = None
         if stateful is not None:
             before = {"loader": stateful.state_dict(), "generator": drawn}
-        with torch.random.fork_rng():
+        with own_generator():
             torch.random.set_rng_state(drawn)
             try:
                 batch = next(loaded)

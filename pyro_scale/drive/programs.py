@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.warn import warn
 from pyro_scale.drive.batches import Batches, Gathered, Source, Taped, WholeData
 from pyro_scale.drive.engine import Engine
@@ -41,8 +42,9 @@ _REPAID_AFTER = 3000
 _CHAINS_FOR_TWICE = 250
 #: Where a program is compared with the step itself: about so far away.
 _ELSEWHERE = 0.1
-#: The most they may differ by: a part of what is compared, and roundings of what it comes from.
-_TOLERANCE, _ROUNDINGS = 1e-3, 1e3
+#: The most they may differ by: a part of what is compared (or so many roundings of the coarsest
+#: site's), and roundings of what it comes from.
+_TOLERANCE, _COARSE, _ROUNDINGS = 1e-3, 16, 1e3
 
 #: Steps that this process has compiled, the latest last; loops are kept on disk.
 _compiled_before: dict[str, Compiled] = {}
@@ -187,7 +189,8 @@ def eager(engine: Engine, batches: Batches) -> OneByOne:
 
     def step(state: Any, values: Any, noise: Tensor, changing: Any) -> tuple[Any, Tensor]:
         batch = batches.batch(batches.fixed, changing)
-        state, evaluation = engine.step(state, batch, noise, values)
+        with exclusive:  # it runs the model
+            state, evaluation = engine.step(state, batch, noise, values)
         return state, evaluation.log_joint
 
     name = "eager" if engine.vectorised else "eager, chain by chain"
@@ -229,10 +232,11 @@ def program_for(
         return as_it_is
     tell("compiling")
     try:
-        if isinstance(batches, WholeData):
-            with contextlib.suppress(Exception):  # a model may ask how its rows lie in memory
-                return _checked(engine, batches.by_column(), as_it_is, state, tape)
-        return _checked(engine, batches, as_it_is, state, tape)
+        with exclusive:
+            if isinstance(batches, WholeData):
+                with contextlib.suppress(Exception):  # a model may ask how its rows lie in memory
+                    return _checked(engine, batches.by_column(), as_it_is, state, tape)
+            return _checked(engine, batches, as_it_is, state, tape)
     except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
         warn(
             CompileWarning,
@@ -273,16 +277,18 @@ def _check(program: Program, as_it_is: Program, engine: Engine, state: Any, tape
     elsewhere = state._replace(position=moved)
     quiet = dataclasses.replace(last, noise=torch.zeros_like(last.noise))
     (one, mine), (other, theirs) = (p.run(elsewhere, quiet, 1, 1) for p in (program, as_it_is))
+    coarsest = max(torch.finfo(dtype).eps for dtype in engine.layout.dtypes)
+    part = max(_TOLERANCE, _COARSE * coarsest)
     leaves = [pytree.tree_leaves(each) for each in (elsewhere, one, other)]
     for before, after, expected in zip(*leaves, strict=True):
-        _compare(after - before, expected - before, before.abs().amax())
-    _compare(mine.last, theirs.last, mine.last.abs().amax())
+        _compare(after - before, expected - before, before.abs().amax(), part)
+    _compare(mine.last, theirs.last, mine.last.abs().amax(), part)
 
 
-def _compare(given: Tensor, expected: Tensor, size: Tensor) -> None:
+def _compare(given: Tensor, expected: Tensor, size: Tensor, part: float) -> None:
     eps = torch.finfo(given.dtype).eps if given.is_floating_point() else 0.0
     given, expected, rounding = given.double(), expected.double(), _ROUNDINGS * eps * float(size)
-    allowed = _TOLERANCE * float(expected.abs().nan_to_num().amax()) + rounding
+    allowed = part * float(expected.abs().nan_to_num().amax()) + rounding
     if not torch.allclose(given, expected, rtol=0, atol=allowed, equal_nan=True):
         raise RuntimeError(
             "compiled, it gives something else: what the model hands to NumPy or to lists on the "

@@ -264,6 +264,12 @@ class DrawStore:
         told = json.loads((self.path / ".zmetadata").read_text())["metadata"]
         for name in (name for name in told if name.endswith("/.zarray")):
             own = json.loads((self.path / name).read_text())
+            codecs = [own.get("compressor"), *(own.get("filters") or [])]
+            if any(codec is not None and codec.get("id") != "crc32" for codec in codecs):
+                raise FileError(
+                    f"the draws in '{self.path}' cannot be read: {name} names a codec that Pyro "
+                    "Scale does not write"
+                )
             if _layout(own) != _layout(told[name]):
                 raise FileError(
                     f"the draws in '{self.path}' cannot be read: {name} and .zmetadata do not "

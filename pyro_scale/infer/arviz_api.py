@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_scale.core.exclusive import exclusive
+
 
 def rhat(draws: Any) -> Any:
     """Rank-normalized split R-hat of every variable of a Dataset with dims chain and draw."""
@@ -95,7 +97,7 @@ def _is_1() -> bool:
 def _quiet_arviz() -> Iterator[Any]:
     """ArviZ, imported when it is needed, without the notice of its next version, and without what
     it and NumPy say of single draws and of draws that overflow, on which nobody can act."""
-    with warnings.catch_warnings():
+    with exclusive, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", RuntimeWarning)
         import arviz

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import mkdtemp
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core import files
+from pyro_scale.core.exclusive import exclusive
 from pyro_scale.drive.draws import Draws, Failure
 from pyro_scale.errors import FileError
 from pyro_scale.infer.collect import facts_of
@@ -21,6 +24,9 @@ from pyro_scale.model.control_variates import ControlVariates
 
 #: Bytes of all files of a run, at most: a step may take the whole data.
 _MOST_BYTES = 2**30
+#: Temporary directories that this process has made, the latest last, and how many it leaves.
+_made: deque[Path] = deque()
+_MOST_DIRECTORIES = 8
 
 
 def written(setup: Setup, method: str, draws: Draws, directory: Path | None) -> str:
@@ -81,10 +87,19 @@ def _write(
         if room < 0:
             return
         # in a directory of its own nobody else can read it
-        directory = directory or Path(mkdtemp(prefix="pyro-scale-"))
+        directory = directory or _temporary()
         path = directory / f"black-box-{failure.chain}"
         files.write(path, contents, "black box")
         yield path
+
+
+def _temporary() -> Path:
+    """A new directory, in place of this process's oldest where it has made a few."""
+    with exclusive:
+        while len(_made) >= _MOST_DIRECTORIES:
+            shutil.rmtree(_made.popleft(), ignore_errors=True)
+        _made.append(Path(mkdtemp(prefix="pyro-scale-")))
+        return _made[-1]
 
 
 def _contents(setup: Setup, method: str, failure: Failure, draws: Draws) -> dict[str, Any]:

@@ -17,6 +17,10 @@ _EXPLODED = 1e15
 _HOT, _FEWEST = 300.0, 6
 
 
+#: What is wrong where the log joint is not finite.
+NOT_A_DENSITY = "the log joint became NaN or infinite"
+
+
 def message(draws: Draws, lr: Tensor, replay: str = "", by: str = "get_samples()") -> str:
     """Which chains stopped, where, and what to try.
 
@@ -29,14 +33,16 @@ def message(draws: Draws, lr: Tensor, replay: str = "", by: str = "get_samples()
     failures = draws.failures
     stopped = "; ".join(
         f"chain {each.chain} at step {each.step}"
-        + (f", site '{each.site}'" if each.error is None else "")
+        + (f", site '{each.site}'" if each.error is None and not each.in_density else "")
         for each in failures[:5]
     )
     more = f" and {len(failures) - 5} more" if len(failures) > 5 else ""
     errors = [each.error for each in failures if each.error is not None]
     raised = f"the model raised {errors[0]}" if errors else ""
-    non_finite = "the state became NaN or infinite" if len(errors) < len(failures) else ""
-    what = ", or ".join(filter(None, [non_finite, raised]))
+    states = [each for each in failures if each.error is None and not each.in_density]
+    non_finite = "the state became NaN or infinite" if states else ""
+    outside = NOT_A_DENSITY if any(each.in_density for each in failures) else ""
+    what = ", or ".join(filter(None, [non_finite, outside, raised]))
     finished = ", ".join(map(str, draws.finished))
     if len(draws.finished) > 10:
         finished = f"{len(draws.finished)} of them"
@@ -54,6 +60,13 @@ def message(draws: Draws, lr: Tensor, replay: str = "", by: str = "get_samples()
             f"{smaller}; else the model cannot be computed where chains come to: mend it there "
             "(add to the diagonal of its matrices), or give its sites tighter priors"
         )
+    elif not states:
+        advice = (
+            "Chains have come to values that the model has no density at, though its gradient is "
+            "finite there: a support that depends on a latent, or the log of a negative number. "
+            "Draw that latent from a distribution whose own support ends there, or scale data "
+            "whose log density overflows"
+        )
     else:
         advice = (
             f"Most often the step size is above the stable range: {smaller}; else start nearer to "
@@ -63,19 +76,17 @@ def message(draws: Draws, lr: Tensor, replay: str = "", by: str = "get_samples()
     return f"{what}: {stopped}{more}. {kept}{replay and replay + '. '}{advice}"
 
 
-def all_stopped(store: Path | None) -> str:
+def all_stopped(store: Path | None, why: str) -> str:
     """Why a run has no results of which no chain finished.
 
     Args:
         store: where draws went, if on disk.
+        why: what its NonFiniteError said.
     """
-    said = (
-        "has no draws: all chains of the run stopped (its NonFiniteError says where, why and what "
-        "to try)"
-    )
-    if store is None:
-        return said
-    return f"{said}; what they drew until then is in the store, '{store}'"
+    said = "has no draws: all chains of the run stopped"
+    if store is not None:
+        said += f", and what they drew until then is in the store, '{store}'"
+    return f"{said} ({why})"
 
 
 def explosion(result: Result) -> str | None:

@@ -49,7 +49,8 @@ def to_inference_data(result: Result, groups: Mapping[str, Mapping[str, Tensor]]
 def _array(result: Result, group: str, name: str, value: Tensor) -> Any:
     import xarray
 
-    array = value.detach().cpu().numpy()
+    value = value.detach().cpu()
+    array = (value.float() if value.dtype is torch.bfloat16 else value).numpy()  # it has no such
     lead = () if group == "observed_data" else ("chain", "draw")
     dims = (*lead, *dims_of(result, group, name, array.ndim - len(lead)))
     coords = {dim: np.arange(size) for dim, size in zip(dims, array.shape, strict=True)}

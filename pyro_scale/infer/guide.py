@@ -12,6 +12,7 @@ from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.gaussian import Dense
 from pyro_scale.infer.fit import Fit
 
@@ -48,7 +49,7 @@ class Guide(PyroModule):
         fit, known = self._fit, self._fit.log_posterior
         position = fit.centres[0].index_put((fit.places,), self._drawn())
         params = fit.layout.unflatten(position)
-        with pyro.poutine.block():  # the model is run for its supports, not to be seen
+        with exclusive, pyro.poutine.block():  # the model is run for its supports, not to be seen
             sites = known.run(params, known.understanding.example, known.first_indices()).sites
         self._read()  # again: with a store of its own, the run took off what SVI knows them by
         values, plates = {}, {}

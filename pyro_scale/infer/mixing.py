@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.core.counts import evenly
+from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.running import Moments
 from pyro_scale.core.warn import warn
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleError
@@ -78,7 +78,7 @@ def mixing_of_predictions(result: Result, probe: Any) -> Any:
         raise ArgumentError("probe: the model has no data site with a value a row")
     arguments = rows.as_arguments(probe)
     try:
-        with torch.random.fork_rng():
+        with own_generator():
             means = predictive_means(result, arguments)
     except PyroScaleError:
         raise

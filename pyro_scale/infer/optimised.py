@@ -22,6 +22,7 @@ from pyro_scale.errors import ArgumentError, ConvergenceWarning, NonFiniteError
 from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.base import with_base_run
 from pyro_scale.infer.collect import facts_of
+from pyro_scale.infer.divergence import NOT_A_DENSITY
 from pyro_scale.infer.fit import Fit
 from pyro_scale.infer.plateau import Plateau, at_rest, fell, still_rises
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
@@ -259,6 +260,8 @@ def _refuse_failures(draws: Draws) -> None:
         what, site = "the state became NaN or infinite", f", site '{first.site}'"
         if first.error is not None:
             what, site = f"the model raised {first.error}", ""
+        if first.in_density:
+            what, site = NOT_A_DENSITY, ""
         raise NonFiniteError(
             f"{what}: start {first.chain} at step {first.step}{site}: lower the optimiser's "
             "lr, scale the data, or start nearer to the mode (init_strategy=)"

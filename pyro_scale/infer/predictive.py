@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from pyro_scale.core import rows
 from pyro_scale.core.counts import as_count, evenly
+from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.drive.loaders import refuse_arrays
 from pyro_scale.drive.sources import Data
@@ -185,7 +186,7 @@ def _reduced(
         totals = {name: reduction.total(each) for name, each in draws.items()}
         parts.append((as_dtype(totals, result.layout.dtype), piece))
     of_one = result.layout.unflatten(result.positions[0, 0])
-    with torch.random.fork_rng(), torch.no_grad():
+    with own_generator(), torch.no_grad():
         sites = _sites(result, of_one, piece, return_sites, reduction.observed_only)
     known = row_axes(result)
     return joined(parts, {n: reduction.axis(sites[n], known[n]) for n in sites if n in known})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import files, rows
-from pyro_scale.core.layout import Layout
+from pyro_scale.core.layout import Layout, dtype_name
 from pyro_scale.core.rows import Arguments
 from pyro_scale.infer.contents import layout_of, understood
 from pyro_scale.infer.rerun import Rerun, rerun
@@ -130,7 +131,8 @@ def _diagnosis(
     at, failed = f"at step {broken.number}", contents["site"]
     if broken.is_sound:
         return failed, "the steps are finite when they are taken again"
-    evaluated = broken.error is None and bool(torch.isfinite(broken.gradient).all())
+    has_gradient = broken.error is None and bool(torch.isfinite(broken.gradient).all())
+    evaluated = has_gradient and math.isfinite(broken.log_joint)
     here, what = (None, "") if evaluated else _examined(known, layout, broken, validate=False)
     told = "" if evaluated else _validated(known, layout, broken)
     bad = _bad_argument(broken.arguments)
@@ -149,6 +151,11 @@ def _diagnosis(
         return here or failed, f"site '{here or failed}': the model raises {raised} {at}, {on}"
     if here is not None:
         return here, f"site '{here}': its log density is {what} {at}, {on}{told}"
+    if has_gradient and not evaluated:
+        return failed, (
+            f"the log joint is not finite {at}, {on}, though every site's log density is: their "
+            f"sum leaves what {dtype_name(layout.dtype)} holds, so scale the data"
+        )
     if not evaluated:
         site = _first(layout, broken.gradient)
         value = _word(broken.gradient[layout.slices()[site]])

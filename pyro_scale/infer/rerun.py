@@ -57,8 +57,8 @@ class Rerun:
 
     @property
     def is_sound(self) -> bool:
-        """Whether its positions and its gradient are finite."""
-        if self.error is not None:
+        """Whether its positions, its gradient and its log joint are finite."""
+        if self.error is not None or not math.isfinite(self.log_joint):
             return False
         vectors = torch.stack([self.position, self.gradient, self.after.position])
         return bool(torch.isfinite(vectors).all())

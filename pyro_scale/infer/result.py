@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pyro_scale.core.exclusive import exclusive, own_generator
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.running import Moments
 from pyro_scale.core.warn import without_vmap_warnings
@@ -74,14 +75,20 @@ class Result:
     @cached_property
     def samples(self) -> Mapping[str, Tensor]:
         """Constrained latents and deterministic sites outside the data's plate,
-        `[chains, draws, ...]`."""
+        `[chains, draws, ...]`, in float32 at least: NumPy and statistics want no half precision."""
         if isinstance(self.positions, StoredPositions):
             return self.positions.samples
 
         def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
             constrained = self.log_posterior.constrain(params)
             latents = {name: constrained[name] for name in self.log_posterior.latents}
-            return latents | self.log_posterior.deterministics(params)
+            found = latents | self.log_posterior.deterministics(params)
+            return {
+                name: value.to(torch.promote_types(value.dtype, torch.float32))
+                if value.is_floating_point()
+                else value
+                for name, value in found.items()
+            }
 
         chains, draws = self.positions.shape[:2]
         flat = self.over_draws(values)
@@ -171,19 +178,26 @@ def in_chunks(
     blocks = iter(blocks)
     block = next(blocks)
     with torch.no_grad(), _Normals(), without_vmap_warnings():
-        with executed_modules():  # their mode may be another one than when it was run
+        with exclusive, executed_modules():  # their mode may be another one than when it was run
             size = max(1, _CHUNK_BYTES // _largest(function, block[0].clone()))
         every = torch.vmap(function, randomness="different" if random else "error")
         chunks = _of_size(size, itertools.chain([block], blocks))
         first = next(chunks)
         try:
-            found = every(first)
+            with exclusive:  # they draw from torch's generator, which other threads may have seeded
+                found = every(first)
         except (RuntimeError, NotImplementedError):  # of a model, or a sampler of Pyro's
             vectors = itertools.chain(first, itertools.chain.from_iterable(chunks))
-            yield from (_stacked(function(vector)) for vector in vectors)
+            for vector in vectors:
+                with exclusive:
+                    found = _stacked(function(vector))
+                yield found
             return
         yield found
-        yield from (every(some) for some in chunks)
+        for some in chunks:
+            with exclusive:
+                found = every(some)
+            yield found
 
 
 def _of_size(size: int, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -208,7 +222,7 @@ def _stacked(values: Any) -> Any:
 
 def _largest(function: Callable[[Tensor], Any], position: Tensor) -> int:
     """Bytes of the largest tensor that a call makes."""
-    with torch.random.fork_rng(), _Sizes() as sizes:
+    with own_generator(), _Sizes() as sizes:
         function(position)
     return sizes.largest
 

@@ -299,10 +299,12 @@ class Sampler(Method):
         if draws.error is not None:
             self._end_early(draws, journal.hint)
         if draws.failures:
-            if self._result is None:
-                self._why_none = all_stopped(sink.store.path if isinstance(sink, ToDisk) else None)
             replay = black_box.written(taken.setup, type(self).__name__, draws, journal.path)
-            raise NonFiniteError(message(draws, course.tape["lr"], replay, self._held_by))
+            told = message(draws, course.tape["lr"], replay, self._held_by)
+            if self._result is None:
+                path = sink.store.path if isinstance(sink, ToDisk) else None
+                self._why_none = all_stopped(path, told)
+            raise NonFiniteError(told)
         if said := explosion(self._results()):
             warn(BiasWarning, said)
         else:

@@ -150,7 +150,9 @@ def _sum(transition: Tensor, start: Tensor) -> Tensor:
     """The sum over t >= 0 of A^t start A^t', which solves S = A S A' + start."""
     size = transition.shape[-1]
     eye = torch.eye(size * size, dtype=transition.dtype)
-    return torch.linalg.solve(eye - _kron(transition), start.flatten(1)).view_as(start)
+    found, failed = torch.linalg.solve_ex(eye - _kron(transition), start.flatten(1))
+    known = (failed == 0)[:, None]  # of a step so short that it rounds to none there is no sum
+    return torch.where(known, found, torch.nan).view_as(start)
 
 
 def _kron(matrix: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 import torchopt
 from torch import Tensor
 
+from pyro_scale.core.exclusive import exclusive
 from pyro_scale.errors import ArgumentError
 
 
@@ -109,7 +110,7 @@ def is_pure(optimiser: Optimiser) -> bool:
     if isinstance(optimiser, TorchOptim):
         return False
     params = torch.ones(2, 1)
-    with warnings.catch_warnings():
+    with exclusive, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of how fast operations are under vmap
         try:
             state = torch.vmap(lambda param: begun(optimiser, [param]))(params)

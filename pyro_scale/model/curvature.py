@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.core.counts import as_count
+from pyro_scale.core.exclusive import exclusive, own_generator
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.randomness import Purpose, derived_seed
 from pyro_scale.core.rows import Arguments
@@ -249,13 +250,13 @@ class Curvature:
         known = self.log_posterior.understanding
         if known.own_plate is None or indices is not None:
             return indices
-        return torch.randperm(self.log_posterior.num_data)[: known.batch_size]
+        with exclusive:
+            return torch.randperm(self.log_posterior.num_data)[: known.batch_size]
 
     def _observed(
         self, params: Params, arguments: Arguments, indices: Tensor | None
     ) -> list[Observation]:
-        with torch.random.fork_rng():
-            torch.manual_seed(derived_seed(self.seed, 0, Purpose.CURVATURE))
+        with own_generator(derived_seed(self.seed, 0, Purpose.CURVATURE)):
             return observations_of(
                 self.log_posterior, params, arguments, indices, self.kind, self.num_draws
             )

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from pyro_scale.core import rows
+from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.onednn import without_onednn
 from pyro_scale.core.rows import Arguments
 from pyro_scale.model import derivatives
@@ -136,7 +137,7 @@ def _recorded(log_posterior: LogPosterior, params: Params, arguments: Arguments)
     # make_fx knows tensors by identity: one that the model holds too would be taken for it
     examples = [value.detach().clone() for value in [*params.values(), *rows.leaves(arguments)]]
     # attention by matrix products, which go through vmap and have a derivative
-    with torch.no_grad(), without_onednn(), sdpa_kernel(SDPBackend.MATH):
+    with exclusive, torch.no_grad(), without_onednn(), sdpa_kernel(SDPBackend.MATH):
         return make_fx(torch.func.functionalize(evaluated))(*examples)
 
 

@@ -17,6 +17,7 @@ from torch.distributions import transform_to
 
 from pyro_scale.core import rows
 from pyro_scale.core.counts import as_count
+from pyro_scale.core.exclusive import exclusive, own_generator
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.randomness import Purpose, derived_seed
@@ -206,8 +207,7 @@ class LogPosterior:
         init = init or self.default_init(chain)
         if values:
             init = init_to_value(values=dict(values), fallback=init)
-        with torch.random.fork_rng():
-            torch.manual_seed(derived_seed(seed, chain, Purpose.INIT, attempt))
+        with own_generator(derived_seed(seed, chain, Purpose.INIT, attempt)):
             sites = draw_latents(self._program, arguments, init).sites
         refuse_broken_starts(sites, chain)
         return {
@@ -226,8 +226,7 @@ class LogPosterior:
             return {name: value for name, value in found.items() if value is not None}
 
         places = torch.arange(count)
-        with torch.random.fork_rng(), without_vmap_warnings():
-            torch.manual_seed(derived_seed(seed, 0, Purpose.INIT))
+        with own_generator(derived_seed(seed, 0, Purpose.INIT)), without_vmap_warnings():
             try:
                 return torch.vmap(draw, randomness="different")(places)
             except (RuntimeError, NotImplementedError):  # a model that vmap refuses
@@ -290,9 +289,10 @@ class LogPosterior:
                 with torch.no_grad():
                     module.get_parameter(path).copy_(transform_to(point.constraint).inv(value))
             else:
-                store = pyro.get_param_store()
-                store.setdefault(name, value, constraint=point.constraint)
-                store[name] = value
+                with exclusive:  # runs put another one in its place
+                    store = pyro.get_param_store()
+                    store.setdefault(name, value, constraint=point.constraint)
+                    store[name] = value
 
     # ------------------------------------------------------------------ what is known of it
 
@@ -300,9 +300,10 @@ class LogPosterior:
         self, arguments: Arguments, init: InitFunction | None = None, seed: int = 0
     ) -> None:
         """Understands the model on a first batch; does nothing the second time."""
-        if self._understanding is None:
-            with torch.random.fork_rng():
-                torch.manual_seed(derived_seed(seed, 0, Purpose.INIT))
+        if self._understanding is not None:
+            return
+        with own_generator(derived_seed(seed, 0, Purpose.INIT)):
+            if self._understanding is None:  # of another thread
                 init = init or self.default_init(0)
                 self._understanding = self._preflight(
                     self._program, arguments, init, self._num_data
@@ -397,7 +398,8 @@ class LogPosterior:
         chosen = {}
         if known.own_plate is not None:
             if indices is None:
-                indices = torch.randperm(self.num_data)[: known.batch_size]
+                with exclusive:
+                    indices = torch.randperm(self.num_data)[: known.batch_size]
             chosen = {known.own_plate: indices}
         enum_dim = known.enum_dim
         return self._program.run(

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_scale.core import rows
+from pyro_scale.core.exclusive import exclusive, own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError, ModelError, PlateError, PyroScaleError, SiteError
 from pyro_scale.model.checks import (
@@ -64,8 +65,8 @@ InitFunction = Callable[[Any], Tensor]
 
 def draw_latents(program: Program, arguments: Arguments, init: InitFunction) -> Recorder:
     """Runs the model with its latents drawn by an initialisation in Pyro's manner."""
-    recorder = Recorder(store=points_of_store())
-    with torch.no_grad(), InitMessenger(init):
+    with exclusive, torch.no_grad(), InitMessenger(init):
+        recorder = Recorder(store=points_of_store())
         return program.run(arguments, recorder)
 
 
@@ -81,7 +82,7 @@ def understand(
     count = rows.count(arguments)
     elsewhere: list[Variant] = []
     other_runs: list[Recorder] = []
-    with torch.random.fork_rng(), torch.no_grad():
+    with own_generator(), torch.no_grad():
         with executed_modules() as executed, refused_writes(program.model, arguments) as copies:
             first = _first_run(program, copies, init, count, num_data)
         program.find_owners(first.points, executed.modules)
@@ -155,7 +156,7 @@ def understand_function(
 ) -> Understanding:
     """The preflight of a function that is the log posterior as a whole: nothing is scaled."""
     num_data = num_data or 1
-    with torch.random.fork_rng(), torch.no_grad(), executed_modules():
+    with own_generator(), torch.no_grad(), executed_modules():
         first = _first_run(program, arguments, init, None, num_data)
         recipe = _Recipe(program, first)
         terms = terms_of(first.sites)

@@ -14,6 +14,7 @@ from pyro.poutine.runtime import _DIM_ALLOCATOR, _PYRO_STACK
 from torch import Tensor, nn
 
 from pyro_scale.core import rows
+from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.rows import Arguments
 from pyro_scale.model.recorder import Recorder
 from pyro_scale.model.sites import Point
@@ -40,6 +41,7 @@ class Program:
             if name in self.owned and not self.owned[name][1].endswith("_unconstrained")
         }
         with (
+            exclusive,
             _left_when_interrupted(),
             _hidden_from_other_recorders(),
             pyro.validation_enabled(validate),

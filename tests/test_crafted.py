@@ -1,0 +1,87 @@
+"""Files and stores that someone made to do harm, and runs whose numbers are extreme."""
+
+import hashlib
+import io
+import json
+import zipfile
+from pathlib import Path
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import pyro_scale as ps
+from pyro_scale.core import files
+from pyro_scale.drive.store import DrawStore
+from pyro_scale.errors import FileError, NonFiniteError, NotRunError
+from pyro_scale.infer import black_box
+
+HOW = {"num_samples": 40, "num_chains": 2, "seed": 0, "progress": False}
+
+
+def normal():
+    pyro.sample("w", dist.Normal(0.0, 1.0))
+
+
+def written(path, body):
+    digest = hashlib.sha256(body).hexdigest()
+    header = f"Pyro Scale results, format {files._FORMAT}, {len(body)} bytes, SHA-256 {digest}\n"
+    path.write_bytes(header.encode() + body)
+    return path
+
+
+def saved(contents):
+    file = io.BytesIO()
+    torch.save(contents, file)
+    return file.getvalue()
+
+
+def test_records_that_are_compressed_are_refused(tmp_path):
+    plain, packed = zipfile.ZipFile(io.BytesIO(saved({"a": torch.zeros(10**6)}))), io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as bomb:
+        for name in plain.namelist():
+            bomb.writestr(name, plain.read(name))
+    with pytest.raises(FileError, match="compressed records"):
+        files.read(written(tmp_path / "bomb", packed.getvalue()))
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.zeros(1).expand(10**12), torch.empty(10**12, device="meta")]
+)
+def test_tensors_that_declare_more_than_is_there_are_refused(tensor, tmp_path):
+    with pytest.raises(FileError, match=r"declares a tensor \[1000000000000\]"):
+        files.read(written(tmp_path / "large", saved({"a": [tensor]})))
+
+
+def test_stores_with_other_codecs_are_refused(tmp_path):
+    path = tmp_path / "draws.zarr"
+    ps.SGLD(normal, lr=0.1, compile=False).run(None, **HOW, store=path)
+    assert DrawStore.opened(path).count == 40
+    for name in ("posterior/w/.zarray", ".zmetadata"):
+        found = json.loads((path / name).read_text())
+        array = found["metadata"]["posterior/w/.zarray"] if "metadata" in found else found
+        array["filters"] = [{"id": "pickle"}]
+        (path / name).write_text(json.dumps(found))
+    with pytest.raises(FileError, match="codec that Pyro Scale does not write"):
+        DrawStore.opened(path)
+
+
+def test_a_step_that_rounds_to_none_ends_with_results():
+    sampler = ps.SGHMC(normal, lr=1e-30, compile=False).run(None, **HOW)
+    assert sampler.get_samples()["w"].isfinite().all()
+
+
+def test_why_there_are_no_draws_and_where_the_last_steps_are(monkeypatch):
+    monkeypatch.setattr(black_box, "_MOST_DIRECTORIES", 2)
+    told = []
+    for _ in range(4):
+        sampler = ps.SGLD(normal, lr=1e9, compile=False)
+        with pytest.raises(NonFiniteError) as error:
+            sampler.run(None, **HOW)
+        told.append(str(error.value))
+    with pytest.raises(NotRunError) as none:
+        sampler.get_samples()
+    assert told[-1] in str(none.value)
+    there = [Path(each.split("ps.replay('")[1].split("'")[0]).exists() for each in told]
+    assert there == [False, False, True, True]
