@@ -49,7 +49,7 @@ def fitted(name):
         "brief": lambda: run(ps.BAOA(regression(), lr=0.3), num_samples=30, warmup_steps=500),
         "stuck": lambda: run(ps.SGLD(regression(), lr=1e-5), num_samples=50, num_chains=2),
         "dense": lambda: run(ps.Laplace(regression(), structure="dense")),
-        "diagonal": lambda: run(ps.Laplace(regression())),
+        "diagonal": lambda: run(ps.Laplace(regression(), structure="diag")),
         "MAP": lambda: run(ps.MAP(regression()), num_steps=2000),
     }[name]()
 

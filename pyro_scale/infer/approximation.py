@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -11,18 +12,28 @@ from torch import Tensor
 from pyro_scale.core.counts import as_count
 from pyro_scale.core.gaussian import Dense, Diagonal, matrix_or_diagonal
 from pyro_scale.core.randomness import Purpose, generator
-from pyro_scale.errors import ArgumentError, NotRunError
+from pyro_scale.core.warn import warn
+from pyro_scale.errors import ApproximationWarning, ArgumentError, DataError, NotRunError
 from pyro_scale.infer import linearised, predictive
 from pyro_scale.infer.contents import result_of
 from pyro_scale.infer.fit import Fit
 from pyro_scale.infer.guide import Guide
 from pyro_scale.infer.method import Method
+from pyro_scale.infer.psis import MOST_K, MOST_SHIFT, Psis, psis, rows_for
 from pyro_scale.infer.reductions import Reduce
 from pyro_scale.infer.result import Result
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: Which elements a Gaussian knows to be correlated: none, or all.
 Structure = Literal["diag", "dense"]
+
+#: Dimensions up to which a run looks at its fit's importance weights: beyond them, their tail is
+#: heavy however well a network's fit predicts.
+_MOST_DIMENSIONS = 100
+#: Draws of each start that are weighed, at least.
+_PROPOSALS = 1000
+#: Evaluations of rows at draws that are always cheap.
+_CHEAP = 2**22
 
 
 class Approximation(Method):
@@ -64,24 +75,54 @@ class Approximation(Method):
             raise NotRunError(f"{type(self).__name__} has no fit yet: call run(data, ...) first")
         return self._fit
 
-    def sample(self, num_samples: int, seed: int | None = None) -> dict[str, Tensor]:
+    def sample(
+        self, num_samples: int, seed: int | None = None, resample: bool = False
+    ) -> dict[str, Tensor]:
         """Fresh draws, `[num_samples, ...]` by site, constrained; from each start in turn.
 
         Args:
             num_samples: how many.
             seed: the same one gives the same draws, however many; torch's generator is used by
                 default.
+            resample: whether they are draws of the posterior, as near as importance resampling
+                brings those of the fit to it: `num_samples` of them (at least 1,000), each taken
+                as often as its weight says.  It evaluates all rows at all draws.
+
+        Raises:
+            ArgumentError: `resample` of what has no weights (see `psis`).
+
+        Warns:
+            ApproximationWarning: the weights have too heavy a tail to be trusted.
         """
-        fit, count = self.fit, as_count("num_samples", num_samples)
-        if not fit.gaussians:
-            noise = fit.centres.new_zeros(count, 0)
-        elif seed is None:
-            noise = fit.noise(count)
-        else:
-            sources = (generator(seed, i, Purpose.APPROXIMATION, block=1) for i in range(count))
-            noise = torch.cat([fit.noise(1, source) for source in sources])
-        drawn = fit.draws(noise).samples
-        return {name: value[0] for name, value in drawn.items()}
+        count = as_count("num_samples", num_samples)
+        if resample:
+            return self._resampled(count, seed)
+        return {name: value[0] for name, value in self._drawn(count, seed).samples.items()}
+
+    def psis(self, num_rows: int | None = None) -> Psis:
+        """Pareto-smoothed importance weights of the fit's draws (those of `get_samples`) against
+        the log joint of all rows at the fit's temperature, in unconstrained space.  Their tail's
+        shape, `pareto_k`, says whether the fit can be trusted: up to 0.7 it can, and
+        `sample(n, resample=True)` brings it nearer; above, use a sampler.
+
+        Beyond some 100 dimensions k is large for every Gaussian, and says nothing of what a
+        network's fit predicts: look at its predictions on held-out rows.
+
+        Args:
+            num_rows: how many rows are evaluated; by default all, or as many as give the log
+                weights to within 0.2 nats where all are too dear.
+
+        Raises:
+            ArgumentError: there is no density (a mode, temperature 0), or not of this model; the
+                data are gone; it is too dear.
+        """
+        if num_rows is not None:
+            num_rows = as_count("num_rows", num_rows, least=2)
+        self._refuse_other_targets()
+        fit = self.fit
+        found = psis(fit, fit.result, num_rows)
+        fit.attrs.update(pareto_k=found.pareto_k, psis=found.words)
+        return found
 
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
         """Where chains begin that start from this fit: draws of the latent sites, and `params`,
@@ -169,6 +210,70 @@ class Approximation(Method):
 
     # ------------------------------------------------------------------ inside
 
+    def _drawn(self, count: int, seed: int | None) -> Result:
+        """Fresh draws, `[1, count]`."""
+        fit = self.fit
+        if not fit.gaussians:
+            noise = fit.centres.new_zeros(count, 0)
+        elif seed is None:
+            noise = fit.noise(count)
+        else:
+            sources = (generator(seed, i, Purpose.APPROXIMATION, block=1) for i in range(count))
+            noise = torch.cat([fit.noise(1, source) for source in sources])
+        return fit.draws(noise)
+
+    def _resampled(self, count: int, seed: int | None) -> dict[str, Tensor]:
+        self._refuse_other_targets()
+        proposed = self._drawn(max(count, self.fit.num_starts * _PROPOSALS), seed)
+        found = psis(self.fit, proposed)
+        if not found.pareto_k <= MOST_K:
+            warn(ApproximationWarning, f"resample: {_said(found.pareto_k)}")
+        source = None if seed is None else generator(seed, 0, Purpose.APPROXIMATION, block=2)
+        weights = found.log_weights.exp()
+        chosen = torch.multinomial(weights, count, replacement=True, generator=source)
+        return {name: value[0, chosen] for name, value in proposed.samples.items()}
+
+    def _refuse_other_targets(self) -> None:
+        """Refuses importance weights where the fit is not meant to be the model's posterior."""
+
+    def _check_the_fit(self, evaluations: int) -> None:
+        """Looks at the importance weights where that costs less than the fit did, whose worth in
+        evaluations of a row's log density is given."""
+        fit = self.fit
+        if not fit.gaussians or fit.data is None:
+            return
+        if len(fit.places) > _MOST_DIMENSIONS:
+            fit.attrs["psis"] = (
+                f"not known: of {len(fit.places):,} dimensions; beyond {_MOST_DIMENSIONS} the "
+                "weights say nothing of a network: look at predictions of held-out rows"
+            )
+            return
+        draws, budget = fit.num_starts * fit.num_draws, max(_CHEAP, evaluations)
+        rows = rows_for(fit.log_posterior, len(fit.places), draws, budget)
+        if rows is None:
+            fit.attrs["psis"] = "not known: dearer than the fit; call psis()"
+            return
+        try:
+            found = self.psis(rows)
+        except (DataError, RuntimeError, ValueError, NotImplementedError) as error:
+            fit.attrs["psis"] = f"not known: {error}"
+            return
+        if found.pareto_k > MOST_K:
+            warn(ApproximationWarning, _said(found.pareto_k))
+        elif found.shift > MOST_SHIFT:
+            warn(
+                ApproximationWarning,
+                "the approximation does not fit the posterior: importance weights move its mean "
+                f"by {found.shift:.2g} of its sds: take sample(n, resample=True), a sampler such "
+                "as BAOA, or structure='dense'",
+            )
+
+    def _with_k(self, table: Any) -> Any:
+        """The table of diagnostics, with the fit's Pareto k in it."""
+        if self.fit.gaussians:
+            table["pareto_k"] = self.fit.attrs.get("pareto_k", math.nan)
+        return table
+
     def _contents(self) -> dict[str, Any]:
         fit = self.fit
         kept = {
@@ -176,7 +281,7 @@ class Approximation(Method):
             "centres": fit.centres,
             "sites": list(fit.sites),
             "trace": fit.trace,
-            "structure": self.structure,
+            "structure": fit.attrs.get("structure", self.structure),
         }
         return {**super()._contents(), **kept}
 
@@ -195,6 +300,15 @@ class Approximation(Method):
             result.attrs,
             contents["trace"],
         )
+
+
+def _said(pareto_k: float) -> str:
+    """What a bad k means, and what to do."""
+    return (
+        f"the approximation does not fit the posterior: Pareto k of its importance weights is "
+        f"{pareto_k:.2f}, above {MOST_K}: use a sampler such as BAOA, which may start from it "
+        "(init_strategy=), structure='dense', or another parametrization"
+    )
 
 
 def as_prior(fit: Fit, start: int) -> LogPosterior:

@@ -168,6 +168,7 @@ class EKF(Approximation):
                 bar.update(1, running.absorb(piece))
         self._filter = running
         self._fit = running.fit({"fitting_time": time.perf_counter() - begun})
+        self._check_the_fit(3 * running.log_posterior.num_data)
         return self
 
     def step(self, *args: Any, **kwargs: Any) -> float:
@@ -215,14 +216,22 @@ class EKF(Approximation):
 
     def diagnostics(self) -> Any:  # type: ignore[override]  # of no chains
         """A DataFrame of one row: how many steps there were, and the sum of the batches' log
-        likelihoods, each at the mean before it, in nats."""
+        likelihoods, each at the mean before it, in nats; and the Pareto k of its draws' importance
+        weights (see `psis`), NaN where it is not known."""
         import pandas
 
         trace = self.fit.trace
         assert trace is not None
         table = pandas.DataFrame({"steps": [trace.shape[1]], "log_lik": [float(trace.sum())]})
         table.attrs.update(self.fit.attrs)
-        return table
+        return self._with_k(table)
+
+    def _refuse_other_targets(self) -> None:
+        if self.lr != 1 or self.transition_sd or isinstance(self._init_strategy, Approximation):
+            raise ArgumentError(
+                "psis: with lr, transition_sd or a fit for its prior, a filter is not meant to be "
+                "the model's posterior"
+            )
 
     def _first_batch(self) -> Arguments:
         return self._filter.data.first() if self._filter is not None else super()._first_batch()

@@ -7,7 +7,7 @@ import fnmatch
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -19,19 +19,27 @@ from pyro_scale.core.warn import warn
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.sources import Data
-from pyro_scale.errors import ApproximationWarning, ArgumentError
+from pyro_scale.errors import ApproximationWarning, ArgumentError, ModelError
 from pyro_scale.infer.approximation import Approximation, Structure, as_prior
 from pyro_scale.infer.collect import facts_of
 from pyro_scale.infer.fit import Fit
 from pyro_scale.infer.mode import WholeDensity
 from pyro_scale.infer.peak import Peak, Search
+from pyro_scale.infer.pieces import pieces_of
 from pyro_scale.infer.precision import CurvatureKind
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, position_of, set_up
 from pyro_scale.kernels.optimiser import as_optimiser
+from pyro_scale.model.curvature import Curvature
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: The square of the distance to the mode, in posterior sds, from which evidence is in doubt.
 _FAR = 0.01
+#: Dimensions up to which structure="auto" is dense.
+_MOST_DENSE = 1000
+#: Passes through the data, in evaluations of the log joint, that a fit is worth.
+_PASSES = 100
+#: What is said of a Hessian that takes the GGN's place.
+_NO_GGN = ", of the whole log joint, as the data have no GGN"
 
 
 class Laplace(Approximation):
@@ -43,12 +51,14 @@ class Laplace(Approximation):
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
-        structure: `"diag"` or `"dense"`.
+        structure: `"dense"`, `"diag"`, or `"auto"`: dense up to 1,000 dimensions, as a diagonal
+            Gaussian of correlated elements is too narrow.
         curvature: of the likelihood: `"ggn"`, the generalised Gauss-Newton matrix, never negative;
             `"monte_carlo"`, an estimate of it from one drawn observation a row, for many outputs;
             `"empirical_fisher"`; or `"hessian"`, of the whole log joint.  Where a distribution's
             Fisher information is not known, the GGN is estimated from 100 draws a row:
-            `fit.attrs["curvature"]` says so.
+            `fit.attrs["curvature"]` says so.  Data that are one joint density (a Gaussian process,
+            a loop over time, a `pyro.factor`) have no GGN, and `"ggn"` takes the Hessian.
         sites: which sites get a Gaussian, such as a network's last layer; the others stay at the
             mode.  All by default.
         temperature: multiplies the covariance.
@@ -78,14 +88,16 @@ class Laplace(Approximation):
         self,
         model: Any,
         *,
-        structure: Structure = "diag",
+        structure: Structure | Literal["auto"] = "auto",
         curvature: CurvatureKind = "ggn",
         sites: Sequence[str] | None = None,
         temperature: float = 1.0,
         init_strategy: Any = None,
         num_data: int | None = None,
     ):
-        super().__init__(model, structure=structure, init_strategy=init_strategy, num_data=num_data)
+        given: Structure = "dense" if structure == "auto" else structure
+        super().__init__(model, structure=given, init_strategy=init_strategy, num_data=num_data)
+        self._auto = structure == "auto"
         kinds = [kind for part in get_args(CurvatureKind) for kind in (get_args(part) or (part,))]
         if curvature not in kinds:
             raise ArgumentError(f"curvature={curvature!r}: pass one of {kinds}")
@@ -202,9 +214,10 @@ class Laplace(Approximation):
         fit, other = self.fit, copy.copy(self)
         other.temperature = _as_temperature(temperature)
         warm = [fit.at_temperature_1(start) for start in range(fit.num_starts)]
+        known = {k: v for k, v in fit.attrs.items() if k not in ("pareto_k", "psis")}
         other._fit = fit.replaced(
             gaussians=tuple(gaussian.tempered(other.temperature) for gaussian in warm),
-            attrs={**fit.attrs, "temperature": other.temperature},
+            attrs={**known, "temperature": other.temperature},
         )
         return other
 
@@ -229,7 +242,8 @@ class Laplace(Approximation):
 
     def diagnostics(self) -> Any:  # type: ignore[override]  # of no chains
         """A DataFrame, one row a start: its log evidence in nats; and how far the point is from
-        the mode, in posterior sds, by one step of Newton's method."""
+        the mode, in posterior sds, by one step of Newton's method; and the Pareto k of all draws'
+        importance weights (see `psis`), NaN where it is not known: `attrs["psis"]` says why."""
         import pandas
 
         attrs = self.fit.attrs
@@ -237,7 +251,7 @@ class Laplace(Approximation):
         table = pandas.DataFrame({"log_evidence": attrs["log_evidence"], "distance": distance})
         table.index.name = "start"
         table.attrs.update(attrs)
-        return table
+        return self._with_k(table)
 
     # ------------------------------------------------------------------ inside
 
@@ -250,10 +264,26 @@ class Laplace(Approximation):
         tuned: Tensor | None = None,
     ) -> Search:
         density = WholeDensity(setup.log_posterior, setup.data, setup.engine.layout)
-        dense = self.structure == "dense"
-        search = Search(density, sites, self.curvature, dense, setup.seed, num_rows, held, tuned)
+        if self._auto:
+            few = len(setup.engine.layout.places(sites)) <= _MOST_DENSE
+            self.structure = "dense" if few else "diag"
+        dense, kind = self.structure == "dense", self._kind(setup)
+        search = Search(density, sites, kind, dense, setup.seed, num_rows, held, tuned)
         search.refuse_what_does_not_fit(setup.positions)
         return search
+
+    def _kind(self, setup: Setup) -> CurvatureKind:
+        """The curvature; the Hessian where the data have no GGN."""
+        if self.curvature != "ggn":
+            return self.curvature
+        known = setup.log_posterior
+        piece = next(pieces_of(known, setup.data, 1))
+        params = setup.engine.layout.unflatten(setup.positions[0])
+        try:
+            Curvature(known).notes(params, piece.arguments, piece.indices)
+        except ModelError:
+            return "hessian"
+        return "ggn"
 
     def _sites_of(self, setup: Setup) -> tuple[str, ...]:
         latents = setup.log_posterior.latents
@@ -269,7 +299,7 @@ class Laplace(Approximation):
         attrs = {
             "method": type(self).__name__,
             "structure": self.structure,
-            "curvature": search.words(peaks[0].centre),
+            "curvature": search.words(peaks[0].centre) + _NO_GGN * (search.kind != self.curvature),
             "temperature": self.temperature,
             "log_evidence": [peak.log_evidence for peak in peaks],
             "distance": [peak.distance for peak in peaks],
@@ -286,6 +316,7 @@ class Laplace(Approximation):
             seed=setup.seed,
             attrs=attrs,
         )
+        self._check_the_fit(_PASSES * setup.log_posterior.num_data)
 
 
 def _as_temperature(temperature: float) -> float:

@@ -123,6 +123,8 @@ class Optimised(Approximation):
         self._fit = self._finished(self._fitted(setup, draws), setup)
         if not self._ends_exactly:
             self._warn_of_the_trace(draws)
+        rows = setup.data.batch_size or setup.log_posterior.num_data
+        self._check_the_fit(3 * draws.num_steps * num_chains * rows)  # gradients are worth 3
         return self
 
     def step(self, *args: Any, **kwargs: Any) -> float:
@@ -163,7 +165,9 @@ class Optimised(Approximation):
 
     def diagnostics(self) -> Any:  # type: ignore[override]  # of no chains
         """A DataFrame, one row a start: the objective's mean over the last tenth of the steps, in
-        nats, a total; how many steps there were; and whether it is known to rise no more."""
+        nats, a total; how many steps there were; and whether it is known to rise no more; of a
+        Gaussian, the Pareto k of all draws' importance weights (see `psis`), NaN where it is not
+        known."""
         import pandas
 
         trace, size = self.trace, self.fit.layout.size
@@ -173,7 +177,7 @@ class Optimised(Approximation):
         )
         table.index.name = "start"
         table.attrs.update(self.fit.attrs)
-        return table
+        return self._with_k(table)
 
     # ------------------------------------------------------------------ inside
 
