@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from methods import TABLE
 from pyro.nn import PyroModule, PyroSample
 from reference import double, normals
+from repetitions import slow_but
 from torch import nn
 from torch.distributions import constraints
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -378,8 +379,21 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("batch_size", [None, B])
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize(
+    ("kind", "batch_size"),
+    slow_but(
+        [(kind, size) for kind in LAYOUTS for size in (None, B)],
+        ("held by the model", B),
+        ("one tensor twice", B),
+        ("transposed", None),
+        ("part of a larger one", B),
+        ("every second", None),
+        ("expanded rows", B),
+        ("expanded outcomes", None),
+        ("views of one tensor", B),
+        ("with a graph", None),
+    ),
+)
 def test_however_the_rows_lie_in_memory(kind, batch_size):
     model, data = LAYOUTS[kind]
     make = functools.partial(ps.SGHMC, model, lr=0.2)
@@ -405,7 +419,7 @@ def test_rows_of_several_types_beside_float32_latents(batch_size):
     assert fast._results().positions.dtype == torch.float32
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but(METHODS, ps.BAOA, ps.SGNHT))
 def test_float32(method):
     """Beside 1e-5 of rounding, a wrong number would show just as well."""
     torch.set_default_dtype(torch.float32)
@@ -660,13 +674,20 @@ MODELS = {  # model, data, program, lr
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind",
+    slow_but(
+        MODELS,
+        *(k for k in MODELS if k not in {"simplex", "ordered", "mixture", "convolutions"}),
+    ),
+)
 def test_every_kind_of_model(kind):
     model, data, program, lr = MODELS[kind]()
     make = functools.partial(ps.BAOA, model, lr=lr, friction=0.7)
     checked(make, data, program, batch_size=B, thinning=2, num_samples=100)
 
 
+@pytest.mark.slow
 def test_correlations_are_compiled():
     make = functools.partial(ps.BAOA, correlated, lr=0.1)
     checked(make, X, EITHER, batch_size=B, num_samples=20)
@@ -676,7 +697,7 @@ def test_correlations_are_compiled():
     ("model", "settings"),
     [
         (with_params, {"num_chains": 4, "batch_size": B, "thinning": 3, "num_samples": 70}),
-        (with_params, {"num_chains": 1}),
+        pytest.param(with_params, {"num_chains": 1}, marks=pytest.mark.slow),
         (PartlyFrozen, {"num_chains": 4, "batch_size": B}),
     ],
 )
@@ -734,9 +755,10 @@ def numbered(i):
     return model, normals(10, size, seed=100 + i)
 
 
-def test_thirty_models_in_one_process(recwarn):
+@pytest.mark.parametrize("count", slow_but([10, 30], 10))
+def test_many_models_in_one_process(count, recwarn):
     """Graphs that are alike share their program, and nothing else."""
-    for i in range(30):
+    for i in range(count):
         model, data = numbered(i)
         make = functools.partial(ps.BAOA, model, lr=0.2)
         checked(make, data, batch_size=4, num_samples=20, num_chains=1, seed=i)

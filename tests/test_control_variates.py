@@ -11,6 +11,7 @@ import pytest
 import torch
 from methods import METHODS, TABLE, by_name
 from reference import Doubled, close, double, normals
+from repetitions import slow_but
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
@@ -257,7 +258,7 @@ def test_on_the_whole_data_they_change_nothing(case):
     close(varied._results().sample_stats["lp"], plain._results().sample_stats["lp"], 1e-8)
 
 
-@pytest.mark.parametrize("case", ["minibatches", "by itself"])
+@pytest.mark.parametrize("case", slow_but(["minibatches", "by itself"], "minibatches"))
 def test_compiled_is_eager(case):
     model, data, kwargs = CASES[case]
     both = [
@@ -415,9 +416,7 @@ def test_the_inflation_is_known_to_rounding(row):
     assert table.loc["b", "temperature_inflation"] == pytest.approx(float(found.inflation[1]))
 
 
-@pytest.mark.parametrize(
-    "name", ["BAOA", "SGLD", *(pytest.param(n, marks=pytest.mark.slow) for n in ("SGHMC", "UBU"))]
-)
+@pytest.mark.parametrize("name", slow_but(["BAOA", "SGLD", "SGHMC", "UBU"], "BAOA"))
 def test_the_inflation_is_what_comes_out(name):
     """Drawn with replacement, by site; the exact variance of the linear recursion is within a
     quarter of the excess of what is reported, to first order in lr."""
@@ -570,7 +569,9 @@ def heated(subtract, method, lr, chains=200, **others):
     return sampler, float(draws.square().mean() / exact), (2 / draws.numel()) ** 0.5
 
 
-@pytest.mark.parametrize(("method", "lr"), [(ps.SGLD, 2e-3), (ps.BAOA, 2e-3)])
+@pytest.mark.parametrize(
+    ("method", "lr"), slow_but([(ps.SGLD, 2e-3), (ps.BAOA, 2e-3)], (ps.BAOA, 2e-3))
+)
 def test_twenty_thousand_rows_in_batches_of_32(method, lr):
     """1 + lr N V/(2 B) = 1.62 without (friction 1), 1 with; draws two relaxation times apart are
     correlated to e^-2 or e^-4 in squares, which the standard error has 10% for."""

@@ -11,6 +11,7 @@ import pyro.distributions as dist
 import pytest
 import stored
 import torch
+from repetitions import slow_but
 from stored import QUIET, X, Y, draws_of, fitted, regression, same, unconstrained
 from torch.utils.data import DataLoader, Dataset
 
@@ -98,7 +99,7 @@ def test_checkpoints_fill_the_disk(disk):
     same(resumed._results().sample_stats, whole._results().sample_stats)
 
 
-@pytest.mark.parametrize("chunk", [50, 10**6])
+@pytest.mark.parametrize("chunk", slow_but([50, 10**6], 50))
 def test_draws_fill_the_disk(chunk, disk, tmp_path, monkeypatch):
     pytest.importorskip("zarr")
     import xarray

@@ -7,6 +7,7 @@ import torch
 from gaussian import bound, stationary
 from linear import location, standardised
 from reference import double
+from repetitions import slow_but
 from warned import quiet, told
 
 import pyro_scale as ps
@@ -49,8 +50,8 @@ def z_of(table, site, expected):
     ("method", "lr", "expected"),
     [
         (ps.SGHMC, 0.1, 4 / (4 - 0.2 - 0.01)),
-        (ps.SGHMC, 0.5, 4 / (4 - 1.0 - 0.25)),
-        (ps.BAOA, 0.1, 1.0),
+        pytest.param(ps.SGHMC, 0.5, 4 / (4 - 1.0 - 0.25), marks=pytest.mark.slow),
+        pytest.param(ps.BAOA, 0.1, 1.0, marks=pytest.mark.slow),
         (ps.BAOA, 0.9, 1.0),
         (ps.SGNHT, 0.2, 1.0),
         (ps.UBU, 0.1, None),
@@ -68,7 +69,7 @@ def test_on_a_gaussian(method, lr, expected):
     assert not said
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.3])
+@pytest.mark.parametrize("temperature", slow_but([1.0, 0.3], 0.3))
 def test_of_several_sites_and_masses(temperature):
     mass = {"a": double(0.5, 1.0, 2.0), "b": 3.0}
     hypers = {"lr": {"a": 0.3, "b": 0.6, "c": 0.2}, "friction": 0.5, "mass": mass}
@@ -190,7 +191,7 @@ def test_they_are_of_the_states_at_those_steps(compile, num_samples):
         torch.testing.assert_close(measured[:, look], expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("first", [10, 40, 64, 100, 170])
+@pytest.mark.parametrize("first", slow_but([10, 40, 64, 100, 170], 40, 170))
 def test_a_run_that_went_on_has_the_same(first, tmp_path):
     def sampler():
         return ps.SGHMC(location, lr=0.1, compile=False)

@@ -11,6 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from both_arviz import IS_1, elpd_of, rows_of
+from repetitions import slow_but
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
@@ -107,7 +108,7 @@ def test_a_row_is_left_out_with_all_its_sites():
     assert (sampler.loo().pointwise - by_hand).abs().max() < 0.05
 
 
-@pytest.mark.parametrize("num_rows", [2, 40, 150])
+@pytest.mark.parametrize("num_rows", slow_but([2, 40, 150], 2, 40))
 def test_some_rows_estimate_all_of_them(num_rows, fitted):
     """Unbiased, with the standard error that they say."""
     whole, runs = fitted.loo(), 200

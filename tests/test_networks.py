@@ -34,6 +34,7 @@ from networks import (
     tokens,
 )
 from reference import normals
+from repetitions import slow_but
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -453,7 +454,7 @@ def test_warm_starts(kind):
         assert (apart > 1e-3) == (kind == "Laplace")
 
 
-@pytest.mark.parametrize("rest", ["frozen", "point"])
+@pytest.mark.parametrize("rest", slow_but(["frozen", "point"], "point"))
 def test_a_part_of_a_network_is_compiled(rest):
     made = case("MLP")
     bayesian = ps.bayesianize(made.net, dist.Normal(0.0, SD), include="2", rest=rest)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from pyro import poutine
 from reference import double, normals
+from repetitions import slow_but
 
 import pyro_scale as ps
 from pyro_scale import metrics
@@ -408,7 +409,7 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says its peak there")
-@pytest.mark.parametrize("kind", ["linear", "convolution"])
+@pytest.mark.parametrize("kind", slow_but(["linear", "convolution"], "convolution"))
 def test_memory_is_that_of_some_draws(kind):
     """MB: chances of 2,000 draws would take 600, activations 820."""
     command = [sys.executable, "-W", "ignore", "-c", MEMORY, kind]

@@ -14,6 +14,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import close, double, normals
+from repetitions import slow_but
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
@@ -140,8 +141,15 @@ TOO_LONG = {
 }
 
 
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("name", TOO_LONG)
+@pytest.mark.parametrize(
+    ("name", "compile"),
+    slow_but(
+        [(name, compile) for name in TOO_LONG for compile in (False, True)],
+        *((name, False) for name in TOO_LONG),
+        ("BAOA", True),
+        ("by site", True),
+    ),
+)
 def test_the_states_are_those_of_the_run(name, compile):
     make = partial(TOO_LONG[name], regression)
     message = broken(make(compile=compile), num_chains=2)
@@ -300,7 +308,7 @@ def test_the_site_whose_gradient_is_infinite_is_named():
     assert torch.isfinite(ps.LogPosterior(root_at_zero, N)(found.params, found.batch).log_joint)
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", slow_but([False, True], False))
 def test_a_matrix_that_cannot_be_factorised(compile):
     starts = {"r": double(0.5, -0.5)}
     sampler = ps.SGLD(not_a_covariance, lr=0.3, compile=compile, init_strategy=starts)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from linear import location, standardised
 from reference import double
+from repetitions import slow_but
 from warned import quiet, told
 
 import pyro_scale as ps
@@ -170,7 +171,7 @@ def shuffled_variance(lr, count, size):
     return float(sum((1 - lr) ** (2 * j) * at_end + of_steps(j) for j in places) / count)
 
 
-@pytest.mark.parametrize(("size", "thinning"), [(500, 1), (250, 3), (200, 4)])
+@pytest.mark.parametrize(("size", "thinning"), slow_but([(500, 1), (250, 3), (200, 4)], (250, 3)))
 def test_of_few_shuffled_batches(size, thinning):
     sampler = run(
         ps.SGLD(location, lr=0.1),

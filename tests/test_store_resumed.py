@@ -23,6 +23,7 @@ import pytest
 import stored
 import torch
 import xarray
+from repetitions import slow_but
 from stored import X, Y, draws_of, fitted, outcome, regression, same, unconstrained
 from torch.utils.data import DataLoader, Dataset
 from warned import quiet
@@ -79,7 +80,7 @@ def test_an_interrupt_leaves_the_draws_until_then_in_the_store(cut, tmp_path):
     assert len(quiet(fit.summary)) == 5
 
 
-@pytest.mark.parametrize("draws", [3, 7, 10])
+@pytest.mark.parametrize("draws", slow_but([3, 7, 10], 7))
 def test_an_interrupt_before_a_file_is_full_does_so_too(draws, tmp_path, monkeypatch, cut):
     monkeypatch.setattr(streams, "_MOST_DRAWS", 10**6)
     whole = draws_of(fitted(num_samples=300))
@@ -208,9 +209,7 @@ def uninterrupted(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 60))]
-)
+@pytest.mark.parametrize("seed", slow_but(range(60), 1))
 @pytest.mark.parametrize("steps", ["constant", "cycles"])
 @pytest.mark.parametrize("kept", KEPT)
 def test_interrupted_at_any_line_it_goes_on(kept, steps, seed, tmp_path, uninterrupted):
@@ -223,8 +222,14 @@ def test_interrupted_at_any_line_it_goes_on(kept, steps, seed, tmp_path, uninter
     same_outcome(fitted(resume=tmp_path / "run", **how), whole)
 
 
-@pytest.mark.parametrize("steps", ["constant", "cycles"])
-@pytest.mark.parametrize("write", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("write", "steps"),
+    slow_but(
+        [(write, steps) for write in range(3) for steps in ("constant", "cycles")],
+        (0, "cycles"),
+        (2, "constant"),
+    ),
+)
 def test_a_write_that_fails_loses_no_draw(write, steps, tmp_path, monkeypatch):
     """Nor is one there twice: the disk is full at one of the files, and then is not."""
     how, append, calls = of_steps(steps), store.DrawStore.append, itertools.count()
@@ -319,7 +324,7 @@ def test_writing_is_a_small_part_of_the_time(tmp_path, monkeypatch):
     assert when[:4] == pytest.approx([5.0, 26.0, 47.0, 52.1], abs=1.0)
 
 
-@pytest.mark.parametrize("cut_at", [3, 9, 17])
+@pytest.mark.parametrize("cut_at", slow_but([3, 9, 17], 9))
 def test_what_was_written_by_time_stays_where_a_run_goes_on(cut_at, tmp_path, monkeypatch, cut):
     """Readers lose no draw that the checkpoint holds; the end is bit for bit that of one run."""
     monkeypatch.setattr(streams, "_WAIT_SECONDS", 0.0)
@@ -349,7 +354,7 @@ def test_what_was_written_by_time_stays_where_a_run_goes_on(cut_at, tmp_path, mo
 # ------------------------------------------------------------------ going on
 
 
-@pytest.mark.parametrize("first", [7, 17])
+@pytest.mark.parametrize("first", slow_but([7, 17], 17))
 def test_a_finished_run_is_extended(first, tmp_path):
     where = at("store", tmp_path)
     short = fitted(num_samples=first, checkpoint=tmp_path / "run", **where)
@@ -364,7 +369,7 @@ def test_a_finished_run_is_extended(first, tmp_path):
         fitted(num_samples=20, resume=tmp_path / "run", **where)
 
 
-@pytest.mark.parametrize("written", [1, 4])
+@pytest.mark.parametrize("written", slow_but([1, 4], 4))
 def test_a_store_may_be_ahead_of_the_checkpoint(written, tmp_path, monkeypatch):
     """As where a run was killed before it wrote the next one: its later draws come again."""
     write, calls = checkpoint.Checkpoints.write, itertools.count()
@@ -554,7 +559,8 @@ torch.save(stored.outcome(fit), saved)
 @pytest.mark.parametrize(
     ("kept", "kills", "draws"),
     [
-        ("store", 2, 2000),
+        ("store", 1, 2000),
+        pytest.param("store", 2, 2000, marks=pytest.mark.slow),
         pytest.param("nowhere", 2, 2000, marks=pytest.mark.slow),
         *(pytest.param(kept, 20, 20_000, marks=pytest.mark.slow) for kept in KEPT),
     ],
@@ -586,7 +592,7 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(kept, kills, draws, tmp_pat
             process.send_signal(signal.SIGKILL)
         process.wait()
         assert done < kills or process.returncode in (0, -signal.SIGKILL)
-    assert done > 1
+    assert done >= min(kills, 2)
     whole = fitted(num_samples=draws, **({"store": False} if kept == "nowhere" else {}))
     found, expected = torch.load(saved), outcome(whole)
     if kept == "store":

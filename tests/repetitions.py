@@ -1,0 +1,16 @@
+"""Which cases of a test `make test` runs; the others repeat its claim under `-m slow`."""
+
+import pytest
+
+
+def slow_but(cases, *quick):
+    """The cases, all but the quick ones marked as slow; a case of several values is a tuple."""
+    cases = list(cases)
+    assert all(case in cases for case in quick), "a quick case that is not there"
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=[] if any(case is each or case == each for each in quick) else [pytest.mark.slow],
+        )
+        for case in cases
+    ]
