@@ -22,7 +22,7 @@ pytestmark = [
 def first_steps(program):
     """The preflight, and two eager steps of two chains."""
     ps.explain(program.model, program.data)
-    mcmc = ps.BAOA(program.model, lr=1e-4, compile=False)
+    mcmc = ps.BAOA(program.model, lr=1e-6, compile=False)
     return mcmc.run(program.data, num_samples=2, num_chains=2, seed=0, progress=False)
 
 

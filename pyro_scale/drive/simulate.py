@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.randomness import NoiseTape
-from pyro_scale.drive.batches import Batches
+from pyro_scale.drive.batches import Batch, Batches
 from pyro_scale.drive.chains import Chains
 from pyro_scale.drive.checkpoint import Checkpoint, Checkpoints
 from pyro_scale.drive.draws import Draws, Sink, Steps
@@ -23,6 +23,9 @@ from pyro_scale.drive.programs import program_for
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.tape import Inputs, steps_within_budget
 from pyro_scale.errors import FileError
+
+#: By how much later a run is looked at again each time.
+_RARER = 8
 
 
 def simulate(
@@ -40,6 +43,7 @@ def simulate(
     checkpoints: Checkpoints | None = None,
     sink: Sink | None = None,
     noise: NoiseTape | None = None,
+    inspect: Callable[[Tensor, Batch], None] | None = None,
 ) -> Draws:
     """Runs every chain from its position `[chains, D]` to the end, or until it is non-finite.
 
@@ -62,6 +66,7 @@ def simulate(
         checkpoints: where the run is written down.
         sink: where draws go instead of memory.
         noise: of the steps; the seed's, by default.
+        inspect: is given the positions and the batch of a step now and then, ever more rarely.
     """
     draws = Draws.of(positions, dataclasses.replace(steps, positions=False) if sink else steps)
     at_first = {name: column[0] for name, column in values.items()}
@@ -87,6 +92,7 @@ def simulate(
             checkpoints.write(moment, position, draws.first(kept), steps.look_every, taken)
 
     begun = started = time.perf_counter()
+    next_inspected = chains.count + 1
     try:
         if last is None:
             write()
@@ -107,6 +113,10 @@ def simulate(
                     chains.move(program, batches, tape, steps, draws)
                     if sink is not None:
                         _pass_on(draws, sink)
+                if inspect is not None and tape.stop >= next_inspected:
+                    next_inspected = _RARER * tape.stop
+                    _, _, changing = tape.at(len(tape) - 1)
+                    inspect(chains.state.position, batches.batch(batches.fixed, changing))
                 if draws.kinetic is not None and tape.stop in looks:
                     now = {name: column[tape.stop - 1] for name, column in values.items()}
                     found = engine.kinetic(chains.state, now)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from pyro_scale.drive.batches import Batches
+from pyro_scale.drive.batches import Batch, Batches
 from pyro_scale.drive.draws import Draws, Steps
 from pyro_scale.drive.indices import Sampling
 from pyro_scale.drive.progress import Progress
@@ -18,6 +19,7 @@ from pyro_scale.infer.base import with_base_run
 from pyro_scale.infer.setup import Setup
 from pyro_scale.infer.tuning import halved
 from pyro_scale.kernels import Kernel
+from pyro_scale.model.other_batches import check_batch, is_checked
 
 
 class Taken(NamedTuple):
@@ -94,6 +96,21 @@ class Course:
                 setup.seed if seed is None else seed,
                 self.compile,
                 bar,
+                inspect=_inspection(setup),
                 **how,
             )
         return Taken(setup, batches, draws)
+
+
+def _inspection(setup: Setup) -> Callable[[Tensor, Batch], None] | None:
+    """Tries the rules on batches that the run meets, at the first chain's position."""
+    known, layout = setup.log_posterior, setup.engine.layout
+    if setup.features is not None or not is_checked(known.understanding):
+        return None
+
+    def inspect(positions: Tensor, batch: Batch) -> None:
+        if bool(torch.isfinite(positions[0]).all()):
+            arguments, _ = batch.of_chain(0)
+            check_batch(known, layout.unflatten(positions[0]), arguments)
+
+    return inspect

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import ComposeTransform, IndependentTransform
 
 from pyro_scale.drive.data import open_data
-from pyro_scale.infer.setup import as_log_posterior, module_device
+from pyro_scale.infer.setup import as_log_posterior, check_all_rows, module_device
 from pyro_scale.model.gaussian_prior import exact_moments
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.scaling import Rule
@@ -117,6 +117,7 @@ def explain(
     log_posterior = as_log_posterior(model, opened.num_data)
     first = opened.first()
     log_posterior.prepare(first)
+    check_all_rows(log_posterior, opened, log_posterior.start(first, seed=0))
     known = log_posterior.understanding
     return Explanation(
         rows=tuple(_table(log_posterior)),

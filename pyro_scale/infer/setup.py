@@ -20,16 +20,22 @@ from pyro_scale.drive.engine import Engine
 from pyro_scale.drive.features import FeatureData
 from pyro_scale.drive.indices import RowIndices, Sampling
 from pyro_scale.drive.loaders import to_device
-from pyro_scale.drive.sources import Data, OwnSubsamples, TensorData
+from pyro_scale.drive.sources import Data, IndexedData, OwnSubsamples, TensorData
 from pyro_scale.errors import ArgumentError, ModelError, ModelWarning, SiteError
+from pyro_scale.infer.pieces import is_row_wise, pieces_of
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.other_batches import check_batches, check_supports
 from pyro_scale.model.preflight import InitFunction
 from pyro_scale.model.understanding import doubts
 
 #: How many starts of a chain are tried: of a model that half of all starts break, 20 fail once in
 #: a million.
 _MOST_STARTS = 20
+
+
+#: Batches besides the first on which the rules are tried before a run.
+_OTHER_BATCHES = 2
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,37 @@ def set_up(
     redraw = None if isinstance(init_strategy, dict) else draw
     per_chain = data.batch_size is not None
     engine, positions = _tried(engine, log_posterior, positions, arguments, per_chain, redraw)
+    at_first = layout.unflatten(positions[0])
+    check_all_rows(log_posterior, data, at_first)
     return Setup(log_posterior, data, engine, positions, seed)
+
+
+def check_all_rows(log_posterior: LogPosterior, data: Data, params: Mapping[str, Tensor]) -> None:
+    """Tries on rows from all over the data what the first batch has told of the model.
+
+    Raises:
+        SiteError: an observed value outside of its support, by row.
+        PlateError: what was taken for a row's, or for a constant, depends on the other rows.
+    """
+    if data.batch_size is None:
+        return
+    if isinstance(data, TensorData) and is_row_wise(log_posterior):
+        check_supports(log_posterior, params, pieces_of(log_posterior, data))
+    check_batches(log_posterior, params, data.first(), _from_everywhere(data))
+
+
+def _from_everywhere(data: Data) -> list[Arguments]:
+    """Batches of rows drawn from the whole data, where rows can be had by their places."""
+    if data.batch_size is None or not isinstance(data, TensorData | IndexedData):
+        return []
+    total = len(data.subset) if isinstance(data, IndexedData) else rows.count(data.arguments) or 0
+    source = torch.Generator().manual_seed(0)
+    places = torch.randperm(total, generator=source)[: _OTHER_BATCHES * data.batch_size]
+    chosen = [part for part in places.split(data.batch_size) if len(part) == data.batch_size]
+    if isinstance(data, TensorData):
+        device = rows.device(data.arguments)
+        return [rows.take(data.arguments, part.to(device)) for part in chosen]
+    return list(data.read([data.subset[part].tolist() for part in chosen[:1]], seed=0))
 
 
 def position_of(setup: Setup, values: Mapping[str, Tensor], argument: str) -> Tensor:

@@ -41,7 +41,7 @@ def refuse_impossible_observations(sites: Mapping[str, Site], validated: Collect
     for site in sites.values():
         if site.name not in validated or site.kind != "observed":
             continue
-        if not bool(_inside_support(site).all()):
+        if not bool(inside_support(site).all()):
             raise SiteError(
                 f"site '{site.name}': an observed value is NaN or outside the support of its "
                 f"{type(_unwrapped(site.fn)).__name__} ({site.fn.support}); check the data, or "
@@ -133,7 +133,7 @@ def local_message(name: str, where: str) -> str:
     )
 
 
-def _inside_support(site: Site) -> Tensor:
+def inside_support(site: Site) -> Tensor:
     """Whether each observed value is possible, or masked out."""
     try:  # some constraints do not broadcast by themselves
         shape = torch.broadcast_shapes(site.value.shape, site.shape)

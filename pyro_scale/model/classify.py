@@ -6,7 +6,7 @@ numbers alone decide nothing, and what stays ambiguous is a `PlateError`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,10 +57,8 @@ def classify(
     Raises:
         PlateError: it is ambiguous how often a term is to be counted.
     """
-    # values in float64 may be of a mean in the latents' float32
-    dtypes = (term.log_prob.dtype for term in terms.values())
-    coarsest = max(dtypes, key=_eps, default=torch.float64)
-    comparison = _Comparison(variants, batch_size, num_data, own_plate, elsewhere, coarsest)
+    latents = [t.site.value for t in terms.values() if t.is_prior and t.site is not None]
+    comparison = _Comparison(variants, batch_size, num_data, own_plate, elsewhere, latents)
     return Scaling(num_data, {name: comparison.rule(term) for name, term in terms.items()})
 
 
@@ -71,7 +69,7 @@ class _Comparison:
     num_data: int
     own_plate: str | None
     elsewhere: Sequence[Variant]
-    coarsest: torch.dtype
+    latents: Sequence[Tensor]
 
     def rule(self, term: Term) -> Rule:
         if any(term.name not in variant.terms for variant in self.variants):
@@ -146,8 +144,9 @@ class _Comparison:
     def _same_rows(self, term: Term, variants: Sequence[Variant], rule: Rule) -> bool:
         whole = sum_but(term.unwrapped(rule.depth), rule.dim)
         parts = [sum_but(v.terms[term.name].unwrapped(rule.depth), rule.dim) for v in variants]
+        dtype = dtype_of(term, self.latents)
         return all(
-            close(*variant.shared(whole, part), dtype=self.coarsest)
+            close(*variant.shared(whole, part), dtype=dtype)
             for variant, part in zip(variants, parts, strict=True)
         )
 
@@ -240,6 +239,19 @@ class _Comparison:
         )
 
 
+def dtype_of(term: Term, latents: Iterable[Tensor]) -> torch.dtype:
+    """The coarsest dtype that a term is computed in: its own, that of its distribution's
+    arguments, and, as values in float64 may be of a mean in float32, that of the latents, those in
+    half precision apart, which may belong to other sites."""
+    given = [term.log_prob, *(each for each in latents if _eps(each.dtype) <= _SINGLE)]
+    fn = term.site.fn if term.site is not None else None
+    while fn is not None:
+        given += [each for each in vars(fn).values() if isinstance(each, Tensor)]
+        fn = getattr(fn, "base_dist", None)
+    dtypes = [each.dtype for each in given if each.is_floating_point()]
+    return max(dtypes, key=_eps, default=torch.float64)
+
+
 def _same_totals(runs: Sequence[Term]) -> bool:
     totals = [run.log_prob.sum() for run in runs]
     return all(close(totals[0], total, roundings=64) for total in totals[1:])
@@ -250,14 +262,20 @@ def close(
 ) -> bool:
     """Equal, each element by itself, to so many roundings of it and of one.
 
-    By default 64 roundings of the element, and a third of the dtype's digits after the point:
-    batches of different sizes are added up in different orders.  The dtype is that of the numbers,
-    unless they come from a coarser one.
+    By default 64 roundings of the element, and a third of the dtype's digits after the point, or
+    after the first digit of the largest element, if that is less than one: batches of different
+    sizes are added up in different orders.  The dtype is that of the numbers, unless they come
+    from a coarser one.
     """
     eps = _eps(dtype or torch.promote_types(a.dtype, b.dtype))
-    of_one = eps**0.5 / 3 if roundings is None else roundings * eps
+    largest = min(1.0, float(a.detach().abs().max())) if a.numel() else 1.0
+    of_one = max(64 * eps, eps**0.5 / 3 * largest) if roundings is None else roundings * eps
     tolerance = of_one + (roundings or 64.0) * eps * a.abs()
     return a.shape == b.shape and bool(((a - b).abs() <= tolerance).all())
+
+
+#: The rounding of float32.
+_SINGLE = float(torch.finfo(torch.float32).eps)
 
 
 def _eps(dtype: torch.dtype) -> float:

@@ -92,7 +92,8 @@ def understand(
         recipe = _Recipe(program, first)
         whole = recipe.run(arguments)
         refuse_reserved_names(whole.sites)
-        refuse_impossible_observations(whole.sites, _validated(recipe, arguments))
+        validated = _validated(recipe, arguments)
+        refuse_impossible_observations(whole.sites, validated)
         refuse_failing_densities(whole.sites)
         terms = terms_of(whole.sites)
         refuse_broken_terms(terms)
@@ -148,6 +149,7 @@ def understand(
         steady=steady_of(whole.sites, runs, other_runs),
         row_axes=row_axes_of(whole.sites, runs, batch_size, own),
         is_frozen=is_frozen,
+        validated=frozenset(validated),
     )
 
 

@@ -37,6 +37,7 @@ class Understanding:
         whole_only: whether the model runs on the whole data only.
         steady: deterministic sites that do not change with the batch.
         is_frozen: whether modules run whose weights are neither latents nor points.
+        validated: the sites whose values are checked against their support.
         row_axes: of deterministic sites that follow the batch: the rows' axis, from the right.
     """
 
@@ -52,6 +53,7 @@ class Understanding:
     steady: tuple[str, ...]
     row_axes: Mapping[str, int]
     is_frozen: bool = False
+    validated: frozenset[str] = frozenset()
 
 
 def free_dim(sites: Mapping[str, Site]) -> int | None:

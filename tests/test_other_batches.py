@@ -1,0 +1,256 @@
+"""Models whose rows depend on their batch, where the first rows do not show it."""
+
+import functools
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from reference import double, normals
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import pyro_scale as ps
+from pyro_scale.errors import PlateError, SiteError
+from pyro_scale.model.classify import close
+from pyro_scale.model.other_batches import same_support
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+N, B = 400, 20
+QUIET = {"progress": False, "seed": 0}
+#: Alike at first: 100 rows of zeros, or of one label, and all kinds after them.
+X = torch.cat([torch.zeros(100, 2), normals(300, 2)])
+Y = torch.cat([torch.zeros(100), normals(300, seed=1)])
+LABELS = torch.cat([torch.zeros(100), (normals(300, seed=2) > 0).double()])
+
+
+def autoregression(x, y):
+    a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    before = torch.cat([torch.zeros(1), y[:-1]])
+    with pyro.plate("time", len(y)):
+        pyro.sample("y", dist.Normal(a * before, 1.0), obs=y)
+
+
+def regression(features, x, y):
+    w = pyro.sample("w", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(features(x) @ w, 1.0), obs=y)
+
+
+def weighted(x, y):
+    """Each class counts as much as the other."""
+    b = pyro.sample("b", dist.Normal(0.0, 1.0))
+    share = (y.mean() + 1) / 2
+    with pyro.plate("data", len(y)), pyro.poutine.scale(scale=torch.where(y > 0, 1 / share, 1.0)):
+        pyro.sample("y", dist.Bernoulli(logits=b), obs=y)
+
+
+def in_units(x, y):
+    b = pyro.sample("b", dist.Normal(0.0, 1.0))
+    scaled = y / y.abs().max().clamp(min=1.0)
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(b, 1.0), obs=scaled)
+
+
+def counted(x, y):
+    rate = pyro.sample("rate", dist.LogNormal(0.0, 1.0))
+    events = (y > 0).sum()
+    pyro.factor("events", events * rate.log())
+    with pyro.plate("data", len(y)):
+        pyro.factor("exposure", -rate * torch.ones(len(y)))
+
+
+BY_BATCH = {
+    "a lag": (autoregression, Y, "y"),
+    "centred": (functools.partial(regression, lambda x: x - x.mean(0)), Y, "y"),
+    "ranks": (functools.partial(regression, lambda x: x.argsort(0).argsort(0) / N), Y, "y"),
+    "running sums": (functools.partial(regression, lambda x: x.cumsum(0)), Y, "y"),
+    "a softmax": (functools.partial(regression, lambda x: (50 * x).softmax(0)), Y, "y"),
+    "class weights": (weighted, LABELS, "y"),
+    "a maximum": (in_units, 3 * Y, "y"),
+    "a count": (counted, LABELS, "events"),
+}
+
+
+@pytest.mark.parametrize("how", ["tensors", "loader"])
+@pytest.mark.parametrize("name", BY_BATCH)
+def test_what_a_batch_decides_is_found_on_other_batches(name, how):
+    model, y, site = BY_BATCH[name]
+    if how == "tensors":
+        data, size = (X, y), {"batch_size": B}
+    else:
+        data, size = DataLoader(TensorDataset(X, y), batch_size=B), {}
+    with pytest.raises(PlateError, match=f"site '{site}'"):
+        ps.explain(model, data, **size)
+    with pytest.raises(PlateError, match=f"site '{site}'"):
+        ps.BAOA(model, lr=0.01, compile=False).run(data, num_samples=1, **size, **QUIET)
+
+
+class Sorted(IterableDataset):
+    def __init__(self, y):
+        self.y = y
+
+    def __len__(self):
+        return N
+
+    def __iter__(self):
+        return zip(X, self.y, strict=True)
+
+
+@pytest.mark.parametrize("name", ["a lag", "class weights", "a maximum"])
+def test_a_stream_is_looked_at_as_it_comes(name):
+    model, y, site = BY_BATCH[name]
+    sampler = ps.BAOA(model, lr=0.01, compile=False)
+    with pytest.raises(PlateError, match=f"site '{site}'"):
+        sampler.run(DataLoader(Sorted(y), batch_size=B), num_samples=100, **QUIET)
+
+
+RIGHT = {
+    "rows alone": functools.partial(regression, lambda x: x),
+    "centred beforehand": functools.partial(regression, lambda x: x - X.mean(0).to(x)),
+    "squares": functools.partial(regression, lambda x: x.square()),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_rows_decide_passes(name, dtype):
+    """In units of 1e-6 and 1e6, too."""
+    for unit in (1e-6, 1.0, 1e6):
+        x, y = (X * unit).to(dtype), Y.to(dtype)
+
+        def model(x, y, unit=unit):
+            RIGHT[name](x / unit, y)
+
+        found = ps.explain(model, (x, y), batch_size=B)
+        assert found.rows[-1]["ours"] == "N/B = 20"
+
+
+def test_the_draws_are_those_of_a_run_that_was_not_looked_at(monkeypatch):
+    def draws():
+        sampler = ps.BAOA(RIGHT["rows alone"], lr=0.05, compile=False)
+        return sampler.run((X, Y), batch_size=B, num_samples=70, **QUIET).get_samples()["w"]
+
+    looked_at = draws()
+    monkeypatch.setattr("pyro_scale.infer.course.is_checked", lambda known: False)
+    assert torch.equal(looked_at, draws())
+
+
+# ------------------------------------------------------------------ rows outside of the support
+
+
+def poisson(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 0.3).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Poisson((x @ w).exp()), obs=y)
+
+
+def categorical(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2, 3), 1.0).to_event(2))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Categorical(logits=x @ w), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "value", "y"),
+    [
+        (poisson, -1.0, LABELS),
+        (poisson, 2.5, LABELS),
+        (poisson, torch.nan, LABELS),
+        (categorical, 255, LABELS.long()),
+        (categorical, -100, LABELS.long()),
+    ],
+)
+@pytest.mark.parametrize("batch_size", [B, None])
+def test_a_row_outside_of_the_support_is_named(model, value, y, batch_size):
+    y = y.clone()
+    y[317] = value
+    row = r"row 317, (2\.5|-1\.0|nan|255|-100)," if batch_size else "outside the support"
+    for call in (ps.explain, functools.partial(ran, ps.BAOA), functools.partial(ran, ps.SGLD)):
+        with pytest.raises(SiteError, match=f"site 'y': an observed value.*{row}"):
+            call(model, (X, y), batch_size=batch_size)
+
+
+def ran(method, model, data, batch_size):
+    return method(model, lr=0.01, compile=False).run(
+        data, batch_size=batch_size, num_samples=1, **QUIET
+    )
+
+
+def test_masked_rows_and_those_that_are_not_validated_pass():
+    y = LABELS.clone()
+    y[317] = 0.5
+
+    def masked(x, y):
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)), pyro.poutine.mask(mask=y != 0.5):
+            pyro.sample("y", dist.Bernoulli(logits=b), obs=y)
+
+    def plain(validate, x, y):
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Bernoulli(logits=b, validate_args=validate), obs=y)
+
+    ps.explain(masked, (X, y), batch_size=B)
+    ps.explain(functools.partial(plain, False), (X, y), batch_size=B)
+    with pytest.raises(SiteError, match="row 317"):
+        ps.explain(functools.partial(plain, None), (X, y), batch_size=B)
+
+
+def test_a_support_that_a_latent_decides_is_left_to_the_density():
+    def model(y):
+        b = pyro.sample("b", dist.Gamma(200.0, 100.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Uniform(0.0, b), obs=y)
+
+    y = torch.full((N,), 0.1)
+    y[317] = 50.0
+    assert ps.explain(model, y, batch_size=B).num_data == N
+
+
+def test_supports_are_compared_with_their_bounds():
+    one, same, other = (dist.Uniform(0.0, double(b)).support for b in (1.0, 1.0, 2.0))
+    assert same_support(one, same)
+    assert not same_support(one, other)
+    independent = [dist.Uniform(0.0, double(b)).to_event(1).support for b in (1.0, 2.0)]
+    assert not same_support(*independent)
+    assert same_support(
+        dist.Categorical(torch.ones(3)).support, dist.Categorical(torch.ones(3)).support
+    )
+    assert not same_support(dist.Categorical(torch.ones(3)).support, dist.Bernoulli(0.5).support)
+
+
+# ------------------------------------------------------------------ tolerances
+
+
+def test_small_terms_are_compared_in_their_own_size():
+    a = 1e-6 * torch.ones(4, dtype=torch.float64)
+    assert close(a, a * (1 + 1e-12))
+    assert not close(a, a * 1.01)
+    assert close(torch.ones(4), torch.ones(4) + 1e-9)
+
+
+def test_a_site_in_half_precision_does_not_loosen_the_others():
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        v = pyro.sample("v", dist.Normal(torch.zeros(()).bfloat16(), 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(v.expand(len(x)), 1.0), obs=torch.zeros(len(x)).bfloat16())
+            # a difference of 1e-4: far below the digits of bfloat16
+            pyro.sample("y", dist.Normal(x @ w + 1e-4 * y.mean(), 1.0), obs=y)
+
+    with pytest.raises(PlateError, match="site 'y'"):
+        ps.explain(model, (normals(N, 2), normals(N, seed=1) + 1), batch_size=B)
+
+
+class Images(Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return X[i], Y[i]
+
+
+def test_a_loader_is_read_by_index_no_more_than_it_takes():
+    found = ps.explain(RIGHT["rows alone"], DataLoader(Images(), batch_size=B, shuffle=True))
+    assert found.batch_size == B
