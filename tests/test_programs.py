@@ -20,10 +20,10 @@ pytestmark = [
 
 
 def first_steps(program):
-    """The preflight, and two eager steps of two chains."""
+    """The preflight, and two eager steps."""
     ps.explain(program.model, program.data)
     mcmc = ps.BAOA(program.model, lr=1e-6, compile=False)
-    return mcmc.run(program.data, num_samples=2, num_chains=2, seed=0, progress=False)
+    return mcmc.run(program.data, num_samples=2, seed=0, progress=False)
 
 
 @pytest.mark.parametrize("name", names())
