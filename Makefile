@@ -1,16 +1,25 @@
-# `make demo`, `test`, `bench`, `accuracy`, `approximations`, `networks`, `programs`: each makes .venv if it is missing.
+# `make demo`, `test`, `matrix`, `bench`, `accuracy`, `approximations`, `networks`, `programs`: each makes .venv if it is missing.
 
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test bench accuracy approximations networks programs lint types notebooks clean
+.PHONY: demo test matrix bench accuracy approximations networks programs lint types notebooks clean
 
 demo: .venv/installed
 	$(BIN)/python -W ignore::FutureWarning examples/demo.py
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2
+
+# What touches ArviZ, with the newest one, on a newer Python.
+MATRIX_PYTHON ?= python3.13
+MATRIX_TESTS := $(foreach name,approximations compare files loo mixing readme results \
+	round_trips running store store_resumed,tests/test_$(name).py)
+
+matrix: .venv-matrix/installed
+	.venv-matrix/bin/python -W ignore::FutureWarning examples/demo.py
+	.venv-matrix/bin/python -m pytest -n 2 $(MATRIX_TESTS)
 
 bench: .venv/installed-bench
 	$(BIN)/python benchmarks/run.py
@@ -43,7 +52,7 @@ notebooks: .venv/installed
 	$(BIN)/python -m pytest --nbmake notebooks/*.ipynb notebooks/paper/*.ipynb
 
 clean:
-	rm -rf .venv demo-output
+	rm -rf .venv .venv-matrix demo-output
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -53,4 +62,11 @@ clean:
 
 .venv/installed-bench: .venv/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	touch $@
+
+.venv-matrix/installed: pyproject.toml
+	$(MATRIX_PYTHON) -m venv .venv-matrix
+	.venv-matrix/bin/python -m pip install --quiet torch==2.13.0 'arviz>=1'
+	.venv-matrix/bin/python -m pip install --quiet --editable '.[demo,store]' \
+		pytest pytest-xdist hypothesis torchmetrics torchdata
 	touch $@

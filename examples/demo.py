@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 
 import arviz
+import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
 import torch
@@ -57,7 +58,8 @@ def main():
 
     mcmc = ps.BAOA(model, lr=0.3, friction=0.15)
     mcmc.run(loader, num_samples=1000, warmup_steps=10_000, thinning=200, num_chains=4, seed=0)
-    idata = mcmc.to_arviz().assign_coords(feature=features)
+    idata = mcmc.to_arviz()
+    idata.posterior.coords["feature"] = features
 
     print("\nThe posterior (weights of standardised features; y = 1 is benign):")
     print(arviz.summary(idata).to_string())
@@ -68,10 +70,9 @@ def main():
     OUTPUT.mkdir(exist_ok=True)
     idata.to_netcdf(OUTPUT / "posterior.nc")
     shown = {"feature": ["mean radius", "radius error", "worst texture", "worst concave points"]}
-    axes = arviz.plot_trace(idata, coords=shown, compact=False)
-    figure = axes.ravel()[0].figure
-    figure.tight_layout()
-    figure.savefig(OUTPUT / "trace.png")
+    plot = getattr(arviz, "plot_trace_dist", arviz.plot_trace)  # as ArviZ 1 calls it
+    plot(idata, coords=shown, compact=False)
+    plt.gcf().savefig(OUTPUT / "trace.png", bbox_inches="tight")
 
     print("\nThe MAP, by the same sampler without noise:")
     mode = ps.BAOA(model, lr=0.6, friction=0.15, temperature=0.0)
