@@ -22,6 +22,10 @@ class ArgumentError(PyroScaleError, ValueError):
     """An argument is out of its range, unknown, or contradicts another one."""
 
 
+class CallError(ArgumentError, TypeError):
+    """An argument that there is not, or in the wrong place; it is a `TypeError` as well."""
+
+
 class DataError(PyroScaleError, ValueError):
     """The data are empty, ragged, without a known length, or contradict `batch_size`."""
 

@@ -207,7 +207,7 @@ def test_noise_batches_and_values_are_those_of_the_step():
         lr, w = 2.0 + 0.01 * step["number"], step["state"]["position"]
         assert len(step["arguments"][0]) == B
         gradient, evaluation = log_posterior.grad({"w": w}, step["arguments"])
-        close(torch.tensor(step["log_joint"]).double(), evaluation.log_joint)
+        close(torch.tensor(step["log_joint"], dtype=torch.float64), evaluation.log_joint)
         noise = (2 * lr * 0.7 / N) ** 0.5 * step["noise"][0]
         close(after["state"]["position"], w + lr * gradient["w"] / N + noise)
 

@@ -182,6 +182,7 @@ def locked(directory: Path, lock: Path | None = None) -> Iterator[None]:
     file = lock or directory / _LOCK
     holder = FileLock(file)
     try:
+        file.touch()  # where it cannot be made, a lock would be waited for
         holder.acquire(timeout=0)
     except Timeout:
         raise FileError(

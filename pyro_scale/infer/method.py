@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self, cast, runtime_checkable
 
@@ -21,6 +22,7 @@ from pyro_scale.infer import export, predictive, saved
 from pyro_scale.infer.contents import contents_of, result_of, understood
 from pyro_scale.infer.diagnostics import diagnostics
 from pyro_scale.infer.discrepancy import ksd
+from pyro_scale.infer.hints import ATTRIBUTES, checked
 from pyro_scale.infer.loo import Loo, loo
 from pyro_scale.infer.reductions import Reduce
 from pyro_scale.infer.result import Result
@@ -80,6 +82,38 @@ class Method:
         self._num_data = None if num_data is None else as_count("num_data", num_data)
         self._result: Result | None = None
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in ("__init__", "run"):
+            if inspect.isfunction(vars(cls).get(name)):
+                setattr(cls, name, checked(vars(cls)[name]))
+
+    def __getattr__(self, name: str) -> Any:
+        """Says what to call instead of what other libraries look for."""
+        own = type(self).__name__
+        missing = f"'{own}' object has no attribute '{name}'"
+        raise AttributeError(ATTRIBUTES.get(name, missing).format(name=own))
+
+    def __repr__(self) -> str:
+        own = type(self).__name__
+        hyperparameters = self.kernel.hyperparameters() if hasattr(self, "kernel") else {}
+        if hasattr(self, "structure"):
+            hyperparameters = {"structure": self.structure, **hyperparameters}
+        given = ", ".join(
+            f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+            for name, value in hyperparameters.items()
+            if isinstance(value, int | float | str)
+        )
+        fit, result = self.__dict__.get("_fit"), self.__dict__.get("_result")
+        if fit is not None:
+            rows, kept = fit.log_posterior.num_data, f"starts: {fit.num_starts}"
+        elif result is not None:
+            chains, draws = result.positions.shape[:2]
+            rows, kept = result.log_posterior.num_data, f"{chains} x {draws:,} draws"
+        else:
+            return f"<{own}({given}), not run>"
+        return f"<{own}({given}), N = {rows:,}, {kept}>"
+
     # ------------------------------------------------------------------ results
 
     def get_samples(
@@ -131,6 +165,7 @@ class Method:
             )
         return result.moments(levels)
 
+    @checked
     def summary(self, var_names: list[str] | None = None) -> Any:
         """ArviZ's summary, a DataFrame; a site of over 100 elements is one row with the worst
         R-hat and least ESS of up to 200 of them, evenly spread, unless it is named.

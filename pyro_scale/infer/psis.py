@@ -41,7 +41,8 @@ class Psis(NamedTuple):
         error: of the log weights, in nats, by the choice of rows; 0 for all of them.
         num_rows: how many were evaluated.
         shift: how far the weights move the draws' mean, at the element that they move most, in
-            the draws' sds: how far the fit's mean is from the posterior's, where k is small.
+            the draws' sds: how far the fit's mean is from the posterior's, where k is small; 0
+            where that is within four of its standard errors.
     """
 
     pareto_k: float
@@ -99,6 +100,8 @@ def psis(
     drawn_at = positions[:, fit.places].double().cpu()
     moved = log_weights.exp() @ drawn_at - drawn_at.mean(0)
     shift = float((moved.abs() / drawn_at.std(0)).max())
+    if shift < 4 * float(log_weights.exp().square().sum().sqrt()):  # of the effective draws
+        shift = 0.0
     return Psis(pareto_k, log_weights, error, rows, shift)
 
 

@@ -22,6 +22,7 @@ from pyro_scale.drive.sources import Data
 from pyro_scale.errors import (
     ArgumentError,
     BiasWarning,
+    CallError,
     FileError,
     NonFiniteError,
     PyroScaleWarning,
@@ -31,6 +32,7 @@ from pyro_scale.infer.afterwards import examined
 from pyro_scale.infer.collect import collected, warn_of_short_warmup
 from pyro_scale.infer.course import Course, Taken
 from pyro_scale.infer.divergence import all_stopped, explosion, message
+from pyro_scale.infer.hints import unknown_argument
 from pyro_scale.infer.journal import Journal, identity_of
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
@@ -116,8 +118,9 @@ class Sampler(Method):
         known = [field.name for field in dataclasses.fields(self.kernel_class)]
         for name in hyperparameters:
             if name not in known:
-                raise ArgumentError(
-                    f"{type(self).__name__} has no hyperparameter '{name}'; it has {known}"
+                hint = unknown_argument(self, name, known)
+                raise CallError(
+                    f"{type(self).__name__} has no hyperparameter '{name}'; it has {known}: {hint}"
                 )
         if "lr" not in hyperparameters:
             raise ArgumentError(f"{type(self).__name__} needs a step size: pass lr=")

@@ -1,0 +1,96 @@
+"""What to write here for what people know from Pyro, NumPyro and ArviZ."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from pyro_scale.errors import CallError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: An argument elsewhere -> what there is here.
+ELSEWHERE = {
+    "num_warmup": "warmup_steps=, in steps of the sampler",
+    "warmup": "warmup_steps=, in steps of the sampler",
+    "burnin": "warmup_steps=, in steps of the sampler",
+    "thin": "thinning=",
+    "step_size": "lr=",
+    "learning_rate": "lr=",
+    "optim": "optimiser=, such as torchopt.adam(1e-2)",
+    "optimizer": "optimiser=, such as torchopt.adam(1e-2)",
+    "lr": "optimiser=torchopt.adam(lr)",
+    "loss": "nothing: the ELBO is what VI raises",
+    "guide": "structure='diag' or 'dense': VI makes its own guide, which fit.guide() gives",
+    "num_steps": "num_samples=, warmup_steps= and thinning=: steps are warmup_steps + "
+    "num_samples * thinning",
+    "num_epochs": "num_samples=, warmup_steps= and thinning=, in steps",
+    "prob": "arviz.summary(fit.to_arviz(), ...), whose interval it is",
+    "hdi_prob": "arviz.summary(fit.to_arviz(), ...), whose interval it is",
+    "ci_prob": "arviz.summary(fit.to_arviz(), ...), whose interval it is",
+    "rng_key": "seed=",
+    "progress_bar": "progress=",
+    "disable_progbar": "progress=False",
+}
+
+#: An attribute that other libraries look for -> what to call instead.
+ATTRIBUTES = {
+    "setup": "{name} is no kernel of pyro.infer.MCMC but runs by itself: "
+    "ps.{name}(model, ...).run(data, num_samples=..., num_chains=...)",
+    "num_chains": "arviz.from_pyro takes pyro.infer.MCMC: here call .to_arviz(), which has more",
+}
+
+
+def checked(function: F) -> F:
+    """A method whose calls are compared with its signature first."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            signature.bind(self, *args, **kwargs)
+        except TypeError as error:
+            raise CallError(_said(self, function, args, kwargs, str(error))) from None
+        return function(self, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def unknown_argument(method: Any, name: str, known: Iterable[str]) -> str:
+    """What to write for an argument that a method's constructor or function does not have."""
+    known = [each for each in known if each != "self"]
+    for other, place in ((type(method).run, "run()"), (type(method), "the constructor")):
+        if name in inspect.signature(other).parameters and name not in ("args", "kwargs"):
+            return f"pass it to {place}"
+    if name in ELSEWHERE:
+        return f"here it is {ELSEWHERE[name]}"
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]}=?" if near else f"it takes {', '.join(known)}"
+
+
+def _said(
+    self: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: str,
+) -> str:
+    parameters = inspect.signature(function).parameters
+    own = function.__name__ == "__init__"
+    title = type(self).__name__ + ("" if own else f".{function.__name__}")
+    for name in kwargs:
+        if name not in parameters:
+            return f"{title} has no argument '{name}': {unknown_argument(self, name, parameters)}"
+    places = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) + 1 > len(places):
+        if function.__name__ == "run":
+            hint = "pass the model's arguments as one tuple or dict, run((x, y), ...)"
+        elif own:
+            hint = "all but the model are passed by name; a guide is made by structure="
+        else:
+            hint = "pass the others by name"
+        return f"{title} takes {len(places) - 1} positional argument(s), not {len(args)}: {hint}"
+    return f"{title}: {error}"
