@@ -16,6 +16,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from repetitions import slow_but
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from warned import without_replay
@@ -195,7 +196,14 @@ def same(one, other):
     assert all(torch.equal(value, other.params[name]) for name, value in one.params.items())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    slow_but(
+        CASES,
+        *["BAOA", "SGNHT", "compiled", "schedules", "by site", "shared batches", "a chosen step"],
+        *["control variates", "points", "a loader by index", "workers", "a stream"],
+    ),
+)
 def test_a_run_that_was_cut_short_goes_on_bit_for_bit(case, cut, tmp_path, monkeypatch):
     whole = run(case)
     for step in (70, 100):

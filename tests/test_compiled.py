@@ -121,7 +121,7 @@ def scaled(x, y):
         pyro.sample("y", dist.Normal(x @ w, s), obs=y)
 
 
-@pytest.mark.parametrize("method", [ps.BAOA, ps.SGNHT, ps.pSGLD])
+@pytest.mark.parametrize("method", slow_but([ps.BAOA, ps.SGNHT, ps.pSGLD], ps.BAOA))
 def test_values_by_site(method):
     """Numbers, schedules and tensors, a column or none of the tape each."""
     row = TABLE[METHODS.index(method)]
@@ -247,7 +247,7 @@ def test_two_kernels_that_differ_in_what_is_kept_alone():
     assert not torch.isclose(*draws).all(-1).any()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but(METHODS, ps.BAOA, ps.SGNHT))
 def test_many_chains_over_threads(method):
     """Loops of several chains side by side write nowhere but in their own parts."""
     make = functools.partial(method, logistic, **hypers(method, "floats"))
@@ -755,7 +755,7 @@ def numbered(i):
     return model, normals(10, size, seed=100 + i)
 
 
-@pytest.mark.parametrize("count", slow_but([10, 30], 10))
+@pytest.mark.parametrize("count", slow_but([4, 30], 4))
 def test_many_models_in_one_process(count, recwarn):
     """Graphs that are alike share their program, and nothing else."""
     for i in range(count):

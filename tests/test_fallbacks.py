@@ -16,6 +16,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import double, normals
+from repetitions import slow_but
 from torch.utils.data import DataLoader, Dataset
 from warned import without_replay
 
@@ -280,7 +281,9 @@ def linear(x, y):
         pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
 
-@pytest.mark.parametrize("change", ["batch size", "rows", "type", "strides", "whole"])
+@pytest.mark.parametrize(
+    "change", slow_but(["batch size", "rows", "type", "strides", "whole"], "batch size", "type")
+)
 def test_data_of_another_geometry_are_built_anew(change):
     """A loop knows sizes, strides and types by heart."""
     data, size = {
@@ -455,6 +458,7 @@ def test_a_chain_that_diverges_stops_alone():
     same(fast, slow)
 
 
+@pytest.mark.slow
 def test_a_chain_that_fails_beside_points():
     """All chains are one program then, and what the sound ones share stays sound."""
     pyro.clear_param_store()
@@ -479,6 +483,7 @@ def curves(y):
         pyro.sample("y", dist.MultivariateNormal(torch.zeros(3), covariance), obs=y)
 
 
+@pytest.mark.slow
 def test_a_broken_chain_upsets_no_factorisation():
     """Another chain's state stands in for it, chain 0's too."""
     rows = normals(400, 3)
@@ -584,6 +589,7 @@ def test_an_index_out_of_range_in_a_later_batch_is_an_error():
     assert re.findall(r"(\d) \w+Error True", out) == ["1", "3"]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_steps():
     """Eight times the steps for as many draws; a byte a number a step would be 16 MB."""
     out = in_a_process("""

@@ -75,6 +75,7 @@ def no_room(disk):
 # ------------------------------------------------------------------ full disks
 
 
+@pytest.mark.slow
 def test_checkpoints_fill_the_disk(disk):
     """The draws until then are kept, and the checkpoint before goes on, once there is room."""
     sampler = ps.BAOA(wide, lr=0.05, compile=False)

@@ -54,7 +54,7 @@ def z_of(table, site, expected):
         pytest.param(ps.BAOA, 0.1, 1.0, marks=pytest.mark.slow),
         (ps.BAOA, 0.9, 1.0),
         (ps.SGNHT, 0.2, 1.0),
-        (ps.UBU, 0.1, None),
+        pytest.param(ps.UBU, 0.1, None, marks=pytest.mark.slow),
     ],
 )
 def test_on_a_gaussian(method, lr, expected):
@@ -223,6 +223,7 @@ def test_it_comes_back_from_a_file(tmp_path):
     assert told(again.diagnostics)[0].equals(told(fit.diagnostics)[0])
 
 
+@pytest.mark.slow
 def test_points_have_no_part_in_it():
     def with_point(y):
         mu = pyro.sample("mu", dist.Normal(0.0, 1.0))

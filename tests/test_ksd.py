@@ -11,6 +11,7 @@ import pytest
 import torch
 from linear import PRIOR_MEAN, SD, D, linear_data, linear_posterior, regression
 from reference import Doubled, close, normals
+from repetitions import slow_but
 from torch.utils.data import DataLoader, TensorDataset
 from warned import quiet
 
@@ -131,7 +132,7 @@ def exact(fit, temperature=1.0):
     return ksd(draws / sd, -(draws - mean) @ precision / temperature * sd)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.25])
+@pytest.mark.parametrize("temperature", slow_but([1.0, 0.25], 0.25))
 def test_it_is_that_of_the_posterior(temperature):
     fit = sampled(temperature)
     assert fit.ksd() == pytest.approx(float(exact(fit, temperature)), rel=1e-9)
@@ -155,7 +156,7 @@ def positive(y=None):
         pyro.sample("y", dist.Normal(offset, scale), obs=y[i])
 
 
-@pytest.mark.parametrize("num_samples", [None, 50])
+@pytest.mark.parametrize("num_samples", slow_but([None, 50], 50))
 def test_the_jacobian_is_part_of_it_and_points_are_not(num_samples, store):
     fit = run(ps.BAOA(positive, lr=0.02), Y)
     chosen = torch.arange(300) if num_samples is None else torch.linspace(0, 299, 50).round().long()

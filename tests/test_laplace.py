@@ -682,6 +682,7 @@ def test_a_map_of_the_new_prior_finds_the_updated_mode(temperature):
 
 
 @pytest.mark.filterwarnings("ignore:the log joint still rose")
+@pytest.mark.slow
 def test_steps_with_the_new_prior_find_the_updated_mode():
     """On batches of the new rows, whose number the old posterior does not know."""
     first, other = HALVES

@@ -369,6 +369,7 @@ def test_early_stopping_goes_on_while_it_rises():
     assert fit.diagnostics()["converged"].tolist() == [False]
 
 
+@pytest.mark.slow
 def test_early_stopping_is_the_same_at_each_run_and_compiled():
     """It waits for the slowest start."""
 

@@ -102,7 +102,7 @@ def test_false_alarms_are_rare():
         (0.5, 12, 50, True),
         (2.0, 4, 19, False),
         (2.0, 4, 20, True),
-        (2.0, 1, 400, False),
+        pytest.param(2.0, 1, 400, False, marks=pytest.mark.slow),
     ],
 )
 def test_few_draws_say_only_what_is_not_chance(apart, num_chains, num_samples, is_said):

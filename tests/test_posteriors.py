@@ -11,6 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import double, normals
+from repetitions import slow_but
 from scipy.stats import chi2
 from test_step_size import Logistic, logistic
 
@@ -165,7 +166,12 @@ class TestSkewedWell:
 
     @pytest.mark.parametrize(
         ("name", "temperature"),
-        [*((name, 1.0) for name in SAMPLERS), ("BAOA", 0.5), ("SGNHT", 0.5)],
+        slow_but(
+            [*((name, 1.0) for name in SAMPLERS), ("BAOA", 0.5), ("SGNHT", 0.5)],
+            ("BAOA", 1.0),
+            ("SGLD", 1.0),
+            ("SGNHT", 0.5),
+        ),
     )
     def test_rates_are_gamma(self, name, temperature):
         """T tempers the density of log r: Gamma(shape / T, rate / T)."""

@@ -461,6 +461,7 @@ def test_draws_are_those_of_the_number_that_was_chosen():
     assert torch.equal(auto.get_samples()["w"], given.get_samples()["w"])
 
 
+@pytest.mark.slow
 def test_a_second_run_chooses_afresh():
     """Longer runs pay for smaller steps; going back gives the first choice back."""
     sampler, found = ps.SGLD(normal_mean, lr="auto"), []
@@ -472,6 +473,7 @@ def test_a_second_run_chooses_afresh():
     assert found[1] < found[0] / 2
 
 
+@pytest.mark.slow
 def test_less_noise_lets_steps_be_larger():
     """The rows' gradients of a normal mean differ by constants from the mode's, which leaves
     SGLD's own bias."""

@@ -87,6 +87,7 @@ def test_the_halves_are_independent_standard_normals():
     assert torch.equal(other, half.span(0, 10))
 
 
+@pytest.mark.slow
 def test_the_coupling_lowers_the_error():
     """Of means and variances, several times beside that of two runs on their own."""
     sampler = run(ps.BAOA(skewed, lr=0.3), warmup_steps=100, num_samples=200)
@@ -229,6 +230,7 @@ def test_by_site_and_element():
     assert "lower lr to 0.2" in said[0]
 
 
+@pytest.mark.slow
 def test_of_a_schedule():
     """Draws that count by their step: the bias is that of each step on average."""
     lr = ps.schedules.cosine_decay(0.8, 4200, end=0.2)
@@ -243,6 +245,7 @@ def test_of_a_schedule():
     assert expected - 1 > 10 * error
 
 
+@pytest.mark.slow
 def test_what_control_variates_leave_is_nothing():
     sampler = ps.BAOA(location, lr=0.3, control_variates=True)
     how = {"batch_size": B, "num_samples": 100, "num_chains": 10}
@@ -261,6 +264,7 @@ def test_what_is_left_of_noise_taken_off():
     assert abs(table.sd_inflation["mu"] - 1) < 0.02
 
 
+@pytest.mark.slow
 def test_a_chosen_step_is_taken_again():
     sampler = run(ps.BAOA(location, lr="auto"), (Y,), batch_size=B)
     lr = sampler.kernel.lr
@@ -365,6 +369,7 @@ def test_the_shadow_by_hand():
     assert table.mean_bias["x"] == pytest.approx(float(expected), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_has_its_own(tmp_path):
     def sampler():
         return ps.SGHMC(location, lr=0.4)
@@ -382,6 +387,7 @@ def test_shared_batches_stay_shared():
     assert not told(sampler.step_size_bias)[0].isna().any().any()
 
 
+@pytest.mark.slow
 def test_elements_that_do_not_move_have_no_bias():
     def model():
         pyro.sample("l", dist.LKJCholesky(2, 1.0))

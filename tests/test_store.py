@@ -618,6 +618,7 @@ def whole_until_some_draw(tree, expected):
     return count
 
 
+@pytest.mark.slow
 def test_at_any_moment_a_reader_sees_whole_draws(snapshots):
     path, kept = snapshots
     fitted(store=path)

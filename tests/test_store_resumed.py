@@ -126,7 +126,8 @@ def from_loader(after, **kwargs):
 
 
 @pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("after", [200, 310])  # in the run, and when noise is estimated after it
+# in the run, and when noise is estimated after it
+@pytest.mark.parametrize("after", slow_but([200, 310], 200))
 def test_a_loader_that_breaks_leaves_what_there_was(kept, after, tmp_path):
     where = at(kept, tmp_path)
     whole = from_loader(10**9, num_samples=20, **at(kept, tmp_path / "whole"))
@@ -276,6 +277,7 @@ def test_a_full_disk_costs_what_had_not_been_written_and_says_how_much(tmp_path,
 # ------------------------------------------------------------------ by time
 
 
+@pytest.mark.slow
 def test_draws_that_wait_for_a_full_file_are_written_by_time(tmp_path, monkeypatch):
     """Whoever looks after a step sees its draw; what is there in the end is as ever."""
     monkeypatch.setattr(streams, "_WAIT_SECONDS", 0.0)
@@ -435,6 +437,7 @@ def test_a_store_that_is_gone_is_an_error_and_nothing_else(tmp_path):
     stored.same_draws(resumed, fitted())
 
 
+@pytest.mark.slow
 def test_a_store_that_goes_while_it_is_written_is_said_to_be_gone(tmp_path):
     """And once it is back, the run goes on."""
     calls, where = [], at("store", tmp_path)
@@ -979,7 +982,7 @@ def test_no_digit_or_letter_can_change_unnoticed(file, whole):
     places = [i for h in heads for i in range(h + 8, min(h + 60, len(held))) if held[i].isalnum()]
     places = places or [i for i, letter in enumerate(held) if letter.isalnum()]
     missed = []
-    for place in source.sample(places, min(40, len(places))):
+    for place in source.sample(places, min(15, len(places))):
         letter = chr(ord(held[place]) ^ source.choice([1, 2, 4, 8]))
         (path / file).write_text(held[:place] + letter + held[place + 1 :])
         try:

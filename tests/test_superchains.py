@@ -189,7 +189,9 @@ def test_chains_in_two_modes_are_said():
     assert told(fit)[1]
 
 
-@pytest.mark.parametrize(("num_samples", "each"), [(1, 32), (30, 4)])
+@pytest.mark.parametrize(
+    ("num_samples", "each"), [pytest.param(1, 32, marks=pytest.mark.slow), (30, 4)]
+)
 def test_false_alarms_are_rare(num_samples, each):
     """One in a thousand for each site by design; 30 runs of 4 superchains, taken together."""
     how = {"num_samples": num_samples, "num_chains": 120 * each, "superchains": 120}

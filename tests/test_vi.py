@@ -16,6 +16,7 @@ import torch
 import torchopt
 from pyro.infer.autoguide import init_to_value
 from reference import close, double, normals, pyro_log_joint
+from repetitions import slow_but
 from torch import nn
 from torch.distributions import MultivariateNormal, constraints
 
@@ -325,8 +326,16 @@ def check_optimum(fit, kind, temperature, tolerance):
     assert torch.equal(fit.fit.centres[0], gaussian.mean)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.25])
-@pytest.mark.parametrize("kind", VIAS)
+#: Each method, and a temperature other than 1.
+OPTIMA = slow_but(
+    [(kind, temperature) for kind in VIAS for temperature in (1.0, 0.25)],
+    ("diag", 1.0),
+    ("dense", 0.25),
+    ("IVON", 1.0),
+)
+
+
+@pytest.mark.parametrize(("kind", "temperature"), OPTIMA)
 def test_the_optimum_of_minibatches_is_the_exact_one(kind, temperature):
     """Variances T / L_ii, or T L^-1 if dense: N/B, the prior and T are all in them."""
     fit = optimum(kind, temperature)
@@ -335,8 +344,7 @@ def test_the_optimum_of_minibatches_is_the_exact_one(kind, temperature):
     assert fit.converged
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.25])
-@pytest.mark.parametrize("kind", VIAS)
+@pytest.mark.parametrize(("kind", "temperature"), OPTIMA)
 def test_the_bound_is_in_nats_a_total_and_below_the_evidence(kind, temperature):
     """Equal to it where q is the posterior."""
     fit = optimum(kind, temperature)
@@ -411,6 +419,7 @@ def logistic(x, y):
         pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
 
 
+@pytest.mark.slow
 def test_a_fit_is_the_same_with_minibatches_and_without():
     found = []
     for size in (None, 8):
@@ -527,7 +536,7 @@ def test_one_start_that_rises_is_enough():
     assert not vi.diagnostics()["converged"][1]
 
 
-@pytest.mark.parametrize("kind", ["diag", "IVON"])
+@pytest.mark.parametrize("kind", slow_but(["diag", "IVON"], "diag"))
 def test_early_stopping_ends_once_the_bound_is_flat(kind):
     method = ps.IVON if kind == "IVON" else functools.partial(ps.VI, optimiser=torchopt.adam(0.05))
     asked = {"init_strategy": NEAR, "compile": True}
@@ -592,6 +601,7 @@ def test_points_move_by_their_mean_gradient_and_get_no_noise(kind):
     assert not list(pyro.get_param_store())
 
 
+@pytest.mark.slow
 def test_points_end_where_the_bound_is_largest():
     """Dense, on a conjugate model, that is where the evidence is: type-II maximum likelihood."""
     vi = ps.VI(with_point, structure="dense", optimiser=torchopt.adam(falling), compile=True)

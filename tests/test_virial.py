@@ -111,7 +111,7 @@ def regression(x, y):
     [
         (ps.BAOA(regression, lr=0.1), {"batch_size": B, "sampling": "replacement"}),
         (ps.BAOA(regression, lr=0.1, friction=0.5), {"batch_size": B}),
-        (ps.SGLD(regression, lr=0.8), {}),
+        pytest.param(ps.SGLD(regression, lr=0.8), {}, marks=pytest.mark.slow),
     ],
     ids=["minibatches", "shuffled", "a long step"],
 )

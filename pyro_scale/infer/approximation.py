@@ -34,6 +34,8 @@ _MOST_DIMENSIONS = 100
 _PROPOSALS = 1000
 #: Evaluations of rows at draws that are always cheap.
 _CHEAP = 2**22
+#: Numbers of draws, sites without a Gaussian included, that are few.
+_MOST_NUMBERS = 2**22
 
 
 class Approximation(Method):
@@ -250,7 +252,7 @@ class Approximation(Method):
             return
         draws, budget = fit.num_starts * fit.num_draws, max(_CHEAP, evaluations)
         rows = rows_for(fit.log_posterior, len(fit.places), draws, budget)
-        if rows is None:
+        if rows is None or draws * fit.layout.size > _MOST_NUMBERS:
             fit.attrs["psis"] = "not known: dearer than the fit; call psis()"
             return
         try:
