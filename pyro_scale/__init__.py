@@ -14,6 +14,7 @@ from pyro_scale.infer.laplace import Laplace
 from pyro_scale.infer.map import MAP
 from pyro_scale.infer.replay import Replay, replay
 from pyro_scale.infer.sampler import Sampler
+from pyro_scale.infer.versions import show_versions
 from pyro_scale.infer.vi import IVON, VI
 from pyro_scale.model.bayesianize import bayesianize
 from pyro_scale.model.curvature import Curvature
@@ -57,5 +58,6 @@ __all__ = [
     "replace_batchnorm",
     "replay",
     "schedules",
+    "show_versions",
     "weight_decay",
 ]
