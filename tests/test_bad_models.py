@@ -616,3 +616,39 @@ def test_nothing_is_known_before_the_first_batch():
     log_posterior = ps.LogPosterior(local_latent, num_data=N)
     with pytest.raises(ps.errors.NotRunError, match="has not seen a batch yet: call init"):
         log_posterior.constrain({"w": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("name", ["a/b", "", ".", "..", r"C:\x", "a\0b"])
+def test_names_that_no_file_can_hold_are_refused_before_a_run(name):
+    def model(x, y):
+        w = pyro.sample(name, dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    with pytest.raises(SiteError, match="results are files whose variables have these names"):
+        ps.explain(model, rows_of(B))
+
+
+def test_latents_without_elements_are_refused():
+    def model(x, y):
+        pyro.sample("none", dist.Normal(torch.zeros(0), 1.0).to_event(1))
+        regression(lambda x: x)(x, y)
+
+    with pytest.raises(SiteError, match=r"site 'none': it has the shape \[0\], no elements"):
+        ps.explain(model, rows_of(B))
+
+
+def test_runs_that_never_end_and_numbers_beyond_all_rows_are_refused():
+    sampler = ps.BAOA(regression(lambda x: x), lr=0.1)
+    with pytest.raises(ArgumentError, match=r"1 x 5,000,000,000,000 steps take 58 days or more"):
+        sampler.run(rows_of(B), num_samples=5, thinning=10**12)
+    with pytest.raises(ArgumentError, match=r"num_data=1000000000000000000000000000000: pass"):
+        ps.BAOA(regression(lambda x: x), lr=0.1, num_data=10**30)
+
+
+def test_a_step_on_no_rows_is_refused_each_time():
+    x, y = rows_of(B)
+    sampler = ps.BAOA(regression(lambda x: x), lr=0.01, num_data=N)
+    sampler.step(x, y)
+    with pytest.raises(ps.errors.DataError, match="no rows"):
+        sampler.step(x[:0], y[:0])

@@ -19,7 +19,7 @@ import pytest
 import stored as s
 import torch
 import xarray
-from both_arviz import as_own, groups_of, identical
+from both_arviz import as_own, dataset_of, groups_of, identical
 from reference import double
 from repetitions import slow_but
 from stored import QUIET, SIZE, X, Y, draws_of, fitted, of_two_params, same
@@ -479,7 +479,9 @@ def test_xarray_and_arviz_open_it_by_themselves(case, tmp_path):
     for key, value in stored.to_arviz().attrs.items():
         assert tree.attrs[key] == value
     table = arviz.summary(tree.posterior.to_dataset(), round_to=12)
-    assert table.equals(arviz.summary(expected.posterior[list(tree.posterior)], round_to=12))
+    assert table.equals(
+        arviz.summary(dataset_of(expected.posterior)[list(tree.posterior)], round_to=12)
+    )
 
 
 def test_arviz_reads_it_as_its_own(tmp_path):

@@ -9,14 +9,19 @@ from torch import Tensor
 
 from pyro_scale.errors import ArgumentError
 
+_MOST = 2**53
+
 
 def as_count(name: str, value: object, least: int = 1, hint: str = "") -> int:
     """The value as an int.
 
     Raises:
-        ArgumentError: no whole number, or less than `least`; it names the argument.
+        ArgumentError: no whole number, less than `least`, or beyond 2^53, up to which float64 has
+            all of them; it names the argument.
     """
     if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least:
+        if int(value) > _MOST:
+            raise ArgumentError(f"{name}={value!r}: pass an int of at most 2^53")
         return int(value)
     raise ArgumentError(f"{name}={value!r}: pass an int >= {least}{hint}")
 

@@ -129,7 +129,7 @@ def _left_out(result: Result, log_lik: Tensor) -> tuple[Tensor, Tensor]:
     log_lik, share = log_lik.double().cpu(), _relative_ess(result)
     log_weights, pareto_k = arviz_api.psis(-log_lik.T, share)
     most = min(_MOST_K, 1 - 1 / math.log10(max(len(log_lik), 11)))
-    heavy = int((pareto_k > most).sum())
+    heavy = int((~(pareto_k <= most)).sum())  # NaN among them
     if heavy:
         warn(
             ApproximationWarning,

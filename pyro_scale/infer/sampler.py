@@ -255,7 +255,7 @@ class Sampler(Method):
         num_chains = as_count("num_chains", num_chains)
         if superchains is not None:
             superchains = check_superchains(superchains, num_chains, self._init_strategy)
-        refuse_endless(num_samples, num_chains)
+        refuse_endless(num_samples, num_chains, warmup_steps + num_samples * thinning)
         sampling = self._sampling(sampling, batch_size is not None)
         lr = self.kernel.lr
         keeps = lr.keeps if isinstance(lr, Cyclical) else None

@@ -55,6 +55,8 @@ class Stepping:
         """(What the next step leaves, the hyperparameters' values up to it), on a batch given as
         the model's own arguments."""
         setup, chains = self.setup, self._chains
+        if rows.count(setup.log_posterior.bind(args, kwargs)) == 0:
+            raise DataError("step: the batch has no rows; leave it out")
         count, batches = chains.count, setup.batches_of(args, kwargs)
         values = {name: value[None] for name, value in self._kernel.values(count).items()}
         noise = chains.noise.span(count, count + 1)

@@ -69,12 +69,23 @@ def sink_for(
         yield ToDisk(starts, first, store, resumes)
 
 
-def refuse_endless(num_draws: int, num_chains: int) -> None:
-    """Refuses a run of which memory would not even hold draws' numbers and log joints.
+#: Steps of all chains that nobody waits for, and the least that one takes.
+_MOST_STEPS, _SECONDS_A_STEP = 10**12, 1e-6
+
+
+def refuse_endless(num_draws: int, num_chains: int, steps: int) -> None:
+    """Refuses a run of which memory would not even hold draws' numbers and log joints, and one
+    that would take weeks at the speed of the smallest models.
 
     Raises:
         ArgumentError: it is one.
     """
+    if steps * num_chains > _MOST_STEPS:
+        days = steps * num_chains * _SECONDS_A_STEP / 86_400
+        raise ArgumentError(
+            f"{num_chains} x {steps:,} steps take {days:,.0f} days or more, at a microsecond each: "
+            "pass a smaller thinning, warmup_steps or num_samples"
+        )
     needed, there = num_draws * (1 + num_chains) * 8, bytes_of(torch.device("cpu")) // 2
     if needed > there:
         raise ArgumentError(

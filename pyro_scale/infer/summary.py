@@ -50,6 +50,7 @@ def summary(result: Result, var_names: list[str] | None) -> Any:
 
 
 def _as_arviz_has_it(result: Result, name: str, values: Tensor) -> Any:
+    values = values.byte() if values.dtype == torch.bool else values  # for their quantiles
     data = to_inference_data(result, {"posterior": {name: values}})
     return arviz_api.summary(data)
 

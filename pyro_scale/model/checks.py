@@ -24,6 +24,22 @@ def refuse_reserved_names(sites: Mapping[str, Site]) -> None:
             f"'{name}' is the name of a site or plate here, and of a dimension of every result; "
             "rename it"
         )
+    for name in sorted(names):
+        if name in ("", ".", "..") or set(name) & set("/\\\0"):
+            raise SiteError(
+                f"site or plate {name!r}: results are files whose variables have these names, "
+                "which must not be empty or dots alone, nor hold slashes; rename it"
+            )
+
+
+def refuse_empty_latents(sites: Mapping[str, Site]) -> None:
+    """Latents without elements, of which there is nothing to infer."""
+    for site in sites.values():
+        if site.kind == "latent" and not site.value.numel():
+            raise SiteError(
+                f"site '{site.name}': it has the shape {list(site.value.shape)}, no elements: "
+                "leave it out where there is nothing to infer"
+            )
 
 
 def refuse_broken_starts(sites: Mapping[str, Site], chain: int = 0) -> None:

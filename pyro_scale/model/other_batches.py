@@ -7,6 +7,7 @@ there.  So the rules are tried on batches from all over the data, and on some th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.scaling import rows_of
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import Term, terms_of
-from pyro_scale.model.understanding import Understanding
+from pyro_scale.model.understanding import PER_DATUM, Understanding
 
 #: Draws from the prior at which batches are looked at, besides a start.
 _PRIOR_DRAWS = 2
@@ -48,8 +49,10 @@ def check_batches(
     """
     if not is_checked(log_posterior.understanding):
         return
-    drawn = log_posterior.prior_draws(first, _PRIOR_DRAWS, seed=0)
-    points = [start, *({n: v[i] for n, v in drawn.items()} for i in range(_PRIOR_DRAWS))]
+    points: list[Params] = [start]
+    with contextlib.suppress(Exception):  # a prior that cannot be drawn from, or not here
+        drawn = log_posterior.prior_draws(first, _PRIOR_DRAWS, seed=0)
+        points += [{n: v[i] for n, v in drawn.items()} for i in range(_PRIOR_DRAWS)]
     for params in points:
         params = {**start, **params}
         for batch in others:
@@ -59,7 +62,8 @@ def check_batches(
 def is_checked(known: Understanding) -> bool:
     """Whether batches are parts of the data, and rows can be left out of them."""
     is_part = known.batch_size < known.scaling.num_data
-    return is_part and known.own_plate is None and not known.whole_only
+    is_function = any(rule.why == PER_DATUM for rule in known.scaling.rules.values())
+    return is_part and known.own_plate is None and not known.whole_only and not is_function
 
 
 def check_batch(

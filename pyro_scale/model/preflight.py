@@ -23,6 +23,7 @@ from pyro_scale.model.checks import (
     local_message,
     refuse_broken_starts,
     refuse_broken_terms,
+    refuse_empty_latents,
     refuse_failing_densities,
     refuse_impossible_observations,
     refuse_local_latents,
@@ -88,6 +89,7 @@ def understand(
         program.find_owners(first.points, executed.modules)
         is_frozen = _is_frozen(first, executed)
         refuse_broken_starts(first.sites)
+        refuse_empty_latents(first.sites)
         own = own_plate(first.sites, count)
         recipe = _Recipe(program, first)
         whole = recipe.run(arguments)
