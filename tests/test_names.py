@@ -93,3 +93,17 @@ def test_a_method_says_what_it_is():
     assert repr(fit) == "<Laplace(structure=dense), N = 20, starts: 1>"
     with pytest.raises(AttributeError, match="'BAOA' object has no attribute 'colour'"):
         run().colour  # noqa: B018
+
+
+def test_torch_does_not_ask_for_issues_to_be_filed(recwarn):
+    """Of what vmap takes one by one, on which nobody can act."""
+
+    def one_by_one(y):
+        probs = pyro.sample("probs", dist.Beta(2.0, 2.0))
+        with pyro.plate("data", len(y)):
+            places = torch.searchsorted(torch.linspace(0, 1, 5) * probs, y)
+            pyro.sample("y", dist.Normal(places.float(), 1.0), obs=y)
+
+    ps.explain(one_by_one, Y)
+    ps.BAOA(one_by_one, lr=0.01).run(Y, num_samples=3, **QUIET)
+    assert not [each for each in recwarn if "performance drop" in str(each.message)]

@@ -15,6 +15,7 @@ from pyro_scale.core.gaussian import Gaussian, as_structure
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.randomness import choose_seed
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.sources import Data
@@ -116,6 +117,7 @@ class EKF(Approximation):
                 raise ArgumentError(f"{name}={value!r}: pass a number {'>' if least else '>='} 0")
         self.curvature, self.lr, self.transition_sd = curvature, float(lr), float(transition_sd)
 
+    @without_vmap_warnings()
     def run(
         self,
         data: Any,

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributions import ComposeTransform, IndependentTransform
 
+from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.drive.data import open_data
 from pyro_scale.infer.setup import as_log_posterior, check_all_rows, module_device
 from pyro_scale.model.gaussian_prior import exact_moments
@@ -89,6 +90,7 @@ class Explanation:
         ]
 
 
+@without_vmap_warnings()
 def explain(
     model: Any, data: Any = None, batch_size: int | None = None, num_data: int | None = None
 ) -> Explanation:

@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_scale import kernels
 from pyro_scale.core.counts import as_count
 from pyro_scale.core.randomness import choose_seed
-from pyro_scale.core.warn import warn
+from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.sources import Data
@@ -106,6 +106,7 @@ class Laplace(Approximation):
         self.curvature, self.temperature = curvature, _as_temperature(temperature)
         self._sites = None if sites is None else list(sites)
 
+    @without_vmap_warnings()
     def run(
         self,
         data: Any,

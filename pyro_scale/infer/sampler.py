@@ -13,7 +13,7 @@ from pyro_scale.core.counts import as_count
 from pyro_scale.core.files import FilePath
 from pyro_scale.core.randomness import choose_seed
 from pyro_scale.core.schedules import Cyclical, Schedule
-from pyro_scale.core.warn import warn
+from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.draws import Draws, Steps
 from pyro_scale.drive.indices import Sampling, check_sampling
@@ -171,6 +171,7 @@ class Sampler(Method):
         }
         return type(kernel_class.__name__, (Sampler,), namespace)
 
+    @without_vmap_warnings()
     def run(
         self,
         data: Any,
@@ -421,6 +422,7 @@ class Sampler(Method):
             )
         return given
 
+    @without_vmap_warnings()
     def step(self, *args: Any, **kwargs: Any) -> float:
         """Moves one chain by one step on a batch, given as the model's own arguments.
 
