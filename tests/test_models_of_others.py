@@ -92,6 +92,40 @@ def test_a_model_that_writes_to_its_data_is_refused_and_they_are_as_they_were(ho
     assert torch.equal(x, X)
 
 
+class Counting:
+    def __init__(self):
+        self.calls = torch.zeros(())
+
+    def __call__(self, x, y):
+        self.calls.add_(1)
+        return regression(x, y)
+
+
+def test_numpys_writes_and_those_to_an_objects_tensors_are_found_too():
+    def model(x, y):
+        x.numpy()[:] *= 0.9
+        return regression(x, y)
+
+    x = X.clone()
+    with pytest.raises(ModelError, match="writes to its argument 0"):
+        ps.explain(model, (x, Y))
+    assert torch.equal(x, X)
+    with pytest.raises(ModelError, match="writes to 'calls'"):
+        ps.explain(Counting(), (X, Y))
+
+
+def test_tensors_and_variables_that_cannot_be_watched_are_no_obstacle():
+    with torch.inference_mode():
+        features = torch.ones(())
+    if X is None:
+        missing = 1.0
+
+    def model(x, y):
+        return regression(x * features if X is not None else missing, y)
+
+    assert ps.explain(model, (X, Y)).num_data == N
+
+
 # ------------------------------------------------------------------ local latents, all rows
 
 SDS = double(0.5, 1.0, 1.5, 0.7, 1.2, 0.9)

@@ -136,6 +136,81 @@ def test_the_draws_are_those_of_a_run_that_was_not_looked_at(monkeypatch):
     assert torch.equal(looked_at, draws())
 
 
+def centred(x, y):
+    w = pyro.sample("w", dist.Normal(0.0, 5.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(w * (x - x.mean()), 1.0), obs=y)
+
+
+def centred_by_itself(x, y):
+    w = pyro.sample("w", dist.Normal(0.0, 5.0))
+    with pyro.plate("data", N, subsample_size=B) as i:
+        pyro.sample("y", dist.Normal(w * (x[i] - x[i].mean()), 1.0), obs=y[i])
+
+
+def centred_beside_a_constant(x, y):
+    pyro.factor("c", torch.tensor(-2e6))
+    centred(x, y)
+
+
+COLUMN = torch.cat([torch.zeros(200), normals(200, seed=3) + 3])
+
+
+@pytest.mark.parametrize(
+    ("model", "unit", "how"),
+    [
+        (centred, 1.0, {"batch_size": 1}),
+        (centred, 1e4, {"batch_size": B}),
+        (centred_by_itself, 1.0, {}),
+        (centred_beside_a_constant, 1.0, {"batch_size": B}),
+    ],
+    ids=["single rows", "far out", "subsamples by itself", "beside a large constant"],
+)
+def test_it_is_found_in_batches_of_any_kind(model, unit, how):
+    with pytest.raises(PlateError, match="site 'y'"):
+        ps.explain(model, (unit * COLUMN, unit * Y), **how)
+
+
+def test_rows_that_a_model_takes_by_itself_pass():
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(0.0, 5.0))
+        with pyro.plate("data", N, subsample_size=B) as i:
+            pyro.sample("y", dist.Normal(w * x[i], 1.0), obs=y[i])
+
+    assert ps.explain(model, (COLUMN, Y)).batch_size == B
+    ps.BAOA(model, lr=0.01, compile=False).run((COLUMN, Y), num_samples=70, **QUIET)
+
+
+def inducing(x, y):
+    """In float32 its Cholesky factor loses half of the digits, and fails at some prior draws."""
+    z = torch.linspace(-2, 2, 15, dtype=x.dtype)
+    size = pyro.sample("size", dist.LogNormal(x.new_zeros(()), 3.0))
+    u = pyro.sample("u", dist.Normal(x.new_zeros(15), 1.0).to_event(1))
+
+    def kernel(a, b):
+        return torch.exp(-0.5 * ((a[:, None] - b) / size) ** 2)
+
+    root = torch.linalg.cholesky(kernel(z, z) + 1e-6 * torch.eye(15, dtype=x.dtype))
+    f = kernel(x, z) @ torch.linalg.solve_triangular(root.T, u[:, None], upper=True)[:, 0]
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_is_not_taken_for_the_rows(dtype):
+    x = normals(N, seed=4).to(dtype)
+    sampler = ps.BAOA(inducing, lr=1e-6, compile=False)
+    sampler.run((x, Y.to(dtype)), batch_size=B, num_samples=1, progress=False, seed=1)
+
+    def years(x, y):
+        """Cancels but for a few digits in float32."""
+        w = pyro.sample("w", dist.Normal(x.new_zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(2000 + x @ w, 0.1), obs=y)
+
+    ps.explain(years, (normals(N, 3, seed=5).to(dtype), (Y + 2000).to(dtype)), batch_size=B)
+
+
 # ------------------------------------------------------------------ rows outside of the support
 
 

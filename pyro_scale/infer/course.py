@@ -108,9 +108,10 @@ def _inspection(setup: Setup) -> Callable[[Tensor, Batch], None] | None:
     if setup.features is not None or not is_checked(known.understanding):
         return None
 
+    first = setup.data.first()
+
     def inspect(positions: Tensor, batch: Batch) -> None:
         if bool(torch.isfinite(positions[0]).all()):
-            arguments, _ = batch.of_chain(0)
-            check_batch(known, layout.unflatten(positions[0]), arguments)
+            check_batch(known, layout.unflatten(positions[0]), *batch.of_chain(0), first)
 
     return inspect

@@ -134,6 +134,7 @@ def check_all_rows(log_posterior: LogPosterior, data: Data, params: Mapping[str,
         SiteError: an observed value outside of its support, by row.
         PlateError: what was taken for a row's, or for a constant, depends on the other rows.
     """
+    data = _as_taken(log_posterior, data)
     if data.batch_size is None:
         return
     if isinstance(data, TensorData) and is_row_wise(log_posterior):
@@ -141,18 +142,26 @@ def check_all_rows(log_posterior: LogPosterior, data: Data, params: Mapping[str,
     check_batches(log_posterior, params, data.first(), _from_everywhere(data))
 
 
-def _from_everywhere(data: Data) -> list[Arguments]:
-    """Batches of rows drawn from the whole data, where rows can be had by their places."""
-    if data.batch_size is None or not isinstance(data, TensorData | IndexedData):
+def _from_everywhere(data: Data) -> list[tuple[Arguments, Tensor | None]]:
+    """Batches of rows drawn from the whole data, where rows can be had by their places, and for a
+    model that subsamples by itself these."""
+    if isinstance(data, OwnSubsamples):
+        total = data.num_data
+    elif isinstance(data, TensorData):
+        total = rows.count(data.arguments) or 0
+    elif isinstance(data, IndexedData):
+        total = len(data.subset)
+    else:
         return []
-    total = len(data.subset) if isinstance(data, IndexedData) else rows.count(data.arguments) or 0
-    source = torch.Generator().manual_seed(0)
-    places = torch.randperm(total, generator=source)[: _OTHER_BATCHES * data.batch_size]
-    chosen = [part for part in places.split(data.batch_size) if len(part) == data.batch_size]
-    if isinstance(data, TensorData):
-        device = rows.device(data.arguments)
-        return [rows.take(data.arguments, part.to(device)) for part in chosen]
-    return list(data.read([data.subset[part].tolist() for part in chosen[:1]], seed=0))
+    size = data.batch_size or total
+    places = torch.randperm(total, generator=torch.Generator().manual_seed(0))
+    chosen = [part for part in places[: _OTHER_BATCHES * size].split(size) if len(part) == size]
+    if isinstance(data, IndexedData):  # which may be dear to read
+        return [(each, None) for each in data.read([data.subset[chosen[0]].tolist()], seed=0)]
+    chosen = [part.to(rows.device(data.arguments)) for part in chosen]
+    if isinstance(data, OwnSubsamples):
+        return [(data.arguments, part) for part in chosen]
+    return [(rows.take(data.arguments, part), None) for part in chosen]
 
 
 def position_of(setup: Setup, values: Mapping[str, Tensor], argument: str) -> Tensor:
@@ -197,7 +206,7 @@ def module_device(model: Callable[..., Any] | LogPosterior) -> torch.device | No
 def _as_taken(log_posterior: LogPosterior, data: Data) -> Data:
     """The data, or indices into them for a model that subsamples by itself."""
     known = log_posterior.understanding
-    if known.own_plate is None:
+    if known.own_plate is None or isinstance(data, OwnSubsamples):
         return data
     if not isinstance(data, TensorData) or data.batch_size is not None:
         raise ArgumentError(

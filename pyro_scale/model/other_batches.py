@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,19 +21,38 @@ from pyro_scale.errors import PlateError, SiteError
 from pyro_scale.model.checks import inside_support
 from pyro_scale.model.classify import close, dtype_of
 from pyro_scale.model.log_posterior import LogPosterior, Params
-from pyro_scale.model.scaling import rows_of
+from pyro_scale.model.scaling import Rule, rows_of
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import Term, terms_of
 from pyro_scale.model.understanding import PER_DATUM, Understanding
 
 #: Draws from the prior at which batches are looked at, besides a start.
 _PRIOR_DRAWS = 2
-#: Log densities so far out, in nats, have too few digits to be compared.
-_TOO_FAR = 1e6
+#: Evaluations at params a few roundings apart, and how many times what they show is allowed.
+_NEARBY, _ROUNDINGS = 4, 64
+
+
+class Part(NamedTuple):
+    """Rows of a batch among other rows, or fewer.
+
+    Attributes:
+        arguments: the model's.
+        indices: of the rows, for a model that subsamples by itself.
+        rows: places in the batch of rows that are in the part.
+        places: their places in the part.
+    """
+
+    arguments: Arguments
+    indices: Tensor | None
+    rows: slice
+    places: slice
 
 
 def check_batches(
-    log_posterior: LogPosterior, start: Params, first: Arguments, others: Iterable[Arguments]
+    log_posterior: LogPosterior,
+    start: Params,
+    first: Arguments,
+    others: Iterable[tuple[Arguments, Tensor | None]],
 ) -> None:
     """Tries the rules on other batches, at a start and at draws from the prior.
 
@@ -41,7 +60,7 @@ def check_batches(
         log_posterior: understood on the first batch.
         start: unconstrained params.
         first: that batch.
-        others: batches of as many rows.
+        others: batches of as many rows, and their indices for a model that subsamples by itself.
 
     Raises:
         PlateError: a row's log density depends on the other rows of its batch, or what was taken
@@ -54,63 +73,147 @@ def check_batches(
         drawn = log_posterior.prior_draws(first, _PRIOR_DRAWS, seed=0)
         points += [{n: v[i] for n, v in drawn.items()} for i in range(_PRIOR_DRAWS)]
     for params in points:
-        params = {**start, **params}
-        for batch in others:
-            check_batch(log_posterior, params, batch, first)
+        for batch, indices in others:
+            check_batch(log_posterior, {**start, **params}, batch, indices, first)
 
 
 def is_checked(known: Understanding) -> bool:
-    """Whether batches are parts of the data, and rows can be left out of them."""
+    """Whether batches are parts of the data, and rows can be put together anew."""
     is_part = known.batch_size < known.scaling.num_data
     is_function = any(rule.why == PER_DATUM for rule in known.scaling.rules.values())
-    return is_part and known.own_plate is None and not known.whole_only and not is_function
+    return is_part and not known.whole_only and not is_function
 
 
 def check_batch(
-    log_posterior: LogPosterior, params: Params, batch: Arguments, first: Arguments | None = None
+    log_posterior: LogPosterior,
+    params: Params,
+    batch: Arguments,
+    indices: Tensor | None,
+    first: Arguments,
 ) -> None:
-    """Tries the rules on one batch and its halves, and constants on the first batch as well.
+    """Tries the rules on one batch: each row's log density among other rows, and constants on the
+    first batch as well.
 
-    Params where a log density is not finite, or far out, say nothing and are passed over.
+    Rows whose log density is not finite say nothing, nor do params at which the model fails.
 
     Raises:
         PlateError: see `check_batches`.
     """
-    count = rows.count(batch)
-    if count is None or count < 2:
+    parts = _parts(log_posterior.understanding, batch, indices, first)
+    whole = _terms(log_posterior, params, batch, indices)
+    runs = [_terms(log_posterior, params, part.arguments, part.indices) for part in parts]
+    reference = None if indices is not None else _terms(log_posterior, params, first, None)
+    if whole is None or any(run is None for run in runs):
         return
-    halves = [rows.take(batch, part) for part in (slice(0, count // 2), slice(count // 2, None))]
-    rules = log_posterior.understanding.scaling.rules
-    constant = [n for n, r in rules.items() if r.role != "rows" and not r.whole_data]
-    compared = [*halves, first] if first is not None and constant else halves
-    with own_generator(), torch.no_grad():
-        runs = [_terms(log_posterior, params, each) for each in (batch, *compared)]
-    if any(run is None for run in runs):
-        return
-    whole, *parts = (run for run in runs if run is not None)
-    for name, rule in rules.items():
-        terms = [each.get(name) for each in (whole, *parts)]
-        found = [term for term in terms if term is not None]
-        if len(found) < len(terms):
+    for name, rule in log_posterior.understanding.scaling.rules.items():
+        found = [run[name] for run in (whole, *runs) if run is not None and name in run]
+        if len(found) < len(runs) + 1 or rule.whole_data:
             continue  # which evaluating it says
-        dtype = dtype_of(found[0], params.values())
         if rule.role == "rows":
-            apart = torch.cat([rows_of(term, rule) for term in found[1:3]])
-            if not close(rows_of(found[0], rule), apart, dtype=dtype):
-                raise PlateError(
-                    f"site '{name}': a row's log density depends on which other rows are in its "
-                    "batch, so minibatches do not estimate the posterior. Compute what it takes "
-                    "from many rows (means, class weights, lags, maxima) once, from all of the "
-                    "data, and pass it as a column; or pass the whole data without batch_size"
-                )
-        elif not rule.whole_data:
-            total, *others = ((term.log_prob * term.scale).sum() for term in found)
-            if not all(close(total, other, roundings=64, dtype=dtype) for other in others):
-                raise PlateError(
-                    f"site '{name}': it is one value that was the same for the first batch and its "
-                    "halves, but it changes with the rows of other batches, and so cannot be "
-                    "counted once: give it one value per row, inside the data's plate"
-                )
+            mine = rows_of(found[0], rule)
+            pairs = [
+                (mine[part.rows], rows_of(term, rule)[part.places], part.rows)
+                for part, term in zip(parts, found[1:], strict=True)
+            ]
+        else:
+            if reference is not None and name in reference:
+                found.append(reference[name])
+            total, *others = (_total(term) for term in found)
+            pairs = [(total, other, slice(None)) for other in others]
+        dtype = dtype_of(found[0], params.values())
+        differ = [
+            (one, other, place)
+            for one, other, place in pairs
+            if not _are_close(one, other, dtype, None if rule.role == "rows" else 64)
+        ]
+        if not differ:
+            continue
+        rounding = _rounding(log_posterior, params, batch, indices, name, dtype)
+        if any(_is_beyond(*pair, rounding) for pair in differ):
+            raise PlateError(_said(name, rule))
+
+
+def _parts(
+    known: Understanding, batch: Arguments, indices: Tensor | None, first: Arguments
+) -> list[Part]:
+    """The batch's rows among others: its halves, each with rows from elsewhere in the data where
+    the number of rows is fixed; a single row beside those of the first batch."""
+    if indices is not None:
+        size, total = len(indices), known.scaling.num_data
+        elsewhere, half = (indices + total // 2) % total, size // 2
+        head, tail = slice(0, half), slice(half, size)
+        return [
+            Part(batch, torch.cat([indices[head], elsewhere[tail]]), head, head),
+            Part(batch, torch.cat([elsewhere[head], indices[tail]]), tail, tail),
+        ]
+    count = rows.count(batch) or 0
+    if count == 1:
+        only = slice(0, 1)
+        return [Part(rows.concatenate([batch, first]), None, only, only)]
+    halves = slice(0, count // 2), slice(count // 2, count)
+    return [Part(rows.take(batch, half), None, half, slice(None)) for half in halves]
+
+
+def _are_close(a: Tensor, b: Tensor, dtype: torch.dtype, roundings: float | None) -> bool:
+    usable = torch.isfinite(a) & torch.isfinite(b) if a.shape == b.shape else torch.ones(())
+    return a.shape == b.shape and close(a[usable], b[usable], roundings=roundings, dtype=dtype)
+
+
+def _rounding(
+    log_posterior: LogPosterior,
+    params: Params,
+    batch: Arguments,
+    indices: Tensor | None,
+    name: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """By how much rounding may change each row's log density, or a constant's value: some times
+    what a few roundings of the params do.  Cancellation and badly conditioned matrices show."""
+    rule, source = log_posterior.understanding.scaling.rules[name], torch.Generator()
+    eps = 8 * float(torch.finfo(dtype).eps)
+
+    def moved(value: Tensor) -> Tensor:
+        sign = torch.randint(0, 2, value.shape, generator=source).to(value) * 2 - 1
+        return value + sign * eps * (1 + value.abs())
+
+    values = []
+    for seed in range(_NEARBY):
+        source.manual_seed(seed)
+        nearby = {n: moved(value) for n, value in params.items()} if seed else params
+        run = _terms(log_posterior, nearby, batch, indices)
+        if run is None or name not in run:
+            return torch.tensor(torch.inf)
+        values.append(rows_of(run[name], rule) if rule.role == "rows" else _total(run[name]))
+    apart = (torch.stack(values[1:]) - values[0]).abs().amax(0)
+    return _ROUNDINGS * apart.nan_to_num(torch.inf)
+
+
+def _is_beyond(a: Tensor, b: Tensor, place: slice, rounding: Tensor) -> bool:
+    if a.shape != b.shape:
+        return True
+    allowed = rounding[place] if rounding.dim() else rounding
+    usable = torch.isfinite(a) & torch.isfinite(b)
+    floor = 64 * float(torch.finfo(a.dtype).eps) * a.abs()
+    return bool(((a - b).abs() > allowed + floor)[usable].any())
+
+
+def _total(term: Term) -> Tensor:
+    return (term.log_prob * term.scale).sum()
+
+
+def _said(name: str, rule: Rule) -> str:
+    if rule.role == "rows":
+        return (
+            f"site '{name}': a row's log density depends on which other rows are in its batch, so "
+            "minibatches do not estimate the posterior. Compute what it takes from many rows "
+            "(means, class weights, lags, maxima) once, from all of the data, and pass it as a "
+            "column; or pass the whole data without batch_size"
+        )
+    return (
+        f"site '{name}': it is one value that was the same for the first batch and its halves, "
+        "but it changes with the rows of other batches, and so cannot be counted once: give it "
+        "one value per row, inside the data's plate"
+    )
 
 
 def check_supports(log_posterior: LogPosterior, params: Params, pieces: Iterable[Any]) -> None:
@@ -136,8 +239,11 @@ def check_supports(log_posterior: LogPosterior, params: Params, pieces: Iterable
             sites = log_posterior.run(params, piece.arguments, piece.indices).sites
             for name in known.validated & sites.keys():
                 if sites[name].kind == "observed" and not bool(inside_support(sites[name]).all()):
-                    again = log_posterior.run(other, piece.arguments, piece.indices).sites[name]
-                    if same_support(sites[name].fn.support, again.fn.support):
+                    again = None
+                    with contextlib.suppress(Exception):  # the model may fail elsewhere
+                        again = log_posterior.run(other, piece.arguments, piece.indices).sites
+                    support = sites[name].fn.support
+                    if again is None or same_support(support, again[name].fn.support):
                         raise SiteError(_outside(known, sites[name], begin))
         begin += piece.num_new
 
@@ -148,6 +254,8 @@ def same_support(one: Any, other: Any) -> bool:
         return one.shape == other.shape and torch.equal(one, other)
     if type(one) is not type(other):
         return False
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same_support, one, other))
     if not hasattr(one, "check"):
         return bool(one == other)
     mine, theirs = vars(one), vars(other)
@@ -155,13 +263,12 @@ def same_support(one: Any, other: Any) -> bool:
 
 
 def _terms(
-    log_posterior: LogPosterior, params: Params, batch: Arguments
+    log_posterior: LogPosterior, params: Params, batch: Arguments, indices: Tensor | None
 ) -> Mapping[str, Term] | None:
-    """The terms at params; None where they say nothing."""
-    terms = terms_of(log_posterior.run(params, batch).sites)
-    sizes = [term.log_prob.abs().max() for term in terms.values() if term.log_prob.numel()]
-    usable = all(bool(size < _TOO_FAR) for size in sizes)  # NaN is not
-    return terms if usable else None
+    """The terms at params; None where the model fails, as a prior draw may be out of its reach."""
+    with contextlib.suppress(Exception), own_generator(), torch.no_grad():
+        return terms_of(log_posterior.run(params, batch, indices).sites)
+    return None
 
 
 def _outside(known: Understanding, site: Site, begin: int) -> str:
