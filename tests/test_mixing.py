@@ -230,7 +230,8 @@ def test_a_step_too_long_is_not_said_to_be_too_short():
 def test_predictions_mix_where_weights_do_not():
     fit = run(stuck(sign, apart=0.7), (X, Y))
     table, said = told(fit)
-    assert "diagnostics(probe=" in said[0]
+    assert "do not agree" in said[0]
+    assert "network" not in said[0]  # which it is not
     probed, said = told(fit, probe=NEW)
     assert not said
     assert list(probed.index) == ["w", "y, predicted"]

@@ -8,9 +8,10 @@ import torch
 from both_arviz import IS_1
 from pyro.infer import MCMC
 from pyro.infer.autoguide import AutoNormal
+from warned import told
 
 import pyro_scale as ps
-from pyro_scale.errors import ArgumentError
+from pyro_scale.errors import ArgumentError, NonFiniteError
 
 QUIET = {"progress": False, "seed": 0}
 X = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
@@ -107,3 +108,68 @@ def test_torch_does_not_ask_for_issues_to_be_filed(recwarn):
     ps.explain(one_by_one, Y)
     ps.BAOA(one_by_one, lr=0.01).run(Y, num_samples=3, **QUIET)
     assert not [each for each in recwarn if "performance drop" in str(each.message)]
+
+
+# ------------------------------------------------------------------ noise
+
+
+def test_time_steps_are_one_line_and_bounds_are_no_tensors():
+    def series(y):
+        low = pyro.sample("low", dist.Uniform(torch.zeros(3), torch.arange(3) + 1.0).to_event(1))
+        z = pyro.sample("z", dist.Uniform(torch.tensor(0.25), 1.0))
+        for t in range(58):
+            pyro.sample(f"y_{t}", dist.Normal(z + low.sum(), 1.0), obs=y[t])
+
+    explained = ps.explain(series, torch.linspace(0, 1, 58))
+    lines = str(explained).splitlines()
+    assert [line.split("  ")[0] for line in lines[2:5]] == ["low", "z", "y_0 ... y_57 (58)"]
+    assert "tensor(" not in str(explained)
+    assert "tensor of shape [3]" in lines[2]
+    assert "Interval(0.25, 1.0)" in lines[3]
+    assert len(explained.rows) == 60
+    assert len(explained._repr_html_()) < 5000
+
+
+def test_a_run_is_a_few_lines_of_a_log(capfd):
+    sampler = ps.BAOA(model, lr=0.1, compile=False)
+    sampler.run((X, Y), num_samples=600, seed=0, progress=True)
+    lines = capfd.readouterr().err.replace("\r", "\n").split("\n")
+    assert 2 < len([line for line in lines if line.strip()]) < 16
+
+
+def two_modes(x):
+    w = pyro.sample("w", dist.Normal(0.0, 10.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(w.abs(), 0.1), obs=x)
+
+
+def test_only_of_networks_it_is_said_that_predictions_count():
+    starts = {"w": torch.tensor([2.0, -2.0])}
+    sampler = ps.BAOA(two_modes, lr=0.02, compile=False, init_strategy=starts)
+    sampler.run(2 + X[:, 0] / 10, num_samples=250, num_chains=2, **QUIET)
+    _, said = told(sampler.diagnostics)
+    assert any("do not agree" in each for each in said)
+    assert not any("network" in each for each in said)
+    network = ps.bayesianize(torch.nn.Linear(2, 1), dist.Normal(0.0, 1.0))
+
+    def regression(x, y):
+        mean = network(x)[:, 0]
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    starts = {"weight": torch.tensor([[[3.0, 3.0]], [[-3.0, -3.0]]]), "bias": torch.zeros(2, 1)}
+    slow = ps.BAOA(regression, lr=1e-5, compile=False, init_strategy=starts)
+    slow.run((X, Y), num_samples=250, num_chains=2, **QUIET)
+    _, said = told(slow.diagnostics)
+    assert any("of a network, ask what its predictions do" in each for each in said)
+
+
+def test_a_gradient_that_is_nan_at_the_start_is_not_the_steps_fault():
+    def flat(x):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal((w - w).abs().sqrt(), 1.0), obs=x)
+
+    with pytest.raises(NonFiniteError, match="the gradient is not finite where the chain") as error:
+        ps.BAOA(flat, lr=1e-6, compile=False).run(X[:, 0], num_samples=5, **QUIET)
+    assert "try lr" not in str(error.value)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from tqdm.auto import tqdm
+from tqdm.notebook import tqdm_notebook
+
+#: Lines of a run in a log, about.
+_LINES = 10
+_IN_A_NOTEBOOK = issubclass(tqdm, tqdm_notebook)
 
 
 class Progress:
-    """A bar over steps that shows its rate and, whenever it is redrawn, the log joint.
+    """A bar over steps that shows its rate and, whenever it is redrawn, the log joint.  In a log
+    (stderr is no terminal, nor a notebook's) it is some ten lines.
 
     Args:
         total: steps.
@@ -19,11 +27,15 @@ class Progress:
 
     def __init__(self, total: int, title: str, show: bool):
         self._title = title
-        self._bar = tqdm(total=total, desc=title, disable=not show, unit="step")
+        self._is_logged = not sys.stderr.isatty() and not _IN_A_NOTEBOOK
+        rarely: dict[str, Any] = {}
+        if self._is_logged:
+            rarely = {"miniters": total / _LINES, "mininterval": 0, "maxinterval": math.inf}
+        self._bar = tqdm(total=total, desc=title, disable=not show, unit="step", **rarely)
 
     def say(self, what: str) -> None:
         """What is going on, behind the title."""
-        self._bar.set_description(f"{self._title}, {what}")
+        self._bar.set_description(f"{self._title}, {what}", refresh=not self._is_logged)
 
     def update(self, steps: int, log_joint: float | None = None) -> None:
         """So many more steps, and the log joint after them, where it is known."""

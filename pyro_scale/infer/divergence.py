@@ -67,6 +67,12 @@ def message(draws: Draws, lr: Tensor, replay: str = "", by: str = "get_samples()
             "Draw that latent from a distribution whose own support ends there, or scale data "
             "whose log density overflows"
         )
+    elif any(failure.step == 0 for failure in states):
+        advice = (
+            "At the very first step: either the gradient is not finite where the chain starts, so "
+            "look at the data and the model there, or start elsewhere with init_strategy=; or "
+            f"lr={now:.2g} is far too large"
+        )
     else:
         advice = (
             f"Most often the step size is above the stable range: {smaller}; else start nearer to "

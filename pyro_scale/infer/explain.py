@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,8 @@ from pyro_scale.model.sites import Point, Site
 from pyro_scale.model.transforms import bijection
 from pyro_scale.model.understanding import Understanding, doubts
 
+#: Sites that differ by numbers in their names alone, from which they are one line.
+_FEWEST_FOLDED = 5
 _COLUMNS = ("site", "kind", "shape", "support", "transform", "plate", "Pyro", "ours", "why")
 
 
@@ -49,10 +53,11 @@ class Explanation:
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
-        widths = [max(len(c), *(len(row[c]) for row in self.rows)) for c in _COLUMNS]
+        rows = _folded(self.rows)
+        widths = [max(len(c), *(len(row[c]) for row in rows)) for c in _COLUMNS]
         lines = ["  ".join(c.ljust(w) for c, w in zip(_COLUMNS, widths, strict=True)).rstrip()]
         lines.append("-" * len(lines[0]))
-        for row in self.rows:
+        for row in rows:
             cells = (row[c].ljust(w) for c, w in zip(_COLUMNS, widths, strict=True))
             lines.append("  ".join(cells).rstrip())
         return "\n".join([*lines, "", *self._figures()])
@@ -65,7 +70,7 @@ class Explanation:
             "<tr>"
             + "".join(f"<td style='text-align:left'>{html.escape(row[c])}</td>" for c in _COLUMNS)
             + "</tr>"
-            for row in self.rows
+            for row in _folded(self.rows)
         )
         figures = "<br>".join(html.escape(line) for line in self._figures())
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{figures}</p>"
@@ -79,8 +84,9 @@ class Explanation:
         )
         latents = [row["site"] for row in self.rows if row["kind"] == "latent"]
         others = [name for name in latents if name not in self.gaussian_prior]
-        start = [f"exact for {', '.join(self.gaussian_prior)}"] * bool(self.gaussian_prior)
-        start += [f"moments of draws for {', '.join(others)}"] * bool(others)
+        exact = _folded_names(self.gaussian_prior)
+        start = [f"exact for {exact}"] * bool(self.gaussian_prior)
+        start += [f"moments of draws for {_folded_names(others)}"] * bool(others)
         return [
             f"N = {self.num_data} rows, B = {self.batch_size} a batch, N/B = {ratio:.6g}",
             f"{self.num_dimensions} unconstrained dimensions",
@@ -88,6 +94,39 @@ class Explanation:
             f"the prior as a Gaussian, where EKF starts: {'; '.join(start)}",
             *(f"warning: {warning}" for warning in self.warnings),
         ]
+
+
+def _folded(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
+    """The rows, those that differ by numbers in the site's name alone, as of a loop over time, in
+    one."""
+    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        cells = tuple(row[c] for c in _COLUMNS if c != "site")
+        groups.setdefault((_without_numbers(row["site"]), *cells), []).append(row)
+    folded = []
+    for group in groups.values():
+        names = [each["site"] for each in group]
+        is_long = len(group) >= _FEWEST_FOLDED
+        folded += [{**group[0], "site": _span(names)}] if is_long else group
+    return folded
+
+
+def _folded_names(names: Iterable[str]) -> str:
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(_without_numbers(name), []).append(name)
+    return ", ".join(
+        _span(group) if len(group) >= _FEWEST_FOLDED else ", ".join(group)
+        for group in groups.values()
+    )
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def _span(names: Sequence[str]) -> str:
+    return f"{names[0]} ... {names[-1]} ({len(names)})"
 
 
 @without_vmap_warnings()
@@ -203,9 +242,13 @@ def _support(constraint: Any) -> str:
     """A constraint's name, such as `positive` or `interval(0, 1)`."""
     while hasattr(constraint, "base_constraint"):
         constraint = constraint.base_constraint
-    return (
-        str(constraint).removesuffix("()").replace("lower_bound=", "").replace("upper_bound=", "")
-    )
+    text = str(constraint)
+    for bound in vars(constraint).values():
+        if isinstance(bound, Tensor):
+            one = bound.numel() == 1
+            short = f"{float(bound):.6g}" if one else f"tensor of shape {list(bound.shape)}"
+            text = text.replace(format(bound), short)
+    return text.removesuffix("()").replace("lower_bound=", "").replace("upper_bound=", "")
 
 
 def _transform(transform: Any) -> str:

@@ -17,6 +17,7 @@ from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleError
 from pyro_scale.infer import arviz_api
 from pyro_scale.infer.predictive import data_sites, predictive_means
 from pyro_scale.infer.result import Result
+from pyro_scale.model.starts import WEIGHT
 
 #: R-hat above which chains are said not to agree, given so many draws in all and of each chain
 #: (Vehtari et al. 2021 ask for an ESS of 400); and, as it may be chance, of fewer, but so many.
@@ -118,7 +119,9 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
     if unmixed:
         worst = r_hat.idxmax()
         steps = " or more steps" if hot else ", more steps or a larger lr"
-        hint = "" if probed else "; of a network, ask what its predictions do: diagnostics(probe=x)"
+        hint = ""
+        if not probed and _has_weights(result):
+            hint = "; of a network, ask what its predictions do: diagnostics(probe=x)"
         if chains >= _MANY_CHAINS and "superchains" not in result.attrs:
             hint += "; many short chains say more with superchains="
         warn(
@@ -127,6 +130,12 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
             f"warm-up{steps}{hint}",
         )
     return unmixed
+
+
+def _has_weights(result: Result) -> bool:
+    """Whether latents are weights of a network."""
+    sites = result.log_posterior.understanding.sites.values()
+    return any(WEIGHT in site.infer for site in sites if site.kind == "latent")
 
 
 def _each(dataset: Any, reduce: str) -> list[float]:
