@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from warned import without_replay
 
 import pyro_scale as ps
-from pyro_scale.drive import cache, programs
+from pyro_scale.drive import cache, compilation
 from pyro_scale.drive.indices import RowIndices
 from pyro_scale.drive.loop import NotALoop
 from pyro_scale.errors import ArgumentError, CompileWarning, NonFiniteError, NotRunError
@@ -103,7 +103,7 @@ def test_a_loop_first(recwarn):
 def test_then_a_compiled_step(recwarn, monkeypatch):
     """The warning names what is not in the loop, once, and this torch."""
     left = "buf3 = torch.ops.aten.linalg_cholesky_ex.default(buf2)"
-    monkeypatch.setattr(programs, "library_for", refuse(NotALoop(left)))
+    monkeypatch.setattr(compilation, "library_for", refuse(NotALoop(left)))
     sampler = ran(logistic, True)
     assert program_of(sampler) == STEP
     same(sampler, plain())
@@ -117,7 +117,7 @@ def test_the_compilers_own_error_is_said(monkeypatch, tmp_path):
     keep_in(tmp_path, monkeypatch)
     output = "C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\nx.cpp: In function:\n"
     output += "x.cpp:3:10: fatal error: cpp_prefix.h: No such file\ncompilation terminated."
-    monkeypatch.setattr(programs, "build_library", refuse(RuntimeError(output)))
+    monkeypatch.setattr(compilation, "build_library", refuse(RuntimeError(output)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ran(logistic, True, num_samples=5)
@@ -129,7 +129,7 @@ def test_the_compilers_own_error_is_said(monkeypatch, tmp_path):
 def test_then_the_step_itself(step, monkeypatch, tmp_path):
     """Whatever part of compiling it fails in: no C++ compiler, for one."""
     keep_in(tmp_path, monkeypatch)
-    monkeypatch.setattr(programs, step, refuse(RuntimeError("no compiler\nhere")))
+    monkeypatch.setattr(compilation, step, refuse(RuntimeError("no compiler\nhere")))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         sampler = ran(logistic, True)
@@ -176,28 +176,32 @@ def test_then_chain_by_chain(model):
 @pytest.fixture(autouse=True)
 def nothing_is_compiled_yet(monkeypatch):
     """As in a process of its own."""
-    monkeypatch.setattr(programs, "_compiled_before", {})
+    monkeypatch.setattr(compilation, "_compiled_before", {})
 
 
 @pytest.fixture
 def asked(monkeypatch):
     """How often compilation is asked for, by program_for on its own."""
     calls = []
-    monkeypatch.setattr(programs, "_compiled", lambda *args: calls.append(args))
-    monkeypatch.setattr(programs, "_check", lambda *_: None)
+    blueprint = SimpleNamespace(program=lambda _: None)
+    monkeypatch.setattr(compilation, "_compiled", lambda *args: (calls.append(args), blueprint)[1])
+    monkeypatch.setattr(compilation, "check", lambda *_: None)
+    nothing = SimpleNamespace(program=lambda *_: None, keep=lambda *_: None)
 
     def ask(compile, num_steps, num_chains=1, vectorised=True):
         calls.clear()
         engine = SimpleNamespace(vectorised=vectorised)
         state = SimpleNamespace(position=torch.zeros(num_chains, 1))
-        programs.program_for(engine, SimpleNamespace(), state, None, compile, num_steps, str)
+        compilation.program_for(
+            engine, SimpleNamespace(), state, None, compile, num_steps, str, None, nothing
+        )
         return len(calls)
 
     return ask
 
 
 def test_auto_compiles_runs_that_repay_it(asked):
-    assert programs._REPAID_AFTER == 3000
+    assert compilation._REPAID_AFTER == 3000
     assert asked("auto", 2999) == 0
     assert asked("auto", 3000) == 1
     assert asked(True, 1) == 1
@@ -222,9 +226,9 @@ def test_auto_counts_chain_steps(asked):
     ],
 )
 def test_auto_counts_all_steps(steps, monkeypatch):
-    monkeypatch.setattr(programs, "_REPAID_AFTER", 50)
+    monkeypatch.setattr(compilation, "_REPAID_AFTER", 50)
     assert program_of(ran(logistic, "auto", **steps)) == LOOP
-    monkeypatch.setattr(programs, "_REPAID_AFTER", 51)
+    monkeypatch.setattr(compilation, "_REPAID_AFTER", 51)
     assert program_of(ran(logistic, "auto", **steps)) == EAGER
 
 
@@ -264,7 +268,7 @@ def scaled(factor):
 def test_a_built_loop_is_found_again(monkeypatch):
     """By the same graph, whatever the data, without Inductor."""
     ran(scaled(0.5), True)
-    monkeypatch.setattr(programs, "compile_graph", refuse(RuntimeError("asked for")))
+    monkeypatch.setattr(compilation, "compile_graph", refuse(RuntimeError("asked for")))
     again = ran(scaled(0.5), True, data=(-X, Y), seed=3)
     assert program_of(again) == LOOP
     same(again, ran(scaled(0.5), False, data=(-X, Y), seed=3))
@@ -334,7 +338,7 @@ def test_settings_are_as_they_were(where, validation, monkeypatch, tmp_path):
 
         monkeypatch.setattr(compile_fx, "compile_fx_inner", refuse(RuntimeError("no")))
     elif where:
-        monkeypatch.setattr(programs, where, refuse(RuntimeError("no")))
+        monkeypatch.setattr(compilation, where, refuse(RuntimeError("no")))
     pyro.clear_param_store()
     pyro.param("other", torch.ones(2))
     with pyro.validation_enabled(validation):

@@ -134,6 +134,11 @@ class Engine:
         return torch.stack([energy[:, place].mean(1) for place in places], 1).cpu()
 
     @property
+    def num_data(self) -> int:
+        """N."""
+        return self.density.num_data
+
+    @property
     def num_latent_sites(self) -> int:
         """How many sites are latents."""
         return sum(place.stop <= self.num_latents for place in self.layout.slices().values())

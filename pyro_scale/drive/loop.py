@@ -136,18 +136,21 @@ class Loop:
     """Steps of independent groups of chains, each group's one after another.
 
     Attributes:
-        graph: one step of a group.
         library: `write_loop`'s, built.
+        position: which leaf of a state is the position.
+        log_joint_dtype: of a step's log joint.
     """
 
-    graph: StepGraph
     library: ctypes.CDLL
+    position: int
+    log_joint_dtype: torch.dtype
 
     def run(
         self,
         state: list[Tensor],
         tape: list[Tensor],
         sources: Sequence[Source],
+        constants: Sequence[Tensor],
         left: int,
         every: int,
         threads: int,
@@ -158,6 +161,7 @@ class Loop:
             state: leaves `[groups, chains, ...]`.
             tape: hyperparameters' values and noise, `[groups, steps, ...]`.
             sources: of the batch's tensors, on tapes `[groups, steps, ...]`.
+            constants: what else a step reads.
             left: steps until the first draw that is kept.
             every: steps from one kept draw to the next.
             threads: among which groups are shared out.
@@ -167,17 +171,17 @@ class Loop:
             kept, chains]`; the last step's log joint `[groups, chains]`.
         """
         state = [leaf.clone(memory_format=torch.contiguous_format) for leaf in state]
-        position = state[self.graph.position]
+        position = state[self.position]
         (groups, chains, size), steps = position.shape, tape[0].shape[1]
         kept = len(range(left, steps + 1, every))
         positions = position.new_empty(groups, kept, chains, size)
-        log_joints = position.new_empty(groups, kept, chains, dtype=self.graph.log_joint_dtype)
+        log_joints = position.new_empty(groups, kept, chains, dtype=self.log_joint_dtype)
         last = log_joints.new_empty(groups, chains)
         pointers = [_Pointer(leaf, leaf.stride(0), 0) for leaf in state]
         pointers += [_on_tape(leaf) for leaf in tape]
         for source in sources:
             pointers += _pointers_of(source)
-        pointers += [_Pointer(leaf, 0, 0) for leaf in self.graph.constants]
+        pointers += [_Pointer(leaf, 0, 0) for leaf in constants]
         error = ctypes.create_string_buffer(_ERROR_BYTES)
         self.library.run(
             *(ctypes.c_int64(n) for n in (groups, threads, steps, left, every)),

@@ -16,10 +16,11 @@ from pyro_scale.core.randomness import NoiseTape
 from pyro_scale.drive.batches import Batch, Batches
 from pyro_scale.drive.chains import Chains
 from pyro_scale.drive.checkpoint import Checkpoint, Checkpoints
+from pyro_scale.drive.compilation import program_for
 from pyro_scale.drive.draws import Draws, Sink, Steps
+from pyro_scale.drive.earlier import Earlier
 from pyro_scale.drive.engine import Engine
 from pyro_scale.drive.pace import Pace
-from pyro_scale.drive.programs import program_for
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.tape import Inputs, steps_within_budget
 from pyro_scale.errors import FileError
@@ -37,6 +38,7 @@ def simulate(
     seed: int,
     compile: bool | Literal["auto"],
     progress: Progress,
+    earlier: Earlier,
     stop: Callable[[Draws], bool] | None = None,
     check_every: int | None = None,
     last: Checkpoint | None = None,
@@ -59,6 +61,7 @@ def simulate(
         seed: of the run.
         compile: whether steps become one program.
         progress: is told how far it is.
+        earlier: what the same object has compiled before.
         stop: whether the run is over before its time, by what is there until now.
         check_every: steps from one time that `stop` is asked to the next; whenever a tape ends,
             by default.
@@ -99,8 +102,9 @@ def simulate(
         if chains.count < steps.total and bool(chains.alive.any()):
             first = inputs.tape(chains.count, min(chains.count + 2, steps.total))
             before = None if last is None else last.program
+            say = progress.say
             program = program_for(
-                engine, batches, chains.state, first, compile, steps.total, progress.say, before
+                engine, batches, chains.state, first, compile, steps.total, say, before, earlier
             )
             progress.say(program.name)
             draws.program, started = program.name, time.perf_counter()

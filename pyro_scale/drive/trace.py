@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -19,6 +20,18 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core.onednn import without_onednn
 from pyro_scale.drive.batches import Batch
 from pyro_scale.drive.engine import Engine
+
+
+class Constant(NamedTuple):
+    """A tensor that a step reads besides its arguments: a frozen weight, a buffer, a number.
+
+    Attributes:
+        tensor: as compiled code reads it.
+        origin: what the model gave, which is gone by now if it was made when the model was run.
+    """
+
+    tensor: Tensor
+    origin: weakref.ref[Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,7 +46,7 @@ class StepGraph:
         state_spec: how the state is built from its leaves.
         position: which of them is the position.
         log_joint_dtype: of the last output.
-        constants: tensors that the model holds: frozen weights, buffers, numbers.
+        constants: what else the step reads.
         examples: one tensor for every input.
     """
 
@@ -41,7 +54,7 @@ class StepGraph:
     state_spec: Any
     position: int
     log_joint_dtype: torch.dtype
-    constants: list[Tensor]
+    constants: list[Constant]
     examples: list[Tensor]
 
 
@@ -80,9 +93,13 @@ def trace(
         module = traced(*examples)
     constants = _lift_constants(module)
     position = next(place for place, leaf in enumerate(leaves) if leaf is state.position)
-    return StepGraph(
-        module, state_spec, position, found[0].dtype, constants, [*examples, *constants]
-    )
+    examples += [constant.tensor for constant in constants]
+    return StepGraph(module, state_spec, position, found[0].dtype, constants, examples)
+
+
+def as_input(constant: Tensor) -> Tensor:
+    """A constant as compiled code reads it, in the same memory where that can be."""
+    return constant.detach().resolve_conj().resolve_neg()
 
 
 def _running(combine: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
@@ -105,7 +122,7 @@ _DECOMPOSITIONS = {
 }
 
 
-def _lift_constants(module: fx.GraphModule) -> list[Tensor]:
+def _lift_constants(module: fx.GraphModule) -> list[Constant]:
     """Makes inputs of the tensors that the graph holds."""
     graph = module.graph
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
@@ -116,8 +133,8 @@ def _lift_constants(module: fx.GraphModule) -> list[Tensor]:
                 last = inputs[node.target] = graph.placeholder(f"constant_{len(inputs)}")
         node.replace_all_uses_with(inputs[node.target])
         graph.erase_node(node)
-    held_by_name = {name: operator.attrgetter(name)(module).detach() for name in inputs}
-    constants = [tensor.resolve_conj().resolve_neg() for tensor in held_by_name.values()]
+    origins = [operator.attrgetter(name)(module) for name in inputs]
+    constants = [Constant(as_input(origin), weakref.ref(origin)) for origin in origins]
     held = [*module.named_buffers(), *module.named_parameters()]
     for name in {name.partition(".")[0] for name, _ in held}:
         delattr(module, name)  # or Inductor makes inputs of them once more

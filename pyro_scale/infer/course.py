@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_scale.drive.batches import Batch, Batches
 from pyro_scale.drive.draws import Draws, Steps
+from pyro_scale.drive.earlier import Earlier
 from pyro_scale.drive.indices import Sampling
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.simulate import simulate
@@ -53,6 +54,7 @@ class Course:
         share_batches: whether all chains have the same.
         compile: whether steps become one program.
         progress: whether a bar is shown.
+        earlier: what the same object has compiled before.
         finished: the chains that reached the end, once they have.
     """
 
@@ -63,6 +65,7 @@ class Course:
     share_batches: bool
     compile: bool | Literal["auto"]
     progress: bool
+    earlier: Earlier
     finished: tuple[int, ...] = ()
 
     @property
@@ -96,6 +99,7 @@ class Course:
                 setup.seed if seed is None else seed,
                 self.compile,
                 bar,
+                self.earlier,
                 inspect=_inspection(setup),
                 **how,
             )

@@ -12,9 +12,10 @@ from pyro_scale.core.counts import as_count
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.randomness import choose_seed
 from pyro_scale.core.warn import warn, without_vmap_warnings
+from pyro_scale.drive.compilation import check_compile
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.draws import Draws, Steps
-from pyro_scale.drive.programs import check_compile
+from pyro_scale.drive.earlier import Earlier
 from pyro_scale.drive.progress import Progress
 from pyro_scale.drive.simulate import simulate
 from pyro_scale.drive.sources import Data
@@ -55,6 +56,7 @@ class Optimised(Approximation):
         check_compile(compile)
         self.kernel = kernel
         self._compile, self._early_stopping = compile, early_stopping
+        self._earlier = Earlier()
 
     def run(
         self,
@@ -114,6 +116,7 @@ class Optimised(Approximation):
                 seed,
                 self._compile if self._is_pure else False,
                 bar,
+                self._earlier,
                 stop=plateau.reached if plateau else None,
                 check_every=plateau.window if plateau else None,
             )

@@ -14,10 +14,11 @@ from pyro_scale.core.files import FilePath
 from pyro_scale.core.randomness import choose_seed
 from pyro_scale.core.schedules import Cyclical, Schedule
 from pyro_scale.core.warn import warn, without_vmap_warnings
+from pyro_scale.drive.compilation import check_compile
 from pyro_scale.drive.data import open_data
 from pyro_scale.drive.draws import Draws, Steps
+from pyro_scale.drive.earlier import Earlier
 from pyro_scale.drive.indices import Sampling, check_sampling
-from pyro_scale.drive.programs import check_compile
 from pyro_scale.drive.sources import Data
 from pyro_scale.errors import (
     ArgumentError,
@@ -103,7 +104,7 @@ class Sampler(Method):
     ):
         super().__init__(model, init_strategy=init_strategy, num_data=num_data)
         check_compile(compile)
-        self._compile = compile
+        self._compile, self._earlier = compile, Earlier()
         if not isinstance(control_variates, bool | Mapping) or control_variates == {}:
             raise ArgumentError(
                 f"control_variates={control_variates!r}: pass True, or a dict of constrained values"
@@ -295,7 +296,8 @@ class Sampler(Method):
             setup, choice = tuned(setup, tuning, steps, sampling)
             if setup.engine.kernel is not self.kernel:  # but knows all sites, or another lr
                 tape = setup.engine.kernel.tape(steps.total)
-            course = Course(setup, tape, steps, sampling, share_batches, self._compile, progress)
+            how = self._compile, progress, self._earlier
+            course = Course(setup, tape, steps, sampling, share_batches, *how)
             course, taken, why = self._simulated(course, journal, facts, sink)
             self.kernel, draws = course.kernel, taken.draws
             attrs = {**self._attrs(), **choice, **why, **settings}

@@ -1,0 +1,188 @@
+"""An object's later runs take the compiled step of its earlier one, where it is the same step."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from reference import double, normals
+from torch.utils.data import DataLoader, TensorDataset
+
+import pyro_scale as ps
+from pyro_scale.drive import compilation
+from pyro_scale.drive.plan import NotALoop
+from pyro_scale.errors import CompileWarning
+
+N, B = 40, 8
+X = normals(N, 2, seed=1)
+Y = X @ torch.tensor([1.0, -0.5], dtype=X.dtype) + 0.3 * normals(N, seed=2)
+HOW = {"num_samples": 20, "batch_size": B, "progress": False}
+
+
+class Regression:
+    """A model with all that a step may read besides its arguments."""
+
+    def __init__(self):
+        self.prior_sd, self.loc, self.sd = 1.0, double(0, 0), double(0.3, 0.3)
+        self.weight = torch.nn.Parameter(double(1, 1), requires_grad=False)
+
+    def __call__(self, x, y):
+        w = pyro.sample("w", dist.Normal(self.loc, double(self.prior_sd)).to_event(1))
+        with pyro.plate("data", N, subsample_size=len(x)):
+            pyro.sample("y", dist.Normal(x @ (w * self.weight), self.sd[0]), obs=y)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """An entry each time that a step is traced."""
+    calls, trace = [], compilation.trace
+    monkeypatch.setattr(compilation, "trace", lambda *args: (calls.append(args), trace(*args))[1])
+    return calls
+
+
+def sampler(model):
+    return ps.BAOA(model, lr=0.01, compile=True)
+
+
+def ran(method, data=(X, Y), **how):
+    """What a run comes to."""
+    how = {"seed": 0, "batch_size": B, "progress": False} | how
+    if isinstance(method, ps.MAP | ps.VI):
+        return method.run(data, num_steps=30, **how).trace
+    return method.run(data, **({"num_samples": 20} | how))._results().positions
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"batch_size": B},
+        {"batch_size": None},
+        {"batch_size": B, "num_chains": 3},
+        {"batch_size": B, "num_chains": 2, "share_batches": True},
+    ],
+)
+def test_a_step_is_traced_once(how, traced):
+    """From other starts, with other noise, other batches and of other lengths."""
+    first = sampler(Regression())
+    for seed, num_samples in enumerate([20, 7, 60]):
+        this = {**how, "seed": seed, "num_samples": num_samples}
+        found = ran(first, **this)
+        assert len(traced) == 1 + seed  # one, and those of the samplers below
+        assert torch.equal(found, ran(sampler(Regression()), **this))
+
+
+def test_of_a_loader(traced):
+    """The very rows of its data set."""
+    first, dataset = sampler(Regression()), TensorDataset(X, Y)
+    for _ in range(2):
+        ran(first, DataLoader(dataset, B, shuffle=True), batch_size=None)
+    assert len(traced) == 1
+
+
+def test_of_a_step_that_is_no_loop(traced, monkeypatch):
+    def refuse(*_):
+        raise NotALoop("an operation")
+
+    monkeypatch.setattr(compilation, "library_for", refuse)
+    first = sampler(Regression())
+    with pytest.warns(CompileWarning):
+        ran(first)
+    found = ran(first, seed=1)
+    assert len(traced) == 1
+    assert first.to_arviz().posterior.attrs["program"] == "compiled step"
+    with pytest.warns(CompileWarning):
+        assert torch.equal(found, ran(sampler(Regression()), seed=1))
+
+
+@pytest.mark.parametrize("kind", [ps.MAP, ps.VI])
+def test_of_optimisers(kind, traced):
+    first = kind(Regression(), compile=True)
+    for seed in range(2):
+        found = ran(first, seed=seed)
+        assert len(traced) == 1 + seed
+        assert torch.equal(found, ran(kind(Regression(), compile=True), seed=seed))
+
+
+CHANGES = {
+    "a number": lambda model: setattr(model, "prior_sd", 1.0 + 1e-9),
+    "another tensor": lambda model: setattr(model, "sd", model.sd * (1 + 1e-9)),
+    "an equal tensor": lambda model: setattr(model, "sd", model.sd.clone()),
+    "written to": lambda model: model.loc.add_(1e-9),
+    "a weight": lambda model: model.weight.data.mul_(1 + 1e-9),
+    "a weight's memory": lambda model: setattr(model.weight, "data", double(1, 2)),
+    "its shape": lambda model: setattr(model.weight, "data", double(2)),
+    "data": lambda model: Y.add_(1e-9),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_what_changes_is_seen(change):
+    """Changes of a billionth are: a run is what a new sampler's is."""
+    before = Y.clone()
+    try:
+        model = Regression()
+        first = sampler(model)
+        ran(first)
+        change(model)
+        assert torch.equal(ran(first), ran(sampler(model)))
+    finally:
+        Y.copy_(before)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"data": (X.clone(), Y)},
+        {"batch_size": 4},
+        {"batch_size": None},
+        {"num_chains": 2},
+        {"data": DataLoader(torch.utils.data.StackDataset(X, Y), B), "batch_size": None},
+    ],
+)
+def test_another_call_is_traced(how, traced):
+    first = sampler(Regression())
+    ran(first)
+    found = ran(first, **how)
+    assert len(traced) == 2
+    assert torch.equal(found, ran(sampler(Regression()), **how))
+
+
+def test_a_frozen_branch_is_seen_at_the_new_point(traced):
+    """What Python decides between runs."""
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(double(0, 0), 1.0).to_event(1))
+        family = dist.StudentT(50.0, x @ w, 0.3) if heavy else dist.Normal(x @ w, 0.3)
+        with pyro.plate("data", N, subsample_size=len(x)):
+            pyro.sample("y", family, obs=y)
+
+    heavy, first = False, sampler(model)
+    ran(first)
+    heavy = True
+    assert torch.equal(ran(first), ran(sampler(model)))
+    assert len(traced) == 3
+
+
+def test_nothing_is_held():
+    """Neither the data nor what the model reads."""
+    model, data = Regression(), (X.clone(), Y.clone())
+    first = sampler(model)
+    ran(first, data)
+    kept = first._earlier
+    watched = [weakref.ref(x) for x in (*data, model.loc, model.sd, model.weight)]
+    del first, model, data
+    gc.collect()
+    assert kept._kept is not None
+    assert [ref() for ref in watched] == [None] * 5
+
+
+def test_copies_of_a_sampler_trace_for_themselves(traced):
+    first = sampler(Regression())
+    expected = ran(first)
+    for other in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        assert torch.equal(ran(other), expected)
+    assert len(traced) == 3
