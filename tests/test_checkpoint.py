@@ -200,7 +200,7 @@ def same(one, other):
     "case",
     slow_but(
         CASES,
-        *["BAOA", "SGNHT", "compiled", "schedules", "by site", "shared batches", "a chosen step"],
+        *["BAOA", "SGNHT", "compiled", "shared batches", "a chosen step"],
         *["control variates", "points", "a loader by index", "workers", "a stream"],
     ),
 )

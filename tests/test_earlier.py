@@ -10,7 +10,8 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import double, normals
-from torch.utils.data import DataLoader, TensorDataset
+from repetitions import slow_but
+from torch.utils.data import DataLoader, StackDataset, TensorDataset
 
 import pyro_scale as ps
 from pyro_scale.drive import compilation
@@ -56,15 +57,15 @@ def ran(method, data=(X, Y), **how):
     return method.run(data, **({"num_samples": 20} | how))._results().positions
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"batch_size": B},
-        {"batch_size": None},
-        {"batch_size": B, "num_chains": 3},
-        {"batch_size": B, "num_chains": 2, "share_batches": True},
-    ],
-)
+HOW = [
+    {"batch_size": B},
+    {"batch_size": None},
+    {"batch_size": B, "num_chains": 3},
+    {"batch_size": B, "num_chains": 2, "share_batches": True},
+]
+
+
+@pytest.mark.parametrize("how", slow_but(HOW, *HOW[1:3]))
 def test_a_step_is_traced_once(how, traced):
     """From other starts, with other noise, other batches and of other lengths."""
     first = sampler(Regression())
@@ -119,7 +120,9 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize(
+    "change", slow_but(CHANGES, "a number", "written to", "a weight's memory", "its shape")
+)
 def test_what_changes_is_seen(change):
     """Changes of a billionth are: a run is what a new sampler's is."""
     before = Y.clone()
@@ -127,28 +130,28 @@ def test_what_changes_is_seen(change):
         model = Regression()
         first = sampler(model)
         ran(first)
-        change(model)
+        CHANGES[change](model)
         assert torch.equal(ran(first), ran(sampler(model)))
     finally:
         Y.copy_(before)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"data": (X.clone(), Y)},
-        {"batch_size": 4},
-        {"batch_size": None},
-        {"num_chains": 2},
-        {"data": DataLoader(torch.utils.data.StackDataset(X, Y), B), "batch_size": None},
-    ],
-)
-def test_another_call_is_traced(how, traced):
+OTHER_CALLS = {
+    "data": {"data": (X.clone(), Y)},
+    "fewer rows": {"batch_size": 4},
+    "all rows": {"batch_size": None},
+    "chains": {"num_chains": 2},
+    "a loader": {"data": DataLoader(StackDataset(X, Y), B), "batch_size": None},
+}
+
+
+@pytest.mark.parametrize("call", slow_but(OTHER_CALLS, "data", "fewer rows"))
+def test_another_call_is_traced(call, traced):
     first = sampler(Regression())
     ran(first)
-    found = ran(first, **how)
+    found = ran(first, **OTHER_CALLS[call])
     assert len(traced) == 2
-    assert torch.equal(found, ran(sampler(Regression()), **how))
+    assert torch.equal(found, ran(sampler(Regression()), **OTHER_CALLS[call]))
 
 
 def test_a_frozen_branch_is_seen_at_the_new_point(traced):

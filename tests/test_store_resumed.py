@@ -562,7 +562,7 @@ torch.save(stored.outcome(fit), saved)
 @pytest.mark.parametrize(
     ("kept", "kills", "draws"),
     [
-        ("store", 1, 2000),
+        ("store", 1, 800),
         pytest.param("store", 2, 2000, marks=pytest.mark.slow),
         pytest.param("nowhere", 2, 2000, marks=pytest.mark.slow),
         *(pytest.param(kept, 20, 20_000, marks=pytest.mark.slow) for kept in KEPT),
