@@ -67,6 +67,49 @@ def test_stores_with_other_codecs_are_refused(tmp_path):
         DrawStore.opened(path)
 
 
+SPOILED = {
+    "no draws": lambda contents: contents.pop("positions"),
+    "elements": lambda contents: contents.update(positions=contents["positions"][..., :0]),
+    "dims": lambda contents: contents.update(positions=contents["positions"][0]),
+    "no tensor": lambda contents: contents.update(positions="draws"),
+    "stats": lambda contents: contents["sample_stats"].update(lp=torch.zeros(3)),
+    "chains": lambda contents: contents.update(chains=[0]),
+    "layout": lambda contents: contents.update(shapes=[[2]]),
+    "a dtype": lambda contents: contents.update(dtypes=["nn"]),
+    "the method": lambda contents: contents.pop("method"),
+    "a start": lambda contents: contents.update(start=[]),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
+def test_results_whose_parts_do_not_belong_together_are_refused(spoil, tmp_path):
+    ps.SGLD(normal, lr=0.1, compile=False).run(None, **HOW).save(tmp_path / "run")
+    contents = files.read(tmp_path / "run")
+    spoil(contents)
+    written(tmp_path / "run", saved(contents))
+    with pytest.raises(FileError, match=r"save them again|pass the model|does not hold"):
+        ps.SGLD.load(tmp_path / "run", normal)
+
+
+SPOILED_FITS = {
+    "a mean": lambda contents: contents["gaussians"][0].update(mean=torch.zeros(2, 2)),
+    "a scale": lambda contents: contents["gaussians"][0].update(scale_tril=torch.zeros(3)),
+    "centres": lambda contents: contents.update(centres=torch.zeros(1, 3)),
+    "sites": lambda contents: contents.update(sites=["v"]),
+    "no gaussian": lambda contents: contents.update(gaussians=[{}]),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED_FITS.values(), ids=SPOILED_FITS.keys())
+def test_fits_whose_parts_do_not_belong_together_are_refused(spoil, tmp_path):
+    ps.Laplace(normal).run(None, seed=0).save(tmp_path / "fit")
+    contents = files.read(tmp_path / "fit")
+    spoil(contents)
+    written(tmp_path / "fit", saved(contents))
+    with pytest.raises(FileError, match="save them again"):
+        ps.Laplace.load(tmp_path / "fit", normal)
+
+
 def test_a_step_that_rounds_to_none_ends_with_results():
     sampler = ps.SGHMC(normal, lr=1e-30, compile=False).run(None, **HOW)
     assert sampler.get_samples()["w"].isfinite().all()

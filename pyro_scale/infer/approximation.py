@@ -302,6 +302,9 @@ class Approximation(Method):
             result.attrs,
             contents["trace"],
         )
+        if self._fit.centres.shape[1:] != (result.layout.size,):
+            raise ValueError(f"centres of shape {list(self._fit.centres.shape)}")
+        self._fit.by_start(torch.arange(self._fit.num_starts))  # which raises where shapes differ
 
 
 def _said(pareto_k: float) -> str:

@@ -69,11 +69,11 @@ def model_contents(
 
 def layout_of(contents: Mapping[str, Any]) -> Layout:
     """Where each tensor lies in a position."""
-    return Layout(
-        tuple(contents["names"]),
-        tuple(torch.Size(shape) for shape in contents["shapes"]),
-        tuple(getattr(torch, name) for name in contents["dtypes"]),
-    )
+    dtypes = tuple(getattr(torch, name) for name in contents["dtypes"])
+    if not all(isinstance(dtype, torch.dtype) for dtype in dtypes):
+        raise ValueError(f"{contents['dtypes']} are no dtypes")
+    shapes = tuple(torch.Size(shape) for shape in contents["shapes"])
+    return Layout(tuple(contents["names"]), shapes, dtypes)
 
 
 def result_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Result:
@@ -85,7 +85,7 @@ def result_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Resul
     """
     noise = contents["gradient_noise"]
     layout = layout_of(contents)
-    return Result(
+    result = Result(
         log_posterior=log_posterior,
         data=None,
         layout=layout,
@@ -98,6 +98,20 @@ def result_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Resul
         kinetic=None if contents["kinetic"] is None else Kinetic(**contents["kinetic"]),
         chains=contents["chains"],
     )
+    _check_shapes(result)
+    return result
+
+
+def _check_shapes(result: Result) -> None:
+    """Raises a ValueError where a file's tensors do not belong together."""
+    shape, size = tuple(result.positions.shape), result.layout.size
+    if len(shape) != 3 or shape[2] != size:
+        raise ValueError(f"draws of shape {list(shape)}, of {size} elements each")
+    if result.chains is not None and len(result.chains) != shape[0]:
+        raise ValueError(f"{shape[0]} chains, of which {len(result.chains)} have numbers")
+    for name, values in result.sample_stats.items():
+        if result.running is None and tuple(values.shape) != shape[:2]:
+            raise ValueError(f"'{name}' of shape {list(values.shape)} beside draws {list(shape)}")
 
 
 def _plain_layout(layout: Layout) -> dict[str, list[Any]]:

@@ -427,7 +427,8 @@ class Method:
         """
         loaded, contents = saved.opened(path, cls)
         Method.__init__(loaded, model)  # a method's own makes what only a run needs
-        loaded._restore(contents, understood(contents, model))
+        with saved.as_written(path):
+            loaded._restore(contents, understood(contents, model))
         return cast(Self, loaded)
 
     def _contents(self) -> dict[str, Any]:

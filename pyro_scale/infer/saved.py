@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Never
 
@@ -49,9 +50,10 @@ def opened(path: files.FilePath, cls: type) -> tuple[Any, Mapping[str, Any]]:
         FileError: the file cannot be read, or is of another method.
     """
     contents = files.read(path)
-    if contents.get("store"):
-        contents["store"]["path"] = _beside(contents["store"]["path"], files.as_path(path))
-    name = contents["method"]
+    with as_written(path):
+        name = contents["method"]
+        if contents.get("store"):
+            contents["store"]["path"] = _beside(contents["store"]["path"], files.as_path(path))
     kind = next((kind for kind in _family(cls) if kind.__name__ == name), None)
     if kind is None:
         raise FileError(
@@ -62,6 +64,18 @@ def opened(path: files.FilePath, cls: type) -> tuple[Any, Mapping[str, Any]]:
     loaded: Any = object.__new__(type(kind.__name__, (Saved, kind), namespace))
     loaded._read = contents
     return loaded, contents
+
+
+@contextmanager
+def as_written(path: files.FilePath) -> Iterator[None]:
+    """Our error for contents that are not those of a method's results."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise FileError(
+            f"'{path}' does not hold results as Pyro Scale writes them "
+            f"({type(error).__name__}: {error}): save them again"
+        ) from error
 
 
 def _beside(store: str, file: Path) -> str:
