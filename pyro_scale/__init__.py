@@ -7,22 +7,22 @@ and the draws go to ArviZ.
 
 from pyro_scale import errors, kernels, metrics
 from pyro_scale.core import schedules
+from pyro_scale.diagnostics.replay import Replay, replay
 from pyro_scale.infer.compare import compare
 from pyro_scale.infer.ekf import EKF
 from pyro_scale.infer.explain import explain
 from pyro_scale.infer.laplace import Laplace
 from pyro_scale.infer.map import MAP
-from pyro_scale.infer.replay import Replay, replay
 from pyro_scale.infer.sampler import Sampler
 from pyro_scale.infer.versions import show_versions
 from pyro_scale.infer.vi import IVON, VI
-from pyro_scale.model.bayesianize import bayesianize
-from pyro_scale.model.curvature import Curvature
+from pyro_scale.model.curvature.ggn import Curvature
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.model.normalisation import FilterResponseNorm, replace_batchnorm
+from pyro_scale.model.nn.bayesianize import bayesianize
+from pyro_scale.model.nn.norm import FilterResponseNorm, replace_batchnorm
+from pyro_scale.model.nn.priors import weight_decay
 from pyro_scale.model.scaling import Evaluation
 from pyro_scale.model.starts import init_to_module
-from pyro_scale.model.weight_priors import weight_decay
 
 BAOA = Sampler.of(kernels.BAOA)
 SGHMC = Sampler.of(kernels.SGHMC)

@@ -6,8 +6,8 @@ import pyro
 import pytest
 import torch
 
-from pyro_scale.drive import simulate
-from pyro_scale.infer import black_box
+from pyro_scale.diagnostics import crash_dump
+from pyro_scale.engine import loop
 
 # pytest's handlers would make Inductor write a trace of every compilation for nobody
 logging.getLogger("torch.__trace").addHandler = lambda handler: None
@@ -27,7 +27,7 @@ def _no_black_boxes_left_behind(tmp_path_factory):
     """What chains that break leave among temporary files is among the tests' own."""
     with pytest.MonkeyPatch.context() as patch:
         own = partial(mkdtemp, dir=tmp_path_factory.mktemp("black-boxes"))
-        patch.setattr(black_box, "mkdtemp", own)
+        patch.setattr(crash_dump, "mkdtemp", own)
         yield
 
 
@@ -41,7 +41,7 @@ def store():
 @pytest.fixture
 def cut(monkeypatch):
     """A function that lets runs end after so many steps; `monkeypatch.undo` ends its work."""
-    move = simulate.Chains.move
+    move = loop.Chains.move
 
     def after(step, error=KeyboardInterrupt):
         def interrupted(self, program, batches, tape, *others):
@@ -49,6 +49,6 @@ def cut(monkeypatch):
                 raise error
             move(self, program, batches, tape, *others)
 
-        monkeypatch.setattr(simulate.Chains, "move", interrupted)
+        monkeypatch.setattr(loop.Chains, "move", interrupted)
 
     return after

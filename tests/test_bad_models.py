@@ -13,7 +13,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import nn
 
 import pyro_scale as ps
-from pyro_scale.drive.engine import Engine
+from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, ModelError, PlateError, SiteError
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from warned import without_replay
 
 import pyro_scale as ps
-from pyro_scale.drive import checkpoint, progress, simulate
+from pyro_scale.engine import checkpoint, loop, progress
 from pyro_scale.errors import ArgumentError, FileError, NonFiniteError
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore")]
@@ -390,7 +390,7 @@ def test_a_run_is_extended_by_the_program_that_it_was_run_by(compiled, tmp_path,
     longer = ran(compiled, num_samples=70)
     ran(compiled, checkpoint=tmp_path)
     limit = 10_000 if compiled else 1  # by which "auto" would choose the other one
-    monkeypatch.setattr("pyro_scale.drive.compilation._REPAID_AFTER", limit)
+    monkeypatch.setattr("pyro_scale.engine.choose_executor._REPAID_AFTER", limit)
     extended = ran("auto", num_samples=70, resume=tmp_path)
     same(extended, longer)
     finished = ran("auto", num_samples=70, resume=tmp_path)  # nothing is left to do
@@ -509,7 +509,7 @@ def test_the_bar_of_a_run_that_goes_on_shows_no_log_joint_before_there_is_one(
 
 def test_the_version_counts(tmp_path, monkeypatch):
     run("BAOA", checkpoint=tmp_path)
-    monkeypatch.setattr("pyro_scale.infer.journal.version", lambda _: "9.9")
+    monkeypatch.setattr("pyro_scale.run.resume.version", lambda _: "9.9")
     with pytest.raises(FileError, match=r"version was '.*', is '9.9'"):
         run("BAOA", resume=tmp_path)
 
@@ -616,7 +616,7 @@ def unfinished(tmp_path_factory):
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     directory = tmp_path_factory.mktemp("unfinished")
-    move = simulate.Chains.move
+    move = loop.Chains.move
 
     def interrupted(self, program, batches, tape, *others):
         if tape.stop > 100:
@@ -626,7 +626,7 @@ def unfinished(tmp_path_factory):
     whole = run("BAOA")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(simulate.Chains, "move", interrupted)
+        patch.setattr(loop.Chains, "move", interrupted)
         run("BAOA", checkpoint=directory, checkpoint_every=0)
     torch.set_default_dtype(default)
     files = (file for file in directory.iterdir() if not file.name.startswith("."))
@@ -754,7 +754,7 @@ def test_an_interrupt_ends_the_search_for_a_step_size_too(monkeypatch):
         self.alive = torch.tensor([False, True])
         self.count = tape.stop
 
-    monkeypatch.setattr(simulate.Chains, "move", broken)
+    monkeypatch.setattr(loop.Chains, "move", broken)
     monkeypatch.setattr("pyro_scale.infer.sampler._any_broke", lambda draws: False)
     with pytest.raises(NonFiniteError):
         CASES["a chosen step"][0]().run((X, Y), **STEPS, **IN_BATCHES, **QUIET)

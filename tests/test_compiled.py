@@ -23,11 +23,11 @@ from torch.distributions import constraints
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import pyro_scale as ps
-from pyro_scale.drive import simulate as simulation
-from pyro_scale.drive import tape as tapes
-from pyro_scale.infer import course
+from pyro_scale.engine import inputs as tapes
+from pyro_scale.engine import loop as simulation
 from pyro_scale.infer.sampler import Sampler
 from pyro_scale.kernels import Kernel
+from pyro_scale.run import run
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -440,7 +440,7 @@ def every_state():
     calls, programs = [], []
     simulate, program_for = simulation.simulate, simulation.program_for
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(course, "simulate", lambda *a, **k: (calls.append(a), simulate(*a, **k))[1])
+        patch.setattr(run, "simulate", lambda *a, **k: (calls.append(a), simulate(*a, **k))[1])
         patch.setattr(
             simulation,
             "program_for",

@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import pyro_scale as ps
 from pyro_scale import kernels
 from pyro_scale.core.layout import Layout
-from pyro_scale.drive.data import open_data
-from pyro_scale.drive.draws import Steps
-from pyro_scale.drive.engine import Engine
+from pyro_scale.data.open import open_data
+from pyro_scale.engine.draws import Steps
+from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError
-from pyro_scale.infer.setup import as_log_posterior, set_up
-from pyro_scale.infer.tuning import Tuning, tuned
 from pyro_scale.model.control_variates import ControlVariates
+from pyro_scale.run.problem import as_log_posterior, set_up
+from pyro_scale.tuning.tune import Tuning, tuned
 
 pytestmark = pytest.mark.usefixtures("float64")
 

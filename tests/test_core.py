@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 
 from pyro_scale.core import rows, schedules
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.randomness import (
-    NoiseTape,
-    Purpose,
-    choose_seed,
-    derived_seed,
-    generator,
-)
+from pyro_scale.core.rng import NoiseTape, Purpose, choose_seed, derived_seed, generator
 from pyro_scale.errors import ArgumentError, DataError
 
 quick = settings(

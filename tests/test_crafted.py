@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import pyro_scale as ps
-from pyro_scale.core import files
-from pyro_scale.drive.store import DrawStore
+from pyro_scale.diagnostics import crash_dump
 from pyro_scale.errors import FileError, NonFiniteError, NotRunError
-from pyro_scale.infer import black_box
+from pyro_scale.storage import files
+from pyro_scale.storage.zarr_store import DrawStore
 
 HOW = {"num_samples": 40, "num_chains": 2, "seed": 0, "progress": False}
 
@@ -116,7 +116,7 @@ def test_a_step_that_rounds_to_none_ends_with_results():
 
 
 def test_why_there_are_no_draws_and_where_the_last_steps_are(monkeypatch):
-    monkeypatch.setattr(black_box, "_MOST_DIRECTORIES", 2)
+    monkeypatch.setattr(crash_dump, "_MOST_DIRECTORIES", 2)
     told = []
     for _ in range(4):
         sampler = ps.SGLD(normal, lr=1e9, compile=False)

@@ -42,7 +42,7 @@ from torch import nn
 
 import pyro_scale as ps
 from pyro_scale.core.layout import Layout
-from pyro_scale.model.prior import prior_precision
+from pyro_scale.model.curvature.prior_hessian import prior_precision
 
 pytestmark = pytest.mark.usefixtures("float64", "store")
 

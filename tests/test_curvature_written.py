@@ -38,7 +38,7 @@ from reference import batches, close, double, normals
 from torch.distributions import transforms
 
 from pyro_scale.errors import SiteError
-from pyro_scale.model.prior import prior_precision
+from pyro_scale.model.curvature.prior_hessian import prior_precision
 
 pytestmark = pytest.mark.usefixtures("float64", "store")
 

@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 import pyro_scale as ps
-from pyro_scale.drive.data import open_data
+from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError, DataError
 
 N, B = 10, 4  # a ragged tail of 2

@@ -14,8 +14,9 @@ from repetitions import slow_but
 from torch.utils.data import DataLoader, StackDataset, TensorDataset
 
 import pyro_scale as ps
-from pyro_scale.drive import compilation
-from pyro_scale.drive.plan import NotALoop
+from pyro_scale.engine import choose_executor
+from pyro_scale.engine.compile import compiled
+from pyro_scale.engine.compile.lowering import NotALoop
 from pyro_scale.errors import CompileWarning
 
 N, B = 40, 8
@@ -40,8 +41,10 @@ class Regression:
 @pytest.fixture
 def traced(monkeypatch):
     """An entry each time that a step is traced."""
-    calls, trace = [], compilation.trace
-    monkeypatch.setattr(compilation, "trace", lambda *args: (calls.append(args), trace(*args))[1])
+    calls, trace = [], choose_executor.trace
+    monkeypatch.setattr(
+        choose_executor, "trace", lambda *args: (calls.append(args), trace(*args))[1]
+    )
     return calls
 
 
@@ -88,7 +91,7 @@ def test_of_a_step_that_is_no_loop(traced, monkeypatch):
     def refuse(*_):
         raise NotALoop("an operation")
 
-    monkeypatch.setattr(compilation, "library_for", refuse)
+    monkeypatch.setattr(compiled, "library_for", refuse)
     first = sampler(Regression())
     with pytest.warns(CompileWarning):
         ran(first)

@@ -18,6 +18,7 @@ from torch.distributions import constraints
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import pyro_scale as ps
+from pyro_scale.core import memory
 from pyro_scale.errors import (
     ArgumentError,
     DataError,
@@ -26,7 +27,6 @@ from pyro_scale.errors import (
     NotRunError,
     PyroScaleError,
 )
-from pyro_scale.infer import memory
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -21,9 +21,10 @@ from torch.utils.data import DataLoader, Dataset
 from warned import without_replay
 
 import pyro_scale as ps
-from pyro_scale.drive import cache, compilation
-from pyro_scale.drive.indices import RowIndices
-from pyro_scale.drive.loop import NotALoop
+from pyro_scale.data.row_sampler import RowIndices
+from pyro_scale.engine import choose_executor
+from pyro_scale.engine.compile import cache_directory, compiled
+from pyro_scale.engine.compile.cpp_loop import NotALoop
 from pyro_scale.errors import ArgumentError, CompileWarning, NonFiniteError, NotRunError
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -69,7 +70,7 @@ def reasons(caught):
 
 def keep_in(directory, monkeypatch):
     """Keeps loops in another directory; Inductor's header, slow to build, stays where it is."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache.directory() / "inductor"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache_directory.directory() / "inductor"))
     monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(directory))
 
 
@@ -103,7 +104,7 @@ def test_a_loop_first(recwarn):
 def test_then_a_compiled_step(recwarn, monkeypatch):
     """The warning names what is not in the loop, once, and this torch."""
     left = "buf3 = torch.ops.aten.linalg_cholesky_ex.default(buf2)"
-    monkeypatch.setattr(compilation, "library_for", refuse(NotALoop(left)))
+    monkeypatch.setattr(compiled, "library_for", refuse(NotALoop(left)))
     sampler = ran(logistic, True)
     assert program_of(sampler) == STEP
     same(sampler, plain())
@@ -117,7 +118,7 @@ def test_the_compilers_own_error_is_said(monkeypatch, tmp_path):
     keep_in(tmp_path, monkeypatch)
     output = "C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\nx.cpp: In function:\n"
     output += "x.cpp:3:10: fatal error: cpp_prefix.h: No such file\ncompilation terminated."
-    monkeypatch.setattr(compilation, "build_library", refuse(RuntimeError(output)))
+    monkeypatch.setattr(compiled, "build_library", refuse(RuntimeError(output)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ran(logistic, True, num_samples=5)
@@ -125,11 +126,14 @@ def test_the_compilers_own_error_is_said(monkeypatch, tmp_path):
     assert "C++ compile error: x.cpp:3:10: fatal error: cpp_prefix.h: No such file; torch" in reason
 
 
-@pytest.mark.parametrize("step", ["trace", "compile_graph", "build_library"])
-def test_then_the_step_itself(step, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("module", "step"),
+    [(choose_executor, "trace"), (compiled, "compile_graph"), (compiled, "build_library")],
+)
+def test_then_the_step_itself(module, step, monkeypatch, tmp_path):
     """Whatever part of compiling it fails in: no C++ compiler, for one."""
     keep_in(tmp_path, monkeypatch)
-    monkeypatch.setattr(compilation, step, refuse(RuntimeError("no compiler\nhere")))
+    monkeypatch.setattr(module, step, refuse(RuntimeError("no compiler\nhere")))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         sampler = ran(logistic, True)
@@ -176,7 +180,7 @@ def test_then_chain_by_chain(model):
 @pytest.fixture(autouse=True)
 def nothing_is_compiled_yet(monkeypatch):
     """As in a process of its own."""
-    monkeypatch.setattr(compilation, "_compiled_before", {})
+    monkeypatch.setattr(compiled, "_compiled_before", {})
 
 
 @pytest.fixture
@@ -184,15 +188,17 @@ def asked(monkeypatch):
     """How often compilation is asked for, by program_for on its own."""
     calls = []
     blueprint = SimpleNamespace(program=lambda _: None)
-    monkeypatch.setattr(compilation, "_compiled", lambda *args: (calls.append(args), blueprint)[1])
-    monkeypatch.setattr(compilation, "check", lambda *_: None)
+    monkeypatch.setattr(
+        choose_executor, "_compiled", lambda *args: (calls.append(args), blueprint)[1]
+    )
+    monkeypatch.setattr(choose_executor, "check", lambda *_: None)
     nothing = SimpleNamespace(program=lambda *_: None, keep=lambda *_: None)
 
     def ask(compile, num_steps, num_chains=1, vectorised=True):
         calls.clear()
         engine = SimpleNamespace(vectorised=vectorised)
         state = SimpleNamespace(position=torch.zeros(num_chains, 1))
-        compilation.program_for(
+        choose_executor.program_for(
             engine, SimpleNamespace(), state, None, compile, num_steps, str, None, nothing
         )
         return len(calls)
@@ -201,7 +207,7 @@ def asked(monkeypatch):
 
 
 def test_auto_compiles_runs_that_repay_it(asked):
-    assert compilation._REPAID_AFTER == 3000
+    assert choose_executor._REPAID_AFTER == 3000
     assert asked("auto", 2999) == 0
     assert asked("auto", 3000) == 1
     assert asked(True, 1) == 1
@@ -226,9 +232,9 @@ def test_auto_counts_chain_steps(asked):
     ],
 )
 def test_auto_counts_all_steps(steps, monkeypatch):
-    monkeypatch.setattr(compilation, "_REPAID_AFTER", 50)
+    monkeypatch.setattr(choose_executor, "_REPAID_AFTER", 50)
     assert program_of(ran(logistic, "auto", **steps)) == LOOP
-    monkeypatch.setattr(compilation, "_REPAID_AFTER", 51)
+    monkeypatch.setattr(choose_executor, "_REPAID_AFTER", 51)
     assert program_of(ran(logistic, "auto", **steps)) == EAGER
 
 
@@ -268,7 +274,7 @@ def scaled(factor):
 def test_a_built_loop_is_found_again(monkeypatch):
     """By the same graph, whatever the data, without Inductor."""
     ran(scaled(0.5), True)
-    monkeypatch.setattr(compilation, "compile_graph", refuse(RuntimeError("asked for")))
+    monkeypatch.setattr(compiled, "compile_graph", refuse(RuntimeError("asked for")))
     again = ran(scaled(0.5), True, data=(-X, Y), seed=3)
     assert program_of(again) == LOOP
     same(again, ran(scaled(0.5), False, data=(-X, Y), seed=3))
@@ -338,7 +344,8 @@ def test_settings_are_as_they_were(where, validation, monkeypatch, tmp_path):
 
         monkeypatch.setattr(compile_fx, "compile_fx_inner", refuse(RuntimeError("no")))
     elif where:
-        monkeypatch.setattr(compilation, where, refuse(RuntimeError("no")))
+        module = choose_executor if where == "trace" else compiled
+        monkeypatch.setattr(module, where, refuse(RuntimeError("no")))
     pyro.clear_param_store()
     pyro.param("other", torch.ones(2))
     with pyro.validation_enabled(validation):

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import pyro_scale as ps
 from pyro_scale.errors import FileError
-from pyro_scale.infer import streams
+from pyro_scale.posterior import sinks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -105,8 +105,8 @@ def test_draws_fill_the_disk(chunk, disk, tmp_path, monkeypatch):
     pytest.importorskip("zarr")
     import xarray
 
-    monkeypatch.setattr(streams, "_MOST_DRAWS", chunk)
-    monkeypatch.setattr(streams, "_FILE_BYTES", 2**19)
+    monkeypatch.setattr(sinks, "_MOST_DRAWS", chunk)
+    monkeypatch.setattr(sinks, "_FILE_BYTES", 2**19)
     sampler = ps.BAOA(wide, lr=0.05, compile=False)
     how = {"num_samples": 1200, "batch_size": 5, "store": disk / "draws.zarr", **QUIET}
     with pytest.raises(FileError, match=r"cannot be written \(.*No space left") as raised:

@@ -23,9 +23,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import pyro_scale as ps
-from pyro_scale.core import files
 from pyro_scale.errors import ArgumentError, FileError, NonFiniteError, NotRunError
 from pyro_scale.infer.method import Method
+from pyro_scale.storage import files
 
 QUIET = {"progress": False}
 SIZE = 12

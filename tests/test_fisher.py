@@ -10,8 +10,14 @@ import pytest
 import torch
 from reference import close, double, normals
 
-from pyro_scale.model.families import CLOSED_FORMS
-from pyro_scale.model.fisher import NoInformation, base_of, information, mask_of, own_arguments
+from pyro_scale.model.curvature.fisher import (
+    NoInformation,
+    base_of,
+    information,
+    mask_of,
+    own_arguments,
+)
+from pyro_scale.model.curvature.fisher_families import CLOSED_FORMS
 
 # ------------------------------------------------------------------ the truth
 

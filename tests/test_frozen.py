@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import pyro_scale as ps
-from pyro_scale.infer import base
 from pyro_scale.model.frozen import NoBase, frozen_base
+from pyro_scale.run import frozen_features
 
 N, B = 37, 8
 QUIET = {"progress": False, "seed": 0}
@@ -107,7 +107,7 @@ def left(*args):
 
 def draws(monkeypatch, taken_out, model, data, method=ps.BAOA, settings=None, **kwargs):
     """The fit, and whether a base was taken out."""
-    monkeypatch.setattr(base, "frozen_base", frozen_base if taken_out else left)
+    monkeypatch.setattr(frozen_features, "frozen_base", frozen_base if taken_out else left)
     kwargs = {"num_samples": 12, "num_chains": 3, **QUIET, **kwargs}
     fit = method(model, lr=0.1, compile=False, **(settings or {})).run(data, **kwargs)
     return fit, fit.diagnostics().attrs["frozen_base"].startswith("run once")
@@ -165,7 +165,7 @@ def test_draws_are_the_same_from_loaders(monkeypatch, kind, share):
 
 @pytest.mark.parametrize("batch_size", [B, None])
 def test_draws_are_the_same_where_more_memory_is_needed_than_there_is(monkeypatch, batch_size):
-    monkeypatch.setattr(base, "bytes_of", lambda device: 10)
+    monkeypatch.setattr(frozen_features, "bytes_of", lambda device: 10)
     check_same(monkeypatch, classifier(CONVOLUTION), (X, LABELS), batch_size=batch_size)
 
 
@@ -191,7 +191,7 @@ def test_points_move_as_they_would(monkeypatch):
 def test_approximations_are_the_same(monkeypatch, method):
     fits = []
     for taken_out in (frozen_base, left):
-        monkeypatch.setattr(base, "frozen_base", taken_out)
+        monkeypatch.setattr(frozen_features, "frozen_base", taken_out)
         fit = method(classifier(CONVOLUTION), init_strategy=ps.init_to_module, compile=False)
         fits.append(fit.run((X, LABELS), num_steps=20, batch_size=B, **QUIET).get_samples())
     for name, value in fits[1].items():
@@ -201,7 +201,7 @@ def test_approximations_are_the_same(monkeypatch, method):
 def test_compiled_it_is_the_same(monkeypatch):
     model, steps = classifier(CONVOLUTION), {"batch_size": B, "num_chains": 2}
     expected, _ = draws(monkeypatch, False, model, (X, LABELS), **steps)
-    monkeypatch.setattr(base, "frozen_base", frozen_base)
+    monkeypatch.setattr(frozen_features, "frozen_base", frozen_base)
     fit = ps.BAOA(model, lr=0.1, compile=True)
     fit.run((X, LABELS), num_samples=12, **steps, **QUIET)
     assert fit.to_arviz(log_likelihood=False).sample_stats.attrs["program"] == "compiled loop"
@@ -225,7 +225,7 @@ def test_the_base_runs_once_for_every_row(monkeypatch):
         found["base"].base.forward = counted
         return found["base"]
 
-    monkeypatch.setattr(base, "frozen_base", spied)
+    monkeypatch.setattr(frozen_features, "frozen_base", spied)
     fit = ps.BAOA(classifier(net, "2"), lr=0.1, compile=False)
     fit.run((SEQUENCE[:, 0], LABELS), num_samples=50, num_chains=8, batch_size=B, **QUIET)
     assert sum(rows) == B + -(-N // B) * B  # the first batch besides

@@ -14,10 +14,10 @@ from torch import nn
 
 import pyro_scale as ps
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.randomness import NoiseTape, Purpose, generator
+from pyro_scale.core.rng import NoiseTape, Purpose, generator
 from pyro_scale.core.schedules import Cyclical, polynomial_decay
-from pyro_scale.drive.engine import Engine
-from pyro_scale.drive.indices import RowIndices
+from pyro_scale.data.row_sampler import RowIndices
+from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError
 
 QUIET = {"progress": False}

@@ -11,20 +11,30 @@ import pytest
 import pyro_scale
 
 ROOT = Path(pyro_scale.__file__).parent
-#: What each layer may import from the package, besides itself.
-ALLOWED = {
-    "errors": set(),
-    "core": {"errors"},
-    "model": {"errors", "core"},
-    "kernels": {"errors", "core"},
-    "drive": {"errors", "core"},
+#: The layers from the lowest to the uppermost: each imports from those below alone, and those of
+#: one line know nothing of each other.
+LAYERS = [
+    {"errors"},
+    {"core"},
+    {"metrics", "storage", "data", "kernels", "model"},
+    {"engine", "fullbatch"},
+    {"run"},
+    {"tuning"},
+    {"posterior"},
+    {"diagnostics"},
+    {"infer"},
+    {"__init__"},
+]
+#: What may be imported by those that know less than their layer would let them.
+NARROW = {
     "metrics": {"errors"},
-    "infer": {"errors", "core", "model", "kernels", "drive", "metrics"},
-    "__init__": {"errors", "core", "model", "kernels", "drive", "metrics", "infer"},
+    "engine": {"errors", "core", "storage", "data"},
+    "engine/compile": {"errors", "core"},
 }
 #: Libraries that Pyro Scale is measured against, which it must not lean on.
 PEERS = {"posteriors", "blackjax", "numpyro", "jax", "optax", "laplace", "curvlinops", "pymc"}
 MODULES = sorted(ROOT.rglob("*.py"))
+DOTTED = {".".join(("pyro_scale", *p.relative_to(ROOT).with_suffix("").parts)): p for p in MODULES}
 
 
 def name_of(path):
@@ -33,6 +43,14 @@ def name_of(path):
 
 def layer_of(path):
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def allowed(path):
+    """The packages that a file may import from, besides its own."""
+    layer = layer_of(path)
+    height = next(height for height, layers in enumerate(LAYERS) if layer in layers)
+    folder = path.parent.relative_to(ROOT).as_posix()
+    return NARROW.get(folder) or NARROW.get(layer) or set().union(*LAYERS[:height])
 
 
 def imports(path):
@@ -50,16 +68,48 @@ def imports(path):
                 yield origin
 
 
+def imported_modules(path):
+    """Modules that a file imports when it is loaded, submodules named after `import` included."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 def test_every_file_is_in_a_layer():
-    assert {layer_of(path) for path in MODULES} <= ALLOWED.keys()
+    assert {layer_of(path) for path in MODULES} == set().union(*LAYERS)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_go_one_way(path):
-    layer = layer_of(path)
     own = [name.split(".") for name in imports(path) if name.split(".")[0] == "pyro_scale"]
     assert all(len(parts) > 1 for parts in own), "imports the package itself"
-    assert {parts[1] for parts in own} <= ALLOWED[layer] | {layer}
+    assert {parts[1] for parts in own} - {layer_of(path)} <= allowed(path)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "engine/compile").glob("*.py")), ids=name_of)
+def test_the_compiler_knows_nothing_of_the_engine(path):
+    own = {name for name in imports(path) if name.startswith("pyro_scale.engine")}
+    assert all(name.startswith("pyro_scale.engine.compile") for name in own)
+
+
+@pytest.mark.parametrize(
+    "package", sorted({path.parent for path in MODULES}), ids=lambda package: package.name
+)
+def test_every_package_says_in_a_line_what_it_holds(package):
+    assert ast.get_docstring(ast.parse((package / "__init__.py").read_text()))
+
+
+def test_no_circles():
+    """Among modules, even inside of a package."""
+    below = {
+        name: {each for each in imported_modules(path) if each in DOTTED and each != name}
+        for name, path in DOTTED.items()
+    }
+    while below:
+        free = {name for name, needs in below.items() if not needs & below.keys()}
+        assert free, f"a circle among {sorted(below)}"
+        below = {name: needs for name, needs in below.items() if name not in free}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

@@ -12,8 +12,8 @@ from warned import quiet, told
 
 import pyro_scale as ps
 from pyro_scale import kernels
-from pyro_scale.drive import simulate
-from pyro_scale.drive.draws import Steps
+from pyro_scale.engine import loop
+from pyro_scale.engine.draws import Steps
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -103,7 +103,7 @@ def test_of_minibatches(batches, monkeypatch):
     """They multiply it by 1 + lr N V / (2 friction B); what is expected does not know of them,
     whether gradients are of all rows or of further batches, whose noise is taken off."""
     if batches == "some":
-        monkeypatch.setattr("pyro_scale.infer.virial._ENOUGH", 10**9)
+        monkeypatch.setattr("pyro_scale.diagnostics.temperature._ENOUGH", 10**9)
     lr = 0.02
     sampler = run(ps.SGHMC(location, lr=lr), (Y,), batch_size=B, sampling="replacement")
     table, said = told(sampler.diagnostics)
@@ -126,8 +126,8 @@ def test_heat_that_nobody_else_sees_is_said():
 
 
 def test_where_precisions_are_unknown_so_is_what_is_expected(monkeypatch):
-    monkeypatch.setattr("pyro_scale.infer.virial._ENOUGH", 10**9)
-    monkeypatch.setattr("pyro_scale.infer.afterwards.gradient_noise", lambda *_: None)
+    monkeypatch.setattr("pyro_scale.diagnostics.temperature._ENOUGH", 10**9)
+    monkeypatch.setattr("pyro_scale.diagnostics.post_run.gradient_noise", lambda *_: None)
     sampler = run(ps.BAOA(location, lr=0.01), (Y,), batch_size=B, num_chains=4)
     table, _ = told(sampler.diagnostics)
     assert table.kinetic_temperature_expected.isna().all()
@@ -177,14 +177,14 @@ def test_they_are_of_the_states_at_those_steps(compile, num_samples):
     assert measured.shape == (3, num_samples // every)
     for look in (0, 3, num_samples // every - 1):
         states = []
-        move = simulate.Chains.move
+        move = loop.Chains.move
 
         def kept(self, *args, move=move, states=states):
             move(self, *args)
             states.append(self.state)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(simulate.Chains, "move", kept)
+            patch.setattr(loop.Chains, "move", kept)
             count = every * (look + 1)
             run(ps.BAOA(location, lr=0.1, compile=False), (Y,), num_samples=count, **how)
         expected = N * states[-1].momentum[:, 0].square()

@@ -19,8 +19,8 @@ from torch.distributions import MultivariateNormal, constraints
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import pyro_scale as ps
+from pyro_scale.core import memory
 from pyro_scale.errors import ArgumentError, DataError, ModelError, NotRunError, SiteError
-from pyro_scale.infer import memory
 
 pytestmark = pytest.mark.usefixtures("float64")
 

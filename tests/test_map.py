@@ -15,8 +15,8 @@ from torch.distributions import constraints
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import pyro_scale as ps
+from pyro_scale.core import memory
 from pyro_scale.errors import ArgumentError, DataError, NonFiniteError, NotRunError
-from pyro_scale.infer import memory
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -19,11 +19,11 @@ from torch.utils.data import (
 
 import pyro_scale as ps
 from pyro_scale import kernels
-from pyro_scale.drive.data import open_data
+from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.infer import mode
-from pyro_scale.infer.mode import WholeDensity
-from pyro_scale.infer.setup import as_log_posterior, set_up
+from pyro_scale.fullbatch import optimize
+from pyro_scale.fullbatch.optimize import WholeDensity
+from pyro_scale.run.problem import as_log_posterior, set_up
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -145,7 +145,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_value_gradient_and_hessian_are_those_of_all_rows(way, numbers, monkeypatch):
     if numbers is not None:
-        monkeypatch.setattr(mode, "_PIECE_NUMBERS", numbers)
+        monkeypatch.setattr(optimize, "_PIECE_NUMBERS", numbers)
     model, data, kwargs = WAYS[way]
     density, _ = opened(model, data, **kwargs)
     assert density.layout.names == ("w", "s")
@@ -176,7 +176,7 @@ def test_a_subset_is_all_there_is():
 @pytest.mark.parametrize("numbers", [2**22, 4 * 3])
 def test_the_prior_counts_once_however_the_data_are_cut(numbers, monkeypatch):
     """Where s = e^40 the rows' curvature in w is gone: the prior's and the factor's are left."""
-    monkeypatch.setattr(mode, "_PIECE_NUMBERS", numbers)
+    monkeypatch.setattr(optimize, "_PIECE_NUMBERS", numbers)
     for way in ("minibatches", "subsampling by itself", "stream"):
         model, data, kwargs = WAYS[way]
         curvature = opened(model, data, **kwargs)[0].hessian(double(0.0, 0.0, 40.0))

@@ -132,7 +132,7 @@ def test_the_draws_are_those_of_a_run_that_was_not_looked_at(monkeypatch):
         return sampler.run((X, Y), batch_size=B, num_samples=70, **QUIET).get_samples()["w"]
 
     looked_at = draws()
-    monkeypatch.setattr("pyro_scale.infer.course.is_checked", lambda known: False)
+    monkeypatch.setattr("pyro_scale.run.run.is_checked", lambda known: False)
     assert torch.equal(looked_at, draws())
 
 

@@ -22,7 +22,7 @@ from repetitions import slow_but
 import pyro_scale as ps
 from pyro_scale import metrics
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.infer import predictive, reductions, result
+from pyro_scale.posterior import draws, predictive, reductions
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore")]
 SIZE = 12
@@ -217,7 +217,7 @@ def batch_size(request, monkeypatch):
     """Rows at a time, and once also fewer draws at a time than there are."""
     rows, small = request.param
     if small:
-        monkeypatch.setattr(result, "_CHUNK_BYTES", small)
+        monkeypatch.setattr(draws, "_CHUNK_BYTES", small)
         monkeypatch.setattr(reductions, "_SORTED", small // 8)
     return rows
 

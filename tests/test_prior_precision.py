@@ -11,8 +11,8 @@ from reference import close, double, normals
 
 import pyro_scale as ps
 from pyro_scale.core.layout import Layout
-from pyro_scale.model import prior
-from pyro_scale.model.prior import prior_precision, prior_product
+from pyro_scale.model.curvature import prior_hessian
+from pyro_scale.model.curvature.prior_hessian import prior_precision, prior_product
 
 pytestmark = pytest.mark.usefixtures("float64", "store")
 
@@ -148,13 +148,13 @@ def counted(monkeypatch):
     """How often the whole Hessian, or the diagonal of one, is computed."""
     calls = []
     for name in ("hessian", "hessian_diagonal"):
-        function = getattr(prior, name)
+        function = getattr(prior_hessian, name)
 
         def counting(*args, function=function, name=name):
             calls.append(name)
             return function(*args)
 
-        monkeypatch.setattr(prior, name, counting)
+        monkeypatch.setattr(prior_hessian, name, counting)
     return calls
 
 

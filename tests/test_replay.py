@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
-from pyro_scale.core import files
-from pyro_scale.drive import black_box as last_steps
-from pyro_scale.drive import tape as tapes
+from pyro_scale.diagnostics import crash_dump
+from pyro_scale.engine import inputs as tapes
+from pyro_scale.engine import step_recorder as last_steps
 from pyro_scale.errors import FileError, NonFiniteError
-from pyro_scale.infer import black_box
+from pyro_scale.storage import files
 
 N, B = 60, 10
 X = normals(N, 2, seed=1)
@@ -477,10 +477,13 @@ def no_room(*args, **kwargs):
 @pytest.mark.parametrize(
     ("patch", "reason"),
     [
-        (lambda patch: patch.setattr(black_box, "mkdtemp", no_room), "no space left on device"),
+        (lambda patch: patch.setattr(crash_dump, "mkdtemp", no_room), "no space left on device"),
         (lambda patch: patch.setattr(files.os, "fsync", no_room), "no space left on device"),
-        (lambda patch: patch.setattr(black_box, "_MOST_BYTES", 100), r"they take more than .* GiB"),
-        (lambda patch: patch.setattr(black_box, "model_contents", no_room), "no space left on"),
+        (
+            lambda patch: patch.setattr(crash_dump, "_MOST_BYTES", 100),
+            r"they take more than .* GiB",
+        ),
+        (lambda patch: patch.setattr(crash_dump, "model_contents", no_room), "no space left on"),
     ],
     ids=["no directory", "no file", "no room", "another error"],
 )
@@ -509,7 +512,7 @@ def test_only_the_run_that_is_given_up_is_written(monkeypatch):
     """Those of a step size that is halved are not."""
     monkeypatch.setattr("pyro_scale.infer.sampler._MOST_HALVINGS", 1)
     written = []
-    monkeypatch.setattr(black_box.files, "write", lambda path, *_: written.append(path))
+    monkeypatch.setattr(crash_dump.files, "write", lambda path, *_: written.append(path))
     message = broken(ps.SGLD(cliff, lr="auto"))
     assert len(written) == 1
     assert "black-box-0" in message

@@ -18,7 +18,7 @@ from reference import normals
 from warned import quiet
 
 import pyro_scale as ps
-from pyro_scale.infer import streams
+from pyro_scale.posterior import sinks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 ROWS = 6
@@ -124,7 +124,7 @@ def test_nothing_is_lost_on_the_way(case, kept, chains):
         fit = ps.BAOA(model, lr=0.02, compile=False)
         how = {"num_samples": 5, "num_chains": chains, "batch_size": 4, "seed": 0}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(streams, "_MOST_DRAWS", 2)
+            patch.setattr(sinks, "_MOST_DRAWS", 2)
             store = directory / "draws.zarr" if kept == "store" else None
             fit.run(data, progress=False, store=store, **how)
         idata = quiet(fit.to_arviz, log_likelihood=True, posterior_predictive=True)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from reference import double, normals
 
-from pyro_scale.core import running
-from pyro_scale.core.running import Running
-from pyro_scale.core.sketch import QuantileSketch
+from pyro_scale.core import online_moments
+from pyro_scale.core.online_moments import Running
+from pyro_scale.core.tdigest import QuantileSketch
 
 LEVELS = [0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99]
 
@@ -144,7 +144,7 @@ def test_chains_that_disagree_show():
 def test_elements_are_apart_however_many_are_filled_at_once(monkeypatch):
     draws = torch.arange(7.0) + normals(2, 90, 7, seed=6)
     whole = moments(draws, [30, 30])
-    monkeypatch.setattr(running, "_COLUMNS", 3)
+    monkeypatch.setattr(online_moments, "_COLUMNS", 3)
     same(moments(draws, [30, 30]), whole)
 
 
@@ -206,7 +206,7 @@ def test_another_one_goes_on_from_the_state(case, stop):
 
 
 def test_a_state_is_written_as_it_is(tmp_path):
-    from pyro_scale.core import files
+    from pyro_scale.storage import files
 
     sums = added_up(normals(2, 300, 3, seed=9), [100])
     files.write(tmp_path / "state", {"state": sums.state()})

@@ -22,13 +22,7 @@ from torch.distributions import constraints
 from torch.utils.data import DataLoader, Dataset
 
 import pyro_scale as ps
-from pyro_scale.errors import (
-    ArgumentError,
-    NonFiniteError,
-    NotRunError,
-    PyroScaleError,
-    SiteError,
-)
+from pyro_scale.errors import ArgumentError, NonFiniteError, NotRunError, PyroScaleError, SiteError
 
 SAMPLERS = [ps.BAOA, ps.SGHMC, ps.SGLD]  # with a law in closed form
 METHODS = [row.sampler for row in TABLE]

@@ -15,13 +15,13 @@ from reference import double, normals
 
 import pyro_scale as ps
 from pyro_scale import kernels
-from pyro_scale.drive.data import open_data
-from pyro_scale.drive.draws import Steps
-from pyro_scale.drive.indices import RowIndices
+from pyro_scale.data.open import open_data
+from pyro_scale.data.row_sampler import RowIndices
+from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, NonFiniteError
-from pyro_scale.infer import stepsize
-from pyro_scale.infer.mode import WholeDensity
-from pyro_scale.infer.setup import as_log_posterior, set_up
+from pyro_scale.fullbatch.optimize import WholeDensity
+from pyro_scale.run.problem import as_log_posterior, set_up
+from pyro_scale.tuning import step_size
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -144,7 +144,7 @@ def chosen(problem, kernel, steps, seed):
     mode = WholeDensity(setup.log_posterior, setup.data, setup.engine.layout).mode(
         setup.positions[0]
     )
-    choice = stepsize.choose(setup, mode, steps, kernel.sampling)
+    choice = step_size.choose(setup, mode, steps, kernel.sampling)
     return choice, setup.positions[0]
 
 
@@ -292,7 +292,7 @@ def modes_of(kernel, model=normal_mean, data=PAIRS, batch_size=8, **kwargs):
     mode = WholeDensity(setup.log_posterior, setup.data, setup.engine.layout).mode(
         setup.positions[0]
     )
-    return setup, mode, stepsize._modes(setup, mode, "replacement")
+    return setup, mode, step_size._modes(setup, mode, "replacement")
 
 
 class TestModes:
@@ -370,7 +370,7 @@ def test_the_largest_stable_step(name, limit, precision):
     """Where e^2 L = 4, e L = 2, and 4 - 2 e f - e^2 L = 0, within 1%."""
     others = {} if name == "SGLD" else {"friction": 0.6}
     setup, _, _ = modes_of(METHODS[name].kernel(lr=1.0, **others))
-    found = stepsize._largest_stable(setup, double(precision)[0])
+    found = step_size._largest_stable(setup, double(precision)[0])
     assert 0.985 < found / limit(precision, 0.6) <= 1
 
 
@@ -379,7 +379,7 @@ def test_the_error_of_sgld_in_closed_form():
     setup, _, _ = modes_of(kernels.SGLD(lr=1.0, temperature=0.8), num_chains=2)
     lr, precision, noise, temperature = 0.03, 1.7, 0.4, 0.8 / 96
     starts = double(0.9, 0.4)
-    one = stepsize.Modes(
+    one = step_size.Modes(
         precision=double(precision),
         steepest=double(precision)[0],
         noise=double(noise),
@@ -388,7 +388,7 @@ def test_the_error_of_sgld_in_closed_form():
         scale=double(1.0)[0],
     )
     steps = Steps(num_samples=150, warmup_steps=40, thinning=2)
-    error = stepsize._error(setup, one, double(lr)[0], steps, None)
+    error = step_size._error(setup, one, double(lr)[0], steps, None)
     a, count = 1 - lr * precision, 300
     variance = (2 * lr * temperature + lr**2 * noise) / (1 - a * a)
     exact = temperature / precision

@@ -16,10 +16,10 @@ from repetitions import slow_but
 from warned import quiet, told
 
 import pyro_scale as ps
-from pyro_scale.core.randomness import NoiseTape, RefinedNoise
+from pyro_scale.core.rng import NoiseTape, RefinedNoise
+from pyro_scale.diagnostics import step_size_bias
+from pyro_scale.diagnostics.coupled_run import with_shadow
 from pyro_scale.errors import ArgumentError, NotRunError
-from pyro_scale.infer import stepsizebias
-from pyro_scale.infer.shadow import with_shadow
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -283,7 +283,7 @@ def of_many_runs(method, count, monkeypatch, num_chains=4, **how):
     for first in range(0, count * num_chains, num_chains):
         chains = slice(first, first + num_chains)
         few = [dataclasses.replace(each, positions=each.positions[chains]) for each in pair]
-        monkeypatch.setattr(stepsizebias, "with_shadow", lambda *_, few=few: few)
+        monkeypatch.setattr(step_size_bias, "with_shadow", lambda *_, few=few: few)
         yield told(sampler.step_size_bias)
 
 

@@ -29,7 +29,7 @@ from warned import quiet, without_replay
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, NonFiniteError, NotRunError
-from pyro_scale.infer import streams
+from pyro_scale.posterior import sinks
 
 zarr = pytest.importorskip("zarr")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -38,8 +38,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch):
     """Seven draws of a chain in a file, so that there are many, and a last one that is not full."""
-    monkeypatch.setattr(streams, "_MOST_DRAWS", 7)
-    monkeypatch.setattr(streams, "_WAIT_SECONDS", math.inf)
+    monkeypatch.setattr(sinks, "_MOST_DRAWS", 7)
+    monkeypatch.setattr(sinks, "_WAIT_SECONDS", math.inf)
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +141,7 @@ def pairs(tmp_path_factory):
     def pair(case):
         how, _ = CASES[case]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(streams, "_MOST_DRAWS", 7)
+            patch.setattr(sinks, "_MOST_DRAWS", 7)
             path = tmp_path_factory.mktemp("pair") / "draws.zarr"
             return fitted(**how, store=path), fitted(**how)
 
@@ -198,22 +198,22 @@ def test_the_size_of_files_changes_nothing(case, tmp_path, monkeypatch):
     how = {**CASES[case][0], "num_samples": 9}
     inside = fitted(**how)
     for draws in (1, 2, 8, 9, 10):
-        monkeypatch.setattr(streams, "_MOST_DRAWS", draws)
+        monkeypatch.setattr(sinks, "_MOST_DRAWS", draws)
         s.same_draws(fitted(**how, store=tmp_path / f"{draws}.zarr"), inside)
 
 
 def test_a_file_is_of_bounded_size(tmp_path, monkeypatch):
     """Not the number of draws alone bounds it, nor what all chains hold of them."""
-    monkeypatch.setattr(streams, "_MOST_DRAWS", 10**6)
+    monkeypatch.setattr(sinks, "_MOST_DRAWS", 10**6)
     inside = fitted()
     for name, most in (("_FILE_BYTES", 8 * 9), ("_HELD_BYTES", 3 * 8 * 9)):
-        monkeypatch.setattr(streams, name, 5 * most)
+        monkeypatch.setattr(sinks, name, 5 * most)
         stored = fitted(store=tmp_path / f"{name}.zarr")
         files = list((tmp_path / f"{name}.zarr/posterior/w").iterdir())
         chunks = [file for file in files if not file.name.startswith(".")]
         assert len(chunks) > 3 * 4
         same(draws_of(stored), draws_of(inside))
-        monkeypatch.setattr(streams, name, 2**40)
+        monkeypatch.setattr(sinks, name, 2**40)
 
 
 def cliff(x, y=None):
@@ -340,7 +340,7 @@ def test_chains_that_broke_do_not_count_in_moments(float64):
 )  # in a file: what breaks a chain is in its last draw
 def test_of_chains_that_broke_the_model_is_not_asked(most, tmp_path, float64, monkeypatch):
     """Where it cannot say anything, at the state that breaks a chain and NaN after that."""
-    monkeypatch.setattr(streams, "_MOST_DRAWS", most)
+    monkeypatch.setattr(sinks, "_MOST_DRAWS", most)
     inside, said = with_broken_chains(indefinite)
     stored, told = with_broken_chains(indefinite, store=tmp_path / "draws.zarr")
     nowhere, _ = with_broken_chains(indefinite, store=False)

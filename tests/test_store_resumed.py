@@ -29,11 +29,12 @@ from torch.utils.data import DataLoader, Dataset
 from warned import quiet
 
 import pyro_scale as ps
-from pyro_scale.core import running, sketch
-from pyro_scale.drive import chains, checkpoint, simulate, store
-from pyro_scale.drive import draws as drive_draws
+from pyro_scale.core import online_moments, tdigest
+from pyro_scale.engine import chains, checkpoint, loop
+from pyro_scale.engine import draws as drive_draws
 from pyro_scale.errors import ArgumentError, FileError, PyroScaleError
-from pyro_scale.infer import moments, streams
+from pyro_scale.posterior import online, sinks
+from pyro_scale.storage import zarr_store
 
 zarr = pytest.importorskip("zarr")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -45,8 +46,8 @@ CYCLES = {"method": ps.SGHMC, "lr": ps.schedules.Cyclical(0.05, 20)}
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch):
-    monkeypatch.setattr(streams, "_MOST_DRAWS", 7)
-    monkeypatch.setattr(streams, "_WAIT_SECONDS", math.inf)
+    monkeypatch.setattr(sinks, "_MOST_DRAWS", 7)
+    monkeypatch.setattr(sinks, "_WAIT_SECONDS", math.inf)
 
 
 def at(kept, tmp_path):
@@ -82,7 +83,7 @@ def test_an_interrupt_leaves_the_draws_until_then_in_the_store(cut, tmp_path):
 
 @pytest.mark.parametrize("draws", slow_but([3, 7, 10], 7))
 def test_an_interrupt_before_a_file_is_full_does_so_too(draws, tmp_path, monkeypatch, cut):
-    monkeypatch.setattr(streams, "_MOST_DRAWS", 10**6)
+    monkeypatch.setattr(sinks, "_MOST_DRAWS", 10**6)
     whole = draws_of(fitted(num_samples=300))
     cut(draws)
     fit = fitted(num_samples=300, store=tmp_path / "draws.zarr")
@@ -149,7 +150,7 @@ def test_a_loader_that_breaks_leaves_what_there_was(kept, after, tmp_path):
     same_outcome(resumed, whole)
 
 
-MOVERS = chains, simulate, streams, store, running, sketch, moments, drive_draws
+MOVERS = chains, loop, sinks, zarr_store, online_moments, tdigest, online, drive_draws
 
 
 class Interrupter:
@@ -203,7 +204,7 @@ def uninterrupted(tmp_path_factory):
     def run(kept, steps):
         how, path = of_steps(steps), tmp_path_factory.mktemp("uninterrupted")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(streams, "_MOST_DRAWS", 7)
+            patch.setattr(sinks, "_MOST_DRAWS", 7)
             lines = interrupted(10**9, **how, **at(kept, path / "counted"))
             return lines, fitted(**how, **at(kept, path / "whole"))
 
@@ -233,7 +234,7 @@ def test_interrupted_at_any_line_it_goes_on(kept, steps, seed, tmp_path, uninter
 )
 def test_a_write_that_fails_loses_no_draw(write, steps, tmp_path, monkeypatch):
     """Nor is one there twice: the disk is full at one of the files, and then is not."""
-    how, append, calls = of_steps(steps), store.DrawStore.append, itertools.count()
+    how, append, calls = of_steps(steps), zarr_store.DrawStore.append, itertools.count()
     whole = fitted(**how)
 
     def full(self, *values):
@@ -241,7 +242,7 @@ def test_a_write_that_fails_loses_no_draw(write, steps, tmp_path, monkeypatch):
             raise FileError("No space left on device")
         append(self, *values)
 
-    monkeypatch.setattr(store.DrawStore, "append", full)
+    monkeypatch.setattr(zarr_store.DrawStore, "append", full)
     how |= at("store", tmp_path)
     with pytest.raises(FileError, match="No space left"):
         fitted(checkpoint=tmp_path / "run", checkpoint_every=0, **how)
@@ -280,23 +281,23 @@ def test_a_full_disk_costs_what_had_not_been_written_and_says_how_much(tmp_path,
 @pytest.mark.slow
 def test_draws_that_wait_for_a_full_file_are_written_by_time(tmp_path, monkeypatch):
     """Whoever looks after a step sees its draw; what is there in the end is as ever."""
-    monkeypatch.setattr(streams, "_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(streams, "_WAIT_TIMES", 0)
-    counts, publish = [], store.DrawStore._publish
+    monkeypatch.setattr(sinks, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(sinks, "_WAIT_TIMES", 0)
+    counts, publish = [], zarr_store.DrawStore._publish
 
     def seen(self, count):
         publish(self, count)
         tree = xarray.open_datatree(self.path, engine="zarr", chunks=None)
         counts.append(tree.posterior.sizes["draw"])
 
-    monkeypatch.setattr(store.DrawStore, "_publish", seen)
+    monkeypatch.setattr(zarr_store.DrawStore, "_publish", seen)
     how = {"num_samples": 100, "batch_size": 5, "num_chains": 3}
     fit = fitted(**how, **at("store", tmp_path))
-    monkeypatch.setattr(store.DrawStore, "_publish", publish)
+    monkeypatch.setattr(zarr_store.DrawStore, "_publish", publish)
     assert counts == sorted(counts)
     assert {2, 7, 100} <= set(counts)  # the first tape is of 2 steps
     assert any(count % 7 for count in counts[:-2])
-    monkeypatch.setattr(streams, "_WAIT_SECONDS", math.inf)
+    monkeypatch.setattr(sinks, "_WAIT_SECONDS", math.inf)
     other = fitted(**how, **at("store", tmp_path / "other"))
     same(draws_of(fit), draws_of(other))
     same(unconstrained(fit), unconstrained(other))
@@ -305,10 +306,10 @@ def test_draws_that_wait_for_a_full_file_are_written_by_time(tmp_path, monkeypat
 def test_writing_is_a_small_part_of_the_time(tmp_path, monkeypatch):
     """The next one comes after 20 times what the last one took, by a clock of ours."""
     now, when = [0.0], []
-    monkeypatch.setattr(streams, "_MOST_DRAWS", 10**6)
-    monkeypatch.setattr(streams, "_WAIT_SECONDS", 5.0)
-    monkeypatch.setattr(streams, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    append, move = store.DrawStore.append, chains.Chains.move
+    monkeypatch.setattr(sinks, "_MOST_DRAWS", 10**6)
+    monkeypatch.setattr(sinks, "_WAIT_SECONDS", 5.0)
+    monkeypatch.setattr(sinks, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    append, move = zarr_store.DrawStore.append, chains.Chains.move
 
     def slow(self, *args):
         when.append(now[0])
@@ -319,9 +320,9 @@ def test_writing_is_a_small_part_of_the_time(tmp_path, monkeypatch):
         now[0] += len(tape)
         move(self, program, batches, tape, *others)
 
-    monkeypatch.setattr(store.DrawStore, "append", slow)
+    monkeypatch.setattr(zarr_store.DrawStore, "append", slow)
     monkeypatch.setattr(chains.Chains, "move", at_a_step_a_second)
-    monkeypatch.setattr(simulate, "steps_within_budget", lambda *args: 1)
+    monkeypatch.setattr(loop, "steps_within_budget", lambda *args: 1)
     fitted(num_samples=60, **at("store", tmp_path))
     assert when[:4] == pytest.approx([5.0, 26.0, 47.0, 52.1], abs=1.0)
 
@@ -329,23 +330,23 @@ def test_writing_is_a_small_part_of_the_time(tmp_path, monkeypatch):
 @pytest.mark.parametrize("cut_at", slow_but([3, 9, 17], 9))
 def test_what_was_written_by_time_stays_where_a_run_goes_on(cut_at, tmp_path, monkeypatch, cut):
     """Readers lose no draw that the checkpoint holds; the end is bit for bit that of one run."""
-    monkeypatch.setattr(streams, "_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(streams, "_WAIT_TIMES", 0)
+    monkeypatch.setattr(sinks, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(sinks, "_WAIT_TIMES", 0)
     how, counts = {"num_samples": 31, **at("store", tmp_path)}, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store.DrawStore, "put", lambda *args: None)
+        patch.setattr(zarr_store.DrawStore, "put", lambda *args: None)
         cut(cut_at)
         fitted(checkpoint=tmp_path / "run", **how)
     monkeypatch.undo()
-    monkeypatch.setattr(streams, "_MOST_DRAWS", 7)
-    before = store.DrawStore.opened(how["store"]).count
-    truncate = store.DrawStore.truncate
+    monkeypatch.setattr(sinks, "_MOST_DRAWS", 7)
+    before = zarr_store.DrawStore.opened(how["store"]).count
+    truncate = zarr_store.DrawStore.truncate
 
     def seen(self, count):
         truncate(self, count)
         counts.append(self.count)
 
-    monkeypatch.setattr(store.DrawStore, "truncate", seen)
+    monkeypatch.setattr(zarr_store.DrawStore, "truncate", seen)
     resumed = fitted(resume=tmp_path / "run", **how)
     assert counts == [before]
     same_outcome(resumed, fitted(num_samples=31))
@@ -464,7 +465,7 @@ def test_one_run_at_a_time_writes_into_a_store(tmp_path, monkeypatch):
     fit = fitted(checkpoint=tmp_path / "run", num_samples=10, store=path)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     (tmp_path / "link.zarr").symlink_to(path)
-    other = "import sys; from pyro_scale.drive.store import writing_into\n"
+    other = "import sys; from pyro_scale.storage.zarr_store import writing_into\n"
     other += "with writing_into(sys.argv[1]), writing_into(sys.argv[2]):\n"
     other += "    print('in', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", other, str(path), str(tmp_path / "new/draws.zarr")]
@@ -825,14 +826,14 @@ def test_runs_that_memory_does_not_hold_are_refused(tmp_path):
 
 
 def test_by_default_half_of_the_machine_is_for_draws(monkeypatch):
-    monkeypatch.setattr(streams, "bytes_of", lambda device: 1440)
+    monkeypatch.setattr(sinks, "bytes_of", lambda device: 1440)
     fitted(num_samples=10)
     with pytest.raises(ArgumentError, match="792 bytes of memory, and 720 bytes are for them"):
         fitted(num_samples=11)
 
 
 def test_it_is_refused_before_any_step(monkeypatch):
-    monkeypatch.setattr(simulate.Chains, "move", None)
+    monkeypatch.setattr(loop.Chains, "move", None)
     with pytest.raises(ArgumentError, match="num_samples=1,000,000,000,000"):
         ps.BAOA(regression, lr=0.1).run((X, Y), num_samples=10**12, progress=False)
 
@@ -862,7 +863,7 @@ def whole(tmp_path_factory):
     """(A file of results, the store that it speaks of, a copy of that, the draws)."""
     directory = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "_MOST_DRAWS", 7)
+        patch.setattr(sinks, "_MOST_DRAWS", 7)
         fit = fitted(store=directory / "draws.zarr")
     fit.save(directory / "run.ps")
     shutil.copytree(directory / "draws.zarr", directory / "copy")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import pyro_scale as ps
-from pyro_scale.core import files
 from pyro_scale.errors import NonFiniteError
+from pyro_scale.storage import files
 
 Y = torch.tensor([0.5, 1.2, 2.0])
 HOW = {"num_samples": 300, "num_chains": 2, "seed": 0, "progress": False}

@@ -9,16 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyro_scale.core import randomness
-from pyro_scale.core.randomness import NoiseTape, Purpose, generator
+from pyro_scale.core import rng
+from pyro_scale.core.rng import NoiseTape, Purpose, generator
 from pyro_scale.core.schedules import Cyclical
-from pyro_scale.drive import indices as indices_module
-from pyro_scale.drive import pace as pace_module
-from pyro_scale.drive import tape as tapes
-from pyro_scale.drive.draws import Steps
-from pyro_scale.drive.indices import RowIndices
-from pyro_scale.drive.pace import Pace
-from pyro_scale.drive.tape import Inputs, Tape, steps_within_budget
+from pyro_scale.data import row_sampler as indices_module
+from pyro_scale.data.row_sampler import RowIndices
+from pyro_scale.engine import chunking as pace_module
+from pyro_scale.engine import inputs as tapes
+from pyro_scale.engine.chunking import Pace
+from pyro_scale.engine.draws import Steps
+from pyro_scale.engine.inputs import Inputs, Tape, steps_within_budget
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def spans_of(cuts, start=0):
 def noise(chains=2, shape=(2, 5), seed=3, dtype=torch.float64):
     """Blocks of six steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(randomness, "_BLOCK_NUMBERS", 6 * shape[0] * shape[1])
+        patch.setattr(rng, "_BLOCK_NUMBERS", 6 * shape[0] * shape[1])
         return NoiseTape(seed, chains, shape, dtype, CPU)
 
 

@@ -22,7 +22,7 @@ from torch.distributions import MultivariateNormal, constraints
 
 import pyro_scale as ps
 from pyro_scale import kernels
-from pyro_scale.core.randomness import NoiseTape
+from pyro_scale.core.rng import NoiseTape
 from pyro_scale.errors import ApproximationWarning, ArgumentError, NonFiniteError
 from pyro_scale.kernels.optimiser import is_pure
 from pyro_scale.kernels.vi import VIState

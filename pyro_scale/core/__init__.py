@@ -1,1 +1,1 @@
-"""Vectors, rows, seeds and schedules: knows no model and no method."""
+"""Vectors, rows, seeds, schedules and statistics of numbers: knows no model and no method."""

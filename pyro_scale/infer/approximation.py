@@ -9,20 +9,21 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from pyro_scale.core.counts import as_count
 from pyro_scale.core.gaussian import Dense, Diagonal, matrix_or_diagonal
-from pyro_scale.core.randomness import Purpose, generator
+from pyro_scale.core.rng import Purpose, generator
+from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
+from pyro_scale.diagnostics.psis import MOST_K, MOST_SHIFT, Psis, psis, rows_for
 from pyro_scale.errors import ApproximationWarning, ArgumentError, DataError, NotRunError
-from pyro_scale.infer import linearised, predictive
-from pyro_scale.infer.contents import result_of
-from pyro_scale.infer.fit import Fit
-from pyro_scale.infer.guide import Guide
 from pyro_scale.infer.method import Method
-from pyro_scale.infer.psis import MOST_K, MOST_SHIFT, Psis, psis, rows_for
-from pyro_scale.infer.reductions import Reduce
-from pyro_scale.infer.result import Result
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.posterior import predictive
+from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.gaussians import Fit
+from pyro_scale.posterior.guide import Guide
+from pyro_scale.posterior.linearized import predict as predict_linearized
+from pyro_scale.posterior.reductions import Reduce
+from pyro_scale.posterior.serialization import result_of
 
 #: Which elements a Gaussian knows to be correlated: none, or all.
 Structure = Literal["diag", "dense"]
@@ -163,7 +164,7 @@ class Approximation(Method):
         arguments = fit.log_posterior.bind(args, kwargs)
         if linearized:
             chosen = num_samples, batch_size, return_sites, reduce
-            return linearised.predict(fit, arguments, *chosen)
+            return predict_linearized(fit, arguments, *chosen)
         if num_samples is None:
             result = fit.result
         else:  # a network's 1,000 draws may be more than memory holds

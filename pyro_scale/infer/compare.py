@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pyro_scale.diagnostics.convergence import mixing, some_elements
+from pyro_scale.diagnostics.report import is_off
+from pyro_scale.diagnostics.summary import weighted_moments
 from pyro_scale.errors import ArgumentError, NotRunError
+from pyro_scale.fullbatch.chunks import pieces_of
 from pyro_scale.infer.approximation import Approximation
 from pyro_scale.infer.comparison_plot import plotted
-from pyro_scale.infer.diagnostics import is_off
 from pyro_scale.infer.method import Method
-from pyro_scale.infer.mixing import mixing, some_elements
-from pyro_scale.infer.pieces import pieces_of
-from pyro_scale.infer.predictive import data_sites, equally_weighted, log_likelihood_of
-from pyro_scale.infer.result import Result
-from pyro_scale.infer.summary import weighted_moments
 from pyro_scale.metrics.regression import log_predictive_density
+from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.predictive import data_sites, equally_weighted, log_likelihood_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

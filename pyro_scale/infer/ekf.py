@@ -13,23 +13,23 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Gaussian, as_structure
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.randomness import choose_seed
+from pyro_scale.core.memory import refuse_what_does_not_fit
+from pyro_scale.core.rng import choose_seed
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import without_vmap_warnings
-from pyro_scale.drive.data import open_data
-from pyro_scale.drive.progress import Progress
-from pyro_scale.drive.sources import Data
+from pyro_scale.data.open import open_data
+from pyro_scale.data.sources import Data
+from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, DataError, ModelError
+from pyro_scale.fullbatch.chunks import split
 from pyro_scale.infer.approximation import Approximation, Structure
-from pyro_scale.infer.filter import PATH_NUMBERS, Filter, Settings
-from pyro_scale.infer.memory import refuse_what_does_not_fit
-from pyro_scale.infer.pieces import split
-from pyro_scale.infer.setup import as_log_posterior, init_of, module_device, refuse_unknown_sites
-from pyro_scale.infer.stepping import batch_as_data
+from pyro_scale.infer.ekf_filter import PATH_NUMBERS, Filter, Settings
 from pyro_scale.kernels.ekf import EKFState
-from pyro_scale.model.curvature import RowKind
-from pyro_scale.model.gaussian_prior import gaussian_prior
+from pyro_scale.model.curvature.gaussian_prior import gaussian_prior
+from pyro_scale.model.curvature.ggn import RowKind
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.run.problem import as_log_posterior, init_of, module_device, refuse_unknown_sites
+from pyro_scale.run.single_step import batch_as_data
 
 #: Matrices that are held at once: precisions before and after, curvature, factor.
 _MATRICES = 8

@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 from pyro_scale import kernels
-from pyro_scale.core.counts import as_count
-from pyro_scale.core.randomness import choose_seed
+from pyro_scale.core.rng import choose_seed
+from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
-from pyro_scale.drive.data import open_data
-from pyro_scale.drive.progress import Progress
-from pyro_scale.drive.sources import Data
+from pyro_scale.data.open import open_data
+from pyro_scale.data.sources import Data
+from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ApproximationWarning, ArgumentError, ModelError
+from pyro_scale.fullbatch.chunks import pieces_of
+from pyro_scale.fullbatch.evidence import Peak, Search
+from pyro_scale.fullbatch.optimize import WholeDensity
+from pyro_scale.fullbatch.precision import CurvatureKind
 from pyro_scale.infer.approximation import Approximation, Structure, as_prior
-from pyro_scale.infer.collect import facts_of
-from pyro_scale.infer.fit import Fit
-from pyro_scale.infer.mode import WholeDensity
-from pyro_scale.infer.peak import Peak, Search
-from pyro_scale.infer.pieces import pieces_of
-from pyro_scale.infer.precision import CurvatureKind
-from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, position_of, set_up
 from pyro_scale.kernels.optimiser import as_optimiser
-from pyro_scale.model.curvature import Curvature
+from pyro_scale.model.curvature.ggn import Curvature
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.posterior.collect import facts_of
+from pyro_scale.posterior.gaussians import Fit
+from pyro_scale.run.problem import Setup, as_log_posterior, module_device, position_of, set_up
 
 #: The square of the distance to the mode, in posterior sds, from which evidence is in doubt.
 _FAR = 0.01

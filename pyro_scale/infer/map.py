@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from pyro_scale import kernels
+from pyro_scale.core.memory import refuse_what_does_not_fit
 from pyro_scale.core.warn import warn
 from pyro_scale.errors import ApproximationWarning
+from pyro_scale.fullbatch.optimize import NEAR, WholeDensity
 from pyro_scale.infer.approximation import Structure
-from pyro_scale.infer.fit import Fit
-from pyro_scale.infer.memory import refuse_what_does_not_fit
-from pyro_scale.infer.mode import NEAR, WholeDensity
-from pyro_scale.infer.optimised import Optimised
-from pyro_scale.infer.setup import Setup
+from pyro_scale.infer.stochastic import Optimised
 from pyro_scale.kernels.optimiser import as_optimiser
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.posterior.gaussians import Fit
+from pyro_scale.run.problem import Setup
 
 
 class MAP(Optimised):

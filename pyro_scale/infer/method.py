@@ -9,27 +9,27 @@ from typing import Any, Protocol, Self, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from pyro_scale.core import files
-from pyro_scale.core.counts import as_count
-from pyro_scale.core.randomness import choose_seed
+from pyro_scale.core.online_moments import Moments
+from pyro_scale.core.rng import choose_seed
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.running import Moments
+from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
-from pyro_scale.drive.data import open_data
-from pyro_scale.drive.sources import Data
+from pyro_scale.data.open import open_data
+from pyro_scale.data.sources import Data
+from pyro_scale.diagnostics.ksd import ksd
+from pyro_scale.diagnostics.loo import Loo, loo
+from pyro_scale.diagnostics.report import diagnostics
+from pyro_scale.diagnostics.summary import summary
 from pyro_scale.errors import ArgumentError, NotRunError, PyroScaleWarning
-from pyro_scale.infer import export, predictive, saved
-from pyro_scale.infer.contents import contents_of, result_of, understood
-from pyro_scale.infer.diagnostics import diagnostics
-from pyro_scale.infer.discrepancy import ksd
 from pyro_scale.infer.hints import ATTRIBUTES, checked
-from pyro_scale.infer.loo import Loo, loo
-from pyro_scale.infer.reductions import Reduce
-from pyro_scale.infer.result import Result
-from pyro_scale.infer.setup import module_device
-from pyro_scale.infer.stepping import Stepping
-from pyro_scale.infer.summary import summary
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.posterior import export, predictive, saved
+from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.reductions import Reduce
+from pyro_scale.posterior.serialization import contents_of, result_of, understood
+from pyro_scale.run.problem import module_device
+from pyro_scale.run.single_step import Stepping
+from pyro_scale.storage import files
 
 #: Bytes of pointwise log likelihood that `to_arviz` computes without being asked.
 _LOG_LIKELIHOOD_BYTES = 2**30

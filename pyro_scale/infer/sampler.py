@@ -9,17 +9,21 @@ from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
-from pyro_scale.core.counts import as_count
-from pyro_scale.core.files import FilePath
-from pyro_scale.core.randomness import choose_seed
+from pyro_scale.core.rng import choose_seed
 from pyro_scale.core.schedules import Cyclical, Schedule
+from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
-from pyro_scale.drive.compilation import check_compile
-from pyro_scale.drive.data import open_data
-from pyro_scale.drive.draws import Draws, Steps
-from pyro_scale.drive.earlier import Earlier
-from pyro_scale.drive.indices import Sampling, check_sampling
-from pyro_scale.drive.sources import Data
+from pyro_scale.data.open import open_data
+from pyro_scale.data.row_sampler import Sampling, check_sampling
+from pyro_scale.data.sources import Data
+from pyro_scale.diagnostics import crash_dump
+from pyro_scale.diagnostics.divergence import all_stopped, explosion, message
+from pyro_scale.diagnostics.nested_rhat import check_superchains, with_shared_starts
+from pyro_scale.diagnostics.post_run import examined
+from pyro_scale.diagnostics.step_size_bias import step_size_bias
+from pyro_scale.engine.choose_executor import check_compile
+from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import (
     ArgumentError,
     BiasWarning,
@@ -28,18 +32,11 @@ from pyro_scale.errors import (
     NonFiniteError,
     PyroScaleWarning,
 )
-from pyro_scale.infer import black_box
-from pyro_scale.infer.afterwards import examined
-from pyro_scale.infer.collect import collected, warn_of_short_warmup
-from pyro_scale.infer.course import Course, Taken
-from pyro_scale.infer.divergence import all_stopped, explosion, message
 from pyro_scale.infer.hints import unknown_argument
-from pyro_scale.infer.journal import Journal, identity_of
 from pyro_scale.infer.method import Method
-from pyro_scale.infer.setup import Setup, as_log_posterior, module_device, set_up
-from pyro_scale.infer.stepping import Stepping, batch_as_data
-from pyro_scale.infer.stepsizebias import step_size_bias
-from pyro_scale.infer.streams import (
+from pyro_scale.kernels import Kernel
+from pyro_scale.posterior.collect import collected, warn_of_short_warmup
+from pyro_scale.posterior.sinks import (
     Store,
     ToDisk,
     ToMoments,
@@ -48,9 +45,12 @@ from pyro_scale.infer.streams import (
     refuse_what_memory_does_not_hold,
     sink_for,
 )
-from pyro_scale.infer.superchains import check_superchains, with_shared_starts
-from pyro_scale.infer.tuning import Tuning, tuned
-from pyro_scale.kernels import Kernel
+from pyro_scale.run.problem import Setup, as_log_posterior, module_device, set_up
+from pyro_scale.run.resume import Journal, identity_of
+from pyro_scale.run.run import Course, Taken
+from pyro_scale.run.single_step import Stepping, batch_as_data
+from pyro_scale.storage.files import FilePath
+from pyro_scale.tuning.tune import Tuning, tuned
 
 #: How often a step size that was chosen is halved, where a chain diverges.
 _MOST_HALVINGS = 8
@@ -305,7 +305,7 @@ class Sampler(Method):
         if draws.error is not None:
             self._end_early(draws, journal.hint)
         if draws.failures:
-            replay = black_box.written(taken.setup, type(self).__name__, draws, journal.path)
+            replay = crash_dump.written(taken.setup, type(self).__name__, draws, journal.path)
             told = message(draws, course.tape["lr"], replay, self._held_by)
             if self._result is None:
                 path = sink.store.path if isinstance(sink, ToDisk) else None

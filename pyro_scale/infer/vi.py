@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from pyro_scale import kernels
-from pyro_scale.core.counts import as_count
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
+from pyro_scale.core.memory import refuse_what_does_not_fit
 from pyro_scale.core.schedules import Schedule
+from pyro_scale.core.validation import as_count
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.approximation import Structure
-from pyro_scale.infer.memory import refuse_what_does_not_fit
-from pyro_scale.infer.optimised import Optimised
-from pyro_scale.infer.setup import Setup
+from pyro_scale.infer.stochastic import Optimised
 from pyro_scale.kernels.optimiser import as_optimiser
+from pyro_scale.run.problem import Setup
 
 #: Matrices that a dense step holds: the factor, its gradient, the optimiser's and their next.
 _MATRICES = 8

@@ -16,23 +16,18 @@ from torch import Tensor
 from torch.distributions import transform_to
 
 from pyro_scale.core import rows
-from pyro_scale.core.counts import as_count
 from pyro_scale.core.exclusive import exclusive, own_generator
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.randomness import Purpose, derived_seed
+from pyro_scale.core.rng import Purpose, derived_seed
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.model import derivatives
 from pyro_scale.model.checks import refuse_broken_starts
 from pyro_scale.model.function import function_model
-from pyro_scale.model.preflight import (
-    InitFunction,
-    draw_latents,
-    understand,
-    understand_function,
-)
+from pyro_scale.model.preflight import InitFunction, draw_latents, understand, understand_function
 from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import Recorder, Simulator
 from pyro_scale.model.scaling import Evaluation, Prior

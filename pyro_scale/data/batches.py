@@ -1,0 +1,285 @@
+"""Batches of every chain, in two parts: what stays, and what changes from step to step.
+
+What changes is drawn many steps at a time, outside of the step (a tape); what stays is held
+once.  A step puts the two together, by a pure function that can be traced and compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.core import rows
+from pyro_scale.core.rows import Arguments
+from pyro_scale.core.step_inputs import Fixed, Gathered, Source, Taped
+from pyro_scale.data.row_sampler import RowIndices
+from pyro_scale.errors import DataError
+
+#: Of a vector register, on the widest processors.
+_REGISTER_BYTES = 64
+#: Spans whose ends a loader remembers: more than are drawn ahead.
+_POSITIONS = 16
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's data of all chains.
+
+    Attributes:
+        arguments: the model's arguments, whose rows are `[chains, B, ...]`, or `[B, ...]`.
+        per_chain: whether each chain has its own.
+        indices: `[chains, B]` for a model that subsamples by itself.
+    """
+
+    arguments: Arguments
+    per_chain: bool
+    indices: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The arguments' rows, and the indices."""
+        indices = [] if self.indices is None else [self.indices]
+        return [*rows.leaves(self.arguments), *indices]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
+        """The batch with these tensors in place of its own."""
+        given = iter(tensors)
+        arguments = rows.map_rows(lambda _: next(given), self.arguments)
+        return Batch(arguments, self.per_chain, None if self.indices is None else next(given))
+
+    def of_chain(self, chain: int) -> tuple[Arguments, Tensor | None]:
+        """One chain's arguments and indices."""
+        arguments = rows.take(self.arguments, chain) if self.per_chain else self.arguments
+        return arguments, None if self.indices is None else self.indices[chain]
+
+
+class Batches(Protocol):
+    """An endless stream of batches, one a step.
+
+    Attributes:
+        fixed: what all steps share.
+    """
+
+    @property
+    def fixed(self) -> Any: ...
+
+    def take(self, start: int, stop: int, out: Any = None) -> Any:
+        """What changes, of steps start ... stop - 1: tensors `[chains, stop - start, ...]`.
+
+        Each span begins where the last one ended.  `out` is an earlier span as long as this one,
+        whose memory may be written over.
+        """
+        ...
+
+    def batch(self, fixed: Any, changing: Any) -> Batch:
+        """The batch of one step, whose changing tensors are `[chains, ...]`: a pure function."""
+        ...
+
+    def sources(self, changing: Any) -> list[Source]:
+        """Where each of `Batch.tensors` comes from, over the steps of a tape."""
+        ...
+
+    def position(self, step: int) -> Any:
+        """What `seek` needs to go on from a step, at which one of the latest spans ended: tensors
+        and plain values."""
+        ...
+
+    def seek(self, step: int, position: Any) -> None:
+        """Lets the next span begin at a step."""
+        ...
+
+
+class ByStep:
+    """Batches that are a function of the step: there is nothing to seek."""
+
+    def position(self, step: int) -> Any:
+        return None
+
+    def seek(self, step: int, position: Any) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class WholeData(ByStep):
+    """All rows at every step."""
+
+    fixed: Arguments
+
+    def by_column(self) -> WholeData:
+        """The same with narrow tables stored column by column, where a table's rows are shorter
+        than a vector register: what is done to all rows then fills whole registers."""
+
+        def stored(leaf: Tensor) -> Tensor:
+            narrow = leaf.dim() == 2 and leaf.shape[1] * leaf.element_size() <= _REGISTER_BYTES
+            return leaf.t().contiguous().t() if narrow else leaf
+
+        return WholeData(rows.map_rows(stored, self.fixed))
+
+    def take(self, start: int, stop: int, out: Any = None) -> Any:
+        return ()
+
+    def batch(self, fixed: Any, changing: Any) -> Batch:
+        return Batch(fixed, per_chain=False)
+
+    def sources(self, changing: Any) -> list[Source]:
+        return [Fixed(leaf) for leaf in rows.leaves(self.fixed)]
+
+
+@dataclass(frozen=True)
+class GatheredRows(ByStep):
+    """Rows in memory, gathered by index."""
+
+    fixed: Arguments
+    indices: RowIndices
+
+    def take(self, start: int, stop: int, out: Any = None) -> Any:
+        return self.indices.span(start, stop, out)
+
+    def batch(self, fixed: Any, changing: Any) -> Batch:
+        return Batch(rows.take(fixed, changing), per_chain=True)
+
+    def sources(self, changing: Any) -> list[Source]:
+        return [Gathered(leaf, changing) for leaf in rows.leaves(self.fixed)]
+
+
+@dataclass(frozen=True)
+class OwnIndices(ByStep):
+    """The whole data, and indices for a model that subsamples by itself."""
+
+    fixed: Arguments
+    indices: RowIndices
+
+    def take(self, start: int, stop: int, out: Any = None) -> Any:
+        return self.indices.span(start, stop, out)
+
+    def batch(self, fixed: Any, changing: Any) -> Batch:
+        return Batch(fixed, per_chain=False, indices=changing)
+
+    def sources(self, changing: Any) -> list[Source]:
+        return [*(Fixed(leaf) for leaf in rows.leaves(self.fixed)), Taped(changing)]
+
+
+class Stream(Protocol):
+    """The batches of all chains, step after step without end."""
+
+    def steps(self, start: int, position: Any) -> Iterator[tuple[list[Arguments], Any]]:
+        """(Each chain's arguments, the position after them) from a step on.
+
+        `position` is the one after the step before; None at step 0, and where a stream has none.
+        """
+        ...
+
+
+class ReadBatches:
+    """Batches that a loader yields: for every step, those of all chains.
+
+    Their rows change; anything else must stay as it is in the first.
+
+    Args:
+        stream: of batches.
+        first: a batch.
+    """
+
+    fixed: Any = ()
+
+    def __init__(self, stream: Stream, first: Arguments):
+        self._stream, self._steps = stream, stream.steps(0, None)
+        self._first = Batch(first, per_chain=True)
+        self._positions: dict[int, Any] = {}
+
+    def take(self, start: int, stop: int, out: Any = None) -> Any:
+        steps = []
+        for _ in range(start, stop):
+            arguments, position = next(self._steps)
+            steps.append([self._rows_of(part) for part in arguments])
+        self._positions[stop] = position
+        for old in sorted(self._positions)[:-_POSITIONS]:
+            del self._positions[old]
+        by_chain = [step[chain] for chain in range(len(steps[0])) for step in steps]
+        try:
+            stacked = [torch.stack(column) for column in zip(*by_chain, strict=True)]
+        except RuntimeError as error:
+            raise different_shapes(error, "or make all batches of one shape") from error
+        return [column.unflatten(0, (-1, len(steps))) for column in stacked]
+
+    def position(self, step: int) -> Any:
+        return self._positions.get(step)
+
+    def seek(self, step: int, position: Any) -> None:
+        self._steps = self._stream.steps(step, position)
+
+    def batch(self, fixed: Any, changing: Any) -> Batch:
+        return self._first.with_tensors(changing)
+
+    def sources(self, changing: Any) -> list[Source]:
+        return [Taped(leaf) for leaf in changing]
+
+    def _rows_of(self, arguments: Arguments) -> list[Tensor]:
+        first, expected = pytree.tree_flatten(self._first.arguments)
+        structure = pytree.tree_structure(arguments)
+        if structure != expected:
+            raise DataError(f"a batch is built as {structure}, the first one as {expected}")
+        for (name, leaf), known in zip(rows.named_leaves(arguments), first, strict=True):
+            if not rows.is_rows(leaf) and not _same(leaf, known):
+                raise DataError(
+                    f"argument {name} is {leaf!r} in a batch and {known!r} in the first one: what "
+                    "changes from batch to batch must be a tensor whose first dimension is rows"
+                )
+        return rows.leaves(arguments)
+
+
+@dataclass(frozen=True)
+class SharedBatches:
+    """One chain's batches for all chains."""
+
+    batches: Batches
+    num_chains: int
+
+    @property
+    def fixed(self) -> Any:
+        return self.batches.fixed
+
+    def take(self, start: int, stop: int, out: Any = None) -> Any:
+        own = None if out is None else pytree.tree_map(lambda leaf: leaf[:1], out)
+        return pytree.tree_map(
+            lambda leaf: leaf.expand(self.num_chains, *leaf.shape[1:]),
+            self.batches.take(start, stop, own),
+        )
+
+    def batch(self, fixed: Any, changing: Any) -> Batch:
+        return self.batches.batch(fixed, changing)
+
+    def sources(self, changing: Any) -> list[Source]:
+        return self.batches.sources(changing)
+
+    def position(self, step: int) -> Any:
+        return self.batches.position(step)
+
+    def seek(self, step: int, position: Any) -> None:
+        self.batches.seek(step, position)
+
+
+def batches_from(batches: Batches, step: int, count: int) -> list[Batch]:
+    """The batches of `count` steps from a step on."""
+    taken = [batches.take(step + i, step + i + 1) for i in range(count)]
+    drawn = [pytree.tree_map(lambda leaf: leaf[:, 0], changing) for changing in taken]
+    return [batches.batch(batches.fixed, changing) for changing in drawn]
+
+
+def different_shapes(error: RuntimeError, otherwise: str) -> DataError:
+    """What to do about batches that cannot be put side by side."""
+    return DataError(
+        f"batches differ in the shape of their rows ({error}): let the collate function pad all "
+        f"rows to one length, {otherwise}"
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)

@@ -1,0 +1,78 @@
+"""Data put through a function of a batch before the chains get them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.core import rows
+from pyro_scale.core.rows import Arguments
+from pyro_scale.core.step_inputs import Source, Taped
+from pyro_scale.data.batches import Batch, Batches
+from pyro_scale.data.row_sampler import Sampling
+from pyro_scale.data.sources import Data, TensorData
+
+#: A batch -> its features, `[B, ...]` each.
+Features = Callable[[Arguments], tuple[Tensor, ...]]
+
+
+def table_of(data: TensorData, features: Features, batch_size: int) -> TensorData:
+    """The features of all rows, in memory."""
+    num_rows = rows.count(data.arguments) or 0
+    parts = []
+    for start in range(0, num_rows, batch_size):
+        begin = min(start, num_rows - batch_size)  # the last block overlaps the one before
+        found = features(rows.take(data.arguments, slice(begin, begin + batch_size)))
+        parts.append([feature[start - begin :].clone() for feature in found])
+    table = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+    return TensorData(table, data.num_data, data.batch_size)
+
+
+@dataclass(frozen=True)
+class FeatureData:
+    """Data whose batches are put through a function as they come."""
+
+    data: Data
+    features: Features
+
+    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Batches:
+        return FeatureBatches(self.data.batches(seed, num_chains, sampling), self.features)
+
+
+@dataclass(frozen=True)
+class FeatureBatches:
+    """The features of every chain's batches."""
+
+    batches: Batches
+    features: Features
+    fixed: Any = ()
+
+    def take(self, start: int, stop: int, out: Any = None) -> Any:
+        changing = self.batches.take(start, stop)
+        steps = [self._of_step(changing, place) for place in range(stop - start)]
+        return [torch.stack(column, 1) for column in zip(*steps, strict=True)]
+
+    def batch(self, fixed: Any, changing: Any) -> Batch:
+        return Batch(tuple(changing), per_chain=True)
+
+    def sources(self, changing: Any) -> list[Source]:
+        return [Taped(leaf) for leaf in changing]
+
+    def position(self, step: int) -> Any:
+        return self.batches.position(step)
+
+    def seek(self, step: int, position: Any) -> None:
+        self.batches.seek(step, position)
+
+    def _of_step(self, changing: Any, place: int) -> list[Tensor]:
+        """Features `[chains, B, ...]` at one step."""
+        drawn = pytree.tree_map(lambda leaf: leaf[:, place], changing)
+        batch = self.batches.batch(self.batches.fixed, drawn)
+        chains = range(len(batch.tensors[0]))
+        found = [self.features(batch.of_chain(chain)[0]) for chain in chains]
+        return [torch.stack(column) for column in zip(*found, strict=True)]

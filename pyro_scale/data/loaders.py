@@ -1,0 +1,128 @@
+"""Users' loaders, read in a way that leaves nothing of theirs or of torch's changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import data as torch_data
+
+from pyro_scale.core import rows
+from pyro_scale.core.exclusive import own_generator
+from pyro_scale.core.rng import Purpose, derived_seed
+from pyro_scale.core.rows import Arguments
+from pyro_scale.errors import DataError
+
+
+def is_iterable_style(loader: Any) -> bool:
+    """Whether it is a DataLoader whose data set cannot be read by index."""
+    return isinstance(loader, torch_data.DataLoader) and isinstance(
+        loader.dataset, torch_data.IterableDataset
+    )
+
+
+def read_by_index(
+    loader: torch_data.DataLoader[Any],
+    order: Iterable[list[int]],
+    seed: int,
+    section: int,
+    device: torch.device | None,
+) -> Iterator[Arguments]:
+    """The user's loader with our indices in place of its sampler."""
+    workers = {}
+    if loader.num_workers > 0:
+        workers = {
+            "prefetch_factor": loader.prefetch_factor,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "worker_init_fn": loader.worker_init_fn,
+        }
+    reloader = torch_data.DataLoader(
+        loader.dataset,
+        batch_sampler=order,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        **workers,
+    )
+    own = derived_seed(seed, 0, Purpose.DATA_LOADER, section)
+    return (received(batch, device) for batch, _ in isolated(reloader, own))
+
+
+def isolated(
+    loader: Iterable[Any], seed: int, state: Mapping[str, Any] | None = None
+) -> Iterator[tuple[Any, dict[str, Any] | None]]:
+    """(A batch, the state before it): iterates with a state of torch's generator that is seeded
+    here and shared with nobody.
+
+    Samplers, and data sets that draw augmentations, read torch's generator.
+
+    Args:
+        loader: the user's.
+        seed: of the generator.
+        state: what to go on from, of a loader that has states (torchdata's `StatefulDataLoader`);
+            others have None.
+    """
+    stateful: Any = loader if hasattr(loader, "load_state_dict") else None
+    with own_generator(seed):
+        if state is not None:
+            stateful.load_state_dict(state["loader"])
+        loaded = iter(loader)
+        drawn = torch.random.get_rng_state() if state is None else state["generator"]
+    while True:
+        before = None
+        if stateful is not None:
+            before = {"loader": stateful.state_dict(), "generator": drawn}
+        with own_generator():
+            torch.random.set_rng_state(drawn)
+            try:
+                batch = next(loaded)
+            except StopIteration:
+                return
+            except (ConnectionError, EOFError) as error:
+                raise _of_a_dead_worker(loader, error) from error
+            drawn = torch.random.get_rng_state()
+        yield batch, before
+
+
+def _of_a_dead_worker(loader: Any, error: Exception) -> Exception:
+    """What a broken pipe means, unless it is the data set's own."""
+    if not getattr(loader, "num_workers", 0) or str(error).startswith("Caught "):  # as torch has it
+        return error
+    return DataError(
+        f"a worker of the loader exited unexpectedly ({error}): it was killed, most often for want "
+        "of memory; pass a loader with fewer workers or num_workers=0, and go on with resume="
+    )
+
+
+def received(batch: Any, device: torch.device | None) -> Arguments:
+    """A loader's batch as the model's arguments, on the model's device."""
+    arguments = rows.as_arguments(batch)
+    refuse_arrays(arguments)
+    return to_device(arguments, device)
+
+
+def refuse_arrays(arguments: Arguments) -> None:
+    """Refuses NumPy arrays and the like, which would pass as constants instead of rows.
+
+    Raises:
+        DataError: it names the argument.
+    """
+    for name, leaf in rows.named_leaves(arguments):
+        if not isinstance(leaf, Tensor) and getattr(leaf, "ndim", 0) > 0:
+            raise DataError(
+                f"argument {name} is a {type(leaf).__name__}, not a tensor, so its rows would not "
+                "be taken by minibatch: pass torch.as_tensor of it"
+            )
+
+
+def to_device(arguments: Arguments, device: torch.device | None) -> Arguments:
+    """The arguments with their rows on a device, where they are if None; nothing left to do in
+    them, such as a sign to change when they are read."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(device or tensor.device).resolve_conj().resolve_neg()
+
+    return rows.map_rows(moved, arguments)

@@ -1,0 +1,162 @@
+"""Where batches come from.
+
+Tensors in memory, and a loader over a data set that is read by index, are read by our own indices,
+so that every chain has its own minibatches, whatever the number of chains, the sampler's order or
+the number of workers.  Any other loader is a stream (stream.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import data as torch_data
+
+from pyro_scale.core import rows
+from pyro_scale.core.rows import Arguments
+from pyro_scale.data.batches import Batches, GatheredRows, OwnIndices, ReadBatches, WholeData
+from pyro_scale.data.loaders import read_by_index
+from pyro_scale.data.row_sampler import RowIndices, Sampling
+
+#: Steps, or an epoch if that is longer, after which a loader is read afresh.
+_SECTION_STEPS = 1024
+
+
+class Data(Protocol):
+    """Data that batches are taken from.
+
+    Attributes:
+        num_data: N; None where only the model can tell.
+        batch_size: B; None for the whole data.
+    """
+
+    @property
+    def num_data(self) -> int | None: ...
+
+    @property
+    def batch_size(self) -> int | None: ...
+
+    def first(self) -> Arguments:
+        """One batch, for the model's preflight."""
+        ...
+
+    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Batches:
+        """An endless stream of batches, one a step."""
+        ...
+
+    def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
+        """All rows once, in the data's order."""
+        ...
+
+
+@dataclass
+class TensorData:
+    """The model's own arguments: tensors in memory, or none at all."""
+
+    arguments: Arguments
+    num_data: int | None
+    batch_size: int | None = None
+
+    def first(self) -> Arguments:
+        if self.batch_size is None:
+            return self.arguments
+        return rows.take(self.arguments, slice(0, self.batch_size))
+
+    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Batches:
+        if self.batch_size is None:
+            return WholeData(self.arguments)
+        num_rows, device = rows.count(self.arguments) or 0, rows.device(self.arguments)
+        indices = RowIndices(seed, num_chains, num_rows, self.batch_size, sampling, device)
+        # rows are gathered at every step, from memory in which each lies in one piece
+        table = rows.map_rows(lambda tensor: tensor.contiguous(), self.arguments)
+        return GatheredRows(table, indices)
+
+    def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
+        num_rows = rows.count(self.arguments)
+        size = batch_size or self.batch_size
+        if num_rows is None or size is None:
+            yield self.arguments
+            return
+        for start in range(0, num_rows, size):
+            yield rows.take(self.arguments, slice(start, start + size))
+
+
+@dataclass
+class OwnSubsamples:
+    """The whole data for a model that subsamples by itself: it is given indices alone."""
+
+    arguments: Arguments
+    num_data: int
+    batch_size: int
+
+    def first(self) -> Arguments:
+        return self.arguments
+
+    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Batches:
+        device = rows.device(self.arguments)
+        indices = RowIndices(seed, num_chains, self.num_data, self.batch_size, sampling, device)
+        return OwnIndices(self.arguments, indices)
+
+    def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
+        yield self.arguments
+
+
+@dataclass
+class IndexedData:
+    """A loader over a data set that is read by index: its rows are collated as it would."""
+
+    loader: torch_data.DataLoader[Any]
+    subset: Tensor
+    num_data: int
+    batch_size: int
+    device: torch.device | None
+
+    def first(self) -> Arguments:
+        return next(self.read([self.subset[: self.batch_size].tolist()], seed=0))
+
+    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Batches:
+        indices = RowIndices(seed, num_chains, len(self.subset), self.batch_size, sampling)
+        return ReadBatches(ByIndex(self, indices, seed, num_chains), self.first())
+
+    def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
+        chunks = self.subset.split(batch_size or self.batch_size)
+        return self.read((chunk.tolist() for chunk in chunks), seed=0)
+
+    def read(self, order: Iterable[list[int]], seed: int, section: int = 0) -> Iterator[Arguments]:
+        """The batches of some rows each, with randomness of (seed, section)."""
+        return read_by_index(self.loader, order, seed, section, self.device)
+
+
+@dataclass
+class ByIndex:
+    """Batches read by our own indices.
+
+    Data sets may draw augmentations, so what a batch holds depends on those before it: reading
+    begins afresh at every section of some steps, and to go on from within one, it is read from
+    its beginning.
+    """
+
+    data: IndexedData
+    indices: RowIndices
+    seed: int
+    num_chains: int
+
+    def steps(self, start: int, position: Any) -> Iterator[tuple[list[Arguments], Any]]:
+        epoch = -(-len(self.data.subset) // self.data.batch_size)
+        length = max(epoch, _SECTION_STEPS)
+        for section in itertools.count(start // length):
+            steps = range(section * length, (section + 1) * length)
+            order = (
+                self.data.subset[index].tolist()
+                for step in steps
+                for index in self.indices.at(step)
+            )
+            read = self.data.read(order, self.seed, section)
+            for step in steps:
+                batches = [next(read) for _ in range(self.num_chains)]
+                if step >= start:
+                    yield batches, None

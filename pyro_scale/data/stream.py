@@ -1,0 +1,131 @@
+"""Any other loader than one that is read by index: its batches as they come, cut anew."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.utils import data as torch_data
+
+from pyro_scale.core import rows
+from pyro_scale.core.rng import Purpose, derived_seed, generator
+from pyro_scale.core.rows import Arguments
+from pyro_scale.data.batches import Batches, ReadBatches, different_shapes
+from pyro_scale.data.loaders import is_iterable_style, isolated, read_by_index, received
+from pyro_scale.data.row_sampler import Sampling
+from pyro_scale.errors import ArgumentError, DataError
+
+
+@dataclass
+class StreamData:
+    """Any other loader: its batches in its order, cut anew into batches of one size.
+
+    Each chain takes batches of its own, `num_chains` of them a step; a ragged tail is carried
+    into the next epoch.
+    """
+
+    loader: Iterable[Any]
+    num_data: int | None
+    device: torch.device | None
+    batch_size: int | None = None
+
+    def first(self) -> Arguments:
+        batch = self._first  # once: a data set that holds its place is further on after it
+        self.batch_size = rows.count(batch)
+        if self.batch_size is None:
+            raise DataError("the loader's batches hold no tensor: each must hold rows")
+        return batch
+
+    @cached_property
+    def _first(self) -> Arguments:
+        batch = next(self.epoch(seed=0, epoch=0), None)
+        if batch is None:
+            raise DataError("the loader yields no batch: the data are empty")
+        return batch
+
+    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Batches:
+        if sampling != "shuffle":
+            raise ArgumentError(
+                f"sampling='{sampling}' needs data that can be read by index: pass the tensors, or "
+                "a DataLoader over a map-style data set without a sampler of its own, or "
+                "sampling='shuffle' to take the batches as they come"
+            )
+        first = self.first()
+        return ReadBatches(Dealt(self, seed, num_chains), first)
+
+    def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
+        """The data set's order where it can be read by index; else the loader's own."""
+        loader = self.loader
+        if not isinstance(loader, torch_data.DataLoader) or is_iterable_style(loader):
+            return self.epoch(seed=0, epoch=0)
+        dataset: Any = loader.dataset
+        order = torch.arange(len(dataset)).split(batch_size or self.batch_size or 1)
+        return read_by_index(loader, (part.tolist() for part in order), 0, 0, self.device)
+
+    def epoch(self, seed: int, epoch: int) -> Iterator[Arguments]:
+        """The loader's batches of one epoch, with randomness of its own."""
+        return (batch for batch, _ in self.with_states(seed, epoch, None))
+
+    def with_states(self, seed: int, epoch: int, state: Any) -> Iterator[tuple[Arguments, Any]]:
+        """(Such a batch, the loader's state before it, if it has any), from a state on."""
+        own = derived_seed(seed, 0, Purpose.DATA_LOADER, epoch)
+        for batch, before in isolated(self.loader, own, state):
+            yield received(batch, self.device), before
+
+
+@dataclass
+class Dealt:
+    """A loader's rows, one epoch after another, in pieces of exactly B, dealt to the chains."""
+
+    data: StreamData
+    seed: int
+    num_chains: int
+
+    def steps(self, start: int, position: Any) -> Iterator[tuple[list[Arguments], Any]]:
+        pieces = self._pieces(position)
+        for step in itertools.count(start):
+            dealt = [next(pieces) for _ in range(self.num_chains)]
+            # at random: dealt in turn, a chain could get the same part of the data for ever
+            source = generator(self.seed, 0, Purpose.BATCHES, step)
+            order = torch.randperm(self.num_chains, generator=source)
+            yield [dealt[place][0] for place in order], dealt[-1][1]
+
+    def _pieces(self, position: Any) -> Iterator[tuple[Arguments, Any]]:
+        """(A piece, the position after it): the epoch, its batches before the one that the piece
+        ends in, the rows left over by those, the pieces taken since, and the loader's state before
+        that batch.  A loader without states is read again from the epoch's beginning."""
+        size = self.data.batch_size or 1
+        first, passed, left, taken, state = position or (0, 0, [], 0, None)
+        for epoch in itertools.count(first):
+            place, begin = -1, 0 if state is None else passed
+            batches = self.data.with_states(self.seed, epoch, state)
+            for place, (batch, before) in enumerate(batches, begin):
+                if place < passed:
+                    continue
+                joined = _joined(left, batch)
+                total = rows.count(joined) or 0
+                whole = range(0, total - size + 1, size)
+                for count, low in enumerate(whole[taken:], taken + 1):
+                    piece = rows.take(joined, slice(low, low + size))
+                    yield piece, (epoch, place, left, count, before)
+                rest = total % size
+                left = [rows.take(joined, slice(total - rest, total))] if rest else []
+                taken = 0
+            if place < 0:
+                raise DataError(
+                    f"the loader yielded nothing in epoch {epoch}: it must be iterable again and "
+                    "again; pass a DataLoader, not a generator"
+                )
+            passed, state = 0, None
+
+
+def _joined(left: list[Arguments], batch: Arguments) -> Arguments:
+    """What an epoch left over, and the batch after it."""
+    try:
+        return rows.concatenate([*left, batch]) if left else batch
+    except RuntimeError as error:
+        raise different_shapes(error, "or make all batches of one size") from error

@@ -1,0 +1,1 @@
+"""Whether draws can be trusted: convergence, temperature, bias, crashes."""

@@ -1,0 +1,142 @@
+"""Whether chains agree, on latent sites and on what they predict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pyro_scale.core import rows
+from pyro_scale.core.exclusive import own_generator
+from pyro_scale.core.online_moments import Moments
+from pyro_scale.core.validation import evenly
+from pyro_scale.core.warn import warn
+from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleError
+from pyro_scale.model.starts import WEIGHT
+from pyro_scale.posterior import arviz_api
+from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.predictive import data_sites, predictive_means
+
+#: R-hat above which chains are said not to agree, given so many draws in all and of each chain
+#: (Vehtari et al. 2021 ask for an ESS of 400); and, as it may be chance, of fewer, but so many.
+_MOST_R_HAT, _MANY_DRAWS, _MANY_EACH = 1.05, 400, 50
+_MOST_OF_FEW, _FEWEST_EACH = 1.3, 20
+#: Elements of a variable that are looked at.
+_MOST_ELEMENTS = 200
+#: Chains that are many.
+_MANY_CHAINS = 20
+
+
+def some_elements(result: Result, name: str) -> Tensor:
+    """Up to 200 elements of a site, evenly spread, `[chains, draws, some]`: ArviZ takes some
+    milliseconds for each."""
+    return result.elements(name, evenly(result.shapes[name].numel(), _MOST_ELEMENTS))
+
+
+def mixing(draws: Mapping[str, Tensor]) -> Any:
+    """A table, one row a variable: the worst R-hat and the least ESS of its elements.
+
+    Args:
+        draws: by variable, `[chains, draws, elements]`.
+    """
+    import pandas
+    import xarray
+
+    latent = xarray.Dataset(
+        {name: (("chain", "draw", f"{name}_element"), v.cpu().numpy()) for name, v in draws.items()}
+    )
+    table = pandas.DataFrame(index=pandas.Index(list(draws), name="site"))
+    alone = latent.sizes["chain"] < 2
+    table["r_hat"] = math.nan if alone else _each(arviz_api.rhat(latent), "max")
+    table["ess_bulk"] = _each(arviz_api.ess(latent, method="bulk"), "min")
+    table["ess_tail"] = _each(arviz_api.ess(latent, method="tail"), "min")
+    return table
+
+
+def mixing_of_moments(moments: Mapping[str, Moments], sites: Sequence[str]) -> Any:
+    """The same, by split R-hat and batch means, of draws that were not kept."""
+    import pandas
+
+    table = pandas.DataFrame(index=pandas.Index(sites, name="site"))
+    table["r_hat"] = [float(moments[name].r_hat.max()) for name in sites]
+    table["ess_bulk"] = [float(moments[name].ess.min()) for name in sites]
+    return table
+
+
+def mixing_of_predictions(result: Result, probe: Any) -> Any:
+    """The same of each data site's predictive means for a probe batch.
+
+    Args:
+        result: of the run.
+        probe: the model's arguments.
+
+    Raises:
+        ArgumentError: no data site, or one without a mean; what the model cannot be run on.
+    """
+    if not data_sites(result):
+        raise ArgumentError("probe: the model has no data site with a value a row")
+    arguments = rows.as_arguments(probe)
+    try:
+        with own_generator():
+            means = predictive_means(result, arguments)
+    except PyroScaleError:
+        raise
+    except Exception as error:  # the model's own
+        given = rows.described(arguments) if rows.leaves(arguments) else repr(probe)
+        raise ArgumentError(
+            f"probe: the model cannot be run on it ({given}; {error}): pass some rows as the "
+            "model's own arguments, a tensor, a tuple by position or a dict by name"
+        ) from error
+    chains, draws = result.positions.shape[:2]
+    return mixing(
+        {
+            f"{name}, predicted": value[:, evenly(value.shape[1], _MOST_ELEMENTS)]
+            .double()
+            .reshape(chains, draws, -1)
+            for name, value in means.items()
+        }
+    )
+
+
+def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool:
+    """Warns where R-hat says that chains do not agree; one chain alone cannot tell.
+
+    Args:
+        result: of the run.
+        table: with `r_hat` by site.
+        probed: whether the sites are predictions.
+        hot: whether its step is known to be too long, or was chosen.
+    """
+    chains, each = next(iter(result.sample_stats.values())).shape
+    few = chains < 2 or each < _FEWEST_EACH
+    if few or result.attrs["temperature"] == 0:  # where chains are to end in different places
+        return False
+    surely = each >= _MANY_EACH and chains * each >= _MANY_DRAWS
+    r_hat, most = table["r_hat"], _MOST_R_HAT if surely else _MOST_OF_FEW
+    unmixed = bool((r_hat > most).any())
+    if unmixed:
+        worst = r_hat.idxmax()
+        steps = " or more steps" if hot else ", more steps or a larger lr"
+        hint = ""
+        if not probed and _has_weights(result):
+            hint = "; of a network, ask what its predictions do: diagnostics(probe=x)"
+        if chains >= _MANY_CHAINS and "superchains" not in result.attrs:
+            hint += "; many short chains say more with superchains="
+        warn(
+            ConvergenceWarning,
+            f"'{worst}': the chains do not agree, R-hat is {r_hat[worst]:.3g}: take a longer "
+            f"warm-up{steps}{hint}",
+        )
+    return unmixed
+
+
+def _has_weights(result: Result) -> bool:
+    """Whether latents are weights of a network."""
+    sites = result.log_posterior.understanding.sites.values()
+    return any(WEIGHT in site.infer for site in sites if site.kind == "latent")
+
+
+def _each(dataset: Any, reduce: str) -> list[float]:
+    return [float(getattr(array, reduce)()) for array in dataset.data_vars.values()]

@@ -1,0 +1,139 @@
+"""What to say when chains become NaN or infinite, or are about to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pyro_scale.engine.draws import Draws
+from pyro_scale.posterior.draws import Result
+
+#: Distances from 0 in unconstrained space that chains only come to on their way to infinity.
+_EXPLODED = 1e15
+#: How many times too hot chains that run away are in the last quarter of a run, and how many times
+#: hotter than in the first, at least; and draws of a quarter, of all chains, to know it by.
+_HOT, _FEWEST = 300.0, 6
+
+
+#: What is wrong where the log joint is not finite.
+NOT_A_DENSITY = "the log joint became NaN or infinite"
+
+
+def message(draws: Draws, lr: Tensor, replay: str = "", by: str = "get_samples()") -> str:
+    """Which chains stopped, where, and what to try.
+
+    Args:
+        draws: what the run kept.
+        lr: every step's, `[steps, ...]`.
+        replay: where their last steps are, which say why, as a sentence.
+        by: what gives the results of the others.
+    """
+    failures = draws.failures
+    stopped = "; ".join(
+        f"chain {each.chain} at step {each.step}"
+        + (f", site '{each.site}'" if each.error is None and not each.in_density else "")
+        for each in failures[:5]
+    )
+    more = f" and {len(failures) - 5} more" if len(failures) > 5 else ""
+    errors = [each.error for each in failures if each.error is not None]
+    raised = f"the model raised {errors[0]}" if errors else ""
+    states = [each for each in failures if each.error is None and not each.in_density]
+    non_finite = "the state became NaN or infinite" if states else ""
+    outside = NOT_A_DENSITY if any(each.in_density for each in failures) else ""
+    what = ", or ".join(filter(None, [non_finite, outside, raised]))
+    finished = ", ".join(map(str, draws.finished))
+    if len(draws.finished) > 10:
+        finished = f"{len(draws.finished)} of them"
+    kept = f"Finished, and in {by}: chains {finished}. " if finished else ""
+    now = float(lr[failures[0].step].max())
+    smaller = f"try lr={now / 3:.2g} instead of {now:.2g}"
+    if any(failure.bad_batch for failure in failures):
+        advice = (
+            "The batch of that step holds NaN or infinite numbers: clean the data (torch.isfinite "
+            "finds them)"
+        )
+    elif errors:
+        advice = (
+            "If the state is far out there, the step size is above the stable range: "
+            f"{smaller}; else the model cannot be computed where chains come to: mend it there "
+            "(add to the diagonal of its matrices), or give its sites tighter priors"
+        )
+    elif not states:
+        advice = (
+            "Chains have come to values that the model has no density at, though its gradient is "
+            "finite there: a support that depends on a latent, or the log of a negative number. "
+            "Draw that latent from a distribution whose own support ends there, or scale data "
+            "whose log density overflows"
+        )
+    elif any(failure.step == 0 for failure in states):
+        advice = (
+            "At the very first step: either the gradient is not finite where the chain starts, so "
+            "look at the data and the model there, or start elsewhere with init_strategy=; or "
+            f"lr={now:.2g} is far too large"
+        )
+    else:
+        advice = (
+            f"Most often the step size is above the stable range: {smaller}; else start nearer to "
+            "the mode (init_strategy=), scale the data, give the site a tighter prior, or mend "
+            "the model, if it is NaN at values that are not far out"
+        )
+    return f"{what}: {stopped}{more}. {kept}{replay and replay + '. '}{advice}"
+
+
+def all_stopped(store: Path | None, why: str) -> str:
+    """Why a run has no results of which no chain finished.
+
+    Args:
+        store: where draws went, if on disk.
+        why: what its NonFiniteError said.
+    """
+    said = "has no draws: all chains of the run stopped"
+    if store is not None:
+        said += f", and what they drew until then is in the store, '{store}'"
+    return f"{said} ({why})"
+
+
+def explosion(result: Result) -> str | None:
+    """What to say of chains that have exploded, though their states are finite yet; None where
+    none has."""
+    last = result.positions[torch.arange(result.num_chains), -1].abs().amax(0)
+    far, runaway = int(last.argmax()), _runaway(result)
+    if float(last[far]) >= _EXPLODED:
+        said = f"site '{result.layout.site_at(far)}' has come to {float(last[far]):.2g}"
+        said += " in unconstrained space"
+    elif runaway is not None:
+        site, heat = runaway
+        said = f"site '{site}' has grown ever hotter, to {heat:.2g} times the temperature asked for"
+    else:
+        return None
+    lr = result.sample_stats.get("lr")
+    hint = "" if lr is None else f", {float(lr[0, -1]) / 3:.2g} instead of {float(lr[0, -1]):.2g}"
+    return (
+        f"the chains have exploded: {said}, and no number that is made of the draws means "
+        f"anything. The step size is most likely above the stable range: pass a smaller lr{hint}"
+    )
+
+
+def _runaway(result: Result) -> tuple[str, float] | None:
+    """(The site that has become hottest, its temperature over the one asked for in the last quarter
+    of the draws), where that is what a step above the stable range does to it.
+
+    Draws that run away are pulled back to their mean, by ever more.  A chain that comes from a bad
+    start is as hot, but first and not last, and on the way from there it is pulled on, away from
+    the mean.
+    """
+    if result.virial is None:
+        return None
+    heat = result.virial / result.sample_stats["temperature"].mean()
+    quarter = heat.shape[1] // 4
+    if quarter * result.num_chains < _FEWEST:
+        return None
+    first, last = (
+        part.flatten(0, 1).median(0).values.amax(-1)
+        for part in (heat[:, :quarter], heat[:, -quarter:])
+    )
+    grown = last.where(last > _HOT * first.clamp(min=1), 0)
+    site = int(grown.argmax())
+    return (result.log_posterior.latents[site], float(grown[site])) if grown[site] > 0 else None

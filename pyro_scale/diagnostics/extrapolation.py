@@ -1,0 +1,75 @@
+"""By which order of lr a run's variances are off, on a Gaussian with the draws' own variances.
+
+Noise of minibatches and a finite step act together, and what shuffling cancels of the noise depends
+on lr, so that there is no one order.  On a Gaussian a kernel's law is known exactly, with batches
+drawn anew or shuffled (kernels/gaussian.py), and with it what half the step leaves of a bias.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.kernels import Kernel
+from pyro_scale.kernels.gaussian import GaussianChain
+from pyro_scale.run.run import Course
+
+#: The variance at lr = 0 depends on the law, and that on it: so often is it put in again.
+_ROUNDS = 20
+#: Of a variance: the least part of it that is taken for the posterior's, and what is rounding.
+_LEAST, _ROUNDING = 0.01, 1e-6
+
+
+class Law(NamedTuple):
+    """How variances differ between lr and lr/2, by element.
+
+    Attributes:
+        gap: 1 - the variance at lr/2 over that at lr.
+        order: p of 2^p, the bias at lr over that at lr/2; NaN where there is no such thing.
+    """
+
+    gap: Tensor
+    order: Tensor
+
+
+def law_of(course: Course, noise: Tensor, own: Tensor, shadow: Tensor) -> Law:
+    """What the kernel's exact law on a Gaussian says.
+
+    Args:
+        course: of the run.
+        noise: the variance of the minibatch gradient of the log joint over N, `[latents]`.
+        own: unconstrained variances of the run's draws, `[latents]`.
+        shadow: of those at half the step.
+    """
+    kernel, mass = _bound(course, len(own))
+    epoch = course.setup.epoch(course.sampling)
+    half = kernel.bind({**kernel.hyperparameters(), "lr": kernel.lr / 2})
+    exact, least = shadow, _LEAST * own
+    gap = order = torch.full_like(own, torch.nan)
+    for _ in range(_ROUNDS):
+        precision = kernel.temperature / (exact * mass)  # in units where the mass is 1
+        whole, short = (_variance(k, precision, noise / mass, epoch) for k in (kernel, half))
+        bias = whole - kernel.temperature / precision
+        gap = (whole - short) / whole
+        factor = torch.where(gap.abs() > _ROUNDING, bias / (whole - short), torch.nan)
+        order = torch.where(factor > 1, (factor / (factor - 1)).log2(), torch.nan)
+        exact = (own - factor.nan_to_num(0.0) * (own - shadow)).maximum(least)
+    return Law(gap, order)
+
+
+def _bound(course: Course, count: int) -> tuple[Kernel, Tensor]:
+    """(The kernel of latents at the run's values on average, its mass), in double precision."""
+    values = {name: column[course.steps.kept].mean(0) for name, column in course.tape.items()}
+    bound = course.setup.engine.bound_latents(values)
+    mass = bound.hyperparameters().get("mass", torch.ones((), dtype=torch.float64))
+    return bound, mass * torch.ones(count, dtype=torch.float64)
+
+
+def _variance(kernel: Kernel, precision: Tensor, noise: Tensor, epoch: int | None) -> Tensor:
+    """The stationary variance of positions, NaN where there is none."""
+    linear, left = kernel.linear(noise)
+    chain = GaussianChain.of(linear, precision)
+    variance = chain.covariance(left, epoch)[:, 0, 0]
+    return torch.where(chain.stable, variance, torch.nan)

@@ -1,0 +1,87 @@
+"""The temperature that a run's momenta have, beside the one that its step gives them.
+
+N p^2 / (m T) is 1 on average in continuous time.  A finite step may hold momenta at another value
+while positions are nearly right (SGHMC's is 4 / (4 - 2 e f - e^2 L / m) on a Gaussian of precision
+L over N), which is read out of the kernel's own update; what is above that value is heat, of
+minibatches or of a step too long for the posterior's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pyro_scale.diagnostics.temperature import Virial
+from pyro_scale.engine.draws import Draws
+from pyro_scale.kernels.gaussian import GaussianChain
+from pyro_scale.run.measurements import GradientNoise, Kinetic
+from pyro_scale.run.problem import Setup
+
+#: The flattest that a direction is taken for, as lr^2 L / m: below, momenta are those of free ones.
+_FLATTEST = 1e-6
+#: The least part of the temperature that draws are taken to have.
+_COLDEST = 0.1
+
+
+def kinetic(
+    setup: Setup,
+    draws: Draws,
+    values: Mapping[str, Tensor],
+    noise: GradientNoise | None,
+    virial: Virial | None,
+) -> Kinetic | None:
+    """What the momenta of finished chains say; None for a method without, or where none were seen.
+
+    Args:
+        setup: of the run.
+        draws: of the run.
+        values: the hyperparameters', on average over the draws.
+        noise: of minibatches.
+        virial: what gradients at the draws say.
+    """
+    if draws.kinetic is None:
+        return None
+    measured = draws.kinetic[draws.finished]
+    measured = measured[:, measured.isfinite().all(-1).all(0)]
+    if not measured.numel():
+        return None
+    precision = _precision(setup, values, noise, virial)
+    if precision is None:
+        return Kinetic(measured, torch.full(measured.shape[-1:], torch.nan, dtype=torch.float64))
+    of_elements = _expected(setup, values, precision)
+    places = [setup.engine.layout.slices()[name] for name in setup.log_posterior.latents]
+    return Kinetic(measured, torch.stack([of_elements[place].mean() for place in places]))
+
+
+def _precision(
+    setup: Setup,
+    values: Mapping[str, Tensor],
+    noise: GradientNoise | None,
+    virial: Virial | None,
+) -> Tensor | None:
+    """Each element's precision L_ii over N, `[latents]`: where the law is exp(log joint / T), the
+    gradient of the log joint over N has the variance T L_ii / N.  T is the draws' own temperature,
+    which is not quite the one asked for."""
+    if virial is None or (noise is None and not virial.whole):
+        return None
+    count = setup.engine.num_latents
+    square, heat = virial.mean_square[:count], virial.of_elements[:count]
+    if not virial.whole and noise is not None:
+        square = (square - noise.variance).clamp(min=0)
+    return square * setup.engine.density.num_data / heat.maximum(_COLDEST * values["temperature"])
+
+
+def _expected(setup: Setup, values: Mapping[str, Tensor], precision: Tensor) -> Tensor:
+    """The momentum's variance over m T / N, `[latents]`, on a Gaussian of such precisions.
+
+    To first order in lr^2 L the variance depends on L_ii alone, however elements are correlated.
+    """
+    bound = setup.engine.bound_latents(values)
+    linear, _ = bound.linear(torch.zeros_like(precision))  # in units where the mass is 1
+    steepness = precision / bound.mass
+    steepness = steepness.maximum(_FLATTEST / bound.lr.square() * torch.ones_like(steepness))
+    chain = GaussianChain.of(linear, steepness)
+    variance = chain.covariance(torch.zeros_like(steepness))[:, 1, 1]
+    return torch.where(chain.stable, variance / bound.temperature, torch.nan)

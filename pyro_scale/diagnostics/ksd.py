@@ -1,0 +1,136 @@
+"""How far draws are from the posterior, by its gradients at them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale import metrics
+from pyro_scale.core.validation import as_count
+from pyro_scale.data.sources import Data
+from pyro_scale.diagnostics.divergence import explosion
+from pyro_scale.errors import ArgumentError, DataError
+from pyro_scale.fullbatch.chunks import Piece, is_row_wise, pieces_of, pieces_with
+from pyro_scale.model import derivatives
+from pyro_scale.model.derivatives import Params
+from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.scaling import Evaluation
+from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.predictive import equally_weighted
+
+#: Draws that are compared, unless the user asks for others.
+_DRAWS = 1000
+
+
+def ksd(result: Result, data: Data, num_samples: int | None, num_rows: int | None) -> float:
+    """See `Method.ksd`."""
+    temperature = _temperature(result)
+    if said := explosion(result):
+        raise ArgumentError(f"ksd: {said}")
+    if num_samples is None:
+        num_samples = min(_DRAWS, result.positions.shape[:2].numel())
+    drawn = equally_weighted(result, num_samples)
+    draws = torch.cat(list(drawn.blocks()))[
+        :, drawn.layout.places(drawn.log_posterior.latents)
+    ].double()
+    sd = draws.std(0, correction=0)
+    still = torch.nonzero(draws.amax(0) == draws.amin(0))
+    if len(still):
+        site = drawn.log_posterior.layout.site_at(int(still[0]))
+        raise ArgumentError(
+            f"ksd: site '{site}' has elements that are the same in all {len(draws)} draws, so they "
+            "have no scale: take draws that spread"
+        )
+    gradients = scores(drawn, data, num_rows) / temperature
+    return float(metrics.ksd(draws / sd, gradients.to(draws) * sd))
+
+
+def scores(result: Result, data: Data, num_rows: int | None = None, seed: int = 0) -> Tensor:
+    """The gradient of the log joint of all rows, or of some for all, in the latents' unconstrained
+    elements, at every draw, `[chains * draws, d]`.
+
+    Args:
+        result: of a run.
+        data: all rows.
+        num_rows: how many are drawn; all by default.
+        seed: which they are.
+    """
+    places = result.layout.places(result.log_posterior.latents)
+    parts = [
+        torch.cat(list(result.chunks(partial(_gradient, result, part)))).double()
+        for part in _parts(result.log_posterior, data, num_rows, seed)
+    ]
+    return torch.stack(parts).sum(0)[:, places]
+
+
+class _Part(NamedTuple):
+    """A part of the log joint.
+
+    Attributes:
+        piece: of the data.
+        rows: which of its rows count.
+        scale: what each of them stands for.
+        share: of the log prior.
+    """
+
+    piece: Piece
+    rows: slice | Tensor
+    scale: float
+    share: float
+
+
+def _parts(known: LogPosterior, data: Data, num_rows: int | None, seed: int) -> Iterator[_Part]:
+    """What makes the log joint of all rows, or an estimate of it from some."""
+    total, seen = known.num_data, 0
+    count = total if num_rows is None else min(as_count("num_rows", num_rows), total)
+    if count == total:
+        for piece in pieces_of(known, data):
+            yield _Part(piece, piece.keep, 1.0, piece.num_new / total)
+            seen += piece.num_new
+    elif not is_row_wise(known):
+        raise ArgumentError("num_rows: the model takes all rows together; leave it out")
+    else:
+        chosen = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count]
+        for piece, some in pieces_with(known, data, chosen.sort().values):
+            yield _Part(piece, some, total / count, len(some) / count)
+            seen += len(some)
+    if seen != count:
+        raise DataError(f"the data do not hold N = {total} rows: pass all of them as data=")
+
+
+def _gradient(result: Result, part: _Part, params: Params) -> Tensor:
+    """Of a part of the log joint at one draw, as a vector [D]."""
+
+    def of(params: Params) -> Evaluation:
+        piece = part.piece
+        found = result.log_posterior(params, piece.arguments, piece.indices)
+        rows = found.log_lik[part.rows].sum()
+        return found._replace(log_joint=part.share * found.log_prior + part.scale * rows)
+
+    try:
+        gradient, _ = derivatives.gradient(of, params)
+    except (RuntimeError, NotImplementedError):  # an autograd.Function that functorch refuses
+        gradient, _ = derivatives.plain_gradient(of, params)
+    return result.layout.flatten(gradient)
+
+
+def _temperature(result: Result) -> float:
+    """Of the run.
+
+    Raises:
+        ArgumentError: it is 0, or not the same for all draws.
+    """
+    column = result.sample_stats.get("temperature")
+    if column is None:
+        temperature = float(result.attrs.get("temperature", 1.0))
+    else:
+        temperature = float(column.flatten()[0])
+        if not bool((column == temperature).all()):
+            raise ArgumentError("ksd: the draws are of several temperatures, and of no one density")
+    if temperature == 0:
+        raise ArgumentError("ksd: at temperature 0 there is no density that the draws are of")
+    return temperature

@@ -1,0 +1,170 @@
+"""Leave-one-out cross-validation by Pareto-smoothed importance sampling, of all rows or of some."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.validation import as_count
+from pyro_scale.core.warn import warn
+from pyro_scale.data.sources import Data
+from pyro_scale.diagnostics.divergence import explosion
+from pyro_scale.errors import ApproximationWarning, ArgumentError
+from pyro_scale.fullbatch.chunks import Piece, pieces_of, pieces_with
+from pyro_scale.posterior import arviz_api
+from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.predictive import log_likelihood_of
+
+#: The shape of the weights' tail above which a row's estimate is not to be trusted, at most
+#: (Vehtari et al. 2024); with S draws it is 1 - 1/log10(S) where that is less.
+_MOST_K = 0.7
+#: Elements of the draws whose ESS says how far they are from independent ones.
+_ELEMENTS = 200
+#: Draws below which tails have no shape.
+_FEWEST_DRAWS = 20
+
+
+@dataclass(frozen=True)
+class Loo:
+    """What the model predicts of rows that it has not seen, each left out in turn.
+
+    Attributes:
+        elpd: the sum over all rows of log p(row | all others), in nats.
+        se: its standard error, were other data drawn from the same source.
+        subsampling_se: its standard error as an estimate of the sum over all rows; 0 for all.
+        num_data: N, the rows that it is a sum over.
+        rows: the places of those that were evaluated, `[m]`.
+        pointwise: of each of them, `[m]`, in nats.
+        pareto_k: the shape of the tail of each one's weights, `[m]`.
+    """
+
+    elpd: float
+    se: float
+    subsampling_se: float
+    num_data: int
+    rows: Tensor
+    pointwise: Tensor
+    pareto_k: Tensor
+
+    def __str__(self) -> str:
+        of = f"{len(self.rows)} of {self.num_data} rows"
+        extra = f", {self.subsampling_se:.1f} of it for the choice of rows" if self._is_part else ""
+        error = math.hypot(self.se, self.subsampling_se)
+        return f"elpd {self.elpd:.1f} ± {error:.1f}{extra} (PSIS-LOO, {of})"
+
+    @property
+    def _is_part(self) -> bool:
+        return len(self.rows) < self.num_data
+
+
+def loo(result: Result, data: Data, num_rows: int | None, seed: int) -> Loo:
+    """PSIS-LOO (Vehtari, Gelman and Gabry 2017) of all rows, or of some drawn at random.
+
+    Of some, the sum over all is estimated by the difference to a cheap approximation of every
+    row, its log density at the mean of the draws (Magnusson et al. 2020).
+
+    Args:
+        result: of a run, its draws counting alike.
+        data: all rows.
+        num_rows: how many to evaluate; all of them by default.
+        seed: which they are.
+
+    Raises:
+        ArgumentError: no data site, one row, too few draws.
+
+    Warns:
+        UserWarning: some rows' weights have too heavy a tail.
+    """
+    rules = result.log_posterior.understanding.scaling.rules.values()
+    if not any(rule.role == "rows" for rule in rules):
+        raise ArgumentError("loo: the model has no data site with a value a row")
+    draws = result.positions.shape[:2].numel()
+    if draws < _FEWEST_DRAWS:
+        raise ArgumentError(f"loo: {draws} draws are too few to weigh: {_FEWEST_DRAWS} are needed")
+    if num_rows is None:
+        pieces = pieces_of(result.log_posterior, data)
+        everywhere = torch.cat([_log_lik(result, piece) for piece in pieces], 1)
+        return _summed(result, everywhere, torch.arange(everywhere.shape[1]), None)
+    near = _at_the_mean(result, data)
+    total = len(near)
+    count = min(as_count("num_rows", num_rows, least=2), total)
+    source = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(total, generator=source)[:count].sort().values
+    found = []
+    for piece, some in pieces_with(result.log_posterior, data, chosen):
+        found.append(_log_lik(result, piece)[:, some])
+    return _summed(result, torch.cat(found, 1), chosen, near)
+
+
+def _summed(result: Result, log_lik: Tensor, chosen: Tensor, near: Tensor | None) -> Loo:
+    """The estimate from log likelihoods `[draws, m]` of the chosen rows."""
+    pointwise, pareto_k = _left_out(result, log_lik)
+    if near is None:
+        near = pointwise
+    total, count = len(near), len(chosen)
+    if total < 2:
+        raise ArgumentError("loo: there is only one row: pass two or more")
+    ratio, gap = total / count, pointwise - near[chosen]
+    elpd = near.sum() + ratio * gap.sum()
+    error = total**2 * (1 - 1 / ratio) * gap.var() / count
+    squares = near.square().sum() + ratio * (pointwise.square() - near[chosen].square()).sum()
+    spread = (squares - (elpd.square() - error) / total).clamp(min=0)
+    return Loo(
+        elpd=float(elpd),
+        se=float(spread.sqrt()),
+        subsampling_se=float(error.clamp(min=0).sqrt()),
+        num_data=total,
+        rows=chosen,
+        pointwise=pointwise,
+        pareto_k=pareto_k,
+    )
+
+
+def _left_out(result: Result, log_lik: Tensor) -> tuple[Tensor, Tensor]:
+    """(Each row's log density given the others, the shape of its weights' tail), `[m]`."""
+    log_lik, share = log_lik.double().cpu(), _relative_ess(result)
+    log_weights, pareto_k = arviz_api.psis(-log_lik.T, share)
+    most = min(_MOST_K, 1 - 1 / math.log10(max(len(log_lik), 11)))
+    heavy = int((~(pareto_k <= most)).sum())  # NaN among them
+    if heavy:
+        warn(
+            ApproximationWarning,
+            explosion(result)
+            or f"LOO: {heavy} of {len(pareto_k)} rows weigh too much on the posterior (Pareto k "
+            f"above {most:.2f}), so their part is not to be trusted: look at them, or use a "
+            "likelihood with heavier tails",
+        )
+    return torch.logsumexp(log_weights + log_lik.T, 1), pareto_k
+
+
+def _relative_ess(result: Result) -> float:
+    """Draws' worth in independent ones, as a part of their number: the mean over elements."""
+    chains, draws, size = result.positions.shape
+    every = max(1, -(-size // _ELEMENTS))
+    if draws < 4 or chains * draws < 8:
+        return 1.0
+    import xarray
+
+    blocks = [block[:, ::every] for block in result.blocks()]
+    some = torch.cat(blocks).unflatten(0, (chains, draws)).double().numpy()
+    draws_of = xarray.Dataset({"x": (("chain", "draw", "element"), some)})
+    ess = arviz_api.ess(draws_of, method="mean")
+    return min(1.0, float(ess["x"].mean()) / (chains * draws))
+
+
+def _at_the_mean(result: Result, data: Data) -> Tensor:
+    """Each row's log likelihood at the mean of the unconstrained draws, `[N]`."""
+    total = result.positions.shape[:2].numel()
+    mean = torch.stack([block.sum(0) / total for block in result.blocks()]).sum(0)
+    there = dataclasses.replace(result, positions=mean[None, None])
+    parts = [_log_lik(there, piece)[0] for piece in pieces_of(result.log_posterior, data)]
+    return torch.cat(parts).double().cpu()
+
+
+def _log_lik(result: Result, piece: Piece) -> Tensor:
+    """Log likelihoods of a piece's new rows, all data sites together, `[draws, rows]`."""
+    return torch.stack(list(log_likelihood_of(result, piece).values())).sum(0)

@@ -1,0 +1,123 @@
+"""Chains that share their starts, and whether they have forgotten them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.validation import as_count
+from pyro_scale.core.warn import warn
+from pyro_scale.errors import ArgumentError, ConvergenceWarning
+from pyro_scale.metrics.mixing import r_hat_of, variances
+from pyro_scale.posterior.draws import Result
+from pyro_scale.run.problem import Setup
+
+#: The part of the variance that starts may account for, R-hat's 1.05 squared less 1; and how often
+#: chains that have forgotten them may seem not to, by chance, in a site.
+_MOST, _FALSE_ALARMS = 0.1, 0.001
+
+
+def check_superchains(superchains: Any, num_chains: int, init_strategy: Any) -> int:
+    """How many groups of chains share a start.
+
+    Raises:
+        ArgumentError: they do not divide the chains into groups of two or more; a dict of starts
+            that differ within a group.
+    """
+    superchains = as_count("superchains", superchains, least=2)
+    each, left = divmod(num_chains, superchains)
+    if left or each < 2:
+        raise ArgumentError(
+            f"superchains={superchains} of num_chains={num_chains}: each needs as many chains as "
+            f"the others, two or more; pass num_chains={superchains * max(2, each + bool(left))}"
+        )
+    if isinstance(init_strategy, dict):
+        for name, value in init_strategy.items():
+            if not isinstance(value, Tensor) or value.shape[:1] != (num_chains,):
+                continue  # which is refused with the model's own shapes
+            starts = value.unflatten(0, (superchains, each))
+            if not torch.equal(starts, starts[:, :1].expand_as(starts)):
+                raise ArgumentError(
+                    f"init_strategy['{name}']: chains of a superchain share their start, but these "
+                    f"differ; pass each {each} times, starts.repeat_interleave({each}, dim=0)"
+                )
+    return superchains
+
+
+def with_shared_starts(setup: Setup, superchains: int) -> Setup:
+    """The setup whose chains start where the first of their superchain does."""
+    each = len(setup.positions) // superchains
+    first = setup.positions[::each]
+    return dataclasses.replace(setup, positions=first.repeat_interleave(each, dim=0))
+
+
+def nested_r_hats(result: Result) -> list[float] | None:
+    """Each latent site's worst nested R-hat, of the superchains all of whose chains finished; None
+    of a run without superchains, or with too few of those, of which it warns."""
+    asked = result.attrs.get("superchains")
+    if asked is None:
+        return None
+    superchains, chains = _whole(result)
+    if superchains < 2:
+        warn(
+            ConvergenceWarning,
+            f"there is no nested R-hat: {superchains} of the {asked} superchains lost no chain, "
+            "and it compares two or more; mend what stopped the others, or pass more superchains=",
+        )
+        return None
+    sites = result.log_posterior.latents
+    parts = [variances(result.samples[name][chains].double(), superchains) for name in sites]
+    return [float(r_hat_of(each).max()) for each in parts]
+
+
+def warn_of_remembered_starts(result: Result, hot: bool = False) -> bool:
+    """Warns where superchains differ by more than their chains' own scatter lets them.
+
+    Were the starts forgotten, the variance between superchains would be that between a
+    superchain's M chains over M: all of the draws' variance over M for one draw a chain, which is
+    the 1/M of Margossian et al. (2024), and the less the longer chains are.  What is above it is
+    the starts' own part.  That it is not chance says the F distribution.
+
+    Args:
+        result: of a run with two or more whole superchains.
+        hot: whether its step is known to be too long, or was chosen.
+    """
+    superchains, chains = _whole(result)
+    if result.attrs["temperature"] == 0:  # where nothing forgets
+        return False
+    from scipy.stats import f
+
+    each = len(chains) // superchains
+    for name in result.log_posterior.latents:
+        found = variances(result.samples[name][chains].double(), superchains)
+        own = found.chains / each
+        level = _FALSE_ALARMS / own.numel()
+        most = float(f.isf(level, superchains - 1, superchains * (each - 1)))
+        part = (found.superchains - own) / (found.chains + found.draws)
+        remembered = (part > _MOST) & (found.superchains > most * own)
+        if bool(remembered.any()):
+            worst = float(r_hat_of(found)[remembered].max())
+            lr = "" if hot else "a larger lr, "
+            warn(
+                ConvergenceWarning,
+                f"site '{name}': chains remember their starts: those of a superchain, which share "
+                f"one, agree with each other more than with the rest (nested R-hat {worst:.3g}): "
+                f"take a longer warm-up, {lr}or starts nearer to the posterior (init_strategy= a "
+                "fit)",
+            )
+            return True
+    return False
+
+
+def _whole(result: Result) -> tuple[int, list[int]]:
+    """(How many superchains there are all of whose chains finished, these chains' places)."""
+    started, asked = result.attrs["num_chains"], result.attrs["superchains"]
+    each = started // asked
+    finished = list(range(started)) if result.chains is None else list(result.chains)
+    left = Counter(chain // each for chain in finished)
+    whole = [superchain for superchain in left if left[superchain] == each]
+    return len(whole), [i for i, chain in enumerate(finished) if chain // each in whole]

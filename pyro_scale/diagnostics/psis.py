@@ -1,0 +1,226 @@
+"""Whether an approximation fits: Pareto-smoothed importance weights of its draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.layout import Layout
+from pyro_scale.errors import ArgumentError, DataError
+from pyro_scale.fullbatch.chunks import Piece, is_row_wise, pieces_of, pieces_with
+from pyro_scale.model.log_posterior import LogPosterior, Params
+from pyro_scale.posterior import arviz_api
+from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.gaussians import Fit
+
+#: The shape of the weights' tail above which they, and so the fit, are not to be trusted
+#: (Vehtari et al. 2024).
+MOST_K = 0.7
+#: By how many of its sds the weights may move a fit's mean.
+MOST_SHIFT = 0.25
+#: The weights' sd in nats that is rounding.
+_ROUNDING = 0.01
+#: The error of the log weights, in nats, that they may have for taking some of the rows.
+_MOST_ERROR = 0.2
+#: Evaluations of a row's log density that anybody who asks for weights is ready to wait for.
+_MOST_EVALUATIONS = 2**28
+
+
+class Psis(NamedTuple):
+    """The importance weights of a fit's draws against the log joint.
+
+    Attributes:
+        pareto_k: the shape of the weights' tail: up to 0.7, means under the weights, and the fit
+            itself, can be trusted; 0 where the fit is exact to rounding; NaN where it is not known.
+        log_weights: smoothed, of weights that sum to one, `[draws]`.
+        error: of the log weights, in nats, by the choice of rows; 0 for all of them.
+        num_rows: how many were evaluated.
+        shift: how far the weights move the draws' mean, at the element that they move most, in
+            the draws' sds: how far the fit's mean is from the posterior's, where k is small; 0
+            where that is within four of its standard errors.
+    """
+
+    pareto_k: float
+    log_weights: Tensor
+    error: float
+    num_rows: int
+    shift: float
+
+    @property
+    def words(self) -> str:
+        """What the estimate rests on."""
+        what = f"{len(self.log_weights):,} draws, {self.num_rows:,} rows"
+        if math.isnan(self.pareto_k):
+            return f"not known: {what} leave an error of {self.error:.2g} nats"
+        return what if self.error == 0 else f"{what}, error {self.error:.2g} nats"
+
+
+def psis(
+    fit: Fit, drawn: Result, num_rows: int | None = None, evaluations: int = _MOST_EVALUATIONS
+) -> Psis:
+    """Importance weights of draws of a fit, at its temperature.
+
+    Args:
+        fit: the approximation: where it has several starts, the mixture of their Gaussians.
+        drawn: from it.
+        num_rows: how many rows are evaluated; by default all of them, or, where that is too dear,
+            as many as an error of 0.2 nats takes.
+        evaluations: of a row at a draw; more are too dear.
+
+    Raises:
+        ArgumentError: the fit has no density, or none of the model's; the data are gone; it is
+            too dear.
+    """
+    data, known = fit.data, fit.log_posterior
+    refuse_without_density(fit)
+    if data is None:
+        raise ArgumentError("psis: the data are not there (single steps, or a file): run() again")
+    draws = drawn.positions.shape[:2].numel()
+    rows = num_rows or rows_for(known, len(fit.places), draws, evaluations)
+    if rows is None:
+        raise ArgumentError(
+            f"psis: {draws:,} draws at {known.num_data:,} rows are too dear; pass num_rows="
+        )
+    positions = torch.cat(list(drawn.blocks()))
+    if rows >= known.num_data or not is_row_wise(known):
+        log_joint, error, rows = _log_joint(fit, drawn), 0.0, known.num_data
+    else:
+        log_joint, error = _from_some(fit, drawn, positions, rows)
+        error /= fit.temperature
+    log_ratios = log_joint / fit.temperature - log_density(fit, positions)
+    if bool((log_ratios.isnan() | (log_ratios == torch.inf)).any()):
+        raise ArgumentError("psis: the log joint is NaN or infinite at some of the draws")
+    log_weights, pareto_k = smoothed(log_ratios - log_ratios.max())
+    pareto_k = pareto_k if error <= _MOST_ERROR else math.nan
+    drawn_at = positions[:, fit.places].double().cpu()
+    moved = log_weights.exp() @ drawn_at - drawn_at.mean(0)
+    shift = float((moved.abs() / drawn_at.std(0)).max())
+    if shift < 4 * float(log_weights.exp().square().sum().sqrt()):  # of the effective draws
+        shift = 0.0
+    return Psis(pareto_k, log_weights, error, rows, shift)
+
+
+def rows_for(known: LogPosterior, size: int, draws: int, evaluations: int) -> int | None:
+    """How many rows to evaluate; None where those that are needed are too dear.
+
+    Rows differ in the curvature that linearizations leave out, whose sum is about D nats: m of
+    them estimate it to within D/sqrt(m).
+    """
+    if known.num_data * draws <= evaluations:
+        return known.num_data
+    needed = math.ceil((size / _MOST_ERROR) ** 2)
+    if is_row_wise(known) and needed < known.num_data and needed * draws <= evaluations:
+        return max(needed, min(evaluations // draws, known.num_data // 2))
+    return None
+
+
+def smoothed(log_ratios: Tensor) -> tuple[Tensor, float]:
+    """(Pareto-smoothed log weights of weights that sum to one, `[draws]`, their tail's shape)."""
+    if not bool(log_ratios.std() > _ROUNDING):
+        return log_ratios - torch.logsumexp(log_ratios, 0), 0.0
+    log_weights, pareto_k = arviz_api.psis(log_ratios[None], 1.0)
+    return log_weights[0], float(pareto_k[0])
+
+
+def refuse_without_density(fit: Fit) -> None:
+    """Refuses fits that have no density to compare with the model's.
+
+    Raises:
+        ArgumentError: why.
+    """
+    if not fit.gaussians:
+        raise ArgumentError("psis: a mode has no density: fit Laplace, VI or EKF")
+    if fit.temperature == 0:
+        raise ArgumentError("psis: at temperature 0 there is no density")
+    held = fit.centres.clone()
+    held[:, fit.places] = 0
+    if bool((held != held[0]).any()):
+        raise ArgumentError(
+            "psis: starts with other values of what has no Gaussian (sites, pyro.param) are of no "
+            "one density: pass num_chains=1"
+        )
+
+
+def log_density(fit: Fit, positions: Tensor) -> Tensor:
+    """The fit's own, a mixture over its starts, `[n]`, in nats."""
+    some = positions[:, fit.places].double()
+    doubled = [
+        type(gaussian)(*(value.double() for value in vars(gaussian).values()))
+        for gaussian in fit.gaussians
+    ]
+    parts = torch.stack([torch.vmap(gaussian.log_prob)(some) for gaussian in doubled])
+    return (torch.logsumexp(parts, 0) - math.log(len(parts))).cpu()
+
+
+def _log_joint(fit: Fit, drawn: Result) -> Tensor:
+    """Of all rows at every draw, `[n]`, in nats."""
+    known, total, seen = fit.log_posterior, torch.zeros(()).double(), 0
+    assert fit.data is not None
+    for piece in pieces_of(known, fit.data):
+        total = total + torch.cat(list(drawn.chunks(partial(_share, known, piece)))).cpu()
+        seen += piece.num_new
+    if seen != known.num_data:
+        raise DataError(f"the data hold {seen} rows, not N = {known.num_data}")
+    return total
+
+
+def _from_some(fit: Fit, drawn: Result, positions: Tensor, num_rows: int) -> tuple[Tensor, float]:
+    """(The log joint of all rows at every draw up to a constant, `[n]`, its error in nats), from
+    differences of some rows to their linearizations at the centre of the draws.
+
+    All rows' linearization takes one pass.  The error is that of two halves of the rows, which say
+    the same but for the choice of rows.
+    """
+    known, data, layout = fit.log_posterior, fit.data, fit.layout
+    assert data is not None
+    centre = positions.mean(0)
+    away = (positions - centre).double().cpu()
+    source = torch.Generator().manual_seed(fit.seed)
+    chosen = torch.randperm(known.num_data, generator=source)[:num_rows]
+    halves = []
+    for half in chosen.tensor_split(2):
+        rest = torch.zeros(len(positions)).double()
+        for piece, some in pieces_with(known, data, half.sort().values):
+            rows = partial(_rows, known, piece, some)
+            values = torch.cat(list(drawn.chunks(rows)))
+            rest += values.cpu() - away @ _slope(rows, layout, centre)
+        halves.append(rest * (known.num_data / len(half)))
+    linear = torch.zeros_like(away[0])
+    for piece in pieces_of(known, data):
+        every = torch.arange(piece.num_rows)[piece.keep]
+        rows = partial(_rows, known, piece, every)
+        linear += _slope(rows, layout, centre)
+    first = next(pieces_of(known, data, 1))
+
+    def prior(params: Params) -> Tensor:
+        return known(params, first.arguments, first.indices).log_prior.double()
+
+    log_prior = torch.cat(list(drawn.chunks(prior))).cpu()
+    error = float((halves[0] - halves[1]).std()) / 2
+    return log_prior + away @ linear + (halves[0] + halves[1]) / 2, error
+
+
+def _share(known: LogPosterior, piece: Piece, params: Params) -> Tensor:
+    """A piece's part of the log joint, in double precision."""
+    found = known(params, piece.arguments, piece.indices)
+    share = piece.num_new / known.num_data
+    return found.log_lik[piece.keep].double().sum() + share * found.log_prior.double()
+
+
+def _rows(known: LogPosterior, piece: Piece, some: Tensor, params: Params) -> Tensor:
+    """The log likelihood of some rows, in double precision."""
+    found = known(params, piece.arguments, piece.indices)
+    return found.log_lik[some.to(found.log_lik.device)].double().sum()
+
+
+def _slope(function: Callable[[Params], Tensor], layout: Layout, position: Tensor) -> Tensor:
+    """The gradient at a position, [D], in double precision."""
+    here = position.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(function(layout.unflatten(here)) + 0 * here.sum(), here)
+    return slope.double().cpu()

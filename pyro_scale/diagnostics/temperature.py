@@ -1,0 +1,132 @@
+"""The temperature that a run's draws have, by the virial theorem.
+
+Where the law of w is exp(log joint / T), E[-(w - c) d log joint / dw] = T for every element and any
+constant c, whatever the law's shape.  With gradients from batches that the draws have not seen it
+measures all that heats or cools a run: long steps, the noise of minibatches and what shuffling
+cancels of it, warm-up that was too short.  That it is T is necessary, not sufficient: on a Gaussian
+it is the variance over that at temperature 1, elsewhere a mean over the directions.
+
+A site of many elements may be right on average while one of them is not.  Long steps and
+minibatches heat an element in proportion to the mean square of its gradient, so the one where that
+is largest is looked at by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.core import rows
+from pyro_scale.data.batches import Batches, WholeData
+from pyro_scale.data.sources import OwnSubsamples, TensorData
+from pyro_scale.run.problem import Setup
+from pyro_scale.storage.lazy_draws import Positions, spread
+
+#: Draws whose gradients are taken: the most, the most times rows times D, and the least; and how
+#: many are enough to take all rows.
+_MOST, _MOST_WORK, _LEAST, _ENOUGH = 1000, 2**28, 32, 200
+#: Draws where the model goes one by one.
+_ONE_BY_ONE = 64
+#: Numbers of params and rows in memory at once, with some room for what is made of a row.
+_NUMBERS, _ROOM = 2**20, 64
+
+
+class Virial(NamedTuple):
+    """What gradients at some draws say.
+
+    Attributes:
+        parts: every draw's part in the temperature, `[finished chains, some draws, sites, 2]`: the
+            mean over a site's elements, and that of its steepest element; its mean over draws is
+            the temperature.
+        of_elements: the mean of each element's part, `[D]`.
+        mean_square: of the gradient of the log joint over N, `[D]`.
+        whole: whether gradients were of all rows, without noise.
+    """
+
+    parts: Tensor
+    of_elements: Tensor
+    mean_square: Tensor
+    whole: bool
+
+
+def virial(
+    setup: Setup,
+    positions: Positions,
+    finished: list[int],
+    batches: Batches,
+    step: int,
+    noise: Tensor | None = None,
+) -> Virial:
+    """The temperature that draws have.
+
+    Args:
+        setup: of the run.
+        positions: of the finished chains' draws, evenly thinned here.
+        finished: which chains those are.
+        batches: of the run.
+        step: the first of them whose batch nothing has seen.
+        noise: the variance of the minibatch gradient, `[latents]`, where that is known: the
+            steepest elements are those where it is largest, or else those of the first draws.
+    """
+    engine, layout = setup.engine, setup.engine.layout
+    alive = torch.tensor(finished)
+    chains = len(alive)
+    batches, size = _unseen(setup, batches)
+    whole = isinstance(batches, WholeData)
+    work = size * layout.size
+    most = min(_MOST, max(_LEAST, _MOST_WORK // work)) if engine.vectorised else _ONE_BY_ONE
+    each = max(1, most // chains)
+    if not isinstance(setup.data, TensorData | OwnSubsamples):
+        each = min(each, max(1, step // 10))  # no more reading than a tenth of the run's
+    chosen = spread(positions, each)
+    every = torch.arange(chains)[:, None]
+    blocks = chosen.split(_together(setup, size, chains))
+    total = torch.stack([positions[every, places].sum((0, 1)) for places in blocks]).sum(0)
+    centre = total / (chains * len(chosen))
+    slices = [layout.slices()[name] for name in setup.log_posterior.latents]
+    steepest = _largest(noise, slices) if noise is not None and noise.any() else None
+    found, elements, squares = [], [], []
+    for places in blocks:
+        some = positions[every, places].flatten(0, 1)
+        taken = batches.take(step, step + len(places))
+        step += len(places)
+        of_draws = pytree.tree_map(lambda leaf: leaf[alive].flatten(0, 1), taken)
+        batch = batches.batch(batches.fixed, of_draws)
+        gradient = engine.gradient(some.to(setup.positions.device), batch).cpu()
+        parts = -(some - centre) * gradient * engine.density.num_data
+        squares.append(gradient.double().square().sum(0))
+        steepest = _largest(squares[0], slices) if steepest is None else steepest
+        of_sites = torch.stack([parts[:, place].double().mean(-1) for place in slices], -1)
+        of_sites = torch.stack([of_sites, parts[:, steepest].double()], -1)
+        found.append(of_sites.unflatten(0, (chains, len(places))))
+        elements.append(parts.double().sum(0))
+    count = chains * len(chosen)
+    of_elements, mean_square = (torch.stack(sums).sum(0) / count for sums in (elements, squares))
+    return Virial(torch.cat(found, 1), of_elements, mean_square, whole)
+
+
+def _largest(numbers: Tensor, slices: Sequence[slice]) -> Tensor:
+    """Each site's element where they are largest, `[sites]`."""
+    return torch.tensor([place.start + int(numbers[place].argmax()) for place in slices])
+
+
+def _unseen(setup: Setup, batches: Batches) -> tuple[Batches, int]:
+    """(What gradients are taken of, its rows): all rows where they are few enough, whose gradient
+    has no noise; else the run's further batches, as for features of a frozen base, which takes
+    batches of one size alone."""
+    if isinstance(setup.data, TensorData) and setup.features is None:
+        total = rows.count(setup.data.arguments) or 1
+        if total * setup.engine.layout.size * _ENOUGH <= _MOST_WORK:
+            return WholeData(setup.data.arguments), total
+    return batches, setup.log_posterior.understanding.batch_size
+
+
+def _together(setup: Setup, size: int, chains: int) -> int:
+    """Draws of each chain that fit into memory at once, with so many rows for each."""
+    leaves = rows.leaves(setup.data.first())
+    width = sum(leaf[0].numel() for leaf in leaves) + _ROOM
+    return max(1, _NUMBERS // ((setup.engine.layout.size + size * width) * chains))

@@ -1,0 +1,1 @@
+"""Runs a kernel's steps: compiled or eager, chain by chain, with checkpoints."""

@@ -1,0 +1,209 @@
+"""The state of all chains, moved along a tape, and what happens where one becomes non-finite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.core import rows
+from pyro_scale.core.rng import NoiseTape, Purpose, generator
+from pyro_scale.data.batches import Batches
+from pyro_scale.engine.checkpoint import Moment
+from pyro_scale.engine.draws import Draws, Failure, Steps
+from pyro_scale.engine.executors import Kept, Program, eager
+from pyro_scale.engine.inputs import Tape
+from pyro_scale.engine.step import Engine
+from pyro_scale.engine.step_recorder import FEW, MOST_CHAINS, Past, Recent, RecordedStep, recorded
+
+
+class Chains:
+    """The state of all chains, and which of them are sound.
+
+    A chain whose state becomes NaN or infinite is stopped: another one's state takes its place,
+    so that shapes stay as they are, and what becomes of it is not kept.  So is one that has left
+    the model's support, which its gradient may not tell: the log joint of a step that leads to a
+    draw is NaN or infinite.  It is that of the position at which the step took its gradient, so
+    it is the step before that left, or an earlier one.
+
+    Args:
+        engine: says what a step is.
+        positions: where they start, `[chains, D]`.
+        values: the hyperparameters' values at step 0, which momenta are drawn by.
+        seed: of the run.
+    """
+
+    def __init__(self, engine: Engine, positions: Tensor, values: Mapping[str, Tensor], seed: int):
+        self._engine = engine
+        self.state: Any = engine.init(positions, _first_noise(engine, positions, seed), values)
+        shape = (engine.kernel.normals, engine.num_latents)
+        self.noise = NoiseTape(seed, len(positions), shape, positions.dtype, positions.device)
+        self.alive = torch.ones(len(positions), dtype=torch.bool)
+        self.count = 0
+        self.failures: list[Failure] = []
+        self.recent = Recent()
+        self.last_steps: dict[int, tuple[RecordedStep, ...]] = {}
+        self.log_joint = torch.nan
+
+    @property
+    def moment(self) -> Moment:
+        """Where they are."""
+        return Moment(self.count, self.state, self.alive, tuple(self.failures))
+
+    def go_on_from(self, moment: Moment) -> None:
+        """Takes up where a run was."""
+        self.count, self.state, self.alive = moment.step, moment.state, moment.alive
+        self.failures = list(moment.failures)
+
+    def move(
+        self, program: Program, batches: Batches, tape: Tape, steps: Steps, draws: Draws
+    ) -> None:
+        """Runs a tape and writes what is kept; where a chain breaks, it is halved, and what is
+        left of it taken step by step."""
+        if not self.alive.any():
+            self.count = tape.stop
+            return
+        even = steps.even_until(tape.start, tape.stop) - tape.start
+        if even < len(tape):
+            for part in (tape.part(0, even), tape.part(even, len(tape))):
+                self.move(program, batches, part, steps, draws)
+            return
+        ran = self._ran(program, tape, steps)
+        if ran is not None:
+            self._keep(*ran, tape, steps, draws)
+        elif len(tape) > FEW:
+            for half in tape.parts(-(-len(tape) // 2)):
+                self.move(program, batches, half, steps, draws)
+        else:
+            for single in tape.parts(1):
+                self._step(program, batches, single, steps, draws)
+
+    def _ran(self, program: Program, tape: Tape, steps: Steps) -> tuple[Any, Kept] | None:
+        """(The state after a tape, what is kept); None where it breaks a chain."""
+        try:
+            moved, kept = self._run(program, tape, steps)
+        except RuntimeError:  # a matrix that cannot be factorised, in some chain
+            return None
+        return None if self._broken(moved, kept).any() else (moved, kept)
+
+    def _run(self, program: Program, tape: Tape, steps: Steps) -> tuple[Any, Kept]:
+        return program.run(self.state, tape, steps.left(tape.start), steps.thinning)
+
+    def _broken(self, moved: Any, kept: Kept) -> Tensor:
+        """Which chains were alive and are no longer."""
+        is_sound = torch.isfinite(moved.position).all(dim=-1)
+        return self.alive & ~(is_sound & torch.isfinite(kept.log_joint).all(dim=-1)).cpu()
+
+    def _step(
+        self, program: Program, batches: Batches, tape: Tape, steps: Steps, draws: Draws
+    ) -> None:
+        """Takes one step, and stops the chains that it breaks."""
+        if not self.alive.any():
+            self.count = tape.stop
+            return
+        try:
+            moved, kept = self._run(program, tape, steps)
+        except RuntimeError:
+            if not self._stop_those_that_raise(program, batches, tape):
+                raise
+            self._step(program, batches, tape, steps, draws)
+            return
+        broken = self._broken(moved, kept)
+        for chain in torch.nonzero(broken)[:, 0].tolist():
+            element = _gone(moved.position[chain])
+            self._fail(chain, element, program, batches, Past(tape, self.state, kept.last))
+        self.alive = self.alive & ~broken
+        self._keep(moved, kept, tape, steps, draws)
+
+    def _keep(self, moved: Any, kept: Kept, tape: Tape, steps: Steps, draws: Draws) -> None:
+        """Takes the state after a tape over, and writes what is kept of it."""
+        self.recent.add(tape, self.state)
+        self.state = self._with_stand_ins(moved)
+        first, last = steps.kept_before(tape.start), steps.kept_before(tape.stop)
+        if draws.latest is not None:
+            new = kept.positions.cpu()
+            if not bool(self.alive.all()):
+                new = new.where(self.alive[:, None, None], torch.nan)
+            draws.latest.append(new)
+        elif steps.positions:
+            draws.positions[self.alive, first:last] = kept.positions.cpu()[self.alive]
+        draws.log_joint[self.alive, first:last] = kept.log_joint.double().cpu()[self.alive]
+        self.count = tape.stop
+        self.log_joint = float(kept.last.cpu()[self.alive].mean())
+
+    def _stop_those_that_raise(self, program: Program, batches: Batches, tape: Tape) -> bool:
+        """Stops the chains whose own step cannot be computed; whether there are any."""
+        step, raising = eager(self._engine, batches), torch.zeros_like(self.alive)
+        for chain in torch.nonzero(self.alive)[:, 0].tolist():
+            own = slice(chain, chain + 1)
+            state = pytree.tree_map(lambda leaf, own=own: leaf[own], self.state)
+            try:
+                step.run(state, tape.of(own), 1, 1)
+            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+                raising[chain] = True
+                said = f"LinAlgError: {' '.join(str(error).split())}"
+                self._fail(chain, None, program, batches, Past(tape, self.state), said)
+        self.alive = self.alive & ~raising
+        self.state = self._with_stand_ins(self.state)
+        return bool(raising.any())
+
+    def _fail(
+        self,
+        chain: int,
+        element: int | None,
+        program: Program,
+        batches: Batches,
+        step: Past,
+        error: str | None = None,
+    ) -> None:
+        """Writes down that a step breaks a chain, and what led to it: an element of the state that
+        is not finite, or else what the model raised, or else the log joint."""
+        batch = batches.batch(batches.fixed, step.tape.at(0)[2])
+        self.failures.append(
+            Failure(
+                chain=chain,
+                step=step.tape.start,
+                site=self._engine.layout.site_at(element or 0),
+                bad_batch=not rows.are_finite(batch.of_chain(chain)[0]),
+                error=error,
+                in_density=element is None and error is None,
+            )
+        )
+        if len(self.last_steps) < MOST_CHAINS:
+            self.last_steps[chain] = recorded(
+                self._engine, batches, [*self.recent.steps(program), step], chain
+            )
+
+    def _with_stand_ins(self, state: Any) -> Any:
+        """The state with that of a chain that is alive in place of those of chains that are not,
+        which could break again."""
+        if not bool(self.alive.any()) or bool(self.alive.all()):
+            return state
+        stand_in = int(torch.nonzero(self.alive)[0])
+        places = torch.arange(len(self.alive)).where(self.alive, stand_in)
+        return pytree.tree_map(lambda leaf: leaf[places.to(leaf.device)], state)
+
+
+def _gone(position: Tensor) -> int | None:
+    """The first element of a position [D] that is not finite, or the farthest one where squares of
+    it overflow in a log joint, on its way there; None where there is none."""
+    broken = torch.nonzero(~torch.isfinite(position))
+    if len(broken):
+        return int(broken[0])
+    farthest = int(position.abs().argmax())
+    is_far = float(position[farthest].abs()) > torch.finfo(position.dtype).max ** (1 / 3)
+    return farthest if is_far else None
+
+
+def _first_noise(engine: Engine, positions: Tensor, seed: int) -> Tensor:
+    """What momenta are drawn from, `[chains, latents]`."""
+    size, device, dtype = engine.num_latents, positions.device, positions.dtype
+    sources = [
+        generator(seed, chain, Purpose.MOMENTUM, device=device) for chain in range(len(positions))
+    ]
+    return torch.stack(
+        [torch.randn(size, generator=s, dtype=dtype, device=device) for s in sources]
+    )

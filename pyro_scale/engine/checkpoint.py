@@ -1,0 +1,312 @@
+"""Runs on disk: where one is and what it kept, so that it goes on as if nothing had cut it short.
+
+A directory holds the latest two states of a run, `state-<number>`, and the draws kept between one
+state and the next, `draws-<number>`, each written as a whole or not at all.  Noise and batches are
+functions of the seed and the step, so a state is all that is needed to go on from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.core.layout import dtype_name
+from pyro_scale.core.warn import warn
+from pyro_scale.engine.draws import Draws, Failure
+from pyro_scale.errors import ArgumentError, FileError, PyroScaleWarning
+from pyro_scale.storage import files
+
+#: States that are kept: should the latest become damaged, there is the one before.
+_KEPT = 2
+#: What files are ours: others in the directory are the user's.
+_NAME = re.compile(r"(?:state|draws)-(\d{1,9})")
+
+
+class Moment(NamedTuple):
+    """Where a run is, between two steps.
+
+    Attributes:
+        step: how many were taken.
+        state: of all chains.
+        alive: which chains are sound.
+        failures: of the others.
+    """
+
+    step: int
+    state: Any
+    alive: Tensor
+    failures: tuple[Failure, ...]
+
+
+class Checkpoint(NamedTuple):
+    """What a directory holds of a run.
+
+    Attributes:
+        number: of the state.
+        parts: names of the files that hold the draws.
+        facts: of the run.
+        moment: where it was, the state as a list of its leaves.
+        batches: its position in the batches.
+        positions: of the draws until then, `[chains, kept, D]`.
+        log_joint: of the steps that led to them, `[chains, kept]`.
+        kinetic: the kinetic temperature at the looks of the run, `[chains, looks, sites]`, or None.
+        look_every: draws from one look to the next.
+        program: how its steps were run, in words; None before the first.
+        sink: the state of what takes draws instead, if there is one.
+    """
+
+    number: int
+    parts: tuple[str, ...]
+    facts: dict[str, Any]
+    moment: Moment
+    batches: Any
+    positions: Tensor
+    log_joint: Tensor
+    kinetic: Tensor | None
+    look_every: int
+    program: str | None
+    sink: dict[str, Any] | None = None
+
+    def state_like(self, state: Any) -> Any:
+        """The state, in the structure and on the device of another one."""
+        leaves, structure = pytree.tree_flatten(state)
+        own = zip(self.moment.state, leaves, strict=True)
+        return pytree.tree_unflatten([leaf.to(like.device) for leaf, like in own], structure)
+
+
+class Checkpoints:
+    """Writes a run's checkpoints into a directory, which is made if its parent is there.
+
+    Args:
+        path: the directory.
+        every: seconds from one to the next.
+        facts: of the run.
+        last: what the run goes on from; without, the directory's earlier checkpoints are dropped
+            with the first one.
+
+    Raises:
+        FileError: the directory cannot be made.
+    """
+
+    def __init__(
+        self,
+        path: files.FilePath,
+        every: float,
+        facts: Mapping[str, Any],
+        last: Checkpoint | None = None,
+    ):
+        self._directory, self._every, self._facts = files.as_path(path), every, dict(facts)
+        self._parts = [] if last is None else list(last.parts)
+        self._kept = 0 if last is None else last.positions.shape[1]
+        self._whole = [] if last is None else [last.number]
+        self._written = time.monotonic()
+        try:
+            self._directory.mkdir(exist_ok=True)
+        except OSError as error:
+            raise FileError(
+                f"checkpoint: '{path}' cannot be made ({error.strerror or error}): pass a "
+                "directory whose parent is there and can be written to"
+            ) from error
+        # names are not used twice: a state and its draws belong together
+        self._number = 1 + max((number for number, _ in _files(self._directory)), default=-1)
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for the next one."""
+        return time.monotonic() - self._written >= self._every
+
+    def write(
+        self,
+        moment: Moment,
+        batches: Any,
+        draws: Draws,
+        look_every: int,
+        sink: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Writes the next one.
+
+        Args:
+            moment: where the run is.
+            batches: its position in the batches.
+            draws: all that it has kept until then.
+            look_every: draws from one look at the whole state to the next.
+            sink: the state of what takes draws instead, if there is one.
+
+        Raises:
+            FileError: a file cannot be written; the checkpoint before stays as it is.
+        """
+        kept = draws.positions.shape[1]
+        parts = list(self._parts)
+        if kept > self._kept:
+            parts.append(f"draws-{self._number}")
+            new = slice(self._kept, kept)
+            self._write(
+                parts[-1],
+                {"positions": draws.positions[:, new], "log_joint": draws.log_joint[:, new]},
+            )
+        self._write(
+            f"state-{self._number}",
+            {
+                "facts": self._facts,
+                "step": moment.step,
+                "state": pytree.tree_leaves(moment.state),
+                "alive": moment.alive,
+                "failures": [list(dataclasses.astuple(each)) for each in moment.failures],
+                "batches": batches,
+                "sink": sink,
+                "parts": parts,
+                "shape": list(draws.positions.shape),
+                "dtype": dtype_name(draws.positions.dtype),
+                "kinetic": draws.kinetic,
+                "look_every": look_every,
+                "program": draws.program if moment.step else None,
+            },
+        )
+        self._parts, self._kept = parts, kept
+        self._whole = [*self._whole, self._number][-_KEPT:]
+        self._number += 1
+        self._written = time.monotonic()
+        self._tidy()
+
+    def _write(self, name: str, contents: Mapping[str, Any]) -> None:
+        files.write(self._directory / name, contents, "checkpoint")
+
+    def _tidy(self) -> None:
+        """Drops what the latest states that are whole do not need."""
+        needed = {*self._parts, *(f"state-{number}" for number in self._whole)}
+        for _, file in _files(self._directory):
+            if file.name not in needed:
+                with contextlib.suppress(OSError):
+                    file.unlink()
+        files.drop_unfinished(self._directory)
+
+
+def refuse_another_run(path: files.FilePath) -> None:
+    """Refuses a directory that holds a run's checkpoints already.
+
+    Raises:
+        ArgumentError: it does.
+        FileError: it cannot be looked into.
+    """
+    if _files(files.as_path(path)):
+        raise ArgumentError(
+            f"checkpoint='{path}' holds the checkpoints of a run: pass resume= instead to go on "
+            "with that one, or another directory"
+        )
+
+
+def holds_state(path: files.FilePath) -> bool:
+    """Whether a directory holds a run's checkpoints, as far as it can be looked into."""
+    with contextlib.suppress(FileError):
+        return any(file.name.startswith("state-") for _, file in _files(files.as_path(path)))
+    return False
+
+
+def read(path: files.FilePath) -> Checkpoint:
+    """The latest checkpoint in a directory that is as it was written.
+
+    Raises:
+        FileError: there is none; it says what is wrong with each.
+
+    Warns:
+        UserWarning: a later one is damaged.
+    """
+    directory = files.as_path(path)
+    latest_first = sorted(_files(directory), reverse=True)
+    states = [each for each in latest_first if each[1].name.startswith("state-")]
+    if not states:
+        what = "holds no checkpoint" if directory.is_dir() else "is no directory"
+        raise FileError(
+            f"resume='{path}' {what}: pass the directory that checkpoint= was, or leave it out to "
+            "start"
+        )
+    damages: list[str] = []
+    for number, state in states:
+        try:
+            found = _read(directory, number, state)
+        except FileError as error:
+            damages.append(str(error))
+            continue
+        if damages:
+            warn(
+                PyroScaleWarning,
+                f"the latest checkpoint is not whole ({'; '.join(damages)}): the one before it is "
+                "taken",
+            )
+        return found
+    raise FileError(f"resume='{path}' holds no whole checkpoint: {'; '.join(damages)}")
+
+
+def differences(
+    then: Mapping[str, Any], now: Mapping[str, Any], within: str | None = None
+) -> list[str]:
+    """Which facts are not as they were, in words; of a dict of facts, which of those."""
+    found = []
+    for name in dict.fromkeys([*then, *now]):
+        was, is_now = then.get(name), now.get(name)
+        place = name if within is None else f"{within}['{name}']"
+        if isinstance(was, Mapping) and isinstance(is_now, Mapping):
+            found += differences(was, is_now, place)
+        elif not _same(was, is_now):
+            found.append(f"{place} was {_shown(was)}, is {_shown(is_now)}")
+    return found
+
+
+def _read(directory: Path, number: int, state: Path) -> Checkpoint:
+    held = files.read(state, "checkpoint")
+    parts = [files.read(directory / part, "checkpoint") for part in held["parts"]]
+    chains, kept, size = held["shape"]
+    dtype = getattr(torch, held["dtype"])
+    none = torch.empty(chains, 0, size, dtype=dtype), torch.empty(chains, 0, dtype=torch.float64)
+    failures = tuple(Failure(*each) for each in held["failures"])
+    found = Checkpoint(
+        number=number,
+        parts=tuple(held["parts"]),
+        facts=held["facts"],
+        moment=Moment(held["step"], held["state"], held["alive"], failures),
+        batches=held["batches"],
+        positions=torch.cat([none[0], *(part["positions"] for part in parts)], 1),
+        log_joint=torch.cat([none[1], *(part["log_joint"] for part in parts)], 1),
+        kinetic=held["kinetic"],
+        look_every=held["look_every"],
+        program=held["program"],
+        sink=held["sink"],
+    )
+    if found.positions.shape[1] != kept:
+        raise FileError(f"'{state}' and its draws do not belong together")
+    return found
+
+
+def _files(directory: Path) -> list[tuple[int, Path]]:
+    """Our own files in a directory, with their numbers; none where there is no directory.
+
+    Raises:
+        FileError: it cannot be looked into.
+    """
+    try:
+        found = list(directory.iterdir()) if directory.is_dir() else []
+    except OSError as error:
+        raise FileError(f"'{directory}' cannot be read ({error.strerror or error})") from error
+    matches = [(_NAME.fullmatch(file.name), file) for file in found]
+    return [(int(match[1]), file) for match, file in matches if match]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _shown(fact: Any) -> str:
+    if fact is None:
+        return "not there"
+    return "another tensor" if isinstance(fact, Tensor) else repr(fact)

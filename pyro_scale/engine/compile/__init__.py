@@ -1,0 +1,1 @@
+"""From a function of tensors to a loop in C++: knows no model, no data and no kernel."""

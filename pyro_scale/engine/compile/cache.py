@@ -1,0 +1,57 @@
+"""Compiled loops on disk, found again without Inductor, whose import alone takes two seconds."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from pyro_scale.engine.compile import cache_directory
+from pyro_scale.engine.compile.cpp_loop import Inputs
+from pyro_scale.engine.compile.trace import Graph
+
+
+def library_for(
+    graph: Graph, inputs: Inputs, threads: int | None, build: Callable[[], str]
+) -> ctypes.CDLL:
+    """The library of a step's loop: one that was built before, or a new one.
+
+    Args:
+        graph: the step.
+        inputs: of the step.
+        threads: that its kernels use.
+        build: builds the library and returns its path.
+    """
+    key = key_of(graph, inputs, threads)
+    code = cache_directory.read(key)
+    if code is None:
+        with cache_directory.building(key):
+            code = cache_directory.read(key)  # another process may have built it in between
+            if code is None:
+                code = Path(build()).read_bytes()
+                cache_directory.write(key, code)
+    return _load(code)
+
+
+def _load(code: bytes) -> ctypes.CDLL:
+    """Loads a library from a copy that nobody else can change before it is loaded."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
+        copy = Path(own) / "loop.so"
+        copy.write_bytes(code)
+        return ctypes.CDLL(str(copy))
+
+
+def key_of(graph: Graph, inputs: Inputs | None, threads: int | None) -> str:
+    """All that compiled code depends on: the graph, its inputs' geometry, what wrote it."""
+    geometry = [(x.dtype, tuple(x.shape), x.stride()) for x in graph.examples]
+    cores = torch.get_num_threads() if threads is None else threads
+    machine = torch.__version__, torch.backends.cpu.get_cpu_capability(), cores
+    digest = hashlib.sha256(repr((machine, inputs, geometry)).encode())
+    digest.update(graph.module.code.encode())
+    for writer in ("inductor.py", "lowering.py", "cpp_loop.py"):
+        digest.update(Path(__file__).with_name(writer).read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,312 @@
+"""A loop over steps, in C++, around the kernels that Inductor wrote.
+
+Inductor hands a step over as a few C++ kernels on plain pointers and a Python function that
+allocates buffers and calls them.  For small models that function costs a hundred times what the
+kernels do.  Here its plan is written out in C++: buffers are allocated once, tapes are walked by
+pointer, rows are gathered by index, and the state's memory changes place with the step's output.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.step_inputs import Fixed, Gathered, Source, Taped
+from pyro_scale.engine.compile.inductor import Compiled
+from pyro_scale.engine.compile.lowering import NotALoop, Plan, plan_of
+from pyro_scale.engine.compile.trace import Graph
+
+_ALIGNMENT = 64
+
+
+_HANDLES = """
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+
+static void check(AOTITorchError error) {
+    if (error) throw std::runtime_error("a matrix product failed");
+}
+
+struct Handle {
+    AtenTensorHandle handle;
+    Handle(char* data, int64_t dim, std::initializer_list<int64_t> size,
+           std::initializer_list<int64_t> stride, int32_t dtype) {
+        check(aoti_torch_create_tensor_from_blob(
+            data, dim, size.begin(), stride.begin(), 0, dtype, aoti_torch_device_type_cpu(), -1,
+            &handle));
+    }
+    ~Handle() { aoti_torch_delete_tensor_object(handle); }
+    AtenTensorHandle get() const { return handle; }
+};
+"""
+
+_LOOP = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+template <int64_t count, int64_t bytes>
+static void gather(char* rows, const char* table, const char* at, const char* soon) {
+    const int64_t* indices = reinterpret_cast<const int64_t*>(at);
+    const int64_t* next = reinterpret_cast<const int64_t*>(soon);
+    for (int64_t i = 0; i < count; ++i) {
+        __builtin_prefetch(table + next[i] * bytes);  // large tables are in main memory
+        std::memcpy(rows + i * bytes, table + indices[i] * bytes, bytes);
+    }
+}
+%(kernels)s
+
+static void run_group(int64_t steps, int64_t left, int64_t every, char** sources,
+                      const int64_t* strides, char* positions, char* log_joints, char* last) {
+    // kept from one tape to the next, for clearing new pages takes longer than a step
+    static thread_local std::unique_ptr<char, decltype(&std::free)> arena(
+        static_cast<char*>(std::aligned_alloc(%(alignment)d, %(arena)d)), &std::free);
+    if (!arena) throw std::bad_alloc();
+    char* base = arena.get();
+    // g++ 12 takes the alignment of the whole for that of every part, and crashes
+    asm volatile("" : "+r"(base));
+%(pointers)s
+    for (int64_t step = 0; step < steps; ++step) {
+        const int64_t ahead = step + 1 < steps;
+%(step)s
+        if (--left == 0) {
+            std::memcpy(positions, in%(place)d, %(position)d);
+            std::memcpy(log_joints, %(log_joint)s, %(log_joint_bytes)d);
+            positions += %(position)d;
+            log_joints += %(log_joint_bytes)d;
+            left = every;
+        }
+        if (step + 1 == steps) std::memcpy(last, %(log_joint)s, %(log_joint_bytes)d);
+    }
+%(home)s
+}
+
+extern "C" void run(int64_t groups, int64_t threads, int64_t steps, int64_t left, int64_t every,
+                    char** sources, const int64_t* group_strides, const int64_t* step_strides,
+                    int64_t kept, char* positions, char* log_joints, char* last, char* error) {
+    #pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t group = 0; group < groups; ++group) {
+        char* own[%(sources)d];
+        for (int64_t i = 0; i < %(sources)d; ++i) own[i] = sources[i] + group * group_strides[i];
+        try {
+            run_group(steps, left, every, own, step_strides,
+                      positions + group * kept * %(position)d,
+                      log_joints + group * kept * %(log_joint_bytes)d,
+                      last + group * %(log_joint_bytes)d);
+        } catch (const std::exception& caught) {
+            #pragma omp critical
+            std::strncpy(error, caught.what(), %(error)d - 1);
+        }
+    }
+}
+"""
+_ERROR_BYTES = 4096
+
+
+class Inputs(NamedTuple):
+    """What a loop's step takes.
+
+    Attributes:
+        kinds: the memory that each of its tensors lies in: `"state"` first, as many as the state
+            has leaves, then `"tape"`, `"gathered"` and `"fixed"`.
+        position: which leaf of the state is kept, `[chains, D]`.
+    """
+
+    kinds: tuple[str, ...]
+    position: int
+
+
+def inputs_of(num_state: int, position: int, num_taped: int, sources: Sequence[Source]) -> Inputs:
+    """A step's inputs without its constants: the state's leaves, tensors of each step, a batch's.
+
+    Args:
+        num_state: leaves of the state.
+        position: which of them is kept.
+        num_taped: tensors of each step, besides the batch's.
+        sources: of the batch's tensors.
+    """
+    batch = (_KINDS[type(source)] for source in sources)
+    return Inputs(("state",) * num_state + ("tape",) * num_taped + tuple(batch), position)
+
+
+def write_loop(graph: Graph, inputs: Inputs, compiled: Compiled) -> str:
+    """The C++ of a loop over a compiled step: state and other inputs in; the next state, and a
+    number that is kept beside the position, out.
+
+    Raises:
+        NotALoop: the step does what cannot be written out in C++.
+    """
+    kinds = inputs.kinds + ("fixed",) * len(graph.constants)
+    return _source(plan_of(compiled, graph.examples), kinds, inputs.position)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Steps of independent groups of chains, each group's one after another.
+
+    Attributes:
+        library: `write_loop`'s, built.
+        position: which leaf of a state is the position.
+        log_joint_dtype: of a step's log joint.
+    """
+
+    library: ctypes.CDLL
+    position: int
+    log_joint_dtype: torch.dtype
+
+    def run(
+        self,
+        state: list[Tensor],
+        tape: list[Tensor],
+        sources: Sequence[Source],
+        constants: Sequence[Tensor],
+        left: int,
+        every: int,
+        threads: int,
+    ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+        """Runs all steps of a tape.
+
+        Args:
+            state: leaves `[groups, chains, ...]`.
+            tape: hyperparameters' values and noise, `[groups, steps, ...]`.
+            sources: of the batch's tensors, on tapes `[groups, steps, ...]`.
+            constants: what else a step reads.
+            left: steps until the first draw that is kept.
+            every: steps from one kept draw to the next.
+            threads: among which groups are shared out.
+
+        Returns:
+            The next state; the kept positions `[groups, kept, chains, D]` and log joints `[groups,
+            kept, chains]`; the last step's log joint `[groups, chains]`.
+        """
+        state = [leaf.clone(memory_format=torch.contiguous_format) for leaf in state]
+        position = state[self.position]
+        (groups, chains, size), steps = position.shape, tape[0].shape[1]
+        kept = len(range(left, steps + 1, every))
+        positions = position.new_empty(groups, kept, chains, size)
+        log_joints = position.new_empty(groups, kept, chains, dtype=self.log_joint_dtype)
+        last = log_joints.new_empty(groups, chains)
+        pointers = [_Pointer(leaf, leaf.stride(0), 0) for leaf in state]
+        pointers += [_on_tape(leaf) for leaf in tape]
+        for source in sources:
+            pointers += _pointers_of(source)
+        pointers += [_Pointer(leaf, 0, 0) for leaf in constants]
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        self.library.run(
+            *(ctypes.c_int64(n) for n in (groups, threads, steps, left, every)),
+            (ctypes.c_void_p * len(pointers))(*(p.tensor.data_ptr() for p in pointers)),
+            (ctypes.c_int64 * len(pointers))(*(p.bytes(p.group_stride) for p in pointers)),
+            (ctypes.c_int64 * len(pointers))(*(p.bytes(p.step_stride) for p in pointers)),
+            ctypes.c_int64(kept),
+            *(ctypes.c_void_p(out.data_ptr()) for out in (positions, log_joints, last)),
+            error,
+        )
+        if error.value:
+            raise RuntimeError(error.value.decode())
+        return state, positions, log_joints, last
+
+
+_KINDS = {Fixed: "fixed", Taped: "tape", Gathered: "gathered"}
+
+
+@dataclass(frozen=True)
+class _Pointer:
+    """A tensor that the loop reads, and how far it moves on with each group and step."""
+
+    tensor: Tensor
+    group_stride: int
+    step_stride: int
+
+    def bytes(self, stride: int) -> int:
+        return stride * self.tensor.element_size()
+
+
+def _on_tape(leaf: Tensor) -> _Pointer:
+    """A leaf `[groups, steps, ...]`, of which each step's part must be contiguous."""
+    leaf = leaf if leaf[0, 0].is_contiguous() else leaf.contiguous()
+    return _Pointer(leaf, leaf.stride(0), leaf.stride(1))
+
+
+def _pointers_of(source: Source) -> list[_Pointer]:
+    match source:
+        case Taped(tensor):
+            return [_on_tape(tensor)]
+        case Gathered(table, indices):
+            return [_Pointer(table.contiguous(), 0, 0), _on_tape(indices)]
+        case Fixed(tensor):
+            return [_Pointer(tensor, 0, 0)]
+
+
+def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
+    """The C++ of a loop around a plan, whose inputs are of these kinds."""
+    pointers, before, after, home = [], [], [], []
+    places = itertools.count()
+    for i, (kind, view) in enumerate(zip(kinds, plan.inputs, strict=True)):
+        place = next(places)
+        if kind == "gathered":
+            table, place = place, next(places)
+            count = math.prod(view.size[:2])
+            plan.buffers[view.root] = view.num_bytes
+            pointers.append(f"const char* table{i} = sources[{table}];")
+            pointers.append(f"const char* index{i} = sources[{place}];")
+            soon = f"index{i} + ahead * strides[{place}]"
+            row = view.num_bytes // count
+            before.append(f"gather<{count}, {row}>({view.root}, table{i}, index{i}, {soon});")
+            after.append(f"index{i} += strides[{place}];")
+            continue
+        pointers.append(f"char* {view.root} = sources[{place}];")
+        if kind == "tape":
+            after.append(f"{view.root} += strides[{place}];")
+    *states, log_joint = plan.outputs
+    roots = [view.root for view in plan.outputs]
+    for i, view in enumerate(states):
+        old, size = plan.inputs[i].root, plan.inputs[i].num_bytes
+        if not view.is_contiguous or view.root not in plan.buffers:
+            raise NotALoop(f"an output in the memory of {view.root}")
+        if roots.count(view.root) == 1 and plan.buffers[view.root] == size:
+            after.append(f"std::swap({old}, {view.root});")
+        else:
+            after.append(f"std::memcpy({old}, {view.address}, {size});")
+        home.append(f"if ({old} != sources[{i}]) std::memcpy(sources[{i}], {old}, {size});")
+    arena = 0
+    for root, size in plan.buffers.items():
+        pointers.append(f"char* {root} = base + {arena};")
+        arena += -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT
+    kernels = [_HANDLES] if any(line.startswith("check(") for line in plan.lines) else []
+    kernels += [_named(name, kernel.source) for name, kernel in plan.kernels.items()]
+    return _LOOP % {
+        "kernels": "\n".join(kernels),
+        "alignment": _ALIGNMENT,
+        "arena": max(arena, _ALIGNMENT),
+        "pointers": _indented(pointers, 4),
+        "step": _indented([*before, *plan.lines, *after], 8),
+        "home": _indented(home, 4),
+        "sources": next(places),
+        "place": position,
+        "position": plan.inputs[position].num_bytes,
+        "log_joint": log_joint.address,
+        "log_joint_bytes": log_joint.num_bytes,
+        "error": _ERROR_BYTES,
+    }
+
+
+def _named(name: str, source: str) -> str:
+    """A kernel's source as a function of that name."""
+    renamed, count = re.subn(r'extern "C"\s+void\s+kernel\(', f"static void {name}(", source)
+    if count != 1:
+        raise NotALoop("a kernel that is not one C++ function")
+    return renamed
+
+
+def _indented(lines: list[str], by: int) -> str:
+    return "\n".join(" " * by + line for line in lines)

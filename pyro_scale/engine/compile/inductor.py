@@ -1,0 +1,170 @@
+"""A graph of tensor operations -> kernels, by Inductor without Dynamo.
+
+The only file that touches Inductor's insides.  Its options are set around our own call.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shlex
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, fx
+
+from pyro_scale.core.exclusive import exclusive
+from pyro_scale.engine.compile import cache_directory
+
+
+class CppKernel:
+    """A C++ kernel as Inductor wrote it, built when it is first called."""
+
+    def __init__(self, argument_types: list[str], source: str):
+        self.argument_types, self.source = argument_types, source
+        self._built: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs it on tensors."""
+        if self._built is None:
+            with _in_our_cache():
+                from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+                self._built = CppPythonBindingsCodeCache.load_pybinding(
+                    self.argument_types, self.source
+                )
+        return self._built(*args)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled graph.
+
+    Attributes:
+        call: list of inputs -> outputs; it empties the list.
+        source: the Python that allocates buffers and calls kernels.
+        names: what the source's names stand for: kernels and constants.
+    """
+
+    call: Callable[[list[Tensor]], Any]
+    source: str
+    names: Mapping[str, Any]
+
+
+def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int | None) -> Compiled:
+    """Compiles a graph for inputs like the examples.
+
+    Args:
+        module: a graph of aten operations.
+        examples: inputs of the shapes, strides, dtypes and devices that all calls will have.
+        threads: for kernels on the processor; None for torch's number.
+
+    Raises:
+        Exception: whatever Inductor raises on a graph that it cannot compile.
+    """
+    found: list[Any] = []
+    options: dict[str, Any] = {} if threads is None else {"cpp.threads": threads}
+    with exclusive, warnings.catch_warnings(), _in_our_cache(), _kernels_built_on_demand():
+        warnings.simplefilter("ignore")  # what Inductor's imports warn of is nobody's to mend
+        import torch._functorch.config as functorch_config
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            found.append(compile_fx_inner(*args, **kwargs))
+            return found[-1]
+
+        with functorch_config.patch(enable_autograd_cache=False):  # it would pass `inner` by
+            compile_fx(module, list(examples), inner_compile=inner, config_patches=options)
+    (compiled,) = found
+    names = getattr(compiled.current_callable, "__globals__", {})
+    if threads is None and any(_may_abort(kernel) for kernel in names.values()):
+        return compile_graph(module, examples, threads=1)
+    return Compiled(compiled, compiled.source_code, names)
+
+
+def _may_abort(kernel: object) -> bool:
+    """Whether a kernel checks indices among threads, where a failed check ends the process."""
+    if not isinstance(kernel, CppKernel):
+        return False
+    return "#pragma omp" in kernel.source and "out of bounds" in kernel.source
+
+
+@contextmanager
+def _kernels_built_on_demand() -> Iterator[None]:
+    """Inductor would build every kernel by itself; most are built within a loop instead."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    def on_demand(self: Any, argument_types: list[str], source: str) -> CppKernel:
+        return CppKernel(argument_types, source)
+
+    with exclusive, mock.patch.object(AsyncCompile, "cpp_pybinding", on_demand):
+        yield
+
+
+def build_library(source: str) -> str:
+    """Builds C++ with Inductor's flags and headers; the path of the library.
+
+    Raises:
+        Exception: there is no C++ compiler, or it refuses the source.
+    """
+    with _in_our_cache():
+        from torch._inductor.codecache import CppCodeCache
+
+        class LoopCache(CppCodeCache):
+            @classmethod
+            def _get_uncompiled_header(cls, device: str) -> str | None:
+                return "torch/csrc/inductor/cpp_prefix.h"  # precompiled once, it saves two thirds
+
+        return LoopCache.load(source)._name
+
+
+@contextmanager
+def _in_our_cache() -> Iterator[None]:
+    """Inductor's files beside ours, unless the user says where: by default they are at a path
+    below the temporary directory that anybody can foresee."""
+    with exclusive:
+        settings = {"TORCHINDUCTOR_CACHE_DIR": str(_inductor_directory())}
+        try:
+            getpass.getuser()
+        except (KeyError, OSError, ImportError):  # no entry in passwd; Inductor asks for a name
+            settings["LOGNAME"] = f"uid_{os.getuid()}"
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            from torch._inductor import codecache
+
+            headers = str(_inductor_directory() / "precompiled_headers")
+            with mock.patch.multiple(
+                codecache, _HEADER_DIR=headers, _HEADER_LOCK_DIR=os.path.join(headers, "locks")
+            ):
+                yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _inductor_directory() -> Path:
+    """The user's choice or one in our cache; for this process alone where a compiler's command
+    line cannot name it or nothing can be written there."""
+    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    # once asked for it, Inductor puts its default there, too
+    is_default = Path(chosen).name.startswith("torchinductor_")
+    kept = (
+        Path(chosen).absolute()
+        if chosen and not is_default
+        else cache_directory.directory() / "inductor"
+    )
+    try:
+        kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+        usable = os.access(kept, os.W_OK | os.X_OK) and shlex.quote(str(kept)) == str(kept)
+    except OSError:
+        usable = False
+    return kept if usable else cache_directory.for_this_process(os.getpid())

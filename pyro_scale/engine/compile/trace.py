@@ -1,0 +1,119 @@
+"""A pure function of tensors as a graph of tensor operations.
+
+Pyro's handlers cannot be traced by Dynamo, but run as they are under `make_fx`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from pyro_scale.core.onednn import without_onednn
+
+
+class Constant(NamedTuple):
+    """A tensor that a function reads besides its arguments: a frozen weight, a buffer, a number.
+
+    Attributes:
+        tensor: as compiled code reads it.
+        origin: what the function read, which is gone by now if it was made when it was run.
+    """
+
+    tensor: Tensor
+    origin: weakref.ref[Tensor]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A function: flat tensors in, flat tensors out.
+
+    Attributes:
+        module: the graph, whose inputs are the function's arguments and then the constants.
+        constants: what else the function reads.
+        examples: one tensor for every input.
+        output_dtypes: of its outputs.
+    """
+
+    module: fx.GraphModule
+    constants: list[Constant]
+    examples: list[Tensor]
+    output_dtypes: list[torch.dtype]
+
+
+def trace(function: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor]) -> Graph:
+    """The graph of a function for arguments like these.
+
+    Args:
+        function: of tensors, which gives tensors.
+        examples: its arguments; no two of them, and none that the function reads by itself, may be
+            one tensor object.
+
+    Raises:
+        Exception: whatever the function raises when it cannot be traced.
+    """
+    found: list[torch.dtype] = []
+
+    def outputs(*arguments: Tensor) -> list[Tensor]:
+        # what is carried on and what is given out must not share memory
+        given = [tensor.clone() for tensor in function(*arguments)]
+        found[:] = [tensor.dtype for tensor in given]
+        return given
+
+    with torch.no_grad(), without_onednn():
+        traced = make_fx(outputs, tracing_mode="real", decomposition_table=_DECOMPOSITIONS)
+        module = traced(*examples)
+    constants = _lift_constants(module)
+    return Graph(module, constants, [*examples, *(each.tensor for each in constants)], found)
+
+
+def as_input(constant: Tensor) -> Tensor:
+    """A constant as compiled code reads it, in the same memory where that can be."""
+    return constant.detach().resolve_conj().resolve_neg()
+
+
+def _running(combine: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    """A running sum or product, element by element: Inductor has no kernel for it."""
+
+    def decomposed(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+        if x.dim() == 0 or not x.is_floating_point() or not 0 < x.shape[dim] <= _MOST_RUNNING:
+            return NotImplemented
+        first, *others = x.to(dtype or x.dtype).unbind(dim)
+        return torch.stack(list(itertools.accumulate(others, combine, initial=first)), dim)
+
+    return decomposed
+
+
+#: Elements of a running sum or product that is written out.
+_MOST_RUNNING = 32
+_DECOMPOSITIONS = {
+    torch.ops.aten.cumsum.default: _running(operator.add),
+    torch.ops.aten.cumprod.default: _running(operator.mul),
+}
+
+
+def _lift_constants(module: fx.GraphModule) -> list[Constant]:
+    """Makes inputs of the tensors that the graph holds."""
+    graph = module.graph
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    inputs: dict[str, fx.Node] = {}
+    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+        if node.target not in inputs:
+            with graph.inserting_after(last):
+                last = inputs[node.target] = graph.placeholder(f"constant_{len(inputs)}")
+        node.replace_all_uses_with(inputs[node.target])
+        graph.erase_node(node)
+    origins = [operator.attrgetter(name)(module) for name in inputs]
+    constants = [Constant(as_input(origin), weakref.ref(origin)) for origin in origins]
+    held = [*module.named_buffers(), *module.named_parameters()]
+    for name in {name.partition(".")[0] for name, _ in held}:
+        delattr(module, name)  # or Inductor makes inputs of them once more
+    module.recompile()
+    return constants

@@ -1,0 +1,132 @@
+"""Tapes: all that changes from step to step, drawn many steps at a time.
+
+A step is a function of its state, its batch, its noise and its hyperparameters' values.  The
+last three are drawn in bulk, the next tape in a thread of its own while one is used.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.core.rng import NoiseTape
+from pyro_scale.data.batches import Batches
+
+#: Bytes of one tape, unless one step has more; and steps, which leave its bytes in the cache.
+_BUDGET, _LONGEST = 2**25, 2**14
+#: Tapes that are drawn ahead; noise and indices come in blocks, which takes its time.
+_AHEAD = 3
+
+
+@dataclass(frozen=True)
+class Tape:
+    """What some steps need besides the state.
+
+    Attributes:
+        start: the number of the first step.
+        values: every hyperparameter's, `[steps]`.
+        noise: standard normals, `[chains, steps, normals, latents]`.
+        changing: what changes of the batches, tensors `[chains, steps, ...]`.
+    """
+
+    start: int
+    values: Mapping[str, Tensor]
+    noise: Tensor
+    changing: Any
+
+    def __len__(self) -> int:
+        return self.noise.shape[1]
+
+    @property
+    def stop(self) -> int:
+        """The number of the step after the last."""
+        return self.start + len(self)
+
+    def at(self, place: int) -> tuple[dict[str, Tensor], Tensor, Any]:
+        """(Values, noise, changing) of one step; place counts from this tape's first."""
+        values = {name: column[place] for name, column in self.values.items()}
+        changing = pytree.tree_map(lambda leaf: leaf[:, place], self.changing)
+        return values, self.noise[:, place], changing
+
+    def part(self, first: int, last: int) -> Tape:
+        """The steps at places first ... last - 1."""
+        values = {name: column[first:last] for name, column in self.values.items()}
+        changing = pytree.tree_map(lambda leaf: leaf[:, first:last], self.changing)
+        return Tape(self.start + first, values, self.noise[:, first:last], changing)
+
+    def parts(self, steps: int | None) -> Iterator[Tape]:
+        """The tape in parts of at most so many steps; None leaves it whole."""
+        size = steps or len(self)
+        return (self.part(i, min(i + size, len(self))) for i in range(0, len(self), size))
+
+    def of(self, chains: slice) -> Tape:
+        """The tape of some of the chains."""
+        changing = pytree.tree_map(lambda leaf: leaf[chains], self.changing)
+        return Tape(self.start, self.values, self.noise[chains], changing)
+
+    def copied(self) -> Tape:
+        """The tape in memory of its own, which is not written over."""
+        changing = pytree.tree_map(lambda leaf: leaf.clone(), self.changing)
+        return Tape(self.start, self.values, self.noise.clone(), changing)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What all steps of a run take.
+
+    Attributes:
+        values: every hyperparameter's, `[all steps]`.
+        noise: the chains' noise.
+        batches: the chains' batches.
+    """
+
+    values: Mapping[str, Tensor]
+    noise: NoiseTape
+    batches: Batches
+
+    def tape(self, start: int, stop: int, spent: Tape | None = None) -> Tape:
+        """The tape of steps start ... stop - 1; each begins where the last one ended.
+
+        The memory of a spent tape, if it is as long, is written over.
+        """
+        values = {name: column[start:stop] for name, column in self.values.items()}
+        if spent is None or len(spent) != stop - start:
+            return Tape(start, values, self.noise.span(start, stop), self.batches.take(start, stop))
+        noise = self.noise.span(start, stop, spent.noise)
+        return Tape(start, values, noise, self.batches.take(start, stop, spent.changing))
+
+    def tapes(self, spans: Iterable[tuple[int, int]]) -> Iterator[Tape]:
+        """The tapes of some spans of steps, the next ones drawn while one is used.
+
+        A tape is spent when the next one is asked for.
+        """
+        with ThreadPoolExecutor(1, thread_name_prefix="pyro_scale-tape") as thread:
+            drawn: deque[Future[Tape]] = deque()
+            spent: Tape | None = None
+            for span in spans:
+                drawn.append(thread.submit(self.tape, *span, spent))
+                spent = None
+                if len(drawn) > _AHEAD:
+                    spent = drawn.popleft().result()
+                    yield spent
+            while drawn:
+                yield drawn.popleft().result()
+
+
+def bytes_per_step(tape: Tape) -> int:
+    """What one step of all chains takes on a tape."""
+    leaves = [tape.noise, *pytree.tree_leaves(tape.changing)]
+    return sum(leaf[:, 0].numel() * leaf.element_size() for leaf in leaves)
+
+
+def steps_within_budget(tape: Tape, kept_bytes: int = 0) -> int:
+    """How many steps a tape like this one may have, where each also leaves so many bytes: a power
+    of two."""
+    affordable = max(1, _BUDGET // max(1, bytes_per_step(tape) + kept_bytes))
+    return min(_LONGEST, 1 << (affordable.bit_length() - 1))

@@ -1,0 +1,190 @@
+"""Runs chains: warm-up, thinning, collection, checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.rng import NoiseTape
+from pyro_scale.data.batches import Batch, Batches
+from pyro_scale.engine.chains import Chains
+from pyro_scale.engine.checkpoint import Checkpoint, Checkpoints
+from pyro_scale.engine.choose_executor import program_for
+from pyro_scale.engine.chunking import Pace
+from pyro_scale.engine.draws import Draws, Sink, Steps
+from pyro_scale.engine.inputs import Inputs, steps_within_budget
+from pyro_scale.engine.progress import Progress
+from pyro_scale.engine.reuse import Earlier
+from pyro_scale.engine.step import Engine
+from pyro_scale.errors import FileError
+
+#: By how much later a run is looked at again each time.
+_RARER = 8
+
+
+def simulate(
+    engine: Engine,
+    positions: Tensor,
+    batches: Batches,
+    values: Mapping[str, Tensor],
+    steps: Steps,
+    seed: int,
+    compile: bool | Literal["auto"],
+    progress: Progress,
+    earlier: Earlier,
+    stop: Callable[[Draws], bool] | None = None,
+    check_every: int | None = None,
+    last: Checkpoint | None = None,
+    checkpoints: Checkpoints | None = None,
+    sink: Sink | None = None,
+    noise: NoiseTape | None = None,
+    inspect: Callable[[Tensor, Batch], None] | None = None,
+) -> Draws:
+    """Runs every chain from its position `[chains, D]` to the end, or until it is non-finite.
+
+    What ends the run before its time, an interrupt or an error, is in the draws, with those kept
+    until then.
+
+    Args:
+        engine: says what a step is.
+        positions: where chains start, `[chains, D]`.
+        batches: the chains' batches.
+        values: the hyperparameters' tape.
+        steps: how many, and which are kept.
+        seed: of the run.
+        compile: whether steps become one program.
+        progress: is told how far it is.
+        earlier: what the same object has compiled before.
+        stop: whether the run is over before its time, by what is there until now.
+        check_every: steps from one time that `stop` is asked to the next; whenever a tape ends,
+            by default.
+        last: what to go on from.
+        checkpoints: where the run is written down.
+        sink: where draws go instead of memory.
+        noise: of the steps; the seed's, by default.
+        inspect: is given the positions and the batch of a step now and then, ever more rarely.
+    """
+    draws = Draws.of(positions, dataclasses.replace(steps, positions=False) if sink else steps)
+    at_first = {name: column[0] for name, column in values.items()}
+    chains = Chains(engine, positions, at_first, seed)
+    if sink is not None:
+        sink.go_on_from(None if last is None else last.sink)
+        draws.latest = []
+    looks = _looks(engine, chains.state, values, steps)
+    if looks:
+        shape = len(positions), len(steps.looks), engine.num_latent_sites
+        draws.kinetic = torch.full(shape, torch.nan, dtype=torch.float64)
+    ends = range(check_every, steps.total, check_every) if check_every else sorted(looks)
+    if last is not None:
+        _go_on(last, chains, batches, draws, steps)
+        progress.update(chains.count)
+    inputs = Inputs(values, noise or chains.noise, batches)
+    moment, taken = chains.moment, None if sink is None else sink.state()
+
+    def write() -> None:
+        if checkpoints is not None:
+            kept = steps.kept_before(moment.step)
+            position = batches.position(moment.step)
+            checkpoints.write(moment, position, draws.first(kept), steps.look_every, taken)
+
+    begun = started = time.perf_counter()
+    next_inspected = chains.count + 1
+    try:
+        if last is None:
+            write()
+        if chains.count < steps.total and bool(chains.alive.any()):
+            first = inputs.tape(chains.count, min(chains.count + 2, steps.total))
+            before = None if last is None else last.program
+            say = progress.say
+            program = program_for(
+                engine, batches, chains.state, first, compile, steps.total, say, before, earlier
+            )
+            progress.say(program.name)
+            draws.program, started = program.name, time.perf_counter()
+            kept_bytes = positions.numel() * positions.element_size() // steps.thinning
+            most = steps_within_budget(first, kept_bytes)
+            pace = Pace(first, steps.total, most, ends)
+            opening = (first.part(a - first.start, b - first.start) for a, b in pace.opening())
+            for tape in itertools.chain(opening, inputs.tapes(pace.spans())):
+                with pace:
+                    chains.move(program, batches, tape, steps, draws)
+                    if sink is not None:
+                        _pass_on(draws, sink)
+                if inspect is not None and tape.stop >= next_inspected:
+                    next_inspected = _RARER * tape.stop
+                    _, _, changing = tape.at(len(tape) - 1)
+                    inspect(chains.state.position, batches.batch(batches.fixed, changing))
+                if draws.kinetic is not None and tape.stop in looks:
+                    now = {name: column[tape.stop - 1] for name, column in values.items()}
+                    found = engine.kinetic(chains.state, now)
+                    draws.kinetic[chains.alive, looks[tape.stop]] = found[chains.alive]
+                moment, taken = chains.moment, None if sink is None else sink.state()
+                progress.update(len(tape), chains.log_joint)
+                draws.num_steps, draws.failures = moment.step, list(moment.failures)
+                if checkpoints is not None and checkpoints.due:
+                    write()
+                due = check_every is None or tape.stop % check_every == 0
+                if not chains.alive.any() or (stop is not None and due and stop(draws)):
+                    break
+            write()
+        if sink is not None:
+            sink.close()
+            taken = sink.state()
+            write()
+    except (Exception, KeyboardInterrupt) as error:
+        kept, there = steps.kept_before(moment.step), steps.kept_before(chains.count)
+        if sink is not None and kept < sink.count == there:
+            moment, taken = chains.moment, sink.state()  # of the last draws that it has got
+        with contextlib.suppress(FileError):  # it may be what ended the run
+            write()
+        if sink is not None:
+            with contextlib.suppress(FileError):
+                sink.go_on_from(taken)
+                sink.close()
+        draws = draws.first(steps.kept_before(moment.step))
+        draws.error = error
+    draws.num_steps, draws.failures = moment.step, list(moment.failures)
+    draws.state, draws.last_steps = moment.state, chains.last_steps
+    draws.compile_seconds, draws.seconds = started - begun, time.perf_counter() - started
+    return draws
+
+
+def _looks(
+    engine: Engine, state: Any, values: Mapping[str, Tensor], steps: Steps
+) -> dict[int, int]:
+    """Which look at the whole state comes after so many steps; none where nothing is to be seen
+    but positions."""
+    has_momentum = hasattr(state, "momentum") and hasattr(engine.kernel, "mass")
+    if not steps.positions or not has_momentum:
+        return {}
+    warm = (values["temperature"][steps.looks] > 0).tolist()
+    return {step + 1: i for i, step in enumerate(steps.looks.tolist()) if warm[i]}
+
+
+def _go_on(last: Checkpoint, chains: Chains, batches: Batches, draws: Draws, steps: Steps) -> None:
+    """Takes up where a run was."""
+    chains.go_on_from(last.moment._replace(state=last.state_like(chains.state)))
+    batches.seek(last.moment.step, last.batches)
+    kept = last.positions.shape[1]
+    draws.positions[:, :kept], draws.log_joint[:, :kept] = last.positions, last.log_joint
+    draws.program = last.program or draws.program
+    if draws.kinetic is not None and last.kinetic is not None:
+        of_draws = steps.look_every * torch.arange(1, draws.kinetic.shape[1] + 1)
+        places = of_draws // last.look_every - 1
+        seen = (of_draws % last.look_every == 0) & (places < last.kinetic.shape[1])
+        draws.kinetic[:, seen] = last.kinetic[:, places[seen]]
+
+
+def _pass_on(draws: Draws, sink: Sink) -> None:
+    """Gives the latest draws to a sink."""
+    latest = [positions for positions in draws.latest or () if positions.shape[1]]
+    if latest:
+        sink.add(latest[0] if len(latest) == 1 else torch.cat(latest, 1))
+    draws.latest = []

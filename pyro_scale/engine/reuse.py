@@ -1,0 +1,145 @@
+"""What an object's earlier run compiled, which saves the next one tracing its step again."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdRef
+
+from pyro_scale.data.batches import Batches, WholeData
+from pyro_scale.engine.agreement import agrees
+from pyro_scale.engine.compile.trace import Constant, as_input
+from pyro_scale.engine.executors import Program
+from pyro_scale.engine.inputs import Tape
+from pyro_scale.engine.step import Engine
+
+#: Bytes of a constant, such as a number in the model's code, that is kept though nobody holds it.
+_SMALL = 2**16
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A compiled step without what it works on.
+
+    Attributes:
+        build: (batches, constants) -> the program.
+        constants: what the step reads besides its arguments.
+        by_column: how it takes narrow tables.
+    """
+
+    build: Callable[[Batches, Sequence[Tensor]], Program]
+    constants: Sequence[Constant]
+    by_column: bool
+
+    def program(self, batches: Batches) -> Program:
+        """The step's program on batches."""
+        constants = [constant.tensor for constant in self.constants]
+        return self.build(arranged(batches, self.by_column), constants)
+
+
+def arranged(batches: Batches, by_column: bool) -> Batches:
+    """Batches as a compiled step takes them."""
+    return batches.by_column() if by_column and isinstance(batches, WholeData) else batches
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A blueprint that holds nobody's tensors.
+
+    Attributes:
+        build, by_column: the blueprint's.
+        constants: each gives a constant, or None once it is not what it was.
+        facts: what the blueprint is for.
+    """
+
+    build: Callable[[Batches, Sequence[Tensor]], Program]
+    constants: Sequence[Callable[[], Tensor | None]]
+    by_column: bool
+    facts: Any
+
+
+class Earlier:
+    """Keeps what an object compiled last.
+
+    It serves again where all shapes are the same, and the tensors of data and model are the very
+    same and have not been written to; references to them are weak.  What else the model reads is
+    compared by what comes of it: a step at a new point.
+    """
+
+    def __init__(self) -> None:
+        self._kept: _Kept | None = None
+
+    def __reduce__(self) -> Any:
+        return Earlier, ()  # a copy compiles its own
+
+    def keep(
+        self, blueprint: Blueprint, engine: Engine, batches: Batches, state: Any, tape: Tape
+    ) -> None:
+        """Keeps what a run has compiled."""
+        constants = [_again(constant) for constant in blueprint.constants]
+        facts = _facts(engine, batches, state, tape)
+        self._kept = _Kept(blueprint.build, constants, blueprint.by_column, facts)
+
+    def program(
+        self, engine: Engine, batches: Batches, as_it_is: Program, state: Any, tape: Tape
+    ) -> Program | None:
+        """The program of these steps, if it is the one that is kept."""
+        kept = self._kept
+        if kept is None or kept.facts != _facts(engine, batches, state, tape):
+            return None
+        constants = [tensor for again in kept.constants if (tensor := again()) is not None]
+        if len(constants) < len(kept.constants):
+            return None
+        program = kept.build(arranged(batches, kept.by_column), constants)
+        with contextlib.suppress(RuntimeError):  # a matrix that cannot be factorised at that point
+            if agrees(program, as_it_is, engine, state, tape):
+                return program
+        return None
+
+
+def _facts(engine: Engine, batches: Batches, state: Any, tape: Tape) -> Any:
+    """What a compiled step is for: the engine's kind, the inputs' geometry, the very data."""
+    values, noise, changing = tape.at(0)
+    batch = batches.batch(batches.fixed, changing)
+    leaves, state_spec = pytree.tree_flatten(state)
+    inputs = [*leaves, *values.values(), noise, *batch.tensors]
+    held = [leaf for leaf in pytree.tree_leaves(batches.fixed) if isinstance(leaf, Tensor)]
+    return (
+        (type(engine.kernel), engine.layout, engine.num_latents, engine.vectorised),
+        (engine.num_data, state_spec, list(values), torch.get_num_threads()),
+        [type(source) for source in batches.sources(changing)],
+        [_geometry(tensor) for tensor in inputs],
+        [_mark(tensor) for tensor in held],
+    )
+
+
+def _geometry(tensor: Tensor) -> Any:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _mark(tensor: Tensor) -> Any:
+    """What is equal of the same tensor, until it is written to."""
+    version = None if tensor.is_inference() else tensor._version
+    return WeakIdRef(tensor), version, _geometry(tensor)
+
+
+def _again(constant: Constant) -> Callable[[], Tensor | None]:
+    """Gives a constant once more, or None where it is not what it was."""
+    origin, small = constant.origin(), constant.tensor.nbytes <= _SMALL
+    mark = None if origin is None else _mark(origin)
+    return partial(_unchanged, constant.origin, mark, constant.tensor if small else None)
+
+
+def _unchanged(origin: weakref.ref[Tensor], mark: Any, small: Tensor | None) -> Tensor | None:
+    tensor = origin()
+    if tensor is None:  # the model makes its like whenever it is run, or has another by now
+        return small
+    return as_input(tensor) if _mark(tensor) == mark else None

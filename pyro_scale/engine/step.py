@@ -1,0 +1,238 @@
+"""One step of all chains: a kernel's update, vmapped.
+
+The step's batch, noise and hyperparameter values come in as tensors and nothing else changes
+between steps, so that the same function can be traced and compiled.  This is what a step means;
+`programs.py` says how many of them are run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.core import rows
+from pyro_scale.core.layout import Layout
+from pyro_scale.data.batches import Batch
+
+
+class Density(Protocol):
+    """What sampling needs of a log posterior."""
+
+    @property
+    def num_data(self) -> int: ...
+
+    def grad(
+        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Any]: ...
+
+    def plain_grad(
+        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Any]: ...
+
+    def row_gradients(
+        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+    ) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Target:
+    """A log posterior on one batch, for one chain, as a kernel sees it."""
+
+    density: Density
+    layout: Layout
+    arguments: rows.Arguments
+    indices: Tensor | None
+    vectorised: bool
+
+    @property
+    def num_data(self) -> int:
+        """N."""
+        return self.density.num_data
+
+    def grad(self, position: Tensor) -> tuple[Tensor, Any]:
+        """(Gradient of the log joint over N at the position [D], the evaluation)."""
+        grad = self.density.grad if self.vectorised else self.density.plain_grad
+        gradient, evaluation = grad(self.layout.unflatten(position), self.arguments, self.indices)
+        return self.layout.flatten(gradient) / self.density.num_data, evaluation
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Moves all chains by one step.
+
+    Positions are `[chains, D]`, latents first and then points: `pyro.param` sites and unfrozen
+    weights, which all chains share.  Points get no noise, and each step's mean over chains;
+    as updates are linear in the gradient, that moves them by their mean gradient at
+    temperature 0.
+
+    Attributes:
+        kernel: the method.
+        density: the log posterior.
+        layout: of a position.
+        num_latents: how many of a position's elements are latents; the rest are points.
+        vectorised: False moves the chains one by one with plain autograd, for models that vmap
+            or functorch's gradient refuses.
+        known_noise: the variance of the minibatch gradient of the log joint over N, `[D]`, which
+            is taken off the injected noise; None leaves that whole.
+    """
+
+    kernel: Any
+    density: Density
+    layout: Layout
+    num_latents: int
+    vectorised: bool = True
+    known_noise: Tensor | None = None
+
+    def init(self, positions: Tensor, noise: Tensor, values: Mapping[str, Tensor]) -> Any:
+        """The state of chains at positions `[chains, D]`, given noise `[chains, latents]`."""
+        kernel = self.bound(values)
+        state = torch.vmap(kernel.init)(positions, self.padded(noise))
+        return self._shared(state)
+
+    def step(
+        self, state: Any, batch: Batch, noise: Tensor, values: Mapping[str, Tensor]
+    ) -> tuple[Any, Any]:
+        """(The next state, each chain's evaluation); noise is `[chains, normals, latents]`."""
+        kernel = self.cooled(self.bound(values))
+
+        def update(arguments: Any, indices: Any, state: Any, noise: Tensor) -> tuple[Any, Any]:
+            return kernel.update(state, self._target(arguments, indices), noise)
+
+        state, evaluation = self._over_chains(update, batch, state, self.padded(noise))
+        return self._shared(state), evaluation
+
+    def evaluate(self, positions: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(Each chain's log joint at its position, its gradient over N, `[chains, D]`), the way
+        that a step evaluates them."""
+
+        def at(arguments: Any, indices: Any, position: Tensor) -> tuple[Tensor, Tensor]:
+            gradient, evaluation = self._target(arguments, indices).grad(position)
+            return evaluation.log_joint, gradient
+
+        return self._over_chains(at, batch, positions)
+
+    def gradient(self, positions: Tensor, batch: Batch) -> Tensor:
+        """The gradient of each chain's log joint over N at its position, `[chains, D]`."""
+
+        def evaluate(arguments: Any, indices: Any, position: Tensor) -> Tensor:
+            return self._target(arguments, indices).grad(position)[0]
+
+        return self._over_chains(evaluate, batch, positions)
+
+    def kinetic(self, state: Any, values: Mapping[str, Tensor]) -> Tensor:
+        """Each chain's kinetic temperature p^2 / m over the one asked for, on average over each
+        latent site's elements, `[chains, latent sites]`, of a state with a momentum."""
+        kernel, device = self.bound(values), state.momentum.device
+        unit = (kernel.mass * kernel.temperature).expand(self.layout.size)
+        energy = state.momentum.double().square() / unit.to(device)
+        places = list(self.layout.slices().values())[: self.num_latent_sites]
+        return torch.stack([energy[:, place].mean(1) for place in places], 1).cpu()
+
+    @property
+    def num_data(self) -> int:
+        """N."""
+        return self.density.num_data
+
+    @property
+    def num_latent_sites(self) -> int:
+        """How many sites are latents."""
+        return sum(place.stop <= self.num_latents for place in self.layout.slices().values())
+
+    @property
+    def has_points(self) -> bool:
+        """Whether there are points, which tie the chains together."""
+        return self.num_latents < self.layout.size
+
+    def _target(self, arguments: Any, indices: Tensor | None) -> Target:
+        return Target(self.density, self.layout, arguments, indices, self.vectorised)
+
+    def _over_chains(self, function: Callable[..., Any], batch: Batch, *states: Any) -> Any:
+        """function(arguments, indices, *states) for every chain; states are `[chains, ...]`."""
+        if self.vectorised:
+            every = torch.vmap(function, in_dims=(*_batch_dims(batch), *(0 for _ in states)))
+            return every(batch.arguments, batch.indices, *states)
+        num_chains = len(pytree.tree_leaves(states)[0])
+        moved = [
+            function(*batch.of_chain(c), *pytree.tree_map(lambda leaf, c=c: leaf[c], states))
+            for c in range(num_chains)
+        ]
+        return pytree.tree_map(lambda *leaves: torch.stack(leaves), *moved)
+
+    def bound(self, values: Mapping[str, Tensor]) -> Any:
+        """The kernel at a step's values: its temperature over N as in the paper, and what
+        differs from site to site, or from latents to points, as vectors [D]."""
+        values = dict(values)
+        for name, hyper in self.kernel.hyperparameters().items():
+            if isinstance(hyper, Mapping):
+                values[name] = self._by_site(hyper, values[name])
+        if "temperature" in values:
+            values["temperature"] = self._temperature(values["temperature"])
+        return self.kernel.bind(values)
+
+    def bound_latents(self, values: Mapping[str, Tensor]) -> Any:
+        """The kernel at a step's values for latents alone, in double precision."""
+        whole, count = self.bound(values), self.num_latents
+        return whole.bind(
+            {
+                name: value.double()[:count] if value.dim() else value.double()
+                for name, value in whole.hyperparameters().items()
+            }
+        )
+
+    def _temperature(self, value: Tensor) -> Tensor:
+        temperature = value / self.density.num_data
+        if not self.has_points:
+            return temperature
+        sizes = self.num_latents, self.layout.size - self.num_latents
+        cold = temperature.new_zeros(sizes[1], dtype=self.layout.dtype)
+        return torch.cat([temperature.to(cold).expand(sizes[0]), cold])
+
+    def cooled(self, kernel: Any) -> Any:
+        """A bound kernel whose injected noise is less by the known noise of minibatches."""
+        if self.known_noise is None:
+            return kernel
+        added = kernel.added_temperature(self.known_noise)
+        cooled = (kernel.temperature - added).clamp(min=0)
+        return kernel.bind({**kernel.hyperparameters(), "temperature": cooled})
+
+    def _by_site(self, hyper: Mapping[str, Any], values: Tensor) -> Tensor:
+        """A hyperparameter as a vector [D]: every site's value, times its tensor if it has one."""
+        of_site = {}
+        for place, (name, given) in enumerate(hyper.items()):
+            number = values[place].to(self.layout.dtype)
+            factor = given.to(self.layout.dtype) if isinstance(given, Tensor) else 1.0
+            shape = self.layout.shapes[self.layout.names.index(name)]
+            of_site[name] = (number * factor).expand(shape)
+        return self.layout.flatten(of_site)
+
+    def padded(self, latents: Tensor) -> Tensor:
+        """Values of latents `[..., latents]`, and 0 for points, `[..., D]`."""
+        return torch.nn.functional.pad(latents, (0, self.layout.size - self.num_latents))
+
+    def _shared(self, state: Any) -> Any:
+        if not self.has_points:
+            return state
+
+        def share(leaf: Tensor) -> Tensor:
+            sizes = [self.num_latents, self.layout.size - self.num_latents]
+            own, points = leaf.split(sizes, dim=-1)
+            finite = torch.isfinite(leaf).all(dim=-1, keepdim=True)  # not of a chain that breaks
+            mean = torch.where(finite, points, 0).sum(0) / finite.sum(0)
+            return torch.cat([own, torch.where(finite, mean, points)], dim=-1)
+
+        return pytree.tree_map(
+            lambda leaf: share(leaf) if leaf.shape[1:] == (self.layout.size,) else leaf, state
+        )
+
+
+def _batch_dims(batch: Batch) -> tuple[Any, int | None]:
+    """`in_dims` of a batch's arguments and indices."""
+    return (
+        rows.vmap_dims(batch.arguments, 0 if batch.per_chain else None),
+        None if batch.indices is None else 0,
+    )

@@ -1,0 +1,198 @@
+"""A mode of the posterior, and the Gaussian there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.gaussian import Gaussian
+from pyro_scale.core.memory import refuse_what_does_not_fit
+from pyro_scale.errors import PyroScaleError
+from pyro_scale.fullbatch.chunks import pieces_of
+from pyro_scale.fullbatch.optimize import NEAR, WholeDensity, no_mode
+from pyro_scale.fullbatch.precision import CurvatureKind, gaussian_at, precision_at
+from pyro_scale.model.curvature.ggn import Curvature
+
+#: Matrices that are held at once: the precision, its factor, the covariance's.
+_MATRICES = 6
+#: What to do where there is no mode.
+_WITHOUT_MODE = "pass mode=, a fitted MAP or a dict of values, or start nearer (init_strategy=)"
+#: Elements up to which a diagonal Gaussian's mode, too, is found by Newton's method.
+_FEW = 500
+#: Steps of L-BFGS that look for the best of what is tuned, at most.
+_TUNING_STEPS = 50
+
+
+class Peak(NamedTuple):
+    """A point, and the Gaussian there.
+
+    Attributes:
+        centre: the point, [D].
+        gaussian: over some sites.
+        log_evidence: in nats.
+        distance: the square of that to the mode, in the Gaussian's sds, by a step of Newton's
+            method.
+        slope: of the log joint, [D], in nats.
+    """
+
+    centre: Tensor
+    gaussian: Gaussian
+    log_evidence: float
+    distance: float
+    slope: Tensor
+
+
+@dataclass(frozen=True)
+class Search:
+    """Looks for peaks.
+
+    Attributes:
+        density: the log joint of all rows.
+        sites: which have a Gaussian.
+        kind: the curvature.
+        dense: whether it is dense.
+        seed: of Monte Carlo.
+        num_rows: rows at a time.
+        held: places of params that stay as they are.
+        tuned: places of params that are set by the evidence.
+    """
+
+    density: WholeDensity
+    sites: tuple[str, ...]
+    kind: CurvatureKind
+    dense: bool
+    seed: int
+    num_rows: int | None = None
+    held: Tensor | None = None
+    tuned: Tensor | None = None
+
+    def best(self, start: Tensor) -> Peak:
+        """The nearest peak, from a position [D]; over what is tuned, that of most evidence.
+
+        Raises:
+            ArgumentError: there is none that could be found.
+        """
+        if self.tuned is None:
+            return self._nearest(start)
+        tuned, last = self.tuned, start
+
+        def peak(values: Tensor) -> Peak:
+            nonlocal last  # each search starts where the last one ended
+            found = self._nearest(last.index_put((tuned,), values))
+            last = found.centre
+            return found
+
+        def evidence(values: Tensor) -> tuple[float, Tensor]:
+            """The log evidence and its slope: at a mode, that of the log joint is its own; that of
+            the log determinant is taken by differences."""
+            found = peak(values)
+            step = torch.finfo(values.dtype).eps ** (1 / 3)
+            units = step * torch.eye(len(values)).to(values)
+            above, below = (
+                torch.stack([peak(values + sign * unit).gaussian.log_det for unit in units])
+                for sign in (1, -1)
+            )
+            return found.log_evidence, found.slope[tuned] + (above - below) / (4 * step)
+
+        return peak(maximised(evidence, start[tuned]))
+
+    def at(self, centre: Tensor) -> Peak:
+        """The peak at a point [D]."""
+        num_data, places = (
+            self.density.log_posterior.num_data,
+            self.density.layout.places(self.sites),
+        )
+        precision = self._precision(centre, self.dense)
+        gaussian = gaussian_at(self.density, centre, self.sites, precision)
+        value, slope = self.density.grad(centre)
+        total = num_data * slope[places]
+        evidence = num_data * value + (len(places) * math.log(2 * math.pi) + gaussian.log_det) / 2
+        return Peak(
+            centre,
+            gaussian,
+            float(evidence),
+            float(total @ gaussian.covariance_times(total)),
+            num_data * slope,
+        )
+
+    @property
+    def _places(self) -> Tensor:
+        """Where in a position the Gaussian's elements are."""
+        return self.density.layout.places(self.sites)
+
+    def _nearest(self, start: Tensor) -> Peak:
+        moves = torch.ones_like(start)
+        for places in (self.held, self.tuned):
+            if places is not None:
+                moves[places] = 0
+        mode = self.density.climbed(start, _WITHOUT_MODE, moves).position
+        num_data, places = (
+            self.density.log_posterior.num_data,
+            self.density.layout.places(self.sites),
+        )
+        if self.dense or len(places) <= _FEW:
+            mode, _ = self.density.polished(
+                mode, lambda at: self._precision(at, dense=True) / num_data, places
+            )
+        peak = self.at(mode)
+        if not peak.distance <= NEAR * len(places):
+            raise no_mode(_WITHOUT_MODE)
+        return peak
+
+    def _precision(self, centre: Tensor, dense: bool) -> Tensor:
+        return precision_at(
+            self.density,
+            centre,
+            self.sites,
+            self.kind,
+            dense,
+            self.seed,
+            self.num_rows,
+        )
+
+    def words(self, centre: Tensor) -> str:
+        """The curvature's kind, and what of it is estimated."""
+        if self.kind == "hessian":
+            return self.kind
+        known = self.density.log_posterior
+        piece = next(pieces_of(known, self.density.data, 1))
+        params = self.density.layout.unflatten(centre)
+        notes = Curvature(known, self.kind).notes(params, piece.arguments, piece.indices)
+        return ", ".join([self.kind, *notes])
+
+    def refuse_what_does_not_fit(self, position: Tensor) -> None:
+        """Refuses a dense Gaussian that memory does not hold."""
+        if self.dense:
+            size = len(self._places)
+            refuse_what_does_not_fit(size, position.dtype, position.device, _MATRICES, "Laplace")
+
+
+def maximised(function: Callable[[Tensor], tuple[float, Tensor]], start: Tensor) -> Tensor:
+    """Where a function of a few values [k], which gives its slope too, is largest, by L-BFGS."""
+    values = start.detach().double().requires_grad_()
+    found, tolerance = function(start), torch.finfo(start.dtype).eps ** 0.5
+
+    def closure() -> Tensor:
+        nonlocal found
+        try:
+            found = function(values.detach().to(start))
+            values.grad = -found[1].double()
+        except PyroScaleError:  # a wall, as high as the last point and as steep: half of the step
+            values.grad = found[1].double()
+        return torch.tensor(-found[0])
+
+    optimiser = torch.optim.LBFGS(
+        [values],
+        max_iter=_TUNING_STEPS,
+        max_eval=_TUNING_STEPS,
+        tolerance_grad=tolerance,
+        tolerance_change=tolerance,
+        line_search_fn="strong_wolfe",
+    )
+    optimiser.step(closure)
+    return values.detach().to(start)

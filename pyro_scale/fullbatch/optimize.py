@@ -1,0 +1,221 @@
+"""The posterior's mode in unconstrained space, and what the log joint looks like there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.layout import Layout
+from pyro_scale.data.sources import Data
+from pyro_scale.errors import ArgumentError, DataError
+from pyro_scale.fullbatch.chunks import Piece, pieces_of
+from pyro_scale.model.derivatives import hessian, hessian_diagonal
+from pyro_scale.model.log_posterior import LogPosterior
+
+#: Numbers that a piece of the data may hold for each of its rows' parameters.
+_PIECE_NUMBERS = 2**22
+#: Passes through the data at most.
+_MOST_PASSES = 200
+#: The gradient over N at what counts as a mode: at most this, or this part of what it was at first.
+_FLAT, _FLATTER = 1e-3, 0.1
+#: The square of the distance to a mode, in sds, for each element, that counts as being there.
+NEAR = 0.01
+#: Newton's method needs one step where the log joint is quadratic, and few near a mode.
+_MOST_NEWTON_STEPS = 10
+#: Of a step that changes nothing.
+_ROUNDINGS = 10
+
+
+class Climb(NamedTuple):
+    """Where an ascent ended, and gradients over N on its way, each [D].
+
+    Attributes:
+        position: the end.
+        first: the gradient at the start.
+        slope: the gradient at the end.
+    """
+
+    position: Tensor
+    first: Tensor
+    slope: Tensor
+
+
+@dataclass(frozen=True)
+class WholeDensity:
+    """The log joint of all rows over N, and its derivatives, at positions [D].
+
+    Each of them goes through the data once, piece by piece.
+
+    Attributes:
+        log_posterior: the target, understood.
+        data: all rows.
+        layout: of a position.
+    """
+
+    log_posterior: LogPosterior
+    data: Data
+    layout: Layout
+
+    def grad(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """(The log joint over N, its gradient over N, [D]).
+
+        Raises:
+            DataError: the data do not hold N rows.
+        """
+        value, gradient = position.new_zeros(()), torch.zeros_like(position)
+        for piece, kept in self._pieces():
+            here = position.detach().requires_grad_()
+            with torch.enable_grad():
+                part = self._part(here, piece, kept)
+                (slope,) = torch.autograd.grad(part, here)
+            value, gradient = value + part.detach(), gradient + slope
+        return value, gradient
+
+    def hessian(self, position: Tensor) -> Tensor:
+        """The Hessian over N, [D, D]: minus the posterior's precision over N at the mode."""
+        total = position.new_zeros(self.layout.size, self.layout.size)
+        for slope, here in self._slopes(position):
+            total += hessian(slope, here)
+        return total
+
+    def hessian_diagonal(self, position: Tensor) -> Tensor:
+        """Its diagonal, [D], without the matrix."""
+        total = torch.zeros_like(position)
+        for slope, here in self._slopes(position):
+            total += hessian_diagonal(slope, here)
+        return total
+
+    def mode(self, start: Tensor, otherwise: str = "start nearer (init_strategy=)") -> Tensor:
+        """The nearest mode, [D].
+
+        Args:
+            start: where to look from, [D].
+            otherwise: what to do if there is none.
+
+        Raises:
+            ArgumentError: the log joint has none that could be found from here.
+        """
+        climb = self.climbed(start, otherwise)
+        if not bool(climb.slope.norm() <= max(_FLATTER * float(climb.first.norm()), _FLAT)):
+            raise no_mode(otherwise)
+        return climb.position
+
+    def climbed(self, start: Tensor, otherwise: str, moves: Tensor | float = 1.0) -> Climb:
+        """Where L-BFGS ends.
+
+        Args:
+            start: where it begins.
+            otherwise: what to do if there is no mode.
+            moves: 1 for elements that may move, 0 for those that stay, [D].
+
+        Raises:
+            DataError: the log joint is not finite at the start.
+            ArgumentError: it is not where it ends.
+        """
+        position = start.detach().clone().requires_grad_()
+        optimiser = torch.optim.LBFGS(
+            [position],
+            max_iter=_MOST_PASSES,
+            max_eval=_MOST_PASSES,
+            tolerance_grad=torch.finfo(start.dtype).eps ** 0.5,
+            tolerance_change=torch.finfo(start.dtype).eps,
+            history_size=20,
+            line_search_fn="strong_wolfe",
+        )
+
+        def closure() -> Tensor:
+            value, gradient = self.grad(position)
+            position.grad = -gradient * moves
+            return -value
+
+        value, first = self.grad(start)
+        if not bool(torch.isfinite(value)):
+            raise DataError(
+                "the log joint of the whole data is NaN or infinite where chain 0 starts: clean "
+                "the data (torch.isfinite finds bad rows), or change init_strategy"
+            )
+        with contextlib.suppress(RuntimeError):  # of L-BFGS, where numbers overflow
+            optimiser.step(closure)
+        found = position.detach()
+        value, slope = self.grad(found)
+        if not bool(torch.isfinite(found).all() and torch.isfinite(value)):
+            raise no_mode(otherwise)
+        return Climb(found, first, slope)
+
+    def polished(
+        self, position: Tensor, precision: Callable[[Tensor], Tensor], places: Tensor
+    ) -> tuple[Tensor, float]:
+        """(A position [D] near a mode after steps of Newton's method, for as long as they bring it
+        nearer; the square of its distance from there, in sds).
+
+        Near is what the curvature says: a gradient's norm is that of the stiffest direction.
+
+        Args:
+            position: where to start.
+            precision: position -> minus the Hessian over N, or what stands for it, [d, d].
+            places: of the d elements that move.
+        """
+        distance, num_data = float("inf"), self.log_posterior.num_data
+        _, slope = self.grad(position)
+        for _ in range(_MOST_NEWTON_STEPS):
+            factor, failed = torch.linalg.cholesky_ex(precision(position))
+            if bool(failed):
+                return position, distance
+            step = torch.zeros_like(position)
+            step[places] = _solved(factor, slope[places])
+            distance = num_data * float(slope @ step)
+            _, there = self.grad(position + step)
+            left = num_data * float(there[places] @ _solved(factor, there[places]))
+            if not left < distance:
+                return position, distance
+            position, slope, distance = position + step, there, left
+            if step.norm() <= _ROUNDINGS * torch.finfo(step.dtype).eps * position.norm():
+                break
+        return position, distance
+
+    def _slopes(self, position: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(The gradient of each piece with its history, the leaf that it is with respect to)."""
+        for piece, kept in self._pieces():
+            here = position.detach().requires_grad_()
+            with torch.enable_grad():
+                part = self._part(here, piece, kept)
+                (slope,) = torch.autograd.grad(part, here, create_graph=True)
+            yield slope, here
+
+    def _part(self, position: Tensor, piece: Piece, kept: int) -> Tensor:
+        """A piece's share of the log joint over N, of so many rows that are its own."""
+        params, num_data = self.layout.unflatten(position), self.log_posterior.num_data
+        evaluation = self.log_posterior(params, piece.arguments, piece.indices)
+        rows = evaluation.log_lik[piece.keep].sum()
+        nothing = 0 * position.square().sum()  # so that a flat or linear one has derivatives, too
+        return (evaluation.log_prior * (kept / num_data) + rows) / num_data + nothing
+
+    def _pieces(self) -> Iterator[tuple[Piece, int]]:
+        seen, num_data = 0, self.log_posterior.num_data
+        for piece in pieces_of(self.log_posterior, self.data, _PIECE_NUMBERS // self.layout.size):
+            kept = piece.num_new
+            yield piece, kept
+            seen += kept
+        if seen != num_data:
+            raise DataError(
+                f"the data hold {seen} rows, not N = {num_data}: what needs all of them "
+                "(a mode, its curvature, lr='auto') cannot be had from a part"
+            )
+
+
+def no_mode(otherwise: str) -> ArgumentError:
+    """What to say where there is no mode, and what to do."""
+    return ArgumentError(
+        "no mode of the posterior could be found: its log density grows without bounds or is not "
+        f"finite, or too slowly to get there; {otherwise}"
+    )
+
+
+def _solved(factor: Tensor, vector: Tensor) -> Tensor:
+    """A matrix's inverse times a vector, given its Cholesky factor."""
+    return torch.cholesky_solve(vector[:, None], factor)[:, 0]

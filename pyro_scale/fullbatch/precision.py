@@ -1,0 +1,96 @@
+"""The posterior's precision at a point: the prior's and that of all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
+from pyro_scale.core.rng import Purpose, derived_seed
+from pyro_scale.errors import ModelError
+from pyro_scale.fullbatch.chunks import pieces_of
+from pyro_scale.fullbatch.optimize import WholeDensity
+from pyro_scale.model.curvature.ggn import Curvature, RowKind
+from pyro_scale.model.curvature.prior_hessian import prior_precision
+
+#: Of the rows' sum, or `"hessian"`, that of the whole log joint.
+CurvatureKind: TypeAlias = RowKind | Literal["hessian"]
+
+
+def precision_at(
+    density: WholeDensity,
+    position: Tensor,
+    sites: Sequence[str],
+    kind: CurvatureKind,
+    dense: bool,
+    seed: int = 0,
+    num_rows: int | None = None,
+) -> Tensor:
+    """Minus the log joint's Hessian, or what stands for it, over some sites: [d, d] or [d].
+
+    It goes through the data once, and holds no more than the sum and a block of rows.
+
+    Args:
+        density: the log joint of all rows.
+        position: where, [D].
+        sites: whose elements.
+        kind: the curvature of the rows.
+        dense: whether it is the matrix or the diagonal.
+        seed: of Monte Carlo.
+        num_rows: rows at a time.
+    """
+    log_posterior, layout = density.log_posterior, density.layout
+    if kind == "hessian":
+        places = density.layout.places(sites)
+        if dense:
+            return -density.hessian(position)[places][:, places] * log_posterior.num_data
+        return -density.hessian_diagonal(position)[places] * log_posterior.num_data
+    params = layout.unflatten(position)
+    free = {name: params[name] for name in sites}
+    held = {name: value for name, value in params.items() if name not in free}
+    total = None
+    for place, piece in enumerate(pieces_of(log_posterior, density.data, num_rows)):
+        if total is None:
+            total = prior_precision(log_posterior, free, piece.arguments, held, dense)
+        curvature = Curvature(
+            log_posterior, kind, seed=derived_seed(seed, place, Purpose.CURVATURE)
+        )
+        for block in curvature.blocks(free, piece.arguments, piece.indices, held, piece.keep):
+            block.add_to(total)
+    assert total is not None  # there is data
+    return total
+
+
+def gaussian_at(
+    density: WholeDensity, position: Tensor, sites: Sequence[str], precision: Tensor
+) -> Gaussian:
+    """The Gaussian over some sites of this precision, [d, d] or [d].
+
+    Raises:
+        ModelError: it is not positive definite; it names the site.
+    """
+    places = density.layout.places(sites)
+    mean = position[places]
+    if precision.dim() == 1:
+        if bool((precision > 0).all()):
+            return Diagonal.of_precision(mean, precision)
+        raise _indefinite(density, int(places[precision.argmin()]), float(precision.min()))
+    try:
+        return Dense.of_precision(mean, precision)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        values, vectors = torch.linalg.eigh(precision)
+        worst = int(places[vectors[:, 0].abs().argmax()])
+        raise _indefinite(density, worst, float(values[0])) from None
+
+
+def _indefinite(density: WholeDensity, place: int, least: float) -> ModelError:
+    site = density.layout.site_at(place)
+    return ModelError(
+        f"site '{site}': the log joint's curvature there is {least:.3g}, so there is no Gaussian: "
+        "the point is not a mode (give MAP more steps, or leave mode out to have it found), "
+        "nothing tells what its value is, or its prior has none (use curvature='ggn', whose rows "
+        "are never negative, or a prior with lighter tails)"
+    )

@@ -1,0 +1,64 @@
+"""Whether an objective still rises, judged by parts of its noisy trace."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyro_scale.engine.draws import Draws
+
+#: Standard errors within which a rise is known.
+_ERRORS = 2.0
+#: A rise from one quarter of a run to the next that does not matter: nats, times the root of the
+#: dimensions.
+_SMALL = 0.1
+
+
+class Plateau:
+    """Says when every chain's objective is known not to rise any more.
+
+    Args:
+        window: steps from one time that it is asked to the next.
+        size: dimensions.
+    """
+
+    def __init__(self, window: int, size: int):
+        self.window, self._size = window, size
+
+    def reached(self, draws: Draws) -> bool:
+        """Whether the run until now says so."""
+        if draws.num_steps < 4 * self.window:
+            return False
+        return bool(at_rest(draws.log_joint[draws.finished, : draws.num_steps], self._size).all())
+
+
+def at_rest(trace: Tensor, size: int) -> Tensor:
+    """Whether each trace `[..., steps]` is known to rise by nothing that matters from its third
+    quarter to its last; where noise hides it, it is not."""
+    rise, error = _rise(trace, 2, 3)
+    return rise + _ERRORS * error < _SMALL * size**0.5
+
+
+def still_rises(trace: Tensor, size: int) -> Tensor:
+    """Whether each trace `[..., steps]` is known to rise by what matters from its third quarter to
+    its last."""
+    rise, error = _rise(trace, 2, 3)
+    return rise - _ERRORS * error > _SMALL * size**0.5
+
+
+def fell(trace: Tensor, size: int) -> Tensor:
+    """Whether each trace `[..., steps]` is known to fall by what matters from its first quarter to
+    its last."""
+    rise, error = _rise(trace, 0, 3)
+    return rise + _ERRORS * error < -_SMALL * size**0.5
+
+
+def _rise(trace: Tensor, one: int, other: int) -> tuple[Tensor, Tensor]:
+    """(By how much a quarter's mean is above that of one before; its error)."""
+    quarter = trace.shape[-1] // 4
+    if quarter < 2:
+        return torch.zeros(trace.shape[:-1]), torch.full(trace.shape[:-1], torch.inf)
+    quarters = trace[..., -4 * quarter :].unflatten(-1, (4, quarter))
+    before, now = quarters[..., one, :], quarters[..., other, :]
+    error = (before.var(-1) / quarter + now.var(-1) / quarter).sqrt()
+    return now.mean(-1) - before.mean(-1), error

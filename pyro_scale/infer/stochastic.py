@@ -1,0 +1,290 @@
+"""Approximations that are found by a stochastic optimiser: the mode, and variational inference."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal, Self
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.core.gaussian import Gaussian
+from pyro_scale.core.rng import choose_seed
+from pyro_scale.core.validation import as_count
+from pyro_scale.core.warn import warn, without_vmap_warnings
+from pyro_scale.data.open import open_data
+from pyro_scale.data.sources import Data
+from pyro_scale.diagnostics.divergence import NOT_A_DENSITY
+from pyro_scale.engine.choose_executor import check_compile
+from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.engine.loop import simulate
+from pyro_scale.engine.progress import Progress
+from pyro_scale.engine.reuse import Earlier
+from pyro_scale.errors import ArgumentError, ConvergenceWarning, NonFiniteError
+from pyro_scale.infer.approximation import Approximation, Structure
+from pyro_scale.infer.early_stopping import Plateau, at_rest, fell, still_rises
+from pyro_scale.kernels.optimiser import is_pure
+from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.posterior.collect import facts_of
+from pyro_scale.posterior.gaussians import Fit
+from pyro_scale.run.frozen_features import with_base_run
+from pyro_scale.run.problem import Setup, as_log_posterior, module_device, set_up
+from pyro_scale.run.single_step import Stepping, batch_as_data
+
+#: The least steps of a window in which the objective is averaged.
+_WINDOW = 100
+
+
+class Optimised(Approximation):
+    """What MAP and VI share."""
+
+    #: What the objective is called.
+    objective: ClassVar[str] = "log joint"
+
+    def __init__(
+        self,
+        model: Any,
+        kernel: Any,
+        *,
+        structure: Structure,
+        init_strategy: Any,
+        num_data: int | None,
+        compile: bool | Literal["auto"],
+        early_stopping: bool,
+    ):
+        super().__init__(model, structure=structure, init_strategy=init_strategy, num_data=num_data)
+        check_compile(compile)
+        self.kernel = kernel
+        self._compile, self._early_stopping = compile, early_stopping
+        self._earlier = Earlier()
+
+    def run(
+        self,
+        data: Any,
+        *,
+        num_steps: int | None = None,
+        num_epochs: int | None = None,
+        batch_size: int | None = None,
+        num_chains: int = 1,
+        seed: int | None = None,
+        progress: bool = True,
+    ) -> Self:
+        """Takes `num_steps` steps from each start, or as many as `num_epochs` epochs have.
+
+        Args:
+            data: as for samplers: a `DataLoader`, or the model's own arguments.
+            num_steps: steps; one of this and `num_epochs` is needed.
+            num_epochs: passes through the data.
+            batch_size: rows a step, for tensors; all of them by default.
+            num_chains: starts, each with its own minibatches.
+            seed: the same seed gives the same fit; drawn from torch's generator by default.
+            progress: whether to show a progress bar.
+
+        Returns:
+            The method itself.
+
+        Raises:
+            ArgumentError, DataError: before the model is run.
+            ModelError, SiteError, PlateError: before any step.
+            NonFiniteError: a start's state became NaN or infinite.
+
+        Warns:
+            UserWarning: the objective was still rising at the end.
+        """
+        num_chains = as_count("num_chains", num_chains)
+        if (num_steps is None) == (num_epochs is None):
+            raise ArgumentError("pass one of num_steps and num_epochs")
+        seed = choose_seed(seed)
+        opened = open_data(data, batch_size, self._num_data, module_device(self.model))
+        self._fit, self._stepping = None, None
+        setup = with_base_run(self._set_up(opened, opened.num_data, num_chains, seed))
+        epoch = -(-setup.log_posterior.num_data // (setup.data.batch_size or 2**62))
+        if num_epochs is not None:
+            num_steps = epoch * as_count("num_epochs", num_epochs)
+        steps = Steps(as_count("num_steps", num_steps), positions=False)
+        plateau = None
+        if self._early_stopping:
+            plateau = Plateau(max(epoch, _WINDOW), setup.engine.layout.size)
+        title = f"{type(self).__name__}, {num_chains} start{'s' * (num_chains > 1)}"
+        with Progress(steps.total, title, progress) as bar, without_vmap_warnings():
+            draws = simulate(
+                setup.engine,
+                setup.positions,
+                setup.batches(num_chains, "shuffle"),
+                self.kernel.tape(steps.total),
+                steps,
+                seed,
+                self._compile if self._is_pure else False,
+                bar,
+                self._earlier,
+                stop=plateau.reached if plateau else None,
+                check_every=plateau.window if plateau else None,
+            )
+        if draws.error is not None:
+            raise draws.error
+        _refuse_failures(draws)
+        self._fit = self._finished(self._fitted(setup, draws), setup)
+        if not self._ends_exactly:
+            self._warn_of_the_trace(draws)
+        rows = setup.data.batch_size or setup.log_posterior.num_data
+        self._check_the_fit(3 * draws.num_steps * num_chains * rows)  # gradients are worth 3
+        return self
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Takes one step on a batch, given as the model's own arguments.
+
+        For loops of your own.  `num_data` is needed, unless the model's plate says it; the seed
+        is drawn from torch's generator at the first step.
+
+        Returns:
+            The objective's estimate from the batch, in nats, before the step.
+
+        Raises:
+            NonFiniteError: the state became NaN or infinite.
+        """
+        if self._stepping is None:
+            data = batch_as_data(self.model, self._num_data, args, kwargs)
+            setup = self._set_up(data, self._num_data, 1, choose_seed(None))
+            self._stepping = Stepping(setup, self.kernel)
+        with without_vmap_warnings():
+            draws, _ = self._stepping.step(args, kwargs)
+        _refuse_failures(draws)
+        self._fit = self._fitted(self._stepping.setup, draws).replaced(data=None)
+        return float(draws.log_joint)
+
+    @property
+    def trace(self) -> Tensor:
+        """The objective's estimate at every step, in nats, a total: `[starts, steps]`."""
+        trace = self.fit.trace
+        assert trace is not None
+        return trace
+
+    @property
+    def converged(self) -> bool:
+        """Whether the objective of every start is known to rise no more, from the third quarter of
+        its steps to the last, by 0.1 nats times the root of the dimensions; where noise hides
+        that, it is not.  At a constant lr the fit may still be moving about."""
+        return bool(at_rest(self.trace, self.fit.layout.size).all())
+
+    def diagnostics(self) -> Any:  # type: ignore[override]  # of no chains
+        """A DataFrame, one row a start: the objective's mean over the last tenth of the steps, in
+        nats, a total; how many steps there were; and whether it is known to rise no more; of a
+        Gaussian, the Pareto k of all draws' importance weights (see `psis`), NaN where it is not
+        known."""
+        import pandas
+
+        trace, size = self.trace, self.fit.layout.size
+        last = trace[:, -max(1, trace.shape[1] // 10) :].mean(1)
+        table = pandas.DataFrame(
+            {self.objective: last, "steps": trace.shape[1], "converged": at_rest(trace, size)}
+        )
+        table.index.name = "start"
+        table.attrs.update(self.fit.attrs)
+        return self._with_k(table)
+
+    # ------------------------------------------------------------------ inside
+
+    #: Whether the optimiser only brings it near to what is found otherwise.
+    _ends_exactly = False
+
+    def _target(self, log_posterior: LogPosterior) -> LogPosterior:
+        return log_posterior
+
+    def _check(self, setup: Setup) -> None:
+        """Refuses what does not fit into memory."""
+
+    def _finished(self, fit: Fit, setup: Setup) -> Fit:
+        return fit
+
+    @property
+    def _is_pure(self) -> bool:
+        return is_pure(self.kernel.optimiser) if hasattr(self.kernel, "optimiser") else True
+
+    def _set_up(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Setup:
+        log_posterior = self._target(as_log_posterior(self.model, num_data))
+        starts = self._starts(num_chains, seed)
+        setup = set_up(log_posterior, data, self.kernel, starts, num_chains, seed)
+        self._check(setup)
+        if self._is_pure:
+            return setup
+        one_by_one = dataclasses.replace(setup.engine, vectorised=False)
+        return dataclasses.replace(setup, engine=one_by_one)
+
+    def _fitted(self, setup: Setup, draws: Draws) -> Fit:
+        known, state = setup.log_posterior, draws.state
+        values = self.kernel.values(draws.num_steps - 1)
+        attrs = {**self._attrs(), **facts_of(known, setup.seed), **_times(draws)}
+        places, gaussians = slice(0, setup.engine.num_latents), []
+        if "temperature" in values:
+            attrs["temperature"] = float(values["temperature"])
+            gaussians = [
+                self._gaussian(of_start, places, values["temperature"] / known.num_data)
+                for of_start in _by_start(state)
+            ]
+        return Fit(
+            log_posterior=known,
+            data=setup.data,
+            layout=setup.engine.layout,
+            centres=state.position.detach(),
+            sites=known.latents,
+            gaussians=tuple(gaussians),
+            seed=setup.seed,
+            attrs=attrs,
+            trace=draws.log_joint[:, : draws.num_steps],  # of a single step, its own
+        )
+
+    def _gaussian(self, state: Any, places: slice, temperature: Tensor) -> Gaussian:
+        """The Gaussian over latents of one start's last state, at a temperature over N."""
+        raise NotImplementedError
+
+    def _attrs(self) -> dict[str, Any]:
+        hypers = {
+            name: "schedule" if callable(value) else float(value)
+            for name, value in self.kernel.hyperparameters().items()
+        }
+        return {"method": type(self).__name__, "structure": self.structure, **hypers}
+
+    def _warn_of_the_trace(self, draws: Draws) -> None:
+        trace, size = draws.log_joint[:, : draws.num_steps], self.fit.layout.size
+        if bool(fell(trace, size).any()):
+            said = (
+                f"fell over the {draws.num_steps} steps, so the fit is worse than its start: lower "
+                "the learning rate"
+            )
+        elif bool(still_rises(trace, size).any()):
+            said = (
+                f"still rose over the last quarter of the {draws.num_steps} steps: take more "
+                "steps, or a larger learning rate at first"
+            )
+        else:
+            return
+        warn(ConvergenceWarning, f"the {self.objective} {said}")
+
+
+def _refuse_failures(draws: Draws) -> None:
+    if draws.failures:
+        first = draws.failures[0]
+        what, site = "the state became NaN or infinite", f", site '{first.site}'"
+        if first.error is not None:
+            what, site = f"the model raised {first.error}", ""
+        if first.in_density:
+            what, site = NOT_A_DENSITY, ""
+        raise NonFiniteError(
+            f"{what}: start {first.chain} at step {first.step}{site}: lower the optimiser's "
+            "lr, scale the data, or start nearer to the mode (init_strategy=)"
+        )
+
+
+def _times(draws: Draws) -> dict[str, Any]:
+    return {
+        "num_steps": draws.num_steps,
+        "sampling_time": draws.seconds,
+        "compile_time": draws.compile_seconds,
+        "program": draws.program,
+    }
+
+
+def _by_start(state: Any) -> list[Any]:
+    """The states of single starts."""
+    starts = range(len(state.position))
+    return [pytree.tree_map(lambda leaf, i=i: leaf[i], state) for i in starts]

@@ -1,0 +1,1 @@
+"""Second derivatives of a model: Gauss-Newton, Fisher, Hessian."""

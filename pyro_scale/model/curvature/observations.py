@@ -1,0 +1,291 @@
+"""What the curvature of a likelihood is made of: outputs of each row, and what is between them.
+
+An observation says what its outputs are (the arguments of a distribution, or log likelihoods) and
+multiplies their Jacobian by the matrix between, which it knows of each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.rows import Arguments
+from pyro_scale.errors import ModelError, SiteError
+from pyro_scale.model.curvature import fisher
+from pyro_scale.model.log_posterior import LogPosterior, Params
+from pyro_scale.model.scaling import Rule, Scaling
+from pyro_scale.model.sites import Site
+from pyro_scale.model.terms import aligned, terms_of, unwrapped
+
+#: Draws of a row where a distribution's Fisher information is estimated, unless the user says.
+_DRAWS = 100
+#: Of matrices of Fisher information of a batch.
+_MOST_BYTES = 2**30
+
+
+class Observation(Protocol):
+    """Outputs of each row.
+
+    Attributes:
+        known: what it knows of each row of the batch, `[B, ...]`.
+        width: outputs a row.
+        note: what is to be said of it, if anything.
+    """
+
+    @property
+    def known(self) -> Tensor: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def note(self) -> str | None: ...
+
+    def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
+        """A run's outputs, `[b, width]`, differentiable in its params."""
+        ...
+
+    def times(self, jacobian: Tensor, known: Tensor) -> Tensor:
+        """The matrix between, of each row, times `[b, width, D]`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The arguments of a site's distribution, and its Fisher information in them.
+
+    Attributes:
+        name: the site's.
+        rule: where its rows are.
+        arguments: those that depend on the params.
+        known: the information of each row's elements, `[B, elements, m, m]`, times the user's
+            scale and mask.
+    """
+
+    name: str
+    rule: Rule
+    arguments: tuple[str, ...]
+    known: Tensor
+    note: None = None
+
+    @property
+    def width(self) -> int:
+        return self.known.shape[1] * self.known.shape[2]
+
+    def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
+        fn = _broadcast(sites[self.name])
+        base = fisher.base_of(fn)
+        given = fisher.own_arguments(base)
+        parts = [
+            _rows_first(fn, self.rule, base, value, value.dim() - len(base.batch_shape))
+            for value in (given[name] for name in self.arguments)
+        ]
+        numbers = [part.reshape(*part.shape[:2], -1) for part in parts]
+        return torch.cat(numbers, dim=2).flatten(1)
+
+    def times(self, jacobian: Tensor, known: Tensor) -> Tensor:
+        elements, m = known.shape[1:3]
+        return torch.einsum(
+            "beij,bejd->beid", known.to(jacobian.dtype), jacobian.unflatten(1, (elements, m))
+        ).flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Log likelihoods of observations drawn from a site's distribution: the mean of the squares
+    of their gradients is the Fisher information in the params.
+
+    Attributes:
+        name: the site's.
+        rule: where its rows are.
+        known: the draws, `[B, draws, ...]`.
+        axis: of the rows in a draw, from the right.
+    """
+
+    name: str
+    rule: Rule
+    known: Tensor
+    axis: int
+
+    @property
+    def width(self) -> int:
+        return self.known.shape[1]
+
+    @property
+    def note(self) -> str:
+        return f"site '{self.name}' by Monte Carlo, {self.width} draws a row"
+
+    def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
+        site = sites[self.name]
+        fn = unwrapped(_broadcast(site), self.rule.depth)
+        log_prob = fn.log_prob(known.movedim(0, self.axis))  # of [draws, ..., b, ...]
+        weighted = log_prob * _weights(site, self.rule, len(fn.batch_shape)).sqrt()
+        rows_first = weighted.movedim((_dim(self.rule), 0), (0, 1))
+        return rows_first.reshape(*rows_first.shape[:2], -1).sum(2)
+
+    def times(self, jacobian: Tensor, known: Tensor) -> Tensor:
+        return jacobian / self.width
+
+
+@dataclass(frozen=True)
+class Total:
+    """Each row's log likelihood: the squares of its gradients are the empirical Fisher.
+
+    Attributes:
+        scaling: where the rows are.
+        known: nothing, `[B, 0]`.
+    """
+
+    scaling: Scaling
+    known: Tensor
+    width: int = 1
+    note: None = None
+
+    def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
+        of_sites = self.scaling.rows(terms_of(sites), len(known))
+        return sum(of_sites.values(), start=torch.zeros(()))[:, None]
+
+    def times(self, jacobian: Tensor, known: Tensor) -> Tensor:
+        return jacobian
+
+
+def observations_of(
+    log_posterior: LogPosterior,
+    params: Params,
+    arguments: Arguments,
+    indices: Tensor | None,
+    kind: str,
+    num_draws: int,
+) -> list[Observation]:
+    """The observations of a batch, for a kind of curvature.
+
+    Raises:
+        SiteError: a GGN of what has no distribution.
+        ModelError: no site follows the rows.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ModelError(
+            "torch.inference_mode() leaves no derivatives: leave it out, or use torch.no_grad()"
+        )
+    scaling = log_posterior.understanding.scaling
+    ruled = {name: rule for name, rule in scaling.rules.items() if rule.role == "rows"}
+    if not ruled:
+        raise ModelError(
+            f"curvature='{kind}' is a sum over rows, and no site of the model follows them: use "
+            "curvature='hessian'"
+        )
+    if kind == "empirical_fisher":
+        count, first = log_posterior.batch_size(arguments), next(iter(params.values()))
+        return [Total(scaling, first.new_zeros(count, 0))]
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+        sites = log_posterior.run(leaves, arguments, indices).sites
+    summed = set() if log_posterior.understanding.enum_dim is None else _summed(sites)
+    found = []
+    for name, rule in ruled.items():
+        if name in summed or name not in sites or sites[name].kind != "observed":
+            is_factor = name in sites and name not in summed
+            what = "a pyro.factor" if is_factor else "a sum over enumerated sites"
+            raise SiteError(
+                f"site '{name}': {what} has no distribution, hence no Fisher information: use "
+                "curvature='empirical_fisher' or 'hessian'"
+            )
+        found.append(_observation(sites[name], rule, kind, num_draws))
+    return [each for each in found if each is not None]
+
+
+def _summed(sites: Mapping[str, Site]) -> set[str]:
+    """The terms that are sums over enumerated sites."""
+    return {name for name, term in terms_of(sites).items() if term.site is None}
+
+
+def _observation(site: Site, rule: Rule, kind: str, num_draws: int) -> Observation | None:
+    """A site's, if it depends on the params."""
+    fn = _broadcast(site)
+    try:
+        base = fisher.base_of(fn)
+        given = fisher.own_arguments(base)
+        names = tuple(name for name, value in given.items() if value.requires_grad)
+        if given and not names:
+            return None
+        if kind == "monte_carlo" or not given:
+            raise fisher.NoInformation(type(base).__name__)
+        _refuse_many_outputs(site, base, sum(given[name][0].numel() for name in names))
+        information = fisher.information(base, names)
+    except fisher.NoInformation:
+        return _drawn(site, rule, num_draws if kind == "monte_carlo" else max(num_draws, _DRAWS))
+    of_rows = _rows_first(fn, rule, base, information, 2)
+    weights = _weights(site, rule, len(base.batch_shape)) * fisher.mask_of(fn)
+    everywhere = weights * of_rows.new_ones(base.batch_shape)
+    of_rows = of_rows * _rows_first(fn, rule, base, everywhere, 0)[..., None, None]
+    return Exact(site.name, rule, names, of_rows)
+
+
+def _refuse_many_outputs(site: Site, base: Any, count: int) -> None:
+    """Refuses matrices of Fisher information that are too large, given the numbers of all
+    arguments of one part of the batch."""
+    if len(base.batch_shape) == 0:
+        return
+    each = count // max(1, base.batch_shape[1:].numel())
+    needed = 8 * base.batch_shape.numel() * each**2
+    if needed > _MOST_BYTES:
+        raise SiteError(
+            f"site '{site.name}': the Fisher information of {each} outputs would take "
+            f"{needed / 2**30:.1f} GiB for these rows: use curvature='monte_carlo', or a smaller "
+            "batch_size"
+        )
+
+
+def _drawn(site: Site, rule: Rule, num_draws: int) -> Drawn:
+    """Draws of a site, as tensors without a history."""
+    fn = _broadcast(site)
+    axis = _dim(rule) - len(unwrapped(fn, rule.depth).event_shape)
+    with torch.no_grad():
+        draws = fn.sample((num_draws,))
+    return Drawn(site.name, rule, draws.movedim(axis, 0), axis)
+
+
+def _dim(rule: Rule) -> int:
+    assert rule.dim is not None  # it has rows
+    return rule.dim
+
+
+def _broadcast(site: Site) -> Any:
+    """The site's distribution in the shape that its value has, which torch lets differ.
+
+    Raises:
+        SiteError: its event shape differs.
+    """
+    fn, shape = site.fn, site.value.shape
+    split = len(shape) - len(fn.event_shape)
+    if shape[split:] != fn.event_shape:
+        raise SiteError(
+            f"site '{site.name}': its value has the shape {list(shape)}, its distribution events "
+            f"of shape {list(fn.event_shape)}: expand the distribution's arguments to the value's"
+        )
+    batch_shape = torch.broadcast_shapes(shape[:split], fn.batch_shape)
+    return fn if fn.batch_shape == batch_shape else fn.expand(batch_shape)
+
+
+def _rows_first(fn: Any, rule: Rule, base: Any, values: Tensor, event_dims: int) -> Tensor:
+    """Values of the unwrapped distribution's elements, `[..., *event]`, as `[B, elements,
+    *event]`."""
+    shape = base.batch_shape
+    event = values.shape[values.dim() - event_dims :]
+    inner = len(shape) - len(unwrapped(fn, rule.depth).batch_shape)
+    values = values.expand(shape + event).movedim(_dim(rule) - inner - event_dims, 0)
+    return values.reshape(len(values), -1, *event)
+
+
+def _weights(site: Site, rule: Rule, dims: int) -> Tensor:
+    """The user's scale and mask, over so many batch dimensions of the distribution unwrapped."""
+    extra = dims - len(_broadcast(site).batch_shape)
+    scale = aligned(site.scale, extra) if rule.keeps_scale else 1.0
+    mask = True if site.mask is None else aligned(site.mask, extra)
+    if not isinstance(scale, Tensor):
+        scale = torch.tensor(scale, dtype=torch.float64, device=site.value.device)
+    return scale * torch.as_tensor(mask, device=scale.device)

@@ -1,0 +1,1 @@
+"""Networks as Bayesian models: which weights are latent, and their priors."""

@@ -1,0 +1,272 @@
+"""An `nn.Module` as a `PyroModule`, chosen weights of which have a prior."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Self, cast, get_args
+
+import pyro
+import torch
+from pyro.nn import PyroModule
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from pyro_scale.errors import ArgumentError, ModelError
+from pyro_scale.model.executed import named
+from pyro_scale.model.nn.priors import WeightPrior, priors_of
+from pyro_scale.model.nn.selection import Choice, selected
+from pyro_scale.model.starts import WEIGHT
+
+#: What becomes of the weights that have no prior.
+Rest = Literal["frozen", "point"]
+
+
+def bayesianize(
+    net: nn.Module,
+    prior: WeightPrior = "unit",
+    include: Choice | Iterable[Choice] | None = None,
+    exclude: Choice | Iterable[Choice] | None = None,
+    rest: Rest = "frozen",
+) -> BayesianModule:
+    """A copy of a network that draws chosen weights from a prior whenever it is called: once in
+    a model, outside of the data's plate.
+
+    Its sites are named as in `net.named_parameters()`; tied weights are one site.  Chains of a
+    sampler start at the module's values (chain 0) and where `reset_parameters()` of its layers
+    puts the chosen weights (the others); `init_to_module` starts all of them at the module's
+    values, as a pretrained network and its adapters want.
+
+    The copy is in the mode, train or eval, that the network is in, and buffers are its own:
+    call `.eval()`, on either, if there is dropout or BatchNorm, which otherwise is refused when
+    the model first sees data.  A training mode of BatchNorm makes the likelihood of a row depend
+    on the rest of its batch; `replace_batchnorm` puts a layer in its place that does not.
+
+    An Embedding's row at its `padding_idx` stays as it is: it has a prior like the others, but
+    the network does not see its draws.
+
+    Args:
+        net: any module; it is not changed.
+        prior: `"unit"`, Normal(0, 1) (the default: a weight is in the unit of its layer's
+            input); `"kaiming"`, Normal(0, sqrt(2 / fan in)) for matrices and kernels, Normal(1,
+            1) for the scales of normalisation layers and Normal(0, 1) for the rest; a
+            distribution of a scalar, which expands to each weight's shape (`weight_decay` gives
+            the one that an optimiser's weight decay is); or a function of a weight's name and
+            the weight to such a distribution, or to one of the weight's shape.
+        include: which weights: shell-style patterns of names or of names of modules (`"head"`,
+            `"*.bias"`, `"*lora_*"`), modules or weights of `net`, classes of modules, or a list
+            of these; all with `requires_grad` by default.
+        exclude: which of them not.
+        rest: `"frozen"`, or `"point"` to have those of the other weights that have
+            `requires_grad` estimated along with the draws, as a `pyro.param`.
+
+    Raises:
+        ArgumentError: `net` is no module, a choice matches no weight, or the prior does not fit
+            one.
+        ModelError: a submodule that cannot be made Bayesian, which is named.
+
+    Example:
+        >>> import torch, pyro.distributions as dist, pyro_scale as ps
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> last_layer = ps.bayesianize(net, prior=dist.Normal(0.0, 0.5), include="2")
+        >>> list(last_layer.priors())
+        ['2.weight', '2.bias']
+    """
+    if not isinstance(net, nn.Module):
+        raise ArgumentError(f"bayesianize takes an nn.Module, not {type(net).__name__}")
+    if next(net.parameters(), None) is None:
+        raise ModelError(f"{type(net).__name__} has no parameters to be Bayesian about")
+    if rest not in get_args(Rest):
+        raise ArgumentError(f"rest={rest!r}: pass one of {get_args(Rest)}")
+    names = selected(net, include, exclude)
+    _refuse_unfit(net, names)
+    return BayesianModule(_copied(net), prior, names, rest)
+
+
+class BayesianModule(PyroModule):
+    """What `bayesianize` returns.
+
+    Args:
+        net: the network, which is taken over.
+        prior, rest: see there.
+        names: of the weights that have a prior.
+    """
+
+    def __init__(self, net: nn.Module, prior: WeightPrior, names: list[str], rest: Rest):
+        super().__init__()
+        self.net = net
+        self._prior, self._names = prior, names
+        self._priors = priors_of(net, names, prior)
+        others = {n: weight for n, weight in net.named_parameters() if n not in set(names)}
+        for weight in others.values():
+            weight.requires_grad_(rest == "point" and weight.requires_grad)
+        self._points = [name for name, weight in others.items() if weight.requires_grad]
+        self._padding = _padding_of(net, names)
+        self.training = net.training  # its submodules are in modes of their own
+
+    def priors(self) -> dict[str, Any]:
+        """Each chosen weight's prior by name."""
+        return dict(self._priors)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the network with its chosen weights drawn."""
+        drawn = {
+            name: pyro.sample(
+                self._pyro_get_fullname(name), prior, infer=cast(Any, {WEIGHT: (self, name)})
+            )
+            for name, prior in self._priors.items()
+        }
+        for name, row in self._padding.items():
+            own = self._weight(name).detach()
+            padding = (torch.arange(len(own), device=own.device) == row)[:, None]
+            drawn[name] = torch.where(padding, own, drawn[name])
+        points = {
+            name: pyro.param(self._pyro_get_fullname(name), self._weight(name))
+            for name in self._points
+        }
+        return torch.func.functional_call(self._net, drawn | points, args, kwargs)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The module's own values of the chosen weights."""
+        return {name: self._weight(name).detach() for name in self._names}
+
+    def reset_weights(self) -> dict[str, Tensor]:
+        """Them as `reset_parameters()` draws them; layers without it keep theirs."""
+        net = copy.deepcopy(self._net)
+        for module in reversed(list(net.modules())):  # as they are built: outer ones have the last
+            reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+            if callable(reset):
+                _reset(module, reset)
+        return {name: net.get_parameter(name).detach() for name in self._names}
+
+    def extra_repr(self) -> str:
+        """How many weights are what."""
+        sizes = {name: weight.numel() for name, weight in self._net.named_parameters()}
+        bayesian, points = (sum(sizes[n] for n in each) for each in (self._names, self._points))
+        frozen = sum(sizes.values()) - bayesian - points
+        return f"weights: {bayesian:,} Bayesian, {points:,} points, {frozen:,} frozen"
+
+    def _weight(self, name: str) -> Tensor:
+        """A weight of the network, or what `torch.func.functional_call` has put in its place."""
+        return operator.attrgetter(name)(self._net)
+
+    @property
+    def _net(self) -> nn.Module:
+        # reading self.net would make a pyro.param of every weight
+        net = self._modules["net"]
+        assert net is not None
+        return net
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves the priors along with the weights: to another device or dtype."""
+        moved = super()._apply(fn, recurse)
+        self._priors = priors_of(self._net, self._names, self._prior)
+        return moved
+
+
+def _reset(module: nn.Module, reset: Callable[[], object]) -> None:
+    """Resets a module's own weights; those that are computed from others, by way of these."""
+    if not parametrize.is_parametrized(module):
+        reset()
+        return
+    with torch.no_grad(), parametrize.cached():
+        reset()
+        names = list(cast(Any, module.parametrizations))
+        computed = {name: getattr(module, name).clone() for name in names}
+    with torch.no_grad():
+        for name, value in computed.items():
+            setattr(module, name, value)
+
+
+def _refuse_unfit(net: nn.Module, names: list[str]) -> None:
+    """Refuses submodules whose weights cannot be drawn.
+
+    Raises:
+        ModelError: names the first one.
+    """
+    for path, module in net.named_modules():
+        said = named(path, module)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{said} is a ScriptModule, which cannot be called with other weights: pass the "
+                "nn.Module that it was made from"
+            )
+        if hasattr(module, "_orig_mod"):
+            raise ModelError(
+                f"{said} has been through torch.compile: pass the network before it (its "
+                "_orig_mod); samplers compile the whole step by themselves"
+            )
+        own = {
+            f"{path}.{name}".lstrip("."): w for name, w in module.named_parameters(recurse=False)
+        }
+        if any(isinstance(w, nn.parameter.UninitializedParameter) for w in own.values()):
+            raise ModelError(f"{said} has no shapes yet: call the network on a batch first")
+        if isinstance(module, PyroModule):
+            raise ModelError(
+                f"{said} is a PyroModule, which has its priors by PyroSample: bayesianize the "
+                "plain networks in it, or call it in a model as it is"
+            )
+        chosen = {name: weight for name, weight in own.items() if name in names}
+        for name, weight in chosen.items():
+            if not weight.is_floating_point() or weight.is_meta:
+                kind = "has no values" if weight.is_meta else f"is of {weight.dtype}"
+                raise ModelError(
+                    f"{said}: weight '{name}' {kind}, and cannot have a prior; leave it out with "
+                    "exclude=, or load it in floating point"
+                )
+        if chosen and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _refuse_embedding(said, module)
+
+
+def _refuse_embedding(said: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    if module.max_norm is not None:
+        raise ModelError(
+            f"{said} has max_norm={module.max_norm}, which writes to its weights when it is "
+            "called: set max_norm=None, or leave it out with exclude="
+        )
+    if module.sparse:
+        raise ModelError(f"{said} has sparse gradients: set sparse=False")
+    if module.scale_grad_by_freq:
+        raise ModelError(
+            f"{said} scales its gradient by the tokens' counts in a batch, which is the gradient "
+            "of no density: set scale_grad_by_freq=False"
+        )
+
+
+def _copied(net: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(net)
+    except Exception as error:  # whatever a module's own state raises
+        innermost_first = list(net.named_modules())[::-1]  # the network itself is the last
+        unfit = next(named(*each) for each in innermost_first if not _is_copied(each[1]))
+        raise ModelError(
+            f"{unfit} cannot be copied ({error}); of torch.nn.utils.weight_norm and spectral_norm, "
+            "use those in torch.nn.utils.parametrizations"
+        ) from error
+
+
+def _is_copied(module: nn.Module) -> bool:
+    try:
+        copy.deepcopy(module)
+    except Exception:
+        return False
+    return True
+
+
+def _padding_of(net: nn.Module, names: list[str]) -> dict[str, int]:
+    """Chosen weights of Embeddings -> the row that stays as it is.  Not where the weight is tied:
+    elsewhere that row is a weight like any other, and here, too, it then has a gradient."""
+    count: dict[int, int] = {}
+    for _, weight in net.named_parameters(remove_duplicate=False):
+        count[id(weight)] = count.get(id(weight), 0) + 1
+    found = {}
+    for path, module in net.named_modules():
+        name = f"{path}.weight".lstrip(".")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and name in names:
+            row = module.padding_idx
+            if count[id(module.weight)] > 1:
+                module.padding_idx = None  # of the copy
+            elif row is not None:
+                found[name] = row
+    return found

@@ -1,0 +1,1 @@
+"""What a run leaves: draws and Gaussians, predictions, ArviZ, files."""

@@ -1,0 +1,126 @@
+"""From a finished simulation to a result: statistics of the draws, and the facts of the run."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.schedules import Cyclical
+from pyro_scale.core.warn import warn
+from pyro_scale.engine.draws import Draws
+from pyro_scale.errors import ConvergenceWarning
+from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.sinks import ToDisk, ToMoments
+from pyro_scale.run.problem import Setup
+from pyro_scale.storage.lazy_draws import Positions, spread
+
+#: Draws below which their variance says nothing of the posterior's.
+_FEWEST_DRAWS = 20
+#: Numbers in all draws that it is judged by.
+_MOST_NUMBERS = 2**21
+
+
+def collected(
+    setup: Setup,
+    draws: Draws,
+    tape: Mapping[str, Tensor],
+    attrs: Mapping[str, Any],
+    sink: ToDisk | ToMoments | None = None,
+) -> Result:
+    """The finished chains of a simulation, whose draws may have gone into a sink."""
+    finished = torch.tensor(draws.finished)
+    if isinstance(sink, ToDisk):
+        positions: Positions = sink.kept(draws)
+        draws = draws.first(positions.shape[1])
+    elif isinstance(sink, ToMoments):
+        positions = sink.positions(draws)
+    else:
+        positions = draws.positions[finished]
+    log_joint = draws.log_joint[finished]
+    stats = {"lp": log_joint, "step": draws.kept_steps.expand(log_joint.shape)}
+    for name, hyper in setup.engine.kernel.hyperparameters().items():
+        column = tape[name][draws.kept_steps]
+        of_sites = (
+            {f"{name}_{site}": column[:, i] for i, site in enumerate(hyper)}
+            if isinstance(hyper, Mapping)
+            else {name: column}
+        )
+        stats |= {label: each.expand(log_joint.shape) for label, each in of_sites.items()}
+    weight = _weights(tape["lr"][draws.kept_steps])
+    if weight is not None and not isinstance(setup.engine.kernel.lr, Cyclical):
+        stats["weight"] = weight.expand(log_joint.shape)
+    times = {
+        "sampling_time": draws.seconds,
+        "compile_time": draws.compile_seconds,
+        "program": draws.program,
+    }
+    return Result(
+        log_posterior=setup.log_posterior,
+        data=setup.data,
+        layout=setup.engine.layout,
+        positions=positions,
+        sample_stats=stats,
+        attrs={
+            **attrs,
+            **facts_of(setup.log_posterior, setup.seed),
+            **times,
+            "frozen_base": setup.base,
+        },
+        running=sink.kept(draws) if isinstance(sink, ToMoments) else None,
+        chains=draws.finished,
+    )
+
+
+def facts_of(log_posterior: LogPosterior, seed: int) -> dict[str, Any]:
+    """The facts of any run."""
+    return {
+        "num_data": log_posterior.num_data,
+        "batch_size": log_posterior.understanding.batch_size,
+        "seed": seed,
+        "inference_library": "pyro_scale",
+        "inference_library_version": version("pyro_scale"),
+        "pyro_version": version("pyro-ppl"),
+        "torch_version": str(torch.__version__),
+        "python_version": platform.python_version(),
+    }
+
+
+def _weights(lr: Tensor) -> Tensor | None:
+    """How much each draw counts, 1 on average: as much as its step is long (Welling and Teh
+    2011), `[draws]`; None where all are alike.  Sites of their own lr count alike."""
+    if not len(lr):
+        return None
+    relative = lr / lr.mean(0)
+    weights = relative.mean(1) if relative.dim() == 2 else relative
+    return None if bool((lr == lr[0]).all()) else weights
+
+
+def warn_of_short_warmup(
+    setup: Setup, result: Result, values: Mapping[str, Tensor], warmup_steps: int
+) -> None:
+    """Warns when warm-up is under five relaxation times, judged by the draws' own variance."""
+    chains, _, size = result.positions.shape
+    chosen = spread(result.positions, max(_FEWEST_DRAWS, _MOST_NUMBERS // (chains * size)))
+    some = result.positions[torch.arange(chains)[:, None], chosen].flatten(0, 1)
+    latents = some[..., : setup.engine.num_latents].double()
+    cyclical = isinstance(setup.engine.kernel.lr, Cyclical)
+    if len(latents) < _FEWEST_DRAWS or values["temperature"] == 0 or cyclical:
+        return
+    engine = setup.engine
+    kernel = engine.bound(values)
+    precision = kernel.temperature / engine.padded(latents.var(0))
+    steps = float(kernel.relaxation_steps(precision)[: engine.num_latents].max())
+    if warmup_steps < 5 * steps:
+        warn(
+            ConvergenceWarning,
+            f"warm-up of {warmup_steps} steps is under five relaxation times (one is about "
+            f"{steps:.0f} steps here), so the draws may remember where the chains started: pass "
+            f"warmup_steps={math.ceil(5 * steps)}",
+        )

@@ -1,0 +1,251 @@
+"""What a run leaves behind: draws in the sites' own terms, and the facts of the run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyro_scale.core.exclusive import exclusive, own_generator
+from pyro_scale.core.layout import Layout
+from pyro_scale.core.online_moments import Moments
+from pyro_scale.core.warn import without_vmap_warnings
+from pyro_scale.data.sources import Data
+from pyro_scale.model.executed import executed_modules
+from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.posterior.online import RunningSamples
+from pyro_scale.run.measurements import GradientNoise, Kinetic
+from pyro_scale.storage.lazy_draws import Positions, StoredPositions, StoredSamples
+
+#: Bytes of the largest tensor of one vmapped call over draws.
+_CHUNK_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class Result:
+    """The finished chains of a run.
+
+    Attributes:
+        log_posterior: what was sampled.
+        data: what it was run on; None for single steps.
+        layout: of a position.
+        positions: unconstrained draws, `[chains, draws, D]`; where they were not kept, some of
+            them and the chains' last states.
+        sample_stats: by name, `[chains, draws]`.
+        attrs: strings and numbers: method, hyperparameters, N, B, seed, versions, seconds, ...
+        gradient_noise: what minibatches did; None where that is not known.
+        virial: some draws' part in the temperature, `[chains, some, latent sites, 2]`, on average
+            over a site's elements and at the steepest one; None where that is not known.
+        kinetic: what momenta did; None for a method without.
+        running: what draws came to that were not kept.
+        chains: the chains' numbers; None where they are all that were started.
+    """
+
+    log_posterior: LogPosterior
+    data: Data | None
+    layout: Layout
+    positions: Positions
+    sample_stats: dict[str, Tensor]
+    attrs: dict[str, Any] = field(default_factory=dict)
+    gradient_noise: GradientNoise | None = None
+    virial: Tensor | None = None
+    kinetic: Kinetic | None = None
+    running: RunningSamples | None = None
+    chains: Sequence[int] | None = None
+
+    @property
+    def num_chains(self) -> int:
+        """Chains that finished."""
+        return self.positions.shape[0]
+
+    @property
+    def weights(self) -> Tensor | None:
+        """How much each draw counts, `[chains, draws]`, where they do not count alike."""
+        return self.sample_stats.get("weight")
+
+    @cached_property
+    def samples(self) -> Mapping[str, Tensor]:
+        """Constrained latents and deterministic sites outside the data's plate,
+        `[chains, draws, ...]`, in float32 at least: NumPy and statistics want no half precision."""
+        if isinstance(self.positions, StoredPositions):
+            return self.positions.samples
+
+        def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
+            constrained = self.log_posterior.constrain(params)
+            latents = {name: constrained[name] for name in self.log_posterior.latents}
+            found = latents | self.log_posterior.deterministics(params)
+            return {
+                name: value.to(torch.promote_types(value.dtype, torch.float32))
+                if value.is_floating_point()
+                else value
+                for name, value in found.items()
+            }
+
+        chains, draws = self.positions.shape[:2]
+        flat = self.over_draws(values)
+        return {k: v.reshape(chains, draws, *v.shape[1:]) for k, v in flat.items()}
+
+    def samples_at(self, chains: Tensor, draws: Tensor) -> dict[str, Tensor]:
+        """Those at (chains, draws), which are broadcast, `[..., *shape]`."""
+        if isinstance(self.samples, StoredSamples):
+            return self.samples.at(chains, draws)
+        return {name: value[chains, draws] for name, value in self.samples.items()}
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of one draw of every site."""
+        if isinstance(self.samples, StoredSamples):
+            return self.samples.shapes
+        return {name: value.shape[2:] for name, value in self.samples.items()}
+
+    def elements(self, name: str, places: Tensor) -> Tensor:
+        """All draws of some elements of a site, by their places in the flattened one, `[chains,
+        draws, len(places)]`."""
+        if isinstance(self.samples, StoredSamples):
+            return self.samples.elements(name, places)
+        return self.samples[name].reshape(*self.positions.shape[:2], -1)[..., places]
+
+    def moments(self, levels: Sequence[float]) -> dict[str, Moments]:
+        """What the draws come to, by site."""
+        if self.running is not None:
+            return self.running.moments(levels)
+        chains, count = self.positions.shape[:2]
+        every = torch.arange(chains)[:, None]
+        width = chains * self.layout.size * torch.finfo(self.layout.dtype).bits // 8
+        running = RunningSamples.of(self.samples_at(every, torch.zeros(1).long()), count)
+        for some in torch.arange(count).split(max(1, _CHUNK_BYTES // width)):
+            running.add(self.samples_at(every, some))
+        return running.moments(levels)
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """Points' constrained values: `pyro.param` sites and unfrozen weights."""
+        last = self.layout.unflatten(self.positions[0, -1])
+        constrained = self.log_posterior.constrain(last)
+        return {name: constrained[name] for name in self.log_posterior.points}
+
+    def over_draws(
+        self, function: Callable[[dict[str, Tensor]], dict[str, Tensor]], random: bool = False
+    ) -> dict[str, Tensor]:
+        """A function of one draw's unconstrained params, of all draws: `[chains * draws, ...]`.
+
+        Args:
+            function: of params, to a dict of tensors.
+            random: whether it draws from torch's generator.
+        """
+        parts = list(self.chunks(function, random))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def chunks(
+        self, function: Callable[[dict[str, Tensor]], Any], random: bool = False
+    ) -> Iterator[Any]:
+        """The same of some draws after others, as many as memory allows, `[draws, ...]` each."""
+
+        def of_one(position: Tensor) -> Any:
+            return function(self.layout.unflatten(position))
+
+        yield from in_chunks(of_one, self.blocks(), random)
+
+    def blocks(self) -> Iterator[Tensor]:
+        """All positions, chain by chain, as many at a time as are in memory, `[n, D]`."""
+        if isinstance(self.positions, StoredPositions):
+            return self.positions.blocks()
+        return iter([self.positions.flatten(0, 1)])
+
+
+def in_chunks(
+    function: Callable[[Tensor], Any], blocks: Iterable[Tensor], random: bool = False
+) -> Iterator[Any]:
+    """A function of one vector, of some of the vectors after others, as many as memory allows:
+    vmapped, or one by one for what vmap refuses.
+
+    How many those are does not depend on the blocks, nor do the numbers that it draws.
+
+    Args:
+        function: of a vector [D], to a pytree of tensors.
+        blocks: the vectors, `[n, D]` each; at least one.
+        random: whether it draws from torch's generator.
+    """
+    blocks = iter(blocks)
+    block = next(blocks)
+    with torch.no_grad(), _Normals(), without_vmap_warnings():
+        with exclusive, executed_modules():  # their mode may be another one than when it was run
+            size = max(1, _CHUNK_BYTES // _largest(function, block[0].clone()))
+        every = torch.vmap(function, randomness="different" if random else "error")
+        chunks = _of_size(size, itertools.chain([block], blocks))
+        first = next(chunks)
+        try:
+            with exclusive:  # they draw from torch's generator, which other threads may have seeded
+                found = every(first)
+        except (RuntimeError, NotImplementedError):  # of a model, or a sampler of Pyro's
+            vectors = itertools.chain(first, itertools.chain.from_iterable(chunks))
+            for vector in vectors:
+                with exclusive:
+                    found = _stacked(function(vector))
+                yield found
+            return
+        yield found
+        for some in chunks:
+            with exclusive:
+                found = every(some)
+            yield found
+
+
+def _of_size(size: int, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The same vectors, so many at a time."""
+    held: list[Tensor] = []
+    for block in blocks:
+        held.append(block)
+        if sum(map(len, held)) >= size:
+            *whole, last = _together(held).split(size)
+            yield from whole
+            held = [last]
+    yield _together(held)
+
+
+def _together(blocks: list[Tensor]) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+
+def _stacked(values: Any) -> Any:
+    return pytree.tree_map(lambda value: value[None], values)
+
+
+def _largest(function: Callable[[Tensor], Any], position: Tensor) -> int:
+    """Bytes of the largest tensor that a call makes."""
+    with own_generator(), _Sizes() as sizes:
+        function(position)
+    return sizes.largest
+
+
+class _Normals(TorchFunctionMode):
+    """Has normals drawn as `torch.randn` does, which vmap takes, and not in place."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.normal and len(args) == 2 and all(isinstance(a, Tensor) for a in args):
+            mean, sd = torch.broadcast_tensors(*args)
+            return mean + sd * torch.randn(mean.shape, dtype=mean.dtype, device=mean.device)
+        if func is Tensor.normal_ and len(args) == 1 and not kwargs:
+            return torch.randn(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+        return func(*args, **(kwargs or {}))
+
+
+class _Sizes(TorchDispatchMode):
+    """Keeps an eye on the tensors that are made; a view is none."""
+
+    largest = 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(made):
+            if isinstance(leaf, Tensor):
+                self.largest = max(self.largest, leaf.untyped_storage().nbytes())
+        return made

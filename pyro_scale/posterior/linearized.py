@@ -1,0 +1,180 @@
+"""The posterior predictive of a model that is linear in its params around a Gaussian's mean."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import TransformedDistribution, constraints
+from torch.utils import _pytree as pytree
+
+from pyro_scale.core.onednn import PlainLSTM
+from pyro_scale.core.rows import Arguments
+from pyro_scale.errors import ArgumentError
+from pyro_scale.fullbatch.chunks import PIECE_ROWS, Piece, is_row_wise
+from pyro_scale.model.curvature import fisher
+from pyro_scale.model.sites import Site
+from pyro_scale.model.transforms import bijection
+from pyro_scale.posterior.draws import in_chunks
+from pyro_scale.posterior.gaussians import Fit
+from pyro_scale.posterior.predictive import as_dtype, data_sites, even, joined, pieces_for, row_axes
+from pyro_scale.posterior.reductions import Reduce, Reduction, reduction_of
+
+
+def predict(
+    fit: Fit,
+    arguments: Arguments,
+    num_samples: int | None,
+    batch_size: int | None,
+    return_sites: Sequence[str] | None,
+    reduce: Reduce | None = None,
+) -> dict[str, Any]:
+    """Draws of the observed sites, `[draws, ...]`, one for each draw of the approximation, or what
+    is kept of them.
+
+    Raises:
+        ArgumentError: there is no Gaussian; a site has no arguments that can be linearised.
+    """
+    if not fit.gaussians:
+        raise ArgumentError("linearized=True needs a Gaussian: fit Laplace, VI or EKF")
+    here = fit.thinned(torch.arange(0))  # what it knows of the model
+    names = list(data_sites(here))
+    if not names:
+        raise ArgumentError("linearized=True: the model has no observed site with a distribution")
+    for name in return_sites or ():
+        if name not in names:
+            raise ArgumentError(
+                f"return_sites: linearized=True gives the observed sites {names}, not '{name}'"
+            )
+    total = fit.num_starts * fit.num_draws
+    positions = fit.by_start(even(total, total if num_samples is None else num_samples))
+    reduction, axes, parts = None, row_axes(here), []
+    if reduce is not None:
+        reduction = reduction_of(reduce)
+        axes = {n: reduction.axis(fit.log_posterior.understanding.sites[n], axes[n]) for n in names}
+        if batch_size is None and is_row_wise(fit.log_posterior):
+            batch_size = PIECE_ROWS
+    for piece in pieces_for(here, arguments, batch_size):
+        drawn = [
+            _drawn(fit, start, own, piece, return_sites or names)
+            for start, own in enumerate(positions)
+            if len(own)
+        ]
+        kept = {name: _kept([sites[name] for sites in drawn], reduction) for name in drawn[0]}
+        parts.append((kept, piece))
+    found = joined(parts, axes)
+    return as_dtype(found, fit.layout.dtype) if reduction else found
+
+
+def _kept(sites: Sequence[Site], reduction: Reduction | None) -> Any:
+    """Draws of one site, `[n, ...]` from each start, or what is kept of them."""
+    if reduction is None:
+        return torch.cat([site.value for site in sites])
+    draws = reduction.gathered()
+    for site in sites:
+        draws.add(reduction.terms(site))
+    return reduction.total(draws)
+
+
+def _drawn(
+    fit: Fit, start: int, positions: Tensor, piece: Piece, names: Sequence[str]
+) -> dict[str, Site]:
+    """Sites whose distributions and draws are those of the positions `[n, D]` of one start."""
+
+    def sites(position: Tensor, drawn: Mapping[str, Tensor] | None = None) -> Mapping[str, Site]:
+        params, known = fit.layout.unflatten(position), fit.log_posterior
+        return known.simulate(params, piece.arguments, piece.indices, drawn).sites
+
+    centre = fit.centres[start]
+    with torch.enable_grad():
+        here = sites(centre.detach().clone().requires_grad_())
+    linear = {name: _linear_arguments(here[name]) for name in names}
+    drawn = {name: site.value.detach() for name, site in here.items() if site.kind == "observed"}
+
+    def outputs(position: Tensor) -> dict[str, dict[str, Tensor]]:
+        there = sites(position, drawn)  # nothing is drawn under vmap
+        return {
+            name: {key: to.inv(_arguments(there[name])[key]) for key, to in own.items()}
+            for name, own in linear.items()
+        }
+
+    def moved(away: Tensor) -> dict[str, dict[str, Tensor]]:
+        now, change = torch.func.jvp(outputs, (centre,), (away,))[:2]
+        return {n: {k: now[n][k] + change[n][k] for k in now[n]} for n in now}
+
+    with torch.no_grad(), PlainLSTM():
+        try:
+            chunks = list(in_chunks(moved, [positions - centre]))
+        except NotImplementedError as error:
+            raise ArgumentError(
+                f"linearized=True: an operation of the model has no forward derivative ({error}): "
+                "for attention, run under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+            ) from error
+        found = pytree.tree_map(lambda *parts: torch.cat(parts), *chunks)
+        return {
+            name: _draws_of(
+                here[name], {key: linear[name][key](value) for key, value in found[name].items()}
+            )
+            for name in names
+        }
+
+
+def _linear_arguments(site: Site) -> dict[str, Any]:
+    """The arguments of a site that depend on the params -> the map from an unconstrained scale,
+    on which they are taken as linear."""
+    try:
+        given = _arguments(site)
+        kinds = fisher.base_of(site.fn).arg_constraints
+        found = {k: _scale(kinds[k]) for k, value in given.items() if value.requires_grad}
+    except (fisher.NoInformation, NotImplementedError):
+        found = {}
+    if not found:
+        raise ArgumentError(
+            f"linearized=True: site '{site.name}' has no arguments that depend on the params and "
+            "can be taken as linear in them: leave linearized out"
+        )
+    return found
+
+
+def _arguments(site: Site) -> dict[str, Tensor]:
+    return fisher.own_arguments(fisher.base_of(site.fn))
+
+
+class _Softmax:
+    """Logarithms -> probabilities: unlike a bijection, it takes all of them alike."""
+
+    def __call__(self, logs: Tensor) -> Tensor:
+        return logs.softmax(-1)
+
+    def inv(self, probs: Tensor) -> Tensor:
+        """Probabilities -> logarithms."""
+        return probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
+
+
+def _scale(constraint: Any) -> Any:
+    return _Softmax() if constraint is constraints.simplex else bijection(constraint)
+
+
+def _draws_of(site: Site, changed: Mapping[str, Tensor]) -> Site:
+    """A site's distribution with arguments `[n, ...]` in place of its own, and draws of it."""
+    base = fisher.base_of(site.fn)
+    given = {name: value.detach() for name, value in fisher.own_arguments(base).items()}
+    # what the constructor takes besides, such as a Multinomial's total_count
+    others = inspect.signature(type(base)).parameters.keys() - set(base.arg_constraints)
+    kept = {n: getattr(base, n) for n in others - {"validate_args"} if hasattr(base, n)}
+    fn = type(base)(**{**kept, **given, **changed}, validate_args=False)
+    if transforms := list(_transforms(site.fn)):
+        fn = TransformedDistribution(fn, transforms, validate_args=False)
+    return dataclasses.replace(site, fn=fn, value=fn.sample())
+
+
+def _transforms(fn: Any) -> Iterator[Any]:
+    """What a wrapped distribution does to values of what is inside, innermost first."""
+    if hasattr(fn, "base_dist"):
+        yield from _transforms(fn.base_dist)
+    if isinstance(fn, TransformedDistribution):
+        yield from fn.transforms

@@ -1,0 +1,239 @@
+"""What is kept of a predictive distribution: added up some draws at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from pyro_scale.errors import ArgumentError
+from pyro_scale.metrics.decomposition import Uncertainty, of_entropies
+from pyro_scale.model.curvature.fisher import NoInformation, base_of
+from pyro_scale.model.sites import Site
+
+#: What `predict` can keep instead of all draws: numbers are quantiles' levels.
+Reduce = Literal["mean", "entropy", "variance"] | Sequence[float]
+
+#: Families whose mean and variance are no expectations of their values.
+_DIRECTIONS = (torch.distributions.VonMises, dist.VonMises3D, dist.ProjectedNormal)
+#: Numbers that are sorted at once.
+_SORTED = 2**23
+
+
+class Means:
+    """Means of terms over draws, in double precision."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.means: list[Tensor] = []
+
+    def add(self, terms: Sequence[Tensor]) -> None:
+        """Adds the terms of some draws, `[draws, ...]` each."""
+        new = [term.mean(0, dtype=torch.float64) for term in terms]
+        self.count += len(terms[0])
+        share = len(terms[0]) / self.count
+        if not self.means:
+            self.means = new
+        else:  # so that what is infinite stays so
+            pairs = zip(self.means, new, strict=True)
+            self.means = [(1 - share) * mean + share * more for mean, more in pairs]
+
+
+class Moments(Means):
+    """Them, and the first term's variance; some draws are added to others as in Chan, Golub and
+    LeVeque (1983)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.variance = torch.zeros((), dtype=torch.float64)
+
+    def add(self, terms: Sequence[Tensor]) -> None:
+        first = terms[0].double()
+        mean = first.mean(0)
+        before = self.means[0] if self.means else mean
+        super().add(terms)
+        share = len(first) / self.count
+        within, between = (first - mean).square().mean(0), (mean - before).square()
+        self.variance = (1 - share) * (self.variance + share * between) + share * within
+
+
+class Values:
+    """Values of draws."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+
+    def add(self, terms: Sequence[Tensor]) -> None:
+        """Adds those of some draws, `[draws, ...]`."""
+        self.values.append(terms[0])
+
+
+class Reduction:
+    """What is kept.
+
+    Attributes:
+        observed_only: whether it takes a distribution, and not only a value.
+        gathered: what the terms of draws are gathered in.
+    """
+
+    observed_only: ClassVar[bool] = True
+    gathered: ClassVar[type[Means | Values]] = Means
+
+    def terms(self, site: Site) -> tuple[Tensor, ...]:
+        """What a draw of the posterior adds (or several, in dimensions before the site's)."""
+        raise NotImplementedError
+
+    def total(self, draws: Any) -> Any:
+        """What comes out: a tensor, or a tuple of them."""
+        raise NotImplementedError
+
+    def axis(self, site: Site, axis: int) -> int:
+        """The rows' axis in what comes out, given that in the site's value, from the right."""
+        return axis
+
+
+class Mean(Reduction):
+    """The predictive mean; of a site of classes, their probabilities in a last dimension."""
+
+    observed_only = False
+
+    def terms(self, site: Site) -> tuple[Tensor, ...]:
+        return (_mean(site),)
+
+    def total(self, draws: Means) -> Tensor:
+        return draws.means[0]
+
+    def axis(self, site: Site, axis: int) -> int:
+        return axis - 1 if _is_classes(site) else axis
+
+
+class Entropy(Reduction):
+    """Entropies of classes, in nats: the paper's equation 2."""
+
+    def terms(self, site: Site) -> tuple[Tensor, ...]:
+        probs = _class_probs(site)
+        return probs, torch.special.entr(probs).sum(-1)
+
+    def total(self, draws: Means) -> Uncertainty:
+        return of_entropies(*draws.means)
+
+    def axis(self, site: Site, axis: int) -> int:
+        return axis + 1 if _is_one_hot(site) else axis
+
+
+class Variance(Reduction):
+    """Variances: the law of total variance."""
+
+    gathered = Moments
+
+    def terms(self, site: Site) -> tuple[Tensor, ...]:
+        if _is_classes(site):
+            raise ArgumentError(
+                f"reduce='variance': site '{site.name}' is of classes, which have no variance: "
+                "pass reduce='entropy', or return_sites= without it"
+            )
+        return _moment(site, "mean"), _moment(site, "variance")
+
+    def total(self, draws: Moments) -> Uncertainty:
+        aleatoric, epistemic = draws.means[1], draws.variance
+        return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
+
+
+@dataclass(frozen=True)
+class Quantiles(Reduction):
+    """Quantiles of the predictive draws, `[levels, ...]`."""
+
+    levels: tuple[float, ...]
+    observed_only, gathered = False, Values
+
+    def terms(self, site: Site) -> tuple[Tensor, ...]:
+        if site.kind == "observed" and _is_classes(site):
+            raise ArgumentError(
+                f"reduce={list(self.levels)}: site '{site.name}' is of classes, which have no "
+                "order: pass reduce='mean' for their probabilities"
+            )
+        return (site.value,)
+
+    def total(self, draws: Values) -> Tensor:
+        values = torch.cat(draws.values)
+        values = values if values.is_floating_point() else values.float()
+        levels = values.new_tensor(self.levels)
+        columns = values.flatten(1).split(max(1, _SORTED // len(values)), dim=1)
+        found = torch.cat([some.quantile(levels, dim=0) for some in columns], dim=1)
+        return found.reshape(len(levels), *values.shape[1:])
+
+
+_BY_NAME: dict[str, type[Reduction]] = {"mean": Mean, "entropy": Entropy, "variance": Variance}
+
+
+def reduction_of(reduce: Reduce) -> Reduction:
+    """What is asked for.
+
+    Raises:
+        ArgumentError: it is none of these.
+    """
+    if isinstance(reduce, str) and reduce in _BY_NAME:
+        return _BY_NAME[reduce]()
+    levels = reduce.tolist() if isinstance(reduce, Tensor) else reduce
+    if isinstance(levels, list | tuple) and levels and all(map(_is_level, levels)):
+        return Quantiles(tuple(levels))
+    raise ArgumentError(
+        f"reduce={reduce!r}: pass one of {list(_BY_NAME)}, or quantiles' levels from 0 to 1, such "
+        "as [0.05, 0.5, 0.95]"
+    )
+
+
+def _is_level(level: object) -> bool:
+    return isinstance(level, int | float) and 0 <= level <= 1
+
+
+def _base(site: Site) -> Any:
+    try:
+        return base_of(site.fn)
+    except NoInformation:
+        return site.fn
+
+
+def _is_classes(site: Site) -> bool:
+    return site.kind == "observed" and isinstance(_base(site), torch.distributions.Categorical)
+
+
+def _is_one_hot(site: Site) -> bool:
+    return isinstance(_base(site), torch.distributions.OneHotCategorical)
+
+
+def _class_probs(site: Site) -> Tensor:
+    base = _base(site)
+    if isinstance(base, torch.distributions.Categorical | torch.distributions.OneHotCategorical):
+        return base.probs
+    if isinstance(base, torch.distributions.Bernoulli):
+        return torch.stack([1 - base.probs, base.probs], -1)
+    raise ArgumentError(
+        f"reduce='entropy': site '{site.name}' is a {type(base).__name__}, not of classes: pass "
+        "reduce='variance', or return_sites= without it"
+    )
+
+
+def _mean(site: Site) -> Tensor:
+    if site.kind != "observed":
+        return site.value
+    return _base(site).probs if _is_classes(site) else _moment(site, "mean")
+
+
+def _moment(site: Site, which: Literal["mean", "variance"]) -> Tensor:
+    fn = site.fn
+    while isinstance(fn, torch.distributions.Independent | dist.MaskedDistribution):
+        fn = fn.base_dist
+    try:
+        if isinstance(fn, _DIRECTIONS):
+            raise NotImplementedError  # theirs are of directions
+        return getattr(fn, which)
+    except (NotImplementedError, AttributeError) as error:
+        raise ArgumentError(
+            f"reduce: there is no {which} in closed form for site '{site.name}' "
+            f"({type(fn).__name__}): pass quantiles' levels, such as reduce=[0.05, 0.5, 0.95]"
+        ) from error

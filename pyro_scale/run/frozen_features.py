@@ -1,0 +1,62 @@
+"""A network's frozen base, run once for every row instead of at every step of every chain."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from pyro_scale.core import rows
+from pyro_scale.core.memory import bytes_of
+from pyro_scale.data.batches import batches_from
+from pyro_scale.data.features import FeatureData, table_of
+from pyro_scale.data.sources import Data, TensorData
+from pyro_scale.model.frozen import FrozenBase, NoBase, frozen_base
+from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.run.problem import Setup, first_evaluation
+
+#: Batches on which the base and the rest are compared with the whole.
+_OTHERS = 3
+#: How much of the memory the features of all rows may take.
+_SHARE = 0.25
+
+
+def with_base_run(setup: Setup) -> Setup:
+    """The setup whose engine sees the features that a frozen base makes of the rows, if there is
+    one: in a table where the data are tensors and it fits into a quarter of the memory, else
+    batch by batch."""
+    known, engine = setup.log_posterior, setup.engine
+    if not known.understanding.is_frozen:
+        return setup
+    if not isinstance(engine.density, LogPosterior) or known.understanding.own_plate is not None:
+        return dataclasses.replace(setup, base="run at every step")
+    arguments = setup.data.first()
+    here = engine.layout.unflatten(setup.positions[0])
+    drawn = batches_from(setup.batches(1, "shuffle"), 0, _OTHERS)
+    others = [batch.of_chain(0)[0] for batch in drawn]
+    try:
+        found = frozen_base(engine.density, here, arguments, others)
+        first = found.features(arguments)
+        source, said = _featured(setup.data, found, first)
+    except NoBase as reason:
+        return dataclasses.replace(setup, base=f"run at every step: {reason}")
+    engine = dataclasses.replace(engine, density=found, vectorised=True)
+    per_chain = setup.data.batch_size is not None
+    engine, _ = first_evaluation(engine, setup.positions, first, per_chain)
+    return dataclasses.replace(setup, engine=engine, features=source, base=said)
+
+
+def _featured(
+    data: Data, found: FrozenBase, first: tuple[Tensor, ...]
+) -> tuple[TensorData | FeatureData, str]:
+    """(The features, how they come in words)."""
+    size = rows.count(first) or 1
+    in_bytes = sum(leaf.nbytes for leaf in first) / size * found.num_data
+    # all rows at every step are in memory anyway
+    fits = data.batch_size is None or in_bytes <= _SHARE * bytes_of(first[0].device)
+    if isinstance(data, TensorData) and fits:
+        try:
+            return table_of(data, found.features, size), "run once for every row"
+        except Exception as error:  # of operations, on tensors of other sizes
+            raise NoBase("sizes inside of the model change from batch to batch") from error
+    return FeatureData(data, found.features), "run once for every batch"

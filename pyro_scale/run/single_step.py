@@ -1,0 +1,69 @@
+"""Single steps of one chain, on batches that the caller has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from pyro_scale.core import rows
+from pyro_scale.data.open import open_data
+from pyro_scale.data.sources import Data
+from pyro_scale.engine.chains import Chains
+from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.engine.executors import eager
+from pyro_scale.engine.inputs import Tape
+from pyro_scale.errors import DataError
+from pyro_scale.run.problem import Setup, as_log_posterior, module_device
+
+
+def batch_as_data(
+    model: Any, num_data: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Data:
+    """A batch that is given as the model's own arguments.
+
+    Raises:
+        DataError: a tensor is a single value, beside others that are rows.
+    """
+    arguments = as_log_posterior(model, None).bind(args, kwargs)
+    if rows.count(arguments) is not None:
+        for name, leaf in rows.named_leaves(arguments):
+            if isinstance(leaf, Tensor) and leaf.dim() == 0:
+                raise DataError(
+                    f"argument {name} is a single value, the others are rows: one row is "
+                    "step(x[i : i + 1], y[i : i + 1]); bind constants with functools.partial"
+                )
+    return open_data(arguments, None, num_data, module_device(model))
+
+
+class Stepping:
+    """A chain that is moved a step at a time.
+
+    Args:
+        setup: of one chain.
+        kernel: the method's, with its schedules.
+    """
+
+    def __init__(self, setup: Setup, kernel: Any):
+        self.setup, self._kernel = setup, kernel
+        self._chains = Chains(setup.engine, setup.positions, kernel.values(0), setup.seed)
+
+    def step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Draws, Mapping[str, Tensor]]:
+        """(What the next step leaves, the hyperparameters' values up to it), on a batch given as
+        the model's own arguments."""
+        setup, chains = self.setup, self._chains
+        if rows.count(setup.log_posterior.bind(args, kwargs)) == 0:
+            raise DataError("step: the batch has no rows; leave it out")
+        count, batches = chains.count, setup.batches_of(args, kwargs)
+        values = {name: value[None] for name, value in self._kernel.values(count).items()}
+        noise = chains.noise.span(count, count + 1)
+        tape = Tape(count, values, noise, batches.take(count, count + 1))
+        steps = Steps(num_samples=1, warmup_steps=count)
+        draws = Draws.of(setup.positions, steps)
+        chains.recent.forget()  # their batches were others
+        chains.move(eager(setup.engine, batches), batches, tape, steps, draws)
+        draws.failures, draws.state, draws.num_steps = chains.failures, chains.state, count + 1
+        return draws, {k: v.expand(count + 1, *v.shape[1:]) for k, v in values.items()}

@@ -1,0 +1,366 @@
+"""Draws in a Zarr store: appended while a run goes on, and read then and later.
+
+A store is laid out as ArviZ lays out its groups, `<group>/<site>` `[chain, draw, ...]` with named
+dims and coords, so that xarray and ArviZ open it as it is.  What readers see is its consolidated
+metadata, which is written last and as a whole: a run that is cut short leaves whole draws.  Every
+chunk carries its CRC32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_scale.errors import ArgumentError, FileError
+from pyro_scale.storage.files import FilePath, as_path, locked, refused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: The groups that draws are appended to, as ArviZ names them: constrained values, and what those
+#: are the image of, where that is something else.
+_GROUPS = POSTERIOR, UNCONSTRAINED = "posterior", "unconstrained_posterior"
+#: Draws' numbers in a chunk of the coordinate.
+_NUMBERS = 2**16
+
+
+@contextlib.contextmanager
+def writing_into(path: FilePath) -> Iterator[None]:
+    """Keeps the runs of other processes from writing into a store, or making it, meanwhile.
+
+    Raises:
+        ArgumentError: the path is none.
+        FileError: another run is writing there, or the path cannot be written.
+    """
+    target = Path(os.path.realpath(as_path(path)))
+    with refused(target, "written"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with locked(target, target.with_name(f"{target.name}.lock")):  # in it, Zarr would complain
+        yield
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of a store.
+
+    Attributes:
+        shape: of one draw.
+        dtype: as NumPy names it.
+        dims: names of the shape's dimensions.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    dims: tuple[str, ...]
+
+
+class DrawStore:
+    """Arrays `[chain, draw, ...]` on disk.
+
+    Args:
+        path: of the store's directory.
+        group: the open store.
+
+    Attributes:
+        count: draws of each chain that it holds.
+        run: what tells its run from others.
+        chunk: draws of a chain in one file.
+    """
+
+    def __init__(self, path: Path, group: Any):
+        self.path, self._group = path, group
+        self.count: int = group.attrs["draws"]
+        self.run: str = group.attrs["run"]
+        self.chunk: int = group.attrs["chunk"]
+
+    @classmethod
+    def created(
+        cls,
+        path: FilePath,
+        fields: Mapping[str, Field],
+        num_chains: int,
+        chunk: int,
+        run: str,
+    ) -> Self:
+        """An empty store.
+
+        Args:
+            path: a directory that is not there yet, or holds a store without draws.
+            fields: by group and site, `<group>/<site>`; the groups are `POSTERIOR` and
+                `UNCONSTRAINED`.
+            num_chains: how many chains.
+            chunk: draws of a chain in one file.
+            run: what tells this run from others.
+
+        Raises:
+            ArgumentError: zarr is not installed; something is there already.
+            FileError: the store cannot be written.
+        """
+        zarr, target = _zarr(), as_path(path).absolute()
+        with refused(target, "written"):
+            if target.exists() and not _is_empty(target):
+                raise ArgumentError(
+                    f"store='{path}' is there already: pass another path, or resume= to go on with "
+                    "the run that it is of"
+                )
+            group = zarr.create_group(str(target), zarr_format=2, overwrite=True)
+            group.attrs.update(draws=0, run=run, chunk=chunk)
+            store = cls(target, group)
+            for head in _GROUPS:
+                of_head = [n.partition("/")[2] for n in fields if n.startswith(f"{head}/")]
+                group.create_group(head, attributes={"sites": of_head})
+                _array(group, f"{head}/draw", (0,), (_NUMBERS,), "i8", ["draw"])
+                store._write(f"{head}/chain", torch.arange(num_chains), ["chain"])
+            for name, field in fields.items():
+                shape, dims = (num_chains, 0, *field.shape), ("chain", "draw", *field.dims)
+                chunks = (1, chunk, *(max(1, n) for n in field.shape))
+                _array(group, name, shape, chunks, field.dtype, dims)
+                for dim, size in zip(field.dims, field.shape, strict=True):
+                    store._write(f"{name.partition('/')[0]}/{dim}", torch.arange(size), [dim])
+            store._publish(0)
+        return store
+
+    @classmethod
+    def opened(cls, path: FilePath) -> Self:
+        """One that is there.
+
+        Raises:
+            ArgumentError: zarr is not installed.
+            FileError: it is not, is not one of ours, or is damaged.
+        """
+        zarr, target = _zarr(), as_path(path).absolute()
+        with refused(target, "read"):
+            found = cls(target, zarr.open_group(str(target), mode="r+", use_consolidated=False))
+            found._refuse_damaged_metadata()
+        return found
+
+    def append(self, draws: Mapping[str, Tensor], start: int) -> None:
+        """Adds draws of every field, `[chains, n, ...]`, the last ones that are there among them.
+
+        Args:
+            draws: by group and site.
+            start: the number of the first.
+
+        Raises:
+            FileError: they cannot be written; readers see those before.
+        """
+        stop = start + next(iter(draws.values())).shape[1]
+        with refused(self.path, "written"):
+            try:
+                self._resize(stop)
+                with _every_file():
+                    for name, values in draws.items():
+                        self._group[name][:, start:stop] = values.numpy()
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self._resize(self.count)
+                raise
+            self._publish(stop)
+
+    def truncate(self, count: int) -> None:
+        """Drops all draws after the first `count`, and what `put` wrote."""
+        with refused(self.path, "written"):
+            for name in set(self._group.group_keys()) - {*_GROUPS}:
+                del self._group[name]
+            self._resize(count)
+            self._publish(count)
+
+    def put(
+        self,
+        group: str,
+        variables: Mapping[str, Tensor],
+        chains: Tensor,
+        attrs: Mapping[str, Any],
+    ) -> None:
+        """Writes a further group, `[chains, draws]` of the chains of these numbers, in place of one
+        of that name; and the attributes of all groups."""
+        with refused(self.path, "written"):
+            self._resize(self.count)
+            for name, values in variables.items():
+                self._write(f"{group}/{name}", values, ["chain", "draw"])
+            draws = next(iter(variables.values())).shape[1]
+            self._write(f"{group}/chain", chains, ["chain"])
+            self._write(f"{group}/draw", torch.arange(draws), ["draw"])
+            for each in (self._group, *self._group.group_values()):
+                each.attrs.update(attrs)
+            self._publish(self.count)
+
+    def read(
+        self, name: str, chains: Tensor, draws: Tensor, elements: Tensor | None = None
+    ) -> Tensor:
+        """Draws of one field, `[len(chains), len(draws), ...]`, or some elements of them, by their
+        places in a flattened one, `[len(chains), len(draws), len(elements)]`.
+
+        Raises:
+            FileError: they cannot be read, or are damaged.
+        """
+        files = draws // self.chunk  # of which one after another is in memory
+        parts, order = [], []
+        with refused(self.path, "read"):
+            array = self._own[name]
+            rest = (slice(None),) * (array.ndim - 2)
+            for file in files.unique():
+                self._refuse_missing(name, array, chains, int(file))
+                here = torch.nonzero(files == file)[:, 0]
+                places = chains.numpy(), draws[here].numpy(), *rest
+                part = torch.as_tensor(array.oindex[places])
+                if elements is not None:
+                    part = part.reshape(*part.shape[:2], -1)[..., elements]
+                parts.append(part)
+                order.append(here)
+        return torch.cat(parts, 1)[:, torch.cat(order).argsort()]
+
+    def shape_of(self, name: str) -> torch.Size:
+        """The shape of one draw of a field."""
+        with refused(self.path, "read"):
+            return torch.Size(self._own[name].shape[2:])
+
+    def sites(self, group: str) -> list[str]:
+        """The sites of a group, in the model's order."""
+        with refused(self.path, "read"):
+            return list(self._own[group].attrs["sites"])
+
+    def dataset(self, group: str) -> Any:
+        """A group as xarray's dataset, of which draws are read when they are needed; what is gone
+        or damaged then is a `FileError`.
+
+        Raises:
+            FileError: it cannot be read, or its coordinates are gone or damaged.
+        """
+        import xarray
+        from zarr.storage import LocalStore
+
+        from pyro_scale.storage.zarr_checked import WholeStore
+
+        store = WholeStore(LocalStore(self.path, read_only=True), self._refuse_another)
+        with refused(self.path, "read"):
+            found = xarray.open_zarr(store, group=group, chunks=None, consolidated=True)
+        return found.drop_encoding()  # which other formats do not take
+
+    @property
+    def _own(self) -> Any:
+        """The open store, if what is at its path is still that of its run."""
+        self._refuse_another()
+        return self._group
+
+    def _refuse_another(self) -> None:
+        """Refuses to read where there is none, or that of another run."""
+        with refused(self.path, "read"):
+            if json.loads((self.path / ".zattrs").read_text()).get("run") != self.run:
+                raise FileError(f"the draws in '{self.path}' are of another run by now")
+
+    def _refuse_damaged_metadata(self) -> None:
+        """Refuses arrays that are not laid out as readers are told, for there is no checksum of
+        that; their lengths may be ahead of it."""
+        told = json.loads((self.path / ".zmetadata").read_text())["metadata"]
+        for name in (name for name in told if name.endswith("/.zarray")):
+            own = json.loads((self.path / name).read_text())
+            codecs = [own.get("compressor"), *(own.get("filters") or [])]
+            if any(codec is not None and codec.get("id") != "crc32" for codec in codecs):
+                raise FileError(
+                    f"the draws in '{self.path}' cannot be read: {name} names a codec that Pyro "
+                    "Scale does not write"
+                )
+            if _layout(own) != _layout(told[name]):
+                raise FileError(
+                    f"the draws in '{self.path}' cannot be read: {name} and .zmetadata do not "
+                    "agree, so one of them is damaged"
+                )
+
+    def _refuse_missing(self, name: str, array: Any, chains: Tensor, file: int) -> None:
+        """Refuses to take a file that is not there for one that holds nothing."""
+        for chain in chains.tolist() if array.size else ():
+            place = ".".join(map(str, (chain, file, *(0 for _ in array.shape[2:]))))
+            if not (self.path / name / place).exists():
+                raise FileError(f"the draws in '{self.path}' are not whole: {name}/{place} is gone")
+
+    def _write(self, name: str, values: Tensor, dims: Sequence[str]) -> None:
+        """A whole array."""
+        array = values.numpy()
+        chunks = [max(1, n) for n in array.shape]
+        with _every_file():
+            _array(self._group, name, array.shape, chunks, array.dtype, dims)[:] = array
+
+    def _resize(self, count: int) -> None:
+        """Makes room for so many draws in all."""
+        with _every_file():
+            for name in _GROUPS:
+                for array in self._group[name].array_values():
+                    dims = _dims_of(array)
+                    if dims[:2] == ["chain", "draw"]:
+                        array.resize((array.shape[0], count, *array.shape[2:]))
+                    elif dims == ["draw"]:
+                        array.resize((count,))
+                        array[:] = np.arange(count)
+
+    def _publish(self, count: int) -> None:
+        """Shows readers so many draws."""
+        self._group.attrs["draws"] = self.count = count
+        _zarr().consolidate_metadata(str(self.path), zarr_format=2)
+
+
+def _is_empty(target: Path) -> bool:
+    """Whether it is a directory with nothing in it, or a store without draws."""
+    try:
+        return DrawStore.opened(target).count == 0
+    except FileError:
+        return target.is_dir() and not any(target.iterdir())
+
+
+def _array(
+    group: Any,
+    name: str,
+    shape: Sequence[int],
+    chunks: Sequence[int],
+    dtype: Any,
+    dims: Sequence[str],
+) -> Any:
+    """An array, in place of one of that name."""
+    import numcodecs
+
+    made = group.create_array(
+        name,
+        shape=tuple(shape),
+        chunks=tuple(chunks),
+        dtype=dtype,
+        fill_value=float("nan") if np.dtype(dtype).kind == "f" else None,
+        compressors=None,  # random digits do not get smaller
+        filters=[numcodecs.CRC32()],
+        overwrite=True,
+    )
+    made.attrs["_ARRAY_DIMENSIONS"] = list(dims)  # xarray's convention
+    return made
+
+
+def _layout(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """An array's metadata but for the number of draws, `[chain, draw, ...]` or `[draw]`."""
+    shape = metadata["shape"]
+    return {**metadata, "shape": [*shape[:1], *shape[2:]] if len(shape) > 1 else None}
+
+
+def _dims_of(array: Any) -> list[str]:
+    return list(array.attrs["_ARRAY_DIMENSIONS"])
+
+
+def _zarr() -> Any:
+    try:
+        import zarr
+    except ImportError as error:
+        raise ArgumentError(
+            "store= needs the package zarr: pip install 'pyro-scale[store]'"
+        ) from error
+    return zarr
+
+
+def _every_file() -> Any:
+    """Has Zarr write files of zeros and of NaN, too, so that one that is not there is gone."""
+    return _zarr().config.set({"array.write_empty_chunks": True})

@@ -1,0 +1,1 @@
+"""The step size, and the gradient noise that it is chosen by."""

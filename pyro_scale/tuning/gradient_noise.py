@@ -1,0 +1,189 @@
+"""How much minibatch gradients scatter, from the gradients of single rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core import rows
+from pyro_scale.core.rows import Arguments
+from pyro_scale.core.warn import warn
+from pyro_scale.data.batches import Batches, batches_from
+from pyro_scale.data.row_sampler import Sampling
+from pyro_scale.engine.step import Density, Engine
+from pyro_scale.errors import BiasWarning
+from pyro_scale.model.control_variates import ControlVariates
+from pyro_scale.run.measurements import GradientNoise
+from pyro_scale.run.problem import Setup
+from pyro_scale.storage.lazy_draws import Positions, spread
+
+#: Rows times D, above which rows are not differentiated one by one.
+_MOST_NUMBERS = 2**28
+#: Numbers on the way back from rows that are differentiated at once.
+_AT_ONCE = 2**22
+#: Batches from which the noise of a run is estimated, rows at one draw, and the fewest draws.
+NOISE_BATCHES, _NOISE_ROWS, _FEWEST_PLACES = 128, 64, 4
+
+#: One chain's batch: the model's arguments, and indices for one that subsamples by itself.
+OwnBatch = tuple[Arguments, Tensor | None]
+
+
+def row_gradients(
+    setup: Setup,
+    density: Density,
+    positions: Tensor,
+    batches: Sequence[Sequence[OwnBatch]],
+) -> Tensor | None:
+    """Each row's gradient of its log likelihood, `[positions, rows, latents]`, in nats.
+
+    None where the model has no rows, or they are too many to differentiate one by one.
+
+    Args:
+        setup: the model.
+        density: the target; with control variates, rows' differences to the anchor count.
+        positions: `[positions, D]`.
+        batches: whose rows to use, some at each position.
+    """
+    known, layout = setup.log_posterior.understanding, setup.engine.layout
+    has_rows = any(rule.role == "rows" for rule in known.scaling.rules.values())
+    too_many = known.batch_size * layout.size > _MOST_NUMBERS
+    if not has_rows or too_many:
+        return None
+    latents = [name for name in layout.names if name in setup.log_posterior.latents]
+
+    def of_one(position: Tensor, *batch: Any) -> Tensor:
+        found = density.row_gradients(layout.unflatten(position), *batch)
+        return torch.cat([found[name].reshape(len(found[name]), -1) for name in latents], dim=1)
+
+    each_at = zip(positions, batches, strict=True)
+    pairs = [(position, *batch) for position, some in each_at for batch in some]
+    # every row's gradient goes back through a whole batch
+    row = layout.size + sum(leaf[0].numel() for leaf in rows.leaves(pairs[0][1]))
+    together = max(1, _AT_ONCE // (known.batch_size**2 * row))
+    blocks = (pairs[i : i + together] for i in range(0, len(pairs), together))
+    found = torch.cat([_of_each(of_one, block) for block in blocks])
+    return found.reshape(len(positions), -1, found.shape[-1])
+
+
+def _of_each(function: Callable[..., Tensor], pairs: Sequence[tuple[Any, ...]]) -> Tensor:
+    """A function of positions and batches, of each pair: vmapped, or one by one where vmap
+    refuses."""
+    positions, arguments, indices = zip(*pairs, strict=True)
+    is_shared = all(each is arguments[0] for each in arguments)
+    stacked = arguments[0] if is_shared else rows.stack(arguments)
+    dims = rows.vmap_dims(stacked, None if is_shared else 0)
+    own = None if indices[0] is None else torch.stack(indices)
+    try:
+        every = torch.vmap(function, in_dims=(0, dims, None if own is None else 0))
+        return every(torch.stack(positions), stacked, own)
+    except (RuntimeError, NotImplementedError):
+        return torch.stack([function(*pair) for pair in pairs])
+
+
+def gradient_variance(
+    gradients: Tensor, batch_size: int, num_data: int, sampling: Sampling
+) -> Tensor:
+    """The variance of the minibatch gradient of the log joint over N, `[latents]`.
+
+    V / B, V the variance of rows' gradients, on average over positions; times 1 - B/N where the
+    rows of a batch are all different.
+
+    Args:
+        gradients: of rows, `[positions, rows, latents]`.
+        batch_size: B.
+        num_data: N.
+        sampling: how rows are drawn.
+    """
+    # torch's own var is many times slower here
+    centred = gradients - gradients.mean(1, keepdim=True)
+    variance = (centred.square().sum(1) / (gradients.shape[1] - 1)).mean(0)
+    all_different = 0.0 if sampling == "replacement" else batch_size / num_data
+    return variance / batch_size * (1 - all_different)
+
+
+def gradient_noise(
+    setup: Setup,
+    positions: Positions,
+    finished: list[int],
+    batches: Batches,
+    step: int,
+    values: Mapping[str, Tensor],
+    sampling: Sampling,
+) -> GradientNoise | None:
+    """The noise of minibatches at some draws, from batches at each; None where the rows'
+    gradients cannot be had at once, and at temperature 0.
+
+    Args:
+        setup: the model.
+        positions: of the finished chains' draws.
+        finished: which chains those are.
+        batches: of the run.
+        step: the first that the run did not take.
+        values: the hyperparameters', on average over the draws.
+        sampling: how rows are drawn.
+    """
+    known, engine = setup.log_posterior, setup.engine
+    size, num_latents = known.understanding.batch_size, engine.num_latents
+    if values["temperature"] == 0 or not engine.vectorised:
+        return None
+    if setup.data.batch_size is None:  # the whole data at every step
+        return GradientNoise(torch.ones(num_latents), torch.zeros(num_latents))
+    each = -(-_NOISE_ROWS // size)  # batches at one draw
+    in_rows = each * size * engine.layout.size  # at one draw
+    places = max(_FEWEST_PLACES, min(NOISE_BATCHES // each, _MOST_NUMBERS // in_rows))
+    chains = finished[:places]
+    chosen = spread(positions, places // len(chains))
+    some = positions[torch.arange(len(chains))[:, None], chosen]
+    at = some.flatten(0, 1).to(setup.positions.device)
+    found = batches_from(batches, step, each * len(chosen))
+    own = [
+        [batch.of_chain(chain) for batch in found[i : i + each]]
+        for chain in chains
+        for i in range(0, len(found), each)
+    ]
+
+    def variance_of(density: Density) -> Tensor | None:
+        """The mean over positions: the rows of some of them at a time are in memory."""
+        found = []
+        for block in torch.arange(len(at)).split(max(1, _AT_ONCE // in_rows)):
+            some = [own[place] for place in block]
+            gradients = row_gradients(setup, density, at[block], some)
+            if gradients is None:
+                return None
+            variance = gradient_variance(gradients, size, known.num_data, sampling)
+            found.append(variance.cpu() * len(block) / len(at))
+        return torch.stack(found).sum(0)
+
+    variance, reduction = variance_of(engine.density), None
+    if variance is None:
+        return None
+    if isinstance(engine.density, ControlVariates):
+        without = variance_of(known)
+        reduction = None if without is None else without / variance
+    return GradientNoise(_inflation(engine, values, variance), variance, reduction)
+
+
+def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -> Tensor:
+    """By what minibatches multiply the temperature, and by what part is taken off again."""
+    kernel = engine.bound(values)
+    padded = engine.padded(variance.to(kernel.lr))
+    injected = engine.cooled(kernel).temperature.expand_as(padded)
+    whole = (injected + kernel.added_temperature(padded)) / kernel.temperature
+    return whole[: len(variance)].cpu()
+
+
+def warn_of_a_bad_anchor(noise: GradientNoise | None) -> None:
+    """Warns where control variates add noise: their anchor is far from where the chains are."""
+    if noise is None or noise.reduction is None:
+        return
+    least = float(noise.reduction[noise.reduction > 0].amin()) if (noise.reduction > 0).any() else 1
+    if least < 1:
+        warn(
+            BiasWarning,
+            f"control_variates multiply the variance of the gradient by {1 / least:.3g} at some "
+            "element: the anchor is far from the posterior; pass control_variates=True, which "
+            "finds the mode, or leave them out",
+        )

@@ -1,0 +1,245 @@
+"""`lr="auto"`: the step size with the least error that is predicted at the posterior's mode.
+
+Around its mode the posterior is taken for a Gaussian, on which all that a kernel does is known
+exactly (`kernels/gaussian.py`): the bias of the step and of minibatches, how long a start is
+remembered, and how far averages over the run's steps scatter.  Small steps scatter and remember,
+large ones are biased; the step size in between with the least error is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.rng import Purpose, generator
+from pyro_scale.data.batches import batches_from
+from pyro_scale.data.row_sampler import Sampling
+from pyro_scale.engine.draws import Steps
+from pyro_scale.errors import ArgumentError
+from pyro_scale.fullbatch.optimize import WholeDensity
+from pyro_scale.kernels.gaussian import GaussianChain
+from pyro_scale.kernels.kernel import Kernel
+from pyro_scale.run.problem import Setup
+from pyro_scale.tuning.gradient_noise import row_gradients
+
+#: The most dimensions whose Hessian is held.
+_MOST_DIMENSIONS = 1000
+#: Step sizes that are compared: down from the largest that is used, so many to a decade.
+_PER_DECADE, _DECADES = 12, 5
+#: The part of the stable range that is used, as posteriors are not quite Gaussian.
+_SAFETY = 0.5
+#: Draws from the Gaussian at which the posterior is looked at, and rows whose gradients are.
+_DRAWS, _NOISE_ROWS = 4, 2048
+#: What a thermostat may cool a mode to, of its exact variance, as far as this is to be believed.
+_LEAST_VARIANCE = 0.1
+#: Precisions below this part of the largest count as that: flat directions.
+_FLATTEST = 1e-12
+
+
+class StepSize(NamedTuple):
+    """A step size, its predicted error in posterior sds, and how it was chosen in words."""
+
+    lr: float
+    error: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Modes:
+    """A Gaussian posterior in coordinates in which the kernel's metric is 1 and its elements are
+    independent.
+
+    Attributes:
+        precision: of each mode, over N, `[modes]`.
+        steepest: the largest precision over N at the mode and at draws around it, 0-d.
+        noise: the variance of the minibatch gradient over N along each mode, `[modes]`.
+        starts: where chains start, from the mode, `[chains, modes]`.
+        loadings: the square of what each mode adds to each element, `[D, modes]`.
+        scale: the root mean square of an element where a mode is 1, 0-d.
+    """
+
+    precision: Tensor
+    steepest: Tensor
+    noise: Tensor
+    starts: Tensor
+    loadings: Tensor
+    scale: Tensor
+
+
+def check(setup: Setup) -> None:
+    """Refuses what no step size can be chosen for, before the mode is looked for.
+
+    Raises:
+        ArgumentError: temperature 0; points; too many dimensions.
+    """
+    engine = setup.engine
+    if engine.kernel.values(0)["temperature"] == 0:
+        raise ArgumentError(
+            "lr='auto' chooses for sampling, and temperature 0 is an optimiser: pass a number for "
+            "lr, or use from_sgd"
+        )
+    if engine.has_points:
+        raise ArgumentError(
+            "lr='auto' is for models whose parameters are all latents: this one has "
+            f"{list(setup.log_posterior.points)}; pass a number for lr"
+        )
+    if engine.layout.size > _MOST_DIMENSIONS:
+        raise ArgumentError(
+            f"lr='auto' needs the Hessian at the mode, and has room for {_MOST_DIMENSIONS} "
+            f"dimensions; the model has {engine.layout.size}: pass a number for lr, for a network "
+            "from the learning rate that trains it (BAOA.from_sgd)"
+        )
+
+
+def choose(setup: Setup, mode: Tensor, steps: Steps, sampling: Sampling) -> StepSize:
+    """The step size of least predicted error.
+
+    Args:
+        setup: the model, the chains' starts and the kernel, whose lr is not used.
+        mode: the posterior's, [D].
+        steps: of the run.
+        sampling: how rows are drawn.
+
+    Raises:
+        ArgumentError: no curvature at the mode, or no gradients of single rows.
+    """
+    engine = setup.engine
+    modes = _modes(setup, mode, sampling)
+    epoch = setup.epoch(sampling)
+    highest = min(_largest_stable(setup, modes.steepest), engine.kernel.largest_lr)
+    decades = -torch.arange(_PER_DECADE * _DECADES + 1, dtype=torch.float64) / _PER_DECADE
+    candidates = _SAFETY * highest * 10**decades
+    errors = torch.stack([_error(setup, modes, lr, steps, epoch) for lr in candidates])
+    best = int(errors.sum(1).argmin())
+    lr = float(f"{float(candidates[best]):.2g}")
+    bias, scatter = errors[best].sqrt().tolist()
+    return StepSize(
+        lr,
+        (bias**2 + scatter**2) ** 0.5,
+        f"lr={lr:g}, the least error of means and log sds predicted at the mode: {bias:.2g} by "
+        f"bias and {scatter:.2g} by Monte Carlo (posterior sds, root mean square over elements); "
+        f"stable below about {highest:.2g}; curvature over N "
+        f"{float(modes.precision.min()):.2g} to {float(modes.steepest):.2g}",
+    )
+
+
+def _kernel(setup: Setup, lr: Tensor) -> Kernel:
+    """The kernel bound at a step size."""
+    return setup.engine.bound({**setup.engine.kernel.values(0), "lr": lr})
+
+
+def _modes(setup: Setup, mode: Tensor, sampling: Sampling) -> Modes:
+    engine, known = setup.engine, setup.log_posterior
+    density = WholeDensity(known, setup.data, engine.layout)
+    kernel = _kernel(setup, torch.ones((), dtype=torch.float64))
+    precision = -density.hessian(mode).double()
+    draws = _draws(mode, precision, kernel.temperature, setup.seed)
+    rows = _rows(setup, draws, sampling)
+    noise = rows.square().mean(0)
+    mean_square = kernel.temperature * precision.diagonal().clamp(min=0) + noise
+    scale = kernel.metric(mean_square).double().sqrt()
+
+    def curvature(precision: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.linalg.eigh(scale[:, None] * precision * scale)
+
+    lengths, vectors = curvature(precision)
+    if not float(lengths.max()) > 0:
+        raise ArgumentError(
+            "lr='auto': the posterior has no curvature at the mode that was found: give the sites "
+            "proper priors, or pass a number for lr"
+        )
+    lengths = _positive(lengths)
+    nearby = [-density.hessian(draw).double() for draw in draws]
+    around = [curvature(each)[0].max() for each in nearby if bool(torch.isfinite(each).all())]
+    return Modes(
+        precision=lengths,
+        steepest=torch.stack([lengths.max(), *around]).max(),
+        noise=(rows * scale @ vectors).square().mean(0),
+        starts=(setup.positions - mode).double() / scale @ vectors,
+        loadings=(scale[:, None] * vectors).square(),
+        scale=scale.square().mean().sqrt(),
+    )
+
+
+def _positive(lengths: Tensor) -> Tensor:
+    """Precisions of a Gaussian: where the posterior is flat, or a saddle, nearly none."""
+    return lengths.abs().clamp(min=_FLATTEST * float(lengths.abs().max()))
+
+
+def _draws(mode: Tensor, precision: Tensor, temperature: Tensor, seed: int) -> Tensor:
+    """Draws from the Gaussian around the mode, `[draws, D]`."""
+    lengths, vectors = torch.linalg.eigh(precision)
+    source = generator(seed, 0, Purpose.STEP_SIZE)
+    normals = torch.randn(_DRAWS, len(mode), generator=source, dtype=torch.float64)
+    return mode + (normals * (temperature / _positive(lengths)).sqrt() @ vectors.T).to(mode)
+
+
+def _rows(setup: Setup, draws: Tensor, sampling: Sampling) -> Tensor:
+    """Rows' gradients about their mean at each draw, scaled to a minibatch's, `[rows, D]`."""
+    size = setup.data.batch_size
+    if size is None:
+        return torch.zeros(1, setup.engine.num_latents, dtype=torch.float64)
+    batches = setup.batches(1, sampling)
+    some = batches_from(batches, 0, -(-_NOISE_ROWS // (size * len(draws))))
+    own = [[batch.of_chain(0) for batch in some]] * len(draws)
+    rows = row_gradients(setup, setup.engine.density, draws, own)
+    if rows is None:
+        raise ArgumentError(
+            "lr='auto' needs the gradient of single rows, which this model does not give: pass a "
+            "number for lr"
+        )
+    rows = rows.double()
+    others = 1 - size / setup.log_posterior.num_data  # of a batch whose rows are all different
+    share = 1 / size if sampling == "replacement" else others / size
+    return ((rows - rows.mean(1, keepdim=True)) * share**0.5).flatten(0, 1)
+
+
+def _largest_stable(setup: Setup, precision: Tensor) -> float:
+    """The largest stable step size at a precision, within 1%."""
+    low, high = -8.0, 4.0  # powers of ten
+    while high - low > 0.004:
+        middle = (low + high) / 2
+        lr = torch.tensor(10**middle, dtype=torch.float64)
+        kernel, _ = _kernel(setup, lr).linear(torch.zeros_like(precision[None]))
+        stable = bool(GaussianChain.of(kernel, precision[None]).stable.all())
+        low, high = (middle, high) if stable else (low, middle)
+    return float(10**low)
+
+
+def _error(setup: Setup, modes: Modes, lr: Tensor, steps: Steps, epoch: int | None) -> Tensor:
+    """The predicted mean square error of means and log sds, in posterior sds: [by bias, by Monte
+    Carlo]."""
+    kernel, noise = _kernel(setup, lr).linear(modes.noise)
+    chain = GaussianChain.of(kernel, modes.precision)
+    taken = steps.total - steps.warmup_steps
+    if setup.engine.known_noise is not None:  # heats by what is left above the injected noise
+        added = kernel.added_temperature(noise)
+        noise = noise * ((added - kernel.temperature) / added).clamp(min=0).nan_to_num()
+    exact = kernel.temperature / modes.precision
+    covariance = chain.covariance(noise, epoch)
+    of_mean, of_square = chain.autocorrelation_times(covariance)
+    far = (modes.starts, modes.starts * modes.precision)
+    far_off, steep = (each.square().mean().sqrt() for each in far)
+    way = _kernel(setup, lr).travelling_steps(far_off, steep, modes.scale)
+    late = int(steps.warmup_steps - way.clamp(max=steps.total))
+    path, square = chain.forgetting(max(0, late), taken)
+    num_chains = len(modes.starts)
+
+    def over_elements(of_modes: Tensor) -> Tensor:
+        """Variances of elements over their exact variance, from those of modes."""
+        return modes.loadings @ of_modes / (modes.loadings @ exact)
+
+    offset = over_elements((modes.starts.mean(0) * path).square())
+    variance = covariance[:, 0, 0].clamp(min=_LEAST_VARIANCE * exact)
+    remembered = modes.starts.square().mean(0) * square
+    log_sd = over_elements(variance + remembered).log() / 2
+    share = (of_mean / taken).clamp(max=1) / num_chains
+    scatter = over_elements(variance * share)
+    spread = over_elements(variance * (of_square / taken).clamp(max=1) / num_chains) / 2
+    bias = offset.mean() + log_sd.square().mean()
+    error = torch.stack([bias, scatter.mean() + spread.mean()])
+    sound = bool(chain.stable.all()) and bool(torch.isfinite(error).all())
+    return error if sound else torch.full_like(error, torch.inf)

@@ -1,0 +1,133 @@
+"""What a run finds out at the mode before it starts: step size, control variates, noise."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.warn import warn
+from pyro_scale.data.batches import batches_from
+from pyro_scale.data.row_sampler import Sampling
+from pyro_scale.engine.draws import Steps
+from pyro_scale.errors import ArgumentError, BiasWarning
+from pyro_scale.fullbatch.optimize import WholeDensity
+from pyro_scale.model.control_variates import ControlVariates
+from pyro_scale.run.problem import Setup, position_of
+from pyro_scale.tuning import step_size
+from pyro_scale.tuning.gradient_noise import gradient_variance, row_gradients
+
+#: Rows from which the noise of minibatches at the mode is estimated.
+_NOISE_ROWS = 4096
+#: What to do where there is no mode.
+_WITHOUT_MODE = "pass a number for lr, and control_variates as a dict of values"
+#: Posterior sds of predicted error above which a run is of little use.
+_LARGE_ERROR = 1.0
+
+
+class Tuning(NamedTuple):
+    """What is asked for.
+
+    Attributes:
+        lr: whether the step size is to be chosen.
+        control_variates: whether there are any, or where their anchor is.
+        subtract_noise: whether gradient noise is taken off the injected noise.
+    """
+
+    lr: bool
+    control_variates: bool | Mapping[str, Tensor]
+    subtract_noise: bool
+
+
+def tuned(
+    setup: Setup, tuning: Tuning, steps: Steps, sampling: Sampling
+) -> tuple[Setup, dict[str, str]]:
+    """(The setup with what was found out, in words).
+
+    Raises:
+        ArgumentError: the model has no mode that can be found, or is too large.
+        DataError: the data do not hold all N rows.
+    """
+    if not any(tuning):
+        return setup, {}
+    if tuning.lr:
+        step_size.check(setup)
+    mode, found = _mode(setup, tuning.control_variates), {}
+    if tuning.control_variates:
+        setup = _with_control_variates(setup, mode)
+    if tuning.subtract_noise:
+        setup = _without_noise(setup, mode, sampling)
+    if tuning.lr:
+        chosen = step_size.choose(setup, mode, steps, sampling)
+        _warn_of_a_large_error(chosen, bool(tuning.control_variates))
+        kernel = dataclasses.replace(setup.engine.kernel, lr=chosen.lr)
+        setup = setup.with_engine(kernel=kernel)
+        found = {"lr_choice": chosen.reason}
+    if tuning.subtract_noise:
+        _warn_of_what_is_left(setup)
+    return setup, found
+
+
+def _warn_of_a_large_error(chosen: step_size.StepSize, control_variates: bool) -> None:
+    if chosen.error > _LARGE_ERROR:
+        others = "" if control_variates else ", control_variates=True,"
+        warn(
+            BiasWarning,
+            f"lr='auto': with these steps, even the best step size is predicted to leave an error "
+            f"of {chosen.error:.2g} posterior sds ({chosen.reason}): take more steps or larger "
+            f"batches{others} or bring the sites to one scale (standardised data, mass by site)",
+        )
+
+
+def _mode(setup: Setup, anchor: bool | Mapping[str, Tensor]) -> Tensor:
+    if isinstance(anchor, Mapping):
+        return position_of(setup, anchor, "control_variates")
+    density = WholeDensity(setup.log_posterior, setup.data, setup.engine.layout)
+    return density.mode(setup.positions[0], _WITHOUT_MODE)
+
+
+def _with_control_variates(setup: Setup, anchor: Tensor) -> Setup:
+    known, layout = setup.log_posterior, setup.engine.layout
+    _, gradient = WholeDensity(known, setup.data, layout).grad(anchor)
+    total = {name: part * known.num_data for name, part in layout.unflatten(gradient).items()}
+    density = ControlVariates(known, layout.unflatten(anchor), total)
+    return setup.with_engine(density=density)
+
+
+def _without_noise(setup: Setup, mode: Tensor, sampling: Sampling) -> Setup:
+    """The setup with the noise of minibatches at the mode known."""
+    known, engine = setup.log_posterior, setup.engine
+    size = setup.data.batch_size
+    if size is None:
+        raise ArgumentError("subtract_noise: the whole data at every step has no noise")
+    batches = setup.batches(1, sampling)
+    some = batches_from(batches, 0, -(-_NOISE_ROWS // size))
+    rows = row_gradients(setup, known, mode[None], [[batch.of_chain(0) for batch in some]])
+    if rows is None:
+        raise ArgumentError(
+            "subtract_noise needs the gradient of single rows, which this model does not give: "
+            "leave it out and lower lr"
+        )
+    variance = gradient_variance(rows, size, known.num_data, sampling)
+    return setup.with_engine(known_noise=engine.padded(variance))
+
+
+def _warn_of_what_is_left(setup: Setup) -> None:
+    """Warns where minibatches bring more noise than the step injects: subtracting stops at none."""
+    engine, kernel = setup.engine, setup.engine.bound(setup.engine.kernel.values(0))
+    added = kernel.added_temperature(engine.known_noise)[: engine.num_latents]
+    injected = kernel.temperature.expand(engine.layout.size)[: engine.num_latents]
+    over = added > injected
+    if bool(over.any()):
+        first = int(torch.nonzero(over)[0])
+        warn(
+            BiasWarning,
+            f"subtract_noise: the noise of minibatches is more than the injected noise at "
+            f"{int(over.sum())} of {len(over)} elements (site '{engine.layout.site_at(first)}'), "
+            "where none is injected and the temperature stays "
+            f"{float((added / injected).max()):.3g} times too high: lower lr to below "
+            f"{float((injected / added).min()):.2g} of what it is, or raise batch_size",
+        )
