@@ -47,6 +47,7 @@ lint: .venv/installed
 
 types: .venv/installed
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -m slow tests/test_types.py
 
 notebooks: .venv/installed
 	$(BIN)/python -m pytest --nbmake notebooks/*.ipynb notebooks/paper/*.ipynb

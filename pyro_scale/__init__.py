@@ -5,7 +5,7 @@ A Pyro model, or an `nn.Module` with a prior on its weights, and a `DataLoader`:
 and the draws go to ArviZ.
 """
 
-from pyro_scale import errors, kernels, metrics
+from pyro_scale import errors, metrics
 from pyro_scale.core import schedules
 from pyro_scale.diagnostics.replay import Replay, replay
 from pyro_scale.infer.compare import compare
@@ -14,6 +14,7 @@ from pyro_scale.infer.explain import explain
 from pyro_scale.infer.laplace import Laplace
 from pyro_scale.infer.map import MAP
 from pyro_scale.infer.sampler import Sampler
+from pyro_scale.infer.samplers import BAOA, SGHMC, SGLD, SGNHT, UBU, pSGLD
 from pyro_scale.infer.versions import show_versions
 from pyro_scale.infer.vi import IVON, VI
 from pyro_scale.model.curvature.ggn import Curvature
@@ -23,13 +24,6 @@ from pyro_scale.model.nn.norm import FilterResponseNorm, replace_batchnorm
 from pyro_scale.model.nn.priors import weight_decay
 from pyro_scale.model.scaling import Evaluation
 from pyro_scale.model.starts import init_to_module
-
-BAOA = Sampler.of(kernels.BAOA)
-SGHMC = Sampler.of(kernels.SGHMC)
-SGLD = Sampler.of(kernels.SGLD)
-SGNHT = Sampler.of(kernels.SGNHT)
-UBU = Sampler.of(kernels.UBU)
-pSGLD = Sampler.of(kernels.pSGLD)
 
 __all__ = [
     "BAOA",

@@ -158,6 +158,11 @@ class Moving(NamedTuple):
     xi: torch.Tensor
 
 
+def sampler_of(kernel):
+    """The sampler of a kernel of one's own, without signature or documentation."""
+    return type(kernel.__name__, (Sampler,), {"kernel_class": kernel})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Later(Kernel):
     """A kernel as others may write one: two normals, scalars, an integer, twins."""
@@ -196,7 +201,9 @@ class PassedOn(Later):
 
 @pytest.mark.parametrize(("kernel", "program"), [(Later, LOOP), (PassedOn, EITHER)])
 def test_a_kernel_that_the_engine_does_not_know(kernel, program):
-    make = functools.partial(Sampler.of(kernel), logistic, lr=0.02, xi_rate=0.05)
+    make = functools.partial(
+        type("Own", (Sampler,), {"kernel_class": kernel}), logistic, lr=0.02, xi_rate=0.05
+    )
     checked(make, (X, Y), program, batch_size=B, num_chains=3)
 
 
@@ -242,7 +249,9 @@ def test_two_kernels_that_differ_in_what_is_kept_alone():
     """The same step, so a program kept from the one must not serve the other."""
     draws = []
     for kernel in (Averaging, Watching):
-        make = functools.partial(Sampler.of(kernel), logistic, lr=0.1)
+        make = functools.partial(
+            type("Own", (Sampler,), {"kernel_class": kernel}), logistic, lr=0.1
+        )
         draws.append(checked(make, (X, Y), batch_size=B)._results().positions)
     assert not torch.isclose(*draws).all(-1).any()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
@@ -155,22 +154,6 @@ class Sampler(Method):
             if name in same:
                 raise ArgumentError(f"{name}: from_sgd sets it; leave it out")
         return cls(model, **same, **others)
-
-    @staticmethod
-    def of(kernel_class: type[Kernel]) -> type[Sampler]:
-        """The sampler class of a kernel, documented by it."""
-        own = inspect.signature(Sampler.__init__).parameters
-        shared = (Sampler.__doc__ or "").partition("        model:")
-        hyperparameters = inspect.signature(kernel_class).parameters
-        common = [p for p in own.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-        signature = inspect.Signature([own["model"], *hyperparameters.values(), *common])
-        namespace = {
-            "kernel_class": kernel_class,
-            "__doc__": (kernel_class.__doc__ or "").rstrip() + "\n" + "".join(shared[1:]),
-            "__module__": "pyro_scale",
-            "__signature__": signature,
-        }
-        return type(kernel_class.__name__, (Sampler,), namespace)
 
     @without_vmap_warnings()
     def run(

@@ -1,0 +1,258 @@
+"""The samplers, one class a kernel: what each is, when to use it, what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
+
+from torch import Tensor
+
+from pyro_scale import kernels
+from pyro_scale.core.schedules import Schedule
+from pyro_scale.infer.sampler import Sampler
+
+#: One value for the run, or a function of the step's number.
+Rate: TypeAlias = float | Schedule
+#: The same for all sites, or a dict by site.
+BySite: TypeAlias = Rate | Mapping[str, Rate]
+#: By site, also a tensor of the site's unconstrained shape.
+Mass: TypeAlias = Rate | Mapping[str, Rate | Tensor]
+#: A step size, or `"auto"`, which finds one at the mode.
+StepSize: TypeAlias = BySite | Literal["auto"]
+
+
+class Options(TypedDict, total=False):
+    """The arguments of every sampler; `Sampler` says what they are."""
+
+    init_strategy: Any
+    num_data: int | None
+    compile: bool | Literal["auto"]
+    control_variates: bool | Mapping[str, Tensor]
+    subtract_noise: bool
+
+
+class BAOA(Sampler):
+    """Underdamped Langevin dynamics: kick, drift, noise, drift.
+
+    Use this unless you have a reason for another: on a Gaussian its variance is exact at any
+    stable step size, and elsewhere its bias is of second order in lr.  One gradient and one normal
+    a step.  `pyro_scale.kernels.BAOA` has the equations.
+
+    Args:
+        model: a Pyro model, a `PyroModule` or a `LogPosterior`.
+        lr: the step size (about the square root of SGD's), or `"auto"`.
+        friction: the rate at which momentum decays.
+        mass: of the momentum.
+        temperature: 1 is the posterior, 0 is SGD with momentum.
+        options: see `Sampler`.
+
+    Raises:
+        ArgumentError: a hyperparameter out of its range.
+        CallError: an argument that there is not.
+
+    Reference: Leimkuhler and Matthews, Rational construction of stochastic numerical methods for
+    molecular sampling, Applied Mathematics Research eXpress 2013 (BAOAB, whose two half kicks are
+    one here).
+    """
+
+    kernel_class = kernels.BAOA
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        lr: StepSize,
+        friction: BySite = 1.0,
+        mass: Mass = 1.0,
+        temperature: Rate = 1.0,
+        **options: Unpack[Options],
+    ):
+        own = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
+        super().__init__(model, **own, **options)
+
+
+class SGHMC(Sampler):
+    """Stochastic gradient Hamiltonian Monte Carlo.
+
+    Use this to reproduce published results; BAOA costs the same and has less bias.  One gradient
+    and one normal a step; the bias is of second order in lr.  `pyro_scale.kernels.SGHMC` has the
+    equations.
+
+    Args:
+        model: a Pyro model, a `PyroModule` or a `LogPosterior`.
+        lr: the step size (the square root of SGD's), or `"auto"`.
+        friction: the rate at which momentum decays.
+        mass: of the momentum.
+        temperature: 1 is the posterior, 0 is SGD with momentum.
+        options: see `Sampler`.
+
+    Raises:
+        ArgumentError: a hyperparameter out of its range.
+        CallError: an argument that there is not.
+
+    Reference: Chen, Fox and Guestrin, Stochastic gradient Hamiltonian Monte Carlo, ICML 2014; the
+    paper's appendix B.2.
+    """
+
+    kernel_class = kernels.SGHMC
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        lr: StepSize,
+        friction: BySite = 1.0,
+        mass: Mass = 1.0,
+        temperature: Rate = 1.0,
+        **options: Unpack[Options],
+    ):
+        own = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
+        super().__init__(model, **own, **options)
+
+
+class SGLD(Sampler):
+    """Stochastic gradient Langevin dynamics.
+
+    Use this where simplicity counts: two hyperparameters, no momentum.  One gradient and one
+    normal a step; the bias is of first order in lr.  `pyro_scale.kernels.SGLD` has the equations.
+
+    Args:
+        model: a Pyro model, a `PyroModule` or a `LogPosterior`.
+        lr: the step size, SGD's, or `"auto"`.
+        temperature: 1 is the posterior, 0 is SGD.
+        options: see `Sampler`.
+
+    Raises:
+        ArgumentError: a hyperparameter out of its range.
+        CallError: an argument that there is not.
+
+    Reference: Welling and Teh, Bayesian learning via stochastic gradient Langevin dynamics, ICML
+    2011; the paper's appendix B.1.
+    """
+
+    kernel_class = kernels.SGLD
+
+    def __init__(
+        self, model: Any, *, lr: StepSize, temperature: Rate = 1.0, **options: Unpack[Options]
+    ):
+        super().__init__(model, lr=lr, temperature=temperature, **options)
+
+
+class SGNHT(Sampler):
+    """The stochastic gradient Nosé-Hoover thermostat.
+
+    Use this where minibatches are noisy and the noise is about the same for all elements: its
+    friction adapts to the noise and removes the bias that it causes.  Start it near the mode
+    (`init_strategy`).  One gradient and one normal a step; the bias is of second order in lr.
+    `pyro_scale.kernels.SGNHT` has the equations.
+
+    Args:
+        model: a Pyro model, a `PyroModule` or a `LogPosterior`.
+        lr: the step size (about the square root of SGD's), or `"auto"`.
+        friction: the rate at which momentum decays without minibatches.
+        mass: of the momentum.
+        temperature: 1 is the posterior, 0 is SGD with momentum.
+        options: see `Sampler`.
+
+    Raises:
+        ArgumentError: a hyperparameter out of its range.
+        CallError: an argument that there is not.
+
+    Reference: Ding et al., Bayesian sampling using stochastic gradient thermostats, NeurIPS 2014;
+    the paper's appendix B.3.
+    """
+
+    kernel_class = kernels.SGNHT
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        lr: StepSize,
+        friction: Rate = 1.0,
+        mass: Mass = 1.0,
+        temperature: Rate = 1.0,
+        **options: Unpack[Options],
+    ):
+        own = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
+        super().__init__(model, **own, **options)
+
+
+class UBU(Sampler):
+    """Underdamped Langevin dynamics: free motion, kick, free motion.
+
+    Use this with `sampling="symmetric"`, for paths and not only laws of second order in lr.  One
+    gradient and four normals a step.  `pyro_scale.kernels.UBU` has the equations.
+
+    Args:
+        model: a Pyro model, a `PyroModule` or a `LogPosterior`.
+        lr: the step size (about the square root of SGD's), or `"auto"`.
+        friction: the rate at which momentum decays.
+        mass: of the momentum.
+        temperature: 1 is the posterior, 0 switches the noise off.
+        options: see `Sampler`.
+
+    Raises:
+        ArgumentError: a hyperparameter out of its range.
+        CallError: an argument that there is not.
+
+    References: Sanz-Serna and Zygalakis, Wasserstein distance estimates for the distributions of
+    numerical approximations to ergodic stochastic differential equations, JMLR 2021; Paulin,
+    Whalley, Chada and Leimkuhler, Sampling from Bayesian neural network posteriors with symmetric
+    minibatch splitting Langevin dynamics, 2024.
+    """
+
+    kernel_class = kernels.UBU
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        lr: StepSize,
+        friction: BySite = 1.0,
+        mass: Mass = 1.0,
+        temperature: Rate = 1.0,
+        **options: Unpack[Options],
+    ):
+        own = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
+        super().__init__(model, **own, **options)
+
+
+class pSGLD(Sampler):
+    """Preconditioned stochastic gradient Langevin dynamics: RMSprop with noise.
+
+    Use this where elements differ widely in scale and no fit can start the chains.  One gradient
+    and one normal a step; the bias is of first order in lr.  `pyro_scale.kernels.pSGLD` has the
+    equations.
+
+    Args:
+        model: a Pyro model, a `PyroModule` or a `LogPosterior`.
+        lr: the step size, in units of the gradients' root mean square, or `"auto"`.
+        temperature: 1 is the posterior, 0 is RMSprop.
+        forgetting: the weight of the newest gradient in the mean square, at most 1; by default it
+            falls with the steps, (1 + step)^-0.7 / 2, so that the preconditioner settles.
+        damping: what keeps steps finite where gradients vanish.
+        options: see `Sampler`.
+
+    Raises:
+        ArgumentError: a hyperparameter out of its range.
+        CallError: an argument that there is not.
+
+    Reference: Li, Chen, Carlson and Carin, Preconditioned stochastic gradient Langevin dynamics for
+    deep neural networks, AAAI 2016.
+    """
+
+    kernel_class = kernels.pSGLD
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        lr: StepSize,
+        temperature: Rate = 1.0,
+        forgetting: Rate = kernels.pSGLD.forgetting,
+        damping: Rate = kernels.pSGLD.damping,
+        **options: Unpack[Options],
+    ):
+        own = {"lr": lr, "temperature": temperature, "forgetting": forgetting, "damping": damping}
+        super().__init__(model, **own, **options)
