@@ -19,7 +19,7 @@ from pyro_scale.infer.contents import result_of
 from pyro_scale.infer.fit import Fit
 from pyro_scale.infer.guide import Guide
 from pyro_scale.infer.method import Method
-from pyro_scale.infer.psis import MOST_K, MOST_SHIFT, Psis, psis, rows_for
+from pyro_scale.infer.psis import MOST_K, MOST_SHIFT, MOST_SPREAD, Psis, psis, rows_for
 from pyro_scale.infer.reductions import Reduce
 from pyro_scale.infer.result import Result
 from pyro_scale.model.log_posterior import LogPosterior
@@ -268,6 +268,13 @@ class Approximation(Method):
                 "the approximation does not fit the posterior: importance weights move its mean "
                 f"by {found.shift:.2g} of its sds: take sample(n, resample=True), a sampler such "
                 "as BAOA, or structure='dense'",
+            )
+        elif found.spread > MOST_SPREAD:
+            warn(
+                ApproximationWarning,
+                "the approximation does not fit the posterior: it is too narrow, by the log joint "
+                f"at its draws {found.spread:.2g} times: take structure='dense', or a sampler "
+                "such as BAOA",
             )
 
     def _with_k(self, table: Any) -> Any:
