@@ -63,6 +63,29 @@ def test_a_diagonal_of_correlated_elements_has_a_large_k():
     assert ps.Laplace(model).run((Y,), **QUIET).psis().pareto_k == 0
 
 
+def test_a_fit_that_is_too_narrow_is_warned_of_where_k_is_small():
+    """Its draws do not reach the tail of its weights."""
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 2, generator=source)
+    x = torch.stack([x[:, 0], 0.99 * x[:, 0] + 0.14 * x[:, 1]], 1)
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 10.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    fit = ps.Laplace(model, structure="diag")
+    for seed in range(3):
+        with pytest.warns(ApproximationWarning, match="does not fit the posterior"):
+            fit.run((x, x.sum(1)), seed=seed, progress=False)
+    assert fit.psis().spread > 3
+    x[:, 1] -= x[:, 0] * (x[:, 0] @ x[:, 1]) / x[:, 0].square().sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ApproximationWarning)
+        fit.run((x, x.sum(1)), **QUIET)
+    close(torch.tensor(fit.psis().spread), torch.tensor(1.0), 1e-4)
+
+
 def test_resampling_brings_means_to_the_posterior():
     y = torch.tensor([1.0, 0.0, 2.0])
     fit = ps.Laplace(skewed).run((y,), **QUIET)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_scale.core.gaussian import matrix_or_diagonal
 from pyro_scale.core.layout import Layout
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch.chunks import Piece, is_row_wise, pieces_of, pieces_with
@@ -23,6 +24,8 @@ from pyro_scale.posterior.gaussians import Fit
 MOST_K = 0.7
 #: By how many of its sds the weights may move a fit's mean.
 MOST_SHIFT = 0.25
+#: How many times as wide as a fit the posterior may be.
+MOST_SPREAD = 1.5
 #: The weights' sd in nats that is rounding.
 _ROUNDING = 0.01
 #: The error of the log weights, in nats, that they may have for taking some of the rows.
@@ -43,6 +46,11 @@ class Psis(NamedTuple):
         shift: how far the weights move the draws' mean, at the element that they move most, in
             the draws' sds: how far the fit's mean is from the posterior's, where k is small; 0
             where that is within four of its standard errors.
+        spread: how many times as wide as the fit the posterior is, by the element where that is
+            most, if it is Gaussian: the weights of a fit that is too narrow are of draws that
+            have not been where they would show it.  Infinite where the log ratios grow faster
+            than the fit's density falls; NaN where it is not known (several starts, too many
+            dimensions).
     """
 
     pareto_k: float
@@ -50,6 +58,7 @@ class Psis(NamedTuple):
     error: float
     num_rows: int
     shift: float
+    spread: float
 
     @property
     def words(self) -> str:
@@ -102,7 +111,7 @@ def psis(
     shift = float((moved.abs() / drawn_at.std(0)).max())
     if shift < 4 * float(log_weights.exp().square().sum().sqrt()):  # of the effective draws
         shift = 0.0
-    return Psis(pareto_k, log_weights, error, rows, shift)
+    return Psis(pareto_k, log_weights, error, rows, shift, _spread(fit, positions, log_ratios))
 
 
 def rows_for(known: LogPosterior, size: int, draws: int, evaluations: int) -> int | None:
@@ -125,6 +134,28 @@ def smoothed(log_ratios: Tensor) -> tuple[Tensor, float]:
         return log_ratios - torch.logsumexp(log_ratios, 0), 0.0
     log_weights, pareto_k = arviz_api.psis(log_ratios[None], 1.0)
     return log_weights[0], float(pareto_k[0])
+
+
+def _spread(fit: Fit, positions: Tensor, log_ratios: Tensor) -> float:
+    """See `Psis`: of the Gaussian whose log density is the fit's and a quadratic function that
+    is as near to the log ratios as possible."""
+    size = len(fit.places)
+    row, column = torch.triu_indices(size, size)
+    if fit.num_starts > 1 or 1 + size + len(row) > len(positions) // 2:
+        return math.nan
+    gaussian = fit.gaussians[0]
+    sds = gaussian.variance.double().cpu().sqrt()
+    away = (positions[:, fit.places] - gaussian.mean).double().cpu() / sds
+    terms = [torch.ones_like(away[:, :1]), away, away[:, row] * away[:, column]]
+    known = log_ratios.isfinite()
+    found = torch.linalg.lstsq(torch.cat(terms, 1)[known], log_ratios[known, None]).solution[:, 0]
+    bend = away.new_zeros(size, size)
+    bend[row, column] = found[1 + size :]
+    own = matrix_or_diagonal(gaussian.precision, dense=True).double().cpu() * sds * sds[:, None]
+    precision = own - bend - bend.T
+    if not bool((torch.linalg.eigvalsh(precision) > 0).all()):
+        return math.inf
+    return float(torch.linalg.inv(precision).diagonal().max().sqrt())
 
 
 def refuse_without_density(fit: Fit) -> None:

@@ -13,7 +13,7 @@ from pyro_scale.core.gaussian import Dense, Diagonal, matrix_or_diagonal
 from pyro_scale.core.rng import Purpose, generator
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
-from pyro_scale.diagnostics.psis import MOST_K, MOST_SHIFT, Psis, psis, rows_for
+from pyro_scale.diagnostics.psis import MOST_K, MOST_SHIFT, MOST_SPREAD, Psis, psis, rows_for
 from pyro_scale.errors import ApproximationWarning, ArgumentError, DataError, NotRunError
 from pyro_scale.infer.method import Method
 from pyro_scale.model.log_posterior import LogPosterior
@@ -269,6 +269,13 @@ class Approximation(Method):
                 "the approximation does not fit the posterior: importance weights move its mean "
                 f"by {found.shift:.2g} of its sds: take sample(n, resample=True), a sampler such "
                 "as BAOA, or structure='dense'",
+            )
+        elif found.spread > MOST_SPREAD:
+            warn(
+                ApproximationWarning,
+                "the approximation does not fit the posterior: it is too narrow, by the log joint "
+                f"at its draws {found.spread:.2g} times: take structure='dense', or a sampler "
+                "such as BAOA",
             )
 
     def _with_k(self, table: Any) -> Any:
