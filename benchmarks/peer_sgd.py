@@ -69,13 +69,13 @@ def eager(hidden: tuple[int, ...], steps: int) -> Callable[[], Timing]:
     """`torch.optim.SGD` as in any training loop, without noise."""
     x, y = (torch.from_numpy(a) for a in digits())
     net = mlp(hidden)
-    optimiser = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
     def step() -> None:
         rows = torch.randint(len(x), (MLP_BATCH,))
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         functional.cross_entropy(net(x[rows]), y[rows]).backward()
-        optimiser.step()
+        optimizer.step()
 
     return _timed(step, steps, 1, lambda: float((net(x).argmax(-1) == y).float().mean()))
 

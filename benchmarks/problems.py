@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-#: Of SGHMC on the log joint over N at temperature 1/N, which is how ours is parametrised.
+#: Of SGHMC on the log joint over N at temperature 1/N, which is how ours is parametrized.
 FRICTION = 1.0
 
 #: Step sizes; momentum SGD has learning rate lr^2 and momentum 1 - lr friction.

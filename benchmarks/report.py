@@ -159,11 +159,11 @@ def _plot(known: Sequence[tuple[Suite, list[Row]]]) -> None:
         layout="constrained",
     )
     for (suite, rows), axes in zip(measured, panels[:, 0], strict=True):
-        colours = [
+        colors = [
             "C1" if row.name.startswith((OURS, "import pyro_scale")) else "C0" for row in rows
         ]
         times = [row.fastest for row in rows if row.fastest is not None]
-        bars = axes.barh([row.name for row in rows], times, color=colours)
+        bars = axes.barh([row.name for row in rows], times, color=colors)
         axes.bar_label(bars, fmt=_short, padding=3, fontsize=8)
         axes.set_xscale("log")
         axes.set_xlim(min(times) / 4, max(times) * 3)

@@ -1,6 +1,6 @@
 """Bayesian logistic regression by minibatches, on scikit-learn's breast cancer data.
 
-Thirty measurements of a tumour say whether it is benign. Four chains of BAOA sample the posterior
+Thirty measurements of a tumor say whether it is benign. Four chains of BAOA sample the posterior
 of their weights from minibatches; held-out rows then show what that gains over the MAP, which is
 the same sampler at temperature 0. `make demo` runs it: a quarter of a minute, after which the
 draws and a trace plot are in `demo-output`.
@@ -61,7 +61,7 @@ def main():
     idata = mcmc.to_arviz()
     idata.posterior.coords["feature"] = features
 
-    print("\nThe posterior (weights of standardised features; y = 1 is benign):")
+    print("\nThe posterior (weights of standardized features; y = 1 is benign):")
     print(arviz.summary(idata).to_string())
     diagnostics = mcmc.diagnostics()
     print(f"\nHow far to trust the draws:\n{diagnostics.to_string()}")

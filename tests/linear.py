@@ -37,7 +37,7 @@ def linear_posterior(variance, x, y, power=1.0):
     return torch.linalg.solve(precision, shift), precision
 
 
-def standardised(count):
+def standardized(count):
     """Observations for `location`: a row's gradient has variance 1."""
     y = normals(count)
     return (y - y.mean()) / y.std(correction=0)

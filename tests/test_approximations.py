@@ -113,8 +113,8 @@ class Row(NamedTuple):
             return self.of(model).run(data, **settings)
 
 
-ADAM, STEPS = {"optimiser": torchopt.adam(0.05)}, {"num_steps": 40, "num_chains": 2}
-SLOW = {"optimiser": torchopt.adam(0.01)}  # so that factors stay well conditioned
+ADAM, STEPS = {"optimizer": torchopt.adam(0.05)}, {"num_steps": 40, "num_chains": 2}
+SLOW = {"optimizer": torchopt.adam(0.01)}  # so that factors stay well conditioned
 COLD = {"temperature": 0.5}
 TABLE = [
     Row(ps.MAP, "diag", ADAM, STEPS),
@@ -222,7 +222,7 @@ def test_draws_are_of_each_starts_gaussian(row):
         assert hasattr(gaussian, "sd") == (row.structure == "diag")
         own = unconstrained({name: value[start] for name, value in samples.items()})
         check_standard(whitened(fit, start, own))
-        close(fit.fit.centres[start, :FREE], gaussian.mean)
+        close(fit.fit.centers[start, :FREE], gaussian.mean)
     noises = [
         whitened(fit, start, unconstrained({name: value[start] for name, value in samples.items()}))
         for start in range(row.starts)
@@ -234,7 +234,7 @@ def test_draws_are_of_each_starts_gaussian(row):
 @pytest.mark.parametrize("structure", ["diag", "dense"])
 def test_a_maps_draws_are_its_modes(structure):
     fit = fit_of(f"MAP {structure}")
-    close(unconstrained(fit.get_samples()), fit.fit.centres[:, :FREE])
+    close(unconstrained(fit.get_samples()), fit.fit.centers[:, :FREE])
     assert fit.fit.gaussians == ()
     same(fit.sample(1), {name: value[:1] for name, value in fit.get_samples().items()})
     twice = fit.sample(4)
@@ -313,16 +313,16 @@ def curved(x, sd, y=None):
 
 
 @pytest.mark.parametrize("name", ["Laplace diag", "VI dense", "EKF dense"])
-def test_linearised_predictions_are_linear_around_the_mean(name):
+def test_linearized_predictions_are_linear_around_the_mean(name):
     x, row = X[:, 0], ROWS[name]
     fit = row.fitted(curved, (x, 3.0, x.exp()), num_chains=1)
     drawn = fit.predict(x, 1e-9, num_samples=50, linearized=True)["y"]
-    w, centre = fit.get_samples(50)["w"][:, None], fit.fit.gaussians[0].mean[0]
-    close(drawn, (x * centre).exp() * (1 + x * (w - centre)), 1e-7)
+    w, center = fit.get_samples(50)["w"][:, None], fit.fit.gaussians[0].mean[0]
+    close(drawn, (x * center).exp() * (1 + x * (w - center)), 1e-7)
     assert (drawn - fit.predict(x, 1e-9, num_samples=50)["y"]).abs().max() > 1e-2
 
 
-def test_linearised_predictions_need_a_gaussian():
+def test_linearized_predictions_need_a_gaussian():
     with pytest.raises(ArgumentError, match="needs a Gaussian"):
         fit_of("MAP diag").predict(X, GROUP, linearized=True)
     with pytest.raises(ArgumentError, match="not 'mean'"):
@@ -451,11 +451,11 @@ def test_a_second_run_starts_afresh(row):
         warnings.simplefilter("ignore", UserWarning)
         again.run((X[:8], Y[:8]), **settings)
         assert again.fit.log_posterior.num_data == 8
-        assert not torch.isclose(again.fit.centres[:, :2], first.fit.centres[:, :2]).any()
+        assert not torch.isclose(again.fit.centers[:, :2], first.fit.centers[:, :2]).any()
         again.run((X, Y), **settings)
     same(again.get_samples(), first.get_samples())
     same(again.params, first.params)
-    assert torch.equal(again.fit.centres, first.fit.centres)
+    assert torch.equal(again.fit.centers, first.fit.centers)
 
 
 @every
@@ -494,7 +494,7 @@ def test_a_fit_comes_back_from_a_file_bit_for_bit(row, tmp_path):
     assert after.fit.attrs == fit.fit.attrs
     assert after.fit.sites == fit.fit.sites
     assert after.fit.temperature == row.temperature
-    assert torch.equal(after.fit.centres, fit.fit.centres)
+    assert torch.equal(after.fit.centers, fit.fit.centers)
     assert len(after.fit.gaussians) == len(fit.fit.gaussians)
     for mine, theirs in zip(after.fit.gaussians, fit.fit.gaussians, strict=True):
         assert type(mine) is type(theirs)
@@ -582,7 +582,7 @@ def still(method, fit, num_chains, seed=8, **arguments):
         method.run(DATA, num_samples=1, **settings)
         return unconstrained(method.get_samples())
     method.run(DATA, num_steps=1, **settings)
-    return method.fit.centres[:, :FREE]
+    return method.fit.centers[:, :FREE]
 
 
 @pytest.mark.parametrize("name", ["Laplace diag", "VI diag", "EKF dense"])
@@ -598,13 +598,13 @@ def test_samplers_start_at_draws_of_a_fit(name):
 @pytest.mark.parametrize("name", ["MAP dense", "VI dense", "EKF diag", "Laplace diag"])
 def test_everything_starts_at_the_same_draws_of_a_fit(name):
     fit = fit_of(name)
-    optimiser = torchopt.sgd(1e-12)
+    optimizer = torchopt.sgd(1e-12)
     begun = still(ps.SGLD, fit, 3, lr=1e-12, temperature=0.0)
-    close(still(ps.VI, fit, 3, optimiser=optimiser), begun, 1e-7)
-    close(still(ps.MAP, fit, 3, optimiser=optimiser), begun, 1e-7)
+    close(still(ps.VI, fit, 3, optimizer=optimizer), begun, 1e-7)
+    close(still(ps.MAP, fit, 3, optimizer=optimizer), begun, 1e-7)
     close(still(ps.IVON, fit, 3, lr=1e-12), begun, 1e-7)
     if name.startswith("MAP"):
-        close(begun, fit.fit.centres[[0, 1, 0], :FREE], 1e-6)
+        close(begun, fit.fit.centers[[0, 1, 0], :FREE], 1e-6)
     else:
         assert not torch.isclose(begun, still(ps.SGLD, fit, 3, seed=9, lr=1e-12)).any()
 
@@ -715,7 +715,7 @@ def test_svi_leaves_a_maps_guide_at_the_mode():
         with pyro.plate("data", len(y)):
             pyro.sample("y", dist.Normal(0.0, s), obs=y)
 
-    fit = ps.MAP(model, structure="dense", optimiser=torchopt.adam(0.05))
+    fit = ps.MAP(model, structure="dense", optimizer=torchopt.adam(0.05))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         guide = fit.run((Y,), num_steps=150, seed=0, **QUIET).guide()

@@ -284,16 +284,16 @@ def weights_of_an_lstm(x, y):
 
 BAD = {
     "no latent": (nothing_latent, ModelError, "no latent site.*nothing to infer"),
-    "local latent": (local_latent, SiteError, "site 'e': .*one for every row.*marginalise"),
+    "local latent": (local_latent, SiteError, "site 'e': .*one for every row.*marginalize"),
     "local latent, declared plate": (
         local_latent_in_a_declared_plate,
         SiteError,
-        "site 'e': .*one for every row.*marginalise",
+        "site 'e': .*one for every row.*marginalize",
     ),
     "local latent, no plate": (
         local_latent_without_a_plate,
         SiteError,
-        "site 'e': .*one for every row.*marginalise",
+        "site 'e': .*one for every row.*marginalize",
     ),
     "local latent, nested plates": (
         local_latent_in_a_plate_inside,
@@ -441,7 +441,7 @@ def test_bad_models_are_refused_before_any_step(kind):
 
 
 def absolute(x, y):
-    """`branches_on_a_latent`, written so that it can be vectorised."""
+    """`branches_on_a_latent`, written so that it can be vectorized."""
     w = weights()
     with pyro.plate("data", len(x)):
         pyro.sample("y", dist.Normal(x @ w * torch.sign(w.sum()), 1.0), obs=y)

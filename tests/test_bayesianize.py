@@ -312,8 +312,8 @@ def test_kaiming_and_unit_scales():
     for name, prior in ps.bayesianize(net, "kaiming").priors().items():
         mean, scale = parameters_of(prior, net.get_parameter(name))
         fan_in = SCALES.get(name)
-        centre = 1.0 if name.endswith("norm.weight") else 0.0
-        close(mean, torch.full_like(mean, centre))
+        center = 1.0 if name.endswith("norm.weight") else 0.0
+        close(mean, torch.full_like(mean, center))
         close(scale, torch.full_like(scale, 1.0 if fan_in is None else math.sqrt(2 / fan_in)))
     for name, prior in ps.bayesianize(net).priors().items():  # "unit"
         mean, scale = parameters_of(prior, net.get_parameter(name))
@@ -321,7 +321,7 @@ def test_kaiming_and_unit_scales():
         assert torch.equal(scale, torch.ones_like(scale))
 
 
-def test_only_scales_of_normalisation_layers_are_centred_at_one():
+def test_only_scales_of_normalization_layers_are_centered_at_one():
     priors = ps.bayesianize(nn.Sequential(nn.Linear(2, 3), nn.PReLU(3)), "kaiming").priors()
     assert torch.equal(priors["1.weight"].mean, torch.zeros(3))
 
@@ -394,7 +394,7 @@ def test_the_log_prior_is_the_sum_over_weights(kind):
             weight.dim()
         ),
     ],
-    ids=["named", "scalar", "centred", "of float32 events"],
+    ids=["named", "scalar", "centered", "of float32 events"],
 )
 def test_priors_follow_the_networks_dtype(prior, late):
     net = mlp().float()
@@ -470,7 +470,7 @@ def test_weights_without_reset_parameters_start_at_their_own():
     assert (found["body.0.weight"] != net.body[0].weight).all()
 
 
-def test_parametrised_layers_are_reset_too():
+def test_parametrized_layers_are_reset_too():
     net = weight_norm()
     found = starts(net, 1)
     name = "0.parametrizations.weight.original1"

@@ -425,8 +425,8 @@ def test_the_inflation_is_what_comes_out(name):
     if name != "SGLD":
         hyperparameters |= {"friction": by_site(FRICTION), "mass": by_site(MASS)}
     chains = 200
-    centre = PAIRS.sum(0) / double(1.0, 4.0) / (64 * PRECISIONS)
-    starts = {site: centre[i].expand(chains, 1).clone() for i, site in enumerate("ab")}
+    center = PAIRS.sum(0) / double(1.0, 4.0) / (64 * PRECISIONS)
+    starts = {site: center[i].expand(chains, 1).clone() for i, site in enumerate("ab")}
     sampler = METHODS[name].sampler(two_sites, init_strategy=starts, **hyperparameters)
     relaxation = 120 if name == "SGLD" else 60
     sampler.run(
@@ -449,7 +449,7 @@ def test_the_inflation_is_what_comes_out(name):
         noise = float(VARIANCES[i] * 63 / 64 / 4)
         exact = gaussian.stationary(one, precision, gradient_noise=noise)[0, 0]
         clean = 1 / 64 / PRECISIONS[i]
-        draws = sampler.get_samples()[site] - centre[i]
+        draws = sampler.get_samples()[site] - center[i]
         z = float((draws.square().mean() / exact - 1) / (2 / draws.numel()) ** 0.5)
         assert abs(z) < 4.4
         assert float(exact / clean) > 1.1
@@ -548,8 +548,8 @@ def heated(subtract, method, lr, chains=200, **others):
     """A normal mean of 20,000 rows, B = 32, from the posterior itself; z of the variance."""
     y = normals(BIG, 1, seed=11)
     exact = 1 / (4 + BIG)
-    centre = float(y.sum()) * exact
-    starts = centre + exact**0.5 * normals(chains, 1, seed=12)
+    center = float(y.sum()) * exact
+    starts = center + exact**0.5 * normals(chains, 1, seed=12)
     sampler = method(
         normal_mean, lr=lr, subtract_noise=subtract, init_strategy={"w": starts}, **others
     )
@@ -565,7 +565,7 @@ def heated(subtract, method, lr, chains=200, **others):
         seed=13,
         **QUIET,
     )
-    draws = sampler.get_samples()["w"] - centre
+    draws = sampler.get_samples()["w"] - center
     return sampler, float(draws.square().mean() / exact), (2 / draws.numel()) ** 0.5
 
 

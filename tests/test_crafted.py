@@ -94,7 +94,7 @@ def test_results_whose_parts_do_not_belong_together_are_refused(spoil, tmp_path)
 SPOILED_FITS = {
     "a mean": lambda contents: contents["gaussians"][0].update(mean=torch.zeros(2, 2)),
     "a scale": lambda contents: contents["gaussians"][0].update(scale_tril=torch.zeros(3)),
-    "centres": lambda contents: contents.update(centres=torch.zeros(1, 3)),
+    "centers": lambda contents: contents.update(centers=torch.zeros(1, 3)),
     "sites": lambda contents: contents.update(sites=["v"]),
     "no gaussian": lambda contents: contents.update(gaussians=[{}]),
 }

@@ -103,7 +103,7 @@ def test_of_a_step_that_is_no_loop(traced, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [ps.MAP, ps.VI])
-def test_of_optimisers(kind, traced):
+def test_of_optimizers(kind, traced):
     first = kind(Regression(), compile=True)
     for seed in range(2):
         found = ran(first, seed=seed)

@@ -93,7 +93,7 @@ def test_a_linear_regression_has_its_exact_posterior(way, variance):
     close(gaussian(fit).mean, mean, 1e-8)
     close(gaussian(fit).precision, precision, 1e-8)
     close(gaussian(fit).covariance, torch.linalg.inv(precision), 1e-8)
-    close(fit.fit.centres[0], mean, 1e-8)
+    close(fit.fit.centers[0], mean, 1e-8)
 
 
 @pytest.mark.parametrize("variance", [1.0, 1e8])

@@ -194,9 +194,9 @@ def asked(monkeypatch):
     monkeypatch.setattr(choose_executor, "check", lambda *_: None)
     nothing = SimpleNamespace(program=lambda *_: None, keep=lambda *_: None)
 
-    def ask(compile, num_steps, num_chains=1, vectorised=True):
+    def ask(compile, num_steps, num_chains=1, vectorized=True):
         calls.clear()
-        engine = SimpleNamespace(vectorised=vectorised)
+        engine = SimpleNamespace(vectorized=vectorized)
         state = SimpleNamespace(position=torch.zeros(num_chains, 1))
         choose_executor.program_for(
             engine, SimpleNamespace(), state, None, compile, num_steps, str, None, nothing
@@ -219,8 +219,8 @@ def test_auto_counts_chain_steps(asked):
     assert asked("auto", 1499, num_chains=251) == 0
     assert asked("auto", 1500, num_chains=251) == 1
     assert asked("auto", 1500, num_chains=1000) == 1
-    assert asked("auto", 749, num_chains=4, vectorised=False) == 0
-    assert asked("auto", 750, num_chains=4, vectorised=False) == 1
+    assert asked("auto", 749, num_chains=4, vectorized=False) == 0
+    assert asked("auto", 750, num_chains=4, vectorized=False) == 1
 
 
 @pytest.mark.parametrize(
@@ -487,7 +487,7 @@ def test_a_chain_that_fails_beside_points():
 
 
 def curves(y):
-    """A factorisation of what the state says, which NaN upsets for all chains at once."""
+    """A factorization of what the state says, which NaN upsets for all chains at once."""
     length = pyro.sample("length", dist.LogNormal(-1.0, 0.3))
     place = torch.linspace(0, 1, 3)
     covariance = torch.exp(-0.5 * ((place[:, None] - place) / length).square()) + torch.eye(3)
@@ -496,7 +496,7 @@ def curves(y):
 
 
 @pytest.mark.slow
-def test_a_broken_chain_upsets_no_factorisation():
+def test_a_broken_chain_upsets_no_factorization():
     """Another chain's state stands in for it, chain 0's too."""
     rows = normals(400, 3)
     rows[123, 1] = torch.nan

@@ -140,7 +140,7 @@ def without_data():
 
 
 class Net(PyroModule):
-    """A Bayesian layer, a plain one whose weights are learnt, and a PyroParam."""
+    """A Bayesian layer, a plain one whose weights are learned, and a PyroParam."""
 
     def __init__(self):
         super().__init__()
@@ -608,8 +608,8 @@ def test_what_is_wrong_is_said(written, tmp_path):
     torch.save({"w": X}, path)
     with pytest.raises(FileError, match="does not begin as a file of Pyro Scale's"):
         ps.BAOA.load(path, regression)
-    path.write_bytes(whole.replace(b"format 2,", b"format 3,", 1))
-    with pytest.raises(FileError, match=r"has format 3, but this version .* reads format 2"):
+    path.write_bytes(whole.replace(b"format 3,", b"format 4,", 1))
+    with pytest.raises(FileError, match=r"has format 4, but this version .* reads format 3"):
         ps.BAOA.load(path, regression)
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(FileError, match="is damaged"):

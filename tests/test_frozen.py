@@ -231,7 +231,7 @@ def test_the_base_runs_once_for_every_row(monkeypatch):
     assert sum(rows) == B + -(-N // B) * B  # the first batch besides
 
 
-class Centred(nn.Module):
+class Centered(nn.Module):
     """Rows that depend on the others' mean."""
 
     def __init__(self):
@@ -243,7 +243,7 @@ class Centred(nn.Module):
         return self.head(hidden - hidden.mean(0))
 
 
-class Detached(Centred):
+class Detached(Centered):
     """The head's own weights, seen once without a gradient."""
 
     def forward(self, x):
@@ -252,7 +252,7 @@ class Detached(Centred):
         return self.head(self.body(x)) - shift
 
 
-class Branching(Centred):
+class Branching(Centered):
     def forward(self, x):
         hidden = self.body(x)
         return self.head(hidden if float(hidden.sum()) > 0 else -hidden)
@@ -278,7 +278,7 @@ def cut(build, x, y):
 def test_features_depend_on_their_own_row_alone():
     """All rows are there, so that the model is taken; the cut is before the mean over rows."""
     x, y = SEQUENCE[:, 0], LABELS
-    log_posterior, params, found = cut(Centred, x, y)
+    log_posterior, params, found = cut(Centered, x, y)
     features = found.features((x, y))
     assert [tuple(feature.shape) for feature in features] == [(N, 6), (N, 1)]
     order = torch.arange(N - 1, -1, -1) // 2
@@ -288,7 +288,7 @@ def test_features_depend_on_their_own_row_alone():
     close(found(params, features).log_lik, log_posterior(params, (x, y)).log_lik)
 
 
-class Clamped(Centred):
+class Clamped(Centered):
     """A scale of the head's own weights without a gradient, which is a constant at the start."""
 
     def forward(self, x):

@@ -47,15 +47,15 @@ def loss(w, log_s, x=ROWS):
     return -(likelihood + prior) / SIZE
 
 
-def optimised(chain, make, steps, rows=None):
-    """The paths of w and s under a torch optimiser; rows `[steps, B]` are its batches."""
+def optimized(chain, make, steps, rows=None):
+    """The paths of w and s under a torch optimizer; rows `[steps, B]` are its batches."""
     w = [nn.Parameter(element.clone()) for element in STARTS["w"][chain]]
     log_s = nn.Parameter(STARTS["s"][chain].log())
-    optimiser, path = make(w, log_s), []
+    optimizer, path = make(w, log_s), []
     for step in range(steps):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss(torch.stack(w), log_s, ROWS if rows is None else ROWS[rows[step]]).backward()
-        optimiser.step()
+        optimizer.step()
         path.append(torch.stack([*w, log_s.exp()]).detach())
     path = torch.stack(path)
     return {"w": path[:, :2], "s": path[:, 2]}
@@ -82,7 +82,7 @@ def test_from_sgd_at_temperature_zero_is_an_ensemble_of_sgd_runs(row, momentum):
     draws = sampler.run(ROWS, **BATCHED).get_samples(group_by_chain=True)
     rows = RowIndices(4, 3, SIZE, 7, "shuffle").span(0, 25)
     for chain in range(3):
-        expected = optimised(
+        expected = optimized(
             chain,
             lambda w, log_s: torch.optim.SGD([*w, log_s], lr=0.02, **given),
             25,
@@ -165,7 +165,7 @@ def test_sites_are_parameter_groups():
         return torch.optim.SGD(groups, lr=1.0)
 
     for chain in range(3):
-        expected = optimised(chain, make, 15)
+        expected = optimized(chain, make, 15)
         close(draws["w"][chain], expected["w"])
         close(draws["s"][chain], expected["s"])
 

@@ -5,7 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from gaussian import bound, stationary
-from linear import location, standardised
+from linear import location, standardized
 from reference import double
 from repetitions import slow_but
 from warned import quiet, told
@@ -18,7 +18,7 @@ from pyro_scale.engine.draws import Steps
 pytestmark = pytest.mark.usefixtures("float64")
 
 N, B = 1000, 20
-Y = standardised(N)
+Y = standardized(N)
 MANY = {"num_samples": 256, "warmup_steps": 300, "thinning": 5, "num_chains": 60}
 QUIET = {"progress": False, "seed": 0}
 

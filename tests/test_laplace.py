@@ -264,7 +264,7 @@ X2 = normals(40, 2, seed=6)
 
 
 def of_outputs(family, width=None):
-    """A generalised linear model of a prior N(0, 1)."""
+    """A generalized linear model of a prior N(0, 1)."""
 
     def model(x, y):
         shape = (2,) if width is None else (2, width)
@@ -299,7 +299,7 @@ def test_the_ggn_is_the_hessian_where_the_link_is_canonical(name, structure):
     family, eta, width = CANONICAL[name]
     data, model = (X2, draw(family(eta))), of_outputs(family, width)
     ggn = laplace(model, data, structure, batch_size=7)
-    mode = {"w": ggn.fit.centres[0].reshape((2, *eta.shape[1:]))}
+    mode = {"w": ggn.fit.centers[0].reshape((2, *eta.shape[1:]))}
     exact = laplace(model, data, structure, curvature="hessian", mode=mode)
     close(gaussian(ggn).precision, gaussian(exact).precision, 1e-8)
     close(ggn.log_marginal_likelihood(), exact.log_marginal_likelihood(), 1e-8)
@@ -439,15 +439,15 @@ def test_of_several_starts_the_evidence_is_the_largest():
     """Both wells by hand: the mode's log joint, and the curvature there."""
     y, starts = double(1.0, 1.4), double(-1.0, 1.0, -2.0)
     fit = laplace(two_wells, (y,), curvature="hessian", num_chains=3, init_strategy={"w": starts})
-    centres = fit.fit.centres[:, 0]
-    assert float(centres[1]) < 0 < float(centres[0])  # in the order of their evidence
-    close(centres[2], centres[1], 1e-8)
+    centers = fit.fit.centers[:, 0]
+    assert float(centers[1]) < 0 < float(centers[0])  # in the order of their evidence
+    close(centers[2], centers[1], 1e-8)
 
     def log_joint(w):
         return dist.Normal(0.7, 1.0).log_prob(w) + dist.Normal(w**2, 1.0).log_prob(y).sum()
 
     expected = []
-    for start, w in enumerate(centres):
+    for start, w in enumerate(centers):
         close(torch.func.grad(log_joint)(w), 0.0, 1e-8)
         precision = -torch.func.hessian(log_joint)(w)
         close(gaussian(fit, start).variance, [1 / precision], 1e-8)
@@ -469,7 +469,7 @@ MAP_MODE = ((0.5 / 0.64 + float(SIZES.log().sum()) / 1.69) - 1) / LOG_PRECISION
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_map_gives_the_place_and_the_distance_is_told(structure):
     """The mode without Jacobian is 1/precision below in log m: 1/sqrt(precision) sds."""
-    found = ps.MAP(log_normal, structure="dense", optimiser=torchopt.sgd(0.5))
+    found = ps.MAP(log_normal, structure="dense", optimizer=torchopt.sgd(0.5))
     found.run((SIZES,), num_steps=50, **QUIET)
     fit = laplace(log_normal, (SIZES,), structure, mode=found)
     close(gaussian(fit).mean, [MAP_MODE], 1e-8)
@@ -485,11 +485,11 @@ def test_a_map_gives_the_place_and_the_distance_is_told(structure):
 
 def test_a_map_of_several_starts_gives_several_gaussians():
     y, starts = double(1.0, 1.4), {"w": double(-1.0, 1.0)}
-    found = ps.MAP(two_wells, structure="dense", init_strategy=starts, optimiser=torchopt.sgd(0.05))
+    found = ps.MAP(two_wells, structure="dense", init_strategy=starts, optimizer=torchopt.sgd(0.05))
     found.run((y,), num_steps=100, num_chains=2, **QUIET)
     fit = laplace(two_wells, (y,), mode=found)
     assert len(fit.fit.gaussians) == 2
-    assert torch.equal(fit.fit.centres.sort(0).values, found.fit.centres.sort(0).values)
+    assert torch.equal(fit.fit.centers.sort(0).values, found.fit.centers.sort(0).values)
     assert fit.get_samples(group_by_chain=True)["w"].shape == (2, 1000)
 
 
@@ -529,17 +529,17 @@ def evidence_of(tau, sigma):
 def best_of(function, size):
     """Where a function of the logarithms of `size` numbers is largest: (those numbers, it)."""
     logs = torch.zeros(size, requires_grad=True)
-    optimiser = torch.optim.LBFGS(
+    optimizer = torch.optim.LBFGS(
         [logs], max_iter=200, line_search_fn="strong_wolfe", tolerance_grad=1e-10
     )
 
     def closure():
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss = -function(*logs.exp())
         loss.backward()
         return loss
 
-    optimiser.step(closure)
+    optimizer.step(closure)
     return logs.detach().exp(), function(*logs.detach().exp())
 
 
@@ -643,11 +643,11 @@ def test_an_update_takes_loaders_and_gives_draws():
 def test_an_update_of_several_starts_updates_each():
     y, starts = double(1.0, 1.4), double(-1.0, 1.0)
     fit = laplace(two_wells, (y,), num_chains=2, init_strategy={"w": starts})
-    before = fit.fit.centres[:, 0].clone()
+    before = fit.fit.centers[:, 0].clone()
     precision = torch.cat([gaussian(fit, start).variance for start in (0, 1)]).reciprocal()
     more = double(1.2, 0.9)
     fit.update((more,), progress=False)
-    after = fit.fit.centres[:, 0]
+    after = fit.fit.centers[:, 0]
     slope = -precision * (after - before) + 2 * after * (more.sum() - 2 * after**2)
     close(slope, torch.zeros(2), 1e-8)
     assert float(after[1]) < 0 < float(after[0])
@@ -672,7 +672,7 @@ def test_every_curvature_is_updated(kind):
 def test_a_map_of_the_new_prior_finds_the_updated_mode(temperature):
     first, other = HALVES
     fit = laplace(regression(2.0), (X[first], Y[first]), temperature=temperature)
-    found = ps.MAP(fit.as_prior(), structure="dense", optimiser=torchopt.sgd(0.2))
+    found = ps.MAP(fit.as_prior(), structure="dense", optimizer=torchopt.sgd(0.2))
     found.run((X[other], Y[other]), num_steps=50, batch_size=5, **QUIET)
     mean, precision = posterior(2.0)
     close(found.get_samples()["w"][0], mean, 1e-8)
@@ -688,16 +688,16 @@ def test_steps_with_the_new_prior_find_the_updated_mode():
     first, other = HALVES
     fit = laplace(regression(2.0), (X[first], Y[first]))
     twice = X[other].repeat(2, 1), Y[other].repeat(2)
-    expected = ps.MAP(fit.as_prior(), structure="dense", optimiser=torchopt.sgd(0.01))
+    expected = ps.MAP(fit.as_prior(), structure="dense", optimizer=torchopt.sgd(0.01))
     expected.run(twice, num_steps=10, **QUIET)
-    found = ps.MAP(fit.as_prior(), optimiser=torchopt.sgd(0.02), num_data=len(twice[0]))
+    found = ps.MAP(fit.as_prior(), optimizer=torchopt.sgd(0.02), num_data=len(twice[0]))
     for _ in range(2000):
         found.step(X[other], Y[other])
     close(found.get_samples()["w"], expected.get_samples()["w"], 1e-8)
 
 
 def test_steps_by_adamw_say_nothing_of_its_operations():
-    found = ps.MAP(regression(2.0), optimiser=torchopt.adamw(0.1), num_data=len(X))
+    found = ps.MAP(regression(2.0), optimizer=torchopt.adamw(0.1), num_data=len(X))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found.step(X, Y)
@@ -788,7 +788,7 @@ def test_some_sites_are_conditional_on_the_others_at_the_mode(patterns, places, 
     kind = {"curvature": "hessian"}
     fit = laplace(two_sites, (X, Y), structure, sites=patterns, batch_size=8, **kind)
     whole = laplace(two_sites, (X, Y), **kind)
-    mode = whole.fit.centres[0]
+    mode = whole.fit.centers[0]
     precision = -torch.func.hessian(two_sites_by_hand)(mode)[places][:, places]
     if structure == "diag":
         precision = precision.diagonal().diag()
@@ -802,7 +802,7 @@ def test_some_sites_are_conditional_on_the_others_at_the_mode(patterns, places, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sites_without_a_gaussian_stay_at_the_mode(kind):
     fit = laplace(two_sites, (X, Y), sites=["b"], curvature=kind)
-    draws, mode = fit.get_samples(), fit.fit.centres[0]
+    draws, mode = fit.get_samples(), fit.fit.centers[0]
     close(draws["a"], mode[0].expand(1000), 1e-12)
     close(draws["sd.s"], mode[3].exp().expand(1000), 1e-12)
     away = (draws["b"] - mode[1:3]) / gaussian(fit).variance.sqrt()
@@ -818,13 +818,13 @@ def test_a_block_of_the_rows_curvature(kind):
     close(gaussian(some).precision, gaussian(whole).precision[1:3, 1:3], 1e-8)
 
 
-# ------------------------------------------------------------------ linearised predictions
+# ------------------------------------------------------------------ linearized predictions
 
 
 NEW = normals(4, D, seed=10)
 
 
-def test_linearised_predictions_of_a_linear_model_are_exact():
+def test_linearized_predictions_of_a_linear_model_are_exact():
     """Means x'm, covariances x'Sx + SD^2 I; so are plain ones."""
     fit = laplace(regression(), (X[:6], Y[:6]))
     mean, precision = posterior(1.0, X[:6], Y[:6])
@@ -913,7 +913,7 @@ def test_a_networks_outputs_are_linear_in_its_weights(structure, sites):
     fit = laplace(model, (X, Y), structure, sites=sites)
     noise[0] = 1e-9
     drawn = fit.predict(NEW, linearized=True)["y"]
-    w, v = fit.fit.centres[0][:6].reshape(D, 2), fit.fit.centres[0][6:]
+    w, v = fit.fit.centers[0][:6].reshape(D, 2), fit.fit.centers[0][6:]
     hidden = torch.tanh(NEW @ w)
     of_w = torch.einsum("nd,nh->ndh", NEW, (1 - hidden**2) * v)
     weights = fit.get_samples()
@@ -1008,7 +1008,7 @@ OTHER_FAMILIES = {
 
 
 @pytest.mark.parametrize("name", OTHER_FAMILIES)
-def test_linearised_draws_of_other_families_have_the_plain_ones_mean(name):
+def test_linearized_draws_of_other_families_have_the_plain_ones_mean(name):
     """All of them are linear before their links."""
     family = OTHER_FAMILIES[name]
     y, new = draw(family(ETA)), 0.5 * normals(5, 2, seed=12)
@@ -1024,7 +1024,7 @@ def test_linearised_draws_of_other_families_have_the_plain_ones_mean(name):
     close(one.var(0), other.var(0), 0.5)
 
 
-def test_linearised_predictions_of_fewer_draws_and_rows_at_a_time():
+def test_linearized_predictions_of_fewer_draws_and_rows_at_a_time():
     fit = laplace(regression(), (X, Y))
     assert fit.predict(NEW, linearized=True, num_samples=7)["y"].shape == (7, 4)
     assert fit.predict(NEW, linearized=True, batch_size=3)["y"].shape == (1000, 4)

@@ -1,4 +1,4 @@
-"""The mode of the density of the sites' own values, against closed forms, and optimisers against
+"""The mode of the density of the sites' own values, against closed forms, and optimizers against
 loops that are written out by hand."""
 
 import math
@@ -124,7 +124,7 @@ CONJUGATE = {
 @pytest.mark.parametrize("family", CONJUGATE)
 def test_a_dense_map_is_the_mode_without_jacobian_to_rounding(family, batch_size):
     model, y, mode, other = CONJUGATE[family]
-    fit = ps.MAP(model, structure="dense", optimiser=torchopt.adam(0.05))
+    fit = ps.MAP(model, structure="dense", optimizer=torchopt.adam(0.05))
     fit.run((y,), num_steps=150, batch_size=batch_size, **QUIET)
     close(mode_of(fit, "v"), mode, 1e-8)
     if other is not None:
@@ -132,10 +132,10 @@ def test_a_dense_map_is_the_mode_without_jacobian_to_rounding(family, batch_size
 
 
 @pytest.mark.parametrize("family", CONJUGATE)
-def test_a_diagonal_map_is_where_the_optimiser_ends(family):
+def test_a_diagonal_map_is_where_the_optimizer_ends(family):
     """Gradient descent on all rows, without steps of Newton's method."""
     model, y, mode, _ = CONJUGATE[family]
-    fit = ps.MAP(model, optimiser=torchopt.sgd(0.7)).run((y,), num_steps=200, **QUIET)
+    fit = ps.MAP(model, optimizer=torchopt.sgd(0.7)).run((y,), num_steps=200, **QUIET)
     close(mode_of(fit, "v"), mode, 1e-6)
 
 
@@ -145,7 +145,7 @@ def test_a_dense_map_is_at_the_mode_or_says_that_it_is_not():
         warnings.simplefilter("always")
         at = {"w": START[None, :2], "s": double(8.0)}
         fit = ps.MAP(scaled, structure="dense", init_strategy=at).run((X, Y), num_steps=5, **QUIET)
-    here = fit.fit.centres[0].requires_grad_()
+    here = fit.fit.centers[0].requires_grad_()
     (slope,) = torch.autograd.grad(log_joint_of(here), here)
     assert said or float(slope.norm()) < 1e-6
 
@@ -159,7 +159,7 @@ def test_two_sites_of_which_one_is_positive():
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(x @ w, s), obs=y)
 
-    fit = ps.MAP(model, structure="dense", optimiser=torchopt.adam(0.05))
+    fit = ps.MAP(model, structure="dense", optimizer=torchopt.adam(0.05))
     fit.run((X, Y), num_steps=300, batch_size=B, **QUIET)
     w, s = (mode_of(fit, name).requires_grad_() for name in "ws")
     log_joint = (
@@ -173,12 +173,12 @@ def test_two_sites_of_which_one_is_positive():
 
 def test_n_is_what_num_data_says():
     """Seven rows that stand for seventy: ten times the likelihood, once the prior."""
-    fit = ps.MAP(poisson, num_data=70, optimiser=torchopt.sgd(0.5))
+    fit = ps.MAP(poisson, num_data=70, optimizer=torchopt.sgd(0.5))
     fit.run((COUNTS,), num_steps=300, **QUIET)
     close(mode_of(fit, "v"), (2 - 1 + 110) / (3 + 70), 1e-6)
 
 
-# ------------------------------------------------------------------ optimisers, step for step
+# ------------------------------------------------------------------ optimizers, step for step
 
 
 def scaled(x, y):
@@ -203,25 +203,25 @@ def log_joint_of(position):
 def by_hand(factory, num_steps, lrs=None):
     """(The last position, the log joint before each step) of torch.optim's own loop."""
     position = torch.nn.Parameter(START.clone())
-    optimiser, values = factory([position]), []
+    optimizer, values = factory([position]), []
     for step in range(num_steps):
         if lrs is not None:
-            optimiser.param_groups[0]["lr"] = lrs(step)
-        optimiser.zero_grad()
+            optimizer.param_groups[0]["lr"] = lrs(step)
+        optimizer.zero_grad()
         loss = -log_joint_of(position) / N
         values.append(-N * float(loss.detach()))
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     return position.detach(), double(*values)
 
 
-def started(optimiser, data=(X, Y), num_steps=30, **kwargs):
+def started(optimizer, data=(X, Y), num_steps=30, **kwargs):
     at = {"w": START[None, :2], "s": START[None, 2].exp()}
     settings = {"compile": False, "init_strategy": at, **kwargs}
     run = {name: settings.pop(name) for name in ("batch_size",) if name in settings}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the log joint still rose")
-        return ps.MAP(scaled, optimiser=optimiser, **settings).run(
+        return ps.MAP(scaled, optimizer=optimizer, **settings).run(
             data, num_steps=num_steps, **run, **QUIET
         )
 
@@ -241,7 +241,7 @@ FACTORIES = {
 def test_a_factory_of_torch_optim_is_its_own_loop(name):
     position, values = by_hand(FACTORIES[name], 30)
     fit = started(FACTORIES[name])
-    close(fit.fit.centres[0], position, 1e-12)
+    close(fit.fit.centers[0], position, 1e-12)
     close(fit.trace[0], values, 1e-12)
 
 
@@ -257,16 +257,16 @@ TWINS = {
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_torchopts_optimisers_are_those_of_torch(name):
+def test_torchopts_optimizers_are_those_of_torch(name):
     ours, theirs = TWINS[name]
     one, other = started(ours), started(theirs)
-    close(one.fit.centres, other.fit.centres, 1e-9)
+    close(one.fit.centers, other.fit.centers, 1e-9)
     close(one.trace, other.trace, 1e-9)
 
 
 def test_adam_with_a_hundredth_is_the_default():
     default, adam = started(None), started(torchopt.adam(1e-2))
-    assert torch.equal(default.fit.centres, adam.fit.centres)
+    assert torch.equal(default.fit.centers, adam.fit.centers)
 
 
 def decaying(first, last, steps):
@@ -280,40 +280,40 @@ def test_a_schedule_of_torchopts_is_followed():
     expected, values = by_hand(
         lambda p: torch.optim.SGD(p, lr=1.0), 30, lambda step: 0.2 - 0.18 * min(step / 20, 1)
     )
-    close(fit.fit.centres[0], expected, 1e-10)
+    close(fit.fit.centers[0], expected, 1e-10)
     close(fit.trace[0], values, 1e-10)
 
 
-@pytest.mark.parametrize("optimiser", [torchopt.sgd(0.1), FACTORIES["SGD"]], ids=["own", "torch"])
+@pytest.mark.parametrize("optimizer", [torchopt.sgd(0.1), FACTORIES["SGD"]], ids=["own", "torch"])
 @pytest.mark.parametrize("batch_size", [1, 4, 7])
-def test_minibatches_of_equal_rows_are_the_whole_data(optimiser, batch_size):
+def test_minibatches_of_equal_rows_are_the_whole_data(optimizer, batch_size):
     """N/B times a batch's log likelihood is then that of all rows, at every step."""
     data = (X[:1].expand(N, 2).contiguous(), Y[:1].expand(N).contiguous())
-    whole = started(optimiser, data)
-    parts = started(optimiser, data, batch_size=batch_size)
-    close(parts.fit.centres, whole.fit.centres, 1e-10)
+    whole = started(optimizer, data)
+    parts = started(optimizer, data, batch_size=batch_size)
+    close(parts.fit.centers, whole.fit.centers, 1e-10)
     close(parts.trace, whole.trace, 1e-10)
 
 
 def test_minibatches_are_unbiased():
     """With steps that shrink, the mode is that of all rows within the noise that is left."""
-    fit = ps.MAP(normal, optimiser=torchopt.sgd(decaying(0.3, 0.003, 400)))
+    fit = ps.MAP(normal, optimizer=torchopt.sgd(decaying(0.3, 0.003, 400)))
     fit.run((SIZES,), num_steps=600, batch_size=2, **QUIET)
     close(mode_of(fit, "v"), CONJUGATE["Normal"][2], 1e-2)
 
 
 def test_compiled_is_eager():
-    asked = {"optimiser": torchopt.adam(0.02), "batch_size": B, "num_steps": 60}
+    asked = {"optimizer": torchopt.adam(0.02), "batch_size": B, "num_steps": 60}
     eager, compiled = (started(compile=compile, **asked) for compile in (False, True))
     assert eager.fit.attrs["program"] != compiled.fit.attrs["program"]
-    close(compiled.fit.centres, eager.fit.centres, 1e-10)
+    close(compiled.fit.centers, eager.fit.centers, 1e-10)
     close(compiled.trace, eager.trace, 1e-10)
 
 
 def test_a_factory_runs_eagerly_whatever_is_asked():
-    asked = {"optimiser": FACTORIES["Adam"], "num_steps": 10, "batch_size": B}
+    asked = {"optimizer": FACTORIES["Adam"], "num_steps": 10, "batch_size": B}
     one, other = (started(compile=compile, **asked) for compile in (False, True))
-    assert torch.equal(one.fit.centres, other.fit.centres)
+    assert torch.equal(one.fit.centers, other.fit.centers)
 
 
 # ------------------------------------------------------------------ how long
@@ -335,13 +335,13 @@ def test_epochs_are_passes_through_the_data(data, batch_size, steps):
     fit = ps.MAP(scaled).run(data, num_epochs=3, batch_size=batch_size, **QUIET)
     assert fit.trace.shape == (1, steps)
     same = ps.MAP(scaled).run(data, num_steps=steps, batch_size=batch_size, **QUIET)
-    assert torch.equal(same.fit.centres, fit.fit.centres)
+    assert torch.equal(same.fit.centers, fit.fit.centers)
 
 
 def test_early_stopping_stops_at_the_mode():
     """From the mode on nothing rises: four windows of a hundred steps are enough to see it."""
     mode = torch.tensor([CONJUGATE["Normal"][2]])
-    asked = {"init_strategy": {"v": mode}, "optimiser": torchopt.sgd(0.1)}
+    asked = {"init_strategy": {"v": mode}, "optimizer": torchopt.sgd(0.1)}
     stopped = ps.MAP(normal, early_stopping=True, **asked).run((SIZES,), num_steps=5000, **QUIET)
     assert stopped.trace.shape == (1, 400)
     assert stopped.fit.attrs["num_steps"] == 400
@@ -353,14 +353,14 @@ def test_early_stopping_stops_at_the_mode():
 def test_early_stopping_looks_at_whole_epochs():
     """With 150 batches an epoch, a window is an epoch."""
     y = torch.tensor(3.0).expand(150).contiguous()
-    asked = {"init_strategy": {"v": double(3.0)}, "optimiser": torchopt.sgd(0.1)}
+    asked = {"init_strategy": {"v": double(3.0)}, "optimizer": torchopt.sgd(0.1)}
     fit = ps.MAP(normal, early_stopping=True, **asked)
     fit.run((y,), num_steps=5000, batch_size=1, **QUIET)
     assert fit.trace.shape == (1, 600)
 
 
 def test_early_stopping_goes_on_while_it_rises():
-    asked = {"init_strategy": {"v": double(40.0)}, "optimiser": torchopt.sgd(1e-4)}
+    asked = {"init_strategy": {"v": double(40.0)}, "optimizer": torchopt.sgd(1e-4)}
     fit = ps.MAP(normal, early_stopping=True, **asked)
     with pytest.warns(UserWarning, match="the log joint still rose"):
         fit.run((SIZES,), num_steps=450, **QUIET)
@@ -380,7 +380,7 @@ def test_early_stopping_is_the_same_at_each_run_and_compiled():
             early_stopping=True,
             compile=compile,
             init_strategy=starts,
-            optimiser=torchopt.sgd(decaying(0.03, 0.01, 300)),
+            optimizer=torchopt.sgd(decaying(0.03, 0.01, 300)),
         )
         return fit.run((SIZES,), num_steps=4000, batch_size=3, num_chains=num_chains, **QUIET)
 
@@ -388,14 +388,14 @@ def test_early_stopping_is_the_same_at_each_run_and_compiled():
     assert 200 < eager.trace.shape[1] < 4000
     assert eager.trace.shape[1] % 100 == 0
     assert torch.equal(eager.trace, again.trace)
-    assert torch.equal(eager.fit.centres, again.fit.centres)
+    assert torch.equal(eager.fit.centers, again.fit.centers)
     assert compiled.trace.shape == eager.trace.shape
-    close(compiled.fit.centres, eager.fit.centres, 1e-10)
+    close(compiled.fit.centers, eager.fit.centers, 1e-10)
 
 
 @pytest.mark.filterwarnings("ignore:the log joint still rose")
 def test_the_table_has_a_row_a_start():
-    fit = ps.MAP(scaled, optimiser=torchopt.sgd(0.05))
+    fit = ps.MAP(scaled, optimizer=torchopt.sgd(0.05))
     table = fit.run((X, Y), num_steps=40, num_chains=3, **QUIET).diagnostics()
     assert table["steps"].tolist() == [40, 40, 40]
     close(torch.tensor(table["log joint"].to_numpy()), fit.trace[:, -4:].mean(1), 1e-12)
@@ -426,7 +426,7 @@ def test_each_start_has_a_mode_of_its_own():
 
 def test_starts_have_minibatches_of_their_own_and_a_seed_repeats_them():
     def run(seed):
-        fit = ps.MAP(scaled, init_strategy=at, optimiser=torchopt.sgd(0.01))
+        fit = ps.MAP(scaled, init_strategy=at, optimizer=torchopt.sgd(0.01))
         return fit.run(
             (X, Y), num_steps=8, batch_size=B, num_chains=2, seed=seed, progress=False
         ).trace
@@ -445,7 +445,7 @@ def test_ways_to_start():
     fit = ps.MAP(scaled, init_strategy=of_pyro).run((X, Y), num_steps=20, **QUIET)
     close(fit.trace[0, 0], expected, 1e-12)
     after = ps.MAP(scaled, init_strategy=fit).run((X, Y), num_steps=2, **QUIET)
-    close(after.trace[0, 0], log_joint_of(fit.fit.centres[0]), 1e-12)
+    close(after.trace[0, 0], log_joint_of(fit.fit.centers[0]), 1e-12)
 
 
 # ------------------------------------------------------------------ params, modules, loaders
@@ -462,7 +462,7 @@ def test_params_are_part_of_the_mode(structure):
         with rows(y):
             pyro.sample("y", dist.Normal(w, s), obs=y)
 
-    fit = ps.MAP(model, structure=structure, optimiser=torchopt.sgd(0.2, momentum=0.5))
+    fit = ps.MAP(model, structure=structure, optimizer=torchopt.sgd(0.2, momentum=0.5))
     fit.run((SIZES,), num_steps=150, **QUIET)
     w, s = float(mode_of(fit, "w")), float(fit.params["s"])
     tolerance = 1e-8 if structure == "dense" else 1e-5
@@ -525,10 +525,10 @@ LOADERS = {
 @pytest.mark.filterwarnings("ignore:the log joint still rose")
 @pytest.mark.parametrize("name", LOADERS)
 def test_loaders_lead_to_the_same_mode(name):
-    asked = {"structure": "dense", "optimiser": torchopt.sgd(0.1)}
+    asked = {"structure": "dense", "optimizer": torchopt.sgd(0.1)}
     whole = ps.MAP(scaled, **asked).run((X, Y), num_steps=200, **QUIET)
     fit = ps.MAP(scaled, **asked).run(LOADERS[name], num_epochs=40, **QUIET)
-    close(fit.fit.centres, whole.fit.centres, 1e-8)
+    close(fit.fit.centers, whole.fit.centers, 1e-8)
 
 
 # ------------------------------------------------------------------ errors
@@ -546,25 +546,25 @@ def test_counts_are_counts(asked):
         ps.MAP(scaled).run((X, Y), **asked, **QUIET)
 
 
-def test_optimisers_that_evaluate_several_times_a_step_are_refused():
-    fit = ps.MAP(scaled, optimiser=lambda p: torch.optim.LBFGS(p))
+def test_optimizers_that_evaluate_several_times_a_step_are_refused():
+    fit = ps.MAP(scaled, optimizer=lambda p: torch.optim.LBFGS(p))
     with pytest.raises(ArgumentError, match="LBFGS evaluates its objective several times"):
         fit.run((X, Y), num_steps=3, **QUIET)
 
 
 @pytest.mark.parametrize(
-    "optimiser",
+    "optimizer",
     [
         pytest.param("adam", id="name"),
         pytest.param(0.1, id="number"),
-        pytest.param(lambda params: params, id="no optimiser"),
+        pytest.param(lambda params: params, id="no optimizer"),
         pytest.param(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1), id="made"),
         pytest.param(lambda: None, id="no argument"),
     ],
 )
-def test_nonsense_optimisers_are_refused(optimiser):
-    with pytest.raises(ArgumentError, match="optimiser"):
-        ps.MAP(scaled, optimiser=optimiser)
+def test_nonsense_optimizers_are_refused(optimizer):
+    with pytest.raises(ArgumentError, match="optimizer"):
+        ps.MAP(scaled, optimizer=optimizer)
 
 
 @pytest.mark.parametrize(
@@ -579,10 +579,10 @@ def test_unknown_arguments_are_refused(asked):
 
 @pytest.mark.parametrize("structure", ["diag", "dense"])
 @pytest.mark.parametrize(
-    "optimiser", [torchopt.sgd(1e6), lambda p: torch.optim.SGD(p, lr=1e6)], ids=["own", "torch"]
+    "optimizer", [torchopt.sgd(1e6), lambda p: torch.optim.SGD(p, lr=1e6)], ids=["own", "torch"]
 )
-def test_a_state_that_is_not_finite_is_said_so(structure, optimiser):
-    fit = ps.MAP(squared, structure=structure, optimiser=optimiser)
+def test_a_state_that_is_not_finite_is_said_so(structure, optimizer):
+    fit = ps.MAP(squared, structure=structure, optimizer=optimizer)
     with pytest.raises(NonFiniteError, match=r"start 0 at step \d+, site 'w'"):
         fit.run((double(4.0, 4.5, 3.0),), num_steps=50, **QUIET)
     with pytest.raises(NotRunError):

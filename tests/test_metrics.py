@@ -131,8 +131,8 @@ class TestClassification:
         p, y = probs.double().numpy(), labels.numpy()
         given = (probs, labels.to(integers))
         same(metrics.accuracy(*given), sklearn.metrics.accuracy_score(y, p.argmax(1)), dtype)
-        normalised = p / p.sum(1, keepdims=True)
-        same(metrics.nll(*given), sklearn.metrics.log_loss(y, normalised), dtype)
+        normalized = p / p.sum(1, keepdims=True)
+        same(metrics.nll(*given), sklearn.metrics.log_loss(y, normalized), dtype)
         same(metrics.brier(*given), brier_by_loop(p, y), dtype)
         for bins in (1, 10):
             same(metrics.ece(*given, bins=bins), ece_by_loop(p, y, bins), dtype)

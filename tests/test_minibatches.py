@@ -252,10 +252,10 @@ def test_chains_on_row_indices_have_the_law_of_their_sampling(method, sampling, 
         if step >= steps:
             mean, covariance = expected[step - steps if cycle > 1 else 0]
             spread = covariance[0, 0] / chains
-            centred = state.position[:, 0] - mean[0]
-            assert abs(centred.mean()) < 4.4 * spread**0.5
+            centered = state.position[:, 0] - mean[0]
+            assert abs(centered.mean()) < 4.4 * spread**0.5
             # not quite normal, as there are few orders
-            squares = centred.square()
+            squares = centered.square()
             assert abs(squares.mean() - covariance[0, 0]) < 4.4 * squares.std() / chains**0.5
         state = torch.vmap(update)(state, rows[:, step], noise[step])
 

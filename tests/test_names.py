@@ -49,11 +49,11 @@ WRONG = {
     ),
     "a guide": (lambda: ps.VI(model, AutoNormal(model)), "a guide is made by structure="),
     "a named guide": (lambda: ps.VI(model, guide=AutoNormal(model)), "VI makes its own guide"),
-    "optim": (lambda: ps.VI(model, optim=None), "'optim': here it is optimiser="),
-    "optimizer": (lambda: ps.MAP(model, optimizer=None), "'optimizer': here it is optimiser="),
-    "lr of VI": (lambda: ps.VI(model, lr=0.1), r"'lr': here it is optimiser=torchopt.adam\(lr\)"),
-    "Pyro's optimiser": (
-        lambda: ps.VI(model, optimiser=pyro.optim.Adam({"lr": 0.1})),
+    "optim": (lambda: ps.VI(model, optim=None), "'optim': here it is optimizer="),
+    "optimiser": (lambda: ps.MAP(model, optimiser=None), "'optimiser': here it is optimizer="),
+    "lr of VI": (lambda: ps.VI(model, lr=0.1), r"'lr': here it is optimizer=torchopt.adam\(lr\)"),
+    "Pyro's optimizer": (
+        lambda: ps.VI(model, optimizer=pyro.optim.Adam({"lr": 0.1})),
         "pass one of TorchOpt's",
     ),
     "steps of a sampler": (lambda: run(num_steps=5), "here it is num_samples=, warmup_steps="),
@@ -92,8 +92,8 @@ def test_a_method_says_what_it_is():
     assert repr(ps.VI(model, structure="dense")).startswith("<VI(structure=dense")
     fit = ps.Laplace(model).run((X, Y), progress=False)
     assert repr(fit) == "<Laplace(structure=dense), N = 20, starts: 1>"
-    with pytest.raises(AttributeError, match="'BAOA' object has no attribute 'colour'"):
-        run().colour  # noqa: B018
+    with pytest.raises(AttributeError, match="'BAOA' object has no attribute 'color'"):
+        run().color  # noqa: B018
 
 
 def test_torch_does_not_ask_for_issues_to_be_filed(recwarn):

@@ -93,7 +93,7 @@ def test_the_log_joint_and_its_gradient_are_the_plain_networks(kind):
 
 
 @pytest.mark.parametrize("kind", ["MLP", "convolution", "tied"])
-def test_weight_decay_is_the_optimisers(kind):
+def test_weight_decay_is_the_optimizers(kind):
     """-log joint = N (mean loss + decay/2 |w|²), but for the Gaussian's constant."""
     made, decay = case(kind), 0.03
     prior = ps.weight_decay(decay, num_data=N)
@@ -207,7 +207,7 @@ def test_a_tied_padding_row_is_drawn_where_it_is_no_padding():
 
 
 class Twice(nn.Module):
-    """One normalisation layer at two places."""
+    """One normalization layer at two places."""
 
     def __init__(self):
         super().__init__()
@@ -274,7 +274,7 @@ def test_replacements_stay_frozen():
         assert all(weight.requires_grad for weight in new[0].parameters())
 
 
-def test_filter_response_normalisation_is_its_formula():
+def test_filter_response_normalization_is_its_formula():
     net = ps.replace_batchnorm(convolution(nn.BatchNorm2d), by="filter_response")
     layer, x = net[1], normals(3, 4, 2, 5)
     for i in range(3):
@@ -338,7 +338,7 @@ def test_weights_of_classes_are_scales_of_rows():
 
 
 @pytest.mark.parametrize("noise", ["of the network", "a site"])
-def test_learnt_noise(noise):
+def test_learned_noise(noise):
     net, x, y = mlp(), normals(B, 2), normals(B, seed=3)
     bayesian = ps.bayesianize(net, dist.Normal(0.0, SD))
     params, site = Case(net, ()).weights(), noise == "a site"

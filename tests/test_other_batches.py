@@ -62,7 +62,7 @@ def counted(x, y):
 
 BY_BATCH = {
     "a lag": (autoregression, Y, "y"),
-    "centred": (functools.partial(regression, lambda x: x - x.mean(0)), Y, "y"),
+    "centered": (functools.partial(regression, lambda x: x - x.mean(0)), Y, "y"),
     "ranks": (functools.partial(regression, lambda x: x.argsort(0).argsort(0) / N), Y, "y"),
     "running sums": (functools.partial(regression, lambda x: x.cumsum(0)), Y, "y"),
     "a softmax": (functools.partial(regression, lambda x: (50 * x).softmax(0)), Y, "y"),
@@ -107,7 +107,7 @@ def test_a_stream_is_looked_at_as_it_comes(name):
 
 RIGHT = {
     "rows alone": functools.partial(regression, lambda x: x),
-    "centred beforehand": functools.partial(regression, lambda x: x - X.mean(0).to(x)),
+    "centered beforehand": functools.partial(regression, lambda x: x - X.mean(0).to(x)),
     "squares": functools.partial(regression, lambda x: x.square()),
 }
 
@@ -136,21 +136,21 @@ def test_the_draws_are_those_of_a_run_that_was_not_looked_at(monkeypatch):
     assert torch.equal(looked_at, draws())
 
 
-def centred(x, y):
+def centered(x, y):
     w = pyro.sample("w", dist.Normal(0.0, 5.0))
     with pyro.plate("data", len(x)):
         pyro.sample("y", dist.Normal(w * (x - x.mean()), 1.0), obs=y)
 
 
-def centred_by_itself(x, y):
+def centered_by_itself(x, y):
     w = pyro.sample("w", dist.Normal(0.0, 5.0))
     with pyro.plate("data", N, subsample_size=B) as i:
         pyro.sample("y", dist.Normal(w * (x[i] - x[i].mean()), 1.0), obs=y[i])
 
 
-def centred_beside_a_constant(x, y):
+def centered_beside_a_constant(x, y):
     pyro.factor("c", torch.tensor(-2e6))
-    centred(x, y)
+    centered(x, y)
 
 
 COLUMN = torch.cat([torch.zeros(200), normals(200, seed=3) + 3])
@@ -159,10 +159,10 @@ COLUMN = torch.cat([torch.zeros(200), normals(200, seed=3) + 3])
 @pytest.mark.parametrize(
     ("model", "unit", "how"),
     [
-        (centred, 1.0, {"batch_size": 1}),
-        (centred, 1e4, {"batch_size": B}),
-        (centred_by_itself, 1.0, {}),
-        (centred_beside_a_constant, 1.0, {"batch_size": B}),
+        (centered, 1.0, {"batch_size": 1}),
+        (centered, 1e4, {"batch_size": B}),
+        (centered_by_itself, 1.0, {}),
+        (centered_beside_a_constant, 1.0, {"batch_size": B}),
     ],
     ids=["single rows", "far out", "subsamples by itself", "beside a large constant"],
 )

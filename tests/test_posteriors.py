@@ -196,8 +196,8 @@ def test_sgld_has_the_law_of_its_own_chain(lr):
 
     grid = torch.linspace(-12, 5, 2001)
     width = float(grid[1] - grid[0])
-    centre = grid + lr * (3 - grid.exp())
-    kernel = (-((grid[:, None] - centre) ** 2) / (4 * lr)).exp() / (4 * torch.pi * lr) ** 0.5
+    center = grid + lr * (3 - grid.exp())
+    kernel = (-((grid[:, None] - center) ** 2) / (4 * lr)).exp() / (4 * torch.pi * lr) ** 0.5
     law = skewed(grid).exp()
     for _ in range(round(15 / lr)):
         law = kernel @ law * width
@@ -233,7 +233,7 @@ def z_of_moments(draws, mean, sd):
 
 @pytest.mark.parametrize("name", ["BAOA", pytest.param("UBU", marks=pytest.mark.slow)])
 def test_logistic_regression_has_its_exact_moments(name):
-    """Of 569 tumours, the whole data at every step; 100 chains of five draws, each of which has
+    """Of 569 tumors, the whole data at every step; 100 chains of five draws, each of which has
     forgotten the one before."""
     problem = Logistic()
     starts = {"w": problem.mean + problem.sd * normals(100, 4, seed=1)}

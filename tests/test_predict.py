@@ -512,7 +512,7 @@ def approximated(kind, name):
 )
 @pytest.mark.parametrize("name", ["heteroscedastic", "Poisson", "Bernoulli", "probs"])
 def test_approximations_reduce_over_their_draws(kind, name, linear):
-    """The outputs are linear, so that linearised predictions are the plain ones."""
+    """The outputs are linear, so that linearized predictions are the plain ones."""
     fit, case = approximated(kind, name), CASES[name]
     count = None if kind == "MAP" else 50
     samples = fit.get_samples(count)
@@ -523,7 +523,7 @@ def test_approximations_reduce_over_their_draws(kind, name, linear):
 
 @pytest.mark.parametrize("count", [None, 3])
 @pytest.mark.parametrize("name", ["heteroscedastic", "Bernoullis", "Categorical", "OneHot"])
-def test_linearised_networks_reduce_over_their_linear_arguments(name, count):
+def test_linearized_networks_reduce_over_their_linear_arguments(name, count):
     """Outputs at each start's mode + J (w - mode), by forward derivatives of the network."""
     case = CASES[name]
 
@@ -539,8 +539,8 @@ def test_linearised_networks_reduce_over_their_linear_arguments(name, count):
     data = X, drawn_from(case.family, case.out)
     fit = ps.Laplace(model).run(data, num_chains=2, seed=0, progress=False)
     drawn, e = fit.get_samples(group_by_chain=True), []
-    for start, centre in enumerate(fit.fit.centres):
-        a, b = fit.fit.layout.unflatten(centre).values()
+    for start, center in enumerate(fit.fit.centers):
+        a, b = fit.fit.layout.unflatten(center).values()
 
         def moved(w, v, a=a, b=b):
             return sum(torch.func.jvp(network, (a, b), (w - a, v - b)))
@@ -552,7 +552,7 @@ def test_linearised_networks_reduce_over_their_linear_arguments(name, count):
     reduced_as_by_hand(fit, case, e, 1e-10, **chosen)
 
 
-def test_linearised_means_of_a_lognormal_are_refused():
+def test_linearized_means_of_a_lognormal_are_refused():
     with pytest.raises(ArgumentError, match="there is no mean in closed form for site 'y'"):
         approximated("Laplace", "LogNormal").predict(X, reduce="mean", linearized=True)
 
@@ -609,6 +609,6 @@ def test_loaders_are_refused(reduce):
         fitted("Bernoulli").predict(loader, reduce=reduce)
 
 
-def test_no_rows_are_refused_linearised_too():
+def test_no_rows_are_refused_linearized_too():
     with pytest.raises(ArgumentError, match="batch_size=0"):
         approximated("Laplace", "Poisson").predict(X, reduce="mean", batch_size=0, linearized=True)

@@ -311,7 +311,7 @@ def test_the_site_whose_gradient_is_infinite_is_named():
 
 
 @pytest.mark.parametrize("compile", slow_but([False, True], False))
-def test_a_matrix_that_cannot_be_factorised(compile):
+def test_a_matrix_that_cannot_be_factorized(compile):
     starts = {"r": double(0.5, -0.5)}
     sampler = ps.SGLD(not_a_covariance, lr=0.3, compile=compile, init_strategy=starts)
     message = broken(sampler, (X,), num_chains=2)

@@ -36,8 +36,8 @@ def close(actual, expected, rtol=1e-12):
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
 
 
-def z_of_variance(centred, expected):
-    return float((centred.square().mean() / expected - 1) / (2 / centred.numel()) ** 0.5)
+def z_of_variance(centered, expected):
+    return float((centered.square().mean() / expected - 1) / (2 / centered.numel()) ** 0.5)
 
 
 SIZE = 12
@@ -379,12 +379,12 @@ def test_predictions_have_the_exact_predictive_moments():
     torch.manual_seed(0)
     drawn = fit.predict(torch.zeros(2, 2000).double())["y"]
     assert drawn.shape == (8, 2, 2000)
-    centred = drawn - 12 / 13 * y.mean(0)
+    centered = drawn - 12 / 13 * y.mean(0)
     variance = 1 / 13 + 1 / 4
     for row in (0, 1):
-        assert abs(z_of_variance(centred[:, row], variance)) < 4.4
-        assert abs(centred[:, row].mean()) < 4.4 * (variance / 16000) ** 0.5
-    product = (centred[:, 0] * centred[:, 1]).flatten()
+        assert abs(z_of_variance(centered[:, row], variance)) < 4.4
+        assert abs(centered[:, row].mean()) < 4.4 * (variance / 16000) ** 0.5
+    product = (centered[:, 0] * centered[:, 1]).flatten()
     assert abs(product.mean() - 1 / 13) < 4.4 * product.std() / 16000**0.5
     within = drawn - fit.get_samples()["w"][:, None]
     assert abs(z_of_variance(within, 0.25)) < 4.4

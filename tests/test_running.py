@@ -311,13 +311,13 @@ def test_quantiles_are_right_to_within_two_clusters(kind, block):
 @pytest.mark.parametrize("block", [50, 1000])
 @pytest.mark.parametrize("kind", sorted({*STREAMS} - {"constant", "zeros", "few values"}))
 def test_clusters_are_narrow(kind, block):
-    """At most two, of 128, of the arc sine's, however often they are merged: their centres are in
+    """At most two, of 128, of the arc sine's, however often they are merged: their centers are in
     one.  (Equal numbers are clustered by chance, which does not matter.)"""
     sketch = sketched(STREAMS[kind](20_000), block)
     ends = sketch.sizes.cumsum(1)
     shares = torch.stack([ends - sketch.sizes, ends]) / ends[:, -1:]
     begin, end = (2 * shares.double() - 1).asin() / torch.pi * 128
-    several = sketch.sizes > 3  # centres by rank are those by arc sine
+    several = sketch.sizes > 3  # centers by rank are those by arc sine
     assert several.any()
     assert ((end - begin)[several] < 2 + 1e-6).all()
 

@@ -36,9 +36,9 @@ def close(actual, expected, rtol=1e-12):
     )
 
 
-def z_of_variance(centred, expected):
+def z_of_variance(centered, expected):
     """How many standard errors the mean square of independent normals is off its expectation."""
-    return float((centred.square().mean() / expected - 1) / (2 / centred.numel()) ** 0.5)
+    return float((centered.square().mean() / expected - 1) / (2 / centered.numel()) ** 0.5)
 
 
 # ------------------------------------------------------------------ stationary laws
@@ -53,7 +53,7 @@ def normal_mean(y):
         pyro.sample("y", dist.Normal(w, 1.0).to_event(1), obs=y)
 
 
-def centred_draws(draws, y, num_data):
+def centered_draws(draws, y, num_data):
     """Draws about the exact posterior mean when y stands for `num_data` rows."""
     return draws - num_data * y.mean(0) / (PRIOR + num_data)
 
@@ -79,9 +79,9 @@ def test_stationary_variance_on_the_whole_data(method, num_data, temperature):
     size = num_data or len(y)
     precision = PRIOR + size
     expected = temperature / precision * stationary_factor(method, lr, precision / size)
-    centred = centred_draws(sampler.get_samples()["w"], y, size)
-    assert abs(z_of_variance(centred, expected)) < 4.4
-    assert abs(centred.mean()) < 4.4 * (expected / centred.numel()) ** 0.5
+    centered = centered_draws(sampler.get_samples()["w"], y, size)
+    assert abs(z_of_variance(centered, expected)) < 4.4
+    assert abs(centered.mean()) < 4.4 * (expected / centered.numel()) ** 0.5
 
 
 @pytest.mark.parametrize("method", SAMPLERS)

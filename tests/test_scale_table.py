@@ -517,7 +517,7 @@ def scaled_for_another_n(x, y, weight):
         pyro.sample("y", dist.Normal(mean, s), obs=y)
 
 
-def weights_normalised_over_the_batch(x, y, weight):
+def weights_normalized_over_the_batch(x, y, weight):
     mean, s = latents(x)
     with pyro.plate("data", len(x)), poutine.scale(scale=weight / weight.sum()):
         pyro.sample("y", dist.Normal(mean, s), obs=y)
@@ -586,7 +586,7 @@ def outer_product_by_mistake(x, y, weight):
         (doubly_scaled, "site 'y': plate 'data' already multiplies .* remove the poutine.scale"),
         (averaged_rows, r"site 'y': its poutine.scale changes .*0.25 for 4 rows.*remove it"),
         (scaled_for_another_n, r"site 'y': .*25 for 4 rows.*not N/B \(N = 12\)"),
-        (weights_normalised_over_the_batch, "site 'y': .*scale depends on the other rows"),
+        (weights_normalized_over_the_batch, "site 'y': .*scale depends on the other rows"),
         (plate_of_another_n, "site 'y': plate 'data' .* 100 rows in all, .*N = 12; write plate"),
         (plate_of_fixed_size, r"plate 'data' .*fixed size 12 .*4 rows: .*subsample_size=len\(x\)"),
         (scaled_prior, "site 'w': a prior must count once, but its scale follows the batch; move"),

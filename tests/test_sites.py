@@ -584,17 +584,17 @@ def hierarchy(x, y, group):
 
 
 CENTERED = LocScaleReparam(0.0)
-REPARAMETRISED = {
+REPARAMETRIzED = {
     "as it is": hierarchy,
     "LocScaleReparam": poutine.reparam(hierarchy, config={"u": CENTERED, "v": CENTERED}),
     "half LocScaleReparam": poutine.reparam(hierarchy, config={"u": LocScaleReparam(0.3)}),
 }
 
 
-@pytest.mark.parametrize("kind", REPARAMETRISED)
+@pytest.mark.parametrize("kind", REPARAMETRIzED)
 @pytest.mark.parametrize("size", [1, 3, 5, 12])
-def test_nested_plates_with_group_latents_reparametrised(kind, size):
-    model = REPARAMETRISED[kind]
+def test_nested_plates_with_group_latents_reparametrized(kind, size):
+    model = REPARAMETRIzED[kind]
     log_posterior = ps.LogPosterior(model, num_data=12)
     params = log_posterior.init(1, *batches(rows_of(12), size)[0])
     whole = full_log_joint(model, log_posterior, params, rows_of(12))
@@ -607,10 +607,10 @@ def test_nested_plates_with_group_latents_reparametrised(kind, size):
         close(shown["u"], shown["v"] + values["tau"] * values["u_decentered"])
 
 
-def test_a_reparametrised_density_is_the_same_density():
+def test_a_reparametrized_density_is_the_same_density():
     """Its log density differs from the original's by the Jacobian of the map between them."""
     plain = ps.LogPosterior(hierarchy, num_data=12)
-    other = ps.LogPosterior(REPARAMETRISED["LocScaleReparam"], num_data=12)
+    other = ps.LogPosterior(REPARAMETRIzED["LocScaleReparam"], num_data=12)
     plain.init(0, *rows_of(12))
     params = other.init(0, *rows_of(12))
     values = other.constrain(params) | other.deterministics(params)
@@ -638,7 +638,7 @@ def test_transform_reparam_moves_the_jacobian_into_the_base():
     close(other(params, (y,)).log_joint, log_posterior({"s": u}, (y,)).log_joint)
 
 
-def test_a_learnt_centering_is_a_param():
+def test_a_learned_centering_is_a_param():
     pyro.clear_param_store()
     model = poutine.reparam(hierarchy, config={"v": LocScaleReparam()})
     log_posterior = ps.LogPosterior(model, num_data=12)

@@ -68,7 +68,7 @@ class Problem:
 
 
 class Logistic(Problem):
-    """569 tumours, three standardised columns and an intercept, B = 64.  The moments are
+    """569 tumors, three standardized columns and an intercept, B = 64.  The moments are
     Gauss-Hermite sums over 15^4 points in the coordinates of the Laplace approximation."""
 
     model, batch_size = staticmethod(logistic), 64

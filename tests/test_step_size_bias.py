@@ -10,7 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from linear import location, standardised
+from linear import location, standardized
 from reference import double
 from repetitions import slow_but
 from warned import quiet, told
@@ -24,7 +24,7 @@ from pyro_scale.errors import ArgumentError, NotRunError
 pytestmark = pytest.mark.usefixtures("float64")
 
 N, B = 1000, 20
-Y = standardised(N)
+Y = standardized(N)
 MANY = {"num_samples": 400, "warmup_steps": 200, "thinning": 3, "num_chains": 40}
 QUIET = {"progress": False, "seed": 0}
 
@@ -360,11 +360,11 @@ def test_the_shadow_by_hand():
     half = torch.stack(kept, 1)
     own = sampler.get_samples(group_by_chain=True)["x"]
     table, _ = told(sampler.step_size_bias)
-    centre = (own.mean() + half.mean()) / 2
-    ratio = (own - centre).square().mean() / (half - centre).square().mean()
+    center = (own.mean() + half.mean()) / 2
+    ratio = (own - center).square().mean() / (half - center).square().mean()
     inflation = (1 + 2 * (ratio - 1)).sqrt()
     assert table.sd_inflation["x"] == pytest.approx(float(inflation), rel=1e-9)
-    sd = (own - centre).square().mean().sqrt() / inflation
+    sd = (own - center).square().mean().sqrt() / inflation
     expected = 2 * (own - half).mean() / sd
     assert table.mean_bias["x"] == pytest.approx(float(expected), rel=1e-9)
 

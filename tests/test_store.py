@@ -227,7 +227,7 @@ def cliff(x, y=None):
 
 
 def indefinite(x, y=None):
-    """Chains that come too far from 0 have a matrix that cannot be factorised."""
+    """Chains that come too far from 0 have a matrix that cannot be factorized."""
     w = pyro.sample("w", dist.Normal(0.0, 1.0))
     s = pyro.sample("s", dist.LogNormal(0.0, 0.1))
     chol = pyro.deterministic("chol", torch.linalg.cholesky((5 - w**2).reshape(1, 1)))

@@ -28,8 +28,8 @@ def by_definition(draws, superchains):
         return math.fsum(values) / len(values)
 
     def variance(values):
-        centre = mean(values)
-        squares = math.fsum((value - centre) ** 2 for value in values)
+        center = mean(values)
+        squares = math.fsum((value - center) ** 2 for value in values)
         return squares / (len(values) - 1) if len(values) > 1 else 0.0
 
     each = len(draws) // superchains

@@ -79,7 +79,7 @@ def test_only_steps_that_lead_to_draws_are_looked_at():
     assert sampler.get_samples()["w"].abs().max() < 6
 
 
-def test_an_optimiser_stops_too():
+def test_an_optimizer_stops_too():
     """MAP that is driven over the edge by its first step."""
     start = {"w": torch.tensor([1.4])}
 

@@ -1,5 +1,5 @@
 """Kernels against what is known of them, without sampling error: linear maps and noise are read
-out on Gaussian targets, and temperature 0 is compared with torch's optimisers."""
+out on Gaussian targets, and temperature 0 is compared with torch's optimizers."""
 
 import itertools
 import math
@@ -324,17 +324,17 @@ def test_orders_of_the_steps_own_bias(method, factor):
 # ------------------------------------------------------------------ temperature 0
 
 
-def optimised(start, make, steps=30):
-    """The positions of a torch optimiser on minus `hills`."""
+def optimized(start, make, steps=30):
+    """The positions of a torch optimizer on minus `hills`."""
     parameter = torch.nn.Parameter(start.clone())
-    optimiser, schedule = make(parameter)
+    optimizer, schedule = make(parameter)
     path = []
     for step in range(steps):
         if schedule is not None:
-            optimiser.param_groups[0]["lr"] = schedule(step)
-        optimiser.zero_grad()
+            optimizer.param_groups[0]["lr"] = schedule(step)
+        optimizer.zero_grad()
         (-hills(parameter)).backward()
-        optimiser.step()
+        optimizer.step()
         path.append(parameter.detach().clone())
     return torch.stack(path)
 
@@ -367,12 +367,12 @@ def test_temperature_zero_is_sgd_with_momentum(method, lr, friction, mass):
     decay = 1 - lr * friction if method is SGHMC else math.exp(-lr * friction)
     rate = lr**2 / mass if method is SGHMC else lr**2 * (1 + decay) / (2 * mass)
     kernel = method(lr=lr, friction=friction, mass=mass, temperature=0)
-    close(walked(kernel, START), optimised(START, sgd(lr=rate, momentum=decay)), rtol=1e-13)
+    close(walked(kernel, START), optimized(START, sgd(lr=rate, momentum=decay)), rtol=1e-13)
 
 
 @pytest.mark.parametrize("lr", [0.01, 0.09])
 def test_temperature_zero_of_sgld_is_sgd(lr):
-    close(walked(SGLD(lr=lr, temperature=0), START), optimised(START, sgd(lr=lr)), rtol=1e-13)
+    close(walked(SGLD(lr=lr, temperature=0), START), optimized(START, sgd(lr=lr)), rtol=1e-13)
 
 
 @pytest.mark.parametrize(("forgetting", "damping"), [(0.01, 1e-5), (0.3, 0.1), (1.0, 1e-5)])
@@ -380,7 +380,7 @@ def test_temperature_zero_of_psgld_is_rmsprop(forgetting, damping):
     """Whose mean square starts at 0, too."""
     kernel = pSGLD(lr=0.02, temperature=0, forgetting=forgetting, damping=damping)
     settings = {"lr": 0.02, "alpha": 1 - forgetting, "eps": damping}
-    expected = optimised(START, lambda p: (torch.optim.RMSprop([p], **settings), None))
+    expected = optimized(START, lambda p: (torch.optim.RMSprop([p], **settings), None))
     close(walked(kernel, START), expected, rtol=1e-12)
 
 
@@ -390,11 +390,11 @@ MOMENTA = [(BAOA, 0.2), (BAOA, 0.95), (SGHMC, 0.0), (SGHMC, 0.5), (SGHMC, 0.95)]
 
 def checked_against_sgd(method, lr, momentum):
     def make(parameter):
-        optimiser = torch.optim.SGD([parameter], lr=0.02, momentum=momentum)
-        return optimiser, (lr if callable(lr) else None)
+        optimizer = torch.optim.SGD([parameter], lr=0.02, momentum=momentum)
+        return optimizer, (lr if callable(lr) else None)
 
     kernel = method(**method.from_sgd(lr, momentum), temperature=0)
-    close(walked(kernel, START), optimised(START, make), rtol=1e-12)
+    close(walked(kernel, START), optimized(START, make), rtol=1e-12)
 
 
 @pytest.mark.parametrize(("method", "momentum"), MOMENTA)

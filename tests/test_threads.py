@@ -40,7 +40,7 @@ def run(model, compile):
 def fit():
     found = ps.MAP(regression, compile=False)
     found.run((X, Y), num_steps=60, batch_size=B, seed=1, progress=False)
-    return found.fit.centres
+    return found.fit.centers
 
 
 def side_by_side(*works):

@@ -24,7 +24,7 @@ import pyro_scale as ps
 from pyro_scale import kernels
 from pyro_scale.core.rng import NoiseTape
 from pyro_scale.errors import ApproximationWarning, ArgumentError, NonFiniteError
-from pyro_scale.kernels.optimiser import is_pure
+from pyro_scale.kernels.optimizer import is_pure
 from pyro_scale.kernels.vi import VIState
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -68,7 +68,7 @@ def factor(spread):
 
 
 def bound(log_joint, mean, spread, noise, landing=False):
-    """The reparameterised estimate of the bound, in nats, as a function of q."""
+    """The reparameterized estimate of the bound, in nats, as a function of q."""
     scale = factor(spread)
     draws = mean + noise @ scale.mT
     if landing:
@@ -81,9 +81,9 @@ def bound(log_joint, mean, spread, noise, landing=False):
 
 def sgd(structure, num_particles=1, landing=False, temperature=TEMPERATURE):
     """A kernel whose update adds the gradient itself."""
-    optimiser = torchopt.sgd(1.0)
+    optimizer = torchopt.sgd(1.0)
     kind = KINDS[structure]
-    kernel = kind(optimiser=optimiser, num_particles=num_particles, sticking_the_landing=landing)
+    kernel = kind(optimizer=optimizer, num_particles=num_particles, sticking_the_landing=landing)
     return kernel.bind({"temperature": torch.as_tensor(temperature / ROWS)})
 
 
@@ -197,14 +197,14 @@ def test_elements_at_temperature_zero_have_neither_noise_nor_entropy(structure, 
 @structures
 def test_q_starts_at_the_position_with_the_first_sds(structure):
     for given, sd in (({}, 0.1), ({"init_scale": 0.03}, 0.03)):
-        state = KINDS[structure](optimiser=torchopt.sgd(1.0), **given).init(MEAN, torch.zeros(3))
+        state = KINDS[structure](optimizer=torchopt.sgd(1.0), **given).init(MEAN, torch.zeros(3))
         assert torch.equal(state.position, MEAN)
         close(factor(state.spread), sd * torch.eye(3))
 
 
 @structures
 def test_a_fit_starts_with_the_first_sds(structure):
-    still = {"optimiser": torchopt.sgd(1e-30), "structure": structure, "init_scale": 0.03}
+    still = {"optimizer": torchopt.sgd(1e-30), "structure": structure, "init_scale": 0.03}
     fit = ps.VI(linear, **still).run((X, Y), num_steps=1, **SETTINGS)
     close(fit.fit.gaussians[0].variance, 0.03**2 * torch.ones(3))
 
@@ -287,8 +287,8 @@ def falling(count):
 
 
 VIAS = {
-    "diag": functools.partial(ps.VI, optimiser=torchopt.adam(falling)),
-    "dense": functools.partial(ps.VI, structure="dense", optimiser=torchopt.adam(falling)),
+    "diag": functools.partial(ps.VI, optimizer=torchopt.adam(falling)),
+    "dense": functools.partial(ps.VI, structure="dense", optimizer=torchopt.adam(falling)),
     "IVON": functools.partial(
         ps.IVON,
         lr=lambda step: 3.0 / (step + 30),
@@ -318,12 +318,12 @@ def check_optimum(fit, kind, temperature, tolerance):
     (gaussian,) = fit.fit.gaussians
     scale = torch.linalg.cholesky(best(kind, temperature))
     unit = torch.linalg.solve_triangular(scale, gaussian.sample(torch.eye(3)).T, upper=False)
-    centre = torch.linalg.solve_triangular(scale, POSTERIOR[:, None], upper=False)
+    center = torch.linalg.solve_triangular(scale, POSTERIOR[:, None], upper=False)
     mine = torch.linalg.solve_triangular(scale, gaussian.mean[:, None], upper=False)
     found = unit - mine  # the factor in units of the optimum's
     assert (found @ found.T - torch.eye(3)).abs().max() < tolerance
-    assert (mine - centre).abs().max() < tolerance
-    assert torch.equal(fit.fit.centres[0], gaussian.mean)
+    assert (mine - center).abs().max() < tolerance
+    assert torch.equal(fit.fit.centers[0], gaussian.mean)
 
 
 #: Each method, and a temperature other than 1.
@@ -365,8 +365,8 @@ def test_the_bound_is_in_nats_a_total_and_below_the_evidence(kind, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 0.25])
 def test_a_dense_fit_that_sticks_the_landing_is_exact(temperature):
     """Its gradient has no noise at the optimum, so no learning rate has to fall far."""
-    optimiser = torchopt.adam(torchopt.schedule.polynomial_schedule(0.05, 1e-3, 1.0, 350))
-    hypers = {"optimiser": optimiser, "temperature": temperature, "init_strategy": NEAR}
+    optimizer = torchopt.adam(torchopt.schedule.polynomial_schedule(0.05, 1e-3, 1.0, 350))
+    hypers = {"optimizer": optimizer, "temperature": temperature, "init_strategy": NEAR}
     vi = ps.VI(linear, structure="dense", sticking_the_landing=True, **hypers)
     fit = vi.run((X, Y), num_steps=550, **SETTINGS)
     check_optimum(fit, "dense", temperature, 5e-3)
@@ -380,7 +380,7 @@ def test_particles_average_the_noise():
     """Four give a bound of half the noise."""
     sds = []
     for count in (1, 4):
-        vi = ps.VI(linear, num_particles=count, optimiser=torchopt.sgd(1e-12))
+        vi = ps.VI(linear, num_particles=count, optimizer=torchopt.sgd(1e-12))
         sds.append(float(vi.run((X, Y), num_steps=120, **SETTINGS).trace.std()))
     assert sds[0] / sds[1] == pytest.approx(2.0, rel=0.2)
 
@@ -397,8 +397,8 @@ def test_a_schedule_of_temperatures_ends_where_its_last_value_says():
 
 @pytest.mark.parametrize("kind", VIAS)
 def test_temperature_zero_is_the_mode(kind):
-    optimiser = {} if kind == "IVON" else {"optimiser": torchopt.sgd(0.2)}
-    fit = VIAS[kind](linear, temperature=0.0, **optimiser)
+    optimizer = {} if kind == "IVON" else {"optimizer": torchopt.sgd(0.2)}
+    fit = VIAS[kind](linear, temperature=0.0, **optimizer)
     fit.run((X, Y), num_steps=250, **SETTINGS)
     (gaussian,) = fit.fit.gaussians
     assert not gaussian.variance.any()
@@ -423,7 +423,7 @@ def logistic(x, y):
 def test_a_fit_is_the_same_with_minibatches_and_without():
     found = []
     for size in (None, 8):
-        vi = ps.VI(logistic, optimiser=torchopt.adam(falling), compile=True)
+        vi = ps.VI(logistic, optimizer=torchopt.adam(falling), compile=True)
         fit = vi.run((X, LABELS), batch_size=size, num_steps=300_000, **SETTINGS).fit
         found.append(fit.gaussians[0])
         assert fit.attrs["batch_size"] == (size or N)
@@ -452,7 +452,7 @@ def test_compiled_is_eager(kind):
         fast, slow = (make(linear, compile=c).run((X, Y), **settings) for c in (True, False))
     assert fast.fit.attrs["program"].startswith("compiled")
     assert slow.fit.attrs["program"].startswith("eager")
-    close(fast.fit.centres, slow.fit.centres, 1e-10)
+    close(fast.fit.centers, slow.fit.centers, 1e-10)
     close(fast.trace, slow.trace, 1e-10)
     for mine, theirs in zip(fast.fit.gaussians, slow.fit.gaussians, strict=True):
         close(mine.sample(torch.eye(3)), theirs.sample(torch.eye(3)), 1e-10)
@@ -468,7 +468,7 @@ def test_a_chain_is_the_same_whatever_others_there_are(kind):
             for n in (1, 3)
         )
     close(three.trace[:1], one.trace, 1e-12)
-    close(three.fit.centres[:1], one.fit.centres, 1e-12)
+    close(three.fit.centers[:1], one.fit.centers, 1e-12)
     close(three.fit.gaussians[0].variance, one.fit.gaussians[0].variance, 1e-12)
     assert three.trace.shape == (3, 30)
     assert not torch.isclose(three.trace[0], three.trace[1]).any()
@@ -513,7 +513,7 @@ def test_a_bound_that_still_rises_is_said():
 
 def test_a_bound_that_falls_is_said():
     rising = torchopt.schedule.polynomial_schedule(1e-3, 3.0, 1.0, 200)
-    vi = ps.VI(linear, optimiser=torchopt.adam(rising), init_strategy=NEAR)
+    vi = ps.VI(linear, optimizer=torchopt.adam(rising), init_strategy=NEAR)
     with pytest.warns(UserWarning, match="the ELBO fell over the 200 steps.*lower the learning"):
         fit = vi.run((X, Y), num_steps=200, **SETTINGS)
     assert fit.trace[0, :50].mean() > fit.trace[0, -50:].mean() + 10
@@ -523,13 +523,13 @@ def test_a_bound_that_does_not_rise_is_not_mentioned():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", ApproximationWarning)  # correlated, but diagonal
-        vi = ps.VI(linear, optimiser=torchopt.adam(0.01), init_strategy=NEAR)
+        vi = ps.VI(linear, optimizer=torchopt.adam(0.01), init_strategy=NEAR)
         assert vi.run((X, Y), num_steps=20_000, **SETTINGS).converged
 
 
 def test_one_start_that_rises_is_enough():
     starts = {"w": torch.stack([POSTERIOR, FAR["w"][0]])}
-    vi = ps.VI(linear, init_strategy=starts, optimiser=torchopt.adam(0.05))
+    vi = ps.VI(linear, init_strategy=starts, optimizer=torchopt.adam(0.05))
     with pytest.warns(UserWarning, match="still rose"):
         vi.run((X, Y), num_steps=400, num_chains=2, **SETTINGS)
     assert not vi.converged
@@ -538,7 +538,7 @@ def test_one_start_that_rises_is_enough():
 
 @pytest.mark.parametrize("kind", slow_but(["diag", "IVON"], "diag"))
 def test_early_stopping_ends_once_the_bound_is_flat(kind):
-    method = ps.IVON if kind == "IVON" else functools.partial(ps.VI, optimiser=torchopt.adam(0.05))
+    method = ps.IVON if kind == "IVON" else functools.partial(ps.VI, optimizer=torchopt.adam(0.05))
     asked = {"init_strategy": NEAR, "compile": True}
     stopped = method(linear, early_stopping=True, **asked)
     stopped.run((X, Y), num_steps=50_000, **SETTINGS)
@@ -555,7 +555,7 @@ def test_early_stopping_ends_once_the_bound_is_flat(kind):
 
 
 def test_early_stopping_does_not_end_a_rise():
-    vi = ps.VI(linear, init_strategy=FAR, optimiser=torchopt.adam(0.02), early_stopping=True)
+    vi = ps.VI(linear, init_strategy=FAR, optimizer=torchopt.adam(0.02), early_stopping=True)
     with pytest.warns(UserWarning, match="still rose"):
         vi.run((X, Y), num_steps=400, **SETTINGS)
     assert vi.trace.shape == (1, 400)
@@ -573,8 +573,8 @@ def with_point(x, y):
 
 
 POINTED = {
-    "diag": functools.partial(ps.VI, optimiser=torchopt.sgd(0.2)),
-    "dense": functools.partial(ps.VI, structure="dense", optimiser=torchopt.sgd(0.2)),
+    "diag": functools.partial(ps.VI, optimizer=torchopt.sgd(0.2)),
+    "dense": functools.partial(ps.VI, structure="dense", optimizer=torchopt.sgd(0.2)),
     "IVON": functools.partial(ps.IVON, lr=0.2, first_curvature=2.0),
 }
 
@@ -594,7 +594,7 @@ def test_points_move_by_their_mean_gradient_and_get_no_noise(kind):
     rate = 0.2 / N / (2.0 if kind == "IVON" else 1.0)
     close(fit.params["shift"], shift.detach() + rate * gradients[0])
     close(fit.params["sd"], (log_sd.detach() + rate * gradients[1]).exp())
-    assert (fit.fit.centres[:, 3:] == fit.fit.centres[0, 3:]).all()
+    assert (fit.fit.centers[:, 3:] == fit.fit.centers[0, 3:]).all()
     assert [gaussian.mean.shape for gaussian in fit.fit.gaussians] == [(3,)] * 3
     entropy = 3 * (math.log(sd) + (1 + math.log(2 * math.pi)) / 2)
     close(fit.trace[:, 0], log_joint.detach() + entropy)
@@ -604,7 +604,7 @@ def test_points_move_by_their_mean_gradient_and_get_no_noise(kind):
 @pytest.mark.slow
 def test_points_end_where_the_bound_is_largest():
     """Dense, on a conjugate model, that is where the evidence is: type-II maximum likelihood."""
-    vi = ps.VI(with_point, structure="dense", optimiser=torchopt.adam(falling), compile=True)
+    vi = ps.VI(with_point, structure="dense", optimizer=torchopt.adam(falling), compile=True)
     params = vi.run((X, Y), num_steps=100_000, **SETTINGS).params
 
     def evidence(values):
@@ -618,7 +618,7 @@ def test_points_end_where_the_bound_is_largest():
     assert (torch.linalg.eigvalsh(curvature) < 0).all()
 
 
-# ------------------------------------------------------------------ optimisers
+# ------------------------------------------------------------------ optimizers
 
 IMPURE = {
     "clipped": torchopt.chain(torchopt.clip.clip_grad_norm(0.3), torchopt.sgd(0.1)),
@@ -628,16 +628,16 @@ IMPURE = {
 
 
 @pytest.mark.parametrize("name", IMPURE)
-def test_optimisers_that_vmap_refuses_run_chain_by_chain(name):
+def test_optimizers_that_vmap_refuses_run_chain_by_chain(name):
     settings = {"num_steps": 60, "batch_size": B, **SETTINGS}
     assert not is_pure(IMPURE[name])
-    vi = ps.VI(linear, optimiser=IMPURE[name], compile=True, sticking_the_landing=True)
+    vi = ps.VI(linear, optimizer=IMPURE[name], compile=True, sticking_the_landing=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         two = vi.run((X, Y), num_chains=2, **settings).fit
         one = vi.run((X, Y), num_chains=1, **settings).fit
     assert two.attrs["program"].startswith("eager")
-    close(two.centres[:1], one.centres)
+    close(two.centers[:1], one.centers)
     assert two.trace[:, -20:].mean() > two.trace[:, :5].mean() + 1
 
 
@@ -656,11 +656,11 @@ def test_a_factory_of_torch_optim_takes_torchopts_steps(structure):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             fits = [
-                ps.VI(linear, structure=structure, optimiser=optimiser).run((X, Y), **settings)
-                for optimiser in (pure, factory)
+                ps.VI(linear, structure=structure, optimizer=optimizer).run((X, Y), **settings)
+                for optimizer in (pure, factory)
             ]
         close(fits[1].trace, fits[0].trace, 1e-7)
-        close(fits[1].fit.centres, fits[0].fit.centres, 1e-7)
+        close(fits[1].fit.centers, fits[0].fit.centers, 1e-7)
 
 
 # ------------------------------------------------------------------ networks
@@ -679,7 +679,7 @@ def test_a_network_learns_from_minibatches(kind):
     x = torch.linspace(-2, 2, 200)[:, None]
     y = torch.sin(2 * x[:, 0]) + 0.1 * normals(200, seed=9)
     make = (
-        ps.VI(model, optimiser=torchopt.adam(0.02))
+        ps.VI(model, optimizer=torchopt.adam(0.02))
         if kind == "VI"
         else ps.IVON(model, first_curvature=50.0)
     )
@@ -707,9 +707,9 @@ def test_a_network_learns_from_minibatches(kind):
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": {"w": 1.0}}, "temperature is one number"),
         ({"compile": "yes"}, "compile='yes'"),
-        ({"optimiser": 0.1}, "optimiser=0.1: pass one of TorchOpt's"),
-        ({"optimiser": lambda params: 3}, "pass one of TorchOpt's"),
-        ({"optimiser": lambda params: torch.optim.Adam(params, lr=-1)}, "the factory failed"),
+        ({"optimizer": 0.1}, "optimizer=0.1: pass one of TorchOpt's"),
+        ({"optimizer": lambda params: 3}, "pass one of TorchOpt's"),
+        ({"optimizer": lambda params: torch.optim.Adam(params, lr=-1)}, "the factory failed"),
         ({"init_strategy": "median"}, "init_strategy='median'"),
         ({"num_data": 0}, "num_data=0"),
     ],
@@ -743,9 +743,9 @@ def test_how_long_a_run_is_must_be_said_once():
             ps.VI(linear).run((X, Y), **lengths, **SETTINGS)
 
 
-def test_an_optimiser_that_needs_its_objective_again_is_refused():
+def test_an_optimizer_that_needs_its_objective_again_is_refused():
     with pytest.raises(ArgumentError, match="LBFGS evaluates its objective several times"):
-        ps.VI(linear, optimiser=torch.optim.LBFGS).run((X, Y), num_steps=2, **SETTINGS)
+        ps.VI(linear, optimizer=torch.optim.LBFGS).run((X, Y), num_steps=2, **SETTINGS)
 
 
 def test_a_schedule_out_of_range_is_refused_by_its_step():
@@ -754,7 +754,7 @@ def test_a_schedule_out_of_range_is_refused_by_its_step():
 
 
 def test_a_fit_that_becomes_infinite_says_where_and_leaves_none():
-    vi = ps.VI(linear, optimiser=torchopt.sgd(1e4))
+    vi = ps.VI(linear, optimizer=torchopt.sgd(1e4))
     with pytest.raises(NonFiniteError, match=r"start 0 at step \d+, site 'w'"):
         vi.run((X, Y), num_steps=300, **SETTINGS)
     assert vi._fit is None
@@ -762,5 +762,5 @@ def test_a_fit_that_becomes_infinite_says_where_and_leaves_none():
 
 def test_a_start_may_be_a_function_of_pyros():
     init = init_to_value(values={"w": POSTERIOR})
-    vi = ps.VI(linear, init_strategy=init, optimiser=torchopt.sgd(1e-12))
-    close(vi.run((X, Y), num_steps=1, **SETTINGS).fit.centres[0], POSTERIOR)
+    vi = ps.VI(linear, init_strategy=init, optimizer=torchopt.sgd(1e-12))
+    close(vi.run((X, Y), num_steps=1, **SETTINGS).fit.centers[0], POSTERIOR)

@@ -162,7 +162,7 @@ def test_another_temperature_than_asked_for_is_said():
     assert any("hotter" in each for each in told(fit.diagnostics)[1])
 
 
-def test_optimisers_have_none():
+def test_optimizers_have_none():
     fit = run(ps.BAOA(mean_of_normal, lr=0.1, temperature=0.0), num_samples=5)
     assert "temperature" not in told(fit.diagnostics)[0]
 

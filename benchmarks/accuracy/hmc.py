@@ -39,17 +39,17 @@ def mode(potential: Callable[[Tensor], Tensor], starts: Tensor) -> Tensor:
     found = []
     for start in starts:
         position = start.clone().requires_grad_()
-        optimiser = torch.optim.LBFGS(
+        optimizer = torch.optim.LBFGS(
             [position], max_iter=2000, tolerance_change=1e-14, line_search_fn="strong_wolfe"
         )
 
-        def closure(optimiser: torch.optim.LBFGS = optimiser, at: Tensor = position) -> Tensor:
-            optimiser.zero_grad()
+        def closure(optimizer: torch.optim.LBFGS = optimizer, at: Tensor = position) -> Tensor:
+            optimizer.zero_grad()
             value = potential(at)
             value.backward()
             return value
 
-        optimiser.step(closure)
+        optimizer.step(closure)
         value = potential(position.detach())
         if torch.isfinite(value):
             found.append((float(value), position.detach()))

@@ -29,7 +29,7 @@ def chained(steps: Tensor) -> Tensor:
 
 
 def eight_schools(y: Tensor, sigma: Tensor) -> None:
-    """Effects of coaching in eight schools, non-centred."""
+    """Effects of coaching in eight schools, non-centered."""
     mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
     tau = pyro.sample("tau", dist.HalfCauchy(torch.tensor(5.0)))
     unit = pyro.sample("theta_trans", dist.Normal(torch.zeros(8), 1.0).to_event(1))

@@ -94,23 +94,23 @@ def kidscore_momiq(d: dict[str, Any]) -> Tensors:
 
 
 def kidscore_momiq_scaled(d: dict[str, Any]) -> Tensors:
-    """The same; IQ is standardised, and 1 is 20 points of the score."""
+    """The same; IQ is standardized, and 1 is 20 points of the score."""
     return design(standard(d["mom_iq"])), d["kid_score"] / 20
 
 
 def kidscore_interaction_z(d: dict[str, Any]) -> Tensors:
-    """... by both, centred and in units of two standard deviations."""
+    """... by both, centered and in units of two standard deviations."""
     hs, iq = standard(d["mom_hs"], 2), standard(d["mom_iq"], 2)
     return design(hs, iq, hs * iq), d["kid_score"]
 
 
 def earn_height(d: dict[str, Any]) -> Tensors:
-    """Earnings by height, both standardised: 1 is 3.8 inches and 20,000 dollars."""
+    """Earnings by height, both standardized: 1 is 3.8 inches and 20,000 dollars."""
     return design(standard(d["height"])), standard(d["earn"])
 
 
 def logearn_interaction_z(d: dict[str, Any]) -> Tensors:
-    """Log earnings by standardised height, sex and their product."""
+    """Log earnings by standardized height, sex and their product."""
     height = standard(d["height"])
     return design(height, d["male"], height * d["male"]), d["earn"].log()
 
@@ -179,7 +179,7 @@ def kilpisjarvi_start(data: Tensors) -> dict[str, Tensor]:
 
 KILPISJARVI = Posterior(
     "kilpisjarvi_mod-kilpisjarvi-scaled",
-    "summer temperatures over 62 years; years centred, since at 4000 intercept and slope are one",
+    "summer temperatures over 62 years; years centered, since at 4000 intercept and slope are one",
     kilpisjarvi_model,
     lambda d: (d["x"], d["y"]),
     sites=("alpha", "beta", "sigma"),

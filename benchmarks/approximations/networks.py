@@ -37,12 +37,12 @@ def trained(hidden: tuple[int, ...], dtype: str = "float32", steps: int = 200) -
     net = nn.Sequential(*layers[:-1]).double()
     pixels, labels = digits()
     x, y = torch.from_numpy(pixels).double(), torch.from_numpy(labels)
-    optimiser = torch.optim.Adam(net.parameters(), 1e-2)
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
     for _ in range(steps):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         prior = sum(weight.square().sum() for weight in net.parameters()) / 2
         (nn.functional.cross_entropy(net(x), y, reduction="sum") + prior).backward()
-        optimiser.step()
+        optimizer.step()
     net = net.to(getattr(torch, dtype))
     for weight in net.parameters():
         weight.grad = None

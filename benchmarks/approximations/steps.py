@@ -49,7 +49,7 @@ def vi_ours(
 ) -> Callable[[], Timing]:
     """`ps.VI.run`: a step, and a step's share of the whole run with its compilation cached."""
     options: dict[str, Any] = {"sticking_the_landing": sticking, "compile": compile}
-    vi = ps.VI(logistic_model, structure=structure, optimiser=_adam(), **options)
+    vi = ps.VI(logistic_model, structure=structure, optimizer=_adam(), **options)
     data, seeds = _data(), iter(range(1000))
 
     def run(steps: int) -> Any:

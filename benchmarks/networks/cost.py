@@ -45,14 +45,14 @@ def network() -> nn.Module:
 def sgd(x: torch.Tensor, y: torch.Tensor) -> Callable[[int], object]:
     """Training by torch.optim.SGD with momentum and weight decay."""
     net = network()
-    optimiser = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4)
 
     def train(steps: int) -> None:
         for _ in range(steps):
             rows = torch.randint(0, ROWS, (BATCH,))
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             nn.functional.cross_entropy(net(x[rows]), y[rows]).backward()
-            optimiser.step()
+            optimizer.step()
 
     return train
 

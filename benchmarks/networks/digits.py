@@ -44,7 +44,7 @@ RESULTS = Path(__file__).parent / "results" / "digits.json"
 NOISES = {"clean": 0.0, "a fifth of the training labels random": 0.2}
 SCALES, TEMPERATURES, RATES = (0.3, 0.6, 1.0, 2.0), (1.0, 0.3), (0.1, 0.2, 0.5)
 CHAINS, BATCH, WARMUP, DRAWS, THINNING = 8, 128, 1000, 25, 80
-TRAINING, STOPS = 2000, 40  # steps of an optimiser, and at how many it may stop
+TRAINING, STOPS = 2000, 40  # steps of an optimizer, and at how many it may stop
 UNIT = "prior Normal(0, 1)"
 
 
@@ -137,7 +137,7 @@ def posteriors(split: Split) -> Iterator[Fit]:
         yield averaged({"scale": scale, "temperature": temperature}, chains, split)
 
 
-def from_optimisers(split: Split) -> dict[str, list[Fit]]:
+def from_optimizers(split: Split) -> dict[str, list[Fit]]:
     """What begins with networks that are trained, and looked at on their way."""
     found: dict[str, list[Fit]] = {"MAP": [], "deep ensemble": []}
     found |= {"last-layer Laplace": [], "mean-field VI": []}
@@ -164,7 +164,7 @@ def from_optimisers(split: Split) -> dict[str, list[Fit]]:
         lr = torchopt.schedule.polynomial_schedule(1e-2, 1e-4, 1.0, TRAINING)
         for temperature in TEMPERATURES:
             options = {"temperature": temperature, "init_strategy": start, "compile": True}
-            fit = ps.VI(chains.model, optimiser=torchopt.adam(lr), **options)
+            fit = ps.VI(chains.model, optimizer=torchopt.adam(lr), **options)
             fit.run(data, batch_size=BATCH, num_steps=TRAINING, seed=0, progress=False)
             choice = {"scale": scale, "temperature": temperature}
             found["mean-field VI"].append(averaged(choice, fit, split, num_samples=200))
@@ -181,7 +181,7 @@ def dropouts(split: Split) -> Iterator[Fit]:
     weights = [torch.stack([each.weight.detach().T for each in layer]) for layer in layers]
     biases = [torch.stack([each.bias.detach()[None] for each in layer]) for layer in layers]
     params = [each.requires_grad_() for each in weights + biases]
-    optimiser = torch.optim.SGD(params, 0.08, momentum=0.75)
+    optimizer = torch.optim.SGD(params, 0.08, momentum=0.75)
 
     def logits(x: Tensor) -> Tensor:
         x = x.expand(len(grid), -1, -1)
@@ -193,12 +193,12 @@ def dropouts(split: Split) -> Iterator[Fit]:
     rows = torch.cat([split.x_val, split.x_test])
     for step in range(1, TRAINING + 1):
         batch = torch.randint(len(split.x), (BATCH,))
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         target = split.y[batch].repeat(len(grid))
         loss = nn.functional.cross_entropy(logits(split.x[batch]).flatten(0, 1), target) * len(grid)
         decay = sum((each.square() / scales**2).sum() for each in params) / (2 * len(split.x))
         (loss + decay).backward()
-        optimiser.step()
+        optimizer.step()
         if step % (TRAINING // 8) == 0:
             with torch.no_grad():
                 probs = sum(logits(rows).softmax(-1) for _ in range(50)) / 50
@@ -212,7 +212,7 @@ def dropouts(split: Split) -> Iterator[Fit]:
 def compared(split: Split) -> dict[str, Any]:
     """Each method's scores on the test rows, and what was chosen for it."""
     torch.manual_seed(0)
-    sampled, others = list(posteriors(split)), from_optimisers(split)
+    sampled, others = list(posteriors(split)), from_optimizers(split)
     warm = [fit for fit in sampled if fit.choice["temperature"] == 1]
     fits = {
         "BAOA, temperature and prior chosen": sampled,

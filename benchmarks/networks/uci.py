@@ -3,7 +3,7 @@
 A network of two hidden layers of 32 ReLU has two outputs, a row's mean and scale; all weights have
 a normal prior of sd `spread`/sqrt(fan in), and a row has a normal distribution or a Student t of 4
 degrees of freedom.  Eight chains start at points that Adam finds in 2,000 steps of minibatches and
-run `ps.BAOA` on full batches (N is 277 to 1,439).  Inputs and outputs are standardised on the
+run `ps.BAOA` on full batches (N is 277 to 1,439).  Inputs and outputs are standardized on the
 training rows, scores are in the output's unit:
 
 - RMSE, of the predictive mean;
@@ -94,7 +94,7 @@ SAMPLING = {
 }
 GRID = [Choice(spread, freedom) for spread in (0.5, 1.0, 2.0, 4.0) for freedom in (4.0, None)]
 CHOOSING = 5  # splits whose validation rows choose
-CHAINS, DRAWS, OPTIMISER_STEPS, WIDTH = 8, 50, 2000, 32
+CHAINS, DRAWS, OPTIMIzER_STEPS, WIDTH = 8, 50, 2000, 32
 
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, float]
 Scores = dict[str, float]
@@ -128,8 +128,8 @@ def fit(rows: Rows, sampling: Sampling, choice: Choice, seed: int) -> Scores:
 
     begun, cpu = time.perf_counter(), time.process_time()
     common: Any = {"num_chains": CHAINS, "seed": seed, "progress": False}
-    start = ps.MAP(model, optimiser=torchopt.adam(0.01), compile=True)
-    start.run((x, y), num_steps=OPTIMISER_STEPS, batch_size=100, **common)
+    start = ps.MAP(model, optimizer=torchopt.adam(0.01), compile=True)
+    start.run((x, y), num_steps=OPTIMIzER_STEPS, batch_size=100, **common)
     mass = {name: unit**-2 for name, unit in units.items()}
     mcmc = ps.BAOA(
         model, lr=sampling.lr, friction=0.05, mass=mass, init_strategy=start, compile=True
@@ -153,7 +153,7 @@ def fit(rows: Rows, sampling: Sampling, choice: Choice, seed: int) -> Scores:
 # ------------------------------------------------------------------ data
 
 
-def standardised(name: str, split: int, validation: bool = False) -> Rows:
+def standardized(name: str, split: int, validation: bool = False) -> Rows:
     """Training and test rows of a split, in sds of the training rows; y's sd in its own unit.
 
     With `validation` a random fifth of the training rows stands for the test rows, which are
@@ -307,14 +307,14 @@ def main() -> None:
 
     def validate(cell: str, split: int) -> Scores:
         name, choice = cells[cell]
-        return fit(standardised(name, split, validation=True), SAMPLING[name], choice, split)
+        return fit(standardized(name, split, validation=True), SAMPLING[name], choice, split)
 
     tried = {cell: settings(*what) for cell, what in cells.items()}
     record("uci_validation", CHOOSING, tried, validate, asked.fresh)
     choices = {name: chosen(name) for name in asked.sets}
 
     def test(name: str, split: int) -> Scores:
-        return fit(standardised(name, split), SAMPLING[name], choices[name], split)
+        return fit(standardized(name, split), SAMPLING[name], choices[name], split)
 
     final = {name: settings(name, choice) for name, choice in choices.items()}
     record("uci", asked.splits, final, test, asked.fresh)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from bde import BdeRegressor
 from bde.loss import GaussianNLL
-from uci import arguments, record, standardised
+from uci import arguments, record, standardized
 
 import pyro_scale as ps
 
@@ -41,7 +41,7 @@ SETTINGS = {
 
 def fit(name: str, split: int) -> dict[str, float]:
     """One split's scores and seconds."""
-    x, y, x_test, y_test, unit = standardised(name, split)
+    x, y, x_test, y_test, unit = standardized(name, split)
     begun, cpu = time.perf_counter(), time.process_time()
     regressor = BdeRegressor(seed=split, loss=GaussianNLL(), **SETTINGS)
     regressor.fit(x=x.double().numpy(), y=y.double().numpy())

@@ -167,13 +167,13 @@ def reader(network: torch.nn.Module, prior: Any = "unit") -> Model:
 # -- learning ---------------------------------------------------------------------------------
 
 
-def learnt(
+def learned(
     model: Any, data: Rows, size: Size, seed: int, start: Any = ps.init_to_module, episodes: int = 1
 ) -> Iterator[ps.MAP]:
     """The mode as AdamW finds it in one pass, as it is whenever it is to be tested; of the rows of
     one book, or of several."""
     adamw = torchopt.adamw(size.lr, weight_decay=0.0)  # the prior is all the decay there is
-    mode = ps.MAP(model, optimiser=adamw, init_strategy=start, num_data=len(data[0]))
+    mode = ps.MAP(model, optimizer=adamw, init_strategy=start, num_data=len(data[0]))
     order = torch.randperm(len(data[0]), generator=torch.Generator().manual_seed(seed))
     for part in order.chunk(size.tests * episodes):
         for rows in part.split(size.batch):
@@ -198,7 +198,7 @@ def course(
 ) -> Course:
     """An episode, with tests."""
     found = []
-    for mode in learnt(model, data, size, seed, **how):
+    for mode in learned(model, data, size, seed, **how):
         found.append(losses(mode, tests))
     return Course(found, mode)
 
@@ -250,7 +250,7 @@ def changed(method: str, precision: Tensor, old: Tensor) -> Tensor:
 def prior_of(laplace: ps.Laplace, precision: Tensor) -> Callable[[str, Tensor], dist.Normal]:
     """Of a Laplace's mean, and another precision."""
     fit = laplace.fit
-    mean, sd = (fit.layout.unflatten(each) for each in (fit.centres[0], precision.rsqrt()))
+    mean, sd = (fit.layout.unflatten(each) for each in (fit.centers[0], precision.rsqrt()))
     return lambda name, weight: dist.Normal(mean[name], sd[name])
 
 
@@ -368,7 +368,7 @@ def plotted(runs: Sequence[dict[str, Any]], titles: Sequence[str], tests: int) -
     right = figure.add_subplot(grid[:, 1])
     single = torch.tensor([each["single"] for each in runs])
     base = torch.tensor([each["base"] for each in runs])
-    for method, (colour, style) in LOOKS.items():
+    for method, (color, style) in LOOKS.items():
         if method not in runs[0]:
             continue
         curve = torch.tensor([each[method] for each in runs])  # [seeds, tests, books]
@@ -381,8 +381,8 @@ def plotted(runs: Sequence[dict[str, Any]], titles: Sequence[str], tests: int) -
         for axis, line in (*lines, (right, torch.stack(average, 1))):
             mean, sd = line.mean(0), line.std(0, correction=0)
             label = NAMES.get(method, method)
-            axis.plot(read / tests, mean, color=colour, ls=style, lw=1.6, label=label)
-            axis.fill_between(read / tests, mean - sd, mean + sd, color=colour, alpha=0.2, lw=0)
+            axis.plot(read / tests, mean, color=color, ls=style, lw=1.6, label=label)
+            axis.fill_between(read / tests, mean - sd, mean + sd, color=color, alpha=0.2, lw=0)
     for axis in (*left, right):
         for episode in range(1, len(titles)):
             axis.axvline(episode, color="0.6", ls="--", lw=0.8)
@@ -390,7 +390,7 @@ def plotted(runs: Sequence[dict[str, Any]], titles: Sequence[str], tests: int) -
         axis.axvspan(place, place + 1, color="0.93", lw=0, zorder=0)
         axis.set_title(title, fontsize=9, loc="left", pad=2)
         axis.tick_params(labelbottom=place == len(titles) - 1)
-    figure.supylabel("test loss (nats a token); grey: while the book is read", fontsize=9)
+    figure.supylabel("test loss (nats a token); gray: while the book is read", fontsize=9)
     left[-1].set_xlabel("books read")
     right.axhline(0, color="0.5", lw=0.8)
     right.set(

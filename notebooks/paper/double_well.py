@@ -170,11 +170,11 @@ def ensemble() -> dict[str, Any]:
     chains.run(None, num_samples=1, thinning=500, num_chains=1000, seed=0, progress=False)
     members = chains.get_samples()["x"]
     position = begin["x"].clone().requires_grad_()
-    optimiser = torch.optim.SGD([position], lr=0.01, momentum=0.9)
+    optimizer = torch.optim.SGD([position], lr=0.01, momentum=0.9)
     for _ in range(500):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (-wells.log_density(position).sum()).backward()
-        optimiser.step()
+        optimizer.step()
     return {
         "from_torch_optim": float((members - position.detach()).abs().max()),
         "from_the_modes": float((members.abs() - 5**0.5).abs().max()),
@@ -209,7 +209,7 @@ def plot(columns: dict[str, dict[str, Tensor]]) -> None:
     for ax, label in zip(axes[:, 0], names.values(), strict=True):
         ax.set_ylabel(f"{label}\n$x_2$")
     figure.suptitle(
-        "share of each of 30 x 30 bins, of 500,000 draws; the colours of a column have one scale"
+        "share of each of 30 x 30 bins, of 500,000 draws; the colors of a column have one scale"
     )
     figure.tight_layout()
     figure.savefig(FIGURE, dpi=100)

@@ -288,9 +288,9 @@ def passed(played: list[Season], league: Any, choice: Choice, **settings: Any) -
 
 def over_the_mean(known: Gaussian) -> Tensor:
     """Means and sds of 20 skills over their mean, which is all that matches tell, `[2, 20]`."""
-    centre = torch.eye(20) - 1 / 20
-    covariance = centre @ known.covariance[:20, :20] @ centre
-    return torch.stack([centre @ known.mean[:20], covariance.diagonal().sqrt()])
+    center = torch.eye(20) - 1 / 20
+    covariance = center @ known.covariance[:20, :20] @ center
+    return torch.stack([center @ known.mean[:20], covariance.diagonal().sqrt()])
 
 
 # -- what is beside it ------------------------------------------------------------------------
@@ -458,15 +458,15 @@ def plotted(report: dict[str, Any]) -> plt.Figure:
     dates = np.array(report["skill"]["date"], dtype="datetime64[D]")
     champions = np.datetime64("2015-08-01"), np.datetime64("2016-06-01")
     above.axvspan(*champions, color="0.9", label="2015-16")
-    for team, colour in zip(SHOWN, COLOURS, strict=False):
+    for team, color in zip(SHOWN, COLOURS, strict=False):
         mean, sd = np.array([row or (np.nan,) * 2 for row in report["skill"][team]], float).T
         # a gap at every summer, and where the team was in another league
         apart = np.flatnonzero(np.diff(dates).astype(int) > 45) + 1
         for part, at in enumerate(np.split(np.arange(len(dates)), apart)):
             label = team if part == 0 else None
-            above.plot(dates[at], mean[at], color=colour, lw=1.5, label=label)
+            above.plot(dates[at], mean[at], color=color, lw=1.5, label=label)
             above.fill_between(
-                dates[at], (mean - sd)[at], (mean + sd)[at], color=colour, alpha=0.2, lw=0
+                dates[at], (mean - sd)[at], (mean + sd)[at], color=color, alpha=0.2, lw=0
             )
     above.set(
         ylabel="skill over the league's mean, ± sd\n(nats of the odds; EKF, outcomes)",
@@ -476,9 +476,9 @@ def plotted(report: dict[str, Any]) -> plt.Figure:
     base = np.array(report["by_season"]["frequencies"])
     at = np.arange(len(base))
     styles = {"Elo, outcomes": "s", "EKF, outcomes": "o", "Elo, goals": "^", "EKF, goals": "D"}
-    for (name, marker), colour in zip(styles.items(), COLOURS[1:] + COLOURS[:1], strict=False):
+    for (name, marker), color in zip(styles.items(), COLOURS[1:] + COLOURS[:1], strict=False):
         line = base - np.array(report["by_season"][name])
-        below.plot(at, line, marker=marker, color=colour, lw=1, label=name)
+        below.plot(at, line, marker=marker, color=color, lw=1, label=name)
     below.axhline(0, color="0.5", lw=0.8)
     below.set_xticks(at, report["seasons"], fontsize=8)
     below.set(ylabel="log loss below that of\nfrequencies (nats a match)")

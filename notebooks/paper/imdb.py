@@ -3,7 +3,7 @@
 A network classifies IMDB's reviews (embedding, convolution, max-pooling, LSTM, linear layer), all
 of its weights with a normal prior of variance 1/40, batches of 32.  What a test review's label is
 given to be, averaged over draws, is scored at temperatures from 0.01 to 3: by Laplace (empirical
-Fisher and GGN), by VI, both also linearised, and by SGHMC: one chain (serial), and the last states
+Fisher and GGN), by VI, both also linearized, and by SGHMC: one chain (serial), and the last states
 of many (parallel).  Beside them MAP, the MLE, and Laplace without the prior in its precision, as
 the paper's code has it.
 
@@ -163,8 +163,8 @@ def made_up(size: Size) -> Reviews:
 
 #: Probabilities of "positive" by method and temperature, `[draws, test reviews]`.
 Predicted = dict[tuple[str, float], Tensor]
-#: Draws of a Gaussian, in parameter space as in the paper, and of linearised logits.
-DRAWS, LINEARISED = 50, 30
+#: Draws of a Gaussian, in parameter space as in the paper, and of linearized logits.
+DRAWS, LINEARIzED = 50, 30
 
 
 #: What Laplace's precision is made of; the last is the paper's code's, which has no prior.
@@ -187,24 +187,24 @@ class Experiment:
         chosen = {"num_samples": num_samples, "return_sites": ["positive"], "batch_size": 500}
         return fit.predict(self.test[0], **chosen)["positive"]
 
-    def linearised(self, fit: Any) -> Tensor:
+    def linearized(self, fit: Any) -> Tensor:
         """On average over draws, `[1, test reviews]`."""
-        chosen = {"num_samples": LINEARISED, "reduce": "mean", "batch_size": 500}
+        chosen = {"num_samples": LINEARIzED, "reduce": "mean", "batch_size": 500}
         return fit.predict(self.test[0], linearized=True, **chosen)["label"][None, :, 1]
 
     def both(self, fit: Any) -> tuple[Tensor, Tensor]:
-        """By draws of weights, and linearised, `[1, test reviews]` each."""
-        return self.positive(fit, DRAWS).mean(0, keepdim=True), self.linearised(fit)
+        """By draws of weights, and linearized, `[1, test reviews]` each."""
+        return self.positive(fit, DRAWS).mean(0, keepdim=True), self.linearized(fit)
 
-    def optimised(self, method: Any, seed: int) -> Any:
+    def optimized(self, method: Any, seed: int) -> Any:
         """Runs MAP or VI for the paper's epochs."""
         epochs = self.size.epochs
         return method.run(self.train, batch_size=32, num_epochs=epochs, seed=seed, progress=False)
 
     def map(self, name: str, seed: int, prior_sd: float = PRIOR) -> Predicted:
         """The mode, which is kept for Laplace; with a flat prior the MLE."""
-        model, optimiser = classifier(self.size, seed, prior_sd), torchopt.adam(1e-3)
-        fit = self.optimised(ps.MAP(model, optimiser=optimiser, compile=True), seed)
+        model, optimizer = classifier(self.size, seed, prior_sd), torchopt.adam(1e-3)
+        fit = self.optimized(ps.MAP(model, optimizer=optimizer, compile=True), seed)
         fit.save(self.parts / f"{name} {seed}.fit")
         return {(name, 0.0): self.positive(fit)}
 
@@ -216,21 +216,21 @@ class Experiment:
         fit.run(self.train, mode=mode, batch_size=32, seed=seed, progress=False)
         found: Predicted = {}
         for t in TEMPERATURES:
-            found[name, t], found[f"{name}, linearised", t] = self.both(fit.at_temperature(t))
+            found[name, t], found[f"{name}, linearized", t] = self.both(fit.at_temperature(t))
         return found
 
     def vi(self, seed: int, temperature: float) -> Predicted:
         """From the network that torch makes and log sds of -3, as in the paper."""
         method = ps.VI(
             classifier(self.size, seed),
-            optimiser=torchopt.adam(1e-3),
+            optimizer=torchopt.adam(1e-3),
             sticking_the_landing=True,
             temperature=temperature,
             init_scale=math.exp(-3),
             compile=True,
         )
-        plain, linearised = self.both(self.optimised(method, seed))
-        return {("VI", temperature): plain, ("VI, linearised", temperature): linearised}
+        plain, linearized = self.both(self.optimized(method, seed))
+        return {("VI", temperature): plain, ("VI, linearized", temperature): linearized}
 
     def sghmc(self, name: str, seed: int, temperature: float) -> Predicted:
         """One chain's draws every 1.28 epochs, the third after as many epochs as other methods
@@ -332,37 +332,37 @@ def results(parts: Path, size: Size, labels: Tensor) -> dict[str, Any]:
     }
 
 
-#: The figure's highest loss, and its panels: methods with their colours.
+#: The figure's highest loss, and its panels: methods with their colors.
 HIGHEST = 0.85
 PANELS = (
     {
         "Laplace EF": "#56B4E9",
-        "Laplace EF, linearised": "#0072B2",
+        "Laplace EF, linearized": "#0072B2",
         "Laplace GGN": "#E69F00",
-        "Laplace GGN, linearised": "#D55E00",
+        "Laplace GGN, linearized": "#D55E00",
         "Laplace GGN without prior": "#999999",
-        "Laplace GGN without prior, linearised": "#000000",
+        "Laplace GGN without prior, linearized": "#000000",
     },
-    {"VI": "#009E73", "VI, linearised": "#CC79A7"},
+    {"VI": "#009E73", "VI, linearized": "#CC79A7"},
     {"SGHMC serial": "#56B4E9", "SGHMC parallel": "#D55E00"},
 )
 
 
 def draw(found: dict[str, Any], figure: Path | None = None) -> Any:
     """Loss and accuracy against temperature: means over seeds, and one standard deviation."""
-    panels = [colours for colours in PANELS if colours.keys() & found.keys()]
+    panels = [colors for colors in PANELS if colors.keys() & found.keys()]
     width = len(panels)
     fig, axes = plt.subplots(
         2, width, figsize=(4.2 * width, 7), sharex=True, sharey="row", squeeze=False
     )
     for row, metric in zip(axes, ("loss", "accuracy"), strict=True):
-        for panel, colours in zip(row, panels, strict=True):
+        for panel, colors in zip(row, panels, strict=True):
             for name, style in (("MAP", "--"), ("MLE", ":")):
                 if name in found:
                     mean = statistics.fmean(found[name]["0"][metric])
                     panel.axhline(mean, color="0.4", ls=style, label=f"{name}, loss {mean:.2f}")
-            for name, colour in colours.items():
-                line(panel, found.get(name, {}), metric, name, colour)
+            for name, color in colors.items():
+                line(panel, found.get(name, {}), metric, name, color)
             panel.set_xscale("log")
             panel.grid(alpha=0.3)
     for panel in axes[0]:
@@ -380,17 +380,17 @@ def draw(found: dict[str, Any], figure: Path | None = None) -> Any:
     return fig
 
 
-def line(panel: Any, by_temperature: dict[str, Any], metric: str, name: str, colour: str) -> None:
+def line(panel: Any, by_temperature: dict[str, Any], metric: str, name: str, color: str) -> None:
     """One method's mean, and a band of a standard deviation on either side."""
     points = sorted((float(t), scores[metric]) for t, scores in by_temperature.items())
     if points:
         at, values = zip(*points, strict=True)
         mean = [statistics.fmean(each) for each in values]
         sd = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in values]
-        panel.plot(at, mean, "o-", color=colour, label=name, ms=4)
+        panel.plot(at, mean, "o-", color=color, label=name, ms=4)
         low = [m - s for m, s in zip(mean, sd, strict=True)]
         high = [m + s for m, s in zip(mean, sd, strict=True)]
-        panel.fill_between(at, low, high, color=colour, alpha=0.2, lw=0)
+        panel.fill_between(at, low, high, color=color, alpha=0.2, lw=0)
 
 
 def main() -> None:

@@ -109,21 +109,21 @@ def trained(texts: Sequence[str], size: Size, seed: int = 0, every: int = 0) -> 
         torch.manual_seed(seed)
         network = size.network()
     source = torch.Generator().manual_seed(seed)
-    optimiser = torch.optim.AdamW(network.parameters(), lr=2e-3, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, betas=(0.9, 0.95))
     begun, losses = time.perf_counter(), []
     for step in range(size.steps):
         warmed, progress = min(1.0, step / 100), step / size.steps
-        optimiser.param_groups[0]["lr"] = (
+        optimizer.param_groups[0]["lr"] = (
             2e-3 * warmed * (0.55 + 0.45 * math.cos(math.pi * progress))
         )
         first = torch.randint(len(tokens) - size.context, (size.batch,), generator=source)
         rows = tokens[first[:, None] + torch.arange(size.context + 1)]
         logits = network(rows[:, :-1]).logits
         loss = cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
         if every and step % every == every - 1:
             mean = sum(losses[-every:]) / every

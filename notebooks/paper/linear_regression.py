@@ -145,11 +145,11 @@ def approximations(steps: int = 20_000) -> dict[str, Entry]:
             ("dense", EXACT, "exact"),
         ):
             adam = falling(2e-2, steps)
-            vi = ps.VI(regression, structure=structure, optimiser=adam, num_particles=4)
+            vi = ps.VI(regression, structure=structure, optimizer=adam, num_particles=4)
             found[f"VI, {structure}{on}"] = Entry(vi, run, theory, says)
         ivon = ps.IVON(regression, lr=lambda step: 0.3 * (1 - step / steps))
         found[f"IVON{on}"] = Entry(ivon, run, INDEPENDENT, "1/sqrt(L_ii)")
-        mode = ps.MAP(regression, optimiser=falling(2e-2, steps))
+        mode = ps.MAP(regression, optimizer=falling(2e-2, steps))
         found[f"MAP{on}"] = Entry(mode, run, 0 * EXACT, "a point")
     newton = ps.MAP(regression, structure="dense")
     found["MAP, then Newton"] = Entry(newton, {"num_steps": 100, **QUIET}, 0 * EXACT, "a point")
@@ -215,7 +215,7 @@ def found_by(fitted: Any) -> Found:
         covariance, none = torch.zeros(10, 10).double(), math.nan * SD
         for gaussian in fitted.fit.gaussians:
             covariance = torch.stack([gaussian.covariance_times(e) for e in torch.eye(10).double()])
-        mean = (fitted.fit.centres[0] - MEAN) @ DIRECTIONS / SD
+        mean = (fitted.fit.centers[0] - MEAN) @ DIRECTIONS / SD
         return Found(mean, over_exact(covariance), none, none)
     draws = (fitted.get_samples(group_by_chain=True)["w"] - MEAN) @ DIRECTIONS / SD
     mean, sd = draws.mean((0, 1)), draws.var((0, 1)).sqrt()

@@ -498,8 +498,8 @@ def plotted(report: dict[str, Any]) -> plt.Figure:
         values = report["uncertainties"][name][kind]
         both = torch.tensor([values[language] for language in LANGUAGES])
         bins = torch.linspace(float(both.min()), float(both.max()), 21).tolist()
-        for language, colour in zip(LANGUAGES, ("#0072B2", "#D55E00"), strict=True):
-            axis.hist(values[language], bins, color=colour, alpha=0.55, label=language)
+        for language, color in zip(LANGUAGES, ("#0072B2", "#D55E00"), strict=True):
+            axis.hist(values[language], bins, color=color, alpha=0.55, label=language)
         area = report["table"][name][f"{kind}, statements"][0]
         axis.set_title(f"{name}: {kinds[kind]}, AUROC {area:.2f}", fontsize=10)
         axis.set(xlabel=f"{kind} uncertainty (nats)", ylabel="statements")

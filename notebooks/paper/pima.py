@@ -1,6 +1,6 @@
 """Bayesian logistic regression on the Pima Indians data, from one Pyro model, by nine methods.
 
-The paper's appendix G: Table 3 and Figures 11 and 12.  768 rows, 8 standardised columns, no
+The paper's appendix G: Table 3 and Figures 11 and 12.  768 rows, 8 standardized columns, no
 intercept, standard normal weights.  Every contender starts at zero and gives 5,000 draws:
 
 - at the paper's settings: SGHMC with lr 0.01, friction 1, 2,000 steps of warm-up, every 5th step
@@ -96,7 +96,7 @@ def model(x: Tensor, y: Tensor | None = None) -> Tensor:
 
 @cache
 def data() -> tuple[Tensor, Tensor, list[str]]:
-    """x `[N, 8]`, standardised, y `[N]`, and the columns' names.
+    """x `[N, 8]`, standardized, y `[N]`, and the columns' names.
 
     Where the data are missing: 8 columns of scikit-learn's breast cancer.
     """
@@ -180,7 +180,7 @@ def variational(
     fit = ps.VI(
         model,
         structure=structure,
-        optimiser=torchopt.adam(lr),
+        optimizer=torchopt.adam(lr),
         sticking_the_landing=True,
         init_strategy=zeros(),
         compile=True,
@@ -460,20 +460,20 @@ def made_wrong(draws: Tensor, mean: Tensor, sd: Tensor) -> dict[str, dict[str, f
 def plot(runs: dict[str, Tensor]) -> None:
     """Figures 11 and 12."""
     names = data()[2]
-    colours = ["0.75", "#0072B2", "#D55E00", "#009E73", "#CC79A7"]  # Okabe and Ito's
+    colors = ["0.75", "#0072B2", "#D55E00", "#009E73", "#CC79A7"]  # Okabe and Ito's
     styles = ["-", ":", "--", "-", "-."]
     figure = plt.figure(figsize=(11, 10), layout="constrained")
     halves = figure.subfigures(2, 1, hspace=0.05)
     for half, (title, contenders) in zip(halves, PANELS.items(), strict=True):
         for column, ax in enumerate(half.subplots(2, 4).ravel()):
-            centre = float(runs["Pyro NUTS"][:, column].mean())
-            grid = np.linspace(centre - 0.45, centre + 0.45, 200)
-            for name, colour, style in zip(contenders, colours, styles, strict=True):
+            center = float(runs["Pyro NUTS"][:, column].mean())
+            grid = np.linspace(center - 0.45, center + 0.45, 200)
+            for name, color, style in zip(contenders, colors, styles, strict=True):
                 density = gaussian_kde(runs[name][:, column].numpy(), 0.25)(grid)
                 if name == "Pyro NUTS":
-                    ax.fill_between(grid, density, color=colour, label=name)
+                    ax.fill_between(grid, density, color=color, label=name)
                 else:
-                    ax.plot(grid, density, style, color=colour, label=name, lw=1.5)
+                    ax.plot(grid, density, style, color=color, label=name, lw=1.5)
             ax.set(xlabel=f"weight of {names[column]}", yticks=[], ylim=(0, None))
             ax.spines[["left", "top", "right"]].set_visible(False)
         half.suptitle(title)

@@ -28,7 +28,7 @@ class Moments(NamedTuple):
         sd: the standard deviation, `[...]`.
         quantiles: `[levels, ...]`; NaN where draws were not kept (`store=False`) and a chain broke,
             as its draws cannot be told from the others'.
-        r_hat: split R-hat of the means (Gelman et al. 2013, 11.4), not rank-normalised.
+        r_hat: split R-hat of the means (Gelman et al. 2013, 11.4), not rank-normalized.
         ess: effective draws for the mean, by means of 25 batches of each chain, and of chains where
             those do not agree; NaN of fewer than 250 draws a chain.  Up to two thirds too many
             where a chain remembers for as long as a batch: then 25 of them are all that it has.

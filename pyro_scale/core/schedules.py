@@ -27,7 +27,7 @@ def polynomial_decay(start: float, power: float = 0.33, delay: float = 1.0) -> S
     Args:
         start: the value at step 0.
         power: how fast it falls; in (0.5, 1] the steps' sum diverges while their squares' does
-            not, and 1/3 minimises the mean squared error of averages (Teh, Thiery and Vollmer
+            not, and 1/3 minimizes the mean squared error of averages (Teh, Thiery and Vollmer
             2016), hence the default.
         delay: steps until the value has fallen by 2^-power.
 

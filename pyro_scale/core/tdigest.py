@@ -14,7 +14,7 @@ _CLUSTERS, _HELD = 128, 128
 
 
 class QuantileSketch:
-    """Quantiles of many streams that are as long as each other, from clusters of neighbours.
+    """Quantiles of many streams that are as long as each other, from clusters of neighbors.
 
     A cluster holds how many numbers it is of, and their mean.  The k-th is of the ranks between
     (1 + sin((k/K - 1/2) pi))/2 and the same of k + 1, of K = 128: few at the ends, where quantiles
@@ -47,7 +47,7 @@ class QuantileSketch:
         self.held = held[:, whole:].clone()
 
     def quantiles(self, shares: Sequence[float]) -> Tensor:
-        """Of every stream, `[shares, streams]`: between neighbours linearly, as
+        """Of every stream, `[shares, streams]`: between neighbors linearly, as
         `torch.quantile`."""
         means, sizes = self._with(self.held)
         means, ends = means.double(), sizes.cumsum(1)
@@ -64,8 +64,8 @@ class QuantileSketch:
         means, sizes = self._with(numbers)
         ends = sizes.cumsum(1)
         total = ends[:, -1:].double()
-        centres = ((2 * ends - sizes) / total - 1).asin() / math.pi + 0.5
-        cluster = (centres * _CLUSTERS).long().clamp(1, _CLUSTERS - 2)
+        centers = ((2 * ends - sizes) / total - 1).asin() / math.pi + 0.5
+        cluster = (centers * _CLUSTERS).long().clamp(1, _CLUSTERS - 2)
         cluster[:, 0] = 0  # the least and the most stay alone
         cluster.scatter_(1, _last(sizes), _CLUSTERS - 1)
         parts = torch.where(sizes > 0, means.double() * (sizes / total), 0)

@@ -114,7 +114,7 @@ def _contents(setup: Setup, method: str, failure: Failure, draws: Draws) -> dict
         "site": failure.site,
         "attrs": facts_of(setup.log_posterior, setup.seed),
         "num_latents": engine.num_latents,
-        "vectorised": engine.vectorised,
+        "vectorized": engine.vectorized,
         "anchor": corrected and corrected.anchor,
         "anchor_gradient": corrected and corrected.gradient,
         "steps": [dict(vars(step)) for step in draws.last_steps[failure.chain]],

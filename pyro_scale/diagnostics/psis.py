@@ -168,7 +168,7 @@ def refuse_without_density(fit: Fit) -> None:
         raise ArgumentError("psis: a mode has no density: fit Laplace, VI or EKF")
     if fit.temperature == 0:
         raise ArgumentError("psis: at temperature 0 there is no density")
-    held = fit.centres.clone()
+    held = fit.centers.clone()
     held[:, fit.places] = 0
     if bool((held != held[0]).any()):
         raise ArgumentError(
@@ -202,15 +202,15 @@ def _log_joint(fit: Fit, drawn: Result) -> Tensor:
 
 def _from_some(fit: Fit, drawn: Result, positions: Tensor, num_rows: int) -> tuple[Tensor, float]:
     """(The log joint of all rows at every draw up to a constant, `[n]`, its error in nats), from
-    differences of some rows to their linearizations at the centre of the draws.
+    differences of some rows to their linearizations at the center of the draws.
 
     All rows' linearization takes one pass.  The error is that of two halves of the rows, which say
     the same but for the choice of rows.
     """
     known, data, layout = fit.log_posterior, fit.data, fit.layout
     assert data is not None
-    centre = positions.mean(0)
-    away = (positions - centre).double().cpu()
+    center = positions.mean(0)
+    away = (positions - center).double().cpu()
     source = torch.Generator().manual_seed(fit.seed)
     chosen = torch.randperm(known.num_data, generator=source)[:num_rows]
     halves = []
@@ -219,13 +219,13 @@ def _from_some(fit: Fit, drawn: Result, positions: Tensor, num_rows: int) -> tup
         for piece, some in pieces_with(known, data, half.sort().values):
             rows = partial(_rows, known, piece, some)
             values = torch.cat(list(drawn.chunks(rows)))
-            rest += values.cpu() - away @ _slope(rows, layout, centre)
+            rest += values.cpu() - away @ _slope(rows, layout, center)
         halves.append(rest * (known.num_data / len(half)))
     linear = torch.zeros_like(away[0])
     for piece in pieces_of(known, data):
         every = torch.arange(piece.num_rows)[piece.keep]
         rows = partial(_rows, known, piece, every)
-        linear += _slope(rows, layout, centre)
+        linear += _slope(rows, layout, center)
     first = next(pieces_of(known, data, 1))
 
     def prior(params: Params) -> Tensor:

@@ -90,7 +90,7 @@ def rerun(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Iterator[
         noise = torch.nn.functional.pad(noise, (0, layout.size - noise.shape[-1]))
         indices = _on(device, step["indices"])
         arguments = to_device(given, device)
-        target = Target(density, layout, arguments, indices, contents["vectorised"])
+        target = Target(density, layout, arguments, indices, contents["vectorized"])
         watched = _Watched(target, before.position)
         after = evaluation = error = None
         try:

@@ -221,7 +221,7 @@ def warn_of_the_temperature(result: Result, heat: list[_Heat], unmixed: bool) ->
     if cold:
         worst = min(cold, key=lambda each: each.mean)
         advice = (
-            "the run is too short for its draws to spread, or its noise is cancelled (shuffled "
+            "the run is too short for its draws to spread, or its noise is canceled (shuffled "
             "batches with a thermostat, subtract_noise)"
         )
         warn(BiasWarning, said(worst, "colder", advice))
@@ -279,9 +279,9 @@ def lower_lr(result: Result, share: float) -> str:
 
 def chain_correlation(samples: Tensor) -> float:
     """The largest mean correlation between chains over an element's draws `[C, S, ...]`."""
-    centred = samples.flatten(2).double() if samples.dim() > 2 else samples[..., None].double()
-    centred = centred - centred.mean(1, keepdim=True)
-    unit = centred / centred.norm(dim=1, keepdim=True)
+    centered = samples.flatten(2).double() if samples.dim() > 2 else samples[..., None].double()
+    centered = centered - centered.mean(1, keepdim=True)
+    unit = centered / centered.norm(dim=1, keepdim=True)
     chains = len(unit)
     together = unit.sum(0).square().sum(0)  # chains + 2 * the sum over pairs
     return float(((together - chains) / (chains * (chains - 1))).max())

@@ -104,7 +104,7 @@ def _check(course: Course, result: Result, num_samples: int | None) -> None:
         )
     if float(result.sample_stats["temperature"].max()) == 0:
         raise ArgumentError(
-            "step_size_bias: temperature 0 is an optimiser, which has no posterior to be off from"
+            "step_size_bias: temperature 0 is an optimizer, which has no posterior to be off from"
         )
     if said := explosion(result):
         raise ArgumentError(f"step_size_bias: {said}")
@@ -157,8 +157,8 @@ def _bias(
     """
     share = torch.ones(1, 1, 1) if weights is None else (weights / weights.mean())[..., None]
     gaps = share * (own - shadow)
-    centre = (share * (own + shadow)).mean((0, 1)) / 2
-    squares = [share * (draws - centre).square() for draws in (own, shadow)]
+    center = (share * (own + shadow)).mean((0, 1)) / 2
+    squares = [share * (draws - center).square() for draws in (own, shadow)]
     variances = [square.mean((0, 1)) for square in squares]
     moves = variances[1] > 0  # what never does, such as a triangle of zeros, has no bias
     ratio = torch.where(moves, variances[0] / variances[1], 1)

@@ -78,7 +78,7 @@ def virial(
     batches, size = _unseen(setup, batches)
     whole = isinstance(batches, WholeData)
     work = size * layout.size
-    most = min(_MOST, max(_LEAST, _MOST_WORK // work)) if engine.vectorised else _ONE_BY_ONE
+    most = min(_MOST, max(_LEAST, _MOST_WORK // work)) if engine.vectorized else _ONE_BY_ONE
     each = max(1, most // chains)
     if not isinstance(setup.data, TensorData | OwnSubsamples):
         each = min(each, max(1, step // 10))  # no more reading than a tenth of the run's
@@ -86,7 +86,7 @@ def virial(
     every = torch.arange(chains)[:, None]
     blocks = chosen.split(_together(setup, size, chains))
     total = torch.stack([positions[every, places].sum((0, 1)) for places in blocks]).sum(0)
-    centre = total / (chains * len(chosen))
+    center = total / (chains * len(chosen))
     slices = [layout.slices()[name] for name in setup.log_posterior.latents]
     steepest = _largest(noise, slices) if noise is not None and noise.any() else None
     found, elements, squares = [], [], []
@@ -97,7 +97,7 @@ def virial(
         of_draws = pytree.tree_map(lambda leaf: leaf[alive].flatten(0, 1), taken)
         batch = batches.batch(batches.fixed, of_draws)
         gradient = engine.gradient(some.to(setup.positions.device), batch).cpu()
-        parts = -(some - centre) * gradient * engine.density.num_data
+        parts = -(some - center) * gradient * engine.density.num_data
         squares.append(gradient.double().square().sum(0))
         steepest = _largest(squares[0], slices) if steepest is None else steepest
         of_sites = torch.stack([parts[:, place].double().mean(-1) for place in slices], -1)

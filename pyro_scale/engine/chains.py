@@ -85,7 +85,7 @@ class Chains:
         """(The state after a tape, what is kept); None where it breaks a chain."""
         try:
             moved, kept = self._run(program, tape, steps)
-        except RuntimeError:  # a matrix that cannot be factorised, in some chain
+        except RuntimeError:  # a matrix that cannot be factorized, in some chain
             return None
         return None if self._broken(moved, kept).any() else (moved, kept)
 

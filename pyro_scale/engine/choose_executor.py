@@ -79,7 +79,7 @@ def program_for(
     """
     as_it_is = eager(engine, batches)
     if compile == "auto":
-        long = _repays(num_steps, len(state.position), engine.vectorised)
+        long = _repays(num_steps, len(state.position), engine.vectorized)
         compile = long if before is None else before != as_it_is.name
     if not compile:
         return as_it_is
@@ -102,10 +102,10 @@ def program_for(
         return as_it_is
 
 
-def _repays(num_steps: int, num_chains: int, vectorised: bool) -> bool:
+def _repays(num_steps: int, num_chains: int, vectorized: bool) -> bool:
     """Whether compiling takes less time than it saves, by the call alone: what a cache holds must
     not choose among programs that round differently."""
-    others = (num_chains - 1) / (_CHAINS_FOR_TWICE if vectorised else 1)
+    others = (num_chains - 1) / (_CHAINS_FOR_TWICE if vectorized else 1)
     return num_steps * (1 + others) >= _REPAID_AFTER
 
 
@@ -138,7 +138,7 @@ def _compiled(
     all_at_once = engine.has_points or not on_processor
     single = all_at_once or len(state.position) == 1
     if not all_at_once:
-        engine = dataclasses.replace(engine, vectorised=False)
+        engine = dataclasses.replace(engine, vectorized=False)
         state = pytree.tree_map(lambda leaf: leaf[:1], state)
         tape = tape.of(slice(0, 1))
     batches = arranged(batches, by_column)

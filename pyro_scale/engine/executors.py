@@ -157,5 +157,5 @@ def eager(engine: Engine, batches: Batches) -> OneByOne:
             state, evaluation = engine.step(state, batch, noise, values)
         return state, evaluation.log_joint
 
-    name = "eager" if engine.vectorised else "eager, chain by chain"
+    name = "eager" if engine.vectorized else "eager, chain by chain"
     return OneByOne(step, name)

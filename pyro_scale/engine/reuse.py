@@ -99,7 +99,7 @@ class Earlier:
         if len(constants) < len(kept.constants):
             return None
         program = kept.build(arranged(batches, kept.by_column), constants)
-        with contextlib.suppress(RuntimeError):  # a matrix that cannot be factorised at that point
+        with contextlib.suppress(RuntimeError):  # a matrix that cannot be factorized at that point
             if agrees(program, as_it_is, engine, state, tape):
                 return program
         return None
@@ -113,7 +113,7 @@ def _facts(engine: Engine, batches: Batches, state: Any, tape: Tape) -> Any:
     inputs = [*leaves, *values.values(), noise, *batch.tensors]
     held = [leaf for leaf in pytree.tree_leaves(batches.fixed) if isinstance(leaf, Tensor)]
     return (
-        (type(engine.kernel), engine.layout, engine.num_latents, engine.vectorised),
+        (type(engine.kernel), engine.layout, engine.num_latents, engine.vectorized),
         (engine.num_data, state_spec, list(values), torch.get_num_threads()),
         [type(source) for source in batches.sources(changing)],
         [_geometry(tensor) for tensor in inputs],

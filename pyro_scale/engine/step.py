@@ -47,7 +47,7 @@ class Target:
     layout: Layout
     arguments: rows.Arguments
     indices: Tensor | None
-    vectorised: bool
+    vectorized: bool
 
     @property
     def num_data(self) -> int:
@@ -56,7 +56,7 @@ class Target:
 
     def grad(self, position: Tensor) -> tuple[Tensor, Any]:
         """(Gradient of the log joint over N at the position [D], the evaluation)."""
-        grad = self.density.grad if self.vectorised else self.density.plain_grad
+        grad = self.density.grad if self.vectorized else self.density.plain_grad
         gradient, evaluation = grad(self.layout.unflatten(position), self.arguments, self.indices)
         return self.layout.flatten(gradient) / self.density.num_data, evaluation
 
@@ -75,7 +75,7 @@ class Engine:
         density: the log posterior.
         layout: of a position.
         num_latents: how many of a position's elements are latents; the rest are points.
-        vectorised: False moves the chains one by one with plain autograd, for models that vmap
+        vectorized: False moves the chains one by one with plain autograd, for models that vmap
             or functorch's gradient refuses.
         known_noise: the variance of the minibatch gradient of the log joint over N, `[D]`, which
             is taken off the injected noise; None leaves that whole.
@@ -85,7 +85,7 @@ class Engine:
     density: Density
     layout: Layout
     num_latents: int
-    vectorised: bool = True
+    vectorized: bool = True
     known_noise: Tensor | None = None
 
     def init(self, positions: Tensor, noise: Tensor, values: Mapping[str, Tensor]) -> Any:
@@ -149,11 +149,11 @@ class Engine:
         return self.num_latents < self.layout.size
 
     def _target(self, arguments: Any, indices: Tensor | None) -> Target:
-        return Target(self.density, self.layout, arguments, indices, self.vectorised)
+        return Target(self.density, self.layout, arguments, indices, self.vectorized)
 
     def _over_chains(self, function: Callable[..., Any], batch: Batch, *states: Any) -> Any:
         """function(arguments, indices, *states) for every chain; states are `[chains, ...]`."""
-        if self.vectorised:
+        if self.vectorized:
             every = torch.vmap(function, in_dims=(*_batch_dims(batch), *(0 for _ in states)))
             return every(batch.arguments, batch.indices, *states)
         num_chains = len(pytree.tree_leaves(states)[0])

@@ -32,7 +32,7 @@ class Peak(NamedTuple):
     """A point, and the Gaussian there.
 
     Attributes:
-        centre: the point, [D].
+        center: the point, [D].
         gaussian: over some sites.
         log_evidence: in nats.
         distance: the square of that to the mode, in the Gaussian's sds, by a step of Newton's
@@ -40,7 +40,7 @@ class Peak(NamedTuple):
         slope: of the log joint, [D], in nats.
     """
 
-    centre: Tensor
+    center: Tensor
     gaussian: Gaussian
     log_evidence: float
     distance: float
@@ -84,7 +84,7 @@ class Search:
         def peak(values: Tensor) -> Peak:
             nonlocal last  # each search starts where the last one ended
             found = self._nearest(last.index_put((tuned,), values))
-            last = found.centre
+            last = found.center
             return found
 
         def evidence(values: Tensor) -> tuple[float, Tensor]:
@@ -99,21 +99,21 @@ class Search:
             )
             return found.log_evidence, found.slope[tuned] + (above - below) / (4 * step)
 
-        return peak(maximised(evidence, start[tuned]))
+        return peak(maximized(evidence, start[tuned]))
 
-    def at(self, centre: Tensor) -> Peak:
+    def at(self, center: Tensor) -> Peak:
         """The peak at a point [D]."""
         num_data, places = (
             self.density.log_posterior.num_data,
             self.density.layout.places(self.sites),
         )
-        precision = self._precision(centre, self.dense)
-        gaussian = gaussian_at(self.density, centre, self.sites, precision)
-        value, slope = self.density.grad(centre)
+        precision = self._precision(center, self.dense)
+        gaussian = gaussian_at(self.density, center, self.sites, precision)
+        value, slope = self.density.grad(center)
         total = num_data * slope[places]
         evidence = num_data * value + (len(places) * math.log(2 * math.pi) + gaussian.log_det) / 2
         return Peak(
-            centre,
+            center,
             gaussian,
             float(evidence),
             float(total @ gaussian.covariance_times(total)),
@@ -144,10 +144,10 @@ class Search:
             raise no_mode(_WITHOUT_MODE)
         return peak
 
-    def _precision(self, centre: Tensor, dense: bool) -> Tensor:
+    def _precision(self, center: Tensor, dense: bool) -> Tensor:
         return precision_at(
             self.density,
-            centre,
+            center,
             self.sites,
             self.kind,
             dense,
@@ -155,13 +155,13 @@ class Search:
             self.num_rows,
         )
 
-    def words(self, centre: Tensor) -> str:
+    def words(self, center: Tensor) -> str:
         """The curvature's kind, and what of it is estimated."""
         if self.kind == "hessian":
             return self.kind
         known = self.density.log_posterior
         piece = next(pieces_of(known, self.density.data, 1))
-        params = self.density.layout.unflatten(centre)
+        params = self.density.layout.unflatten(center)
         notes = Curvature(known, self.kind).notes(params, piece.arguments, piece.indices)
         return ", ".join([self.kind, *notes])
 
@@ -172,7 +172,7 @@ class Search:
             refuse_what_does_not_fit(size, position.dtype, position.device, _MATRICES, "Laplace")
 
 
-def maximised(function: Callable[[Tensor], tuple[float, Tensor]], start: Tensor) -> Tensor:
+def maximized(function: Callable[[Tensor], tuple[float, Tensor]], start: Tensor) -> Tensor:
     """Where a function of a few values [k], which gives its slope too, is largest, by L-BFGS."""
     values = start.detach().double().requires_grad_()
     found, tolerance = function(start), torch.finfo(start.dtype).eps ** 0.5
@@ -186,7 +186,7 @@ def maximised(function: Callable[[Tensor], tuple[float, Tensor]], start: Tensor)
             values.grad = found[1].double()
         return torch.tensor(-found[0])
 
-    optimiser = torch.optim.LBFGS(
+    optimizer = torch.optim.LBFGS(
         [values],
         max_iter=_TUNING_STEPS,
         max_eval=_TUNING_STEPS,
@@ -194,5 +194,5 @@ def maximised(function: Callable[[Tensor], tuple[float, Tensor]], start: Tensor)
         tolerance_change=tolerance,
         line_search_fn="strong_wolfe",
     )
-    optimiser.step(closure)
+    optimizer.step(closure)
     return values.detach().to(start)

@@ -118,7 +118,7 @@ class WholeDensity:
             ArgumentError: it is not where it ends.
         """
         position = start.detach().clone().requires_grad_()
-        optimiser = torch.optim.LBFGS(
+        optimizer = torch.optim.LBFGS(
             [position],
             max_iter=_MOST_PASSES,
             max_eval=_MOST_PASSES,
@@ -140,7 +140,7 @@ class WholeDensity:
                 "the data (torch.isfinite finds bad rows), or change init_strategy"
             )
         with contextlib.suppress(RuntimeError):  # of L-BFGS, where numbers overflow
-            optimiser.step(closure)
+            optimizer.step(closure)
         found = position.detach()
         value, slope = self.grad(found)
         if not bool(torch.isfinite(found).all() and torch.isfinite(value)):

@@ -190,7 +190,7 @@ class Approximation(Method):
             raise ArgumentError(f"{type(self).__name__} has no Gaussian: fit a Laplace or VI")
         warm = [fit.at_temperature_1(start) for start in range(len(fit.gaussians))]
         diagonals = [matrix_or_diagonal(each.precision, dense=False) for each in warm]
-        mass = torch.ones_like(fit.centres[0])
+        mass = torch.ones_like(fit.centers[0])
         mass[fit.places] = torch.stack(diagonals).mean(0) / fit.log_posterior.num_data
         of_sites = fit.layout.unflatten(mass)
         return {site: of_sites[site] for site in fit.sites}
@@ -217,7 +217,7 @@ class Approximation(Method):
         """Fresh draws, `[1, count]`."""
         fit = self.fit
         if not fit.gaussians:
-            noise = fit.centres.new_zeros(count, 0)
+            noise = fit.centers.new_zeros(count, 0)
         elif seed is None:
             noise = fit.noise(count)
         else:
@@ -288,7 +288,7 @@ class Approximation(Method):
         fit = self.fit
         kept = {
             "gaussians": [dict(vars(gaussian)) for gaussian in fit.gaussians],
-            "centres": fit.centres,
+            "centers": fit.centers,
             "sites": list(fit.sites),
             "trace": fit.trace,
             "structure": fit.attrs.get("structure", self.structure),
@@ -303,15 +303,15 @@ class Approximation(Method):
             log_posterior,
             None,
             result.layout,
-            contents["centres"],
+            contents["centers"],
             tuple(contents["sites"]),
             tuple(kind(**each) for each in contents["gaussians"]),
             contents["attrs"]["seed"],
             result.attrs,
             contents["trace"],
         )
-        if self._fit.centres.shape[1:] != (result.layout.size,):
-            raise ValueError(f"centres of shape {list(self._fit.centres.shape)}")
+        if self._fit.centers.shape[1:] != (result.layout.size,):
+            raise ValueError(f"centers of shape {list(self._fit.centers.shape)}")
         self._fit.by_start(torch.arange(self._fit.num_starts))  # which raises where shapes differ
 
 

@@ -26,18 +26,18 @@ def plotted(table: Any, reference: str) -> Figure:
     panels = 1 + ("lpd" in table)
     size = _WIDTH * panels, _HEIGHT + _OF_METHOD * len(table)
     figure, axes = plt.subplots(1, panels, figsize=size, squeeze=False, layout="constrained")
-    colours = [plt.get_cmap("tab10")(i % 10) for i in range(len(table))]
+    colors = [plt.get_cmap("tab10")(i % 10) for i in range(len(table))]
     if "lpd" in table:
-        _densities(axes[0, 0], table, colours)
-    _distances(figure, axes[0, -1], table, reference, colours)
+        _densities(axes[0, 0], table, colors)
+    _distances(figure, axes[0, -1], table, reference, colors)
     return figure
 
 
-def _densities(ax: Axes, table: Any, colours: list[Any]) -> None:
+def _densities(ax: Axes, table: Any, colors: list[Any]) -> None:
     """A line a method, the first on top."""
-    for place, (name, colour) in enumerate(zip(table.index, colours, strict=True)):
+    for place, (name, color) in enumerate(zip(table.index, colors, strict=True)):
         row = table.loc[name]
-        ax.errorbar(row.lpd, place, xerr=row.lpd_se, fmt="o", color=colour, capsize=3)
+        ax.errorbar(row.lpd, place, xerr=row.lpd_se, fmt="o", color=color, capsize=3)
     ax.set_yticks(range(len(table)), list(table.index))
     ax.invert_yaxis()
     ax.margins(y=0.1)
@@ -47,21 +47,21 @@ def _densities(ax: Axes, table: Any, colours: list[Any]) -> None:
     ax.set(xlabel="held-out log predictive density (nats a row)")
 
 
-def _distances(figure: Figure, ax: Axes, table: Any, reference: str, colours: list[Any]) -> None:
+def _distances(figure: Figure, ax: Axes, table: Any, reference: str, colors: list[Any]) -> None:
     """A method's two distances above each other, at its seconds."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    for name, colour in zip(table.index, colours, strict=True):
+    for name, color in zip(table.index, colors, strict=True):
         row = table.loc[name]
         found = np.array([row.mean_distance, row.sd_distance])
         shown = np.where(np.isfinite(found) & (found > 0), found, np.nan)
         if name == reference:
-            ax.axvline(row.seconds, color=colour, ls="--", label=f"{name} (reference)")
+            ax.axvline(row.seconds, color=color, ls="--", label=f"{name} (reference)")
             continue
         seconds = [row.seconds] * 2
-        ax.plot(seconds, shown, color=colour, lw=1, alpha=0.6)
-        ax.plot(seconds[:1], shown[:1], "o", color=colour, label=name)
-        ax.plot(seconds[1:], shown[1:], "s", color=colour, mfc="white")
+        ax.plot(seconds, shown, color=color, lw=1, alpha=0.6)
+        ax.plot(seconds[:1], shown[:1], "o", color=color, label=name)
+        ax.plot(seconds[1:], shown[1:], "s", color=color, mfc="white")
     ax.set(xscale="log", yscale="log", xlabel="seconds", ylabel="distance from the reference")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))

@@ -90,12 +90,12 @@ class Filter:
         facts = {"method": "EKF", **method._asdict(), "num_steps": len(self.log_lik)}
         points = {name: p.unconstrained for name, p in self.log_posterior.points.items()}
         layout = Layout.of({**self.layout.unflatten(gaussian.mean), **points})
-        centre = layout.flatten({**self.layout.unflatten(gaussian.mean), **points})
+        center = layout.flatten({**self.layout.unflatten(gaussian.mean), **points})
         return Fit(
             log_posterior=self.log_posterior,
             data=self.data,
             layout=layout,
-            centres=centre[None],
+            centers=center[None],
             sites=self.layout.names,
             gaussians=(gaussian,),
             seed=self._seed,

@@ -20,9 +20,9 @@ ELSEWHERE = {
     "thin": "thinning=",
     "step_size": "lr=",
     "learning_rate": "lr=",
-    "optim": "optimiser=, such as torchopt.adam(1e-2)",
-    "optimizer": "optimiser=, such as torchopt.adam(1e-2)",
-    "lr": "optimiser=torchopt.adam(lr)",
+    "optim": "optimizer=, such as torchopt.adam(1e-2)",
+    "optimiser": "optimizer=, such as torchopt.adam(1e-2)",
+    "lr": "optimizer=torchopt.adam(lr)",
     "loss": "nothing: the ELBO is what VI raises",
     "guide": "structure='diag' or 'dense': VI makes its own guide, which fit.guide() gives",
     "num_steps": "num_samples=, warmup_steps= and thinning=: steps are warmup_steps + "

@@ -25,7 +25,7 @@ from pyro_scale.fullbatch.evidence import Peak, Search
 from pyro_scale.fullbatch.optimize import WholeDensity
 from pyro_scale.fullbatch.precision import CurvatureKind
 from pyro_scale.infer.approximation import Approximation, Structure, as_prior
-from pyro_scale.kernels.optimiser import as_optimiser
+from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.model.curvature.ggn import Curvature
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
@@ -53,7 +53,7 @@ class Laplace(Approximation):
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         structure: `"dense"`, `"diag"`, or `"auto"`: dense up to 1,000 dimensions, as a diagonal
             Gaussian of correlated elements is too narrow.
-        curvature: of the likelihood: `"ggn"`, the generalised Gauss-Newton matrix, never negative;
+        curvature: of the likelihood: `"ggn"`, the generalized Gauss-Newton matrix, never negative;
             `"monte_carlo"`, an estimate of it from one drawn observation a row, for many outputs;
             `"empirical_fisher"`; or `"hessian"`, of the whole log joint.  Where a distribution's
             Fisher information is not known, the GGN is estimated from 100 draws a row:
@@ -147,7 +147,7 @@ class Laplace(Approximation):
         if tune and mode is not None:
             raise ArgumentError("tune moves the mode: leave mode out")
         if isinstance(mode, Approximation):
-            num_chains = len(mode.fit.centres)
+            num_chains = len(mode.fit.centers)
         seed = choose_seed(seed)
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
         log_posterior = as_log_posterior(self.model, opened.num_data)
@@ -192,14 +192,14 @@ class Laplace(Approximation):
             ArgumentError: it is over some of the sites alone; and as for `run`.
         """
         old, begun, peaks = self.fit, time.perf_counter(), []
-        with Progress(len(old.centres), type(self).__name__, progress) as bar:
-            for start, centre in enumerate(old.centres):
+        with Progress(len(old.centers), type(self).__name__, progress) as bar:
+            for start, center in enumerate(old.centers):
                 opened = open_data(data, batch_size, None, module_device(self.model))
                 log_posterior = as_log_posterior(as_prior(old, start), opened.num_data)
                 setup = _set_up(log_posterior, opened, None, 1, old.seed)
                 search = self._search(setup, old.sites, batch_size, _points(setup))
                 given = _given(setup, mode, start)
-                peaks.append(search.best(centre) if given is None else search.at(given))
+                peaks.append(search.best(center) if given is None else search.at(given))
                 bar.update(1, peaks[-1].log_evidence)
         self._keep(setup, search, peaks, time.perf_counter() - begun)
         return self
@@ -300,7 +300,7 @@ class Laplace(Approximation):
         attrs = {
             "method": type(self).__name__,
             "structure": self.structure,
-            "curvature": search.words(peaks[0].centre) + _NO_GGN * (search.kind != self.curvature),
+            "curvature": search.words(peaks[0].center) + _NO_GGN * (search.kind != self.curvature),
             "temperature": self.temperature,
             "log_evidence": [peak.log_evidence for peak in peaks],
             "distance": [peak.distance for peak in peaks],
@@ -311,7 +311,7 @@ class Laplace(Approximation):
             log_posterior=setup.log_posterior,
             data=setup.data,
             layout=setup.engine.layout,
-            centres=torch.stack([peak.centre for peak in peaks]),
+            centers=torch.stack([peak.center for peak in peaks]),
             sites=search.sites,
             gaussians=tuple(gaussians),
             seed=setup.seed,
@@ -329,7 +329,7 @@ def _as_temperature(temperature: float) -> float:
 def _set_up(
     log_posterior: LogPosterior, data: Data, starts: Any, num_chains: int, seed: int
 ) -> Setup:
-    kernel = kernels.MAP(optimiser=as_optimiser(None))  # by which nothing is moved
+    kernel = kernels.MAP(optimizer=as_optimizer(None))  # by which nothing is moved
     return set_up(log_posterior, data, kernel, starts, num_chains, seed)
 
 
@@ -353,7 +353,7 @@ def _given(
         raise ArgumentError(
             f"mode: it has the sites {list(fit.layout.names)}, the model {list(layout.names)}"
         )
-    return fit.centres[start].to(setup.positions)
+    return fit.centers[start].to(setup.positions)
 
 
 def _tuned(setup: Setup, names: Sequence[str]) -> Tensor | None:

@@ -13,22 +13,22 @@ from pyro_scale.core.warn import warn
 from pyro_scale.errors import ApproximationWarning
 from pyro_scale.fullbatch.optimize import NEAR, WholeDensity
 from pyro_scale.infer.approximation import Structure
-from pyro_scale.infer.stochastic import Optimised
-from pyro_scale.kernels.optimiser import as_optimiser
+from pyro_scale.infer.stochastic import Optimized
+from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.run.problem import Setup
 
 
-class MAP(Optimised):
+class MAP(Optimized):
     """Maximum a posteriori: the mode of the density of the sites' own values, as `AutoDelta` and
-    Stan's optimiser have it, by a stochastic optimiser in unconstrained space.
+    Stan's optimizer have it, by a stochastic optimizer in unconstrained space.
 
     `get_samples` gives the mode, one draw a start.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
-        optimiser: one of TorchOpt's functional ones, `torchopt.adam(1e-2)` by default, its lr a
+        optimizer: one of TorchOpt's functional ones, `torchopt.adam(1e-2)` by default, its lr a
             number or a schedule of TorchOpt's; or a factory of one of torch.optim's, such as
             `lambda params: torch.optim.SGD(params, lr=0.1)`, which runs eagerly.  It sees the
             negative log joint over N: the mean loss over rows, plus the prior's over N.
@@ -59,7 +59,7 @@ class MAP(Optimised):
         self,
         model: Any,
         *,
-        optimiser: Any = None,
+        optimizer: Any = None,
         structure: Structure = "diag",
         init_strategy: Any = None,
         num_data: int | None = None,
@@ -68,7 +68,7 @@ class MAP(Optimised):
     ):
         super().__init__(
             model,
-            kernels.MAP(optimiser=as_optimiser(optimiser)),
+            kernels.MAP(optimizer=as_optimizer(optimizer)),
             structure=structure,
             init_strategy=init_strategy,
             num_data=num_data,
@@ -95,8 +95,8 @@ class MAP(Optimised):
 
         places = torch.arange(setup.engine.layout.size)
         found, distances = [], []
-        for centre in fit.centres:
-            near = density.climbed(centre, "take more steps, or leave structure out").position
+        for center in fit.centers:
+            near = density.climbed(center, "take more steps, or leave structure out").position
             mode, distance = density.polished(near, precision, places)
             found.append(mode)
             distances.append(distance)
@@ -106,4 +106,4 @@ class MAP(Optimised):
                 "structure='dense': Newton's method did not find the mode (the density may have a "
                 "flat direction, or float32 too few digits): take more steps, or use float64",
             )
-        return fit.replaced(centres=torch.stack(found))
+        return fit.replaced(centers=torch.stack(found))

@@ -1,4 +1,4 @@
-"""Approximations that are found by a stochastic optimiser: the mode, and variational inference."""
+"""Approximations that are found by a stochastic optimizer: the mode, and variational inference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, NonFiniteError
 from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.early_stopping import Plateau, at_rest, fell, still_rises
-from pyro_scale.kernels.optimiser import is_pure
+from pyro_scale.kernels.optimizer import is_pure
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
@@ -35,7 +35,7 @@ from pyro_scale.run.single_step import Stepping, batch_as_data
 _WINDOW = 100
 
 
-class Optimised(Approximation):
+class Optimized(Approximation):
     """What MAP and VI share."""
 
     #: What the objective is called.
@@ -184,7 +184,7 @@ class Optimised(Approximation):
 
     # ------------------------------------------------------------------ inside
 
-    #: Whether the optimiser only brings it near to what is found otherwise.
+    #: Whether the optimizer only brings it near to what is found otherwise.
     _ends_exactly = False
 
     def _target(self, log_posterior: LogPosterior) -> LogPosterior:
@@ -198,7 +198,7 @@ class Optimised(Approximation):
 
     @property
     def _is_pure(self) -> bool:
-        return is_pure(self.kernel.optimiser) if hasattr(self.kernel, "optimiser") else True
+        return is_pure(self.kernel.optimizer) if hasattr(self.kernel, "optimizer") else True
 
     def _set_up(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Setup:
         log_posterior = self._target(as_log_posterior(self.model, num_data))
@@ -207,7 +207,7 @@ class Optimised(Approximation):
         self._check(setup)
         if self._is_pure:
             return setup
-        one_by_one = dataclasses.replace(setup.engine, vectorised=False)
+        one_by_one = dataclasses.replace(setup.engine, vectorized=False)
         return dataclasses.replace(setup, engine=one_by_one)
 
     def _fitted(self, setup: Setup, draws: Draws) -> Fit:
@@ -225,7 +225,7 @@ class Optimised(Approximation):
             log_posterior=known,
             data=setup.data,
             layout=setup.engine.layout,
-            centres=state.position.detach(),
+            centers=state.position.detach(),
             sites=known.latents,
             gaussians=tuple(gaussians),
             seed=setup.seed,
@@ -270,7 +270,7 @@ def _refuse_failures(draws: Draws) -> None:
         if first.in_density:
             what, site = NOT_A_DENSITY, ""
         raise NonFiniteError(
-            f"{what}: start {first.chain} at step {first.step}{site}: lower the optimiser's "
+            f"{what}: start {first.chain} at step {first.step}{site}: lower the optimizer's "
             "lr, scale the data, or start nearer to the mode (init_strategy=)"
         )
 

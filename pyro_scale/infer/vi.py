@@ -15,24 +15,24 @@ from pyro_scale.core.schedules import Schedule
 from pyro_scale.core.validation import as_count
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.approximation import Structure
-from pyro_scale.infer.stochastic import Optimised
-from pyro_scale.kernels.optimiser import as_optimiser
+from pyro_scale.infer.stochastic import Optimized
+from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.run.problem import Setup
 
-#: Matrices that a dense step holds: the factor, its gradient, the optimiser's and their next.
+#: Matrices that a dense step holds: the factor, its gradient, the optimizer's and their next.
 _MATRICES = 8
 
 
-class VI(Optimised):
+class VI(Optimized):
     """Variational inference with a Gaussian in unconstrained space (the paper's A.2).
 
-    Ascends the evidence lower bound E_q[log joint] + T H[q] by reparameterised gradients.  For a
+    Ascends the evidence lower bound E_q[log joint] + T H[q] by reparameterized gradients.  For a
     Gaussian posterior of precision L, the optimum has variances T / L_ii, and T L^-1 if dense.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         structure: `"diag"` or `"dense"`.
-        optimiser: one of TorchOpt's functional ones, `torchopt.adam(1e-2)` by default, or a
+        optimizer: one of TorchOpt's functional ones, `torchopt.adam(1e-2)` by default, or a
             factory of one of torch.optim's, as for `MAP`.  At a constant lr the fit keeps moving
             by about lr: let it fall (`torchopt.schedule.polynomial_schedule`), above all where
             posterior sds are smaller than it.
@@ -59,7 +59,7 @@ class VI(Optimised):
         ...     with pyro.plate("data", len(y)):
         ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
         >>> falling = torchopt.schedule.polynomial_schedule(0.1, 1e-4, 1.0, 1000)
-        >>> fit = ps.VI(model, optimiser=torchopt.adam(falling), sticking_the_landing=True)
+        >>> fit = ps.VI(model, optimizer=torchopt.adam(falling), sticking_the_landing=True)
         >>> fit = fit.run((torch.tensor([1.0, 2.0, 3.0]),), num_steps=1000, seed=0, progress=False)
         >>> gaussian = fit.fit.gaussians[0]
         >>> round(float(gaussian.mean[0]), 2), round(float(gaussian.variance[0]), 2)  # 1 / 3.01
@@ -73,7 +73,7 @@ class VI(Optimised):
         model: Any,
         *,
         structure: Structure = "diag",
-        optimiser: Any = None,
+        optimizer: Any = None,
         num_particles: int = 1,
         sticking_the_landing: bool = False,
         temperature: float | Schedule = 1.0,
@@ -87,7 +87,7 @@ class VI(Optimised):
             raise ArgumentError(f"init_scale={init_scale!r}: pass a number > 0")
         kind = kernels.FullRank if structure == "dense" else kernels.MeanField
         kernel = kind(
-            optimiser=as_optimiser(optimiser),
+            optimizer=as_optimizer(optimizer),
             num_particles=as_count("num_particles", num_particles),
             sticking_the_landing=sticking_the_landing,
             temperature=temperature,
@@ -117,7 +117,7 @@ class VI(Optimised):
         return Diagonal(mean, warm * torch.exp(state.spread[places]))
 
 
-class IVON(Optimised):
+class IVON(Optimized):
     """Variational inference by natural gradients, with independent elements, for networks:
     improved variational online Newton (Shen et al. 2024; the equations are at `kernels.IVON`).
 

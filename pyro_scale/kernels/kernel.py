@@ -83,7 +83,7 @@ class Kernel(Hyperparameters):
         """
         return torch.ones_like(mean_square)
 
-    def travelling_steps(self, distance: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
+    def traveling_steps(self, distance: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
         """Steps that a bound kernel cannot but take on its way from a start, besides relaxing.
 
         Args:

@@ -1,4 +1,4 @@
-"""Maximum a posteriori, by a stochastic optimiser."""
+"""Maximum a posteriori, by a stochastic optimizer."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from torch import Tensor
 
 from pyro_scale.kernels.hyperparameters import Hyperparameters
 from pyro_scale.kernels.kernel import Target
-from pyro_scale.kernels.optimiser import Optimiser, begun, stepped
+from pyro_scale.kernels.optimizer import Optimizer, begun, stepped
 
 
 class MAPState(NamedTuple):
-    """The position [D], and what the optimiser remembers."""
+    """The position [D], and what the optimizer remembers."""
 
     position: Tensor
-    optimiser: Any
+    optimizer: Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class MAP(Hyperparameters):
-    """theta' = theta + optimiser(g(theta)),    g = gradient of log joint / N.
+    """theta' = theta + optimizer(g(theta)),    g = gradient of log joint / N.
 
     Args:
-        optimiser: of the negative log joint over N: the mean loss over rows, plus the prior's
+        optimizer: of the negative log joint over N: the mean loss over rows, plus the prior's
             over N.
     """
 
-    optimiser: Optimiser
+    optimizer: Optimizer
 
     normals: ClassVar[int] = 0
-    settings: ClassVar[tuple[str, ...]] = ("optimiser",)
+    settings: ClassVar[tuple[str, ...]] = ("optimizer",)
 
     def init(self, position: Tensor, noise: Tensor) -> MAPState:
-        return MAPState(position, begun(self.optimiser, [position]))
+        return MAPState(position, begun(self.optimizer, [position]))
 
     def update(self, state: MAPState, target: Target, noise: Tensor) -> tuple[MAPState, Any]:
         gradient, evaluation = target.grad(state.position)
-        (position,), optimiser = stepped(
-            self.optimiser, [gradient], state.optimiser, [state.position]
+        (position,), optimizer = stepped(
+            self.optimizer, [gradient], state.optimizer, [state.position]
         )
-        return MAPState(position, optimiser), evaluation
+        return MAPState(position, optimizer), evaluation

@@ -82,7 +82,7 @@ class pSGLD(Kernel):
     def added_temperature(self, gradient_noise: Tensor) -> Tensor:
         return self.lr * gradient_noise / (2 * (self.damping + torch.sqrt(gradient_noise)))
 
-    def travelling_steps(self, distance: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
+    def traveling_steps(self, distance: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
         return distance * scale / self.lr  # as G g is about 1 there
 
     def metric(self, mean_square: Tensor) -> Tensor:

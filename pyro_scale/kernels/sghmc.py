@@ -29,7 +29,7 @@ class SGHMC(Underdamped):
     On a Gaussian of precision L (over N) the stationary variance is
     T (4 m - 2 lr friction m) / (L D), D = 4 m - 2 lr friction m - lr^2 L, stable while D > 0.
     At temperature 0 it is `torch.optim.SGD` with learning rate lr^2 / m and momentum
-    1 - lr friction (the paper's equation 10 is of the other discretisation).
+    1 - lr friction (the paper's equation 10 is of the other discretization).
 
     Args:
         lr: the step size (of time, the square root of SGD's), a float or a schedule, or a dict

@@ -95,7 +95,7 @@ class SGNHT(Underdamped):
     def added_temperature(self, gradient_noise: Tensor) -> Tensor:
         return torch.zeros_like(gradient_noise)
 
-    def travelling_steps(self, distance: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
+    def traveling_steps(self, distance: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
         # at the speed sqrt(T); then xi, which held the gradient, falls by 1 in a unit of time
         return (distance + gradient) / (self.lr * torch.sqrt(self.temperature))
 

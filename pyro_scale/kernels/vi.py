@@ -1,4 +1,4 @@
-"""Gaussian variational inference by reparameterised gradients."""
+"""Gaussian variational inference by reparameterized gradients."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters
 from pyro_scale.kernels.kernel import Target
-from pyro_scale.kernels.optimiser import Optimiser, begun, stepped
+from pyro_scale.kernels.optimizer import Optimizer, begun, stepped
 
 
 class VIState(NamedTuple):
     """The Gaussian's mean [D]; its log sds [D], or the factor of its covariance [D, D], whose
-    diagonal is in logs; and what the optimiser remembers."""
+    diagonal is in logs; and what the optimizer remembers."""
 
     position: Tensor
     spread: Tensor
-    optimiser: Any
+    optimizer: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,21 +35,21 @@ class VI(Hyperparameters):
     where q is the posterior.
 
     Args:
-        optimiser: of the negative bound over N.
+        optimizer: of the negative bound over N.
         temperature: 1 is the posterior; below, it is colder.
         num_particles: draws of q a step.
         sticking_the_landing: whether to.
         init_scale: every element's sd at first.
     """
 
-    optimiser: Optimiser
+    optimizer: Optimizer
     temperature: Hyper = 1.0
     num_particles: int = 1
     sticking_the_landing: bool = False
     init_scale: float = 0.1
 
     settings: ClassVar[tuple[str, ...]] = (
-        "optimiser",
+        "optimizer",
         "num_particles",
         "sticking_the_landing",
         "init_scale",
@@ -62,7 +62,7 @@ class VI(Hyperparameters):
 
     def init(self, position: Tensor, noise: Tensor) -> VIState:
         spread = self.first_spread(position)
-        return VIState(position, spread, begun(self.optimiser, [position, spread]))
+        return VIState(position, spread, begun(self.optimizer, [position, spread]))
 
     def update(self, state: VIState, target: Target, noise: Tensor) -> tuple[VIState, Any]:
         mean, spread, remembered = state
@@ -82,7 +82,7 @@ class VI(Hyperparameters):
         bound = entropy(self.temperature, self.log_sds(spread)) * target.num_data
         bound = bound + log_joint / len(noise)
         (mean, spread), remembered = stepped(
-            self.optimiser, [slope, widening], remembered, [mean, spread]
+            self.optimizer, [slope, widening], remembered, [mean, spread]
         )
         return VIState(mean, spread, remembered), evaluation._replace(log_joint=bound)
 

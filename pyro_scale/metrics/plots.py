@@ -57,8 +57,8 @@ def plot_reliability(
     binned = reliability(probs, labels, bins)
     confidence, accuracy, rows = (part[binned.rows > 0].double() for part in binned)
     spread = ((accuracy * (1 - accuracy) + 1 / (4 * rows)) / rows).sqrt() / (1 + 1 / rows)
-    centre = (accuracy + 1 / (2 * rows)) / (1 + 1 / rows)
-    bars = torch.stack([accuracy - centre + spread, centre + spread - accuracy]).clamp(min=0)
+    center = (accuracy + 1 / (2 * rows)) / (1 + 1 / rows)
+    bars = torch.stack([accuracy - center + spread, center + spread - accuracy]).clamp(min=0)
 
     ax = ax or _axes()
     if not any(line.get_gid() == _DIAGONAL for line in ax.get_lines()):
@@ -66,10 +66,10 @@ def plot_reliability(
     name = f"ECE {error:.3f}" if label is None else f"{label}, ECE {error:.3f}"
     x, y = confidence.tolist(), accuracy.tolist()
     (line,) = ax.plot(x, y, lw=1, label=name)
-    colour = line.get_color()
-    ax.errorbar(x, y, yerr=bars.tolist(), fmt="none", color=colour, elinewidth=1)
+    color = line.get_color()
+    ax.errorbar(x, y, yerr=bars.tolist(), fmt="none", color=color, elinewidth=1)
     areas = (_AREA + _AREA_OF_ALL * rows / rows.sum()).tolist()
-    ax.scatter(x, y, s=areas, color=colour, linewidths=0, zorder=line.get_zorder() + 1)
+    ax.scatter(x, y, s=areas, color=color, linewidths=0, zorder=line.get_zorder() + 1)
     limits = (-0.03, 1.03)  # room for the points at 0 and 1
     ax.set(xlim=limits, ylim=limits, aspect="equal", xlabel="confidence", ylabel="accuracy")
     ax.legend(frameon=False)

@@ -144,7 +144,7 @@ def local_message(name: str, where: str) -> str:
     return (
         f"site '{name}': a latent {where}, one for every row, would need all rows at every step. "
         "If it is an observation, pass its data (it was called with obs=None); else pass the "
-        "whole data without batch_size, marginalise it by hand, sum it out with "
+        "whole data without batch_size, marginalize it by hand, sum it out with "
         'infer={"enumerate": "parallel"} if it is discrete, or give it a fixed number of groups'
     )
 

@@ -94,7 +94,7 @@ def _refuse_batch_noise(module: nn.Module, executed: Executed) -> None:
                 f"{executed.named(module)} keeps no running statistics, so a row's likelihood "
                 "depends on the other rows of its batch, in eval mode too: build it with "
                 "track_running_stats=True and train them first, or put a layer in its place that "
-                "normalises rows by themselves (pyro_scale.replace_batchnorm)"
+                "normalizes rows by themselves (pyro_scale.replace_batchnorm)"
             )
         if module.training:
             raise ModelError(

@@ -187,7 +187,7 @@ class LogPosterior:
         values: Params | None = None,
         attempt: int = 0,
     ) -> dict[str, Tensor]:
-        """Unconstrained params from an initialisation in Pyro's manner, for one chain.
+        """Unconstrained params from an initialization in Pyro's manner, for one chain.
 
         Args:
             arguments: a batch.
@@ -196,7 +196,7 @@ class LogPosterior:
             init: site -> constrained value; uniform in (-2, 2), unconstrained, by default, and
                 for weights of bayesianized modules the module's values (chain 0) or
                 `reset_parameters()`.
-            values: constrained values that go before the initialisation.
+            values: constrained values that go before the initialization.
             attempt: which draw, if the ones before it were of no use.
         """
         init = init or self.default_init(chain)

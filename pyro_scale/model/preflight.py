@@ -60,12 +60,12 @@ from pyro_scale.model.written import refused_writes
 #: How far from the first latent values the second ones are, unconstrained.
 _SHIFT = 0.71
 
-#: An initialisation in Pyro's manner: site -> constrained value.
+#: An initialization in Pyro's manner: site -> constrained value.
 InitFunction = Callable[[Any], Tensor]
 
 
 def draw_latents(program: Program, arguments: Arguments, init: InitFunction) -> Recorder:
-    """Runs the model with its latents drawn by an initialisation in Pyro's manner."""
+    """Runs the model with its latents drawn by an initialization in Pyro's manner."""
     with exclusive, torch.no_grad(), InitMessenger(init):
         recorder = Recorder(store=points_of_store())
         return program.run(arguments, recorder)
@@ -122,7 +122,7 @@ def understand(
         last = [site.name for site in whole.sites.values() if site.kind == "latent"][-1]
         raise ModelError(
             "data are passed, but the model has no observed site and no factor, so nothing would "
-            "be learnt from them: give the likelihood's pyro.sample obs= (if that is site "
+            "be learned from them: give the likelihood's pyro.sample obs= (if that is site "
             f"'{last}', it was called with obs=None)"
         )
     if num_data is None:

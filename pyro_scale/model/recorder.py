@@ -51,7 +51,7 @@ class Recorder(Messenger):
 
     Args:
         latents: unconstrained values; without them, latents come from the handlers outside of
-            this one (an initialisation) or from their priors.
+            this one (an initialization) or from their priors.
         points: params; those not given are taken from their modules, from `store`, or from the
             param statement.
         indices: what subsampling plates take, by the plate's name; other such plates take
@@ -104,12 +104,12 @@ class Recorder(Messenger):
         if msg["infer"].get("enumerate") == "parallel" and not fn.has_enumerate_support:
             raise SiteError(
                 f"site '{name}': a {type(fn).__name__} cannot be enumerated, for its support has "
-                "no end; marginalise it by hand, or use a Categorical over its first values"
+                "no end; marginalize it by hand, or use a Categorical over its first values"
             )
         if msg["infer"].get("enumerate") != "parallel":
             raise SiteError(
                 f"site '{name}': a discrete latent has no gradient; give it "
-                'infer={"enumerate": "parallel"} to have it summed out, or marginalise it by hand '
+                'infer={"enumerate": "parallel"} to have it summed out, or marginalize it by hand '
                 "(if it is an observation, pass its data: it was called with obs=None)"
             )
         if self._enum_dim is None:

@@ -50,7 +50,7 @@ class Rule:
         whole_data: whether the term is a joint density of all rows, so that B = N is required.
         pyro: what Pyro multiplied by, in words.
         ours: what we multiply by, in words.
-        why: how it was recognised.
+        why: how it was recognized.
     """
 
     role: Literal["prior", "rows", "global"]

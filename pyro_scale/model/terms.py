@@ -129,7 +129,7 @@ def _sum_out(variable: Site, terms: list[Term], free: int) -> list[Term]:
         if not own <= around:
             raise SiteError(
                 f"site '{term.name}' depends on the enumerated site '{variable.name}' but is not "
-                "in all of its plates, so the sum does not factorise over the plate; put it "
+                "in all of its plates, so the sum does not factorize over the plate; put it "
                 f"inside the plate, or take '{variable.name}' out of it"
             )
         log_prob = term.log_prob

@@ -33,7 +33,7 @@ class Fit:
         log_posterior: what was approximated.
         data: what it was run on; None for single steps.
         layout: of a position.
-        centres: the Gaussians' means or the modes, `[starts, D]`; sites and points without a
+        centers: the Gaussians' means or the modes, `[starts, D]`; sites and points without a
             Gaussian stay there.
         sites: those with a Gaussian, in the layout's order.
         gaussians: over their elements, one a start; none of a MAP.
@@ -45,7 +45,7 @@ class Fit:
     log_posterior: LogPosterior
     data: Data | None
     layout: Layout
-    centres: Tensor
+    centers: Tensor
     sites: tuple[str, ...]
     gaussians: tuple[Gaussian, ...]
     seed: int
@@ -60,8 +60,8 @@ class Fit:
 
     @property
     def num_starts(self) -> int:
-        """Where it began, and where it has a centre."""
-        return len(self.centres)
+        """Where it began, and where it has a center."""
+        return len(self.centers)
 
     @property
     def num_draws(self) -> int:
@@ -72,7 +72,7 @@ class Fit:
         """Those of a start's draws that are chosen, in order, `[n, D]`, without holding the
         others."""
         if not self.gaussians:
-            return self.centres[start].repeat(len(chosen), 1)
+            return self.centers[start].repeat(len(chosen), 1)
         source = generator(self.seed, start, Purpose.APPROXIMATION)
         noise, last = [self.noise(0)], int(chosen[-1]) if len(chosen) else -1
         for first in range(0, last + 1, _AT_ONCE):
@@ -91,17 +91,17 @@ class Fit:
 
     def draws(self, noise: Tensor) -> Result:
         """Draws `[1, n]`, from each start in turn, given standard normals `[n, d]`."""
-        starts = torch.arange(len(noise)) % len(self.centres)
-        positions = self.centres[starts]
+        starts = torch.arange(len(noise)) % len(self.centers)
+        positions = self.centers[starts]
         if self.gaussians:
-            for start in range(len(self.centres)):
+            for start in range(len(self.centers)):
                 positions[starts == start] = self._at(start, noise[starts == start])
         return self._result_of(positions[None])
 
     def noise(self, count: int, source: torch.Generator | None = None) -> Tensor:
         """Standard normals `[count, d]`, from torch's generator unless another is given."""
         shape = count, len(self.places)
-        return torch.randn(shape, generator=source, dtype=self.centres.dtype).to(self.centres)
+        return torch.randn(shape, generator=source, dtype=self.centers.dtype).to(self.centers)
 
     @property
     def temperature(self) -> float:
@@ -127,7 +127,7 @@ class Fit:
 
     def _at(self, start: int, noise: Tensor) -> Tensor:
         """Positions `[n, D]`, from standard normals `[n, d]`."""
-        positions = self.centres[start].repeat(len(noise), 1)
+        positions = self.centers[start].repeat(len(noise), 1)
         positions[:, self.places] = self.gaussians[start].sample(noise)
         return positions
 

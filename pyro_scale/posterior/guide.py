@@ -19,7 +19,7 @@ from pyro_scale.posterior.gaussians import Fit
 
 class Guide(PyroModule):
     """Draws all latent sites from one Gaussian in unconstrained space, whose mean and spread are
-    params: `SVI` goes on optimising them.
+    params: `SVI` goes on optimizing them.
 
     A mode is a point of the sites' own density, as `AutoDelta` is, without a Jacobian.
 
@@ -34,7 +34,7 @@ class Guide(PyroModule):
         # params are in Pyro's store by name: nobody else's may be the same
         super().__init__(f"guide_{uuid.uuid4().hex[:12]}")
         self._fit = fit
-        self.loc: Any = PyroParam(fit.centres[0, fit.places].clone(), constraints.real)
+        self.loc: Any = PyroParam(fit.centers[0, fit.places].clone(), constraints.real)
         self._dense = False
         if fit.gaussians:
             fit.at_temperature_1(0)  # which refuses none
@@ -47,7 +47,7 @@ class Guide(PyroModule):
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Samples every latent site; the arguments are the model's."""
         fit, known = self._fit, self._fit.log_posterior
-        position = fit.centres[0].index_put((fit.places,), self._drawn())
+        position = fit.centers[0].index_put((fit.places,), self._drawn())
         params = fit.layout.unflatten(position)
         with exclusive, pyro.poutine.block():  # the model is run for its supports, not to be seen
             sites = known.run(params, known.understanding.example, known.first_indices()).sites

@@ -37,7 +37,7 @@ def predict(
     is kept of them.
 
     Raises:
-        ArgumentError: there is no Gaussian; a site has no arguments that can be linearised.
+        ArgumentError: there is no Gaussian; a site has no arguments that can be linearized.
     """
     if not fit.gaussians:
         raise ArgumentError("linearized=True needs a Gaussian: fit Laplace, VI or EKF")
@@ -89,9 +89,9 @@ def _drawn(
         params, known = fit.layout.unflatten(position), fit.log_posterior
         return known.simulate(params, piece.arguments, piece.indices, drawn).sites
 
-    centre = fit.centres[start]
+    center = fit.centers[start]
     with torch.enable_grad():
-        here = sites(centre.detach().clone().requires_grad_())
+        here = sites(center.detach().clone().requires_grad_())
     linear = {name: _linear_arguments(here[name]) for name in names}
     drawn = {name: site.value.detach() for name, site in here.items() if site.kind == "observed"}
 
@@ -103,12 +103,12 @@ def _drawn(
         }
 
     def moved(away: Tensor) -> dict[str, dict[str, Tensor]]:
-        now, change = torch.func.jvp(outputs, (centre,), (away,))[:2]
+        now, change = torch.func.jvp(outputs, (center,), (away,))[:2]
         return {n: {k: now[n][k] + change[n][k] for k in now[n]} for n in now}
 
     with torch.no_grad(), PlainLSTM():
         try:
-            chunks = list(in_chunks(moved, [positions - centre]))
+            chunks = list(in_chunks(moved, [positions - center]))
         except NotImplementedError as error:
             raise ArgumentError(
                 f"linearized=True: an operation of the model has no forward derivative ({error}): "

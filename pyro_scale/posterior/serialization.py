@@ -219,7 +219,7 @@ def device_of(contents: Mapping[str, Any], model: Any) -> torch.device:
 
 
 def _init_at(values: Mapping[str, Tensor], default: InitFunction) -> InitFunction:
-    """An initialisation at values, in the model's own dtypes, as far as their shapes are its."""
+    """An initialization at values, in the model's own dtypes, as far as their shapes are its."""
 
     def init(site: Any) -> Tensor:
         own = default(site)

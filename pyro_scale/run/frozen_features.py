@@ -40,7 +40,7 @@ def with_base_run(setup: Setup) -> Setup:
         source, said = _featured(setup.data, found, first)
     except NoBase as reason:
         return dataclasses.replace(setup, base=f"run at every step: {reason}")
-    engine = dataclasses.replace(engine, density=found, vectorised=True)
+    engine = dataclasses.replace(engine, density=found, vectorized=True)
     per_chain = setup.data.batch_size is not None
     engine, _ = first_evaluation(engine, setup.positions, first, per_chain)
     return dataclasses.replace(setup, engine=engine, features=source, base=said)

@@ -305,7 +305,7 @@ def _tried(
     per_chain: bool,
     redraw: Callable[[int, int], Tensor] | None,
 ) -> tuple[Engine, Tensor]:
-    """(The engine that the model goes through: vectorised over chains, or else one by one; where
+    """(The engine that the model goes through: vectorized over chains, or else one by one; where
     chains start).
 
     A start where the log joint or its gradient is not finite is drawn anew, as Pyro's own samplers
@@ -363,5 +363,5 @@ def first_evaluation(
                 "something in the model draws at random: call .eval() on modules with dropout, "
                 f"and make every random draw a pyro.sample site ({error})"
             ) from error
-    one_by_one = dataclasses.replace(engine, vectorised=False)
+    one_by_one = dataclasses.replace(engine, vectorized=False)
     return one_by_one, one_by_one.evaluate(positions, batch)

@@ -36,7 +36,7 @@ _LOCK = ".lock"
 #: What a file system says that has no locks.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 #: Of what follows the header; another number, another way to read it.
-_FORMAT = 2
+_FORMAT = 3
 _WROTE: dict[Kind, str] = {
     "results": "a file of Pyro Scale's does: pass one that save(path) wrote",
     "checkpoint": "a part of a checkpoint does",

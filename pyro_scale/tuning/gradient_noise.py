@@ -98,8 +98,8 @@ def gradient_variance(
         sampling: how rows are drawn.
     """
     # torch's own var is many times slower here
-    centred = gradients - gradients.mean(1, keepdim=True)
-    variance = (centred.square().sum(1) / (gradients.shape[1] - 1)).mean(0)
+    centered = gradients - gradients.mean(1, keepdim=True)
+    variance = (centered.square().sum(1) / (gradients.shape[1] - 1)).mean(0)
     all_different = 0.0 if sampling == "replacement" else batch_size / num_data
     return variance / batch_size * (1 - all_different)
 
@@ -127,7 +127,7 @@ def gradient_noise(
     """
     known, engine = setup.log_posterior, setup.engine
     size, num_latents = known.understanding.batch_size, engine.num_latents
-    if values["temperature"] == 0 or not engine.vectorised:
+    if values["temperature"] == 0 or not engine.vectorized:
         return None
     if setup.data.batch_size is None:  # the whole data at every step
         return GradientNoise(torch.ones(num_latents), torch.zeros(num_latents))

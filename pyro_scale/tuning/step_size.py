@@ -78,7 +78,7 @@ def check(setup: Setup) -> None:
     engine = setup.engine
     if engine.kernel.values(0)["temperature"] == 0:
         raise ArgumentError(
-            "lr='auto' chooses for sampling, and temperature 0 is an optimiser: pass a number for "
+            "lr='auto' chooses for sampling, and temperature 0 is an optimizer: pass a number for "
             "lr, or use from_sgd"
         )
     if engine.has_points:
@@ -223,7 +223,7 @@ def _error(setup: Setup, modes: Modes, lr: Tensor, steps: Steps, epoch: int | No
     of_mean, of_square = chain.autocorrelation_times(covariance)
     far = (modes.starts, modes.starts * modes.precision)
     far_off, steep = (each.square().mean().sqrt() for each in far)
-    way = _kernel(setup, lr).travelling_steps(far_off, steep, modes.scale)
+    way = _kernel(setup, lr).traveling_steps(far_off, steep, modes.scale)
     late = int(steps.warmup_steps - way.clamp(max=steps.total))
     path, square = chain.forgetting(max(0, late), taken)
     num_chains = len(modes.starts)

@@ -22,7 +22,7 @@ class VAE(nn.Module):
             code = dist.Normal(torch.zeros(len(x), self.codes), 1.0).to_event(1)
             z = pyro.sample("z", code)
             logits = self.decoder(z)
-            # pixels are grey, between 0 and 1
+            # pixels are gray, between 0 and 1
             pixels = dist.Bernoulli(logits=logits, validate_args=False).to_event(1)
             pyro.sample("pixels", pixels, obs=x)
 

@@ -127,7 +127,7 @@ def _classes(a: Any) -> Tensor:
 
 
 def _class_probs(a: Any) -> Tensor:
-    """In probabilities that are normalised, p / sum p: zero along p, as only their ratios count."""
+    """In probabilities that are normalized, p / sum p: zero along p, as only their ratios count."""
     ones = torch.ones(a.probs.shape[-1:] * 2, dtype=a.probs.dtype, device=a.probs.device)
     return a.total_count * _diagonal(1 / clamp_probs(a.probs), ones)
 

@@ -74,15 +74,15 @@ def _moments_of_draws(
     layout = log_posterior.layout
     flat = torch.cat([draws[name].reshape(_DRAWS, -1) for name in layout.names], dim=1)
     flat = flat.to(layout.dtype)
-    mean, centred = flat.mean(0), flat - flat.mean(0)
-    variance = centred.square().mean(0)
+    mean, centered = flat.mean(0), flat - flat.mean(0)
+    variance = centered.square().mean(0)
     if not bool((torch.isfinite(variance) & (variance > _LEAST * variance.max())).all()):
         worst = int((variance / variance.max()).nan_to_num(0).argmin())
         raise ModelError(
             f"site '{layout.site_at(worst)}': its prior has no variance that {_DRAWS:,} draws "
             "could show, so EKF cannot start from it: pass init_strategy=, a fitted Laplace or VI"
         )
-    return mean, centred.T @ centred / len(flat) if dense else variance
+    return mean, centered.T @ centered / len(flat) if dense else variance
 
 
 def _may_depend(site: Site) -> bool:

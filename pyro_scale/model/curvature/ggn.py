@@ -1,7 +1,7 @@
 """The curvature of a likelihood: C = sum over rows of J^T F J.
 
 With J the Jacobian of the arguments that the user gave to the observation's distribution, and F
-that distribution's Fisher information in them, C is the generalised Gauss-Newton matrix (Martens
+that distribution's Fisher information in them, C is the generalized Gauss-Newton matrix (Martens
 2020; the paper's A.1, where it is the conditional Fisher, equation 7): the same however the model
 is written, positive semi-definite, and the Hessian where the link is canonical and linear in the
 params.  The other kinds are the same sum: for the empirical Fisher the row's log likelihood takes

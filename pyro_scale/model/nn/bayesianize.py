@@ -50,9 +50,9 @@ def bayesianize(
         net: any module; it is not changed.
         prior: `"unit"`, Normal(0, 1) (the default: a weight is in the unit of its layer's
             input); `"kaiming"`, Normal(0, sqrt(2 / fan in)) for matrices and kernels, Normal(1,
-            1) for the scales of normalisation layers and Normal(0, 1) for the rest; a
+            1) for the scales of normalization layers and Normal(0, 1) for the rest; a
             distribution of a scalar, which expands to each weight's shape (`weight_decay` gives
-            the one that an optimiser's weight decay is); or a function of a weight's name and
+            the one that an optimizer's weight decay is); or a function of a weight's name and
             the weight to such a distribution, or to one of the weight's shape.
         include: which weights: shell-style patterns of names or of names of modules (`"head"`,
             `"*.bias"`, `"*lora_*"`), modules or weights of `net`, classes of modules, or a list

@@ -1,4 +1,4 @@
-"""Layers that normalise a row by itself, in place of BatchNorm."""
+"""Layers that normalize a row by itself, in place of BatchNorm."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.model.executed import named
 
 #: What may take BatchNorm's place.
-Normalisation = Literal["group", "filter_response"]
+Normalization = Literal["group", "filter_response"]
 
 #: The most groups of channels, as Wu and He (2018) have them, and the fewest channels of one: a
-#: group of one number would be normalised to 0.
+#: group of one number would be normalized to 0.
 _GROUPS, _CHANNELS = 32, 4
 
 
 class FilterResponseNorm(nn.Module):
-    """Filter response normalisation (Singh and Krishnan 2020, equations 1 to 3), without the
+    """Filter response normalization (Singh and Krishnan 2020, equations 1 to 3), without the
     thresholded activation that they put after it.
 
     Every channel of every row is divided by its root mean square over the positions.
@@ -50,7 +50,7 @@ class FilterResponseNorm(nn.Module):
         nn.init.zeros_(self.bias)
 
 
-def replace_batchnorm(net: nn.Module, by: Normalisation = "group") -> nn.Module:
+def replace_batchnorm(net: nn.Module, by: Normalization = "group") -> nn.Module:
     """A copy of a network without BatchNorm, which ties the rows of a batch together when it is
     trained, so that there is no likelihood of a row.
 
@@ -75,8 +75,8 @@ def replace_batchnorm(net: nn.Module, by: Normalisation = "group") -> nn.Module:
     """
     if not isinstance(net, nn.Module):
         raise ArgumentError(f"replace_batchnorm takes an nn.Module, not {type(net).__name__}")
-    if by not in get_args(Normalisation):
-        raise ArgumentError(f"by={by!r}: pass one of {get_args(Normalisation)}")
+    if by not in get_args(Normalization):
+        raise ArgumentError(f"by={by!r}: pass one of {get_args(Normalization)}")
     if isinstance(net, nn.modules.batchnorm._BatchNorm):
         return _in_place_of("", net, by)
     net = copy.deepcopy(net)
@@ -92,7 +92,7 @@ def replace_batchnorm(net: nn.Module, by: Normalisation = "group") -> nn.Module:
     return net
 
 
-def _in_place_of(path: str, old: nn.modules.batchnorm._BatchNorm, by: Normalisation) -> nn.Module:
+def _in_place_of(path: str, old: nn.modules.batchnorm._BatchNorm, by: Normalization) -> nn.Module:
     channels = old.num_features
     new: nn.GroupNorm | FilterResponseNorm
     if by == "group":

@@ -20,12 +20,12 @@ WeightPrior = str | torch.distributions.Distribution | Callable[[str, Tensor], A
 def weight_decay(decay: float, num_data: int) -> dist.Normal:
     """The prior whose mode is what training with weight decay finds: Normal(0, 1/sqrt(N decay)).
 
-    An optimiser's `weight_decay` adds decay/2 |w|² to the mean loss over rows, in nats; N times
+    An optimizer's `weight_decay` adds decay/2 |w|² to the mean loss over rows, in nats; N times
     that is the prior's negative log density.  That is so for SGD's and for Adam's, and not for
     AdamW's, which is no part of the loss.
 
     Args:
-        decay: the optimiser's `weight_decay`, above 0.
+        decay: the optimizer's `weight_decay`, above 0.
         num_data: N, the rows that it was trained on.
 
     Raises:
@@ -69,13 +69,13 @@ def priors_of(net: nn.Module, names: list[str], prior: WeightPrior) -> dict[str,
 
 def kaiming(owner: nn.Module, name: str, weight: Tensor) -> dist.Normal:
     """Matrices and kernels: Normal(0, sqrt(2 / fan in)), which keeps the scale of what goes
-    through a layer with ReLU (He et al. 2015, equation 10).  Scales of normalisation layers:
+    through a layer with ReLU (He et al. 2015, equation 10).  Scales of normalization layers:
     Normal(1, 1).  Biases, embeddings and all else: Normal(0, 1)."""
-    own_name, normalises = name.rpartition(".")[2], "Norm" in type(owner).__name__
-    if normalises and own_name == "weight":
+    own_name, normalizes = name.rpartition(".")[2], "Norm" in type(owner).__name__
+    if normalizes and own_name == "weight":
         return dist.Normal(1.0, 1.0)
     embeds = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
-    if weight.dim() < 2 or normalises or embeds or "bias" in own_name:
+    if weight.dim() < 2 or normalizes or embeds or "bias" in own_name:
         return dist.Normal(0.0, 1.0)
     return dist.Normal(0.0, math.sqrt(2 / _fan_in(owner, weight)))
 

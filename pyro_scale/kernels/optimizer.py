@@ -1,4 +1,4 @@
-"""Optimisers as pure functions: TorchOpt's as they are, torch.optim's made so."""
+"""Optimizers as pure functions: TorchOpt's as they are, torch.optim's made so."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pyro_scale.core.exclusive import exclusive
 from pyro_scale.errors import ArgumentError
 
 
-class Optimiser(Protocol):
-    """What TorchOpt's functional optimisers are."""
+class Optimizer(Protocol):
+    """What TorchOpt's functional optimizers are."""
 
     def init(self, params: list[Tensor]) -> Any:
         """The state before the first step."""
@@ -30,10 +30,10 @@ class Optimiser(Protocol):
 
 
 class TorchOptim:
-    """An optimiser of torch.optim as a pure function: its state goes in and comes out.
+    """An optimizer of torch.optim as a pure function: its state goes in and comes out.
 
     Args:
-        factory: params -> an optimiser, such as `lambda params: torch.optim.SGD(params, lr=0.1)`.
+        factory: params -> an optimizer, such as `lambda params: torch.optim.SGD(params, lr=0.1)`.
     """
 
     def __init__(self, factory: Callable[[list[Tensor]], torch.optim.Optimizer]):
@@ -46,74 +46,74 @@ class TorchOptim:
         self, updates: list[Tensor], state: Any, *, params: list[Tensor], inplace: bool = False
     ) -> tuple[list[Tensor], Any]:
         leaves = [torch.nn.Parameter(param.detach().clone()) for param in params]
-        optimiser = self._factory(list(leaves))
+        optimizer = self._factory(list(leaves))
         for leaf, gradient in zip(leaves, updates, strict=True):
             leaf.grad = gradient.detach().clone()
         if state:
-            groups = optimiser.state_dict()["param_groups"]
-            optimiser.load_state_dict({"state": copy.deepcopy(state), "param_groups": groups})
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": copy.deepcopy(state), "param_groups": groups})
         try:
-            optimiser.step()
+            optimizer.step()
         except TypeError as error:
             raise ArgumentError(
-                f"optimiser: {type(optimiser).__name__} evaluates its objective several times a "
+                f"optimizer: {type(optimizer).__name__} evaluates its objective several times a "
                 "step, which minibatches do not allow; use Adam or SGD"
             ) from error
         moved = [leaf.detach() - param for leaf, param in zip(leaves, params, strict=True)]
-        kept = optimiser.state_dict()["state"]
+        kept = optimizer.state_dict()["state"]
         return moved, {
             place: {name: torch.as_tensor(value) for name, value in entries.items()}
             for place, entries in kept.items()
         }
 
 
-def as_optimiser(optimiser: Any) -> Optimiser:
+def as_optimizer(optimizer: Any) -> Optimizer:
     """What a user passed: one of TorchOpt's, or a factory of one of torch.optim's.
 
     Raises:
         ArgumentError: it is neither.
     """
-    if optimiser is None:
+    if optimizer is None:
         return torchopt.adam(1e-2)
-    if isinstance(optimiser, torchopt.base.GradientTransformation):
-        return optimiser
-    if callable(optimiser):
-        made = _tried(optimiser)
+    if isinstance(optimizer, torchopt.base.GradientTransformation):
+        return optimizer
+    if callable(optimizer):
+        made = _tried(optimizer)
         if isinstance(made, torch.optim.Optimizer):
-            return TorchOptim(optimiser)
+            return TorchOptim(optimizer)
     raise ArgumentError(
-        f"optimiser={optimiser!r}: pass one of TorchOpt's functional ones, such as "
+        f"optimizer={optimizer!r}: pass one of TorchOpt's functional ones, such as "
         "torchopt.adam(1e-2), or a factory, lambda params: torch.optim.Adam(params, lr=1e-2)"
     )
 
 
-def begun(optimiser: Optimiser, params: list[Tensor]) -> Any:
-    """The optimiser's first state, all of it tensors."""
-    return torchopt.pytree.tree_map(torch.as_tensor, optimiser.init(params))
+def begun(optimizer: Optimizer, params: list[Tensor]) -> Any:
+    """The optimizer's first state, all of it tensors."""
+    return torchopt.pytree.tree_map(torch.as_tensor, optimizer.init(params))
 
 
 def stepped(
-    optimiser: Optimiser, gradients: list[Tensor], state: Any, params: list[Tensor]
+    optimizer: Optimizer, gradients: list[Tensor], state: Any, params: list[Tensor]
 ) -> tuple[list[Tensor], Any]:
-    """(Params after a step uphill, the optimiser's next state)."""
+    """(Params after a step uphill, the optimizer's next state)."""
     downhill = [-gradient for gradient in gradients]
-    updates, state = optimiser.update(downhill, state, params=params, inplace=False)
+    updates, state = optimizer.update(downhill, state, params=params, inplace=False)
     return [param + update for param, update in zip(params, updates, strict=True)], state
 
 
-def is_pure(optimiser: Optimiser) -> bool:
+def is_pure(optimizer: Optimizer) -> bool:
     """Whether steps go through vmap and can be traced; some read their state's values."""
 
     def step(param: Tensor, state: Any) -> tuple[list[Tensor], Any]:
-        return stepped(optimiser, [param], state, [param])
+        return stepped(optimizer, [param], state, [param])
 
-    if isinstance(optimiser, TorchOptim):
+    if isinstance(optimizer, TorchOptim):
         return False
     params = torch.ones(2, 1)
     with exclusive, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of how fast operations are under vmap
         try:
-            state = torch.vmap(lambda param: begun(optimiser, [param]))(params)
+            state = torch.vmap(lambda param: begun(optimizer, [param]))(params)
             torch.vmap(step)(params, state)
         except (RuntimeError, TypeError, ValueError):
             return False
@@ -124,4 +124,4 @@ def _tried(factory: Callable[..., Any]) -> Any:
     try:
         return factory([torch.nn.Parameter(torch.zeros(1))])
     except Exception as error:
-        raise ArgumentError(f"optimiser: the factory failed on a parameter ({error})") from error
+        raise ArgumentError(f"optimizer: the factory failed on a parameter ({error})") from error
