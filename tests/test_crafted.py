@@ -1,8 +1,10 @@
 """Files and stores that someone made to do harm, and runs whose numbers are extreme."""
 
+import errno
 import hashlib
 import io
 import json
+import os
 import zipfile
 from pathlib import Path
 
@@ -128,3 +130,16 @@ def test_why_there_are_no_draws_and_where_the_last_steps_are(monkeypatch):
     assert told[-1] in str(none.value)
     there = [Path(each.split("ps.replay('")[1].split("'")[0]).exists() for each in told]
     assert there == [False, False, True, True]
+
+
+def test_a_full_disk_is_named_and_leaves_the_file_that_was_there(monkeypatch, tmp_path):
+    files.write(tmp_path / "a", {"b": 1})
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(FileError, match="free some space, or pass a file on another disk"):
+        files.write(tmp_path / "a", {"b": 2})
+    assert files.read(tmp_path / "a") == {"b": 1}
+    assert os.listdir(tmp_path) == ["a"]

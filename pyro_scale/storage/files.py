@@ -35,6 +35,8 @@ _TEMPORARY = ".pyro-scale-{}"
 _LOCK = ".lock"
 #: What a file system says that has no locks.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+#: What a disk says that has no room for a file.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 #: Of what follows the header; another number, another way to read it.
 _FORMAT = 3
 _WROTE: dict[Kind, str] = {
@@ -78,6 +80,8 @@ def write(path: FilePath, contents: Mapping[str, Any], kind: Kind = "results") -
         instead = (
             "free some space, put the directory back, or make it writable"
             if kind == "checkpoint"
+            else "free some space, or pass a file on another disk"
+            if error.errno in _FULL
             else "pass a file in a directory that is there and can be written to"
         )
         raise FileError(
