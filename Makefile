@@ -14,8 +14,9 @@ test: .venv/installed
 
 # What touches ArviZ, with the newest one, on a newer Python.
 MATRIX_PYTHON ?= python3.13
-MATRIX_TESTS := $(foreach name,approximations compare files loo mixing readme results \
-	round_trips running store store_resumed,tests/test_$(name).py)
+MATRIX_TESTS := $(addprefix tests/,infer/test_approximations.py infer/test_compare.py \
+	storage core/test_online_moments.py diagnostics/test_convergence.py diagnostics/test_loo.py \
+	end_to_end/test_readme.py posterior/test_results.py posterior/test_round_trips.py)
 
 matrix: .venv-matrix/installed
 	.venv-matrix/bin/python -W ignore::FutureWarning examples/demo.py
@@ -47,7 +48,7 @@ lint: .venv/installed
 
 types: .venv/installed
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m slow tests/test_types.py
+	$(BIN)/python -m pytest -m slow tests/contract/test_types.py
 
 notebooks: .venv/installed
 	$(BIN)/python -m pytest --nbmake notebooks/*.ipynb notebooks/paper/*.ipynb

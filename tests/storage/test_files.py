@@ -16,6 +16,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from both_arviz import groups_of
+from places import SUPPORT
 from pyro.nn import PyroModule, PyroParam
 from reference import double, normals
 from stored import of_two_params
@@ -341,7 +342,7 @@ def test_what_was_read_can_be_written_again(case, tmp_path):
 
 READ = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1].split(':')
 import torch, test_files
 fit = test_files.ps.BAOA.load(sys.argv[2], test_files.of_two_params)
 samples, params = fit.get_samples(group_by_chain=True), fit.params
@@ -352,7 +353,7 @@ torch.save([samples, params, test_files.predicted(fit, (test_files.X, test_files
 def test_another_process_reads_the_same(tmp_path):
     fit = fitted(of_two_params, batch_size=5)
     fit.save(tmp_path / "run.ps")
-    places = Path(__file__).parent, tmp_path / "run.ps", tmp_path / "read"
+    places = f"{SUPPORT}:{Path(__file__).parent}", tmp_path / "run.ps", tmp_path / "read"
     subprocess.run([sys.executable, "-c", READ, *map(str, places)], check=True)
     samples, params, drawn = torch.load(tmp_path / "read")
     same(samples, fit.get_samples(group_by_chain=True))

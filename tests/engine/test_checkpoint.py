@@ -16,6 +16,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from places import SUPPORT
 from repetitions import slow_but
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -691,7 +692,7 @@ CHILD = """
 import sys, time, warnings
 import torch
 torch.set_default_dtype(torch.float64)
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{support!r}, {own!r}]
 warnings.simplefilter("ignore")
 import test_checkpoint as t
 from pathlib import Path
@@ -706,7 +707,7 @@ torch.save(fit.get_samples(group_by_chain=True), saved)
 def killed_again_and_again(case, draws, kills, tmp_path, seed):
     """The draws of a run that was killed so often; how often before it could finish."""
     source, path, saved = random.Random(seed), tmp_path / "run", tmp_path / "draws.pt"
-    child = CHILD.format(tests=str(Path(__file__).parent), draws=draws)
+    child = CHILD.format(support=str(SUPPORT), own=str(Path(__file__).parent), draws=draws)
     done = 0
     while not saved.exists():
         process = subprocess.Popen(

@@ -10,10 +10,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from logistic import Logistic, logistic
 from reference import double, normals
 from repetitions import slow_but
 from scipy.stats import chi2
-from test_step_size import Logistic, logistic
 
 import pyro_scale as ps
 

@@ -2,15 +2,15 @@
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
 import pyro_scale as ps
 from pyro_scale.errors import PyroScaleError
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "programs"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "programs"))
 from program import Program, names
 
 pytestmark = [

@@ -2,12 +2,12 @@
 
 import re
 import warnings
-from pathlib import Path
 
 import pyro
 import pytest
+from places import ROOT
 
-README = Path(__file__).parents[1] / "README.md"
+README = ROOT / "README.md"
 
 
 @pytest.mark.usefixtures("store")

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import arviz
 import numpy as np
@@ -20,6 +19,7 @@ import stored as s
 import torch
 import xarray
 from both_arviz import as_own, dataset_of, groups_of, identical
+from places import SUPPORT
 from reference import double
 from repetitions import slow_but
 from stored import QUIET, SIZE, X, Y, draws_of, fitted, of_two_params, same
@@ -558,7 +558,7 @@ def test_a_large_store_needs_little_memory(tmp_path):
     """In a process of its own: what it reads is a part of what is there."""
     code = f"""
 import resource, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(SUPPORT)!r})
 import torch, pyro, pyro.distributions as dist, pyro_scale as ps
 def wide():
     pyro.sample("w", dist.Normal(torch.zeros(20_000), 1.0).to_event(1))
@@ -647,9 +647,9 @@ sys.path.insert(0, {tests!r})
 warnings.simplefilter("ignore")
 import torch
 from pathlib import Path
-from pyro_scale.infer import streams
+from pyro_scale.posterior import sinks
 import stored
-streams._MOST_DRAWS = 70
+sinks._MOST_DRAWS = 70
 where, path, saved, draws = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
 how = {{"num_samples": draws, "store": False if path == "nowhere" else path}}
 kind = "resume" if list(where.glob("state-*")) else "checkpoint"
@@ -660,7 +660,7 @@ torch.save(stored.outcome(fit), saved)
 
 
 def child(tmp_path, store, draws, code=CHILD):
-    code = code.format(tests=str(Path(__file__).parent))
+    code = code.format(tests=str(SUPPORT))
     paths = [str(tmp_path / "run"), store, str(tmp_path / "outcome.pt"), str(draws)]
     return subprocess.Popen([sys.executable, "-c", code, *paths], stdout=subprocess.PIPE)
 
@@ -681,7 +681,7 @@ def test_another_process_reads_while_it_runs(tmp_path):
 
 #: Writes all the time, again and again a file that readers see.
 BUSY = f"""{CHILD.partition("kind = ")[0]}
-streams._MOST_DRAWS, streams._WAIT_SECONDS, streams._WAIT_TIMES = 500, 0.0, 0
+sinks._MOST_DRAWS, sinks._WAIT_SECONDS, sinks._WAIT_TIMES = 500, 0.0, 0
 print("ready", flush=True)
 stored.fitted(**how)
 """

@@ -23,6 +23,7 @@ import pytest
 import stored
 import torch
 import xarray
+from places import ROOT, SUPPORT
 from repetitions import slow_but
 from stored import X, Y, draws_of, fitted, outcome, regression, same, unconstrained
 from torch.utils.data import DataLoader, Dataset
@@ -508,7 +509,7 @@ except PyroScaleError as error:
 
 @pytest.mark.slow
 def test_of_runs_that_start_at_once_one_has_the_store(tmp_path):
-    code = RACER.format(tests=str(Path(__file__).parent))
+    code = RACER.format(tests=str(SUPPORT))
     expected = draws_of(fitted(num_samples=500))
     for i in range(5):
         path = tmp_path / f"{i}.zarr"
@@ -546,9 +547,9 @@ sys.path.insert(0, {tests!r})
 warnings.simplefilter("ignore")
 import shutil, torch
 from pathlib import Path
-from pyro_scale.infer import streams
+from pyro_scale.posterior import sinks
 import stored
-streams._MOST_DRAWS, streams._WAIT_SECONDS = 200, 0.0
+sinks._MOST_DRAWS, sinks._WAIT_SECONDS = 200, 0.0
 where, path, saved, draws = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
 kind = "resume" if list(where.glob("state-*")) else "checkpoint"
 if kind == "checkpoint":
@@ -573,7 +574,7 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(kept, kills, draws, tmp_pat
     source, saved = random.Random(kills), tmp_path / "outcome.pt"
     path = str(tmp_path / "draws.zarr") if kept == "store" else "nowhere"
     arguments = [str(tmp_path / "run"), path, str(saved), str(draws)]
-    code, done = CHILD.format(tests=str(Path(__file__).parent)), 0
+    code, done = CHILD.format(tests=str(SUPPORT)), 0
 
     def checkpoints():
         files = (tmp_path / "run").glob("state-*")
@@ -772,7 +773,7 @@ def test_without_zarr_it_is_said_what_to_install(tmp_path, monkeypatch):
 def test_the_extra_that_is_named_is_there():
     import tomllib
 
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     assert any("zarr" in each for each in extras.get("store", []))
 
