@@ -116,7 +116,10 @@ def test_of_two_that_build_at_once_one_does(kept):
 
 
 def test_what_is_for_a_process_is_gone_with_it(tmp_path):
-    code = "import os; from pyro_scale.engine.compile import cache_directory; print(cache_directory.for_this_process(os.getpid()))"
+    code = (
+        "import os; from pyro_scale.engine.compile.cache_directory import for_this_process as own; "
+        "print(own(os.getpid()))"
+    )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     assert not list(tmp_path.iterdir())
