@@ -189,6 +189,17 @@ def test_of_few_shuffled_batches(size, thinning):
     assert abs(found - shuffled_variance(0.1, N // size, size)) < 4.4 * error
 
 
+def test_units_of_the_mass_change_nothing():
+    """Mass m at step e and friction f is mass 1 at e / sqrt(m) and f sqrt(m): the same draws."""
+    how = {"batch_size": B, "sampling": "replacement", "num_chains": 8, "num_samples": 100}
+    light = run(ps.SGHMC(location, lr=0.4, friction=1.0), (Y,), **how)
+    heavy = run(ps.SGHMC(location, lr=0.8, friction=0.5, mass=4.0), (Y,), **how)
+    assert torch.allclose(light.get_samples()["mu"], heavy.get_samples()["mu"], atol=1e-9)
+    one, other = (quiet(each.step_size_bias) for each in (light, heavy))
+    assert one.to_numpy() == pytest.approx(other.to_numpy(), rel=1e-6)
+    assert one.attrs["order"] == pytest.approx(other.attrs["order"], rel=1e-6)
+
+
 def quadrature(log_density, low=-15.0, high=8.0):
     """(Mean, standard deviation)."""
     grid = torch.linspace(low, high, 100_001, dtype=torch.float64)
