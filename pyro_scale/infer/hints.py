@@ -81,8 +81,9 @@ def _said(
     parameters = inspect.signature(function).parameters
     own = function.__name__ == "__init__"
     title = type(self).__name__ + ("" if own else f".{function.__name__}")
+    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in kwargs:
-        if name not in parameters:
+        if name not in parameters and not is_open:
             return f"{title} has no argument '{name}': {unknown_argument(self, name, parameters)}"
     places = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) + 1 > len(places):
@@ -93,4 +94,6 @@ def _said(
         else:
             hint = "pass the others by name"
         return f"{title} takes {len(places) - 1} positional argument(s), not {len(args)}: {hint}"
+    if own and "lr" in parameters and "lr" not in kwargs:
+        return f"{title} needs a step size: pass lr='auto', or a number"
     return f"{title}: {error}"

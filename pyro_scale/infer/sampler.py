@@ -122,9 +122,7 @@ class Sampler(Method):
                 raise CallError(
                     f"{type(self).__name__} has no hyperparameter '{name}'; it has {known}: {hint}"
                 )
-        if "lr" not in hyperparameters:
-            raise ArgumentError(f"{type(self).__name__} needs a step size: pass lr=")
-        self._chooses_lr = isinstance(hyperparameters["lr"], str)
+        self._chooses_lr = isinstance(hyperparameters.get("lr"), str)
         if self._chooses_lr:
             if hyperparameters["lr"] != "auto":
                 raise ArgumentError(f"lr={hyperparameters['lr']!r}: pass a number or 'auto'")

@@ -44,7 +44,8 @@ class BAOA(Sampler):
         friction: the rate at which momentum decays.
         mass: of the momentum.
         temperature: 1 is the posterior, 0 is SGD with momentum.
-        options: see `Sampler`.
+        options: `init_strategy`, `num_data`, `compile`, `control_variates`, `subtract_noise`;
+            `Sampler` says what they are.
 
     Raises:
         ArgumentError: a hyperparameter out of its range.
@@ -84,7 +85,8 @@ class SGHMC(Sampler):
         friction: the rate at which momentum decays.
         mass: of the momentum.
         temperature: 1 is the posterior, 0 is SGD with momentum.
-        options: see `Sampler`.
+        options: `init_strategy`, `num_data`, `compile`, `control_variates`, `subtract_noise`;
+            `Sampler` says what they are.
 
     Raises:
         ArgumentError: a hyperparameter out of its range.
@@ -120,7 +122,8 @@ class SGLD(Sampler):
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         lr: the step size, SGD's, or `"auto"`.
         temperature: 1 is the posterior, 0 is SGD.
-        options: see `Sampler`.
+        options: `init_strategy`, `num_data`, `compile`, `control_variates`, `subtract_noise`;
+            `Sampler` says what they are.
 
     Raises:
         ArgumentError: a hyperparameter out of its range.
@@ -152,7 +155,8 @@ class SGNHT(Sampler):
         friction: the rate at which momentum decays without minibatches.
         mass: of the momentum.
         temperature: 1 is the posterior, 0 is SGD with momentum.
-        options: see `Sampler`.
+        options: `init_strategy`, `num_data`, `compile`, `control_variates`, `subtract_noise`;
+            `Sampler` says what they are.
 
     Raises:
         ArgumentError: a hyperparameter out of its range.
@@ -190,7 +194,8 @@ class UBU(Sampler):
         friction: the rate at which momentum decays.
         mass: of the momentum.
         temperature: 1 is the posterior, 0 switches the noise off.
-        options: see `Sampler`.
+        options: `init_strategy`, `num_data`, `compile`, `control_variates`, `subtract_noise`;
+            `Sampler` says what they are.
 
     Raises:
         ArgumentError: a hyperparameter out of its range.
@@ -232,7 +237,8 @@ class pSGLD(Sampler):
         forgetting: the weight of the newest gradient in the mean square, at most 1; by default it
             falls with the steps, (1 + step)^-0.7 / 2, so that the preconditioner settles.
         damping: what keeps steps finite where gradients vanish.
-        options: see `Sampler`.
+        options: `init_strategy`, `num_data`, `compile`, `control_variates`, `subtract_noise`;
+            `Sampler` says what they are.
 
     Raises:
         ArgumentError: a hyperparameter out of its range.

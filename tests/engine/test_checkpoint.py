@@ -546,7 +546,7 @@ def test_a_runs_checkpoints_are_not_written_over(tmp_path):
 
 def test_one_run_at_a_time_writes_into_a_directory(tmp_path):
     run("BAOA", {"checkpoint": tmp_path}, num_samples=5)
-    other = "import sys; from pathlib import Path; from pyro_scale.core import files\n"
+    other = "import sys; from pathlib import Path; from pyro_scale.storage import files\n"
     other += "with files.locked(Path(sys.argv[1])): print('in', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", other, str(tmp_path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
