@@ -52,13 +52,13 @@ class Contender:
 
     Attributes:
         name: what the table calls it.
-        setup: "module:function"; the function sets up and returns a `() -> Timing`.
+        problem: "module:function"; the function sets up and returns a `() -> Timing`.
         arguments: of that function.
         pinned: whether to one core.
     """
 
     name: str
-    setup: str
+    problem: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     pinned: bool = True
 
@@ -116,7 +116,7 @@ def _serve(connection: Connection, contender: Contender) -> None:
     try:
         if contender.pinned and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-        module, function = contender.setup.split(":")
+        module, function = contender.problem.split(":")
         time: Callable[[], Timing] = getattr(importlib.import_module(module), function)(
             **contender.arguments
         )

@@ -231,9 +231,9 @@ def _network(name: str, hidden: tuple[int, ...], steps: int, steps_of_peers: int
 
 
 def _rows(name: str, title: str, ours: str, peer: str, arguments: dict[str, Any]) -> Suite:
-    def both(label: str, setup: str, **more: Any) -> tuple[Contender, ...]:
+    def both(label: str, problem: str, **more: Any) -> tuple[Contender, ...]:
         return tuple(
-            Contender(f"{label}, {rows:,} rows", setup, {**arguments, **more, "rows": rows})
+            Contender(f"{label}, {rows:,} rows", problem, {**arguments, **more, "rows": rows})
             for rows in (10_000, 1_000_000)
         )
 

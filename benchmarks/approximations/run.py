@@ -143,7 +143,7 @@ def _posteriors(kind: str, batch_size: int, **more: Any) -> Contender:
 def _in(dtype: str, contender: Contender) -> Contender:
     name = f"{contender.name} ({dtype})" if dtype != "float32" else contender.name
     arguments = {**contender.arguments, "dtype": dtype}
-    return Contender(name, contender.setup, arguments)
+    return Contender(name, contender.problem, arguments)
 
 
 def _diagonal(dtype: str) -> tuple[Contender, ...]:

@@ -16,43 +16,45 @@ from pyro_scale.diagnostics.divergence import message
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import NonFiniteError
 from pyro_scale.posterior.draws import Result
-from pyro_scale.run.run import Course
+from pyro_scale.run.run import RunPlan
 
 
-def with_shadow(course: Course, result: Result, count: int) -> tuple[Result, Result]:
+def with_shadow(plan: RunPlan, result: Result, count: int) -> tuple[Result, Result]:
     """So many first draws of the run, and the shadow's, of chains that finished in both.
 
     Raises:
         NonFiniteError: all of the shadow's chains became NaN or infinite.
     """
-    draws = _shadow(course, count)
-    places = [i for i, chain in enumerate(course.finished) if chain in draws.finished]
+    draws = _shadow(plan, count)
+    places = [i for i, chain in enumerate(plan.finished) if chain in draws.finished]
     short = dataclasses.replace(
         result,
         positions=result.positions[torch.tensor(places)[:, None], torch.arange(count)],
         sample_stats={k: v[places, :count] for k, v in result.sample_stats.items()},
     )
-    chains = [course.finished[place] for place in places]
+    chains = [plan.finished[place] for place in places]
     return short, dataclasses.replace(short, positions=draws.positions[chains])
 
 
-def _shadow(course: Course, count: int) -> Draws:
+def _shadow(plan: RunPlan, count: int) -> Draws:
     """The run at half the step, as far as so many draws."""
-    setup, kernel = course.setup, course.kernel
-    steps = Steps(count, 2 * course.steps.warmup_steps, 2 * course.steps.thinning)
+    problem, kernel = plan.problem, plan.kernel
+    steps = Steps(count, 2 * plan.steps.warmup_steps, 2 * plan.steps.thinning)
     tape = {
-        name: column.repeat_interleave(2, 0)[: steps.total] for name, column in course.tape.items()
+        name: column.repeat_interleave(2, 0)[: steps.total] for name, column in plan.tape.items()
     }
     tape["lr"] = tape["lr"] / 2
-    shape, positions = (kernel.normals, setup.engine.num_latents), setup.positions
-    noise = RefinedNoise(setup.seed, len(positions), shape, positions.dtype, positions.device)
+    shape, positions = (kernel.normals, problem.engine.num_latents), problem.positions
+    noise = RefinedNoise(problem.seed, len(positions), shape, positions.dtype, positions.device)
     # batches of its own, as the seed is another
-    other = dataclasses.replace(setup, seed=derived_seed(setup.seed, 0, Purpose.SHADOW))
-    shadow = dataclasses.replace(course, setup=other, tape=tape, steps=steps)
+    other = dataclasses.replace(problem, seed=derived_seed(problem.seed, 0, Purpose.SHADOW))
+    shadow = dataclasses.replace(plan, problem=other, tape=tape, steps=steps)
     title = f"{type(kernel).__name__} at half the step"
-    draws = shadow.taken(title, seed=setup.seed, noise=noise).draws  # momenta start as the run's
+    draws = shadow.execute(
+        title, seed=problem.seed, noise=noise
+    ).draws  # momenta start as the run's
     if draws.error is not None:
         raise draws.error
-    if not set(draws.finished) & set(course.finished):
+    if not set(draws.finished) & set(plan.finished):
         raise NonFiniteError(message(draws, tape["lr"]))
     return draws

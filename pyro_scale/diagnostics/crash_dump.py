@@ -19,7 +19,7 @@ from pyro_scale.errors import FileError
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.serialization import model_contents
-from pyro_scale.run.problem import Setup
+from pyro_scale.run.problem import Problem
 from pyro_scale.storage import files
 
 #: Bytes of all files of a run, at most: a step may take the whole data.
@@ -29,28 +29,28 @@ _made: deque[Path] = deque()
 _MOST_DIRECTORIES = 8
 
 
-def written(setup: Setup, method: str, draws: Draws, directory: Path | None) -> str:
+def written(problem: Problem, method: str, draws: Draws, directory: Path | None) -> str:
     """Writes what chains did last, and says in a sentence how to see it, or why that could not be
     written; nothing where there is nothing to see.
 
     The steps of a frozen base's features are not written, as rows are not among them.
 
     Args:
-        setup: what the run started from.
+        problem: what the run started from.
         method: its name.
         draws: what it kept.
         directory: of the run's checkpoints; a new one among temporary files by default.
     """
     known = [failure for failure in draws.failures if failure.chain in draws.last_steps]
-    if setup.features is not None:
+    if problem.features is not None:
         return ""
     if not known:
-        return "" if directory is None else _written_before(setup, draws.failures, directory)
+        return "" if directory is None else _written_before(problem, draws.failures, directory)
     paths: list[Path] = []
     reason = f"they take more than {_MOST_BYTES / 2**30:.3g} GiB"
     # whatever is in the way of a file, the error that it belongs to goes first
     try:
-        for path in _write(setup, method, known, draws, directory):
+        for path in _write(problem, method, known, draws, directory):
             paths.append(path)
     except Exception as error:
         reason = str(error.__cause__ or error)
@@ -60,13 +60,13 @@ def written(setup: Setup, method: str, draws: Draws, directory: Path | None) -> 
     return _pointer(paths[0], known[0].chain, len(draws.last_steps[known[0].chain])) + others
 
 
-def _written_before(setup: Setup, failures: list[Failure], directory: Path) -> str:
+def _written_before(problem: Problem, failures: list[Failure], directory: Path) -> str:
     """How to see the last steps of a run that goes on, if they were written when it broke."""
     for failure in failures:
         path = directory / f"black-box-{failure.chain}"
         with contextlib.suppress(FileError):
             found = files.read(path, "black box")
-            if (found["step"], found["attrs"]["seed"]) == (failure.step, setup.seed):
+            if (found["step"], found["attrs"]["seed"]) == (failure.step, problem.seed):
                 return _pointer(path, failure.chain, len(found["steps"]))
     return ""
 
@@ -77,12 +77,12 @@ def _pointer(path: Path, chain: int, count: int) -> str:
 
 
 def _write(
-    setup: Setup, method: str, failures: list[Failure], draws: Draws, directory: Path | None
+    problem: Problem, method: str, failures: list[Failure], draws: Draws, directory: Path | None
 ) -> Iterator[Path]:
     """Writes a file for each, as long as there is room for it."""
     room = _MOST_BYTES
     for failure in failures:
-        contents = _contents(setup, method, failure, draws)
+        contents = _contents(problem, method, failure, draws)
         room -= _num_bytes(contents)
         if room < 0:
             return
@@ -102,9 +102,9 @@ def _temporary() -> Path:
         return _made[-1]
 
 
-def _contents(setup: Setup, method: str, failure: Failure, draws: Draws) -> dict[str, Any]:
+def _contents(problem: Problem, method: str, failure: Failure, draws: Draws) -> dict[str, Any]:
     """What `replay` needs of one chain."""
-    engine, density = setup.engine, setup.engine.density
+    engine, density = problem.engine, problem.engine.density
     corrected = density if isinstance(density, ControlVariates) else None
     return {
         "method": method,
@@ -112,13 +112,13 @@ def _contents(setup: Setup, method: str, failure: Failure, draws: Draws) -> dict
         "chain": failure.chain,
         "step": failure.step,
         "site": failure.site,
-        "attrs": facts_of(setup.log_posterior, setup.seed),
+        "attrs": facts_of(problem.log_posterior, problem.seed),
         "num_latents": engine.num_latents,
         "vectorized": engine.vectorized,
         "anchor": corrected and corrected.anchor,
         "anchor_gradient": corrected and corrected.gradient,
         "steps": [dict(vars(step)) for step in draws.last_steps[failure.chain]],
-        **model_contents(setup.log_posterior, engine.layout, setup.data.first()),
+        **model_contents(problem.log_posterior, engine.layout, problem.data.first()),
     }
 
 

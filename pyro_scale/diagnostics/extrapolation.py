@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_scale.kernels import Kernel
 from pyro_scale.kernels.gaussian import GaussianChain
-from pyro_scale.run.run import Course
+from pyro_scale.run.run import RunPlan
 
 #: The variance at lr = 0 depends on the law, and that on it: so often is it put in again.
 _ROUNDS = 20
@@ -34,17 +34,17 @@ class Law(NamedTuple):
     order: Tensor
 
 
-def law_of(course: Course, noise: Tensor, own: Tensor, shadow: Tensor) -> Law:
+def law_of(plan: RunPlan, noise: Tensor, own: Tensor, shadow: Tensor) -> Law:
     """What the kernel's exact law on a Gaussian says.
 
     Args:
-        course: of the run.
+        plan: of the run.
         noise: the variance of the minibatch gradient of the log joint over N, `[latents]`.
         own: unconstrained variances of the run's draws, `[latents]`.
         shadow: of those at half the step.
     """
-    kernel, mass = _bound(course, len(own))
-    epoch = course.setup.epoch(course.sampling)
+    kernel, mass = _bound(plan, len(own))
+    epoch = plan.problem.epoch(plan.sampling)
     half = kernel.bind({**kernel.hyperparameters(), "lr": kernel.lr / 2})
     exact, least = shadow, _LEAST * own
     gap = order = torch.full_like(own, torch.nan)
@@ -59,10 +59,10 @@ def law_of(course: Course, noise: Tensor, own: Tensor, shadow: Tensor) -> Law:
     return Law(gap, order)
 
 
-def _bound(course: Course, count: int) -> tuple[Kernel, Tensor]:
+def _bound(plan: RunPlan, count: int) -> tuple[Kernel, Tensor]:
     """(The kernel of latents at the run's values on average, its mass), in double precision."""
-    values = {name: column[course.steps.kept].mean(0) for name, column in course.tape.items()}
-    bound = course.setup.engine.bound_latents(values)
+    values = {name: column[plan.steps.kept].mean(0) for name, column in plan.tape.items()}
+    bound = plan.problem.engine.bound_latents(values)
     mass = bound.hyperparameters().get("mass", torch.ones((), dtype=torch.float64))
     return bound, mass * torch.ones(count, dtype=torch.float64)
 

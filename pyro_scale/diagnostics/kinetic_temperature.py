@@ -17,7 +17,7 @@ from pyro_scale.diagnostics.temperature import Virial
 from pyro_scale.engine.draws import Draws
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.run.measurements import GradientNoise, Kinetic
-from pyro_scale.run.problem import Setup
+from pyro_scale.run.problem import Problem
 
 #: The flattest that a direction is taken for, as lr^2 L / m: below, momenta are those of free ones.
 _FLATTEST = 1e-6
@@ -26,7 +26,7 @@ _COLDEST = 0.1
 
 
 def kinetic(
-    setup: Setup,
+    problem: Problem,
     draws: Draws,
     values: Mapping[str, Tensor],
     noise: GradientNoise | None,
@@ -35,7 +35,7 @@ def kinetic(
     """What the momenta of finished chains say; None for a method without, or where none were seen.
 
     Args:
-        setup: of the run.
+        problem: of the run.
         draws: of the run.
         values: the hyperparameters', on average over the draws.
         noise: of minibatches.
@@ -47,16 +47,16 @@ def kinetic(
     measured = measured[:, measured.isfinite().all(-1).all(0)]
     if not measured.numel():
         return None
-    precision = _precision(setup, values, noise, virial)
+    precision = _precision(problem, values, noise, virial)
     if precision is None:
         return Kinetic(measured, torch.full(measured.shape[-1:], torch.nan, dtype=torch.float64))
-    of_elements = _expected(setup, values, precision)
-    places = [setup.engine.layout.slices()[name] for name in setup.log_posterior.latents]
+    of_elements = _expected(problem, values, precision)
+    places = [problem.engine.layout.slices()[name] for name in problem.log_posterior.latents]
     return Kinetic(measured, torch.stack([of_elements[place].mean() for place in places]))
 
 
 def _precision(
-    setup: Setup,
+    problem: Problem,
     values: Mapping[str, Tensor],
     noise: GradientNoise | None,
     virial: Virial | None,
@@ -66,19 +66,19 @@ def _precision(
     which is not quite the one asked for."""
     if virial is None or (noise is None and not virial.whole):
         return None
-    count = setup.engine.num_latents
+    count = problem.engine.num_latents
     square, heat = virial.mean_square[:count], virial.of_elements[:count]
     if not virial.whole and noise is not None:
         square = (square - noise.variance).clamp(min=0)
-    return square * setup.engine.density.num_data / heat.maximum(_COLDEST * values["temperature"])
+    return square * problem.engine.density.num_data / heat.maximum(_COLDEST * values["temperature"])
 
 
-def _expected(setup: Setup, values: Mapping[str, Tensor], precision: Tensor) -> Tensor:
+def _expected(problem: Problem, values: Mapping[str, Tensor], precision: Tensor) -> Tensor:
     """The momentum's variance over m T / N, `[latents]`, on a Gaussian of such precisions.
 
     To first order in lr^2 L the variance depends on L_ii alone, however elements are correlated.
     """
-    bound = setup.engine.bound_latents(values)
+    bound = problem.engine.bound_latents(values)
     linear, _ = bound.linear(torch.zeros_like(precision))  # in units where the mass is 1
     steepness = precision / bound.mass
     steepness = steepness.maximum(_FLATTEST / bound.lr.square() * torch.ones_like(steepness))

@@ -1,58 +1,17 @@
-"""Chains that share their starts, and whether they have forgotten them."""
+"""Whether chains that share their starts have forgotten them: nested R-hat."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
-from pyro_scale.errors import ArgumentError, ConvergenceWarning
+from pyro_scale.errors import ConvergenceWarning
 from pyro_scale.metrics.mixing import r_hat_of, variances
 from pyro_scale.posterior.draws import Result
-from pyro_scale.run.problem import Setup
 
 #: The part of the variance that starts may account for, R-hat's 1.05 squared less 1; and how often
 #: chains that have forgotten them may seem not to, by chance, in a site.
 _MOST, _FALSE_ALARMS = 0.1, 0.001
-
-
-def check_superchains(superchains: Any, num_chains: int, init_strategy: Any) -> int:
-    """How many groups of chains share a start.
-
-    Raises:
-        ArgumentError: they do not divide the chains into groups of two or more; a dict of starts
-            that differ within a group.
-    """
-    superchains = as_count("superchains", superchains, least=2)
-    each, left = divmod(num_chains, superchains)
-    if left or each < 2:
-        raise ArgumentError(
-            f"superchains={superchains} of num_chains={num_chains}: each needs as many chains as "
-            f"the others, two or more; pass num_chains={superchains * max(2, each + bool(left))}"
-        )
-    if isinstance(init_strategy, dict):
-        for name, value in init_strategy.items():
-            if not isinstance(value, Tensor) or value.shape[:1] != (num_chains,):
-                continue  # which is refused with the model's own shapes
-            starts = value.unflatten(0, (superchains, each))
-            if not torch.equal(starts, starts[:, :1].expand_as(starts)):
-                raise ArgumentError(
-                    f"init_strategy['{name}']: chains of a superchain share their start, but these "
-                    f"differ; pass each {each} times, starts.repeat_interleave({each}, dim=0)"
-                )
-    return superchains
-
-
-def with_shared_starts(setup: Setup, superchains: int) -> Setup:
-    """The setup whose chains start where the first of their superchain does."""
-    each = len(setup.positions) // superchains
-    first = setup.positions[::each]
-    return dataclasses.replace(setup, positions=first.repeat_interleave(each, dim=0))
 
 
 def nested_r_hats(result: Result) -> list[float] | None:

@@ -26,7 +26,7 @@ from pyro_scale.diagnostics.extrapolation import Law, law_of
 from pyro_scale.diagnostics.report import errors_of_the_worst, lower_lr, standard_error
 from pyro_scale.errors import ArgumentError, BiasWarning
 from pyro_scale.posterior.draws import Result
-from pyro_scale.run.run import Course
+from pyro_scale.run.run import RunPlan
 
 #: Biases above which a posterior is visibly off: of a standard deviation, over itself; of a mean,
 #: in posterior sds.
@@ -61,22 +61,22 @@ class Bias(NamedTuple):
     orders: tuple[float, float]
 
 
-def step_size_bias(course: Course, result: Result, num_samples: int | None) -> Any:
+def step_size_bias(plan: RunPlan, result: Result, num_samples: int | None) -> Any:
     """A table, one row a latent site; see `Sampler.step_size_bias`."""
     import pandas
 
-    _check(course, result, num_samples)
+    _check(plan, result, num_samples)
     started = time.perf_counter()
     count = num_samples or result.positions.shape[1]
-    short, shadow = with_shadow(course, result, count)
-    laws = _laws(course, result, short, shadow)
+    short, shadow = with_shadow(plan, result, count)
+    laws = _laws(plan, result, short, shadow)
     found = {
         name: _bias(
             _elements(short.samples[name]),
             _elements(shadow.samples[name]),
             short.weights,
             laws.get(name),
-            course,
+            plan,
         )
         for name in result.log_posterior.latents
     }
@@ -87,17 +87,17 @@ def step_size_bias(course: Course, result: Result, num_samples: int | None) -> A
     )
     table.attrs["order"] = {name: bias.orders[1] for name, bias in found.items()}
     table.attrs["seconds"] = time.perf_counter() - started
-    _warn_of_the_worst(found, result, course)
+    _warn_of_the_worst(found, result, plan)
     return table
 
 
-def _check(course: Course, result: Result, num_samples: int | None) -> None:
+def _check(plan: RunPlan, result: Result, num_samples: int | None) -> None:
     """Refuses what has no bias to be found this way.
 
     Raises:
         ArgumentError: it says why.
     """
-    if isinstance(course.kernel.lr, Cyclical):
+    if isinstance(plan.kernel.lr, Cyclical):
         raise ArgumentError(
             "step_size_bias: a Cyclical lr goes from mode to mode by steps of its own size, which "
             "a run at half of it does not follow: look at a run at a constant lr"
@@ -108,7 +108,7 @@ def _check(course: Course, result: Result, num_samples: int | None) -> None:
         )
     if said := explosion(result):
         raise ArgumentError(f"step_size_bias: {said}")
-    epoch, thinning = course.setup.epoch(course.sampling), course.steps.thinning
+    epoch, thinning = plan.problem.epoch(plan.sampling), plan.steps.thinning
     if epoch is not None:
         places = epoch // math.gcd(epoch, thinning)
         if places < min(epoch, _ENOUGH_PLACES):
@@ -123,17 +123,17 @@ def _check(course: Course, result: Result, num_samples: int | None) -> None:
         raise ArgumentError(f"num_samples={num_samples}: the run has {kept} draws a chain")
 
 
-def _laws(course: Course, result: Result, short: Result, shadow: Result) -> dict[str, Law]:
+def _laws(plan: RunPlan, result: Result, short: Result, shadow: Result) -> dict[str, Law]:
     """The law of every latent site's unconstrained elements, where there is one."""
-    noise, setup = result.gradient_noise, course.setup
-    in_batches = setup.data.batch_size is not None and course.kernel.heated
-    if noise is None or not in_batches or setup.engine.known_noise is not None:
+    noise, problem = result.gradient_noise, plan.problem
+    in_batches = problem.data.batch_size is not None and plan.kernel.heated
+    if noise is None or not in_batches or problem.engine.known_noise is not None:
         return {}
     count = len(noise.variance)
     own, half = (
         torch.cat(list(each.blocks()))[:, :count].double().var(0) for each in (short, shadow)
     )
-    found = law_of(course, noise.variance.double(), own, half)
+    found = law_of(plan, noise.variance.double(), own, half)
     slices = result.layout.slices()
     return {name: Law(*(x[slices[name]] for x in found)) for name in result.log_posterior.latents}
 
@@ -144,7 +144,7 @@ def _elements(samples: Tensor) -> Tensor:
 
 
 def _bias(
-    own: Tensor, shadow: Tensor, weights: Tensor | None, law: Law | None, course: Course
+    own: Tensor, shadow: Tensor, weights: Tensor | None, law: Law | None, plan: RunPlan
 ) -> Bias:
     """The bias of a site's worst elements.
 
@@ -153,7 +153,7 @@ def _bias(
         shadow: the shadow's.
         weights: of draws, `[chains, draws]`.
         law: of its unconstrained elements, if there is one.
-        course: of the run.
+        plan: of the run.
     """
     share = torch.ones(1, 1, 1) if weights is None else (weights / weights.mean())[..., None]
     gaps = share * (own - shadow)
@@ -162,7 +162,7 @@ def _bias(
     variances = [square.mean((0, 1)) for square in squares]
     moves = variances[1] > 0  # what never does, such as a triangle of zeros, has no bias
     ratio = torch.where(moves, variances[0] / variances[1], 1)
-    orders, in_variance = _orders(ratio, law, course)
+    orders, in_variance = _orders(ratio, law, plan)
 
     def inflated(ratio: Tensor) -> Tensor:
         return _extrapolated(ratio, orders, in_variance)
@@ -187,15 +187,15 @@ def _bias(
     )
 
 
-def _orders(ratio: Tensor, law: Law | None, course: Course) -> tuple[Tensor, Tensor]:
+def _orders(ratio: Tensor, law: Law | None, plan: RunPlan) -> tuple[Tensor, Tensor]:
     """(By which order of lr each element is extrapolated, whether in its variance): the law's on a
     Gaussian, where that explains what is seen, by between half and twice of it; else the kernel's,
     and 1 where minibatches heat by nobody knows what."""
-    in_batches = course.setup.data.batch_size is not None
-    unknown = in_batches and course.kernel.heated and law is None
-    orders = torch.full_like(ratio, 1 if unknown else course.kernel.order)
+    in_batches = plan.problem.data.batch_size is not None
+    unknown = in_batches and plan.kernel.heated and law is None
+    orders = torch.full_like(ratio, 1 if unknown else plan.kernel.order)
     if law is None:  # heat of minibatches adds to the variance
-        is_heat = in_batches and (unknown or course.kernel.order == 1)
+        is_heat = in_batches and (unknown or plan.kernel.order == 1)
         return orders, torch.full_like(ratio, is_heat, dtype=torch.bool)
     if law.gap.shape != ratio.shape:  # as of a simplex
         law = Law(*(x.nanmean().expand_as(ratio) for x in law))
@@ -219,7 +219,7 @@ def _extrapolated(ratio: Tensor, order: Tensor, in_variance: Tensor) -> Tensor:
     return inflation.sqrt()
 
 
-def _warn_of_the_worst(found: Mapping[str, Bias], result: Result, course: Course) -> None:
+def _warn_of_the_worst(found: Mapping[str, Bias], result: Result, plan: RunPlan) -> None:
     """Warns where a bias is known to be large."""
 
     def excess(bias: Bias) -> tuple[float, float]:
@@ -236,7 +236,7 @@ def _warn_of_the_worst(found: Mapping[str, Bias], result: Result, course: Course
     (times, order), bias = excess(found[worst]), found[worst]
     if times == 0:
         return
-    in_batches = course.setup.data.batch_size is not None
+    in_batches = plan.problem.data.batch_size is not None
     others = "; where minibatches heat, raise batch_size or pass control_variates=True"
     warn(
         BiasWarning,

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core import rows
 from pyro_scale.data.batches import Batches, WholeData
 from pyro_scale.data.sources import OwnSubsamples, TensorData
-from pyro_scale.run.problem import Setup
+from pyro_scale.run.problem import Problem
 from pyro_scale.storage.lazy_draws import Positions, spread
 
 #: Draws whose gradients are taken: the most, the most times rows times D, and the least; and how
@@ -54,7 +54,7 @@ class Virial(NamedTuple):
 
 
 def virial(
-    setup: Setup,
+    problem: Problem,
     positions: Positions,
     finished: list[int],
     batches: Batches,
@@ -64,7 +64,7 @@ def virial(
     """The temperature that draws have.
 
     Args:
-        setup: of the run.
+        problem: of the run.
         positions: of the finished chains' draws, evenly thinned here.
         finished: which chains those are.
         batches: of the run.
@@ -72,22 +72,22 @@ def virial(
         noise: the variance of the minibatch gradient, `[latents]`, where that is known: the
             steepest elements are those where it is largest, or else those of the first draws.
     """
-    engine, layout = setup.engine, setup.engine.layout
+    engine, layout = problem.engine, problem.engine.layout
     alive = torch.tensor(finished)
     chains = len(alive)
-    batches, size = _unseen(setup, batches)
+    batches, size = _unseen(problem, batches)
     whole = isinstance(batches, WholeData)
     work = size * layout.size
     most = min(_MOST, max(_LEAST, _MOST_WORK // work)) if engine.vectorized else _ONE_BY_ONE
     each = max(1, most // chains)
-    if not isinstance(setup.data, TensorData | OwnSubsamples):
+    if not isinstance(problem.data, TensorData | OwnSubsamples):
         each = min(each, max(1, step // 10))  # no more reading than a tenth of the run's
     chosen = spread(positions, each)
     every = torch.arange(chains)[:, None]
-    blocks = chosen.split(_together(setup, size, chains))
+    blocks = chosen.split(_together(problem, size, chains))
     total = torch.stack([positions[every, places].sum((0, 1)) for places in blocks]).sum(0)
     center = total / (chains * len(chosen))
-    slices = [layout.slices()[name] for name in setup.log_posterior.latents]
+    slices = [layout.slices()[name] for name in problem.log_posterior.latents]
     steepest = _largest(noise, slices) if noise is not None and noise.any() else None
     found, elements, squares = [], [], []
     for places in blocks:
@@ -96,7 +96,7 @@ def virial(
         step += len(places)
         of_draws = pytree.tree_map(lambda leaf: leaf[alive].flatten(0, 1), taken)
         batch = batches.batch(batches.fixed, of_draws)
-        gradient = engine.gradient(some.to(setup.positions.device), batch).cpu()
+        gradient = engine.gradient(some.to(problem.positions.device), batch).cpu()
         parts = -(some - center) * gradient * engine.density.num_data
         squares.append(gradient.double().square().sum(0))
         steepest = _largest(squares[0], slices) if steepest is None else steepest
@@ -114,19 +114,19 @@ def _largest(numbers: Tensor, slices: Sequence[slice]) -> Tensor:
     return torch.tensor([place.start + int(numbers[place].argmax()) for place in slices])
 
 
-def _unseen(setup: Setup, batches: Batches) -> tuple[Batches, int]:
+def _unseen(problem: Problem, batches: Batches) -> tuple[Batches, int]:
     """(What gradients are taken of, its rows): all rows where they are few enough, whose gradient
     has no noise; else the run's further batches, as for features of a frozen base, which takes
     batches of one size alone."""
-    if isinstance(setup.data, TensorData) and setup.features is None:
-        total = rows.count(setup.data.arguments) or 1
-        if total * setup.engine.layout.size * _ENOUGH <= _MOST_WORK:
-            return WholeData(setup.data.arguments), total
-    return batches, setup.log_posterior.understanding.batch_size
+    if isinstance(problem.data, TensorData) and problem.features is None:
+        total = rows.count(problem.data.arguments) or 1
+        if total * problem.engine.layout.size * _ENOUGH <= _MOST_WORK:
+            return WholeData(problem.data.arguments), total
+    return batches, problem.log_posterior.understanding.batch_size
 
 
-def _together(setup: Setup, size: int, chains: int) -> int:
+def _together(problem: Problem, size: int, chains: int) -> int:
     """Draws of each chain that fit into memory at once, with so many rows for each."""
-    leaves = rows.leaves(setup.data.first())
+    leaves = rows.leaves(problem.data.first())
     width = sum(leaf[0].numel() for leaf in leaves) + _ROOM
-    return max(1, _NUMBERS // ((setup.engine.layout.size + size * width) * chains))
+    return max(1, _NUMBERS // ((problem.engine.layout.size + size * width) * chains))

@@ -16,7 +16,7 @@ from pyro_scale.diagnostics.summary import weighted_moments
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.fullbatch.chunks import pieces_of
 from pyro_scale.infer.approximation import Approximation
-from pyro_scale.infer.comparison_plot import plotted
+from pyro_scale.infer.comparison_plot import plot
 from pyro_scale.infer.method import Method
 from pyro_scale.metrics.regression import log_predictive_density
 from pyro_scale.posterior.draws import Result
@@ -46,7 +46,7 @@ class Comparison:
     def plot(self) -> Figure:
         """A figure: log predictive densities with their standard errors, where there are any, and
         distances from the reference against seconds."""
-        return plotted(self.table, self.reference)
+        return plot(self.table, self.reference)
 
     def __str__(self) -> str:
         return f"{self.table.to_string(float_format=_in_short)}\n{self._said}"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _WIDTH, _HEIGHT, _OF_METHOD = 5.2, 2.4, 0.28
 
 
-def plotted(table: Any, reference: str) -> Figure:
+def plot(table: Any, reference: str) -> Figure:
     """Log predictive densities, where there are any, and distances against seconds.
 
     Args:

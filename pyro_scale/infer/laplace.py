@@ -30,7 +30,7 @@ from pyro_scale.model.curvature.ggn import Curvature
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
-from pyro_scale.run.problem import Setup, as_log_posterior, module_device, position_of, set_up
+from pyro_scale.run.problem import Problem, as_log_posterior, module_device, position_of, prepare
 
 #: The square of the distance to the mode, in posterior sds, from which evidence is in doubt.
 _FAR = 0.01
@@ -152,17 +152,17 @@ class Laplace(Approximation):
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
         log_posterior = as_log_posterior(self.model, opened.num_data)
         starts = self._starts(num_chains, seed)
-        setup = _set_up(log_posterior, opened, starts, num_chains, seed)
-        sites, tuned = self._sites_of(setup), _tuned(setup, tune or ())
+        problem = _prepare(log_posterior, opened, starts, num_chains, seed)
+        sites, tuned = self._sites_of(problem), _tuned(problem, tune or ())
         peaks = []
         with Progress(num_chains, type(self).__name__, progress) as bar:
-            for start, position in enumerate(setup.positions):
-                search = self._search(setup, sites, batch_size, tuned=tuned)
-                given = _given(setup, mode, start)
+            for start, position in enumerate(problem.positions):
+                search = self._search(problem, sites, batch_size, tuned=tuned)
+                given = _given(problem, mode, start)
                 peaks.append(search.best(position) if given is None else search.at(given))
                 bar.update(1, peaks[-1].log_evidence)
         peaks.sort(key=lambda peak: -peak.log_evidence)
-        self._keep(setup, search, peaks, time.perf_counter() - begun)
+        self._keep(problem, search, peaks, time.perf_counter() - begun)
         return self
 
     def update(
@@ -196,12 +196,12 @@ class Laplace(Approximation):
             for start, center in enumerate(old.centers):
                 opened = open_data(data, batch_size, None, module_device(self.model))
                 log_posterior = as_log_posterior(as_prior(old, start), opened.num_data)
-                setup = _set_up(log_posterior, opened, None, 1, old.seed)
-                search = self._search(setup, old.sites, batch_size, _points(setup))
-                given = _given(setup, mode, start)
+                problem = _prepare(log_posterior, opened, None, 1, old.seed)
+                search = self._search(problem, old.sites, batch_size, _points(problem))
+                given = _given(problem, mode, start)
                 peaks.append(search.best(center) if given is None else search.at(given))
                 bar.update(1, peaks[-1].log_evidence)
-        self._keep(setup, search, peaks, time.perf_counter() - begun)
+        self._keep(problem, search, peaks, time.perf_counter() - begun)
         return self
 
     def at_temperature(self, temperature: float) -> Laplace:
@@ -258,36 +258,36 @@ class Laplace(Approximation):
 
     def _search(
         self,
-        setup: Setup,
+        problem: Problem,
         sites: tuple[str, ...],
         num_rows: int | None,
         held: Tensor | None = None,
         tuned: Tensor | None = None,
     ) -> Search:
-        density = WholeDensity(setup.log_posterior, setup.data, setup.engine.layout)
+        density = WholeDensity(problem.log_posterior, problem.data, problem.engine.layout)
         if self._auto:
-            few = len(setup.engine.layout.places(sites)) <= _MOST_DENSE
+            few = len(problem.engine.layout.places(sites)) <= _MOST_DENSE
             self.structure = "dense" if few else "diag"
-        dense, kind = self.structure == "dense", self._kind(setup)
-        search = Search(density, sites, kind, dense, setup.seed, num_rows, held, tuned)
-        search.refuse_what_does_not_fit(setup.positions)
+        dense, kind = self.structure == "dense", self._kind(problem)
+        search = Search(density, sites, kind, dense, problem.seed, num_rows, held, tuned)
+        search.refuse_what_does_not_fit(problem.positions)
         return search
 
-    def _kind(self, setup: Setup) -> CurvatureKind:
+    def _kind(self, problem: Problem) -> CurvatureKind:
         """The curvature; the Hessian where the data have no GGN."""
         if self.curvature != "ggn":
             return self.curvature
-        known = setup.log_posterior
-        piece = next(pieces_of(known, setup.data, 1))
-        params = setup.engine.layout.unflatten(setup.positions[0])
+        known = problem.log_posterior
+        piece = next(pieces_of(known, problem.data, 1))
+        params = problem.engine.layout.unflatten(problem.positions[0])
         try:
             Curvature(known).notes(params, piece.arguments, piece.indices)
         except ModelError:
             return "hessian"
         return "ggn"
 
-    def _sites_of(self, setup: Setup) -> tuple[str, ...]:
-        latents = setup.log_posterior.latents
+    def _sites_of(self, problem: Problem) -> tuple[str, ...]:
+        latents = problem.log_posterior.latents
         if self._sites is None:
             return latents
         for pattern in self._sites:
@@ -295,7 +295,9 @@ class Laplace(Approximation):
                 raise ArgumentError(f"sites: no site '{pattern}'; the model has {list(latents)}")
         return tuple(n for n in latents if any(fnmatch.fnmatch(n, p) for p in self._sites))
 
-    def _keep(self, setup: Setup, search: Search, peaks: Sequence[Peak], seconds: float) -> None:
+    def _keep(
+        self, problem: Problem, search: Search, peaks: Sequence[Peak], seconds: float
+    ) -> None:
         gaussians = [peak.gaussian.tempered(self.temperature) for peak in peaks]
         attrs = {
             "method": type(self).__name__,
@@ -305,19 +307,19 @@ class Laplace(Approximation):
             "log_evidence": [peak.log_evidence for peak in peaks],
             "distance": [peak.distance for peak in peaks],
             "fitting_time": seconds,
-            **facts_of(setup.log_posterior, setup.seed),
+            **facts_of(problem.log_posterior, problem.seed),
         }
         self._fit = Fit(
-            log_posterior=setup.log_posterior,
-            data=setup.data,
-            layout=setup.engine.layout,
+            log_posterior=problem.log_posterior,
+            data=problem.data,
+            layout=problem.engine.layout,
             centers=torch.stack([peak.center for peak in peaks]),
             sites=search.sites,
             gaussians=tuple(gaussians),
-            seed=setup.seed,
+            seed=problem.seed,
             attrs=attrs,
         )
-        self._check_the_fit(_PASSES * setup.log_posterior.num_data)
+        self._check_the_fit(_PASSES * problem.log_posterior.num_data)
 
 
 def _as_temperature(temperature: float) -> float:
@@ -326,43 +328,43 @@ def _as_temperature(temperature: float) -> float:
     return float(temperature)
 
 
-def _set_up(
+def _prepare(
     log_posterior: LogPosterior, data: Data, starts: Any, num_chains: int, seed: int
-) -> Setup:
+) -> Problem:
     kernel = kernels.MAP(optimizer=as_optimizer(None))  # by which nothing is moved
-    return set_up(log_posterior, data, kernel, starts, num_chains, seed)
+    return prepare(log_posterior, data, kernel, starts, num_chains, seed)
 
 
-def _points(setup: Setup) -> Tensor:
+def _points(problem: Problem) -> Tensor:
     """Where in a position the points are."""
-    return torch.arange(setup.engine.num_latents, setup.engine.layout.size)
+    return torch.arange(problem.engine.num_latents, problem.engine.layout.size)
 
 
 def _given(
-    setup: Setup, mode: Mapping[str, Tensor] | Approximation | None, start: int
+    problem: Problem, mode: Mapping[str, Tensor] | Approximation | None, start: int
 ) -> Tensor | None:
     """Where the Gaussian is to be, [D], if the user says so."""
     if mode is None:
         return None
     if isinstance(mode, Mapping):
-        return position_of(setup, mode, "mode")
+        return position_of(problem, mode, "mode")
     if not isinstance(mode, Approximation):
         raise ArgumentError(f"mode={mode!r}: pass a fitted MAP, or a dict of constrained values")
-    layout, fit = setup.engine.layout, mode.fit
+    layout, fit = problem.engine.layout, mode.fit
     if (fit.layout.names, fit.layout.shapes) != (layout.names, layout.shapes):
         raise ArgumentError(
             f"mode: it has the sites {list(fit.layout.names)}, the model {list(layout.names)}"
         )
-    return fit.centers[start].to(setup.positions)
+    return fit.centers[start].to(problem.positions)
 
 
-def _tuned(setup: Setup, names: Sequence[str]) -> Tensor | None:
+def _tuned(problem: Problem, names: Sequence[str]) -> Tensor | None:
     """Where in a position the tuned params are, if any."""
-    names, points = [names] if isinstance(names, str) else names, setup.log_posterior.points
+    names, points = [names] if isinstance(names, str) else names, problem.log_posterior.points
     for name in names:
         if name not in points:
             raise ArgumentError(
                 f"tune: no pyro.param '{name}'; the model has {list(points)}; make what is to be "
                 "tuned one, such as pyro.param('scale', torch.tensor(1.0), constraints.positive)"
             )
-    return setup.engine.layout.places(names) if names else None
+    return problem.engine.layout.places(names) if names else None

@@ -17,7 +17,7 @@ from pyro_scale.infer.stochastic import Optimized
 from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.gaussians import Fit
-from pyro_scale.run.problem import Setup
+from pyro_scale.run.problem import Problem
 
 
 class MAP(Optimized):
@@ -80,20 +80,20 @@ class MAP(Optimized):
     def _target(self, log_posterior: LogPosterior) -> LogPosterior:
         return log_posterior.without_jacobian()
 
-    def _check(self, setup: Setup) -> None:
+    def _check(self, problem: Problem) -> None:
         if self.structure == "dense":
-            layout, device = setup.engine.layout, setup.positions.device
+            layout, device = problem.engine.layout, problem.positions.device
             refuse_what_does_not_fit(layout.size, layout.dtype, device, 6, "Newton's method")
 
-    def _finished(self, fit: Fit, setup: Setup) -> Fit:
+    def _finished(self, fit: Fit, problem: Problem) -> Fit:
         if self.structure == "diag":
             return fit
-        density = WholeDensity(setup.log_posterior, setup.data, setup.engine.layout)
+        density = WholeDensity(problem.log_posterior, problem.data, problem.engine.layout)
 
         def precision(position: Tensor) -> Tensor:
             return -density.hessian(position)
 
-        places = torch.arange(setup.engine.layout.size)
+        places = torch.arange(problem.engine.layout.size)
         found, distances = [], []
         for center in fit.centers:
             near = density.climbed(center, "take more steps, or leave structure out").position

@@ -449,7 +449,7 @@ class Method:
         """The batch that the model was understood on."""
         data = self._results().data
         if data is None and self._stepping is not None:
-            data = self._stepping.setup.data
+            data = self._stepping.problem.data
         assert data is not None
         return data.first()
 

@@ -17,8 +17,7 @@ from pyro_scale.data.row_sampler import Sampling, check_sampling
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics import crash_dump
 from pyro_scale.diagnostics.divergence import all_stopped, explosion, message
-from pyro_scale.diagnostics.nested_rhat import check_superchains, with_shared_starts
-from pyro_scale.diagnostics.post_run import examined
+from pyro_scale.diagnostics.post_run import measure
 from pyro_scale.diagnostics.step_size_bias import step_size_bias
 from pyro_scale.engine.choose_executor import check_compile
 from pyro_scale.engine.draws import Draws, Steps
@@ -34,22 +33,17 @@ from pyro_scale.errors import (
 from pyro_scale.infer.hints import unknown_argument
 from pyro_scale.infer.method import Method
 from pyro_scale.kernels import Kernel
-from pyro_scale.posterior.collect import collected, warn_of_short_warmup
-from pyro_scale.posterior.sinks import (
-    Store,
-    ToDisk,
-    ToMoments,
-    refuse_endless,
-    refuse_weights,
-    refuse_what_memory_does_not_hold,
-    sink_for,
-)
-from pyro_scale.run.problem import Setup, as_log_posterior, module_device, set_up
+from pyro_scale.posterior.collect import collect, warn_of_short_warmup
+from pyro_scale.posterior.sinks import ToDisk, ToMoments, sink_for
+from pyro_scale.run.config import RunConfig, Store
+from pyro_scale.run.limits import check_equal_weights, check_length, check_memory
+from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 from pyro_scale.run.resume import Journal, identity_of
-from pyro_scale.run.run import Course, Taken
+from pyro_scale.run.run import RunPlan, Trajectory
+from pyro_scale.run.shared_starts import check_superchains, with_shared_starts
 from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.storage.files import FilePath
-from pyro_scale.tuning.tune import Tuning, tuned
+from pyro_scale.tuning.tune import Tuning, tune
 
 #: How often a step size that was chosen is halved, where a chain diverges.
 _MOST_HALVINGS = 8
@@ -88,7 +82,7 @@ class Sampler(Method):
 
     kernel_class: ClassVar[type[Kernel]]
     #: How the run was run.
-    _course: Course | None = None
+    _plan: RunPlan | None = None
 
     def __init__(
         self,
@@ -232,62 +226,158 @@ class Sampler(Method):
                 five relaxation times, judged by the draws; the run was interrupted from the
                 keyboard, and holds the draws until then.
         """
-        num_samples = as_count("num_samples", num_samples)
-        warmup_steps = as_count("warmup_steps", warmup_steps, least=0)
-        thinning = as_count("thinning", thinning)
-        num_chains = as_count("num_chains", num_chains)
+        config = self._config(
+            Steps(
+                as_count("num_samples", num_samples),
+                as_count("warmup_steps", warmup_steps, least=0),
+                as_count("thinning", thinning),
+                self.kernel.lr.keeps if isinstance(self.kernel.lr, Cyclical) else None,
+            ),
+            as_count("num_chains", num_chains),
+            superchains,
+            batch_size,
+            sampling,
+            share_batches,
+            store,
+            memory_budget,
+            progress,
+        )
+        journal = Journal.opened(checkpoint, checkpoint_every, resume)
+        problem = self._problem(data, config, choose_seed(journal.seed(seed)))
+        facts = self._facts(problem, config, journal)
+        with sink_for(store, problem, config.steps.num_samples, journal.last is not None) as sink:
+            self._result = self._stepping = self._plan = None
+            self._why_none = Method._why_none
+            trajectory = self._execute(self._tune(problem, config), journal, facts, sink)
+            error = self._collect(trajectory, config, sink)
+        self._report(trajectory, error, journal, sink)
+        return self
+
+    # ------------------------------------------------------------------ the stages of a run
+
+    def _config(
+        self,
+        steps: Steps,
+        num_chains: int,
+        superchains: int | None,
+        batch_size: int | None,
+        sampling: Sampling | None,
+        share_batches: bool,
+        store: Store,
+        memory_budget: int | None,
+        progress: bool,
+    ) -> RunConfig:
+        """What was asked for; it refuses arguments."""
         if superchains is not None:
             superchains = check_superchains(superchains, num_chains, self._init_strategy)
-        refuse_endless(num_samples, num_chains, warmup_steps + num_samples * thinning)
+        asked = steps.warmup_steps + steps.num_samples * steps.thinning
+        check_length(steps.num_samples, num_chains, asked)
         sampling = self._sampling(sampling, batch_size is not None)
-        lr = self.kernel.lr
-        keeps = lr.keeps if isinstance(lr, Cyclical) else None
-        steps = Steps(num_samples, warmup_steps, thinning, keeps)
         tape = self.kernel.tape(steps.total)  # which refuses values out of range
-        journal = Journal.opened(checkpoint, checkpoint_every, resume)
-        seed = choose_seed(journal.seed(seed))
-        data = open_data(data, batch_size, self._num_data, module_device(self.model))
-        setup = self._set_up(data, data.num_data, num_chains, seed)
-        settings: dict[str, Any] = {
-            "warmup_steps": warmup_steps,
-            "thinning": thinning,
-            "num_chains": num_chains,
-            "sampling": sampling,
-            "share_batches": int(share_batches),
-        }
-        if superchains is not None:
-            setup = with_shared_starts(setup, superchains)
-            settings["superchains"] = superchains
-        facts: dict[str, Any] = {}
-        if journal.path is not None:
-            kept = "nowhere" if store is False else "memory" if store is None else "a store"
-            about = {"method": type(self).__name__, "draws in": kept, **settings}
-            facts = identity_of(setup, about, self._asked())
-            if self._chooses_lr or store is False:  # which depend on the run's length
-                facts["num_samples"] = num_samples
-            journal.refuse_another(facts, num_samples)
         if store is False:
-            refuse_weights(lr, tape["lr"][steps.kept])
-        if store is None:
-            refuse_what_memory_does_not_hold(setup.positions, num_samples, memory_budget)
-        with sink_for(store, setup, num_samples, journal.last is not None) as sink:
-            self._result = self._stepping = self._course = None
-            self._why_none = Method._why_none
-            tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
-            setup, choice = tuned(setup, tuning, steps, sampling)
-            if setup.engine.kernel is not self.kernel:  # but knows all sites, or another lr
-                tape = setup.engine.kernel.tape(steps.total)
-            how = self._compile, progress, self._earlier
-            course = Course(setup, tape, steps, sampling, share_batches, *how)
-            course, taken, why = self._simulated(course, journal, facts, sink)
-            self.kernel, draws = course.kernel, taken.draws
-            attrs = {**self._attrs(), **choice, **why, **settings}
-            self._keep(course, taken, attrs, sink)
-        if draws.error is not None:
-            self._end_early(draws, journal.hint)
+            check_equal_weights(self.kernel.lr, tape["lr"][steps.kept])
+        how = batch_size, sampling, share_batches, store, memory_budget, progress
+        return RunConfig(steps, num_chains, superchains, *how)
+
+    def _problem(self, data: Any, config: RunConfig, seed: int) -> Problem:
+        """The model on the data, understood, with chains at their starts; it refuses models."""
+        opened = open_data(data, config.batch_size, self._num_data, module_device(self.model))
+        problem = self._prepare(opened, opened.num_data, config.num_chains, seed)
+        if config.superchains is not None:
+            problem = with_shared_starts(problem, config.superchains)
+        if config.store is None:
+            check_memory(problem.positions, config.steps.num_samples, config.memory_budget)
+        return problem
+
+    def _facts(self, problem: Problem, config: RunConfig, journal: Journal) -> dict[str, Any]:
+        """What has to be alike for one run to go on with another; it refuses to where it is not."""
+        if journal.path is None:
+            return {}
+        store = config.store
+        kept = "nowhere" if store is False else "memory" if store is None else "a store"
+        about = {"method": type(self).__name__, "draws in": kept, **config.facts}
+        facts = identity_of(problem, about, self._asked())
+        if self._chooses_lr or store is False:  # which depend on the run's length
+            facts["num_samples"] = config.steps.num_samples
+        journal.refuse_another(facts, config.steps.num_samples)
+        return facts
+
+    def _tune(self, problem: Problem, config: RunConfig) -> RunPlan:
+        """The plan of the run, with what is found out at the mode."""
+        tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
+        problem, choice = tune(problem, tuning, config.steps, config.sampling)
+        return RunPlan.of(problem, config, self._compile, self._earlier, choice)
+
+    def _execute(
+        self,
+        plan: RunPlan,
+        journal: Journal,
+        facts: Mapping[str, Any],
+        sink: ToDisk | ToMoments | None,
+    ) -> Trajectory:
+        """What comes of the plan: a step size that was chosen is halved as long as a chain
+        diverges."""
+        for halvings in range(journal.halvings):
+            plan = plan.halved(halvings + 1)
+        halvings = journal.halvings
+        while True:
+            retries = self._chooses_lr and halvings < _MOST_HALVINGS
+            chosen = f", lr={plan.kernel.lr:.2g}" if self._chooses_lr else ""
+            chains = len(plan.problem.positions)
+            title = f"{type(self).__name__}{chosen}, {chains} chain{'s' * (chains > 1)}"
+            with journal.writer(facts, halvings) as checkpoints:
+                trajectory = plan.execute(
+                    title,
+                    stop=_any_broke if retries else None,
+                    last=journal.last if halvings == journal.halvings else None,
+                    checkpoints=checkpoints,
+                    sink=sink,
+                )
+            if not retries or not trajectory.diverged or trajectory.draws.error is not None:
+                return trajectory
+            halvings += 1
+            plan = plan.halved(halvings)
+
+    def _collect(
+        self, trajectory: Trajectory, config: RunConfig, sink: ToDisk | ToMoments | None
+    ) -> BaseException | None:
+        """Makes results of a run's draws, if there are any; what ended the run, or was in the way
+        of its results."""
+        plan, problem, _, draws = trajectory
+        self.kernel = plan.kernel
+        kept = len(draws.kept_steps)
+        if isinstance(sink, ToDisk):
+            there = sink.store.count if sink.store.path.exists() else 0
+            kept = min(kept, there)  # the disk may be full
+        if not draws.finished or not kept:
+            return draws.error
+        attrs = {**self._attrs(), **plan.choice, **config.facts, "num_samples": kept}
+        self._plan = dataclasses.replace(plan, finished=tuple(draws.finished))
+        # at once: what is found out about it can be interrupted
+        self._result = collect(problem, draws, plan.tape, attrs, sink)
+        self._result, error = measure(trajectory, self._result, _on_average(plan, draws))
+        error = draws.error or error
+        if isinstance(sink, ToDisk):
+            try:
+                sink.describe(self._result)
+            except FileError as raised:
+                error = error or raised
+        return error
+
+    def _report(
+        self,
+        trajectory: Trajectory,
+        error: BaseException | None,
+        journal: Journal,
+        sink: ToDisk | ToMoments | None,
+    ) -> None:
+        """Raises what went wrong, or warns of it."""
+        plan, problem, _, draws = trajectory
+        if error is not None:
+            self._end_early(draws, error, journal.hint)
         if draws.failures:
-            replay = crash_dump.written(taken.setup, type(self).__name__, draws, journal.path)
-            told = message(draws, course.tape["lr"], replay, self._held_by)
+            replay = crash_dump.written(problem, type(self).__name__, draws, journal.path)
+            told = message(draws, plan.tape["lr"], replay, self._held_by)
             if self._result is None:
                 path = sink.store.path if isinstance(sink, ToDisk) else None
                 self._why_none = all_stopped(path, told)
@@ -295,72 +385,12 @@ class Sampler(Method):
         if said := explosion(self._results()):
             warn(BiasWarning, said)
         else:
-            values = _on_average(course, draws)
-            warn_of_short_warmup(taken.setup, self._results(), values, warmup_steps)
-        return self
+            values, warmup_steps = _on_average(plan, draws), plan.steps.warmup_steps
+            warn_of_short_warmup(problem, self._results(), values, warmup_steps)
 
-    def _simulated(
-        self,
-        course: Course,
-        journal: Journal,
-        facts: Mapping[str, Any],
-        sink: ToDisk | ToMoments | None,
-    ) -> tuple[Course, Taken, dict[str, str]]:
-        """(The course that was run, what came of it, why if it is not the one given): a step size
-        that was chosen is halved as long as a chain diverges."""
-        why: dict[str, str] = {}
-        for halvings in range(journal.halvings):
-            course, why = course.halved(halvings + 1)
-        halvings = journal.halvings
-        while True:
-            retries = self._chooses_lr and halvings < _MOST_HALVINGS
-            chosen = f", lr={course.kernel.lr:.2g}" if self._chooses_lr else ""
-            chains = len(course.setup.positions)
-            title = f"{type(self).__name__}{chosen}, {chains} chain{'s' * (chains > 1)}"
-            with journal.writer(facts, halvings) as checkpoints:
-                taken = course.taken(
-                    title,
-                    stop=_any_broke if retries else None,
-                    last=journal.last if halvings == journal.halvings else None,
-                    checkpoints=checkpoints,
-                    sink=sink,
-                )
-            if not retries or not taken.diverged or taken.draws.error is not None:
-                return course, taken, why
-            halvings += 1
-            course, why = course.halved(halvings)
-
-    def _keep(
-        self,
-        course: Course,
-        taken: Taken,
-        attrs: Mapping[str, Any],
-        sink: ToDisk | ToMoments | None,
-    ) -> None:
-        """Makes results of a run's draws, if there are any."""
-        setup, batches, draws = taken
-        kept = len(draws.kept_steps)
-        if isinstance(sink, ToDisk):
-            there = sink.store.count if sink.store.path.exists() else 0
-            kept = min(kept, there)  # the disk may be full
-        if not draws.finished or not kept:
-            return
-        facts = {**attrs, "num_samples": kept}
-        self._course = dataclasses.replace(course, finished=tuple(draws.finished))
-        # at once: what is found out about it can be interrupted
-        self._result = collected(setup, draws, course.tape, facts, sink)
-        last, values = course.steps.total, _on_average(course, draws)
-        self._result = examined(setup, self._result, draws, batches, last, values, course.sampling)
-        if isinstance(sink, ToDisk):
-            try:
-                sink.describe(self._result)
-            except FileError as error:
-                draws.error = draws.error or error
-
-    def _end_early(self, draws: Draws, hint: str) -> None:
+    def _end_early(self, draws: Draws, error: BaseException, hint: str) -> None:
         """Raises what ended a run before its time, or warns of it where that was the user."""
-        error, found = draws.error, self._result
-        assert error is not None
+        found = self._result
         kept = 0 if found is None else len(found.sample_stats["step"][0])
         held = f"{self._held_by} holds the {kept} draws a chain until then" if kept else "no draws"
         lost = len(draws.kept_steps) - kept if draws.finished else 0  # the disk may be full
@@ -426,13 +456,13 @@ class Sampler(Method):
             )
         if self._stepping is None:
             data = batch_as_data(self.model, self._num_data, args, kwargs)
-            setup = self._set_up(data, self._num_data, 1, choose_seed(None))
-            self._stepping = Stepping(setup, self.kernel)
+            problem = self._prepare(data, self._num_data, 1, choose_seed(None))
+            self._stepping = Stepping(problem, self.kernel)
         draws, values = self._stepping.step(args, kwargs)
         if draws.failures:
             raise NonFiniteError(message(draws, values["lr"]))
-        found = collected(self._stepping.setup, draws, values, self._attrs())
-        self._result, self._course = dataclasses.replace(found, data=None), None
+        found = collect(self._stepping.problem, draws, values, self._attrs())
+        self._result, self._plan = dataclasses.replace(found, data=None), None
         return float(draws.log_joint)
 
     def step_size_bias(self, *, num_samples: int | None = None) -> Any:
@@ -479,18 +509,18 @@ class Sampler(Method):
             True
         """
         result = self._draws()
-        if self._course is None:
+        if self._plan is None:
             raise ArgumentError(
                 "step_size_bias runs the sampler again, but step() keeps no data: use run"
             )
         if num_samples is not None:
             num_samples = as_count("num_samples", num_samples)
-        return step_size_bias(self._course, result, num_samples)
+        return step_size_bias(self._plan, result, num_samples)
 
-    def _set_up(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Setup:
+    def _prepare(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Problem:
         log_posterior = as_log_posterior(self.model, num_data)
         starts = self._starts(num_chains, seed)
-        return set_up(log_posterior, data, self.kernel, starts, num_chains, seed)
+        return prepare(log_posterior, data, self.kernel, starts, num_chains, seed)
 
     def _attrs(self) -> dict[str, Any]:
         hyperparameters = {
@@ -502,9 +532,9 @@ class Sampler(Method):
         return {"method": type(self).__name__, **hyperparameters}
 
 
-def _on_average(course: Course, draws: Draws) -> dict[str, Tensor]:
+def _on_average(plan: RunPlan, draws: Draws) -> dict[str, Tensor]:
     """The hyperparameters' values, over the draws."""
-    return {name: column[draws.kept_steps].mean(0) for name, column in course.tape.items()}
+    return {name: column[draws.kept_steps].mean(0) for name, column in plan.tape.items()}
 
 
 def _any_broke(draws: Draws) -> bool:

@@ -27,8 +27,8 @@ from pyro_scale.kernels.optimizer import is_pure
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
-from pyro_scale.run.frozen_features import with_base_run
-from pyro_scale.run.problem import Setup, as_log_posterior, module_device, set_up
+from pyro_scale.run.frozen_features import with_frozen_features
+from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 from pyro_scale.run.single_step import Stepping, batch_as_data
 
 #: The least steps of a window in which the objective is averaged.
@@ -97,20 +97,20 @@ class Optimized(Approximation):
         seed = choose_seed(seed)
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
         self._fit, self._stepping = None, None
-        setup = with_base_run(self._set_up(opened, opened.num_data, num_chains, seed))
-        epoch = -(-setup.log_posterior.num_data // (setup.data.batch_size or 2**62))
+        problem = with_frozen_features(self._prepare(opened, opened.num_data, num_chains, seed))
+        epoch = -(-problem.log_posterior.num_data // (problem.data.batch_size or 2**62))
         if num_epochs is not None:
             num_steps = epoch * as_count("num_epochs", num_epochs)
         steps = Steps(as_count("num_steps", num_steps), positions=False)
         plateau = None
         if self._early_stopping:
-            plateau = Plateau(max(epoch, _WINDOW), setup.engine.layout.size)
+            plateau = Plateau(max(epoch, _WINDOW), problem.engine.layout.size)
         title = f"{type(self).__name__}, {num_chains} start{'s' * (num_chains > 1)}"
         with Progress(steps.total, title, progress) as bar, without_vmap_warnings():
             draws = simulate(
-                setup.engine,
-                setup.positions,
-                setup.batches(num_chains, "shuffle"),
+                problem.engine,
+                problem.positions,
+                problem.batches(num_chains, "shuffle"),
                 self.kernel.tape(steps.total),
                 steps,
                 seed,
@@ -123,10 +123,10 @@ class Optimized(Approximation):
         if draws.error is not None:
             raise draws.error
         _refuse_failures(draws)
-        self._fit = self._finished(self._fitted(setup, draws), setup)
+        self._fit = self._finished(self._fitted(problem, draws), problem)
         if not self._ends_exactly:
             self._warn_of_the_trace(draws)
-        rows = setup.data.batch_size or setup.log_posterior.num_data
+        rows = problem.data.batch_size or problem.log_posterior.num_data
         self._check_the_fit(3 * draws.num_steps * num_chains * rows)  # gradients are worth 3
         return self
 
@@ -144,12 +144,12 @@ class Optimized(Approximation):
         """
         if self._stepping is None:
             data = batch_as_data(self.model, self._num_data, args, kwargs)
-            setup = self._set_up(data, self._num_data, 1, choose_seed(None))
-            self._stepping = Stepping(setup, self.kernel)
+            problem = self._prepare(data, self._num_data, 1, choose_seed(None))
+            self._stepping = Stepping(problem, self.kernel)
         with without_vmap_warnings():
             draws, _ = self._stepping.step(args, kwargs)
         _refuse_failures(draws)
-        self._fit = self._fitted(self._stepping.setup, draws).replaced(data=None)
+        self._fit = self._fitted(self._stepping.problem, draws).replaced(data=None)
         return float(draws.log_joint)
 
     @property
@@ -190,31 +190,31 @@ class Optimized(Approximation):
     def _target(self, log_posterior: LogPosterior) -> LogPosterior:
         return log_posterior
 
-    def _check(self, setup: Setup) -> None:
+    def _check(self, problem: Problem) -> None:
         """Refuses what does not fit into memory."""
 
-    def _finished(self, fit: Fit, setup: Setup) -> Fit:
+    def _finished(self, fit: Fit, problem: Problem) -> Fit:
         return fit
 
     @property
     def _is_pure(self) -> bool:
         return is_pure(self.kernel.optimizer) if hasattr(self.kernel, "optimizer") else True
 
-    def _set_up(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Setup:
+    def _prepare(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Problem:
         log_posterior = self._target(as_log_posterior(self.model, num_data))
         starts = self._starts(num_chains, seed)
-        setup = set_up(log_posterior, data, self.kernel, starts, num_chains, seed)
-        self._check(setup)
+        problem = prepare(log_posterior, data, self.kernel, starts, num_chains, seed)
+        self._check(problem)
         if self._is_pure:
-            return setup
-        one_by_one = dataclasses.replace(setup.engine, vectorized=False)
-        return dataclasses.replace(setup, engine=one_by_one)
+            return problem
+        one_by_one = dataclasses.replace(problem.engine, vectorized=False)
+        return dataclasses.replace(problem, engine=one_by_one)
 
-    def _fitted(self, setup: Setup, draws: Draws) -> Fit:
-        known, state = setup.log_posterior, draws.state
+    def _fitted(self, problem: Problem, draws: Draws) -> Fit:
+        known, state = problem.log_posterior, draws.state
         values = self.kernel.values(draws.num_steps - 1)
-        attrs = {**self._attrs(), **facts_of(known, setup.seed), **_times(draws)}
-        places, gaussians = slice(0, setup.engine.num_latents), []
+        attrs = {**self._attrs(), **facts_of(known, problem.seed), **_times(draws)}
+        places, gaussians = slice(0, problem.engine.num_latents), []
         if "temperature" in values:
             attrs["temperature"] = float(values["temperature"])
             gaussians = [
@@ -223,12 +223,12 @@ class Optimized(Approximation):
             ]
         return Fit(
             log_posterior=known,
-            data=setup.data,
-            layout=setup.engine.layout,
+            data=problem.data,
+            layout=problem.engine.layout,
             centers=state.position.detach(),
             sites=known.latents,
             gaussians=tuple(gaussians),
-            seed=setup.seed,
+            seed=problem.seed,
             attrs=attrs,
             trace=draws.log_joint[:, : draws.num_steps],  # of a single step, its own
         )

@@ -17,7 +17,7 @@ from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.approximation import Structure
 from pyro_scale.infer.stochastic import Optimized
 from pyro_scale.kernels.optimizer import as_optimizer
-from pyro_scale.run.problem import Setup
+from pyro_scale.run.problem import Problem
 
 #: Matrices that a dense step holds: the factor, its gradient, the optimizer's and their next.
 _MATRICES = 8
@@ -103,10 +103,10 @@ class VI(Optimized):
             early_stopping=early_stopping,
         )
 
-    def _check(self, setup: Setup) -> None:
+    def _check(self, problem: Problem) -> None:
         if self.structure == "dense":
-            (chains, size), layout = setup.positions.shape, setup.engine.layout
-            device = setup.positions.device
+            (chains, size), layout = problem.positions.shape, problem.engine.layout
+            device = problem.positions.device
             refuse_what_does_not_fit(size, layout.dtype, device, _MATRICES * chains, "VI")
 
     def _gaussian(self, state: Any, places: slice, temperature: Tensor) -> Gaussian:

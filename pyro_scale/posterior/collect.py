@@ -18,7 +18,7 @@ from pyro_scale.errors import ConvergenceWarning
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.sinks import ToDisk, ToMoments
-from pyro_scale.run.problem import Setup
+from pyro_scale.run.problem import Problem
 from pyro_scale.storage.lazy_draws import Positions, spread
 
 #: Draws below which their variance says nothing of the posterior's.
@@ -27,8 +27,8 @@ _FEWEST_DRAWS = 20
 _MOST_NUMBERS = 2**21
 
 
-def collected(
-    setup: Setup,
+def collect(
+    problem: Problem,
     draws: Draws,
     tape: Mapping[str, Tensor],
     attrs: Mapping[str, Any],
@@ -45,7 +45,7 @@ def collected(
         positions = draws.positions[finished]
     log_joint = draws.log_joint[finished]
     stats = {"lp": log_joint, "step": draws.kept_steps.expand(log_joint.shape)}
-    for name, hyper in setup.engine.kernel.hyperparameters().items():
+    for name, hyper in problem.engine.kernel.hyperparameters().items():
         column = tape[name][draws.kept_steps]
         of_sites = (
             {f"{name}_{site}": column[:, i] for i, site in enumerate(hyper)}
@@ -54,7 +54,7 @@ def collected(
         )
         stats |= {label: each.expand(log_joint.shape) for label, each in of_sites.items()}
     weight = _weights(tape["lr"][draws.kept_steps])
-    if weight is not None and not isinstance(setup.engine.kernel.lr, Cyclical):
+    if weight is not None and not isinstance(problem.engine.kernel.lr, Cyclical):
         stats["weight"] = weight.expand(log_joint.shape)
     times = {
         "sampling_time": draws.seconds,
@@ -62,16 +62,16 @@ def collected(
         "program": draws.program,
     }
     return Result(
-        log_posterior=setup.log_posterior,
-        data=setup.data,
-        layout=setup.engine.layout,
+        log_posterior=problem.log_posterior,
+        data=problem.data,
+        layout=problem.engine.layout,
         positions=positions,
         sample_stats=stats,
         attrs={
             **attrs,
-            **facts_of(setup.log_posterior, setup.seed),
+            **facts_of(problem.log_posterior, problem.seed),
             **times,
-            "frozen_base": setup.base,
+            "frozen_base": problem.base,
         },
         running=sink.kept(draws) if isinstance(sink, ToMoments) else None,
         chains=draws.finished,
@@ -103,17 +103,17 @@ def _weights(lr: Tensor) -> Tensor | None:
 
 
 def warn_of_short_warmup(
-    setup: Setup, result: Result, values: Mapping[str, Tensor], warmup_steps: int
+    problem: Problem, result: Result, values: Mapping[str, Tensor], warmup_steps: int
 ) -> None:
     """Warns when warm-up is under five relaxation times, judged by the draws' own variance."""
     chains, _, size = result.positions.shape
     chosen = spread(result.positions, max(_FEWEST_DRAWS, _MOST_NUMBERS // (chains * size)))
     some = result.positions[torch.arange(chains)[:, None], chosen].flatten(0, 1)
-    latents = some[..., : setup.engine.num_latents].double()
-    cyclical = isinstance(setup.engine.kernel.lr, Cyclical)
+    latents = some[..., : problem.engine.num_latents].double()
+    cyclical = isinstance(problem.engine.kernel.lr, Cyclical)
     if len(latents) < _FEWEST_DRAWS or values["temperature"] == 0 or cyclical:
         return
-    engine = setup.engine
+    engine = problem.engine
     kernel = engine.bound(values)
     precision = kernel.temperature / engine.padded(latents.var(0))
     steps = float(kernel.relaxation_steps(precision)[: engine.num_latents].max())

@@ -7,28 +7,23 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_scale.core.layout import dtype_name
-from pyro_scale.core.memory import bytes_of, in_words
-from pyro_scale.core.schedules import Cyclical
-from pyro_scale.core.validation import as_count, evenly
+from pyro_scale.core.validation import evenly
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, FileError
-from pyro_scale.kernels.hyperparameters import Hyper
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.export import attributes, dims_of, own_dims
 from pyro_scale.posterior.online import RunningSamples
-from pyro_scale.run.problem import Setup
+from pyro_scale.run.config import Store
+from pyro_scale.run.problem import Problem
 from pyro_scale.storage.files import FilePath
 from pyro_scale.storage.lazy_draws import StoredPositions
 from pyro_scale.storage.zarr_store import POSTERIOR, UNCONSTRAINED, DrawStore, Field, writing_into
-
-#: Where draws go: None is memory, a path is a Zarr store, False is nowhere.
-Store = FilePath | Literal[False] | None
 
 #: Bytes of all chains' draws that are held until they are written; bytes and draws of a file.
 #: (Larger files would be faster by little, and what they pass through would be kept by malloc.)
@@ -43,14 +38,14 @@ _LONGEST_NAME = 200
 
 @contextlib.contextmanager
 def sink_for(
-    store: Store, setup: Setup, num_draws: int, resumes: bool
+    store: Store, problem: Problem, num_draws: int, resumes: bool
 ) -> Iterator[ToDisk | ToMoments | None]:
     """What takes the draws of a run, if they do not stay in memory, while no other run can write
     where it does.
 
     Args:
         store: where they go.
-        setup: of the run.
+        problem: of the run.
         num_draws: of each chain.
         resumes: whether the run goes on with another.
 
@@ -60,76 +55,13 @@ def sink_for(
     if store is None:
         yield None
         return
-    first = setup.positions[:, None].cpu()
-    starts = Result(setup.log_posterior, setup.data, setup.engine.layout, first, {})
+    first = problem.positions[:, None].cpu()
+    starts = Result(problem.log_posterior, problem.data, problem.engine.layout, first, {})
     if store is False:
         yield ToMoments(starts, first, num_draws)
         return
     with writing_into(store):
         yield ToDisk(starts, first, store, resumes)
-
-
-#: Steps of all chains that nobody waits for, and the least that one takes.
-_MOST_STEPS, _SECONDS_A_STEP = 10**12, 1e-6
-
-
-def refuse_endless(num_draws: int, num_chains: int, steps: int) -> None:
-    """Refuses a run of which memory would not even hold draws' numbers and log joints, and one
-    that would take weeks at the speed of the smallest models.
-
-    Raises:
-        ArgumentError: it is one.
-    """
-    if steps * num_chains > _MOST_STEPS:
-        days = steps * num_chains * _SECONDS_A_STEP / 86_400
-        raise ArgumentError(
-            f"{num_chains} x {steps:,} steps take {days:,.0f} days or more, at a microsecond each: "
-            "pass a smaller thinning, warmup_steps or num_samples"
-        )
-    needed, there = num_draws * (1 + num_chains) * 8, bytes_of(torch.device("cpu")) // 2
-    if needed > there:
-        raise ArgumentError(
-            f"num_samples={num_draws:,}: log joints of so many draws take {in_words(needed)} of "
-            f"memory, and {in_words(there)} are for them: pass fewer, and a larger thinning"
-        )
-
-
-def refuse_what_memory_does_not_hold(positions: Tensor, num_draws: int, budget: int | None) -> None:
-    """Refuses a run whose draws memory would have to hold.
-
-    Args:
-        positions: of its chains, `[chains, D]`.
-        num_draws: of each chain.
-        budget: bytes that draws may take; half of the machine's by default.
-
-    Raises:
-        ArgumentError: they would take more; the budget is no number of bytes.
-    """
-    if budget is not None:
-        budget = as_count("memory_budget", budget, hint=" of bytes")
-    needed = num_draws * positions.numel() * positions.element_size()
-    there = budget or bytes_of(torch.device("cpu")) // 2
-    if needed > there:
-        chains, size = positions.shape
-        raise ArgumentError(
-            f"num_samples={num_draws:,}: draws of {chains} x {size:,} numbers each would take "
-            f"{in_words(needed)} of memory, and {in_words(there)} are for them: pass "
-            "store='draws.zarr' to write them to disk, store=False to keep only what they come to, "
-            "a larger thinning, or memory_budget="
-        )
-
-
-def refuse_weights(lr: Hyper, kept: Tensor) -> None:
-    """Refuses a step size that changes where draws are only added up: they do not count alike.
-
-    Raises:
-        ArgumentError: it does.
-    """
-    if not isinstance(lr, Cyclical) and bool((kept != kept[0]).any()):
-        raise ArgumentError(
-            "store=False adds draws up alike, but a step size that changes gives them weights: "
-            "pass a path as store, or a constant lr"
-        )
 
 
 class ToDisk:

@@ -13,7 +13,7 @@ from pyro_scale.data.features import FeatureData, table_of
 from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.model.frozen import FrozenBase, NoBase, frozen_base
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.run.problem import Setup, first_evaluation
+from pyro_scale.run.problem import Problem, first_evaluation
 
 #: Batches on which the base and the rest are compared with the whole.
 _OTHERS = 3
@@ -21,29 +21,29 @@ _OTHERS = 3
 _SHARE = 0.25
 
 
-def with_base_run(setup: Setup) -> Setup:
-    """The setup whose engine sees the features that a frozen base makes of the rows, if there is
+def with_frozen_features(problem: Problem) -> Problem:
+    """The problem whose engine sees the features that a frozen base makes of the rows, if there is
     one: in a table where the data are tensors and it fits into a quarter of the memory, else
     batch by batch."""
-    known, engine = setup.log_posterior, setup.engine
+    known, engine = problem.log_posterior, problem.engine
     if not known.understanding.is_frozen:
-        return setup
+        return problem
     if not isinstance(engine.density, LogPosterior) or known.understanding.own_plate is not None:
-        return dataclasses.replace(setup, base="run at every step")
-    arguments = setup.data.first()
-    here = engine.layout.unflatten(setup.positions[0])
-    drawn = batches_from(setup.batches(1, "shuffle"), 0, _OTHERS)
+        return dataclasses.replace(problem, base="run at every step")
+    arguments = problem.data.first()
+    here = engine.layout.unflatten(problem.positions[0])
+    drawn = batches_from(problem.batches(1, "shuffle"), 0, _OTHERS)
     others = [batch.of_chain(0)[0] for batch in drawn]
     try:
         found = frozen_base(engine.density, here, arguments, others)
         first = found.features(arguments)
-        source, said = _featured(setup.data, found, first)
+        source, said = _featured(problem.data, found, first)
     except NoBase as reason:
-        return dataclasses.replace(setup, base=f"run at every step: {reason}")
+        return dataclasses.replace(problem, base=f"run at every step: {reason}")
     engine = dataclasses.replace(engine, density=found, vectorized=True)
-    per_chain = setup.data.batch_size is not None
-    engine, _ = first_evaluation(engine, setup.positions, first, per_chain)
-    return dataclasses.replace(setup, engine=engine, features=source, base=said)
+    per_chain = problem.data.batch_size is not None
+    engine, _ = first_evaluation(engine, problem.positions, first, per_chain)
+    return dataclasses.replace(problem, engine=engine, features=source, base=said)
 
 
 def _featured(

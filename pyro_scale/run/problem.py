@@ -39,7 +39,7 @@ _OTHER_BATCHES = 2
 
 
 @dataclass(frozen=True)
-class Setup:
+class Problem:
     """What a run starts from.
 
     Attributes:
@@ -67,7 +67,7 @@ class Setup:
             return SharedBatches(source.batches(self.seed, 1, sampling), num_chains)
         return source.batches(self.seed, num_chains, sampling)
 
-    def with_engine(self, **changes: Any) -> Setup:
+    def with_engine(self, **changes: Any) -> Problem:
         """The same with another kernel or density."""
         return dataclasses.replace(self, engine=dataclasses.replace(self.engine, **changes))
 
@@ -88,14 +88,14 @@ class Setup:
         return WholeData(to_device(arguments, module_device(self.log_posterior)))
 
 
-def set_up(
+def prepare(
     log_posterior: LogPosterior,
     data: Data,
     kernel: Hyperparameters,
     init_strategy: Any,
     num_chains: int,
     seed: int,
-) -> Setup:
+) -> Problem:
     """Runs the model's preflight and finds every chain's start.
 
     Raises:
@@ -128,7 +128,7 @@ def set_up(
     engine, positions = _tried(engine, log_posterior, positions, arguments, per_chain, redraw)
     at_first = layout.unflatten(positions[0])
     check_all_rows(log_posterior, data, at_first)
-    return Setup(log_posterior, data, engine, positions, seed)
+    return Problem(log_posterior, data, engine, positions, seed)
 
 
 def check_all_rows(log_posterior: LogPosterior, data: Data, params: Mapping[str, Tensor]) -> None:
@@ -168,16 +168,16 @@ def _from_everywhere(data: Data) -> list[tuple[Arguments, Tensor | None]]:
     return [(rows.take(data.arguments, part), None) for part in chosen]
 
 
-def position_of(setup: Setup, values: Mapping[str, Tensor], argument: str) -> Tensor:
+def position_of(problem: Problem, values: Mapping[str, Tensor], argument: str) -> Tensor:
     """Constrained values of all sites, passed as some argument, as a position [D]; points that
     are not among them stay as they are.
 
     Raises:
         ArgumentError: a site is missing, unknown, or has another shape.
     """
-    layout, start = setup.engine.layout, setup.positions[0]
-    known = setup.log_posterior.constrain(layout.unflatten(start))
-    for name, value in {**dict.fromkeys(setup.log_posterior.latents), **values}.items():
+    layout, start = problem.engine.layout, problem.positions[0]
+    known = problem.log_posterior.constrain(layout.unflatten(start))
+    for name, value in {**dict.fromkeys(problem.log_posterior.latents), **values}.items():
         like = known.get(name)
         if value is None or like is None or torch.as_tensor(value).shape != like.shape:
             shapes = {site: list(each.shape) for site, each in known.items()}
@@ -185,7 +185,7 @@ def position_of(setup: Setup, values: Mapping[str, Tensor], argument: str) -> Te
                 f"{argument}[{name!r}]: pass constrained values of sites and shapes {shapes}"
             )
     given = {name: torch.as_tensor(value).to(known[name]) for name, value in values.items()}
-    unconstrained = setup.log_posterior.unconstrain(given)
+    unconstrained = problem.log_posterior.unconstrain(given)
     return layout.flatten(layout.unflatten(start) | unconstrained)
 
 

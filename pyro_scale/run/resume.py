@@ -29,7 +29,7 @@ from pyro_scale.engine.checkpoint import (
     refuse_another_run,
 )
 from pyro_scale.errors import ArgumentError, FileError
-from pyro_scale.run.problem import Setup
+from pyro_scale.run.problem import Problem
 from pyro_scale.storage.files import FilePath, as_path, locked
 
 _LOG = logging.getLogger("pyro_scale")
@@ -134,22 +134,22 @@ class Journal:
 _START = "log joint at the start"
 
 
-def identity_of(setup: Setup, attrs: Mapping[str, Any], hyperparameters: Any) -> dict[str, Any]:
+def identity_of(problem: Problem, attrs: Mapping[str, Any], hyperparameters: Any) -> dict[str, Any]:
     """What has to be alike for one run to go on with another."""
-    layout = setup.engine.layout
+    layout = problem.engine.layout
     shapes = zip(layout.names, layout.shapes, layout.dtypes, strict=True)
-    params = layout.unflatten(setup.positions[0])
-    known = setup.log_posterior
+    params = layout.unflatten(problem.positions[0])
+    known = problem.log_posterior
     with torch.no_grad():
-        start = known(params, setup.data.first(), known.first_indices()).log_joint
+        start = known(params, problem.data.first(), known.first_indices()).log_joint
     return {
         **attrs,
         "hyperparameters": {name: _plain(value) for name, value in hyperparameters.items()},
         "num_data": known.num_data,
-        "data": _fingerprint(setup.data),
-        "batch_size": setup.data.batch_size,
+        "data": _fingerprint(problem.data),
+        "batch_size": problem.data.batch_size,
         "sites": {name: f"{list(shape)} {dtype_name(dtype)}" for name, shape, dtype in shapes},
-        "seed": setup.seed,
+        "seed": problem.seed,
         "version": version("pyro_scale"),
         _START: float(start),
     }

@@ -1,10 +1,10 @@
-"""The course of a run: what its steps depend on, and taking them."""
+"""The plan of a run, and its execution."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,20 +18,23 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.kernels import Kernel
 from pyro_scale.model.other_batches import check_batch, is_checked
-from pyro_scale.run.frozen_features import with_base_run
-from pyro_scale.run.problem import Setup
+from pyro_scale.run.config import RunConfig
+from pyro_scale.run.frozen_features import with_frozen_features
+from pyro_scale.run.problem import Problem
 
 
-class Taken(NamedTuple):
-    """What came of a course's steps.
+class Trajectory(NamedTuple):
+    """What came of a plan's steps.
 
     Attributes:
-        setup: with its frozen base run.
+        plan: whose steps they are.
+        problem: the plan's, with its frozen features.
         batches: that the steps took.
-        draws: what is left of them.
+        draws: what is left of them, and how they ended.
     """
 
-    setup: Setup
+    plan: RunPlan
+    problem: Problem
     batches: Batches
     draws: Draws
 
@@ -42,11 +45,11 @@ class Taken(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Course:
+class RunPlan:
     """How a run is run.
 
     Attributes:
-        setup: what it starts from, before a frozen base is run.
+        problem: what it starts from, before a frozen base is run.
         tape: the hyperparameters' values, step by step.
         steps: how many, and which are kept.
         sampling: how rows are drawn.
@@ -54,10 +57,11 @@ class Course:
         compile: whether steps become one program.
         progress: whether a bar is shown.
         earlier: what the same object has compiled before.
+        choice: why the step size is what it is, in words.
         finished: the chains that reached the end, once they have.
     """
 
-    setup: Setup
+    problem: Problem
     tape: Mapping[str, Tensor]
     steps: Steps
     sampling: Sampling
@@ -65,57 +69,76 @@ class Course:
     compile: bool | Literal["auto"]
     progress: bool
     earlier: Earlier
+    choice: Mapping[str, str] = field(default_factory=dict)
     finished: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        config: RunConfig,
+        compile: bool | Literal["auto"],
+        earlier: Earlier,
+        choice: Mapping[str, str],
+    ) -> RunPlan:
+        """The plan of a run on a problem, as it was asked for."""
+        steps, tape = config.steps, problem.engine.kernel.tape(config.steps.total)
+        how = config.sampling, config.share_batches, compile, config.progress
+        return cls(problem, tape, steps, *how, earlier, choice)
 
     @property
     def kernel(self) -> Kernel:
         """With the step size that is taken."""
-        return self.setup.engine.kernel
+        return self.problem.engine.kernel
 
-    def halved(self, times: int) -> tuple[Course, dict[str, str]]:
-        """(The course at half the step size, why in words), after chains have diverged."""
+    def halved(self, times: int) -> RunPlan:
+        """The plan at half the step size, after chains have diverged that often."""
         lr = self.kernel.lr / 2
         kernel = dataclasses.replace(self.kernel, lr=lr)
-        setup, tape = self.setup.with_engine(kernel=kernel), kernel.tape(self.steps.total)
         why = (
             f"lr={lr:.2g}: halved {times} times, as a chain diverged, from what the mode suggested"
         )
-        return dataclasses.replace(self, setup=setup, tape=tape), {"lr_choice": why}
+        return dataclasses.replace(
+            self,
+            problem=self.problem.with_engine(kernel=kernel),
+            tape=kernel.tape(self.steps.total),
+            choice={**self.choice, "lr_choice": why},
+        )
 
-    def taken(self, title: str, seed: int | None = None, **how: Any) -> Taken:
-        """Takes its steps.
+    def execute(self, title: str, seed: int | None = None, **how: Any) -> Trajectory:
+        """Takes the steps.
 
         Args:
             title: of the progress bar.
-            seed: of what is drawn besides batches; that of the setup by default.
+            seed: of what is drawn besides batches; that of the problem by default.
             how: where it goes on from and where draws go, for `simulate`.
         """
-        setup = with_base_run(self.setup)
-        batches = setup.batches(len(setup.positions), self.sampling, self.share_batches)
+        problem = with_frozen_features(self.problem)
+        batches = problem.batches(len(problem.positions), self.sampling, self.share_batches)
         with Progress(self.steps.total, title, self.progress) as bar:
             draws = simulate(
-                setup.engine,
-                setup.positions,
+                problem.engine,
+                problem.positions,
                 batches,
                 self.tape,
                 self.steps,
-                setup.seed if seed is None else seed,
+                problem.seed if seed is None else seed,
                 self.compile,
                 bar,
                 self.earlier,
-                inspect=_inspection(setup),
+                inspect=_inspection(problem),
                 **how,
             )
-        return Taken(setup, batches, draws)
+        return Trajectory(self, problem, batches, draws)
 
 
-def _inspection(setup: Setup) -> Callable[[Tensor, Batch], None] | None:
+def _inspection(problem: Problem) -> Callable[[Tensor, Batch], None] | None:
     """Tries the rules on batches that the run meets, at the first chain's position."""
-    known, layout = setup.log_posterior, setup.engine.layout
-    if setup.features is not None or not is_checked(known.understanding):
+    known, layout = problem.log_posterior, problem.engine.layout
+    if problem.features is not None or not is_checked(known.understanding):
         return None
 
-    first = setup.data.first()
+    first = problem.data.first()
 
     def inspect(positions: Tensor, batch: Batch) -> None:
         if bool(torch.isfinite(positions[0]).all()):

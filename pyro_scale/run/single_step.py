@@ -15,7 +15,7 @@ from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.executors import eager
 from pyro_scale.engine.inputs import Tape
 from pyro_scale.errors import DataError
-from pyro_scale.run.problem import Setup, as_log_posterior, module_device
+from pyro_scale.run.problem import Problem, as_log_posterior, module_device
 
 
 def batch_as_data(
@@ -41,29 +41,29 @@ class Stepping:
     """A chain that is moved a step at a time.
 
     Args:
-        setup: of one chain.
+        problem: of one chain.
         kernel: the method's, with its schedules.
     """
 
-    def __init__(self, setup: Setup, kernel: Any):
-        self.setup, self._kernel = setup, kernel
-        self._chains = Chains(setup.engine, setup.positions, kernel.values(0), setup.seed)
+    def __init__(self, problem: Problem, kernel: Any):
+        self.problem, self._kernel = problem, kernel
+        self._chains = Chains(problem.engine, problem.positions, kernel.values(0), problem.seed)
 
     def step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Draws, Mapping[str, Tensor]]:
         """(What the next step leaves, the hyperparameters' values up to it), on a batch given as
         the model's own arguments."""
-        setup, chains = self.setup, self._chains
-        if rows.count(setup.log_posterior.bind(args, kwargs)) == 0:
+        problem, chains = self.problem, self._chains
+        if rows.count(problem.log_posterior.bind(args, kwargs)) == 0:
             raise DataError("step: the batch has no rows; leave it out")
-        count, batches = chains.count, setup.batches_of(args, kwargs)
+        count, batches = chains.count, problem.batches_of(args, kwargs)
         values = {name: value[None] for name, value in self._kernel.values(count).items()}
         noise = chains.noise.span(count, count + 1)
         tape = Tape(count, values, noise, batches.take(count, count + 1))
         steps = Steps(num_samples=1, warmup_steps=count)
-        draws = Draws.of(setup.positions, steps)
+        draws = Draws.of(problem.positions, steps)
         chains.recent.forget()  # their batches were others
-        chains.move(eager(setup.engine, batches), batches, tape, steps, draws)
+        chains.move(eager(problem.engine, batches), batches, tape, steps, draws)
         draws.failures, draws.state, draws.num_steps = chains.failures, chains.state, count + 1
         return draws, {k: v.expand(count + 1, *v.shape[1:]) for k, v in values.items()}

@@ -17,7 +17,7 @@ from pyro_scale.engine.step import Density, Engine
 from pyro_scale.errors import BiasWarning
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.run.measurements import GradientNoise
-from pyro_scale.run.problem import Setup
+from pyro_scale.run.problem import Problem
 from pyro_scale.storage.lazy_draws import Positions, spread
 
 #: Rows times D, above which rows are not differentiated one by one.
@@ -32,7 +32,7 @@ OwnBatch = tuple[Arguments, Tensor | None]
 
 
 def row_gradients(
-    setup: Setup,
+    problem: Problem,
     density: Density,
     positions: Tensor,
     batches: Sequence[Sequence[OwnBatch]],
@@ -42,17 +42,17 @@ def row_gradients(
     None where the model has no rows, or they are too many to differentiate one by one.
 
     Args:
-        setup: the model.
+        problem: the model.
         density: the target; with control variates, rows' differences to the anchor count.
         positions: `[positions, D]`.
         batches: whose rows to use, some at each position.
     """
-    known, layout = setup.log_posterior.understanding, setup.engine.layout
+    known, layout = problem.log_posterior.understanding, problem.engine.layout
     has_rows = any(rule.role == "rows" for rule in known.scaling.rules.values())
     too_many = known.batch_size * layout.size > _MOST_NUMBERS
     if not has_rows or too_many:
         return None
-    latents = [name for name in layout.names if name in setup.log_posterior.latents]
+    latents = [name for name in layout.names if name in problem.log_posterior.latents]
 
     def of_one(position: Tensor, *batch: Any) -> Tensor:
         found = density.row_gradients(layout.unflatten(position), *batch)
@@ -105,7 +105,7 @@ def gradient_variance(
 
 
 def gradient_noise(
-    setup: Setup,
+    problem: Problem,
     positions: Positions,
     finished: list[int],
     batches: Batches,
@@ -117,7 +117,7 @@ def gradient_noise(
     gradients cannot be had at once, and at temperature 0.
 
     Args:
-        setup: the model.
+        problem: the model.
         positions: of the finished chains' draws.
         finished: which chains those are.
         batches: of the run.
@@ -125,11 +125,11 @@ def gradient_noise(
         values: the hyperparameters', on average over the draws.
         sampling: how rows are drawn.
     """
-    known, engine = setup.log_posterior, setup.engine
+    known, engine = problem.log_posterior, problem.engine
     size, num_latents = known.understanding.batch_size, engine.num_latents
     if values["temperature"] == 0 or not engine.vectorized:
         return None
-    if setup.data.batch_size is None:  # the whole data at every step
+    if problem.data.batch_size is None:  # the whole data at every step
         return GradientNoise(torch.ones(num_latents), torch.zeros(num_latents))
     each = -(-_NOISE_ROWS // size)  # batches at one draw
     in_rows = each * size * engine.layout.size  # at one draw
@@ -137,7 +137,7 @@ def gradient_noise(
     chains = finished[:places]
     chosen = spread(positions, places // len(chains))
     some = positions[torch.arange(len(chains))[:, None], chosen]
-    at = some.flatten(0, 1).to(setup.positions.device)
+    at = some.flatten(0, 1).to(problem.positions.device)
     found = batches_from(batches, step, each * len(chosen))
     own = [
         [batch.of_chain(chain) for batch in found[i : i + each]]
@@ -150,7 +150,7 @@ def gradient_noise(
         found = []
         for block in torch.arange(len(at)).split(max(1, _AT_ONCE // in_rows)):
             some = [own[place] for place in block]
-            gradients = row_gradients(setup, density, at[block], some)
+            gradients = row_gradients(problem, density, at[block], some)
             if gradients is None:
                 return None
             variance = gradient_variance(gradients, size, known.num_data, sampling)

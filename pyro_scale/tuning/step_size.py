@@ -22,7 +22,7 @@ from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.optimize import WholeDensity
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.kernel import Kernel
-from pyro_scale.run.problem import Setup
+from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.gradient_noise import row_gradients
 
 #: The most dimensions whose Hessian is held.
@@ -69,13 +69,13 @@ class Modes:
     scale: Tensor
 
 
-def check(setup: Setup) -> None:
+def check(problem: Problem) -> None:
     """Refuses what no step size can be chosen for, before the mode is looked for.
 
     Raises:
         ArgumentError: temperature 0; points; too many dimensions.
     """
-    engine = setup.engine
+    engine = problem.engine
     if engine.kernel.values(0)["temperature"] == 0:
         raise ArgumentError(
             "lr='auto' chooses for sampling, and temperature 0 is an optimizer: pass a number for "
@@ -84,7 +84,7 @@ def check(setup: Setup) -> None:
     if engine.has_points:
         raise ArgumentError(
             "lr='auto' is for models whose parameters are all latents: this one has "
-            f"{list(setup.log_posterior.points)}; pass a number for lr"
+            f"{list(problem.log_posterior.points)}; pass a number for lr"
         )
     if engine.layout.size > _MOST_DIMENSIONS:
         raise ArgumentError(
@@ -94,11 +94,11 @@ def check(setup: Setup) -> None:
         )
 
 
-def choose(setup: Setup, mode: Tensor, steps: Steps, sampling: Sampling) -> StepSize:
+def choose(problem: Problem, mode: Tensor, steps: Steps, sampling: Sampling) -> StepSize:
     """The step size of least predicted error.
 
     Args:
-        setup: the model, the chains' starts and the kernel, whose lr is not used.
+        problem: the model, the chains' starts and the kernel, whose lr is not used.
         mode: the posterior's, [D].
         steps: of the run.
         sampling: how rows are drawn.
@@ -106,13 +106,13 @@ def choose(setup: Setup, mode: Tensor, steps: Steps, sampling: Sampling) -> Step
     Raises:
         ArgumentError: no curvature at the mode, or no gradients of single rows.
     """
-    engine = setup.engine
-    modes = _modes(setup, mode, sampling)
-    epoch = setup.epoch(sampling)
-    highest = min(_largest_stable(setup, modes.steepest), engine.kernel.largest_lr)
+    engine = problem.engine
+    modes = _modes(problem, mode, sampling)
+    epoch = problem.epoch(sampling)
+    highest = min(_largest_stable(problem, modes.steepest), engine.kernel.largest_lr)
     decades = -torch.arange(_PER_DECADE * _DECADES + 1, dtype=torch.float64) / _PER_DECADE
     candidates = _SAFETY * highest * 10**decades
-    errors = torch.stack([_error(setup, modes, lr, steps, epoch) for lr in candidates])
+    errors = torch.stack([_error(problem, modes, lr, steps, epoch) for lr in candidates])
     best = int(errors.sum(1).argmin())
     lr = float(f"{float(candidates[best]):.2g}")
     bias, scatter = errors[best].sqrt().tolist()
@@ -126,18 +126,18 @@ def choose(setup: Setup, mode: Tensor, steps: Steps, sampling: Sampling) -> Step
     )
 
 
-def _kernel(setup: Setup, lr: Tensor) -> Kernel:
+def _kernel(problem: Problem, lr: Tensor) -> Kernel:
     """The kernel bound at a step size."""
-    return setup.engine.bound({**setup.engine.kernel.values(0), "lr": lr})
+    return problem.engine.bound({**problem.engine.kernel.values(0), "lr": lr})
 
 
-def _modes(setup: Setup, mode: Tensor, sampling: Sampling) -> Modes:
-    engine, known = setup.engine, setup.log_posterior
-    density = WholeDensity(known, setup.data, engine.layout)
-    kernel = _kernel(setup, torch.ones((), dtype=torch.float64))
+def _modes(problem: Problem, mode: Tensor, sampling: Sampling) -> Modes:
+    engine, known = problem.engine, problem.log_posterior
+    density = WholeDensity(known, problem.data, engine.layout)
+    kernel = _kernel(problem, torch.ones((), dtype=torch.float64))
     precision = -density.hessian(mode).double()
-    draws = _draws(mode, precision, kernel.temperature, setup.seed)
-    rows = _rows(setup, draws, sampling)
+    draws = _draws(mode, precision, kernel.temperature, problem.seed)
+    rows = _rows(problem, draws, sampling)
     noise = rows.square().mean(0)
     mean_square = kernel.temperature * precision.diagonal().clamp(min=0) + noise
     scale = kernel.metric(mean_square).double().sqrt()
@@ -158,7 +158,7 @@ def _modes(setup: Setup, mode: Tensor, sampling: Sampling) -> Modes:
         precision=lengths,
         steepest=torch.stack([lengths.max(), *around]).max(),
         noise=(rows * scale @ vectors).square().mean(0),
-        starts=(setup.positions - mode).double() / scale @ vectors,
+        starts=(problem.positions - mode).double() / scale @ vectors,
         loadings=(scale[:, None] * vectors).square(),
         scale=scale.square().mean().sqrt(),
     )
@@ -177,45 +177,45 @@ def _draws(mode: Tensor, precision: Tensor, temperature: Tensor, seed: int) -> T
     return mode + (normals * (temperature / _positive(lengths)).sqrt() @ vectors.T).to(mode)
 
 
-def _rows(setup: Setup, draws: Tensor, sampling: Sampling) -> Tensor:
+def _rows(problem: Problem, draws: Tensor, sampling: Sampling) -> Tensor:
     """Rows' gradients about their mean at each draw, scaled to a minibatch's, `[rows, D]`."""
-    size = setup.data.batch_size
+    size = problem.data.batch_size
     if size is None:
-        return torch.zeros(1, setup.engine.num_latents, dtype=torch.float64)
-    batches = setup.batches(1, sampling)
+        return torch.zeros(1, problem.engine.num_latents, dtype=torch.float64)
+    batches = problem.batches(1, sampling)
     some = batches_from(batches, 0, -(-_NOISE_ROWS // (size * len(draws))))
     own = [[batch.of_chain(0) for batch in some]] * len(draws)
-    rows = row_gradients(setup, setup.engine.density, draws, own)
+    rows = row_gradients(problem, problem.engine.density, draws, own)
     if rows is None:
         raise ArgumentError(
             "lr='auto' needs the gradient of single rows, which this model does not give: pass a "
             "number for lr"
         )
     rows = rows.double()
-    others = 1 - size / setup.log_posterior.num_data  # of a batch whose rows are all different
+    others = 1 - size / problem.log_posterior.num_data  # of a batch whose rows are all different
     share = 1 / size if sampling == "replacement" else others / size
     return ((rows - rows.mean(1, keepdim=True)) * share**0.5).flatten(0, 1)
 
 
-def _largest_stable(setup: Setup, precision: Tensor) -> float:
+def _largest_stable(problem: Problem, precision: Tensor) -> float:
     """The largest stable step size at a precision, within 1%."""
     low, high = -8.0, 4.0  # powers of ten
     while high - low > 0.004:
         middle = (low + high) / 2
         lr = torch.tensor(10**middle, dtype=torch.float64)
-        kernel, _ = _kernel(setup, lr).linear(torch.zeros_like(precision[None]))
+        kernel, _ = _kernel(problem, lr).linear(torch.zeros_like(precision[None]))
         stable = bool(GaussianChain.of(kernel, precision[None]).stable.all())
         low, high = (middle, high) if stable else (low, middle)
     return float(10**low)
 
 
-def _error(setup: Setup, modes: Modes, lr: Tensor, steps: Steps, epoch: int | None) -> Tensor:
+def _error(problem: Problem, modes: Modes, lr: Tensor, steps: Steps, epoch: int | None) -> Tensor:
     """The predicted mean square error of means and log sds, in posterior sds: [by bias, by Monte
     Carlo]."""
-    kernel, noise = _kernel(setup, lr).linear(modes.noise)
+    kernel, noise = _kernel(problem, lr).linear(modes.noise)
     chain = GaussianChain.of(kernel, modes.precision)
     taken = steps.total - steps.warmup_steps
-    if setup.engine.known_noise is not None:  # heats by what is left above the injected noise
+    if problem.engine.known_noise is not None:  # heats by what is left above the injected noise
         added = kernel.added_temperature(noise)
         noise = noise * ((added - kernel.temperature) / added).clamp(min=0).nan_to_num()
     exact = kernel.temperature / modes.precision
@@ -223,7 +223,7 @@ def _error(setup: Setup, modes: Modes, lr: Tensor, steps: Steps, epoch: int | No
     of_mean, of_square = chain.autocorrelation_times(covariance)
     far = (modes.starts, modes.starts * modes.precision)
     far_off, steep = (each.square().mean().sqrt() for each in far)
-    way = _kernel(setup, lr).traveling_steps(far_off, steep, modes.scale)
+    way = _kernel(problem, lr).traveling_steps(far_off, steep, modes.scale)
     late = int(steps.warmup_steps - way.clamp(max=steps.total))
     path, square = chain.forgetting(max(0, late), taken)
     num_chains = len(modes.starts)

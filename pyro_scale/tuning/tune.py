@@ -16,7 +16,7 @@ from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, BiasWarning
 from pyro_scale.fullbatch.optimize import WholeDensity
 from pyro_scale.model.control_variates import ControlVariates
-from pyro_scale.run.problem import Setup, position_of
+from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.tuning import step_size
 from pyro_scale.tuning.gradient_noise import gradient_variance, row_gradients
 
@@ -42,33 +42,33 @@ class Tuning(NamedTuple):
     subtract_noise: bool
 
 
-def tuned(
-    setup: Setup, tuning: Tuning, steps: Steps, sampling: Sampling
-) -> tuple[Setup, dict[str, str]]:
-    """(The setup with what was found out, in words).
+def tune(
+    problem: Problem, tuning: Tuning, steps: Steps, sampling: Sampling
+) -> tuple[Problem, dict[str, str]]:
+    """(The problem with what was found out, in words).
 
     Raises:
         ArgumentError: the model has no mode that can be found, or is too large.
         DataError: the data do not hold all N rows.
     """
     if not any(tuning):
-        return setup, {}
+        return problem, {}
     if tuning.lr:
-        step_size.check(setup)
-    mode, found = _mode(setup, tuning.control_variates), {}
+        step_size.check(problem)
+    mode, found = _mode(problem, tuning.control_variates), {}
     if tuning.control_variates:
-        setup = _with_control_variates(setup, mode)
+        problem = _with_control_variates(problem, mode)
     if tuning.subtract_noise:
-        setup = _without_noise(setup, mode, sampling)
+        problem = _without_noise(problem, mode, sampling)
     if tuning.lr:
-        chosen = step_size.choose(setup, mode, steps, sampling)
+        chosen = step_size.choose(problem, mode, steps, sampling)
         _warn_of_a_large_error(chosen, bool(tuning.control_variates))
-        kernel = dataclasses.replace(setup.engine.kernel, lr=chosen.lr)
-        setup = setup.with_engine(kernel=kernel)
+        kernel = dataclasses.replace(problem.engine.kernel, lr=chosen.lr)
+        problem = problem.with_engine(kernel=kernel)
         found = {"lr_choice": chosen.reason}
     if tuning.subtract_noise:
-        _warn_of_what_is_left(setup)
-    return setup, found
+        _warn_of_what_is_left(problem)
+    return problem, found
 
 
 def _warn_of_a_large_error(chosen: step_size.StepSize, control_variates: bool) -> None:
@@ -82,42 +82,42 @@ def _warn_of_a_large_error(chosen: step_size.StepSize, control_variates: bool) -
         )
 
 
-def _mode(setup: Setup, anchor: bool | Mapping[str, Tensor]) -> Tensor:
+def _mode(problem: Problem, anchor: bool | Mapping[str, Tensor]) -> Tensor:
     if isinstance(anchor, Mapping):
-        return position_of(setup, anchor, "control_variates")
-    density = WholeDensity(setup.log_posterior, setup.data, setup.engine.layout)
-    return density.mode(setup.positions[0], _WITHOUT_MODE)
+        return position_of(problem, anchor, "control_variates")
+    density = WholeDensity(problem.log_posterior, problem.data, problem.engine.layout)
+    return density.mode(problem.positions[0], _WITHOUT_MODE)
 
 
-def _with_control_variates(setup: Setup, anchor: Tensor) -> Setup:
-    known, layout = setup.log_posterior, setup.engine.layout
-    _, gradient = WholeDensity(known, setup.data, layout).grad(anchor)
+def _with_control_variates(problem: Problem, anchor: Tensor) -> Problem:
+    known, layout = problem.log_posterior, problem.engine.layout
+    _, gradient = WholeDensity(known, problem.data, layout).grad(anchor)
     total = {name: part * known.num_data for name, part in layout.unflatten(gradient).items()}
     density = ControlVariates(known, layout.unflatten(anchor), total)
-    return setup.with_engine(density=density)
+    return problem.with_engine(density=density)
 
 
-def _without_noise(setup: Setup, mode: Tensor, sampling: Sampling) -> Setup:
-    """The setup with the noise of minibatches at the mode known."""
-    known, engine = setup.log_posterior, setup.engine
-    size = setup.data.batch_size
+def _without_noise(problem: Problem, mode: Tensor, sampling: Sampling) -> Problem:
+    """The problem with the noise of minibatches at the mode known."""
+    known, engine = problem.log_posterior, problem.engine
+    size = problem.data.batch_size
     if size is None:
         raise ArgumentError("subtract_noise: the whole data at every step has no noise")
-    batches = setup.batches(1, sampling)
+    batches = problem.batches(1, sampling)
     some = batches_from(batches, 0, -(-_NOISE_ROWS // size))
-    rows = row_gradients(setup, known, mode[None], [[batch.of_chain(0) for batch in some]])
+    rows = row_gradients(problem, known, mode[None], [[batch.of_chain(0) for batch in some]])
     if rows is None:
         raise ArgumentError(
             "subtract_noise needs the gradient of single rows, which this model does not give: "
             "leave it out and lower lr"
         )
     variance = gradient_variance(rows, size, known.num_data, sampling)
-    return setup.with_engine(known_noise=engine.padded(variance))
+    return problem.with_engine(known_noise=engine.padded(variance))
 
 
-def _warn_of_what_is_left(setup: Setup) -> None:
+def _warn_of_what_is_left(problem: Problem) -> None:
     """Warns where minibatches bring more noise than the step injects: subtracting stops at none."""
-    engine, kernel = setup.engine, setup.engine.bound(setup.engine.kernel.values(0))
+    engine, kernel = problem.engine, problem.engine.bound(problem.engine.kernel.values(0))
     added = kernel.added_temperature(engine.known_noise)[: engine.num_latents]
     injected = kernel.temperature.expand(engine.layout.size)[: engine.num_latents]
     over = added > injected

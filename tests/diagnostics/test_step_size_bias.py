@@ -290,7 +290,7 @@ def test_a_chosen_step_is_taken_again():
 def of_many_runs(method, count, monkeypatch, num_chains=4, **how):
     """What is told of `count` runs of a few chains: those of a large run, which are independent."""
     sampler = run(method, num_chains=count * num_chains, **how)
-    pair = with_shadow(sampler._course, sampler._result, sampler._result.positions.shape[1])
+    pair = with_shadow(sampler._plan, sampler._result, sampler._result.positions.shape[1])
     for first in range(0, count * num_chains, num_chains):
         chains = slice(first, first + num_chains)
         few = [dataclasses.replace(each, positions=each.positions[chains]) for each in pair]
@@ -362,7 +362,7 @@ def test_the_shadow_by_hand():
     """Its draws, step by step from the run's noise and starts."""
     sampler = run(ps.SGLD(skewed, lr=0.2), num_samples=50, warmup_steps=3, num_chains=2)
     noise = RefinedNoise(0, 2, (1, 1), torch.float64, torch.device("cpu")).span(0, 306)[..., 0, 0]
-    x = sampler._course.setup.positions[:, 0]
+    x = sampler._plan.problem.positions[:, 0]
     kept = []
     for step in range(306):
         x = x + 0.1 * (2 - torch.exp(x)) + 0.2**0.5 * noise[:, step]

@@ -23,7 +23,7 @@ from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch import optimize
 from pyro_scale.fullbatch.optimize import WholeDensity
-from pyro_scale.run.problem import as_log_posterior, set_up
+from pyro_scale.run.problem import as_log_posterior, prepare
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -38,8 +38,10 @@ def opened(model, data, num_data=None, seed=3, **kwargs):
     """(The density of all rows, a chain's start), as a run finds them."""
     data = open_data(data, num_data=num_data, **kwargs)
     log_posterior = as_log_posterior(model, data.num_data)
-    setup = set_up(log_posterior, data, kernels.SGLD(lr=1.0), None, 1, seed)
-    return WholeDensity(setup.log_posterior, setup.data, setup.engine.layout), setup.positions[0]
+    problem = prepare(log_posterior, data, kernels.SGLD(lr=1.0), None, 1, seed)
+    return WholeDensity(
+        problem.log_posterior, problem.data, problem.engine.layout
+    ), problem.positions[0]
 
 
 # ------------------------------------------------------------------ a hierarchical model

@@ -683,7 +683,7 @@ def test_a_store_that_is_not_there_any_more_is_an_error(what, tmp_path):
         path.mkdir()
     with pytest.raises(FileError, match=r"draws\.zarr"):
         ps.BAOA.load(tmp_path / "run.ps", regression)
-    if what != "another":  # the draws of which are alike, of course
+    if what != "another":  # the draws of which are alike, of plan
         for ask in (fit.get_samples, lambda: fit.predict(X), fit.moments, fit.log_likelihood):
             with pytest.raises(FileError, match=r"draws\.zarr"):
                 ask()

@@ -22,8 +22,8 @@ from pyro_scale.engine.draws import Steps
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.control_variates import ControlVariates
-from pyro_scale.run.problem import as_log_posterior, set_up
-from pyro_scale.tuning.tune import Tuning, tuned
+from pyro_scale.run.problem import as_log_posterior, prepare
+from pyro_scale.tuning.tune import Tuning, tune
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -79,14 +79,14 @@ def _store_of_its_own():
 
 
 def found_out(model, data, *, kernel=None, num_chains=1, sampling="shuffle", asked, **kwargs):
-    """The setup of a run with what `asked` (as `Tuning`'s fields) found out."""
+    """The problem of a run with what `asked` (as `Tuning`'s fields) found out."""
     data = open_data(data, **kwargs)
     log_posterior = as_log_posterior(model, data.num_data)
     kernel = kernel or kernels.SGLD(lr=0.01)
-    setup = set_up(log_posterior, data, kernel, None, num_chains, 3)
+    problem = prepare(log_posterior, data, kernel, None, num_chains, 3)
     known = {"lr": False, "control_variates": False, "subtract_noise": False}
     tuning = Tuning(**(known | asked))
-    return tuned(setup, tuning, Steps(10, 10, 1), sampling)[0]
+    return tune(problem, tuning, Steps(10, 10, 1), sampling)[0]
 
 
 def with_control_variates(case, anchor=True):
@@ -94,22 +94,22 @@ def with_control_variates(case, anchor=True):
     return found_out(model, data, asked={"control_variates": anchor}, **kwargs)
 
 
-def partition(setup):
+def partition(problem):
     """Disjoint batches of B rows, as `density.grad` takes them."""
     rows = torch.arange(N).split(B)
-    if setup.log_posterior.understanding.own_plate is not None:
+    if problem.log_posterior.understanding.own_plate is not None:
         return [((X, Y), part) for part in rows]
-    y = COUNTS if "b" in setup.engine.layout.names else Y
+    y = COUNTS if "b" in problem.engine.layout.names else Y
     return [((X[part], y[part]), None) for part in rows]
 
 
-def whole_gradient(setup, params):
-    parts = [setup.log_posterior.grad(params, *batch)[0] for batch in partition(setup)]
+def whole_gradient(problem, params):
+    parts = [problem.log_posterior.grad(params, *batch)[0] for batch in partition(problem)]
     return {name: sum(part[name] for part in parts) / len(parts) for name in params}
 
 
-def some_params(setup, seed, spread=1.0):
-    layout = setup.engine.layout
+def some_params(problem, seed, spread=1.0):
+    layout = problem.engine.layout
     return layout.unflatten(spread * normals(layout.size, seed=seed))
 
 
@@ -120,42 +120,42 @@ def some_params(setup, seed, spread=1.0):
 @pytest.mark.parametrize("case", CASES)
 class TestGradient:
     def test_the_mean_over_a_partition_is_the_whole_gradient(self, case, gradient):
-        setup = with_control_variates(case)
-        density = setup.engine.density
+        problem = with_control_variates(case)
+        density = problem.engine.density
         assert isinstance(density, ControlVariates)
         for seed in range(3):
-            params = some_params(setup, seed)
-            parts = [getattr(density, gradient)(params, *batch)[0] for batch in partition(setup)]
-            for name, whole in whole_gradient(setup, params).items():
+            params = some_params(problem, seed)
+            parts = [getattr(density, gradient)(params, *batch)[0] for batch in partition(problem)]
+            for name, whole in whole_gradient(problem, params).items():
                 scatter = torch.stack([part[name] for part in parts])
                 assert float(scatter.std(0).max()) > 1e-3 * float(whole.abs().max())
                 close(scatter.mean(0), whole, 1e-12)
 
     def test_every_batch_has_the_whole_gradient_at_the_anchor(self, case, gradient):
-        setup = with_control_variates(case)
-        density = setup.engine.density
-        whole = whole_gradient(setup, density.anchor)
-        for batch in partition(setup):
+        problem = with_control_variates(case)
+        density = problem.engine.density
+        whole = whole_gradient(problem, density.anchor)
+        for batch in partition(problem):
             theirs, _ = getattr(density, gradient)(density.anchor, *batch)
             for name in whole:
                 close(theirs[name], whole[name], 1e-9)
                 assert float(theirs[name].abs().max()) < 1e-5  # as the anchor is the mode
 
     def test_the_log_joint_is_the_batchs_own(self, case, gradient):
-        setup = with_control_variates(case)
-        params = some_params(setup, 5)
-        for batch in partition(setup):
-            _, evaluation = getattr(setup.engine.density, gradient)(params, *batch)
-            for mine, theirs in zip(evaluation, setup.log_posterior(params, *batch), strict=True):
+        problem = with_control_variates(case)
+        params = some_params(problem, 5)
+        for batch in partition(problem):
+            _, evaluation = getattr(problem.engine.density, gradient)(params, *batch)
+            for mine, theirs in zip(evaluation, problem.log_posterior(params, *batch), strict=True):
                 close(mine, theirs, 1e-13)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_row_gradients_are_differences_to_the_anchor(case):
-    setup = with_control_variates(case)
-    known, density = setup.log_posterior, setup.engine.density
-    params = some_params(setup, 6)
-    for batch in partition(setup):
+    problem = with_control_variates(case)
+    known, density = problem.log_posterior, problem.engine.density
+    params = some_params(problem, 6)
+    for batch in partition(problem):
         here, there = (known.row_gradients(at, *batch) for at in (params, density.anchor))
         rows = density.row_gradients(params, *batch)
         for name in rows:
@@ -164,33 +164,33 @@ def test_row_gradients_are_differences_to_the_anchor(case):
             # but for the prior's part, which is the same for all batches
             summed = N / B * rows[name].sum(0)
             corrected = density.grad(params, *batch)[0][name]
-            prior = whole_gradient(setup, params)[name] - sum(
-                known.row_gradients(params, *other)[name].sum(0) for other in partition(setup)
+            prior = whole_gradient(problem, params)[name] - sum(
+                known.row_gradients(params, *other)[name].sum(0) for other in partition(problem)
             )
-            prior_there = whole_gradient(setup, density.anchor)[name] - sum(
+            prior_there = whole_gradient(problem, density.anchor)[name] - sum(
                 known.row_gradients(density.anchor, *other)[name].sum(0)
-                for other in partition(setup)
+                for other in partition(problem)
             )
             close(corrected, summed + prior - prior_there + density.gradient[name], 1e-9)
 
 
 def test_any_anchor_is_unbiased_and_is_given_in_constrained_values():
     anchor = {"w": double(0.4, -0.9), "s": torch.tensor(0.8)}
-    setup = with_control_variates("minibatches", anchor)
-    density = setup.engine.density
+    problem = with_control_variates("minibatches", anchor)
+    density = problem.engine.density
     close(density.anchor["w"], anchor["w"], 1e-12)
     close(density.anchor["s"], anchor["s"].log(), 1e-12)
     assert float(density.gradient["w"].abs().max()) > 1  # not the mode
     for seed in range(3):
-        params = some_params(setup, seed)
-        parts = [density.grad(params, *batch)[0] for batch in partition(setup)]
-        for name, whole in whole_gradient(setup, params).items():
+        params = some_params(problem, seed)
+        parts = [density.grad(params, *batch)[0] for batch in partition(problem)]
+        for name, whole in whole_gradient(problem, params).items():
             close(torch.stack([part[name] for part in parts]).mean(0), whole, 1e-12)
 
 
 def test_an_anchor_may_name_parameters_too():
-    setup = with_control_variates("points", {"w": double(0.1, 0.3), "b": double(-0.5)})
-    close(setup.engine.density.anchor["b"], [-0.5])
+    problem = with_control_variates("points", {"w": double(0.1, 0.3), "b": double(-0.5)})
+    close(problem.engine.density.anchor["b"], [-0.5])
     without = with_control_variates("points", {"w": double(0.1, 0.3)})
     close(without.engine.density.anchor["b"], [0.2])  # where it starts
 
@@ -285,8 +285,8 @@ def test_compiled_is_eager(case):
 def test_every_method_goes_with_them(row):
     """Near the mode, where chains start here, the noise falls to a small part.  There pSGLD's
     first gradients are next to nothing, and its steps 10^5 times lr."""
-    setup = with_control_variates("minibatches")
-    mode = setup.log_posterior.constrain(setup.engine.density.anchor)
+    problem = with_control_variates("minibatches")
+    mode = problem.log_posterior.constrain(problem.engine.density.anchor)
     sampler = row.sampler(
         hierarchical,
         lr=1e-7 if row.name == "pSGLD" else row.lr / 200,
@@ -639,10 +639,10 @@ def test_the_noise_that_is_subtracted_is_that_of_the_sampling():
     """At B = N/2 batches of different rows have half the noise (and N/(N - 1) of it)."""
     known = {}
     for sampling in ("shuffle", "replacement"):
-        setup = found_out(
+        problem = found_out(
             two_sites, PAIRS, batch_size=32, sampling=sampling, asked={"subtract_noise": True}
         )
-        known[sampling] = setup.engine.known_noise
+        known[sampling] = problem.engine.known_noise
     close(known["shuffle"], VARIANCES / 32 / 2, 2e-3)  # from 4096 rows, 64 times all of them
     torch.testing.assert_close(
         known["replacement"], VARIANCES / 32 * 63 / 64, rtol=4.4 * (2 / 4096) ** 0.5, atol=0
@@ -661,10 +661,10 @@ def test_no_noise_is_subtracted_that_batches_cancel_themselves():
 
 
 def test_points_have_no_noise_to_subtract():
-    setup = found_out(poisson, (X, COUNTS), batch_size=B, asked={"subtract_noise": True})
-    assert setup.engine.known_noise.shape == (3,)
-    assert float(setup.engine.known_noise[2]) == 0.0
-    assert float(setup.engine.known_noise[:2].min()) > 0
+    problem = found_out(poisson, (X, COUNTS), batch_size=B, asked={"subtract_noise": True})
+    assert problem.engine.known_noise.shape == (3,)
+    assert float(problem.engine.known_noise[2]) == 0.0
+    assert float(problem.engine.known_noise[:2].min()) > 0
 
 
 def test_the_whole_data_have_no_noise_to_subtract():

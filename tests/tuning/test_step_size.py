@@ -20,7 +20,7 @@ from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, NonFiniteError
 from pyro_scale.fullbatch.optimize import WholeDensity
-from pyro_scale.run.problem import as_log_posterior, set_up
+from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning import step_size
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -69,17 +69,17 @@ PROBLEMS = {"logistic": functools.cache(Logistic), "linear": functools.cache(Lin
 def set_up_for(problem, kernel, seed, num_chains=1):
     data = open_data((problem.x, problem.y), problem.batch_size)
     log_posterior = as_log_posterior(problem.model, len(problem.x))
-    return set_up(log_posterior, data, kernel, None, num_chains, seed)
+    return prepare(log_posterior, data, kernel, None, num_chains, seed)
 
 
 def chosen(problem, kernel, steps, seed):
     """(What `lr="auto"` chooses, the error that it predicts, the chain's start)."""
-    setup = set_up_for(problem, kernel, seed)
-    mode = WholeDensity(setup.log_posterior, setup.data, setup.engine.layout).mode(
-        setup.positions[0]
+    problem = set_up_for(problem, kernel, seed)
+    mode = WholeDensity(problem.log_posterior, problem.data, problem.engine.layout).mode(
+        problem.positions[0]
     )
-    choice = step_size.choose(setup, mode, steps, kernel.sampling)
-    return choice, setup.positions[0]
+    choice = step_size.choose(problem, mode, steps, kernel.sampling)
+    return choice, problem.positions[0]
 
 
 def errors(problem, kernel, lrs, starts, steps, seed=5):
@@ -222,17 +222,17 @@ PAIRS = normals(96, 2, seed=9) * double(1.0, 3.0)
 def modes_of(kernel, model=normal_mean, data=PAIRS, batch_size=8, **kwargs):
     opened = open_data(data, batch_size)
     log_posterior = as_log_posterior(model, opened.num_data)
-    setup = set_up(log_posterior, opened, kernel, None, kwargs.pop("num_chains", 3), 0)
-    mode = WholeDensity(setup.log_posterior, setup.data, setup.engine.layout).mode(
-        setup.positions[0]
+    problem = prepare(log_posterior, opened, kernel, None, kwargs.pop("num_chains", 3), 0)
+    mode = WholeDensity(problem.log_posterior, problem.data, problem.engine.layout).mode(
+        problem.positions[0]
     )
-    return setup, mode, step_size._modes(setup, mode, "replacement")
+    return problem, mode, step_size._modes(problem, mode, "replacement")
 
 
 class TestModes:
     def test_of_a_linear_regression(self):
         problem = PROBLEMS["linear"]()
-        setup, mode, modes = modes_of(
+        problem, mode, modes = modes_of(
             kernels.BAOA(lr=1.0), linear, (problem.x, problem.y), problem.batch_size
         )
         exact = torch.linalg.eigvalsh(problem.precision) / 500
@@ -241,7 +241,7 @@ class TestModes:
         variances = modes.loadings @ (1 / 500 / modes.precision)
         torch.testing.assert_close(variances, problem.sd.square(), rtol=1e-9, atol=0)
         torch.testing.assert_close(
-            modes.starts.norm(dim=1), (setup.positions - mode).norm(dim=1), rtol=1e-9, atol=0
+            modes.starts.norm(dim=1), (problem.positions - mode).norm(dim=1), rtol=1e-9, atol=0
         )
 
     def test_the_noise_is_that_of_rows_over_the_batch(self):
@@ -256,7 +256,7 @@ class TestModes:
         """Precisions L/m and noise V/(B m), and elements' variances as ever."""
         mass = double(0.5, 2.5)
         kernel = METHODS[name].kernel(lr=1.0, mass={"w": mass})
-        setup, mode, modes = modes_of(kernel)
+        problem, mode, modes = modes_of(kernel)
         precision = (4.0 + 96) / 96 / mass
         torch.testing.assert_close(
             modes.precision.sort().values, precision.sort().values, rtol=1e-9, atol=0
@@ -270,7 +270,7 @@ class TestModes:
             rtol=1e-9,
             atol=0,
         )
-        scaled = (setup.positions - mode) * mass.sqrt()
+        scaled = (problem.positions - mode) * mass.sqrt()
         torch.testing.assert_close(modes.starts[:, order].abs(), scaled.abs(), rtol=1e-9, atol=0)
 
     def test_temperature_is_the_draws_own(self):
@@ -303,14 +303,14 @@ class TestModes:
 def test_the_largest_stable_step(name, limit, precision):
     """Where e^2 L = 4, e L = 2, and 4 - 2 e f - e^2 L = 0, within 1%."""
     others = {} if name == "SGLD" else {"friction": 0.6}
-    setup, _, _ = modes_of(METHODS[name].kernel(lr=1.0, **others))
-    found = step_size._largest_stable(setup, double(precision)[0])
+    problem, _, _ = modes_of(METHODS[name].kernel(lr=1.0, **others))
+    found = step_size._largest_stable(problem, double(precision)[0])
     assert 0.985 < found / limit(precision, 0.6) <= 1
 
 
 def test_the_error_of_sgld_in_closed_form():
     """x' = a x + noise, a = 1 - lr L, of one mode, from two starts."""
-    setup, _, _ = modes_of(kernels.SGLD(lr=1.0, temperature=0.8), num_chains=2)
+    problem, _, _ = modes_of(kernels.SGLD(lr=1.0, temperature=0.8), num_chains=2)
     lr, precision, noise, temperature = 0.03, 1.7, 0.4, 0.8 / 96
     starts = double(0.9, 0.4)
     one = step_size.Modes(
@@ -322,7 +322,7 @@ def test_the_error_of_sgld_in_closed_form():
         scale=double(1.0)[0],
     )
     steps = Steps(num_samples=150, warmup_steps=40, thinning=2)
-    error = step_size._error(setup, one, double(lr)[0], steps, None)
+    error = step_size._error(problem, one, double(lr)[0], steps, None)
     a, count = 1 - lr * precision, 300
     variance = (2 * lr * temperature + lr**2 * noise) / (1 - a * a)
     exact = temperature / precision

@@ -1,0 +1,54 @@
+"""The arguments of a run, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pyro_scale.data.row_sampler import Sampling
+from pyro_scale.engine.draws import Steps
+from pyro_scale.storage.files import FilePath
+
+#: Where draws go: None is memory, a path is a Zarr store, False is nowhere.
+Store = FilePath | Literal[False] | None
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What a run was asked for.
+
+    Attributes:
+        steps: how many there are, and which are kept.
+        num_chains: how many chains.
+        superchains: how many groups of them share a start; None where each has its own.
+        batch_size: rows a step, for tensors; None for all, or the loader's.
+        sampling: how rows are drawn.
+        share_batches: whether all chains have the same.
+        store: where draws go.
+        memory_budget: bytes that draws may take in memory; None for half of the machine's.
+        progress: whether a bar is shown.
+    """
+
+    steps: Steps
+    num_chains: int
+    superchains: int | None
+    batch_size: int | None
+    sampling: Sampling
+    share_batches: bool
+    store: Store
+    memory_budget: int | None
+    progress: bool
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What of it is among a run's facts, and has to be alike for another to go on with it."""
+        facts: dict[str, Any] = {
+            "warmup_steps": self.steps.warmup_steps,
+            "thinning": self.steps.thinning,
+            "num_chains": self.num_chains,
+            "sampling": self.sampling,
+            "share_batches": int(self.share_batches),
+        }
+        if self.superchains is not None:
+            facts["superchains"] = self.superchains
+        return facts
