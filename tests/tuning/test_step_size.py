@@ -231,15 +231,15 @@ def modes_of(kernel, model=normal_mean, data=PAIRS, batch_size=8, **kwargs):
 
 class TestModes:
     def test_of_a_linear_regression(self):
-        problem = PROBLEMS["linear"]()
+        target = PROBLEMS["linear"]()
         problem, mode, modes = modes_of(
-            kernels.BAOA(lr=1.0), linear, (problem.x, problem.y), problem.batch_size
+            kernels.BAOA(lr=1.0), linear, (target.x, target.y), target.batch_size
         )
-        exact = torch.linalg.eigvalsh(problem.precision) / 500
+        exact = torch.linalg.eigvalsh(target.precision) / 500
         torch.testing.assert_close(modes.precision.sort().values, exact, rtol=1e-9, atol=0)
         torch.testing.assert_close(modes.steepest, exact.max(), rtol=1e-9, atol=0)
         variances = modes.loadings @ (1 / 500 / modes.precision)
-        torch.testing.assert_close(variances, problem.sd.square(), rtol=1e-9, atol=0)
+        torch.testing.assert_close(variances, target.sd.square(), rtol=1e-9, atol=0)
         torch.testing.assert_close(
             modes.starts.norm(dim=1), (problem.positions - mode).norm(dim=1), rtol=1e-9, atol=0
         )
