@@ -1,0 +1,50 @@
+"""Draws at a seed stay what they were: those of version 0.1.0, to rounding."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from reference import double, normals
+
+import pyro_scale as ps
+
+X = normals(40, 2, seed=1)
+Y = X @ double(1.0, -0.5) + 0.3 * normals(40, seed=2)
+HOW = {"num_samples": 3, "warmup_steps": 4, "thinning": 2, "num_chains": 2, "seed": 7}
+
+
+def regression(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=torch.float64), 1.0).to_event(1))
+    sd = pyro.sample("sd", dist.HalfNormal(double(1.0)[0]))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, sd), obs=y)
+
+
+RUNS = {
+    "shuffled": lambda: ps.BAOA(regression, lr=0.05, compile=False),
+    "anew": lambda: ps.SGNHT(regression, lr=0.05, compile=False),
+    "at the mode": lambda: ps.SGLD(regression, lr="auto", control_variates=True, compile=False),
+    "free motion": lambda: ps.UBU(regression, lr=0.05, compile=False),
+}
+#: The last draw of the second chain: both weights, and the sd; the last ELBO.
+LAST = {
+    "shuffled": [1.3825439197748464, 0.2728338154653105, 2.8874364067486282],
+    "anew": [1.3821008639364607, 0.2711317648404269, 2.9020672305485675],
+    "at the mode": [1.2878431195775675, 0.34528527119173114, 1.5482797520097011],
+    "free motion": [1.4260045467842155, 0.25440204451742054, 3.0213464257672324],
+    "VI": -542.1118815154647,
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_draws_are_those_of_the_first_version(name):
+    draws = RUNS[name]().run((X, Y), batch_size=8, progress=False, **HOW)
+    samples = draws.get_samples(group_by_chain=True)
+    last = [*samples["w"][1, -1].tolist(), float(samples["sd"][1, -1])]
+    assert last == pytest.approx(LAST[name], rel=1e-9)
+
+
+def test_a_fit_is_that_of_the_first_version():
+    fit = ps.VI(regression, compile=False)
+    fit.run((X, Y), num_steps=20, batch_size=8, seed=7, progress=False)
+    assert float(fit.trace[0, -1]) == pytest.approx(LAST["VI"], rel=1e-9)
