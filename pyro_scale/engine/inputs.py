@@ -7,7 +7,7 @@ last three are drawn in bulk, the next tape in a thread of its own while one is 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -101,12 +101,13 @@ class Inputs:
         noise = self.noise.span(start, stop, spent.noise)
         return Tape(start, values, noise, self.batches.take(start, stop, spent.changing))
 
-    def tapes(self, spans: Iterable[tuple[int, int]]) -> Iterator[Tape]:
+    def tapes(self, spans: Iterable[tuple[int, int]]) -> Generator[Tape]:
         """The tapes of some spans of steps, the next ones drawn while one is used.
 
-        A tape is spent when the next one is asked for.
+        A tape is spent when the next one is asked for.  Close it to end its thread.
         """
-        with ThreadPoolExecutor(1, thread_name_prefix="pyro_scale-tape") as thread:
+        thread = ThreadPoolExecutor(1, thread_name_prefix="pyro_scale-tape")
+        try:
             drawn: deque[Future[Tape]] = deque()
             spent: Tape | None = None
             for span in spans:
@@ -117,6 +118,8 @@ class Inputs:
                     yield spent
             while drawn:
                 yield drawn.popleft().result()
+        finally:
+            thread.shutdown(cancel_futures=True)
 
 
 def bytes_per_step(tape: Tape) -> int:

@@ -96,6 +96,7 @@ def simulate(
 
     begun = started = time.perf_counter()
     next_inspected = chains.count + 1
+    ended = contextlib.ExitStack()
     try:
         if last is None:
             write()
@@ -112,7 +113,9 @@ def simulate(
             most = steps_within_budget(first, kept_bytes)
             pace = Pace(first, steps.total, most, ends)
             opening = (first.part(a - first.start, b - first.start) for a, b in pace.opening())
-            for tape in itertools.chain(opening, inputs.tapes(pace.spans())):
+            # its thread ends with the run, not when it is collected
+            rest = ended.enter_context(contextlib.closing(inputs.tapes(pace.spans())))
+            for tape in itertools.chain(opening, rest):
                 with pace:
                     chains.move(program, batches, tape, steps, draws)
                     if sink is not None:
@@ -150,6 +153,8 @@ def simulate(
                 sink.close()
         draws = draws.first(steps.kept_before(moment.step))
         draws.error = error
+    finally:
+        ended.close()
     draws.num_steps, draws.failures = moment.step, list(moment.failures)
     draws.state, draws.last_steps = moment.state, chains.last_steps
     draws.compile_seconds, draws.seconds = started - begun, time.perf_counter() - started

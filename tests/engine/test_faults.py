@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import threading
 import time
 
 import pyro
@@ -16,6 +17,7 @@ from stored import QUIET, X, Y, draws_of, fitted, regression, same, unconstraine
 from torch.utils.data import DataLoader, Dataset
 
 import pyro_scale as ps
+from pyro_scale.engine import loop
 from pyro_scale.errors import FileError
 from pyro_scale.posterior import sinks
 
@@ -316,3 +318,15 @@ def test_a_model_that_raises_on_the_first_batch_is_that_error():
 
     with pytest.raises(Exception, match="not for me"):
         fitted(model)
+
+
+def test_a_run_that_ends_early_leaves_no_thread(monkeypatch):
+    """Neither that which draws ahead, though the error holds the run's frames."""
+
+    def broken(self, program, batches, tape, *others):
+        raise ValueError("the end")
+
+    monkeypatch.setattr(loop.Chains, "move", broken)
+    with pytest.raises(ValueError, match="the end"):
+        ps.BAOA(wide, lr=0.05, compile=False).run(X, num_samples=500, batch_size=5, **QUIET)
+    assert not [t for t in threading.enumerate() if t.name.startswith("pyro_scale-tape")]
