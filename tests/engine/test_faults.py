@@ -323,10 +323,15 @@ def test_a_model_that_raises_on_the_first_batch_is_that_error():
 def test_a_run_that_ends_early_leaves_no_thread(monkeypatch):
     """Neither that which draws ahead, though the error holds the run's frames."""
 
+    move = loop.Chains.move
+
     def broken(self, program, batches, tape, *others):
-        raise ValueError("the end")
+        if tape.start > 500:
+            raise ValueError("the end")
+        move(self, program, batches, tape, *others)
 
     monkeypatch.setattr(loop.Chains, "move", broken)
-    with pytest.raises(ValueError, match="the end"):
-        ps.BAOA(wide, lr=0.05, compile=False).run(X, num_samples=500, batch_size=5, **QUIET)
+    with pytest.raises(ValueError, match="the end") as error:
+        ps.BAOA(wide, lr=0.05, compile=False).run(X, num_samples=5000, batch_size=5, **QUIET)
+    assert error.traceback  # which is held
     assert not [t for t in threading.enumerate() if t.name.startswith("pyro_scale-tape")]
