@@ -56,28 +56,27 @@ def message(draws: Draws, lr: Tensor, replay: str = "", by: str = "get_samples()
         )
     elif errors:
         advice = (
-            "If the state is far out there, the step size is above the stable range: "
-            f"{smaller}; else the model cannot be computed where chains come to: mend it there "
-            "(add to the diagonal of its matrices), or give its sites tighter priors"
+            "If the values are extreme, the step size is above the stable range: "
+            f"{smaller}.  Otherwise the model fails at values that chains visit: make it stable "
+            "there (add to the diagonal of its matrices), or use tighter priors"
         )
     elif not states:
         advice = (
-            "Chains have come to values that the model has no density at, though its gradient is "
-            "finite there: a support that depends on a latent, or the log of a negative number. "
-            "Draw that latent from a distribution whose own support ends there, or scale data "
-            "whose log density overflows"
+            "The log density is NaN or infinite where its gradient is finite: a support that "
+            "depends on a latent, or the log of a negative number.  Give that latent a "
+            "distribution whose own support ends there; scale data whose log density overflows"
         )
     elif any(failure.step == 0 for failure in states):
         advice = (
-            "At the very first step: either the gradient is not finite where the chain starts, so "
-            "look at the data and the model there, or start elsewhere with init_strategy=; or "
+            "At the first step, either the gradient is not finite at the start (check data and "
+            "model, or pass init_strategy=), or "
             f"lr={now:.2g} is far too large"
         )
     else:
         advice = (
-            f"Most often the step size is above the stable range: {smaller}; else start nearer to "
-            "the mode (init_strategy=), scale the data, give the site a tighter prior, or mend "
-            "the model, if it is NaN at values that are not far out"
+            f"The usual cause is a step size above the stable range: {smaller}.  Otherwise start "
+            "near the mode (init_strategy=), scale the data, give the site a tighter prior, or "
+            "check the model if it is NaN at moderate values"
         )
     return f"{what}: {stopped}{more}. {kept}{replay and replay + '. '}{advice}"
 
@@ -91,7 +90,7 @@ def all_stopped(store: Path | None, why: str) -> str:
     """
     said = "has no draws: all chains of the run stopped"
     if store is not None:
-        said += f", and what they drew until then is in the store, '{store}'"
+        said += f", and their draws up to then are in the store '{store}'"
     return f"{said} ({why})"
 
 
@@ -101,7 +100,7 @@ def explosion(result: Result) -> str | None:
     last = result.positions[torch.arange(result.num_chains), -1].abs().amax(0)
     far, runaway = int(last.argmax()), _runaway(result)
     if float(last[far]) >= _EXPLODED:
-        said = f"site '{result.layout.site_at(far)}' has come to {float(last[far]):.2g}"
+        said = f"site '{result.layout.site_at(far)}' has reached {float(last[far]):.2g}"
         said += " in unconstrained space"
     elif runaway is not None:
         site, heat = runaway

@@ -134,9 +134,8 @@ def _left_out(result: Result, log_lik: Tensor) -> tuple[Tensor, Tensor]:
         warn(
             ApproximationWarning,
             explosion(result)
-            or f"LOO: {heavy} of {len(pareto_k)} rows weigh too much on the posterior (Pareto k "
-            f"above {most:.2f}), so their part is not to be trusted: look at them, or use a "
-            "likelihood with heavier tails",
+            or f"LOO: the estimate may be unreliable for {heavy} of {len(pareto_k)} rows with "
+            f"Pareto k > {most:.2f}: inspect these rows, or use a likelihood with heavier tails",
         )
     return torch.logsumexp(log_weights + log_lik.T, 1), pareto_k
 

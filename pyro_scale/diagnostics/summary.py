@@ -1,4 +1,4 @@
-"""What the draws come to, as a table."""
+"""Posterior summaries as a table."""
 
 from __future__ import annotations
 

@@ -140,13 +140,13 @@ class Method:
         return result.samples_at(chosen // draws, chosen % draws)
 
     def moments(self, levels: Sequence[float] = (0.05, 0.5, 0.95)) -> dict[str, Moments]:
-        """What the draws of every site come to, by element: `mean`, `sd`, `quantiles`
-        `[levels, ...]`, split R-hat and effective draws, in double precision.
+        """Posterior mean, sd, quantiles `[levels, ...]`, split R-hat and ESS of every site, by
+        element, in double precision.
 
-        It takes one pass through draws that are in a store, and none with `store=False`.  Quantiles
-        of more than 127 draws are from t-digests (Dunning and Ertl 2019): right to within half a
-        percent of rank at 5% and 95% and 1.6% at the median, whatever the tails.  With
-        `store=False` they are NaN if a chain broke, as its draws cannot be told from the others'.
+        Takes one pass through draws in a store, and none with `store=False`.  Quantiles of more
+        than 127 draws are from t-digests (Dunning and Ertl 2019).  Their error in rank is at most
+        half a percent at 5% and 95%, and 1.6% at the median.  With `store=False` they are NaN if a
+        chain broke, because its draws are already in the digest.
 
         Args:
             levels: of the quantiles, from 0 to 1.
@@ -256,14 +256,14 @@ class Method:
             data: other data than the run's.
             seed: which rows are drawn.
 
-        Draws count as the posterior's; those of an approximation are no better than it.
+        Draws are taken as draws of the posterior.  For an approximation, the result is only as good
+        as the approximation.
 
         Raises:
             ArgumentError: no data site with a value a row, under two rows, under 20 draws.
 
         Warns:
-            UserWarning: some rows weigh so much on the posterior that their part is not to be
-                trusted.
+            ApproximationWarning: the estimate may be unreliable for some rows (Pareto k).
         """
         result, source = self._draws(), self._data(data)
         return loo(predictive.equally_weighted(result, None), source, num_rows, choose_seed(seed))

@@ -64,17 +64,17 @@ class Sampler(Method):
             least 3,000 steps (1,500 of 251 chains), which repay the few seconds
             that it takes, and goes on with a run from its checkpoints as that was run; False
             never does.
-        control_variates: True takes the minibatch gradient's difference to that at the mode,
-            which is found first, by passes through the whole data; a dict of constrained values
-            by site takes that point for the mode.  A step then needs two gradients of a batch.
-        subtract_noise: whether the gradient noise of minibatches, estimated at the mode, is
-            taken off the injected noise, element by element and not below zero; batches are then
-            drawn with replacement.
+        control_variates: True finds the mode and replaces the minibatch gradient by its
+            difference to the one at the mode.  A dict of constrained values by site names that
+            point.  A step then needs two gradients of a batch.
+        subtract_noise: whether the injected noise is reduced by the gradient noise of minibatches,
+            estimated at the mode; by element, and not below zero.  Batches are then drawn with
+            replacement.
 
-    `lr="auto"` chooses the step size from the curvature and the gradient noise at the mode, for
-    models of up to 1,000 dimensions: the one whose predicted error of posterior means and log sds
-    is least for the run's number of steps.  It is halved, and the run begun again, if a chain
-    diverges.  `kernel.lr` and `diagnostics().attrs["lr_choice"]` say what was chosen and why.
+    `lr="auto"` approximates the posterior by a Gaussian at the mode and chooses the step size with
+    the least predicted error of posterior means and log sds, for the run's number of steps and up
+    to 1,000 dimensions.  If a chain diverges, the step size is halved and the run starts again.
+    `kernel.lr` and `diagnostics().attrs["lr_choice"]` say what was chosen and why.
 
     Raises:
         ArgumentError: a hyperparameter that the kernel does not have, or out of its range.
@@ -177,35 +177,34 @@ class Sampler(Method):
                 Tensors are rows.
             num_samples: draws to keep, per chain.
             warmup_steps: steps before the first that may be kept.
-            thinning: steps from one draw to the next.  With shuffled batches take a number that
-                has no factor in common with an epoch's: else draws are of few places in it, at
-                which batches heat more or less than on average.
+            thinning: steps from one draw to the next.  With shuffled batches, choose a number
+                coprime with the steps of an epoch.  Otherwise draws always fall at the same few
+                places of an epoch, where minibatch noise differs from its average.
             num_chains: chains, each with its own start, noise and minibatches.
-            superchains: how many groups of as many chains share a start, that of their first; the
-                rest stays their own.  `diagnostics()` then has nested R-hat, for many short
-                chains (Margossian et al. 2024).  Take 16 or more: of 4, starts that account for a
-                fifth of the variance are found in a third of runs.
+            superchains: how many groups the chains form; the chains of a group share a start.
+                `diagnostics()` then has nested R-hat, which works for many short chains
+                (Margossian et al. 2024).  Take 16 or more: with 4, starts that account for a
+                fifth of the variance are detected in a third of runs.
             batch_size: rows a step, for tensors; all of them by default.  A loader has its own.
             sampling: `"shuffle"` goes through the rows in a new order each epoch,
                 `"replacement"` draws them anew at every step, `"symmetric"` goes through whole
                 batches forwards and then backwards.  `"shuffle"` by default; `"replacement"` for
                 SGNHT and with `subtract_noise`, as what shuffling cancels is not there to correct.
-            share_batches: gives all chains the same minibatches, which saves loading but
-                correlates the chains, to which R-hat and ESS are blind.
+            share_batches: gives all chains the same minibatches.  This saves loading, but
+                correlates the chains, and R-hat and ESS do not detect it.
             seed: the same seed gives the same draws; drawn from torch's generator by default.
             progress: whether to show a progress bar.
             checkpoint: a directory to write the run into, so that it survives a crash.
             checkpoint_every: seconds from one checkpoint to the next: what a crash costs at most.
-            resume: the directory of a run that was cut short, to go on with the same call: the
-                draws are, bit for bit on one machine, those of a run that was not.  With a larger
-                `num_samples` it extends a finished run (not with lr="auto" or store=False, which
-                depend on its length).  It goes on writing there.  Rows of a loader cannot be
-                compared beyond the first batch, nor can functions.
-            store: where draws go that do not fit into memory: the path of a Zarr store, which is
-                written as the run goes on and can be read then (`to_arviz()` reads it when it is
-                needed; other methods, too, a part at a time); a crash, or a full disk, costs the
-                draws of the last few seconds; False keeps no draws, but their means, standard
-                deviations and quantiles (`moments()`, `summary()`).
+            resume: the directory of an interrupted run, to continue it with the same call.  On one
+                machine the draws are bit for bit those of an uninterrupted run.  A larger
+                `num_samples` extends a finished run (not with lr="auto" or store=False, which
+                depend on its length).  Another model, other data or settings are refused;
+                functions, and a loader's rows beyond its first batch, cannot be compared.
+            store: the path of a Zarr store, for draws that do not fit into memory.  It is written
+                during the run and can be read meanwhile.  A crash or a full disk costs the draws
+                of the last few seconds.  False keeps no draws, only means, standard deviations and
+                quantiles (`moments()`, `summary()`).
             memory_budget: bytes that draws may take in memory, half of the machine's by default;
                 a run that needs more is refused before it begins.
 
@@ -222,9 +221,9 @@ class Sampler(Method):
                 of one that is still running in another process.
 
         Warns:
-            UserWarning: the chains have exploded, though they are finite yet; warm-up was under
-                five relaxation times, judged by the draws; the run was interrupted from the
-                keyboard, and holds the draws until then.
+            BiasWarning: the chains have exploded, but are still finite.
+            ConvergenceWarning: warm-up was under five relaxation times, judged by the draws.
+            PyroScaleWarning: the run was interrupted from the keyboard; it holds the draws so far.
         """
         config = self._config(
             Steps(
@@ -403,7 +402,7 @@ class Sampler(Method):
 
     @property
     def _held_by(self) -> str:
-        """What gives what the draws come to."""
+        """Which method gives the results."""
         return "moments()" if self._result and self._result.running else "get_samples()"
 
     def _asked(self) -> dict[str, Any]:

@@ -48,7 +48,8 @@ class Hyperparameters:
                     self.check(name, value, label)
                 if isinstance(value, Cyclical) and label != "lr":
                     raise ArgumentError(
-                        f"{label}: pass a Cyclical as lr itself, for it rules all sites' noise"
+                        f"{label}: Cyclical cannot be set per site, because it also controls the "
+                        "temperature: pass it as lr"
                     )
 
     def hyperparameters(self) -> dict[str, Hyper]:

@@ -76,7 +76,7 @@ class Kernel(Hyperparameters):
         raise ArgumentError(f"{cls.__name__} at temperature 0 is not SGD: use BAOA or SGHMC")
 
     def metric(self, mean_square: Tensor) -> Tensor:
-        """By what a bound kernel multiplies gradients besides lr, in the long run, [D].
+        """Stationary diagonal preconditioner of a bound kernel, [D].
 
         Args:
             mean_square: of the gradient over N, [D].

@@ -114,7 +114,7 @@ class Result:
         return self.samples[name].reshape(*self.positions.shape[:2], -1)[..., places]
 
     def moments(self, levels: Sequence[float]) -> dict[str, Moments]:
-        """What the draws come to, by site."""
+        """Posterior means, sds and quantiles, by site."""
         if self.running is not None:
             return self.running.moments(levels)
         chains, count = self.positions.shape[:2]

@@ -160,7 +160,7 @@ def test_chains_that_have_exploded_get_one_advice(method, lr, how, recwarn, capf
     assert fit.moments()["w"].mean.abs() > 1e30
     for told in (said, warned.told(fit.diagnostics)[1]):
         (exploded,) = told
-        assert exploded.startswith("the chains have exploded: site 'w' has come to ")
+        assert exploded.startswith("the chains have exploded: site 'w' has reached ")
         assert exploded.endswith(f"pass a smaller lr, {lr / 3:.2g} instead of {lr:.2g}")
     fit.diagnostics(), fit.summary()
     assert not [

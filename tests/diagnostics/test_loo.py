@@ -152,7 +152,7 @@ def test_rows_that_weigh_too_much_are_said():
     y = Y.clone()
     y[3] = 40.0
     fit = ps.Laplace(linear, structure="dense").run((X, y), **QUIET)
-    with pytest.warns(UserWarning, match=r"LOO: 1 of 300 rows weigh too much .*k above 0.67"):
+    with pytest.warns(UserWarning, match=r"unreliable for 1 of 300 rows with Pareto k > 0.67"):
         found = fit.loo()
     assert int(found.pareto_k.argmax()) == 3
 

@@ -335,7 +335,7 @@ def test_a_plate_is_never_to_blame():
 
     message = broken(ps.SGLD(model, lr=0.05, init_strategy={"w": double(1.5)}), num_samples=500)
     assert message.index("ps.replay") < message.index("Most often the step size")
-    assert "mend the model, if it is NaN at values that are not far out" in message
+    assert "check the model if it is NaN at moderate values" in message
     found = checked(message, model)
     assert found.site == "y"
     assert "'data'" not in found.reason

@@ -313,7 +313,7 @@ def test_an_empty_dict_is_refused(row):
 def test_cycles_rule_all_noise(name):
     cycle = Cyclical(0.1, cycle_steps=10)
     given = {"w": cycle} if name == "lr" else cycle
-    with pytest.raises(ArgumentError, match=rf"^{name}.*: pass a Cyclical as lr itself"):
+    with pytest.raises(ArgumentError, match=rf"^{name}.*: Cyclical cannot be set per site"):
         BAOA(**{"lr": 0.1, name: given})
 
 

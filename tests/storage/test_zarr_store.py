@@ -281,7 +281,7 @@ def test_where_the_draws_of_chains_are_that_all_stopped(tmp_path, float64):
         fit.run((X, Y), batch_size=5, num_samples=10_000, num_chains=2, store=path, **QUIET)
     with pytest.raises(NotRunError) as raised:
         fit.get_samples()
-    assert f"what they drew until then is in the store, '{path}'" in str(raised.value)
+    assert f"their draws up to then are in the store '{path}'" in str(raised.value)
     held = xarray.open_datatree(path, engine="zarr", chunks=None)["posterior"]["w"].values
     assert np.isfinite(held[:, 0]).all()
 
