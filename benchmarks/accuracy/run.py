@@ -143,7 +143,7 @@ def measure(
         errors = errors_of(elements(mcmc.get_samples(group_by_chain=True), posterior.sites), truth)
         stats = mcmc.to_arviz(log_likelihood=False).sample_stats
         used = float(stats["lr"].to_numpy()[..., -1].mean())
-        inflation = float(mcmc.diagnostics()["temperature_inflation"].max())
+        inflation = float(mcmc.diagnostics()["minibatch_heating"].max())
     return Run(posterior.name, sampler, lr, seed, rows, used, *errors, inflation, seconds)
 
 

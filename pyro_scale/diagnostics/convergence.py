@@ -65,28 +65,28 @@ def mixing_of_moments(moments: Mapping[str, Moments], sites: Sequence[str]) -> A
     return table
 
 
-def mixing_of_predictions(result: Result, probe: Any) -> Any:
-    """The same of each data site's predictive means for a probe batch.
+def mixing_of_predictions(result: Result, predict_at: Any) -> Any:
+    """The same of each data site's predictive means for the rows of `predict_at`.
 
     Args:
         result: of the run.
-        probe: the model's arguments.
+        predict_at: the model's arguments.
 
     Raises:
         ArgumentError: no data site, or one without a mean; what the model cannot be run on.
     """
     if not data_sites(result):
-        raise ArgumentError("probe: the model has no data site with a value a row")
-    arguments = rows.as_arguments(probe)
+        raise ArgumentError("predict_at: the model has no data site with a value a row")
+    arguments = rows.as_arguments(predict_at)
     try:
         with own_generator():
             means = predictive_means(result, arguments)
     except PyroScaleError:
         raise
     except Exception as error:  # the model's own
-        given = rows.described(arguments) if rows.leaves(arguments) else repr(probe)
+        given = rows.described(arguments) if rows.leaves(arguments) else repr(predict_at)
         raise ArgumentError(
-            f"probe: the model cannot be run on it ({given}; {error}): pass some rows as the "
+            f"predict_at: the model cannot be run on it ({given}; {error}): pass some rows as the "
             "model's own arguments, a tensor, a tuple by position or a dict by name"
         ) from error
     chains, draws = result.positions.shape[:2]
@@ -121,7 +121,7 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
         steps = " or more steps" if hot else ", more steps or a larger lr"
         hint = ""
         if not probed and _has_weights(result):
-            hint = "; of a network, ask what its predictions do: diagnostics(probe=x)"
+            hint = "; of a network, ask what its predictions do: diagnostics(predict_at=x)"
         if chains >= _MANY_CHAINS and "superchains" not in result.attrs:
             hint += "; many short chains say more with superchains="
         warn(

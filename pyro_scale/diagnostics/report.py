@@ -34,7 +34,7 @@ _MANY_CHAINS = 20
 _ONE_SIDED = 0.00135
 
 
-def diagnostics(result: Result, probe: Any = None) -> Any:
+def diagnostics(result: Result, predict_at: Any = None) -> Any:
     """A table, one row a site; see `Method.diagnostics`."""
     import pandas
 
@@ -44,13 +44,13 @@ def diagnostics(result: Result, probe: Any = None) -> Any:
         table = mixing_of_moments(result.running.moments([0.5]), sites)
     else:
         table = mixing({name: some_elements(result, name) for name in sites})
-        predicted = None if probe is None else mixing_of_predictions(result, probe)
+        predicted = None if predict_at is None else mixing_of_predictions(result, predict_at)
         nested = nested_r_hats(result)
     heat = _heat(result)
-    kinds = {"temperature": "all", "steepest_temperature": "steepest"} if heat else {}
+    kinds = {"temperature": "all", "max_gradient_temperature": "steepest"} if heat else {}
     for name, kind in kinds.items():
         table[name] = [each.mean for each in heat if each.of == kind]
-        table[f"{name}_error"] = [each.error for each in heat if each.of == kind]
+        table[f"{name}_mcse"] = [each.error for each in heat if each.of == kind]
     if nested is not None:
         table["nested_r_hat"] = nested
     noise = result.gradient_noise
@@ -59,12 +59,12 @@ def diagnostics(result: Result, probe: Any = None) -> Any:
         table["gradient_variance"] = [float(noise.variance[place].max()) for place in places]
         if noise.reduction is not None:
             table["variance_reduction"] = [float(noise.reduction[place].min()) for place in places]
-        table["temperature_inflation"] = [float(noise.inflation[place].max()) for place in places]
+        table["minibatch_heating"] = [float(noise.inflation[place].max()) for place in places]
     if result.kinetic is not None:
         measured = result.kinetic.measured
         errors = [standard_error(each, _FEWEST_MOMENTS) for each in measured.unbind(-1)]
         table["kinetic_temperature"] = measured.mean((0, 1)).tolist()
-        table["kinetic_temperature_error"] = errors
+        table["kinetic_temperature_mcse"] = errors
         table["kinetic_temperature_expected"] = result.kinetic.expected.tolist()
     if result.attrs.get("share_batches") and result.num_chains > 1:
         table["chain_correlation"] = [
@@ -85,8 +85,8 @@ def _warn(result: Result, table: Any, heat: list[_Heat], predicted: Any) -> None
     inflation = 1.0
     # a step that was chosen has weighed it, and what is measured counts more
     is_weighed = "lr_choice" in result.attrs or _is_settled(heat)
-    if "temperature_inflation" in table and not is_weighed:
-        inflation = float(table["temperature_inflation"].max())
+    if "minibatch_heating" in table and not is_weighed:
+        inflation = float(table["minibatch_heating"].max())
     hot = inflation > _MOST_INFLATION or any(each.is_hot for each in heat)
     momenta = [] if hot or "kinetic_temperature" not in table else _hot_momenta(table)
     no_longer = hot or bool(momenta) or "lr_choice" in result.attrs
@@ -180,7 +180,7 @@ def _is_settled(heat: list[_Heat]) -> bool:
 
 def _hot_momenta(table: Any) -> list[str]:
     """Sites whose momenta are known to be too hot."""
-    least = table["kinetic_temperature"] - _ERRORS * table["kinetic_temperature_error"]
+    least = table["kinetic_temperature"] - _ERRORS * table["kinetic_temperature_mcse"]
     gap = _MOST_INFLATION - 1
     return [*table.index[least > table["kinetic_temperature_expected"] + gap]]
 
@@ -193,7 +193,7 @@ def _warn_of_momenta(result: Result, table: Any, hot: list[str]) -> None:
     warn(
         BiasWarning,
         f"the momenta of site '{site}' are hotter than they should be: they have "
-        f"{row.kinetic_temperature:.3g} ± {row.kinetic_temperature_error:.2g} times the "
+        f"{row.kinetic_temperature:.3g} ± {row.kinetic_temperature_mcse:.2g} times the "
         f"temperature that was asked for, and {row.kinetic_temperature_expected:.3g} at this step "
         f"size without minibatches: {_cooler(result, 1 + heat[site])}",
     )

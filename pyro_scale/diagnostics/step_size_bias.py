@@ -82,7 +82,7 @@ def step_size_bias(plan: RunPlan, result: Result, num_samples: int | None) -> An
     }
     table = pandas.DataFrame(
         [(bias.mean, bias.mean_error, bias.sd, bias.sd_error) for bias in found.values()],
-        columns=["mean_bias", "mean_bias_error", "sd_inflation", "sd_inflation_error"],
+        columns=["mean_bias", "mean_bias_mcse", "sd_inflation", "sd_inflation_mcse"],
         index=pandas.Index([*found], name="site"),
     )
     table.attrs["order"] = {name: bias.orders[1] for name, bias in found.items()}

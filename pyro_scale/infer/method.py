@@ -181,54 +181,54 @@ class Method:
                 raise ArgumentError(f"var_names: no site '{name}'; there are {list(result.shapes)}")
         return summary(result, var_names)
 
-    def diagnostics(self, probe: Any = None) -> Any:
-        """How far to trust the draws: a DataFrame, one row a latent site.
+    def diagnostics(self, predict_at: Any = None) -> Any:
+        """Whether the draws can be trusted: a DataFrame, one row a latent site; the run's facts
+        are in `.attrs`.
 
         Args:
-            probe: some rows to predict for, as the model's own arguments (a tensor, a tuple by
-                position, a dict by name).  The table then has one more row for each data site,
-                "y, predicted", with `r_hat` and ESS of its predictive means, of class
-                probabilities for classes.  The weights of a network have so many equivalent modes
-                that chains do not agree on them; what they predict may well mix, and is what
-                counts.
+            predict_at: rows to predict for, as the model's own arguments (a tensor, a tuple, a
+                dict).  Adds R-hat and ESS of each data site's predictive means there.  For
+                networks, check predictions: weights have equivalent modes.
 
         Raises:
-            ArgumentError: the model cannot be run on `probe`.
+            ArgumentError: the model cannot be run on `predict_at`.
 
-        Columns: the worst `r_hat` and least `ess_bulk`, `ess_tail` of the site's elements, of
-        large sites of 200, evenly spread; with `superchains`, `nested_r_hat`, the worst, of those
-        whose chains all finished;
-        `temperature` by the virial theorem, E[-(w - mean) d log joint / dw], over the one that was
-        asked for, on batches that the draws have not seen, and its `temperature_error`: it
-        measures long steps, minibatches and what shuffling cancels of them, and is 1 where all
-        is well.  It is a mean over a site's elements, of which one may be off by itself:
-        `steepest_temperature` and its error are those of the element whose gradient scatters most,
-        which long steps and minibatches heat first;
-        for methods with a momentum `kinetic_temperature`, N p^2 / (m T) on average over up to 32
-        moments of the run, its `kinetic_temperature_error`, and `kinetic_temperature_expected`,
-        what it is on a Gaussian posterior at this step size without minibatches (SGHMC's is above
-        1 although its positions are nearly right): what is above that is heat;
-        `gradient_variance`, the largest variance of the minibatch gradient of the log joint over
-        N; with control variates `variance_reduction`, by what they divide it at least;
-        `temperature_inflation`, by what the noise of minibatches multiplied the temperature, to
-        first order in lr: 1 + lr N V / (2 friction B T), V the variance over rows of one row's
-        log likelihood gradient, for each element (combinations of elements may be heated more;
-        shuffled batches cancel part of it where lr is small); with shared batches
-        `chain_correlation`, which R-hat and ESS do not see.  The run's facts are in `.attrs`.
+        Columns:
+
+        - `r_hat`, `ess_bulk`, `ess_tail`: the worst of the site's elements (of 200, evenly spread,
+          for large sites).  With `superchains`, `nested_r_hat`: the worst of those whose chains
+          all finished.
+        - `temperature`: the temperature of the draws over the one asked for, by the virial
+          theorem, E[-(w - mean) d log joint / dw], on batches that the draws have not seen.  It is
+          the mean over the site's elements; 1 is right.  It reacts to long steps, to minibatch
+          noise and to short runs.  `max_gradient_temperature` is that of the element whose
+          gradient varies most.
+        - `kinetic_temperature`, for methods with a momentum: N p^2 / (m T), averaged over up to 32
+          moments of the run.  `kinetic_temperature_expected` is its value on a Gaussian posterior
+          at this step size without minibatches; what is above it is heat.
+        - `gradient_variance`: the largest variance of the minibatch gradient of the log joint over
+          N.  With control variates, `variance_reduction`: the least factor by which they divide
+          it.
+        - `minibatch_heating`: the factor by which minibatch noise multiplies the temperature, to
+          first order in lr: 1 + lr N V / (2 friction B T), V the variance over rows of one row's
+          log likelihood gradient.  It is computed by element; combinations of elements may be
+          heated more.  Shuffled batches cancel part of it where lr is small.
+        - `chain_correlation`, with shared batches, which R-hat and ESS do not detect.
+
+        `*_mcse` are Monte Carlo standard errors.
 
         Warns:
-            UserWarning: fewer than two superchains all of whose chains finished.
-            UserWarning: chains that do not agree: of two or more, of 50 draws each and 400 in all,
-                an R-hat above 1.05 on a site, or with `probe` on a prediction; superchains that
-                remember their starts.
-            UserWarning: a temperature that is known to be off by more than a tenth, or momenta that
-                are known to be so much hotter than expected; where it is not known to be right, an
-                inflation above 1.1, with the lr that would bring it below.  With lr="auto" more
-                steps are advised instead: it has weighed this heat against how little chains move
-                in so few at a smaller lr.
+            ConvergenceWarning: chains do not agree: R-hat above 1.05 for a site, or with
+                `predict_at` for a prediction (two or more chains of 50 draws each and 400 in all);
+                superchains that have not forgotten their starts, or fewer than two whose chains
+                all finished.
+            BiasWarning: a temperature that is known to be off by more than a tenth; where it is
+                not known to be right, a `minibatch_heating` above 1.1.  The message names the lr
+                that would bring it below.  With lr="auto" it advises more steps instead, because
+                the choice already weighs heat against slow mixing.
         """
-        result = self._results() if probe is None else self._draws()
-        return diagnostics(result, probe)
+        result = self._results() if predict_at is None else self._draws()
+        return diagnostics(result, predict_at)
 
     def log_likelihood(self, data: Any = None) -> dict[str, Tensor]:
         """Each data site's log likelihood, `[chains * draws, N]` in nats, a value a row.

@@ -478,7 +478,7 @@ class Sampler(Method):
         posterior sds, to first order in lr (of a site with a transform it comes out up to half as
         large again where the step is long); `sd_inflation`, the standard deviation over what it
         would be at ever smaller steps, of the element where that is furthest from 1 (it is taken
-        to be at most 10); `mean_bias_error` and `sd_inflation_error`, their Monte Carlo standard
+        to be at most 10); `mean_bias_mcse` and `sd_inflation_mcse`, their Monte Carlo standard
         errors, NaN where draws are under 50.  `.attrs` holds the `order` of lr by which each
         site's sd was extrapolated (1 where the noise of minibatches accounts for the difference),
         and `seconds`.

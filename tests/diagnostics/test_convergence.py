@@ -232,7 +232,7 @@ def test_predictions_mix_where_weights_do_not():
     table, said = told(fit)
     assert "do not agree" in said[0]
     assert "network" not in said[0]  # which it is not
-    probed, said = told(fit, probe=NEW)
+    probed, said = told(fit, predict_at=NEW)
     assert not said
     assert list(probed.index) == ["w", "y, predicted"]
     assert probed.r_hat["w"] > 1.5 > 1.05 > probed.r_hat["y, predicted"]
@@ -251,9 +251,9 @@ def test_predictions_that_do_not_mix_are_said():
             pyro.sample("z", dist.Normal(w, 100.0), obs=y)
 
     fit = run(stuck(model, apart=0.7), (X, Y))
-    (said,) = told(fit, probe=(NEW,))[1]
+    (said,) = told(fit, predict_at=(NEW,))[1]
     assert said.startswith("'z, predicted'")
-    assert "probe" not in said
+    assert "predict_at" not in said
 
 
 @pytest.mark.parametrize("how", [lambda x: x, lambda x: (x, None), lambda x: {"x": x}])
@@ -264,7 +264,7 @@ def test_it_is_arvizs_of_the_means(how):
     logits = NEW[:, None] * draws[:, :, None]
     expected = {"y": logits.softmax(-1).flatten(2), "z": NEW * draws[:, :, :1]}
     before = torch.get_rng_state()
-    table, _ = told(fit, probe=how(NEW))
+    table, _ = told(fit, predict_at=how(NEW))
     assert torch.equal(torch.get_rng_state(), before)
     assert list(table.index) == ["w", "y, predicted", "z, predicted"]
     for name, value in expected.items():
@@ -276,14 +276,16 @@ def test_it_is_arvizs_of_the_means(how):
             assert row[f"ess_{kind}"] == pytest.approx(least, rel=1e-9)
 
 
-@pytest.mark.parametrize("probe", [5, (), {"z": X}, (X, Y, Y), torch.zeros(3, 5), double(1.0)[0]])
-def test_what_the_model_cannot_be_run_on_is_refused(probe):
+@pytest.mark.parametrize("rows", [5, (), {"z": X}, (X, Y, Y), torch.zeros(3, 5), double(1.0)[0]])
+def test_what_the_model_cannot_be_run_on_is_refused(rows):
     labels = Y.round().clamp(0, 2)
     fit = run(ps.BAOA(classes, lr=0.1), (X, labels), num_samples=4, warmup_steps=0)
-    with pytest.raises(ArgumentError, match=r"^probe: .*pass some rows as the model's own argum"):
-        fit.diagnostics(probe=probe)
+    with pytest.raises(
+        ArgumentError, match=r"^predict_at: .*pass some rows as the model's own argum"
+    ):
+        fit.diagnostics(predict_at=rows)
 
 
 def test_a_model_without_data_sites_predicts_nothing():
-    with pytest.raises(ArgumentError, match="probe: the model has no data site"):
-        run(stuck()).diagnostics(probe=NEW)
+    with pytest.raises(ArgumentError, match="predict_at: the model has no data site"):
+        run(stuck()).diagnostics(predict_at=NEW)

@@ -43,7 +43,7 @@ def run(method, data=None, **how):
 
 def z_of(table, site, expected):
     found = table.kinetic_temperature[site]
-    return abs(found - expected) / table.kinetic_temperature_error[site]
+    return abs(found - expected) / table.kinetic_temperature_mcse[site]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_on_a_gaussian(method, lr, expected):
         kernel = bound(sampler.kernel)
         expected = float(stationary(kernel, torch.eye(1).double())[1, 1])
     table, said = told(sampler.diagnostics)
-    assert table.kinetic_temperature_error["x"] < 0.03
+    assert table.kinetic_temperature_mcse["x"] < 0.03
     assert z_of(table, "x", expected) < 4.4
     assert table.kinetic_temperature_expected["x"] == pytest.approx(expected, rel=1e-4)
     assert not said

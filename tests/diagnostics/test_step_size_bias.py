@@ -48,7 +48,7 @@ def run(method, data=None, **how):
 
 def variance_of(table, site):
     """(By what the variance is multiplied, its standard error)."""
-    sd, error = table.sd_inflation[site], table.sd_inflation_error[site]
+    sd, error = table.sd_inflation[site], table.sd_inflation_mcse[site]
     return sd**2, 2 * sd * error
 
 
@@ -98,8 +98,8 @@ def test_the_coupling_lowers_the_error():
     own = (x.mean(1) - y.mean(1)).std() / len(x) ** 0.5 / x.std() * 4 / 3
     squares = (x - x.mean()).square().mean(1) - (y - y.mean()).square().mean(1)
     spread = squares.std() / len(x) ** 0.5 / x.var() * 4 / 3 / 2
-    assert table.mean_bias_error["x"] < own / 3
-    assert table.sd_inflation_error["x"] < spread / 3
+    assert table.mean_bias_mcse["x"] < own / 3
+    assert table.sd_inflation_mcse["x"] < spread / 3
 
 
 # ------------------------------------------------------------------ known answers
@@ -128,7 +128,7 @@ def test_of_a_step_on_gaussians(method, lr, expected):
     assert error < 0.04
     assert abs(found - expected) < max(0.2 * (expected - 1), 0.03)
     assert bool(said) == (expected > 1.05**2)
-    assert abs(table.mean_bias["x"]) < 4.4 * table.mean_bias_error["x"] + 1e-12
+    assert abs(table.mean_bias["x"]) < 4.4 * table.mean_bias_mcse["x"] + 1e-12
     if said:
         assert "site 'x'" in said[0]
         assert f"lower lr from {lr:.2g} to about" in said[0]
@@ -218,7 +218,7 @@ def test_of_a_skewed_target_by_quadrature(method, lr):
     assert bias < -0.02
     assert table.mean_bias["x"] == pytest.approx(bias, rel=0.25)
     assert table.sd_inflation["x"] - 1 == pytest.approx(float(draws.std()) / sd - 1, rel=0.25)
-    assert table.mean_bias_error["x"] < 0.01
+    assert table.mean_bias_mcse["x"] < 0.01
 
 
 def test_by_site_and_element():
@@ -262,8 +262,8 @@ def test_what_control_variates_leave_is_nothing():
     how = {"batch_size": B, "num_samples": 100, "num_chains": 10}
     table, said = told(run(sampler, (Y,), **how).step_size_bias)
     assert not said
-    assert abs(table.sd_inflation["mu"] - 1) < 4.4 * table.sd_inflation_error["mu"]
-    assert table.sd_inflation_error["mu"] < 0.02
+    assert abs(table.sd_inflation["mu"] - 1) < 4.4 * table.sd_inflation_mcse["mu"]
+    assert table.sd_inflation_mcse["mu"] < 0.02
 
 
 def test_what_is_left_of_noise_taken_off():
@@ -327,8 +327,8 @@ def test_errors_are_as_large_as_estimates_scatter(monkeypatch):
 def test_few_draws_say_nothing():
     sampler = run(ps.SGLD(gaussian(double(1.0)), lr=1.5), num_samples=10, num_chains=4)
     table, said = told(sampler.step_size_bias)
-    assert table.sd_inflation_error.isna().all()
-    assert table.mean_bias_error.isna().all()
+    assert table.sd_inflation_mcse.isna().all()
+    assert table.mean_bias_mcse.isna().all()
     assert not said
 
 

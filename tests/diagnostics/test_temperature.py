@@ -76,7 +76,7 @@ def test_by_hand_on_another_model():
 def test_too_large_a_step_is_said_and_a_right_one_is_not(method, lr, how, hot):
     fit = run(method(mean_of_normal, lr=lr), **how)
     table, said = told(fit.diagnostics)
-    assert table.temperature_error["mu"] < 0.15
+    assert table.temperature_mcse["mu"] < 0.15
     assert any("site 'mu' is hotter" in each for each in said) == hot
     assert not any("colder" in each for each in said)
     if hot:
@@ -123,7 +123,7 @@ def test_one_element_that_is_too_wide_among_many_is_seen(method, how):
     assert truth[4] > 1.4
     table, said = told(fit.diagnostics)
     assert table.temperature["w"] < 1.15
-    assert table.steepest_temperature["w"] == pytest.approx(float(truth[4]), rel=0.15)
+    assert table.max_gradient_temperature["w"] == pytest.approx(float(truth[4]), rel=0.15)
     (one,) = (each for each in said if "hotter" in each)
     assert "site 'w' is hotter than it should be: its steepest element has" in one
     exact = ps.Laplace(regression).run((COLUMNS, OUTCOMES), **QUIET)
@@ -146,7 +146,7 @@ def test_batches_of_a_loader_are_those_after_the_run():
     truth = float(fit.get_samples()["mu"].var()) * (N + 0.01)
     table, _ = told(fit.diagnostics)
     gap = abs(table.temperature["mu"] - truth)
-    assert gap < 4 * table.temperature_error["mu"] + 0.1 * truth
+    assert gap < 4 * table.temperature_mcse["mu"] + 0.1 * truth
 
 
 def test_too_cold_is_said():
@@ -170,7 +170,7 @@ def test_optimizers_have_none():
 def test_few_draws_say_nothing():
     fit = run(ps.SGLD(mean_of_normal, lr=1.0), num_samples=5)
     table, said = told(fit.diagnostics)
-    assert table.temperature_error.isna().all()
+    assert table.temperature_mcse.isna().all()
     assert not any("hotter" in each or "colder" in each for each in said)
 
 

@@ -156,7 +156,7 @@ class TestGradientNoise:
             added *= (1 - self.batch / self.size) * self.size / (self.size - 1)
         with pytest.warns(UserWarning, match=r"hotter than it should be.*lower lr"):
             table = sampler.diagnostics()
-        factor = table.loc["w", "temperature_inflation"]
+        factor = table.loc["w", "minibatch_heating"]
         assert factor - 1 == pytest.approx(added, rel=4.4 * 0.0075)
 
 
@@ -173,7 +173,7 @@ class TestGradientNoise:
 def test_the_whole_data_every_step_has_no_gradient_noise(data, kwargs, num_data):
     sampler = ps.BAOA(one_column, lr=0.1, num_data=num_data)
     sampler.run(data, num_samples=10, seed=0, **kwargs, **QUIET)
-    assert sampler.diagnostics().loc["w", "temperature_inflation"] == 1.0
+    assert sampler.diagnostics().loc["w", "minibatch_heating"] == 1.0
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
@@ -183,7 +183,7 @@ def test_no_warning_and_no_inflation_where_there_is_none(temperature, recwarn):
     table = sampler.diagnostics()
     assert not [w for w in recwarn if "temperature" in str(w.message)]
     if temperature == 0:
-        assert "temperature_inflation" not in table
+        assert "minibatch_heating" not in table
 
 
 # ------------------------------------------------------------------ seeds and chains
@@ -906,7 +906,7 @@ def test_the_inflation_is_known_for_batches_of_one_row():
     data, kwargs = y, {"batch_size": 1, "sampling": "replacement", "num_samples": 50}
     sampler.run(data, warmup_steps=50, seed=0, **kwargs, **QUIET)
     with pytest.warns(UserWarning, match="multiplies the temperature"):
-        reported = float(sampler.diagnostics()["temperature_inflation"].iloc[0])
+        reported = float(sampler.diagnostics()["minibatch_heating"].iloc[0])
     expected = 1 + 0.1 * 200 * float(y.var()) / 2
     # of 256 rows in four groups: the variance is known to a relative 9%
     assert abs(reported - expected) < 4 * 0.09 * expected

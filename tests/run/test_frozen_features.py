@@ -123,7 +123,7 @@ def check_same(monkeypatch, model, data, **kwargs):
         each.to_arviz(log_likelihood=False).sample_stats["lp"].values for each in (fit, expected)
     ]
     torch.testing.assert_close(*map(torch.tensor, joint), rtol=1e-11, atol=1e-11)
-    columns = ["gradient_variance", "temperature_inflation"]
+    columns = ["gradient_variance", "minibatch_heating"]
     tables = [each.diagnostics() for each in (fit, expected)]
     for column in set(columns) & set(tables[1].columns):
         torch.testing.assert_close(*(torch.tensor(t[column].values) for t in tables))

@@ -284,13 +284,13 @@ class TestAMillionRows:
         assert z_of_moments(draws, mean, sd) < 4.4
         assert float(((draws.mean(0) - mean) / sd).abs().max()) < 0.1
         assert float((draws.std(0) / sd - 1).abs().max()) < 0.1
-        assert float(table["temperature_inflation"].max()) < 1.05
+        assert float(table["minibatch_heating"].max()) < 1.05
         assert float(table["variance_reduction"].min()) > 10**4
 
     @pytest.mark.slow
     def test_without_them_the_same_steps_are_far_too_wide(self, data, laplace):
         draws, table = self.run(data)
-        inflation = float(table["temperature_inflation"].max())
+        inflation = float(table["minibatch_heating"].max())
         widest = float((draws.var(0) / laplace[1].square()).max())
         assert inflation > 1000
         assert 0.5 < widest / inflation < 2

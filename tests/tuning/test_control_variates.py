@@ -242,7 +242,7 @@ def test_a_linear_gaussian_model_has_no_noise_left_anywhere(row):
     far = (without.get_samples()["w"] - whole.get_samples()["w"]).abs().max()
     assert float(far) > 0.05
     table = sampler.diagnostics()
-    assert table.loc["w", "temperature_inflation"] == pytest.approx(1.0, abs=1e-12)
+    assert table.loc["w", "minibatch_heating"] == pytest.approx(1.0, abs=1e-12)
     assert table.loc["w", "gradient_variance"] < 1e-20
 
 
@@ -412,8 +412,8 @@ def test_the_inflation_is_known_to_rounding(row):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         table = sampler.diagnostics()
-    assert table.loc["a", "temperature_inflation"] == pytest.approx(float(found.inflation[0]))
-    assert table.loc["b", "temperature_inflation"] == pytest.approx(float(found.inflation[1]))
+    assert table.loc["a", "minibatch_heating"] == pytest.approx(float(found.inflation[0]))
+    assert table.loc["b", "minibatch_heating"] == pytest.approx(float(found.inflation[1]))
 
 
 @pytest.mark.parametrize("name", slow_but(["BAOA", "SGLD", "SGHMC", "UBU"], "BAOA"))
@@ -584,7 +584,7 @@ def test_twenty_thousand_rows_in_batches_of_32(method, lr):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", category=DeprecationWarning)
-        reported = sampler.diagnostics().loc["w", "temperature_inflation"]
+        reported = sampler.diagnostics().loc["w", "minibatch_heating"]
     # V from 4096 rows at the mode to 2.2%, and from 8192 at draws to 1.6%
     assert reported == pytest.approx(1, abs=4.4 * 0.62 * 0.028)
 
