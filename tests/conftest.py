@@ -23,10 +23,10 @@ def float64():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_black_boxes_left_behind(tmp_path_factory):
+def _no_crash_dumps_left_behind(tmp_path_factory):
     """What chains that break leave among temporary files is among the tests' own."""
     with pytest.MonkeyPatch.context() as patch:
-        own = partial(mkdtemp, dir=tmp_path_factory.mktemp("black-boxes"))
+        own = partial(mkdtemp, dir=tmp_path_factory.mktemp("crash-dumps"))
         patch.setattr(crash_dump, "mkdtemp", own)
         yield
 

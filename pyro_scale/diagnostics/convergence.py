@@ -134,7 +134,7 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
 
 def _has_weights(result: Result) -> bool:
     """Whether latents are weights of a network."""
-    sites = result.log_posterior.understanding.sites.values()
+    sites = result.log_posterior.model_info.sites.values()
     return any(WEIGHT in site.infer for site in sites if site.kind == "latent")
 
 

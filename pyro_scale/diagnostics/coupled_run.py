@@ -1,8 +1,8 @@
-"""A run's shadow: the run again at half the step, close beside it.
+"""The coupled run: a run again at half the step size, on the same noise.
 
-The shadow starts where the run did, takes twice as many steps on the same path of noise (each
-normal split in two), and batches of its own with the law of the run's.  So the two move together,
-and their difference scatters less than either.
+It starts where the run did, takes twice as many steps on the same path of noise (each normal split
+in two), and draws batches of its own from the same law.  The two move together, so that their
+difference scatters less than either.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pyro_scale.posterior.draws import Result
 from pyro_scale.run.run import RunPlan
 
 
-def with_shadow(plan: RunPlan, result: Result, count: int) -> tuple[Result, Result]:
-    """So many first draws of the run, and the shadow's, of chains that finished in both.
+def with_coupled_run(plan: RunPlan, result: Result, count: int) -> tuple[Result, Result]:
+    """The first `count` draws of the run and of the coupled run, of chains that finished in both.
 
     Raises:
-        NonFiniteError: all of the shadow's chains became NaN or infinite.
+        NonFiniteError: all chains of the coupled run became NaN or infinite.
     """
-    draws = _shadow(plan, count)
+    draws = _coupled(plan, count)
     places = [i for i, chain in enumerate(plan.finished) if chain in draws.finished]
     short = dataclasses.replace(
         result,
@@ -36,7 +36,7 @@ def with_shadow(plan: RunPlan, result: Result, count: int) -> tuple[Result, Resu
     return short, dataclasses.replace(short, positions=draws.positions[chains])
 
 
-def _shadow(plan: RunPlan, count: int) -> Draws:
+def _coupled(plan: RunPlan, count: int) -> Draws:
     """The run at half the step, as far as so many draws."""
     problem, kernel = plan.problem, plan.kernel
     steps = Steps(count, 2 * plan.steps.warmup_steps, 2 * plan.steps.thinning)
@@ -48,9 +48,9 @@ def _shadow(plan: RunPlan, count: int) -> Draws:
     noise = RefinedNoise(problem.seed, len(positions), shape, positions.dtype, positions.device)
     # batches of its own, as the seed is another
     other = dataclasses.replace(problem, seed=derived_seed(problem.seed, 0, Purpose.SHADOW))
-    shadow = dataclasses.replace(plan, problem=other, tape=tape, steps=steps)
+    coupled = dataclasses.replace(plan, problem=other, tape=tape, steps=steps)
     title = f"{type(kernel).__name__} at half the step"
-    draws = shadow.execute(
+    draws = coupled.execute(
         title, seed=problem.seed, noise=noise
     ).draws  # momenta start as the run's
     if draws.error is not None:

@@ -63,9 +63,9 @@ def written(problem: Problem, method: str, draws: Draws, directory: Path | None)
 def _written_before(problem: Problem, failures: list[Failure], directory: Path) -> str:
     """How to see the last steps of a run that goes on, if they were written when it broke."""
     for failure in failures:
-        path = directory / f"black-box-{failure.chain}"
+        path = directory / f"crash-dump-{failure.chain}"
         with contextlib.suppress(FileError):
-            found = files.read(path, "black box")
+            found = files.read(path, "crash dump")
             if (found["step"], found["attrs"]["seed"]) == (failure.step, problem.seed):
                 return _pointer(path, failure.chain, len(found["steps"]))
     return ""
@@ -88,8 +88,8 @@ def _write(
             return
         # in a directory of its own nobody else can read it
         directory = directory or _temporary()
-        path = directory / f"black-box-{failure.chain}"
-        files.write(path, contents, "black box")
+        path = directory / f"crash-dump-{failure.chain}"
+        files.write(path, contents, "crash dump")
         yield path
 
 

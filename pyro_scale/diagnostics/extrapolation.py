@@ -34,19 +34,19 @@ class Law(NamedTuple):
     order: Tensor
 
 
-def law_of(plan: RunPlan, noise: Tensor, own: Tensor, shadow: Tensor) -> Law:
+def law_of(plan: RunPlan, noise: Tensor, own: Tensor, coupled: Tensor) -> Law:
     """What the kernel's exact law on a Gaussian says.
 
     Args:
         plan: of the run.
         noise: the variance of the minibatch gradient of the log joint over N, `[latents]`.
         own: unconstrained variances of the run's draws, `[latents]`.
-        shadow: of those at half the step.
+        coupled: of those at half the step.
     """
     kernel, mass = _bound(plan, len(own))
     epoch = plan.problem.epoch(plan.sampling)
     half = kernel.bind({**kernel.hyperparameters(), "lr": kernel.lr / 2})
-    exact, least = shadow, _LEAST * own
+    exact, least = coupled, _LEAST * own
     gap = order = torch.full_like(own, torch.nan)
     for _ in range(_ROUNDS):
         precision = kernel.temperature / (exact * mass)  # in units where the mass is 1
@@ -55,7 +55,7 @@ def law_of(plan: RunPlan, noise: Tensor, own: Tensor, shadow: Tensor) -> Law:
         gap = (whole - short) / whole
         factor = torch.where(gap.abs() > _ROUNDING, bias / (whole - short), torch.nan)
         order = torch.where(factor > 1, (factor / (factor - 1)).log2(), torch.nan)
-        exact = (own - factor.nan_to_num(0.0) * (own - shadow)).maximum(least)
+        exact = (own - factor.nan_to_num(0.0) * (own - coupled)).maximum(least)
     return Law(gap, order)
 
 

@@ -79,7 +79,7 @@ def loo(result: Result, data: Data, num_rows: int | None, seed: int) -> Loo:
     Warns:
         UserWarning: some rows' weights have too heavy a tail.
     """
-    rules = result.log_posterior.understanding.scaling.rules.values()
+    rules = result.log_posterior.model_info.scaling.rules.values()
     if not any(rule.role == "rows" for rule in rules):
         raise ArgumentError("loo: the model has no data site with a value a row")
     draws = result.positions.shape[:2].numel()

@@ -94,11 +94,11 @@ def replay(path: files.FilePath, model: Any) -> Replay:
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     with contextlib.suppress(ps.errors.NonFiniteError):
         ...         _ = sampler.run(None, **steps, seed=0, checkpoint=directory)
-        ...     found = ps.replay(f"{directory}/black-box-0", model)
+        ...     found = ps.replay(f"{directory}/crash-dump-0", model)
         >>> found.site, found.reason.partition(": ")[2]
         ('w', 'the step size is above the stable range')
     """
-    contents = files.read(path, "black box")
+    contents = files.read(path, "crash dump")
     known, layout = understood(contents, model), layout_of(contents)
     steps = list(rerun(contents, known))
     broken = next((step for step in steps if not step.is_sound), steps[-1])
@@ -180,7 +180,7 @@ def _examined(
         run = known.run(params, step.arguments, step.indices, recorder, validate)
         terms = terms_of(run.sites)
     except Exception as error:  # of whatever kind the user's model raises
-        sites = known.understanding.sites
+        sites = known.model_info.sites
         expected = [n for n, s in sites.items() if s.kind != "subsample" and n not in met]
         return next(iter(expected or met), None), _in_short(error)
     for name, term in terms.items():

@@ -65,7 +65,7 @@ class Rerun:
 
 
 def rerun(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Iterator[Rerun]:
-    """Takes the steps of a black box again, eagerly.
+    """Takes the steps of a crash dump again, eagerly.
 
     Args:
         contents: of the file.

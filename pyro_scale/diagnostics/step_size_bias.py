@@ -1,10 +1,10 @@
-"""How far a run is off because its step is finite, from its shadow at half the step.
+"""The bias of a finite step size, from the coupled run at half the step.
 
-Of a bias that falls as lr^p the shadow keeps 1/2^p, so the bias is the difference of the two times
-2^p / (2^p - 1) (Richardson's extrapolation).  With minibatches p is that of the kernel's exact law
-on a Gaussian with the draws' variances and the gradients' noise, where that explains the
-difference; else it is the kernel's order, and what is linear in lr^p is the precision (on
-Gaussians: SGLD's exactly, SGHMC's nearly).
+If the bias falls as lr^p, the coupled run has 1/2^p of it, and the bias is the difference of the
+two times 2^p / (2^p - 1) (Richardson's extrapolation).  With minibatches, p comes from the kernel's
+exact law on a Gaussian with the draws' variances and the gradients' noise, where that explains the
+difference.  Otherwise p is the kernel's order, and the precision is taken as linear in lr^p (on
+Gaussians exact for SGLD, nearly so for SGHMC).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pyro_scale.core.schedules import Cyclical
 from pyro_scale.core.warn import warn
-from pyro_scale.diagnostics.coupled_run import with_shadow
+from pyro_scale.diagnostics.coupled_run import with_coupled_run
 from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.diagnostics.extrapolation import Law, law_of
 from pyro_scale.diagnostics.report import errors_of_the_worst, lower_lr, standard_error
@@ -68,12 +68,12 @@ def step_size_bias(plan: RunPlan, result: Result, num_samples: int | None) -> An
     _check(plan, result, num_samples)
     started = time.perf_counter()
     count = num_samples or result.positions.shape[1]
-    short, shadow = with_shadow(plan, result, count)
-    laws = _laws(plan, result, short, shadow)
+    short, coupled = with_coupled_run(plan, result, count)
+    laws = _laws(plan, result, short, coupled)
     found = {
         name: _bias(
             _elements(short.samples[name]),
-            _elements(shadow.samples[name]),
+            _elements(coupled.samples[name]),
             short.weights,
             laws.get(name),
             plan,
@@ -123,7 +123,7 @@ def _check(plan: RunPlan, result: Result, num_samples: int | None) -> None:
         raise ArgumentError(f"num_samples={num_samples}: the run has {kept} draws a chain")
 
 
-def _laws(plan: RunPlan, result: Result, short: Result, shadow: Result) -> dict[str, Law]:
+def _laws(plan: RunPlan, result: Result, short: Result, coupled: Result) -> dict[str, Law]:
     """The law of every latent site's unconstrained elements, where there is one."""
     noise, problem = result.gradient_noise, plan.problem
     in_batches = problem.data.batch_size is not None and plan.kernel.heated
@@ -131,7 +131,7 @@ def _laws(plan: RunPlan, result: Result, short: Result, shadow: Result) -> dict[
         return {}
     count = len(noise.variance)
     own, half = (
-        torch.cat(list(each.blocks()))[:, :count].double().var(0) for each in (short, shadow)
+        torch.cat(list(each.blocks()))[:, :count].double().var(0) for each in (short, coupled)
     )
     found = law_of(plan, noise.variance.double(), own, half)
     slices = result.layout.slices()
@@ -144,21 +144,21 @@ def _elements(samples: Tensor) -> Tensor:
 
 
 def _bias(
-    own: Tensor, shadow: Tensor, weights: Tensor | None, law: Law | None, plan: RunPlan
+    own: Tensor, coupled: Tensor, weights: Tensor | None, law: Law | None, plan: RunPlan
 ) -> Bias:
     """The bias of a site's worst elements.
 
     Args:
         own: the run's draws, `[chains, draws, elements]`.
-        shadow: the shadow's.
+        coupled: the coupled run's.
         weights: of draws, `[chains, draws]`.
         law: of its unconstrained elements, if there is one.
         plan: of the run.
     """
     share = torch.ones(1, 1, 1) if weights is None else (weights / weights.mean())[..., None]
-    gaps = share * (own - shadow)
-    center = (share * (own + shadow)).mean((0, 1)) / 2
-    squares = [share * (draws - center).square() for draws in (own, shadow)]
+    gaps = share * (own - coupled)
+    center = (share * (own + coupled)).mean((0, 1)) / 2
+    squares = [share * (draws - center).square() for draws in (own, coupled)]
     variances = [square.mean((0, 1)) for square in squares]
     moves = variances[1] > 0  # what never does, such as a triangle of zeros, has no bias
     ratio = torch.where(moves, variances[0] / variances[1], 1)

@@ -74,14 +74,14 @@ def pieces_with(
 
 def is_row_wise(log_posterior: LogPosterior) -> bool:
     """Whether the model takes parts of the data."""
-    known = log_posterior.understanding
+    known = log_posterior.model_info
     joint = any(rule.whole_data for rule in known.scaling.rules.values())
     return not (joint or known.whole_only)
 
 
 def split(log_posterior: LogPosterior, batches: Iterable[Arguments]) -> Iterator[Piece]:
     """Batches as the model takes them; one that subsamples by itself gets blocks of indices."""
-    known = log_posterior.understanding
+    known = log_posterior.model_info
     for arguments in batches:
         total = rows.count(arguments)
         if known.own_plate is None:

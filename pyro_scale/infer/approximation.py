@@ -332,7 +332,7 @@ def as_prior(fit: Fit, start: int) -> LogPosterior:
             "the old posterior as the next prior: a Gaussian over all latent sites is needed; fit "
             "Laplace, VI or EKF without sites="
         )
-    if any(rule.whole_data for rule in known.understanding.scaling.rules.values()):
+    if any(rule.whole_data for rule in known.model_info.scaling.rules.values()):
         raise ArgumentError(
             "the old posterior as the next prior: the likelihood is a joint density of all rows, "
             "so more rows would change what those before them say; run on all of them together"

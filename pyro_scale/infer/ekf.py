@@ -186,7 +186,7 @@ class EKF(Approximation):
             opened = batch_as_data(self.model, self._num_data, args, kwargs)
             self._filter = self._begun(opened, opened.first(), choose_seed(None))
         known = self._filter.log_posterior
-        if known.understanding.own_plate is not None:
+        if known.model_info.own_plate is not None:
             raise ModelError(
                 "the model subsamples by itself, so that a step does not say which rows are new: "
                 "pass batches to a model of batches"
@@ -241,14 +241,14 @@ class EKF(Approximation):
     def _begun(self, data: Data, arguments: Any, seed: int) -> Filter:
         known = as_log_posterior(self.model, data.num_data)
         known.prepare(arguments, None, seed)
-        if any(rule.whole_data for rule in known.understanding.scaling.rules.values()):
+        if any(rule.whole_data for rule in known.model_info.scaling.rules.values()):
             raise ModelError(
                 "the likelihood is a joint density of all rows, so a filter cannot absorb them "
                 "batch by batch: use Laplace or VI"
             )
         layout, dense = known.layout, self.structure == "dense"
         if dense:
-            device = known.understanding.sites[layout.names[0]].value.device
+            device = known.model_info.sites[layout.names[0]].value.device
             refuse_what_does_not_fit(layout.size, layout.dtype, device, _MATRICES, "EKF")
         prior = self._gaussian(known, arguments, layout, dense, seed)
         state = EKFState(prior.mean, prior.precision)

@@ -15,10 +15,10 @@ from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.model.curvature.gaussian_prior import exact_moments
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.model_info import ModelInfo, model_warnings
 from pyro_scale.model.scaling import Rule
 from pyro_scale.model.sites import Point, Site
 from pyro_scale.model.transforms import bijection
-from pyro_scale.model.understanding import Understanding, doubts
 from pyro_scale.run.problem import as_log_posterior, check_all_rows, module_device
 
 #: Sites that differ by numbers in their names alone, from which they are one line.
@@ -159,7 +159,7 @@ def explain(
     first = opened.first()
     log_posterior.prepare(first)
     check_all_rows(log_posterior, opened, log_posterior.start(first, seed=0))
-    known = log_posterior.understanding
+    known = log_posterior.model_info
     return Explanation(
         rows=tuple(_table(log_posterior)),
         num_data=log_posterior.num_data,
@@ -172,7 +172,7 @@ def explain(
 
 
 def _table(log_posterior: LogPosterior) -> list[dict[str, str]]:
-    known = log_posterior.understanding
+    known = log_posterior.model_info
     ratio = log_posterior.num_data / known.batch_size
     rules = {part: rule for name, rule in known.scaling.rules.items() for part in name.split("+")}
     rows = [
@@ -260,8 +260,8 @@ def _transform(transform: Any) -> str:
     return type(transform).__name__.removesuffix("Transform")
 
 
-def _warnings(known: Understanding) -> list[str]:
-    warnings = doubts(known)
+def _warnings(known: ModelInfo) -> list[str]:
+    warnings = model_warnings(known)
     rules = known.scaling.rules
     by_hand = [name for name, rule in rules.items() if not rule.keeps_scale]
     if by_hand:

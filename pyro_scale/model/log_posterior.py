@@ -27,6 +27,7 @@ from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.model import derivatives
 from pyro_scale.model.checks import refuse_broken_starts
 from pyro_scale.model.function import function_model
+from pyro_scale.model.model_info import ModelInfo
 from pyro_scale.model.preflight import InitFunction, draw_latents, understand, understand_function
 from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import Recorder, Simulator
@@ -34,7 +35,6 @@ from pyro_scale.model.scaling import Evaluation, Prior
 from pyro_scale.model.sites import Site
 from pyro_scale.model.starts import init_to_module, init_to_reset, uniform
 from pyro_scale.model.terms import terms_of
-from pyro_scale.model.understanding import Understanding
 
 Params = Mapping[str, Tensor]
 
@@ -77,7 +77,7 @@ class LogPosterior:
         self._num_data = None if num_data is None else as_count("num_data", num_data)
         self._program = Program(model)
         self._preflight = understand
-        self._understanding: Understanding | None = None
+        self._model_info: ModelInfo | None = None
         self._prior: Prior | None = None
         #: What has taken the place of the prior, if that is a Gaussian.
         self.gaussian_prior: Gaussian | None = None
@@ -123,7 +123,7 @@ class LogPosterior:
         self.prepare(arguments)
         run = self.run(params, arguments, indices)
         size = self.batch_size(arguments)
-        scaling = self.understanding.scaling
+        scaling = self.model_info.scaling
         return scaling.evaluate(run.sites, terms_of(run.sites), size, self._prior)
 
     def grad(
@@ -153,7 +153,7 @@ class LogPosterior:
         """Each data site's log likelihood a row, `[B]`: without N/B, the user's scale in it."""
         arguments = rows.as_arguments(batch)
         terms = terms_of(self.run(params, arguments, indices).sites)
-        return self.understanding.scaling.rows(terms, self.batch_size(arguments))
+        return self.model_info.scaling.rows(terms, self.batch_size(arguments))
 
     def simulate(
         self,
@@ -230,7 +230,7 @@ class LogPosterior:
 
     def constrain(self, params: Params) -> dict[str, Tensor]:
         """Unconstrained params -> the sites' own values (and those of params among them)."""
-        run = self.run(params, self.understanding.example, self.first_indices())
+        run = self.run(params, self.model_info.example, self.first_indices())
         latents = {s.name: s.value for s in run.sites.values() if s.kind == "latent"}
         points = {
             name: transform_to(point.constraint)(params[name])
@@ -244,7 +244,7 @@ class LogPosterior:
         for name in self.latents:
             if name not in values:
                 raise ArgumentError(f"unconstrain: no value for site '{name}'")
-        params = self.start(self.understanding.example, seed=0, values=values)
+        params = self.start(self.model_info.example, seed=0, values=values)
         for name, point in self.points.items():
             if name in values:
                 params[name] = transform_to(point.constraint).inv(values[name])
@@ -252,12 +252,12 @@ class LogPosterior:
 
     def deterministics(self, params: Params) -> dict[str, Tensor]:
         """`pyro.deterministic` sites outside the data's plate."""
-        run = self.run(params, self.understanding.example, self.first_indices())
-        return {name: run.sites[name].value for name in self.understanding.steady}
+        run = self.run(params, self.model_info.example, self.first_indices())
+        return {name: run.sites[name].value for name in self.model_info.steady}
 
     def first_indices(self) -> Tensor | None:
         """The first rows' indices, for a model that subsamples by itself."""
-        known = self.understanding
+        known = self.model_info
         return None if known.own_plate is None else torch.arange(known.batch_size)
 
     def broken_site(self, params: Params, arguments: Arguments) -> str:
@@ -295,20 +295,18 @@ class LogPosterior:
         self, arguments: Arguments, init: InitFunction | None = None, seed: int = 0
     ) -> None:
         """Understands the model on a first batch; does nothing the second time."""
-        if self._understanding is not None:
+        if self._model_info is not None:
             return
         with own_generator(derived_seed(seed, 0, Purpose.INIT)):
-            if self._understanding is None:  # of another thread
+            if self._model_info is None:  # of another thread
                 init = init or self.default_init(0)
-                self._understanding = self._preflight(
-                    self._program, arguments, init, self._num_data
-                )
+                self._model_info = self._preflight(self._program, arguments, init, self._num_data)
 
     def renewed(self, num_data: int | None) -> LogPosterior:
         """The same, before it has seen a batch; `num_data` counts where it has none itself."""
         other = copy.copy(self)
         other._num_data = self._num_data or num_data
-        other._program, other._understanding = Program(self.model), None
+        other._program, other._model_info = Program(self.model), None
         return other
 
     def with_prior(self, prior: Prior) -> LogPosterior:
@@ -337,15 +335,15 @@ class LogPosterior:
         return init_to_reset(fallback=uniform)
 
     @property
-    def understanding(self) -> Understanding:
+    def model_info(self) -> ModelInfo:
         """What the preflight found.
 
         Raises:
             NotRunError: no batch has been seen yet.
         """
-        if self._understanding is None:
+        if self._model_info is None:
             raise NotRunError("the model has not seen a batch yet: call init(seed, *batch) first")
-        return self._understanding
+        return self._model_info
 
     @property
     def given_num_data(self) -> int | None:
@@ -355,24 +353,24 @@ class LogPosterior:
     @property
     def num_data(self) -> int:
         """N."""
-        return self.understanding.scaling.num_data
+        return self.model_info.scaling.num_data
 
     @property
     def latents(self) -> tuple[str, ...]:
         """The latent sites' names, in the model's order."""
-        return tuple(s.name for s in self.understanding.sites.values() if s.kind == "latent")
+        return tuple(s.name for s in self.model_info.sites.values() if s.kind == "latent")
 
     @property
     def layout(self) -> Layout:
         """Where the latents lie in one unconstrained vector."""
-        sites = self.understanding.sites.values()
+        sites = self.model_info.sites.values()
         values = {site.name: site.unconstrained for site in sites if site.kind == "latent"}
         return Layout.of({name: value for name, value in values.items() if value is not None})
 
     @property
     def points(self) -> Mapping[str, Any]:
         """`pyro.param` sites and unfrozen weights: point-estimated."""
-        return self.understanding.points
+        return self.model_info.points
 
     # ------------------------------------------------------------------ inside
 
@@ -385,7 +383,7 @@ class LogPosterior:
         validate: bool = False,
     ) -> Recorder:
         """Runs the model at unconstrained params and records its sites."""
-        known = self.understanding
+        known = self.model_info
         points = {
             name: replace(point, unconstrained=params.get(name, point.unconstrained))
             for name, point in known.points.items()
@@ -405,7 +403,7 @@ class LogPosterior:
 
     def batch_size(self, arguments: Arguments) -> int:
         """How many rows a batch has."""
-        known = self.understanding
+        known = self.model_info
         if known.own_plate is not None:
             return known.batch_size
         count = rows.count(arguments)

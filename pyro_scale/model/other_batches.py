@@ -21,10 +21,10 @@ from pyro_scale.errors import PlateError, SiteError
 from pyro_scale.model.checks import inside_support
 from pyro_scale.model.classify import close, dtype_of
 from pyro_scale.model.log_posterior import LogPosterior, Params
+from pyro_scale.model.model_info import PER_DATUM, ModelInfo
 from pyro_scale.model.scaling import Rule, rows_of
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import Term, terms_of
-from pyro_scale.model.understanding import PER_DATUM, Understanding
 
 #: Draws from the prior at which batches are looked at, besides a start.
 _PRIOR_DRAWS = 2
@@ -66,7 +66,7 @@ def check_batches(
         PlateError: a row's log density depends on the other rows of its batch, or what was taken
             for a constant on the rows.
     """
-    if not is_checked(log_posterior.understanding):
+    if not is_checked(log_posterior.model_info):
         return
     points: list[Params] = [start]
     with contextlib.suppress(Exception):  # a prior that cannot be drawn from, or not here
@@ -77,7 +77,7 @@ def check_batches(
             check_batch(log_posterior, {**start, **params}, batch, indices, first)
 
 
-def is_checked(known: Understanding) -> bool:
+def is_checked(known: ModelInfo) -> bool:
     """Whether batches are parts of the data, and rows can be put together anew."""
     is_part = known.batch_size < known.scaling.num_data
     is_function = any(rule.why == PER_DATUM for rule in known.scaling.rules.values())
@@ -99,13 +99,13 @@ def check_batch(
     Raises:
         PlateError: see `check_batches`.
     """
-    parts = _parts(log_posterior.understanding, batch, indices, first)
+    parts = _parts(log_posterior.model_info, batch, indices, first)
     whole = _terms(log_posterior, params, batch, indices)
     runs = [_terms(log_posterior, params, part.arguments, part.indices) for part in parts]
     reference = None if indices is not None else _terms(log_posterior, params, first, None)
     if whole is None or any(run is None for run in runs):
         return
-    for name, rule in log_posterior.understanding.scaling.rules.items():
+    for name, rule in log_posterior.model_info.scaling.rules.items():
         found = [run[name] for run in (whole, *runs) if run is not None and name in run]
         if len(found) < len(runs) + 1 or rule.whole_data:
             continue  # which evaluating it says
@@ -134,7 +134,7 @@ def check_batch(
 
 
 def _parts(
-    known: Understanding, batch: Arguments, indices: Tensor | None, first: Arguments
+    known: ModelInfo, batch: Arguments, indices: Tensor | None, first: Arguments
 ) -> list[Part]:
     """The batch's rows among others: its halves, each with rows from elsewhere in the data where
     the number of rows is fixed; a single row beside those of the first batch."""
@@ -169,7 +169,7 @@ def _rounding(
 ) -> Tensor:
     """By how much rounding may change each row's log density, or a constant's value: some times
     what a few roundings of the params do.  Cancellation and badly conditioned matrices show."""
-    rule, source = log_posterior.understanding.scaling.rules[name], torch.Generator()
+    rule, source = log_posterior.model_info.scaling.rules[name], torch.Generator()
     eps = 8 * float(torch.finfo(dtype).eps)
 
     def moved(value: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def check_supports(log_posterior: LogPosterior, params: Params, pieces: Iterable
     Raises:
         SiteError: it names the site, the row and its value.
     """
-    known = log_posterior.understanding
+    known = log_posterior.model_info
     if not known.validated:
         return
     other = {name: value + 0.5 for name, value in params.items()}
@@ -271,7 +271,7 @@ def _terms(
     return None
 
 
-def _outside(known: Understanding, site: Site, begin: int) -> str:
+def _outside(known: ModelInfo, site: Site, begin: int) -> str:
     rule = known.scaling.rules.get(site.name)
     inside = inside_support(site)
     place = (~inside).nonzero()[0]

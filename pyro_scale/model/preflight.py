@@ -32,6 +32,15 @@ from pyro_scale.model.checks import (
 )
 from pyro_scale.model.classify import Variant, classify
 from pyro_scale.model.executed import Executed, executed_modules
+from pyro_scale.model.model_info import (
+    PER_DATUM,
+    ModelInfo,
+    example_of,
+    free_dim,
+    partition_error_of,
+    row_axes_of,
+    steady_of,
+)
 from pyro_scale.model.plates import (
     agreed_size,
     data_plate_size,
@@ -46,15 +55,6 @@ from pyro_scale.model.scaling import Rule, Scaling
 from pyro_scale.model.sites import points_of_store
 from pyro_scale.model.starts import WEIGHT
 from pyro_scale.model.terms import terms_of
-from pyro_scale.model.understanding import (
-    PER_DATUM,
-    Understanding,
-    example_of,
-    free_dim,
-    partition_error_of,
-    row_axes_of,
-    steady_of,
-)
 from pyro_scale.model.written import refused_writes
 
 #: How far from the first latent values the second ones are, unconstrained.
@@ -73,7 +73,7 @@ def draw_latents(program: Program, arguments: Arguments, init: InitFunction) -> 
 
 def understand(
     program: Program, arguments: Arguments, init: InitFunction, num_data: int | None
-) -> Understanding:
+) -> ModelInfo:
     """The preflight.
 
     Raises:
@@ -138,7 +138,7 @@ def understand(
     refuse_other_subsampling(whole.sites, own, batch_size)
     scaling = classify(terms, variants, batch_size, num_data, own, elsewhere)
     refuse_local_latents(whole.sites, own, runs)
-    return Understanding(
+    return ModelInfo(
         sites=whole.sites,
         points=first.points,
         scaling=scaling,
@@ -157,7 +157,7 @@ def understand(
 
 def understand_function(
     program: Program, arguments: Arguments, init: InitFunction, num_data: int | None
-) -> Understanding:
+) -> ModelInfo:
     """The preflight of a function that is the log posterior as a whole: nothing is scaled."""
     num_data = num_data or 1
     with own_generator(), torch.no_grad(), executed_modules():
@@ -170,7 +170,7 @@ def understand_function(
         name: Rule("prior" if term.is_prior else "global", why=PER_DATUM)
         for name, term in terms.items()
     }
-    return Understanding(
+    return ModelInfo(
         sites=first.sites,
         points=first.points,
         scaling=Scaling(num_data, rules),

@@ -82,7 +82,7 @@ def facts_of(log_posterior: LogPosterior, seed: int) -> dict[str, Any]:
     """The facts of any run."""
     return {
         "num_data": log_posterior.num_data,
-        "batch_size": log_posterior.understanding.batch_size,
+        "batch_size": log_posterior.model_info.batch_size,
         "seed": seed,
         "inference_library": "pyro_scale",
         "inference_library_version": version("pyro_scale"),

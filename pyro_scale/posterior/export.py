@@ -61,7 +61,7 @@ def _array(result: Result, group: str, name: str, value: Tensor) -> Any:
 
 def dims_of(result: Result, group: str, name: str, count: int) -> list[str]:
     """A variable's dims after chain and draw: plates by their names, the rest by the site's."""
-    known = result.log_posterior.understanding
+    known = result.log_posterior.model_info
     if group == "sample_stats":
         return []
     rows = _rows_dim(result)
@@ -83,14 +83,14 @@ def dims_of(result: Result, group: str, name: str, count: int) -> list[str]:
 
 def own_dims(result: Result, name: str, count: int) -> list[str]:
     """A site's dims named after itself, none of which is another site."""
-    sites = result.log_posterior.understanding.sites
+    sites = result.log_posterior.model_info.sites
     taken = "_" if any(f"{name}_dim_{i}" in sites for i in range(count)) else ""
     return [f"{name}_dim_{i}{taken}" for i in range(count)]
 
 
 def _rows_dim(result: Result) -> str:
     """The data plate's name, if all rows have one plate."""
-    known = result.log_posterior.understanding
+    known = result.log_posterior.model_info
     names = {
         next((f.name for f in site.plates if f.dim == rule.dim), ROWS)
         for name, rule in known.scaling.rules.items()

@@ -50,7 +50,7 @@ class Guide(PyroModule):
         position = fit.centers[0].index_put((fit.places,), self._drawn())
         params = fit.layout.unflatten(position)
         with exclusive, pyro.poutine.block():  # the model is run for its supports, not to be seen
-            sites = known.run(params, known.understanding.example, known.first_indices()).sites
+            sites = known.run(params, known.model_info.example, known.first_indices()).sites
         self._read()  # again: with a store of its own, the run took off what SVI knows them by
         values, plates = {}, {}
         for name in known.latents:

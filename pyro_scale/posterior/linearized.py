@@ -55,7 +55,7 @@ def predict(
     reduction, axes, parts = None, row_axes(here), []
     if reduce is not None:
         reduction = reduction_of(reduce)
-        axes = {n: reduction.axis(fit.log_posterior.understanding.sites[n], axes[n]) for n in names}
+        axes = {n: reduction.axis(fit.log_posterior.model_info.sites[n], axes[n]) for n in names}
         if batch_size is None and is_row_wise(fit.log_posterior):
             batch_size = PIECE_ROWS
     for piece in pieces_for(here, arguments, batch_size):

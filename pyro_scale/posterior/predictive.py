@@ -54,7 +54,7 @@ def observed_data(result: Result, data: Data) -> dict[str, Tensor]:
 
 def data_sites(result: Result) -> dict[str, int]:
     """Observed sites that have a value a row -> the rows' axis in their value, from the right."""
-    known = result.log_posterior.understanding
+    known = result.log_posterior.model_info
     axes = {}
     for name, rule in known.scaling.rules.items():
         if rule.role == "rows" and rule.dim is not None:
@@ -84,7 +84,7 @@ def predict(
     if reduction is not None and batch_size is None and is_row_wise(result.log_posterior):
         batch_size = PIECE_ROWS
     pieces = pieces_for(result, arguments, batch_size)
-    known, count = result.log_posterior.understanding, rows.count(arguments)
+    known, count = result.log_posterior.model_info, rows.count(arguments)
     try:
         if reduction is None:
             return _predicted(drawn, pieces, return_sites)
@@ -117,7 +117,7 @@ def pieces_for(result: Result, arguments: Arguments, batch_size: int | None) -> 
     num_rows = rows.count(arguments)
     if num_rows == 0:
         raise DataError("predict: the arguments have no rows")
-    own = result.log_posterior.understanding
+    own = result.log_posterior.model_info
     if own.own_plate is not None and num_rows is not None and num_rows < own.batch_size:
         raise DataError(
             f"predict: the model takes {own.batch_size} rows at a time in plate "
@@ -249,7 +249,7 @@ def even(total: int, wanted: int) -> Tensor:
 
 def _returned(result: Result, sites: Mapping[str, Site]) -> list[str]:
     """What `predict` returns unless it is told: neither latents nor what `get_samples` has."""
-    known = set(result.log_posterior.latents) | set(result.log_posterior.understanding.steady)
+    known = set(result.log_posterior.latents) | set(result.log_posterior.model_info.steady)
     return [
         name
         for name, site in sites.items()
@@ -264,7 +264,7 @@ def as_dtype(values: Any, dtype: torch.dtype) -> Any:
 
 def row_axes(result: Result) -> dict[str, int]:
     """Sites that have a value a row -> the rows' axis in it, from the right."""
-    return {**result.log_posterior.understanding.row_axes, **data_sites(result)}
+    return {**result.log_posterior.model_info.row_axes, **data_sites(result)}
 
 
 def joined(parts: Sequence[tuple[Mapping[str, Any], Piece]], axes: Mapping[str, int]) -> Any:

@@ -231,7 +231,7 @@ def _init_at(values: Mapping[str, Tensor], default: InitFunction) -> InitFunctio
 
 def _start(log_posterior: LogPosterior) -> dict[str, Tensor]:
     """Where the model was understood: unconstrained latents and points."""
-    sites = log_posterior.understanding.sites
+    sites = log_posterior.model_info.sites
     latents = {name: sites[name].unconstrained for name in log_posterior.latents}
     points = {name: point.unconstrained for name, point in log_posterior.points.items()}
     return {name: value for name, value in (latents | points).items() if value is not None}

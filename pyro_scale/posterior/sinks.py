@@ -187,7 +187,7 @@ class ToDisk:
     def _values(self, positions: Tensor) -> dict[str, Tensor]:
         """What is stored of draws `[chains, n, D]`, by group and site."""
         bare = self._starts.layout.unflatten(positions)
-        if not self._transformed and not self._starts.log_posterior.understanding.steady:
+        if not self._transformed and not self._starts.log_posterior.model_info.steady:
             return {f"{POSTERIOR}/{name}": value for name, value in bare.items()}
         samples = _samples(self._starts, positions)
         constrained = {f"{POSTERIOR}/{name}": value for name, value in samples.items()}

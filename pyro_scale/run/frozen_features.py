@@ -26,9 +26,9 @@ def with_frozen_features(problem: Problem) -> Problem:
     one: in a table where the data are tensors and it fits into a quarter of the memory, else
     batch by batch."""
     known, engine = problem.log_posterior, problem.engine
-    if not known.understanding.is_frozen:
+    if not known.model_info.is_frozen:
         return problem
-    if not isinstance(engine.density, LogPosterior) or known.understanding.own_plate is not None:
+    if not isinstance(engine.density, LogPosterior) or known.model_info.own_plate is not None:
         return dataclasses.replace(problem, base="run at every step")
     arguments = problem.data.first()
     here = engine.layout.unflatten(problem.positions[0])

@@ -25,9 +25,9 @@ from pyro_scale.errors import ArgumentError, ModelError, ModelWarning, SiteError
 from pyro_scale.fullbatch.chunks import is_row_wise, pieces_of
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.model_info import model_warnings
 from pyro_scale.model.other_batches import check_batches, check_supports
 from pyro_scale.model.preflight import InitFunction
-from pyro_scale.model.understanding import doubts
 
 #: How many starts of a chain are tried: of a model that half of all starts break, 20 fail once in
 #: a million.
@@ -107,7 +107,7 @@ def prepare(
     log_posterior.prepare(arguments, inits[0], seed)
     if isinstance(init_strategy, dict):
         refuse_unknown_sites(log_posterior, init_strategy)
-    for doubt in doubts(log_posterior.understanding):
+    for doubt in model_warnings(log_posterior.model_info):
         warn(ModelWarning, doubt)
     data = _as_taken(log_posterior, data)
     starts = [log_posterior.start(arguments, seed, c, init) for c, init in enumerate(inits)]
@@ -209,7 +209,7 @@ def module_device(model: Callable[..., Any] | LogPosterior) -> torch.device | No
 
 def _as_taken(log_posterior: LogPosterior, data: Data) -> Data:
     """The data, or indices into them for a model that subsamples by itself."""
-    known = log_posterior.understanding
+    known = log_posterior.model_info
     if known.own_plate is None or isinstance(data, OwnSubsamples):
         return data
     if not isinstance(data, TensorData) or data.batch_size is not None:

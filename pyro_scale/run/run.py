@@ -135,7 +135,7 @@ class RunPlan:
 def _inspection(problem: Problem) -> Callable[[Tensor, Batch], None] | None:
     """Tries the rules on batches that the run meets, at the first chain's position."""
     known, layout = problem.log_posterior, problem.engine.layout
-    if problem.features is not None or not is_checked(known.understanding):
+    if problem.features is not None or not is_checked(known.model_info):
         return None
 
     first = problem.data.first()

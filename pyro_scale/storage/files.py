@@ -27,7 +27,7 @@ from pyro_scale.errors import ArgumentError, FileError
 #: Where a file is, as users say it.
 FilePath = str | os.PathLike[str]
 #: What a file holds.
-Kind = Literal["results", "checkpoint", "black box"]
+Kind = Literal["results", "checkpoint", "crash dump"]
 
 #: The names of files that are being written.
 _TEMPORARY = ".pyro-scale-{}"
@@ -42,7 +42,7 @@ _FORMAT = 3
 _WROTE: dict[Kind, str] = {
     "results": "a file of Pyro Scale's does: pass one that save(path) wrote",
     "checkpoint": "a part of a checkpoint does",
-    "black box": "the last steps of a chain do: pass the file that the NonFiniteError named",
+    "crash dump": "the last steps of a chain do: pass the file that the NonFiniteError named",
 }
 _HEADER = r"Pyro Scale %s, format (\d{1,9}), (\d{1,19}) bytes, SHA-256 ([0-9a-f]{64})\n"
 

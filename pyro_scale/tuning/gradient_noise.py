@@ -47,7 +47,7 @@ def row_gradients(
         positions: `[positions, D]`.
         batches: whose rows to use, some at each position.
     """
-    known, layout = problem.log_posterior.understanding, problem.engine.layout
+    known, layout = problem.log_posterior.model_info, problem.engine.layout
     has_rows = any(rule.role == "rows" for rule in known.scaling.rules.values())
     too_many = known.batch_size * layout.size > _MOST_NUMBERS
     if not has_rows or too_many:
@@ -126,7 +126,7 @@ def gradient_noise(
         sampling: how rows are drawn.
     """
     known, engine = problem.log_posterior, problem.engine
-    size, num_latents = known.understanding.batch_size, engine.num_latents
+    size, num_latents = known.model_info.batch_size, engine.num_latents
     if values["temperature"] == 0 or not engine.vectorized:
         return None
     if problem.data.batch_size is None:  # the whole data at every step

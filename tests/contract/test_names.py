@@ -170,6 +170,6 @@ def test_a_gradient_that_is_nan_at_the_start_is_not_the_steps_fault():
         with pyro.plate("data", len(x)):
             pyro.sample("x", dist.Normal((w - w).abs().sqrt(), 1.0), obs=x)
 
-    with pytest.raises(NonFiniteError, match="the gradient is not finite where the chain") as error:
+    with pytest.raises(NonFiniteError, match="the gradient is not finite at the start") as error:
         ps.BAOA(flat, lr=1e-6, compile=False).run(X[:, 0], num_samples=5, **QUIET)
     assert "try lr" not in str(error.value)

@@ -154,8 +154,8 @@ def test_the_states_are_those_of_the_run(name, compile):
     make = partial(TOO_LONG[name], regression)
     message = broken(make(compile=compile), num_chains=2)
     for chain, (step, site) in failures(message).items():
-        path = path_in(message).with_name(f"black-box-{chain}")
-        steps = files.read(path, "black box")["steps"]
+        path = path_in(message).with_name(f"crash-dump-{chain}")
+        steps = files.read(path, "crash dump")["steps"]
         numbers = [each["number"] for each in steps]
         assert numbers == list(range(step - len(steps) + 1, step + 1))
         assert len(steps) == min(16, step + 1) or step > 64  # later, as many as the tape has
@@ -183,12 +183,12 @@ def same(positions, sampler, chain, step, equal):
 def test_tapes_are_written_over_and_steps_are_not(budget, monkeypatch):
     loader = DataLoader(TensorDataset(X, Y), batch_size=B)
     make = partial(ps.SGLD, cliff, lr=3.0, temperature=4.0, init_strategy={"w": double(0.0, 0.0)})
-    whole = files.read(path_in(broken(make(), loader, batch_size=None, num_chains=2)), "black box")[
-        "steps"
-    ]
+    whole = files.read(
+        path_in(broken(make(), loader, batch_size=None, num_chains=2)), "crash dump"
+    )["steps"]
     monkeypatch.setattr(tapes, "_BUDGET", budget)
     message = broken(make(), loader, batch_size=None, num_chains=2)
-    cut = files.read(path_in(message), "black box")["steps"]
+    cut = files.read(path_in(message), "crash dump")["steps"]
     checked(message, cliff)
     count = min(len(whole), len(cut))
     assert count > 4
@@ -201,7 +201,7 @@ def test_tapes_are_written_over_and_steps_are_not(budget, monkeypatch):
 def test_noise_batches_and_values_are_those_of_the_step():
     """One step of SGLD by hand: x + lr g + sqrt(2 lr T / N) noise, g over N."""
     message = broken(ps.SGLD(regression, lr=lambda step: 2.0 + 0.01 * step, temperature=0.7))
-    steps = files.read(path_in(message), "black box")["steps"]
+    steps = files.read(path_in(message), "crash dump")["steps"]
     log_posterior = ps.LogPosterior(regression, N)
     for step, after in itertools.pairwise(steps[:-1]):
         lr, w = 2.0 + 0.01 * step["number"], step["state"]["position"]
@@ -218,7 +218,7 @@ def test_the_table_and_what_to_go_on_with():
     log_posterior = ps.LogPosterior(regression, N)
     gradient, evaluation = log_posterior.grad(found.params, found.batch)
     assert not torch.isfinite(torch.cat([gradient["w"], evaluation.log_joint[None]])).all()
-    steps = files.read(path_in(message), "black box")["steps"]
+    steps = files.read(path_in(message), "crash dump")["steps"]
     assert list(found.steps) == ["step", "lr", "log_joint", "w value", "w gradient"]
     assert (found.steps["lr"] == 1.5).all()
     for row, step in list(zip(found.steps.to_dict("records"), steps, strict=True))[:5]:
@@ -407,29 +407,29 @@ def test_a_checkpoint_directory_holds_it(tmp_path):
     sampler = ps.SGLD(regression, lr=1e3)
     message = broken(sampler, num_chains=6, checkpoint=tmp_path, checkpoint_every=0)
     assert path_in(message).parent == tmp_path
-    found = sorted(file.name for file in tmp_path.glob("black-box-*"))
+    found = sorted(file.name for file in tmp_path.glob("crash-dump-*"))
     first = sorted(failures(message), key=lambda chain: failures(message)[chain])
     assert len(found) == 4
-    assert path_in(message).name == f"black-box-{first[0]}"
+    assert path_in(message).name == f"crash-dump-{first[0]}"
     for file in found:
         checked(message, regression, tmp_path / file) if file[-1] in map(str, first) else None
     with pytest.raises(NonFiniteError) as resumed:  # the run is over, and stays so
         sampler.run((X, Y), **IN_BATCHES, num_chains=6, resume=tmp_path)
     assert path_in(str(resumed.value)) == path_in(message)
-    assert sorted(file.name for file in tmp_path.glob("black-box-*")) == found
+    assert sorted(file.name for file in tmp_path.glob("crash-dump-*")) == found
 
 
 def test_a_black_box_is_no_checkpoint(tmp_path):
     message = broken(ps.SGLD(regression, lr=1e3))
-    (tmp_path / "black-box-0").write_bytes(path_in(message).read_bytes())
+    (tmp_path / "crash-dump-0").write_bytes(path_in(message).read_bytes())
     ps.SGLD(regression, lr=0.01).run((X, Y), **IN_BATCHES, checkpoint=tmp_path)
-    checked(message, regression, tmp_path / "black-box-0")
+    checked(message, regression, tmp_path / "crash-dump-0")
 
 
 def test_nobody_else_can_read_it():
     path = path_in(broken(ps.SGLD(regression, lr=1e3)))
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    assert [file.name for file in path.parent.iterdir()] == ["black-box-0"]
+    assert [file.name for file in path.parent.iterdir()] == ["crash-dump-0"]
 
 
 def test_damage_is_noticed(tmp_path):
@@ -464,8 +464,8 @@ def test_another_model_is_refused_or_told():
 
 
 def test_an_unknown_kernel_is_refused(tmp_path):
-    contents = files.read(path_in(broken(ps.SGLD(regression, lr=1e3))), "black box")
-    files.write(tmp_path / "other", {**contents, "kernel": "Unheard"}, "black box")
+    contents = files.read(path_in(broken(ps.SGLD(regression, lr=1e3))), "crash dump")
+    files.write(tmp_path / "other", {**contents, "kernel": "Unheard"}, "crash dump")
     with pytest.raises(FileError, match="kernel is Unheard, which is not known here"):
         ps.replay(tmp_path / "other", regression)
 
@@ -515,7 +515,7 @@ def test_only_the_run_that_is_given_up_is_written(monkeypatch):
     monkeypatch.setattr(crash_dump.files, "write", lambda path, *_: written.append(path))
     message = broken(ps.SGLD(cliff, lr="auto"))
     assert len(written) == 1
-    assert "black-box-0" in message
+    assert "crash-dump-0" in message
 
 
 def test_a_replay_is_frozen():

@@ -69,7 +69,7 @@ def test_a_log_posterior_inside_of_a_pyro_model_counts_once():
     found = log_posterior(params, (X, Y))
     likelihood = dist.Normal(X @ params["v"], 1.0).log_prob(Y)
     torch.testing.assert_close(found.log_lik, likelihood / 2, rtol=1e-14, atol=1e-14)
-    assert list(log_posterior.understanding.sites) == ["v", "rows", "inner"]
+    assert list(log_posterior.model_info.sites) == ["v", "rows", "inner"]
 
 
 # ------------------------------------------------------------------ the user's data are theirs

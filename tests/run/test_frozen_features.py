@@ -355,6 +355,6 @@ def test_networks_without_a_base_are_left_alone():
     x, y = X[:B], LABELS[:B]
     log_posterior = ps.LogPosterior(classifier(CONVOLUTION, include=None), num_data=N)
     params = log_posterior.init(0, x, y)
-    assert not log_posterior.understanding.is_frozen
+    assert not log_posterior.model_info.is_frozen
     with pytest.raises(NoBase, match="params come in"):
         frozen_base(log_posterior, params, (x, y))

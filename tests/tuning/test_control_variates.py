@@ -97,7 +97,7 @@ def with_control_variates(case, anchor=True):
 def partition(problem):
     """Disjoint batches of B rows, as `density.grad` takes them."""
     rows = torch.arange(N).split(B)
-    if problem.log_posterior.understanding.own_plate is not None:
+    if problem.log_posterior.model_info.own_plate is not None:
         return [((X, Y), part) for part in rows]
     y = COUNTS if "b" in problem.engine.layout.names else Y
     return [((X[part], y[part]), None) for part in rows]

@@ -96,7 +96,7 @@ def _may_depend(site: Site) -> bool:
 
 def _sites_with_history(log_posterior: LogPosterior, arguments: Arguments) -> list[Site]:
     """The latents of a run that knows what depends on what."""
-    known = log_posterior.understanding
+    known = log_posterior.model_info
     params = {name: _unconstrained(known.sites[name]) for name in log_posterior.latents}
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
@@ -106,7 +106,7 @@ def _sites_with_history(log_posterior: LogPosterior, arguments: Arguments) -> li
 
 def _refuse_what_is_no_site(log_posterior: LogPosterior) -> None:
     """Refuses a log prior that is more than the latents' own densities."""
-    known = log_posterior.understanding
+    known = log_posterior.model_info
     others = [name for name, rule in known.scaling.rules.items() if rule.role == "global"]
     others += [name for name in log_posterior.latents if _is_weighted(known.sites[name])]
     if others:

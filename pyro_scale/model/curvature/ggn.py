@@ -224,7 +224,7 @@ class Curvature:
             with torch.no_grad():
                 return flat(each_row(dict(params), single, list(known)))
 
-        understood = self.log_posterior.understanding
+        understood = self.log_posterior.model_info
         if understood.own_plate is not None or understood.whole_only or not rows.count(arguments):
             yield Block(together(arguments, known)[keep], observed, known_rows)
             return
@@ -247,7 +247,7 @@ class Curvature:
     def _indices(self, arguments: Arguments, indices: Tensor | None) -> Tensor | None:
         """Which rows a model takes that subsamples by itself: some, unless the caller says."""
         self.log_posterior.prepare(arguments)
-        known = self.log_posterior.understanding
+        known = self.log_posterior.model_info
         if known.own_plate is None or indices is not None:
             return indices
         with exclusive:

@@ -171,7 +171,7 @@ def observations_of(
         raise ModelError(
             "torch.inference_mode() leaves no derivatives: leave it out, or use torch.no_grad()"
         )
-    scaling = log_posterior.understanding.scaling
+    scaling = log_posterior.model_info.scaling
     ruled = {name: rule for name, rule in scaling.rules.items() if rule.role == "rows"}
     if not ruled:
         raise ModelError(
@@ -184,7 +184,7 @@ def observations_of(
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
         sites = log_posterior.run(leaves, arguments, indices).sites
-    summed = set() if log_posterior.understanding.enum_dim is None else _summed(sites)
+    summed = set() if log_posterior.model_info.enum_dim is None else _summed(sites)
     found = []
     for name, rule in ruled.items():
         if name in summed or name not in sites or sites[name].kind != "observed":

@@ -20,7 +20,7 @@ PER_DATUM = "log posterior per datum, times N"
 
 
 @dataclass(frozen=True)
-class Understanding:
+class ModelInfo:
     """What is known of a model after its preflight.
 
     Attributes:
@@ -129,7 +129,7 @@ def row_axes_of(
     return axes
 
 
-def doubts(known: Understanding) -> list[str]:
+def model_warnings(known: ModelInfo) -> list[str]:
     """What may be a mistake, though the library can run it.
 
     A site whose own constant scale happens to be N/B may have been meant as just that; data
