@@ -37,10 +37,10 @@ MODELS = [(nan_outside, None, "c", "NaN"), (infinite_outside, Y, "y", "infinite"
 def test_a_chain_that_leaves_the_support_stops(model, data, site, word, compile, tmp_path):
     start = {"w": torch.full((2,), 1.0)} if data is None else {"b": torch.full((2,), 2.5)}
     sampler = ps.BAOA(model, lr=0.8, compile=compile, init_strategy=start)
-    with pytest.raises(NonFiniteError, match=r"the log joint became NaN.*The log density is NaN") as caught:
+    with pytest.raises(NonFiniteError, match="the log joint became NaN") as caught:
         sampler.run(data, **HOW, checkpoint=tmp_path)
     assert "state became" not in str(caught.value)
-    assert "is finite there" in str(caught.value)
+    assert "infinite where its gradient is finite" in str(caught.value)
     found = ps.replay(tmp_path / "crash-dump-0", model)
     assert found.site == site
     assert f"its log density is {word}" in found.reason
