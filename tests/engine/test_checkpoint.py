@@ -729,7 +729,8 @@ def killed_again_and_again(case, draws, kills, tmp_path, seed):
 @pytest.mark.parametrize(
     ("case", "kills", "draws"),
     [
-        ("a stream", 1, 600),
+        # `make test` kills a run in tests/storage/test_zarr_resumed.py, with its store
+        pytest.param("a stream", 1, 600, marks=pytest.mark.slow),
         pytest.param("a stream", 2, 600, marks=pytest.mark.slow),
         pytest.param("BAOA", 50, 6000, marks=pytest.mark.slow),
         pytest.param("a stream", 50, 6000, marks=pytest.mark.slow),

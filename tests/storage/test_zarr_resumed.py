@@ -898,7 +898,7 @@ def is_of_draws(file):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(30), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(30, 100))]
+    "seed", [*range(15), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(15, 100))]
 )
 @pytest.mark.parametrize("kind", ["draws", "facts"])
 def test_damage_is_noticed(kind, seed, whole):

@@ -665,6 +665,7 @@ def child(tmp_path, store, draws, code=CHILD):
     return subprocess.Popen([sys.executable, "-c", code, *paths], stdout=subprocess.PIPE)
 
 
+@pytest.mark.slow
 def test_another_process_reads_while_it_runs(tmp_path):
     draws, path = 800, tmp_path / "draws.zarr"
     process, seen = child(tmp_path, str(path), draws), []
