@@ -318,7 +318,7 @@ def test_errors_are_as_large_as_estimates_scatter(monkeypatch):
     method = ps.SGLD(gaussian(double(1.0)), lr=0.3)
     found = [table.loc["x"] for table, _ in of_many_runs(method, 64, monkeypatch)]
     for name, truth in [("mean_bias", 0.0), ("sd_inflation", (1 / 0.85) ** 0.5)]:
-        values, errors = (torch.tensor([row[n] for row in found]) for n in (name, name + "_error"))
+        values, errors = (torch.tensor([row[n] for row in found]) for n in (name, name + "_mcse"))
         z = (values.mean() - truth) / (values.std() / 8)
         assert abs(float(z)) < 4.4
         assert float(errors.mean() / values.std()) == pytest.approx(1.0, rel=0.35)
