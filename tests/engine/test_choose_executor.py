@@ -500,7 +500,8 @@ def test_a_broken_chain_upsets_no_factorization():
     """Another chain's state stands in for it, chain 0's too."""
     rows = normals(400, 3)
     rows[123, 1] = torch.nan
-    found = [outcome(curves, c, rows, batch_size=2, seed=4) for c in (True, False)]
+    with pyro.validation_enabled(False):  # else the row is refused before the run
+        found = [outcome(curves, c, rows, batch_size=2, seed=4) for c in (True, False)]
     (fast, said), (slow, said_slowly) = found
     assert program_of(fast) == STEP
     assert said == said_slowly
