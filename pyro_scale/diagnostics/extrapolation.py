@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyro_scale.kernels import Kernel
 from pyro_scale.kernels.gaussian import GaussianChain
+from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.run.run import RunPlan
 
 #: The variance at lr = 0 depends on the law, and that on it: so often is it put in again.
@@ -43,15 +44,18 @@ def law_of(plan: RunPlan, noise: Tensor, own: Tensor, coupled: Tensor) -> Law:
         own: unconstrained variances of the run's draws, `[latents]`.
         coupled: of those at half the step.
     """
-    kernel, mass = _bound(plan, len(own))
+    kernel, values = plan.kernel, _mean_values(plan)
+    half, temperature = {**values, "lr": values["lr"] / 2}, values["temperature"]
+    mass = values.get("mass", torch.ones((), dtype=torch.float64)) * torch.ones_like(own)
     epoch = plan.problem.epoch(plan.sampling)
-    half = kernel.bind({**kernel.hyperparameters(), "lr": kernel.lr / 2})
     exact, least = coupled, _LEAST * own
     gap = order = torch.full_like(own, torch.nan)
     for _ in range(_ROUNDS):
-        precision = kernel.temperature / (exact * mass)  # in units where the mass is 1
-        whole, short = (_variance(k, precision, noise / mass, epoch) for k in (kernel, half))
-        bias = whole - kernel.temperature / precision
+        precision = temperature / (exact * mass)  # in units where the mass is 1
+        whole, short = (
+            _variance(kernel, v, precision, noise / mass, epoch) for v in (values, half)
+        )
+        bias = whole - temperature / precision
         gap = (whole - short) / whole
         factor = torch.where(gap.abs() > _ROUNDING, bias / (whole - short), torch.nan)
         order = torch.where(factor > 1, (factor / (factor - 1)).log2(), torch.nan)
@@ -59,17 +63,18 @@ def law_of(plan: RunPlan, noise: Tensor, own: Tensor, coupled: Tensor) -> Law:
     return Law(gap, order)
 
 
-def _bound(plan: RunPlan, count: int) -> tuple[Kernel, Tensor]:
-    """(The kernel of latents at the run's values on average, its mass), in double precision."""
+def _mean_values(plan: RunPlan) -> dict[str, Tensor]:
+    """The run's values on average, of latents, in double precision."""
     values = {name: column[plan.steps.kept].mean(0) for name, column in plan.tape.items()}
-    bound = plan.problem.engine.bound_latents(values)
-    mass = bound.hyperparameters().get("mass", torch.ones((), dtype=torch.float64))
-    return bound, mass * torch.ones(count, dtype=torch.float64)
+    return plan.problem.engine.latent_values(values)
 
 
-def _variance(kernel: Kernel, precision: Tensor, noise: Tensor, epoch: int | None) -> Tensor:
+def _variance(
+    kernel: Kernel, values: Values, precision: Tensor, noise: Tensor, epoch: int | None
+) -> Tensor:
     """The stationary variance of positions, NaN where there is none."""
-    linear, left = kernel.linear(noise)
-    chain = GaussianChain.of(linear, precision)
-    variance = chain.covariance(left, epoch)[:, 0, 0]
+    assert kernel.theory is not None  # else there is no law
+    settled = kernel.theory.linearize(kernel, values, noise)
+    chain = GaussianChain.of(settled.kernel, settled.values, precision)
+    variance = chain.covariance(settled.gradient_noise, epoch)[:, 0, 0]
     return torch.where(chain.stable, variance, torch.nan)

@@ -78,10 +78,13 @@ def _expected(problem: Problem, values: Mapping[str, Tensor], precision: Tensor)
 
     To first order in lr^2 L the variance depends on L_ii alone, however elements are correlated.
     """
-    bound = problem.engine.bound_latents(values)
-    linear, _ = bound.linear(torch.zeros_like(precision))  # in units where the mass is 1
-    steepness = precision / bound.mass
-    steepness = steepness.maximum(_FLATTEST / bound.lr.square() * torch.ones_like(steepness))
-    chain = GaussianChain.of(linear, steepness)
+    kernel = problem.engine.kernel
+    if kernel.theory is None:
+        return torch.full_like(precision, torch.nan)
+    values = problem.engine.latent_values(values)
+    settled = kernel.theory.linearize(kernel, values, torch.zeros_like(precision))
+    steepness = precision / values["mass"]  # in units where the mass is 1
+    steepness = steepness.maximum(_FLATTEST / values["lr"].square() * torch.ones_like(steepness))
+    chain = GaussianChain.of(settled.kernel, settled.values, steepness)
     variance = chain.covariance(torch.zeros_like(steepness))[:, 1, 1]
-    return torch.where(chain.stable, variance / bound.temperature, torch.nan)
+    return torch.where(chain.stable, variance / values["temperature"], torch.nan)

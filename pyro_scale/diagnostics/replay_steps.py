@@ -74,7 +74,7 @@ def rerun(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Iterator[
     Raises:
         FileError: the file's kernel is not known here.
     """
-    kind, layout = _kernel(contents["kernel"]), layout_of(contents)
+    kernel, layout = _kernel(contents["kernel"]), layout_of(contents)
     device = device_of(contents, log_posterior)
     density: Density = log_posterior
     if contents["anchor"] is not None:
@@ -83,9 +83,9 @@ def rerun(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Iterator[
     steps = contents["steps"]
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         given = step["arguments"] if step["arguments"] is not None else contents["arguments"]
-        kernel = kind.of_tensors(**_on(device, step["kernel"]))
+        values = _on(device, step["values"])
         position = torch.zeros(layout.size, dtype=layout.dtype, device=device)
-        before = type(kernel.init(position, position))(**_on(device, step["state"]))
+        before = type(kernel.init(position, values, position))(**_on(device, step["state"]))
         noise = _on(device, step["noise"])
         noise = torch.nn.functional.pad(noise, (0, layout.size - noise.shape[-1]))
         indices = _on(device, step["indices"])
@@ -94,7 +94,7 @@ def rerun(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Iterator[
         watched = _Watched(target, before.position)
         after = evaluation = error = None
         try:
-            after, evaluation = kernel.update(before, watched, noise)
+            after, evaluation = kernel.update(before, watched, values, noise)
         except Exception as raised:  # of whatever kind the user's model raises
             error = raised
         log_joint = math.nan if evaluation is None else float(evaluation.log_joint)
@@ -106,7 +106,7 @@ def rerun(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Iterator[
             agrees = _same(before, after, expected, contents["num_latents"], layout)
         yield Rerun(
             number=step["number"],
-            lr=float(step["kernel"]["lr"].max()),
+            lr=float(step["values"]["lr"].max()),
             before=before,
             arguments=arguments,
             indices=indices,
@@ -142,8 +142,8 @@ class _Watched:
         return gradient, evaluation
 
 
-def _kernel(name: str) -> type[Kernel]:
-    """The kernel of that name.
+def _kernel(name: str) -> Kernel:
+    """A kernel of that name; its values come with each step.
 
     Raises:
         FileError: there is none.
@@ -155,7 +155,7 @@ def _kernel(name: str) -> type[Kernel]:
         left += kind.__subclasses__()
     if name not in known:
         raise FileError(f"the file's kernel is {name}, which is not known here: import it first")
-    return known[name]
+    return known[name](lr=1.0)
 
 
 def _on(device: torch.device, values: Any) -> Any:

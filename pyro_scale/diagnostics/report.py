@@ -59,7 +59,8 @@ def diagnostics(result: Result, predict_at: Any = None) -> Any:
         table["gradient_variance"] = [float(noise.variance[place].max()) for place in places]
         if noise.reduction is not None:
             table["variance_reduction"] = [float(noise.reduction[place].min()) for place in places]
-        table["minibatch_heating"] = [float(noise.inflation[place].max()) for place in places]
+        if noise.inflation is not None:
+            table["minibatch_heating"] = [float(noise.inflation[place].max()) for place in places]
     if result.kinetic is not None:
         measured = result.kinetic.measured
         errors = [standard_error(each, _FEWEST_MOMENTS) for each in measured.unbind(-1)]

@@ -126,8 +126,9 @@ def _check(plan: RunPlan, result: Result, num_samples: int | None) -> None:
 def _laws(plan: RunPlan, result: Result, short: Result, coupled: Result) -> dict[str, Law]:
     """The law of every latent site's unconstrained elements, where there is one."""
     noise, problem = result.gradient_noise, plan.problem
-    in_batches = problem.data.batch_size is not None and plan.kernel.heated
-    if noise is None or not in_batches or problem.engine.known_noise is not None:
+    theory, in_batches = plan.kernel.theory, problem.data.batch_size is not None
+    is_heated = in_batches and theory is not None and theory.heated
+    if noise is None or not is_heated or problem.engine.known_noise is not None:
         return {}
     count = len(noise.variance)
     own, half = (
@@ -191,11 +192,12 @@ def _orders(ratio: Tensor, law: Law | None, plan: RunPlan) -> tuple[Tensor, Tens
     """(By which order of lr each element is extrapolated, whether in its variance): the law's on a
     Gaussian, where that explains what is seen, by between half and twice of it; else the kernel's,
     and 1 where minibatches heat by nobody knows what."""
-    in_batches = plan.problem.data.batch_size is not None
-    unknown = in_batches and plan.kernel.heated and law is None
-    orders = torch.full_like(ratio, 1 if unknown else plan.kernel.order)
+    theory, in_batches = plan.kernel.theory, plan.problem.data.batch_size is not None
+    unknown = theory is None or (in_batches and theory.heated and law is None)
+    order = 1 if theory is None or unknown else theory.order
+    orders = torch.full_like(ratio, order)
     if law is None:  # heat of minibatches adds to the variance
-        is_heat = in_batches and (unknown or plan.kernel.order == 1)
+        is_heat = in_batches and order == 1
         return orders, torch.full_like(ratio, is_heat, dtype=torch.bool)
     if law.gap.shape != ratio.shape:  # as of a simplex
         law = Law(*(x.nanmean().expand_as(ratio) for x in law))

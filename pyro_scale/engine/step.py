@@ -2,7 +2,7 @@
 
 The step's batch, noise and hyperparameter values come in as tensors and nothing else changes
 between steps, so that the same function can be traced and compiled.  This is what a step means;
-`programs.py` says how many of them are run.
+`executors.py` says how many of them are run.
 """
 
 from __future__ import annotations
@@ -90,18 +90,21 @@ class Engine:
 
     def init(self, positions: Tensor, noise: Tensor, values: Mapping[str, Tensor]) -> Any:
         """The state of chains at positions `[chains, D]`, given noise `[chains, latents]`."""
-        kernel = self.bound(values)
-        state = torch.vmap(kernel.init)(positions, self.padded(noise))
-        return self._shared(state)
+        values = self.kernel_values(values)
+
+        def init(position: Tensor, noise: Tensor) -> Any:
+            return self.kernel.init(position, values, noise)
+
+        return self._shared(torch.vmap(init)(positions, self.padded(noise)))
 
     def step(
         self, state: Any, batch: Batch, noise: Tensor, values: Mapping[str, Tensor]
     ) -> tuple[Any, Any]:
         """(The next state, each chain's evaluation); noise is `[chains, normals, latents]`."""
-        kernel = self.cooled(self.bound(values))
+        values = self.cool(self.kernel_values(values))
 
         def update(arguments: Any, indices: Any, state: Any, noise: Tensor) -> tuple[Any, Any]:
-            return kernel.update(state, self._target(arguments, indices), noise)
+            return self.kernel.update(state, self._target(arguments, indices), values, noise)
 
         state, evaluation = self._over_chains(update, batch, state, self.padded(noise))
         return self._shared(state), evaluation
@@ -127,8 +130,8 @@ class Engine:
     def kinetic(self, state: Any, values: Mapping[str, Tensor]) -> Tensor:
         """Each chain's kinetic temperature p^2 / m over the one asked for, on average over each
         latent site's elements, `[chains, latent sites]`, of a state with a momentum."""
-        kernel, device = self.bound(values), state.momentum.device
-        unit = (kernel.mass * kernel.temperature).expand(self.layout.size)
+        values, device = self.kernel_values(values), state.momentum.device
+        unit = (values["mass"] * values["temperature"]).expand(self.layout.size)
         energy = state.momentum.double().square() / unit.to(device)
         places = list(self.layout.slices().values())[: self.num_latent_sites]
         return torch.stack([energy[:, place].mean(1) for place in places], 1).cpu()
@@ -163,42 +166,35 @@ class Engine:
         ]
         return pytree.tree_map(lambda *leaves: torch.stack(leaves), *moved)
 
-    def bound(self, values: Mapping[str, Tensor]) -> Any:
-        """The kernel at a step's values: its temperature over N as in the paper, and what
-        differs from site to site, or from latents to points, as vectors [D]."""
-        values = dict(values)
+    def kernel_values(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A step's values as the kernel takes them: the temperature over N, and what differs from
+        site to site, or from latents to points, as vectors [D]."""
+        scaled: dict[str, Tensor] = self.kernel.per_datum(values, self.density.num_data)
         for name, hyper in self.kernel.hyperparameters().items():
             if isinstance(hyper, Mapping):
-                values[name] = self._by_site(hyper, values[name])
-        if "temperature" in values:
-            values["temperature"] = self._temperature(values["temperature"])
-        return self.kernel.bind(values)
+                scaled[name] = self._by_site(hyper, scaled[name])
+        if "temperature" in scaled and self.has_points:
+            scaled["temperature"] = self._of_latents(scaled["temperature"])
+        return scaled
 
-    def bound_latents(self, values: Mapping[str, Tensor]) -> Any:
-        """The kernel at a step's values for latents alone, in double precision."""
-        whole, count = self.bound(values), self.num_latents
-        return whole.bind(
-            {
-                name: value.double()[:count] if value.dim() else value.double()
-                for name, value in whole.hyperparameters().items()
-            }
-        )
+    def latent_values(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As `kernel_values`, for latents alone and in double precision."""
+        return {
+            name: value.double()[: self.num_latents] if value.dim() else value.double()
+            for name, value in self.kernel_values(values).items()
+        }
 
-    def _temperature(self, value: Tensor) -> Tensor:
-        temperature = value / self.density.num_data
-        if not self.has_points:
-            return temperature
+    def _of_latents(self, temperature: Tensor) -> Tensor:
         sizes = self.num_latents, self.layout.size - self.num_latents
         cold = temperature.new_zeros(sizes[1], dtype=self.layout.dtype)
         return torch.cat([temperature.to(cold).expand(sizes[0]), cold])
 
-    def cooled(self, kernel: Any) -> Any:
-        """A bound kernel whose injected noise is less by the known noise of minibatches."""
+    def cool(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Values with less injected noise, by the known noise of minibatches."""
         if self.known_noise is None:
-            return kernel
-        added = kernel.added_temperature(self.known_noise)
-        cooled = (kernel.temperature - added).clamp(min=0)
-        return kernel.bind({**kernel.hyperparameters(), "temperature": cooled})
+            return dict(values)
+        added = self.kernel.theory.added_temperature(values, self.known_noise)
+        return {**values, "temperature": (values["temperature"] - added).clamp(min=0)}
 
     def _by_site(self, hyper: Mapping[str, Any], values: Tensor) -> Tensor:
         """A hyperparameter as a vector [D]: every site's value, times its tensor if it has one."""

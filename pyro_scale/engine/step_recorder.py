@@ -54,7 +54,7 @@ class RecordedStep:
     Attributes:
         number: of the step.
         state: the kernel's before it, by name.
-        kernel: the kernel's fields, bound to the step's values.
+        values: the hyperparameters', as the kernel takes them.
         noise: standard normals, `[normals, latents]`.
         arguments: the model's, `[B, ...]`; None where all steps have those of the whole data.
         indices: `[B]`, for a model that subsamples by itself.
@@ -63,7 +63,7 @@ class RecordedStep:
 
     number: int
     state: dict[str, Any]
-    kernel: dict[str, Any]
+    values: dict[str, Tensor]
     noise: Tensor
     arguments: Arguments | None
     indices: Tensor | None
@@ -136,7 +136,7 @@ def _of_chain(engine: Engine, batches: Batches, past: Past, chain: int) -> Recor
     state = pytree.tree_map(lambda leaf: leaf[chain], past.state)
     own = {
         "state": state._asdict(),
-        "kernel": dict(vars(engine.cooled(engine.bound(values)))),
+        "values": engine.cool(engine.kernel_values(values)),
         "noise": noise[0],
         "arguments": arguments if batch.per_chain else None,
         "indices": indices,

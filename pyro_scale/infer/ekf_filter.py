@@ -13,7 +13,7 @@ from pyro_scale.core.rng import Purpose, derived_seed
 from pyro_scale.data.sources import Data
 from pyro_scale.errors import NonFiniteError
 from pyro_scale.fullbatch.chunks import Piece
-from pyro_scale.kernels.ekf import EKFState, absorbed, predicted
+from pyro_scale.kernels.ekf import EKFState, absorb, predict
 from pyro_scale.model import derivatives
 from pyro_scale.model.curvature.ggn import Curvature, RowKind
 from pyro_scale.model.log_posterior import LogPosterior, Params
@@ -62,7 +62,7 @@ class Filter:
     def absorb(self, piece: Piece) -> float:
         """The next batch; returns its log likelihood at the mean before it."""
         method = self._method
-        state = predicted(self._state, method.transition_sd)
+        state = predict(self._state, method.transition_sd)
         params = self.layout.unflatten(state.mean)
         gradient, log_lik = self._gradient(params, piece)
         seed = derived_seed(self._seed, len(self.log_lik), Purpose.CURVATURE)
@@ -71,7 +71,7 @@ class Filter:
         for block in curvature.blocks(params, piece.arguments, piece.indices, None, piece.keep):
             block.add_to(total)
         try:
-            state = absorbed(state, gradient, total, method.lr)
+            state = absorb(state, gradient, total, method.lr)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             state = EKFState(state.mean * torch.nan, state.precision)
         if not bool(torch.isfinite(state.mean).all() & torch.isfinite(state.precision).all()):

@@ -102,7 +102,10 @@ class Sampler(Method):
             raise ArgumentError(
                 f"control_variates={control_variates!r}: pass True, or a dict of constrained values"
             )
-        if subtract_noise and not self.kernel_class.heated:
+        theory = self.kernel_class.theory
+        if subtract_noise and theory is None:
+            raise ArgumentError(f"subtract_noise: {self.kernel_class.__name__} has no theory")
+        if subtract_noise and theory is not None and not theory.heated:
             raise ArgumentError(
                 f"subtract_noise: {type(self).__name__} adapts to the noise of minibatches itself"
             )
@@ -120,6 +123,11 @@ class Sampler(Method):
         if self._chooses_lr:
             if hyperparameters["lr"] != "auto":
                 raise ArgumentError(f"lr={hyperparameters['lr']!r}: pass a number or 'auto'")
+            if theory is None:
+                raise ArgumentError(
+                    f"lr='auto': {self.kernel_class.__name__} has no theory to choose by; pass a "
+                    "number"
+                )
             hyperparameters["lr"] = 1.0  # until it is chosen
         self.kernel = self.kernel_class(**hyperparameters)
 

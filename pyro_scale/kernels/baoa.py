@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pyro_scale.core.schedules import initial, mapped
 from pyro_scale.errors import ArgumentError
-from pyro_scale.kernels.hyperparameters import Hyper
+from pyro_scale.kernels.hyperparameters import Hyper, Values
 from pyro_scale.kernels.kernel import Target
+from pyro_scale.kernels.splitting import drift, kick, ornstein_uhlenbeck
 from pyro_scale.kernels.underdamped import PhaseState, Underdamped
 
 
@@ -40,15 +40,17 @@ class BAOA(Underdamped):
         temperature: 1 is the posterior, 0 is SGD with momentum.
     """
 
-    def update(self, state: PhaseState, target: Target, noise: Tensor) -> tuple[PhaseState, Any]:
+    def update(
+        self, state: PhaseState, target: Target, values: Values, noise: Tensor
+    ) -> tuple[PhaseState, Any]:
+        lr, friction = values["lr"], values["friction"]
+        mass, temperature = values["mass"], values["temperature"]
         position, momentum = state
         gradient, evaluation = target.grad(position)
-        decay = torch.exp(-self.lr * self.friction)
-        spread = torch.sqrt((1 - decay * decay) * self.mass * self.temperature)
-        momentum = momentum + self.lr * gradient
-        position = position + self.lr / (2 * self.mass) * momentum
-        momentum = decay * momentum + spread * noise[0]
-        position = position + self.lr / (2 * self.mass) * momentum
+        momentum = kick(momentum, gradient, lr)
+        position = drift(position, momentum, mass, lr / 2)
+        momentum = ornstein_uhlenbeck(momentum, noise[0], friction, mass * temperature, lr)
+        position = drift(position, momentum, mass, lr / 2)
         return PhaseState(position, momentum), evaluation
 
     @classmethod

@@ -15,7 +15,7 @@ class EKFState(NamedTuple):
     precision: Tensor
 
 
-def predicted(state: EKFState, transition_sd: float) -> EKFState:
+def predict(state: EKFState, transition_sd: float) -> EKFState:
     """The state before the next batch, where the params walk at random between batches:
 
     precision' = (precision^-1 + q I)^-1 = L (I + q L^T L)^-1 L^T,    precision = L L^T
@@ -34,7 +34,7 @@ def predicted(state: EKFState, transition_sd: float) -> EKFState:
     return EKFState(state.mean, half.mT @ half)
 
 
-def absorbed(state: EKFState, gradient: Tensor, curvature: Tensor, lr: float) -> EKFState:
+def absorb(state: EKFState, gradient: Tensor, curvature: Tensor, lr: float) -> EKFState:
     """The state after a batch, whose log likelihood, a sum over its rows, has this gradient [D]
     and curvature at the mean:
 

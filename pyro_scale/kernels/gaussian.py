@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Kernel
 
 #: Phases of an epoch at which the noise of shuffled batches is evaluated, if it has more.
@@ -50,15 +51,15 @@ class GaussianChain:
     pushed: Tensor
 
     @classmethod
-    def of(cls, kernel: Kernel, precision: Tensor) -> GaussianChain:
-        """Reads a bound kernel out at these precisions over N, `[modes]`."""
+    def of(cls, kernel: Kernel, values: Values, precision: Tensor) -> GaussianChain:
+        """Reads a kernel out at these values and precisions over N, `[modes]`."""
         zero = torch.zeros_like(precision)
         one = torch.ones_like(precision)
-        rest: Any = kernel.init(zero, zero)
+        rest: Any = kernel.init(zero, values, zero)
         still = torch.stack([zero] * kernel.normals)
 
         def moved(state: Any, noise: Tensor, target: _Linear) -> Tensor:
-            return torch.stack(list(kernel.update(state, target, noise)[0]), dim=-1)
+            return torch.stack(list(kernel.update(state, target, values, noise)[0]), dim=-1)
 
         alone = _Linear(precision, zero)
         places = range(len(rest))

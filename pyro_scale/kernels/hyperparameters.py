@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,16 +14,17 @@ from pyro_scale.core.schedules import Cyclical
 from pyro_scale.errors import ArgumentError
 
 #: A hyperparameter as the user gives it: a float, a schedule, or a dict of them (or of tensors)
-#: by site.  Once bound it is a tensor, 0-d or a value for each element of the position, [D].
+#: by site.
 Hyper: TypeAlias = Any
+#: What a step takes of them: a tensor each, 0-d or a value for each element of the position, [D].
+Values: TypeAlias = Mapping[str, Tensor]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
     """Fields that are hyperparameters, and settings, which never change.
 
-    A hyperparameter is a float, a schedule or, where that makes sense, a dict of them by site;
-    `bind` puts a step's values in their place, as tensors.
+    A hyperparameter is a float, a schedule or, where that makes sense, a dict of them by site.
     """
 
     #: Fields that may differ from site to site.
@@ -77,8 +78,26 @@ class Hyperparameters:
             f"{label}={value!r}{when}: pass {kinds} {bound}, or a schedule (step -> number)"
         )
 
+    def at(self, step: int, num_data: int) -> dict[str, Tensor]:
+        """Values at a step as `init` and `update` take them, in float64: the temperature over N.
+
+        Args:
+            step: the number of the step.
+            num_data: N.
+
+        Raises:
+            ArgumentError: a schedule gives a value out of range; it names the step.
+        """
+        return self.per_datum(self.values(step), num_data)
+
+    @staticmethod
+    def per_datum(values: Values, num_data: int) -> dict[str, Tensor]:
+        """Values with the temperature over N, as gradients are."""
+        return {k: v / num_data if k == "temperature" else v for k, v in values.items()}
+
     def values(self, step: int) -> dict[str, Tensor]:
-        """Every hyperparameter's value at a step in float64: 0-d, or `[entries]` of a dict.
+        """Every hyperparameter's value at a step in float64, temperature 1 the posterior's: 0-d,
+        or `[entries]` of a dict.
 
         An entry that is a tensor counts as 1 here.
 
@@ -117,20 +136,6 @@ class Hyperparameters:
         for step, number in zip(steps, column, strict=False):
             self.check(name, number, label, f" at step {step}")
         return torch.tensor(column, dtype=torch.float64)
-
-    def bind(self, values: Mapping[str, Tensor]) -> Self:
-        """The kernel with these values, tensors, in place of its floats and schedules."""
-        settings = {name: getattr(self, name) for name in self.settings}
-        hypers = {name: values[name] for name in self.hyperparameters()}
-        return type(self).of_tensors(**settings, **hypers)
-
-    @classmethod
-    def of_tensors(cls, **values: Any) -> Self:
-        """A bound kernel with these values of all fields."""
-        bound = object.__new__(cls)
-        for name, value in values.items():
-            object.__setattr__(bound, name, value)
-        return bound
 
 
 #: The smallest positive number.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters
+from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters, Values
 from pyro_scale.kernels.kernel import Target
 from pyro_scale.kernels.vi import entropy
 
@@ -64,22 +64,24 @@ class IVON(Hyperparameters):
     normals: ClassVar[int] = 1
     may_be_zero: ClassVar[tuple[str, ...]] = ("temperature", "momentum")
 
-    def init(self, position: Tensor, noise: Tensor) -> IVONState:
+    def init(self, position: Tensor, values: Values, noise: Tensor) -> IVONState:
         nothing = torch.zeros_like(position)
-        curvature = nothing + self.first_curvature.to(position.dtype)
+        curvature = nothing + values["first_curvature"].to(position.dtype)
         return IVONState(position, curvature, nothing, nothing)
 
-    def update(self, state: IVONState, target: Target, noise: Tensor) -> tuple[IVONState, Any]:
+    def update(
+        self, state: IVONState, target: Target, values: Values, noise: Tensor
+    ) -> tuple[IVONState, Any]:
         mean, curvature, momentum, known = state
-        sd = torch.sqrt(self.temperature / curvature)
+        sd = torch.sqrt(values["temperature"] / curvature)
         gradient, evaluation = target.grad(mean + sd * noise[0])
-        momentum = momentum + (1 - self.momentum) * (gradient - momentum)
-        known = known + (1 - self.momentum) * (1 - known)
-        is_random = torch.as_tensor(self.temperature > 0, device=mean.device)  # points are not
+        momentum = momentum + (1 - values["momentum"]) * (gradient - momentum)
+        known = known + (1 - values["momentum"]) * (1 - known)
+        is_random = torch.as_tensor(values["temperature"] > 0, device=mean.device)  # points are not
         surprise = -gradient * noise[0] / torch.where(is_random, sd, 1) - curvature
-        change = is_random * (1 - self.forgetting) * surprise
+        change = is_random * (1 - values["forgetting"]) * surprise
         curvature = curvature + change + change * change / (2 * curvature)
-        bound = evaluation.log_joint + target.num_data * entropy(self.temperature, sd.log())
-        mean = mean + self.lr * momentum / (known * curvature)
+        bound = evaluation.log_joint + target.num_data * entropy(values["temperature"], sd.log())
+        mean = mean + values["lr"] * momentum / (known * curvature)
         state = IVONState(mean, curvature, momentum, known)
         return state, evaluation._replace(log_joint=bound)

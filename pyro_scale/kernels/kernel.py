@@ -8,7 +8,6 @@ and hyperparameter values come in.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -17,7 +16,8 @@ from torch import Tensor
 
 from pyro_scale.core.schedules import Cyclical
 from pyro_scale.errors import ArgumentError
-from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters
+from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters, Values
+from pyro_scale.kernels.theory import Theory
 
 
 class Target(Protocol):
@@ -35,8 +35,30 @@ class Target(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel(Hyperparameters):
-    """A sampler: hyperparameters as fields, `init` and `update` as pure functions of them once
-    they are bound to a step's values."""
+    """A sampler: hyperparameters as fields, `init` and `update` as pure functions of their values
+    at a step.
+
+    Gradients are of the log joint over N, and so is the temperature that `init` and `update` take:
+    `at(step, num_data)` gives values in these units.
+
+    Examples:
+        A chain by hand, on the posterior of 100 rows of variance 1:
+
+        >>> import torch
+        >>> from pyro_scale.kernels import BAOA
+        >>> class Rows:
+        ...     num_data = 100
+        ...     def grad(self, position):
+        ...         return -position, None  # of the log joint, over 100
+        >>> kernel, source = BAOA(lr=0.3), torch.Generator().manual_seed(0)
+        >>> values = kernel.at(step=0, num_data=100)
+        >>> state = kernel.init(torch.zeros(2000), values, torch.randn(2000, generator=source))
+        >>> for _ in range(100):
+        ...     noise = torch.randn(kernel.normals, 2000, generator=source)
+        ...     state, _ = kernel.update(state, Rows(), values, noise)
+        >>> bool((state.position.var() * 100 - 1).abs() < 0.1)
+        True
+    """
 
     lr: Hyper
     temperature: Hyper = 1.0
@@ -45,14 +67,10 @@ class Kernel(Hyperparameters):
     normals: ClassVar[int] = 1
     #: Fields that may differ from site to site.
     per_site: ClassVar[tuple[str, ...]] = ("lr",)
-    #: The power of lr with which the bias of the position's law falls, without gradient noise.
-    order: ClassVar[int] = 1
-    #: Whether gradient noise heats, and by `added_temperature` exactly to first order.
-    heated: ClassVar[bool] = True
-    #: The largest lr that makes sense for any posterior, where the method has a clock of its own.
-    largest_lr: ClassVar[float] = math.inf
     #: How rows are drawn unless the user says otherwise.
     sampling: ClassVar[Literal["shuffle", "replacement"]] = "shuffle"
+    #: What is known of the method without running it, if anything.
+    theory: ClassVar[Theory | None] = None
 
     def _columns(self, steps: range) -> dict[str, Tensor]:
         columns = super()._columns(steps)
@@ -75,54 +93,23 @@ class Kernel(Hyperparameters):
         """
         raise ArgumentError(f"{cls.__name__} at temperature 0 is not SGD: use BAOA or SGHMC")
 
-    def metric(self, mean_square: Tensor) -> Tensor:
-        """Stationary diagonal preconditioner of a bound kernel, [D].
+    def init(self, position: Tensor, values: Values, noise: Tensor) -> Any:
+        """The state of a chain that starts at a position.
 
         Args:
-            mean_square: of the gradient over N, [D].
-        """
-        return torch.ones_like(mean_square)
-
-    def traveling_steps(self, distance: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
-        """Steps that a bound kernel cannot but take on its way from a start, besides relaxing.
-
-        Args:
-            distance: from the mode, where the kernel's metric is 1: root mean square, 0-d.
-            gradient: of the log joint over N at the start, likewise.
-            scale: of an element where that metric's length is 1, likewise.
-        """
-        return torch.zeros_like(distance)
-
-    def linear(self, gradient_noise: Tensor) -> tuple[Kernel, Tensor]:
-        """(What a bound kernel settles to on a Gaussian, where its metric is 1; the gradient noise
-        that heats it), without what adapts.
-
-        Args:
-            gradient_noise: the variance of the minibatch gradient over N, [D].
-        """
-        return self, gradient_noise
-
-    def init(self, position: Tensor, noise: Tensor) -> Any:
-        """The state of a chain that starts at a position [D]; noise [D] is standard normal."""
-        raise NotImplementedError
-
-    def update(self, state: Any, target: Target, noise: Tensor) -> tuple[Any, Any]:
-        """(The next state, the target's evaluation); noise is [normals, D]."""
-        raise NotImplementedError
-
-    def relaxation_steps(self, precision: Tensor) -> Tensor:
-        """About how many steps a chain needs to forget its start.
-
-        Args:
-            precision: the posterior's precision over N, L in the formulas.
+            position: [D].
+            values: the hyperparameters' at step 0, each 0-d or [D], the temperature over N.
+            noise: standard normals, [D].
         """
         raise NotImplementedError
 
-    def added_temperature(self, gradient_noise: Tensor) -> Tensor:
-        """What minibatches add to the temperature, to first order in lr, batches drawn anew.
+    def update(self, state: Any, target: Target, values: Values, noise: Tensor) -> tuple[Any, Any]:
+        """(The next state, the target's evaluation).
 
         Args:
-            gradient_noise: the variance of the gradient of the log joint over N, if the
-                temperature is over N; both times N, if it is not.
+            state: the chain's.
+            target: the log posterior of the step's batch.
+            values: the hyperparameters' at this step, each 0-d or [D], the temperature over N.
+            noise: standard normals, `[normals, D]`.
         """
         raise NotImplementedError

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from pyro_scale.kernels.hyperparameters import Hyperparameters
+from pyro_scale.kernels.hyperparameters import Hyperparameters, Values
 from pyro_scale.kernels.kernel import Target
-from pyro_scale.kernels.optimizer import Optimizer, begun, stepped
+from pyro_scale.kernels.optimizer import Optimizer, ascend, init_optimizer
 
 
 class MAPState(NamedTuple):
@@ -33,12 +33,14 @@ class MAP(Hyperparameters):
     normals: ClassVar[int] = 0
     settings: ClassVar[tuple[str, ...]] = ("optimizer",)
 
-    def init(self, position: Tensor, noise: Tensor) -> MAPState:
-        return MAPState(position, begun(self.optimizer, [position]))
+    def init(self, position: Tensor, values: Values, noise: Tensor) -> MAPState:
+        return MAPState(position, init_optimizer(self.optimizer, [position]))
 
-    def update(self, state: MAPState, target: Target, noise: Tensor) -> tuple[MAPState, Any]:
+    def update(
+        self, state: MAPState, target: Target, values: Values, noise: Tensor
+    ) -> tuple[MAPState, Any]:
         gradient, evaluation = target.grad(state.position)
-        (position,), optimizer = stepped(
+        (position,), optimizer = ascend(
             self.optimizer, [gradient], state.optimizer, [state.position]
         )
         return MAPState(position, optimizer), evaluation

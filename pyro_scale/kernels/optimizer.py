@@ -78,7 +78,7 @@ def as_optimizer(optimizer: Any) -> Optimizer:
     if isinstance(optimizer, torchopt.base.GradientTransformation):
         return optimizer
     if callable(optimizer):
-        made = _tried(optimizer)
+        made = _try_factory(optimizer)
         if isinstance(made, torch.optim.Optimizer):
             return TorchOptim(optimizer)
     raise ArgumentError(
@@ -87,12 +87,12 @@ def as_optimizer(optimizer: Any) -> Optimizer:
     )
 
 
-def begun(optimizer: Optimizer, params: list[Tensor]) -> Any:
+def init_optimizer(optimizer: Optimizer, params: list[Tensor]) -> Any:
     """The optimizer's first state, all of it tensors."""
     return torchopt.pytree.tree_map(torch.as_tensor, optimizer.init(params))
 
 
-def stepped(
+def ascend(
     optimizer: Optimizer, gradients: list[Tensor], state: Any, params: list[Tensor]
 ) -> tuple[list[Tensor], Any]:
     """(Params after a step uphill, the optimizer's next state)."""
@@ -105,7 +105,7 @@ def is_pure(optimizer: Optimizer) -> bool:
     """Whether steps go through vmap and can be traced; some read their state's values."""
 
     def step(param: Tensor, state: Any) -> tuple[list[Tensor], Any]:
-        return stepped(optimizer, [param], state, [param])
+        return ascend(optimizer, [param], state, [param])
 
     if isinstance(optimizer, TorchOptim):
         return False
@@ -113,14 +113,14 @@ def is_pure(optimizer: Optimizer) -> bool:
     with exclusive, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of how fast operations are under vmap
         try:
-            state = torch.vmap(lambda param: begun(optimizer, [param]))(params)
+            state = torch.vmap(lambda param: init_optimizer(optimizer, [param]))(params)
             torch.vmap(step)(params, state)
         except (RuntimeError, TypeError, ValueError):
             return False
     return True
 
 
-def _tried(factory: Callable[..., Any]) -> Any:
+def _try_factory(factory: Callable[..., Any]) -> Any:
     try:
         return factory([torch.nn.Parameter(torch.zeros(1))])
     except Exception as error:

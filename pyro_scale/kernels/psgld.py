@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pyro_scale.core.schedules import polynomial_decay
 from pyro_scale.errors import ArgumentError
-from pyro_scale.kernels.hyperparameters import Hyper
+from pyro_scale.kernels import theory
+from pyro_scale.kernels.hyperparameters import Hyper, Values
 from pyro_scale.kernels.kernel import Kernel, Target
 from pyro_scale.kernels.sgld import SGLD
 
@@ -23,6 +24,36 @@ class PSGLDState(NamedTuple):
 
     position: Tensor
     square: Tensor
+
+
+class _Preconditioned(theory.Theory):
+    """Of RMSprop with noise: the mean square of g is at least T L, of the posterior alone, and V,
+    of minibatches alone."""
+
+    heated: ClassVar[bool] = False
+
+    def relaxation_steps(self, values: Values, precision: Tensor) -> Tensor:
+        root = torch.sqrt(values["temperature"] * precision)
+        return (values["damping"] + root) / (values["lr"] * precision)
+
+    def added_temperature(self, values: Values, gradient_noise: Tensor) -> Tensor:
+        return (
+            values["lr"] * gradient_noise / (2 * (values["damping"] + torch.sqrt(gradient_noise)))
+        )
+
+    def traveling_steps(
+        self, values: Values, distance: Tensor, gradient: Tensor, scale: Tensor
+    ) -> Tensor:
+        return distance * scale / values["lr"]  # as G g is about 1 there
+
+    def metric(self, values: Values, mean_square: Tensor) -> Tensor:
+        return 1 / (values["damping"] + torch.sqrt(mean_square))
+
+    def linearize(
+        self, kernel: Kernel, values: Values, gradient_noise: Tensor
+    ) -> theory.Linearized:
+        settled = {name: values[name] for name in ("lr", "temperature")}
+        return theory.Linearized(SGLD(lr=kernel.lr), settled, gradient_noise)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,37 +87,22 @@ class pSGLD(Kernel):
     damping: Hyper = 1e-5
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("temperature", "forgetting")
-    heated: ClassVar[bool] = False
+    theory: ClassVar[theory.Theory | None] = _Preconditioned()
 
     def check(self, name: str, value: object, label: str, when: str = "") -> None:
         super().check(name, value, label, when)
         if name == "forgetting" and float(value) > 1:  # type: ignore[arg-type]
             raise ArgumentError(f"forgetting={value!r}{when}: it is a weight, at most 1")
 
-    def init(self, position: Tensor, noise: Tensor) -> PSGLDState:
-        return PSGLDState(position, self.temperature.to(position.dtype).expand_as(position))
+    def init(self, position: Tensor, values: Values, noise: Tensor) -> PSGLDState:
+        return PSGLDState(position, values["temperature"].to(position.dtype).expand_as(position))
 
-    def update(self, state: PSGLDState, target: Target, noise: Tensor) -> tuple[PSGLDState, Any]:
+    def update(
+        self, state: PSGLDState, target: Target, values: Values, noise: Tensor
+    ) -> tuple[PSGLDState, Any]:
         position, square = state
         gradient, evaluation = target.grad(position)
-        square = square + self.forgetting * (gradient * gradient - square)
-        step = self.lr / (self.damping + torch.sqrt(square))
-        spread = torch.sqrt(2 * step * self.temperature)
+        square = square + values["forgetting"] * (gradient * gradient - square)
+        step = values["lr"] / (values["damping"] + torch.sqrt(square))
+        spread = torch.sqrt(2 * step * values["temperature"])
         return PSGLDState(position + step * gradient + spread * noise[0], square), evaluation
-
-    # The mean square of g is at least T L, of the posterior alone, and V, of minibatches alone.
-
-    def relaxation_steps(self, precision: Tensor) -> Tensor:
-        return (self.damping + torch.sqrt(self.temperature * precision)) / (self.lr * precision)
-
-    def added_temperature(self, gradient_noise: Tensor) -> Tensor:
-        return self.lr * gradient_noise / (2 * (self.damping + torch.sqrt(gradient_noise)))
-
-    def traveling_steps(self, distance: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
-        return distance * scale / self.lr  # as G g is about 1 there
-
-    def metric(self, mean_square: Tensor) -> Tensor:
-        return 1 / (self.damping + torch.sqrt(mean_square))
-
-    def linear(self, gradient_noise: Tensor) -> tuple[Kernel, Tensor]:
-        return SGLD.of_tensors(lr=self.lr, temperature=self.temperature), gradient_noise

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from pyro_scale.core.schedules import initial, mapped
 from pyro_scale.errors import ArgumentError
-from pyro_scale.kernels.hyperparameters import Hyper
+from pyro_scale.kernels.hyperparameters import Hyper, Values
 from pyro_scale.kernels.kernel import Target
+from pyro_scale.kernels.splitting import drift
 from pyro_scale.kernels.underdamped import PhaseState, Underdamped
 
 
@@ -40,13 +41,16 @@ class SGHMC(Underdamped):
         temperature: 1 is the posterior, 0 is SGD with momentum.
     """
 
-    def update(self, state: PhaseState, target: Target, noise: Tensor) -> tuple[PhaseState, Any]:
+    def update(
+        self, state: PhaseState, target: Target, values: Values, noise: Tensor
+    ) -> tuple[PhaseState, Any]:
+        lr, friction = values["lr"], values["friction"]
+        mass, temperature = values["mass"], values["temperature"]
         position, momentum = state
         gradient, evaluation = target.grad(position)
-        spread = torch.sqrt(2 * self.lr * self.friction * self.mass * self.temperature)
-        decay = 1 - self.lr * self.friction
-        momentum = decay * momentum + self.lr * gradient + spread * noise[0]
-        return PhaseState(position + self.lr / self.mass * momentum, momentum), evaluation
+        spread = torch.sqrt(2 * lr * friction * mass * temperature)
+        momentum = (1 - lr * friction) * momentum + lr * gradient + spread * noise[0]
+        return PhaseState(drift(position, momentum, mass, lr), momentum), evaluation
 
     @classmethod
     def from_sgd(cls, lr: Hyper, momentum: float) -> dict[str, Hyper]:

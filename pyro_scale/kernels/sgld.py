@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyro_scale.kernels import theory
+from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Kernel, Target
 
 
@@ -33,17 +35,16 @@ class SGLD(Kernel):
         temperature: 1 is the posterior, 0 is SGD.
     """
 
-    def init(self, position: Tensor, noise: Tensor) -> SGLDState:
+    theory: ClassVar[theory.Theory | None] = theory.Overdamped()
+
+    def init(self, position: Tensor, values: Values, noise: Tensor) -> SGLDState:
         return SGLDState(position)
 
-    def update(self, state: SGLDState, target: Target, noise: Tensor) -> tuple[SGLDState, Any]:
+    def update(
+        self, state: SGLDState, target: Target, values: Values, noise: Tensor
+    ) -> tuple[SGLDState, Any]:
+        lr, temperature = values["lr"], values["temperature"]
         (position,) = state
         gradient, evaluation = target.grad(position)
-        spread = torch.sqrt(2 * self.lr * self.temperature)
-        return SGLDState(position + self.lr * gradient + spread * noise[0]), evaluation
-
-    def relaxation_steps(self, precision: Tensor) -> Tensor:
-        return 1 / (self.lr * precision)
-
-    def added_temperature(self, gradient_noise: Tensor) -> Tensor:
-        return self.lr * gradient_noise / 2
+        spread = torch.sqrt(2 * lr * temperature)
+        return SGLDState(position + lr * gradient + spread * noise[0]), evaluation

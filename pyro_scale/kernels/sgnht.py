@@ -8,8 +8,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_scale.kernels import theory
 from pyro_scale.kernels.baoa import BAOA
+from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Kernel, Target
+from pyro_scale.kernels.splitting import drift, kick
 from pyro_scale.kernels.underdamped import Underdamped
 
 
@@ -19,6 +22,30 @@ class SGNHTState(NamedTuple):
     position: Tensor
     momentum: Tensor
     xi: Tensor
+
+
+class _Thermostatted(theory.Underdamped):
+    """Of Langevin dynamics whose friction rises until gradient noise does not heat."""
+
+    heated: ClassVar[bool] = False
+    largest_lr: ClassVar[float] = 2.0  # xi moves by lr (|p|^2 / (m T d) - 1) in a step
+
+    def added_temperature(self, values: Values, gradient_noise: Tensor) -> Tensor:
+        return torch.zeros_like(gradient_noise)
+
+    def traveling_steps(
+        self, values: Values, distance: Tensor, gradient: Tensor, scale: Tensor
+    ) -> Tensor:
+        # at the speed sqrt(T); then xi, which held the gradient, falls by 1 in a unit of time
+        return (distance + gradient) / (values["lr"] * torch.sqrt(values["temperature"]))
+
+    def linearize(
+        self, kernel: Kernel, values: Values, gradient_noise: Tensor
+    ) -> theory.Linearized:
+        cooled = gradient_noise.mean()  # by the thermostat, whose friction rises for it
+        friction = values["friction"] + values["lr"] * cooled / (2 * values["temperature"])
+        settled = {**values, "friction": friction, "mass": torch.ones(())}
+        return theory.Linearized(BAOA(lr=kernel.lr), settled, gradient_noise - cooled)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,47 +90,38 @@ class SGNHT(Underdamped):
 
     per_site: ClassVar[tuple[str, ...]] = ("lr", "mass")
     sampling: ClassVar[Literal["shuffle", "replacement"]] = "replacement"
-    heated: ClassVar[bool] = False
-    largest_lr: ClassVar[float] = 2.0  # xi moves by lr (|p|^2 / (m T d) - 1) in a step
+    theory: ClassVar[theory.Theory | None] = _Thermostatted()
 
-    def init(self, position: Tensor, noise: Tensor) -> SGNHTState:
-        position, momentum = super().init(position, noise)
-        return SGNHTState(position, momentum, self.friction.to(position.dtype))
+    def init(self, position: Tensor, values: Values, noise: Tensor) -> SGNHTState:
+        position, momentum = super().init(position, values, noise)
+        return SGNHTState(position, momentum, values["friction"].to(position.dtype))
 
-    def update(self, state: SGNHTState, target: Target, noise: Tensor) -> tuple[SGNHTState, Any]:
+    def update(
+        self, state: SGNHTState, target: Target, values: Values, noise: Tensor
+    ) -> tuple[SGNHTState, Any]:
+        lr, friction = values["lr"], values["friction"]
+        mass, temperature = values["mass"], values["temperature"]
         position, momentum, xi = state
         gradient, evaluation = target.grad(position)
-        momentum = momentum + self.lr * gradient
-        position = position + self.lr / (2 * self.mass) * momentum
-        xi = xi + self._heating(momentum) / 2
-        damping = torch.where(self.temperature > 0, xi, self.friction)
-        lr_xi = self.lr * damping
-        spread = torch.sqrt(2 * self.lr * self.friction * self.mass * self.temperature)
+        momentum = kick(momentum, gradient, lr)
+        position = drift(position, momentum, mass, lr / 2)
+        xi = xi + _heating(momentum, values) / 2
+        lr_xi = lr * torch.where(temperature > 0, xi, friction)
+        spread = torch.sqrt(2 * lr * friction * mass * temperature)
         spread = spread * torch.sqrt(_mean_decay(2 * lr_xi))
         momentum = torch.exp(-lr_xi) * momentum + spread * noise[0]
-        xi = xi + self._heating(momentum) / 2
-        position = position + self.lr / (2 * self.mass) * momentum
+        xi = xi + _heating(momentum, values) / 2
+        position = drift(position, momentum, mass, lr / 2)
         return SGNHTState(position, momentum, xi), evaluation
 
-    def _heating(self, momentum: Tensor) -> Tensor:
-        """lr (|p|^2 / (m T d) - 1), over the elements that have a temperature."""
-        thermal = (self.temperature > 0).expand_as(momentum)
-        energy = momentum * momentum / (self.mass * self.temperature)
-        heating = torch.where(thermal, self.lr * (energy - 1), 0)
-        return heating.sum() / thermal.sum().clamp(min=1)
 
-    def added_temperature(self, gradient_noise: Tensor) -> Tensor:
-        return torch.zeros_like(gradient_noise)
-
-    def traveling_steps(self, distance: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
-        # at the speed sqrt(T); then xi, which held the gradient, falls by 1 in a unit of time
-        return (distance + gradient) / (self.lr * torch.sqrt(self.temperature))
-
-    def linear(self, gradient_noise: Tensor) -> tuple[Kernel, Tensor]:
-        taken = gradient_noise.mean()  # by the thermostat, whose friction rises for it
-        friction = self.friction + self.lr * taken / (2 * self.temperature)
-        values = {**self.hyperparameters(), "friction": friction, "mass": torch.ones(())}
-        return BAOA.of_tensors(**values), gradient_noise - taken
+def _heating(momentum: Tensor, values: Values) -> Tensor:
+    """lr (|p|^2 / (m T d) - 1), over the elements that have a temperature."""
+    lr, mass, temperature = values["lr"], values["mass"], values["temperature"]
+    thermal = (temperature > 0).expand_as(momentum)
+    energy = momentum * momentum / (mass * temperature)
+    heating = torch.where(thermal, lr * (energy - 1), 0)
+    return heating.sum() / thermal.sum().clamp(min=1)
 
 
 def _mean_decay(rate: Tensor) -> Tensor:

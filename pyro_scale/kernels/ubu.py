@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Target
+from pyro_scale.kernels.splitting import kick
 from pyro_scale.kernels.underdamped import PhaseState, Underdamped
 
 
@@ -46,26 +48,31 @@ class UBU(Underdamped):
 
     normals: ClassVar[int] = 4
 
-    def update(self, state: PhaseState, target: Target, noise: Tensor) -> tuple[PhaseState, Any]:
-        position, momentum = self._free(state, noise[0], noise[1])
+    def update(
+        self, state: PhaseState, target: Target, values: Values, noise: Tensor
+    ) -> tuple[PhaseState, Any]:
+        position, momentum = move_freely(state, values, noise[:2])
         gradient, evaluation = target.grad(position)
-        state = PhaseState(position, momentum + self.lr * gradient)
-        return self._free(state, noise[2], noise[3]), evaluation
+        momentum = kick(momentum, gradient, values["lr"])
+        return move_freely(PhaseState(position, momentum), values, noise[2:]), evaluation
 
-    def _free(self, state: PhaseState, first: Tensor, second: Tensor) -> PhaseState:
-        """Free motion over lr/2."""
-        position, momentum = state
-        angle = self.friction * self.lr / 4
-        decay, lost = torch.exp(-2 * angle), -torch.expm1(-2 * angle)
-        drift = lost / self.friction
-        thermal = torch.sqrt(self.temperature / self.mass)
-        along = thermal * drift * torch.sqrt(torch.tanh(angle))
-        beside = thermal * 2 / self.friction * torch.sqrt(_less_tanh(angle))
-        spread = self.mass * thermal * torch.sqrt(lost * (1 + decay))
-        return PhaseState(
-            position + drift / self.mass * momentum + along * first + beside * second,
-            decay * momentum + spread * first,
-        )
+
+def move_freely(state: PhaseState, values: Values, noise: Tensor) -> PhaseState:
+    """U: free motion over lr/2."""
+    lr, friction = values["lr"], values["friction"]
+    mass, temperature = values["mass"], values["temperature"]
+    position, momentum = state
+    angle = friction * lr / 4
+    decay, lost = torch.exp(-2 * angle), -torch.expm1(-2 * angle)
+    reach = lost / friction
+    thermal = torch.sqrt(temperature / mass)
+    along = thermal * reach * torch.sqrt(torch.tanh(angle))
+    beside = thermal * 2 / friction * torch.sqrt(_less_tanh(angle))
+    spread = mass * thermal * torch.sqrt(lost * (1 + decay))
+    return PhaseState(
+        position + reach / mass * momentum + along * noise[0] + beside * noise[1],
+        decay * momentum + spread * noise[0],
+    )
 
 
 def _less_tanh(x: Tensor) -> Tensor:

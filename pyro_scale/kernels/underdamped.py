@@ -8,7 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.kernels.hyperparameters import Hyper
+from pyro_scale.kernels import theory
+from pyro_scale.kernels.hyperparameters import Hyper, Values
 from pyro_scale.kernels.kernel import Kernel
 
 
@@ -34,20 +35,8 @@ class Underdamped(Kernel):
     mass: Hyper = 1.0
 
     per_site: ClassVar[tuple[str, ...]] = ("lr", "friction", "mass")
-    order: ClassVar[int] = 2
+    theory: ClassVar[theory.Theory | None] = theory.Underdamped()
 
-    def init(self, position: Tensor, noise: Tensor) -> Any:
-        return PhaseState(position, torch.sqrt(self.mass * self.temperature) * noise)
-
-    def relaxation_steps(self, precision: Tensor) -> Tensor:
-        overdamped = self.friction * self.mass / (self.lr * precision)
-        return torch.maximum(overdamped, 2 / (self.lr * self.friction))
-
-    def added_temperature(self, gradient_noise: Tensor) -> Tensor:
-        return self.lr * gradient_noise / (2 * self.friction * self.mass)
-
-    def metric(self, mean_square: Tensor) -> Tensor:
-        return (1 / self.mass).expand_as(mean_square)
-
-    def linear(self, gradient_noise: Tensor) -> tuple[Kernel, Tensor]:
-        return self.bind({**self.hyperparameters(), "mass": torch.ones(())}), gradient_noise
+    def init(self, position: Tensor, values: Values, noise: Tensor) -> Any:
+        thermal = torch.sqrt(values["mass"] * values["temperature"])
+        return PhaseState(position, thermal * noise)

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters
+from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters, Values
 from pyro_scale.kernels.kernel import Target
-from pyro_scale.kernels.optimizer import Optimizer, begun, stepped
+from pyro_scale.kernels.optimizer import Optimizer, ascend, init_optimizer
 
 
 class VIState(NamedTuple):
@@ -60,37 +60,39 @@ class VI(Hyperparameters):
         """Standard-normal vectors [D] that one step uses."""
         return self.num_particles
 
-    def init(self, position: Tensor, noise: Tensor) -> VIState:
-        spread = self.first_spread(position)
-        return VIState(position, spread, begun(self.optimizer, [position, spread]))
+    def init(self, position: Tensor, values: Values, noise: Tensor) -> VIState:
+        spread = self.init_spread(position)
+        return VIState(position, spread, init_optimizer(self.optimizer, [position, spread]))
 
-    def update(self, state: VIState, target: Target, noise: Tensor) -> tuple[VIState, Any]:
+    def update(
+        self, state: VIState, target: Target, values: Values, noise: Tensor
+    ) -> tuple[VIState, Any]:
         mean, spread, remembered = state
-        is_random = torch.as_tensor(self.temperature > 0, device=mean.device)  # points are not
+        is_random = torch.as_tensor(values["temperature"] > 0, device=mean.device)  # points are not
         slope, widening, log_joint = torch.zeros_like(mean), torch.zeros_like(spread), 0.0
         for eps in noise:
-            gradient, evaluation = target.grad(mean + is_random * self.away(spread, eps))
+            gradient, evaluation = target.grad(mean + is_random * self.displace(spread, eps))
             if self.sticking_the_landing:
-                gradient = gradient + self.temperature * self.score(spread, eps)
+                gradient = gradient + values["temperature"] * self.score(spread, eps)
             slope = slope + gradient
-            widening = widening + self.pulled_back(spread, is_random * gradient, eps)
+            widening = widening + self.pull_back(spread, is_random * gradient, eps)
             log_joint = log_joint + evaluation.log_joint
         slope, widening = slope / len(noise), widening / len(noise)
-        temperature = self.temperature.to(mean.dtype).expand_as(mean)
+        temperature = values["temperature"].to(mean.dtype).expand_as(mean)
         if not self.sticking_the_landing:
-            widening = widening + self.on_diagonal(temperature, spread)
-        bound = entropy(self.temperature, self.log_sds(spread)) * target.num_data
+            widening = widening + self.from_log_sds(temperature, spread)
+        bound = entropy(values["temperature"], self.log_sds(spread)) * target.num_data
         bound = bound + log_joint / len(noise)
-        (mean, spread), remembered = stepped(
+        (mean, spread), remembered = ascend(
             self.optimizer, [slope, widening], remembered, [mean, spread]
         )
         return VIState(mean, spread, remembered), evaluation._replace(log_joint=bound)
 
-    def first_spread(self, position: Tensor) -> Tensor:
+    def init_spread(self, position: Tensor) -> Tensor:
         """The spread before the first step."""
         raise NotImplementedError
 
-    def away(self, spread: Tensor, eps: Tensor) -> Tensor:
+    def displace(self, spread: Tensor, eps: Tensor) -> Tensor:
         """theta - mu."""
         raise NotImplementedError
 
@@ -98,11 +100,11 @@ class VI(Hyperparameters):
         """-d log q / d theta."""
         raise NotImplementedError
 
-    def pulled_back(self, spread: Tensor, gradient: Tensor, eps: Tensor) -> Tensor:
+    def pull_back(self, spread: Tensor, gradient: Tensor, eps: Tensor) -> Tensor:
         """The gradient with respect to the spread, given that with respect to theta."""
         raise NotImplementedError
 
-    def on_diagonal(self, values: Tensor, spread: Tensor) -> Tensor:
+    def from_log_sds(self, values: Tensor, spread: Tensor) -> Tensor:
         """Gradients of log sds [D] as those of the spread."""
         raise NotImplementedError
 
@@ -121,19 +123,19 @@ def entropy(temperature: Tensor, log_sds: Tensor) -> Tensor:
 class MeanField(VI):
     """Independent elements: theta = mu + sd eps."""
 
-    def first_spread(self, position: Tensor) -> Tensor:
+    def init_spread(self, position: Tensor) -> Tensor:
         return torch.full_like(position, math.log(self.init_scale))
 
-    def away(self, spread: Tensor, eps: Tensor) -> Tensor:
+    def displace(self, spread: Tensor, eps: Tensor) -> Tensor:
         return torch.exp(spread) * eps
 
     def score(self, spread: Tensor, eps: Tensor) -> Tensor:
         return eps * torch.exp(-spread)
 
-    def pulled_back(self, spread: Tensor, gradient: Tensor, eps: Tensor) -> Tensor:
+    def pull_back(self, spread: Tensor, gradient: Tensor, eps: Tensor) -> Tensor:
         return gradient * eps * torch.exp(spread)
 
-    def on_diagonal(self, values: Tensor, spread: Tensor) -> Tensor:
+    def from_log_sds(self, values: Tensor, spread: Tensor) -> Tensor:
         return values
 
     def log_sds(self, spread: Tensor) -> Tensor:
@@ -143,21 +145,21 @@ class MeanField(VI):
 class FullRank(VI):
     """Correlated elements: theta = mu + L eps, L lower triangular."""
 
-    def first_spread(self, position: Tensor) -> Tensor:
+    def init_spread(self, position: Tensor) -> Tensor:
         return torch.diag(torch.full_like(position, math.log(self.init_scale)))
 
-    def away(self, spread: Tensor, eps: Tensor) -> Tensor:
+    def displace(self, spread: Tensor, eps: Tensor) -> Tensor:
         return self.factor(spread) @ eps
 
     def score(self, spread: Tensor, eps: Tensor) -> Tensor:
         factor = self.factor(spread)
         return torch.linalg.solve_triangular(factor.mT, eps[:, None], upper=True)[:, 0]
 
-    def pulled_back(self, spread: Tensor, gradient: Tensor, eps: Tensor) -> Tensor:
+    def pull_back(self, spread: Tensor, gradient: Tensor, eps: Tensor) -> Tensor:
         of_diagonal = gradient * eps * torch.exp(spread.diagonal())
         return torch.outer(gradient, eps).tril(-1) + torch.diag(of_diagonal)
 
-    def on_diagonal(self, values: Tensor, spread: Tensor) -> Tensor:
+    def from_log_sds(self, values: Tensor, spread: Tensor) -> Tensor:
         return torch.diag(values)
 
     def log_sds(self, spread: Tensor) -> Tensor:

@@ -113,10 +113,12 @@ def warn_of_short_warmup(
     cyclical = isinstance(problem.engine.kernel.lr, Cyclical)
     if len(latents) < _FEWEST_DRAWS or values["temperature"] == 0 or cyclical:
         return
-    engine = problem.engine
-    kernel = engine.bound(values)
-    precision = kernel.temperature / engine.padded(latents.var(0))
-    steps = float(kernel.relaxation_steps(precision)[: engine.num_latents].max())
+    engine, theory = problem.engine, problem.engine.kernel.theory
+    if theory is None:
+        return
+    values = engine.kernel_values(values)
+    precision = values["temperature"] / engine.padded(latents.var(0))
+    steps = float(theory.relaxation_steps(values, precision)[: engine.num_latents].max())
     if warmup_steps < 5 * steps:
         warn(
             ConvergenceWarning,

@@ -12,12 +12,13 @@ class GradientNoise:
     """What minibatches did, to first order in lr and as if drawn anew.
 
     Attributes:
-        inflation: by what they multiplied the temperature, `[latents]`.
+        inflation: by what they multiplied the temperature, `[latents]`; None where the kernel has
+            no theory.
         variance: of the gradient of the log joint over N, `[latents]`.
         reduction: by what control variates divided that variance, `[latents]`; None without.
     """
 
-    inflation: Tensor
+    inflation: Tensor | None
     variance: Tensor
     reduction: Tensor | None = None
 

@@ -166,12 +166,16 @@ def gradient_noise(
     return GradientNoise(_inflation(engine, values, variance), variance, reduction)
 
 
-def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -> Tensor:
-    """By what minibatches multiply the temperature, and by what part is taken off again."""
-    kernel = engine.bound(values)
-    padded = engine.padded(variance.to(kernel.lr))
-    injected = engine.cooled(kernel).temperature.expand_as(padded)
-    whole = (injected + kernel.added_temperature(padded)) / kernel.temperature
+def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -> Tensor | None:
+    """By what minibatches multiply the temperature, and by what part is taken off again; None
+    where the kernel has no theory."""
+    theory = engine.kernel.theory
+    if theory is None:
+        return None
+    values = engine.kernel_values(values)
+    padded = engine.padded(variance.to(values["lr"]))
+    injected = engine.cool(values)["temperature"].expand_as(padded)
+    whole = (injected + theory.added_temperature(values, padded)) / values["temperature"]
     return whole[: len(variance)].cpu()
 
 

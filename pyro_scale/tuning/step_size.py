@@ -21,7 +21,8 @@ from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.optimize import WholeDensity
 from pyro_scale.kernels.gaussian import GaussianChain
-from pyro_scale.kernels.kernel import Kernel
+from pyro_scale.kernels.hyperparameters import Values
+from pyro_scale.kernels.theory import Linearized, Theory
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.gradient_noise import row_gradients
 
@@ -106,10 +107,9 @@ def choose(problem: Problem, mode: Tensor, steps: Steps, sampling: Sampling) -> 
     Raises:
         ArgumentError: no curvature at the mode, or no gradients of single rows.
     """
-    engine = problem.engine
     modes = _modes(problem, mode, sampling)
     epoch = problem.epoch(sampling)
-    highest = min(_largest_stable(problem, modes.steepest), engine.kernel.largest_lr)
+    highest = min(_largest_stable(problem, modes.steepest), _theory(problem).largest_lr)
     decades = -torch.arange(_PER_DECADE * _DECADES + 1, dtype=torch.float64) / _PER_DECADE
     candidates = _SAFETY * highest * 10**decades
     errors = torch.stack([_error(problem, modes, lr, steps, epoch) for lr in candidates])
@@ -126,21 +126,27 @@ def choose(problem: Problem, mode: Tensor, steps: Steps, sampling: Sampling) -> 
     )
 
 
-def _kernel(problem: Problem, lr: Tensor) -> Kernel:
-    """The kernel bound at a step size."""
-    return problem.engine.bound({**problem.engine.kernel.values(0), "lr": lr})
+def _values(problem: Problem, lr: Tensor) -> Values:
+    """The kernel's values at a step size."""
+    return problem.engine.kernel_values({**problem.engine.kernel.values(0), "lr": lr})
+
+
+def _theory(problem: Problem) -> Theory:
+    """The kernel's."""
+    theory: Theory = problem.engine.kernel.theory
+    return theory
 
 
 def _modes(problem: Problem, mode: Tensor, sampling: Sampling) -> Modes:
     engine, known = problem.engine, problem.log_posterior
     density = WholeDensity(known, problem.data, engine.layout)
-    kernel = _kernel(problem, torch.ones((), dtype=torch.float64))
+    values = _values(problem, torch.ones((), dtype=torch.float64))
     precision = -density.hessian(mode).double()
-    draws = _draws(mode, precision, kernel.temperature, problem.seed)
+    draws = _draws(mode, precision, values["temperature"], problem.seed)
     rows = _rows(problem, draws, sampling)
     noise = rows.square().mean(0)
-    mean_square = kernel.temperature * precision.diagonal().clamp(min=0) + noise
-    scale = kernel.metric(mean_square).double().sqrt()
+    mean_square = values["temperature"] * precision.diagonal().clamp(min=0) + noise
+    scale = _theory(problem).metric(values, mean_square).double().sqrt()
 
     def curvature(precision: Tensor) -> tuple[Tensor, Tensor]:
         return torch.linalg.eigh(scale[:, None] * precision * scale)
@@ -203,27 +209,32 @@ def _largest_stable(problem: Problem, precision: Tensor) -> float:
     while high - low > 0.004:
         middle = (low + high) / 2
         lr = torch.tensor(10**middle, dtype=torch.float64)
-        kernel, _ = _kernel(problem, lr).linear(torch.zeros_like(precision[None]))
-        stable = bool(GaussianChain.of(kernel, precision[None]).stable.all())
+        kernel, values, _ = _linearize(problem, lr, torch.zeros_like(precision[None]))
+        stable = bool(GaussianChain.of(kernel, values, precision[None]).stable.all())
         low, high = (middle, high) if stable else (low, middle)
     return float(10**low)
+
+
+def _linearize(problem: Problem, lr: Tensor, noise: Tensor) -> Linearized:
+    """What the kernel settles to at a step size, on a Gaussian."""
+    return _theory(problem).linearize(problem.engine.kernel, _values(problem, lr), noise)
 
 
 def _error(problem: Problem, modes: Modes, lr: Tensor, steps: Steps, epoch: int | None) -> Tensor:
     """The predicted mean square error of means and log sds, in posterior sds: [by bias, by Monte
     Carlo]."""
-    kernel, noise = _kernel(problem, lr).linear(modes.noise)
-    chain = GaussianChain.of(kernel, modes.precision)
+    kernel, values, noise = _linearize(problem, lr, modes.noise)
+    chain = GaussianChain.of(kernel, values, modes.precision)
     taken = steps.total - steps.warmup_steps
     if problem.engine.known_noise is not None:  # heats by what is left above the injected noise
-        added = kernel.added_temperature(noise)
-        noise = noise * ((added - kernel.temperature) / added).clamp(min=0).nan_to_num()
-    exact = kernel.temperature / modes.precision
+        added = _theory(problem).added_temperature(values, noise)
+        noise = noise * ((added - values["temperature"]) / added).clamp(min=0).nan_to_num()
+    exact = values["temperature"] / modes.precision
     covariance = chain.covariance(noise, epoch)
     of_mean, of_square = chain.autocorrelation_times(covariance)
     far = (modes.starts, modes.starts * modes.precision)
     far_off, steep = (each.square().mean().sqrt() for each in far)
-    way = _kernel(problem, lr).traveling_steps(far_off, steep, modes.scale)
+    way = _theory(problem).traveling_steps(_values(problem, lr), far_off, steep, modes.scale)
     late = int(steps.warmup_steps - way.clamp(max=steps.total))
     path, square = chain.forgetting(max(0, late), taken)
     num_chains = len(modes.starts)

@@ -117,9 +117,10 @@ def _without_noise(problem: Problem, mode: Tensor, sampling: Sampling) -> Proble
 
 def _warn_of_what_is_left(problem: Problem) -> None:
     """Warns where minibatches bring more noise than the step injects: subtracting stops at none."""
-    engine, kernel = problem.engine, problem.engine.bound(problem.engine.kernel.values(0))
-    added = kernel.added_temperature(engine.known_noise)[: engine.num_latents]
-    injected = kernel.temperature.expand(engine.layout.size)[: engine.num_latents]
+    engine, kernel = problem.engine, problem.engine.kernel
+    values = engine.kernel_values(kernel.values(0))
+    added = kernel.theory.added_temperature(values, engine.known_noise)[: engine.num_latents]
+    injected = values["temperature"].expand(engine.layout.size)[: engine.num_latents]
     over = added > injected
     if bool(over.any()):
         first = int(torch.nonzero(over)[0])

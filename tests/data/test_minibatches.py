@@ -15,7 +15,6 @@ import pyro_scale as ps
 from pyro_scale.data import row_sampler
 from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.kernels import BAOA, SGHMC, SGLD, UBU
-from pyro_scale.kernels.gaussian import GaussianChain
 
 LINEAR = [BAOA, SGHMC, SGLD, UBU]
 UNDERDAMPED = [BAOA, SGHMC, UBU]
@@ -279,7 +278,7 @@ def kernel(request):
 
 class TestGaussianChain:
     def test_is_what_is_read_out_of_the_kernel(self, kernel):
-        chain = GaussianChain.of(kernel, PRECISIONS)
+        chain = kernel.modes(PRECISIONS)
         for mode, precision in enumerate(PRECISIONS):
             transition, noise, pushed = gaussian.read_out(kernel, precision[None, None])
             torch.testing.assert_close(chain.transition[mode], transition, rtol=0, atol=1e-15)
@@ -289,7 +288,7 @@ class TestGaussianChain:
 
     def test_covariance_of_batches_drawn_anew(self, kernel):
         noise = double(0.0, 0.3, 2.0, 9.0)
-        covariance = GaussianChain.of(kernel, PRECISIONS).covariance(noise)
+        covariance = kernel.modes(PRECISIONS).covariance(noise)
         for mode, precision in enumerate(PRECISIONS):
             expected = gaussian.stationary(kernel, precision[None, None], noise[mode])
             torch.testing.assert_close(covariance[mode], expected, rtol=1e-11, atol=1e-12)
@@ -299,7 +298,7 @@ class TestGaussianChain:
         """On average over the phases of an epoch."""
         pushes = pushes - pushes.mean()
         noise = pushes.square().mean().expand(len(PRECISIONS))
-        covariance = GaussianChain.of(kernel, PRECISIONS).covariance(noise, epoch=len(pushes))
+        covariance = kernel.modes(PRECISIONS).covariance(noise, epoch=len(pushes))
         for mode, precision in enumerate(PRECISIONS):
             slopes = precision.expand(len(pushes))
             each = [covariance for _, covariance in laws(kernel, "shuffle", slopes, pushes)]
@@ -310,7 +309,7 @@ class TestGaussianChain:
         """To 1%, by sums over the steps of m = 48 batches, whose errors n_t have the covariance
         V m/(m-1) (1[s=t] - 1/m), on average over all phases."""
         size, noise = 48, double(0.1, 0.5, 1.0, 2.0)
-        chain = GaussianChain.of(kernel, PRECISIONS)
+        chain = kernel.modes(PRECISIONS)
         covariance = chain.covariance(noise, epoch=size)
         errors = (torch.eye(size).double() - 1 / size) * size / (size - 1)
         for mode in range(len(PRECISIONS)):
@@ -330,12 +329,12 @@ class TestGaussianChain:
             )
 
     def test_one_batch_an_epoch_has_no_noise(self, kernel):
-        chain = GaussianChain.of(kernel, PRECISIONS)
+        chain = kernel.modes(PRECISIONS)
         quiet = chain.covariance(torch.zeros(4).double())
         assert torch.equal(chain.covariance(torch.ones(4).double(), epoch=1), quiet)
 
     def test_autocorrelation_times_by_brute_force(self, kernel):
-        chain = GaussianChain.of(kernel, PRECISIONS)
+        chain = kernel.modes(PRECISIONS)
         covariance = chain.covariance(double(0.1, 0.2, 0.3, 0.4))
         of_mean, of_square = chain.autocorrelation_times(covariance)
         for mode in range(len(PRECISIONS)):
@@ -350,7 +349,7 @@ class TestGaussianChain:
 
     @pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 30), (7, 50), (100, 400)])
     def test_forgetting_by_brute_force(self, kernel, warmup, steps):
-        chain = GaussianChain.of(kernel, PRECISIONS)
+        chain = kernel.modes(PRECISIONS)
         path, square = chain.forgetting(warmup, steps)
         remains = normals(4, 0)
         for _ in range(steps):
@@ -360,12 +359,12 @@ class TestGaussianChain:
         torch.testing.assert_close(square, remains.square().mean(1), rtol=1e-9, atol=1e-12)
 
     def test_what_is_unstable_is_said_to_be(self):
-        chain = GaussianChain.of(bound(SGLD(lr=0.5)), double(3.999, 4.001, -0.01))
+        chain = bound(SGLD(lr=0.5)).modes(double(3.999, 4.001, -0.01))
         assert chain.stable.tolist() == [True, False, False]
 
     @pytest.mark.parametrize("unknown", [math.nan, math.inf, 1e200])
     def test_of_what_is_no_number_nothing_is_stable(self, unknown):
-        chain = GaussianChain.of(bound(UBU(lr=0.5)), double(1.0, unknown))
+        chain = bound(UBU(lr=0.5)).modes(double(1.0, unknown))
         assert chain.stable.tolist() == [True, False]
 
 
@@ -373,9 +372,9 @@ def test_the_largest_modes_noise_is_what_a_thermostat_leaves():
     """SGNHT settles to BAOA with the friction that takes the mean noise, and what is left."""
     kernel = bound(ps.kernels.SGNHT(lr=0.2, friction=0.9, mass=2.5, temperature=0.6), num_data=3)
     noise = double(0.1, 0.5, 0.9)
-    settled, left = kernel.linear(noise)
+    settled, left = kernel.linearize(noise)
     torch.testing.assert_close(left, double(-0.4, 0.0, 0.4), rtol=0, atol=1e-15)
-    assert type(settled) is BAOA
+    assert type(settled.kernel) is BAOA
     assert float(settled.friction) == pytest.approx(0.9 + 0.2 * 0.5 / (2 * 0.2), rel=1e-14)
     assert float(settled.mass) == 1
     assert float(settled.temperature) == pytest.approx(0.2, rel=1e-14)

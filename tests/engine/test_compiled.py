@@ -171,26 +171,20 @@ class Later(Kernel):
     before = staticmethod(torch.tanh)
     xi_rate: Any = 0.1
 
-    def init(self, position, noise):
+    def init(self, position, values, noise):
         zero = torch.zeros((), dtype=position.dtype)
         count = torch.zeros((), dtype=torch.int64)
         return Moving(noise, count, position, position, position, zero)
 
-    def update(self, state, target, noise):
+    def update(self, state, target, values, noise):
         gradient, evaluation = target.grad(state.position)
-        kick = torch.sqrt(2 * self.lr * self.temperature)
-        momentum = (0.8 - 0.1 * torch.tanh(state.xi)) * state.momentum + self.lr * gradient
+        kick = torch.sqrt(2 * values["lr"] * values["temperature"])
+        momentum = (0.8 - 0.1 * torch.tanh(state.xi)) * state.momentum + values["lr"] * gradient
         momentum = momentum + kick * noise[0] - 0.01 * state.before
         position = state.position + momentum + 0.3 * kick * noise[1] + 1e-3 * torch.cos(state.count)
-        xi = state.xi + self.xi_rate * (momentum @ momentum - 0.1 * state.copy[0])
+        xi = state.xi + values["xi_rate"] * (momentum @ momentum - 0.1 * state.copy[0])
         before = self.before(state.position)
         return Moving(momentum, state.count + 1, before, position, position, xi), evaluation
-
-    def relaxation_steps(self, precision):
-        return 1 / (self.lr * precision)
-
-    def added_temperature(self, gradient_noise):
-        return self.lr * gradient_noise
 
 
 class PassedOn(Later):
@@ -225,20 +219,18 @@ class Watched(NamedTuple):
 class Averaging(Kernel):
     state = Averaged
 
-    def init(self, position, noise):
+    def init(self, position, values, noise):
         return self.state(position, position)
 
-    def update(self, state, target, noise):
+    def update(self, state, target, values, noise):
         path, average = state
         gradient, evaluation = target.grad(path)
-        path = path + self.lr * gradient + torch.sqrt(2 * self.lr * self.temperature) * noise[0]
+        path = (
+            path
+            + values["lr"] * gradient
+            + torch.sqrt(2 * values["lr"] * values["temperature"]) * noise[0]
+        )
         return self.state(path, average + 0.1 * (path - average)), evaluation
-
-    def relaxation_steps(self, precision):
-        return 1 / (self.lr * precision)
-
-    def added_temperature(self, gradient_noise):
-        return self.lr * gradient_noise
 
 
 class Watching(Averaging):

@@ -14,6 +14,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torchopt
+from gaussian import Bound
 from pyro.infer.autoguide import init_to_value
 from reference import close, double, normals, pyro_log_joint
 from repetitions import slow_but
@@ -84,7 +85,7 @@ def sgd(structure, num_particles=1, landing=False, temperature=TEMPERATURE):
     optimizer = torchopt.sgd(1.0)
     kind = KINDS[structure]
     kernel = kind(optimizer=optimizer, num_particles=num_particles, sticking_the_landing=landing)
-    return kernel.bind({"temperature": torch.as_tensor(temperature / ROWS)})
+    return Bound(kernel, {"temperature": torch.as_tensor(temperature / ROWS)})
 
 
 def moved(kernel, target, noise, mean=MEAN, spread=None):
@@ -197,7 +198,9 @@ def test_elements_at_temperature_zero_have_neither_noise_nor_entropy(structure, 
 @structures
 def test_q_starts_at_the_position_with_the_first_sds(structure):
     for given, sd in (({}, 0.1), ({"init_scale": 0.03}, 0.03)):
-        state = KINDS[structure](optimizer=torchopt.sgd(1.0), **given).init(MEAN, torch.zeros(3))
+        state = KINDS[structure](optimizer=torchopt.sgd(1.0), **given).init(
+            MEAN, {}, torch.zeros(3)
+        )
         assert torch.equal(state.position, MEAN)
         close(factor(state.spread), sd * torch.eye(3))
 
@@ -214,7 +217,7 @@ def test_ivon_is_as_published():
     lr, momentum, forgetting, first = 0.3, 0.8, 0.9, 2.5
     hypers = {"lr": lr, "momentum": momentum, "forgetting": forgetting, "first_curvature": first}
     values = {**hypers, "temperature": TEMPERATURE / ROWS}
-    kernel = kernels.IVON(**hypers).bind({k: torch.tensor(v) for k, v in values.items()})
+    kernel = Bound(kernels.IVON(**hypers), {k: torch.tensor(v) for k, v in values.items()})
     state = kernel.init(MEAN, torch.zeros(3))
     slope = torch.func.grad(hills)
     m, h, g_mean = MEAN, torch.full((3,), first), torch.zeros(3)
@@ -239,7 +242,7 @@ def test_ivons_points_have_no_noise_and_keep_their_curvature():
     values = {"lr": 0.1, "momentum": 0.9, "forgetting": 0.9, "first_curvature": 4.0}
     bound_values = {k: torch.tensor(v) for k, v in values.items()}
     bound_values["temperature"] = TEMPERATURE / ROWS * double(1.0, 1.0, 0.0)
-    kernel = kernels.IVON().bind(bound_values)
+    kernel = Bound(kernels.IVON(), bound_values)
     state = kernel.init(MEAN, torch.zeros(3))
     after, evaluation = kernel.update(state, Target(hills), double([0.4, -1.0, 0.0]))
     sd = (TEMPERATURE / ROWS / 4.0) ** 0.5

@@ -8,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from gaussian import Bound
 from methods import TABLE, UNDERDAMPED, by_name
 from reference import double, normals
 from torch import nn
@@ -119,8 +120,8 @@ class Nothing:
 
 def as_vector(row, name, given, step=0):
     kernel = row.of(**{name: given})
-    bound = Engine(kernel, Nothing(), LAYOUT, LAYOUT.size).bound(kernel.values(step))
-    return getattr(bound, name)
+    engine = Engine(kernel, Nothing(), LAYOUT, LAYOUT.size)
+    return engine.kernel_values(kernel.values(step))[name]
 
 
 @pytest.mark.parametrize(
@@ -266,13 +267,13 @@ def walked(row, values, steps, seed, chains, start, batch):
         state, path = None, []
         for step in range(steps):
             kernel = row.of(**values(step))
-            kernel = kernel.bind(kernel.values(0))
+            bound = Bound(kernel, kernel.values(0))
             if state is None:
                 source = generator(seed, chain, Purpose.MOMENTUM)
                 first = torch.randn(2, generator=source, dtype=torch.float64)
-                state = kernel.init(start[chain], first)
+                state = bound.init(start[chain], first)
             target = MeanOf(ROWS[rows.at(step)[chain]])
-            state, _ = kernel.update(state, target, noise.at(step)[chain])
+            state, _ = bound.update(state, target, noise.at(step)[chain])
             path.append(state.position)
         paths.append(torch.stack(path))
     return torch.stack(paths)

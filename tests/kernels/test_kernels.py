@@ -69,10 +69,10 @@ def started(kernel, num_chains=None, seed=3):
 def test_update_leaves_its_inputs_alone(row):
     kernel = bound(row.of())
     state, noise = started(kernel)
-    before = [leaf.clone() for leaf in (*state, noise, *kernel.hyperparameters().values())]
+    before = [leaf.clone() for leaf in (*state, noise, *kernel.values.values())]
     once, _ = kernel.update(state, SLOPE, noise)
     twice, _ = kernel.update(state, SLOPE, noise)
-    after = (*state, noise, *kernel.hyperparameters().values())
+    after = (*state, noise, *kernel.values.values())
     assert all(map(torch.equal, before, after))
     assert all(map(torch.equal, once, twice))
     for new, old in zip(once, state, strict=True):
@@ -132,7 +132,7 @@ def test_momenta_start_at_their_stationary_spread(row, mass, temperature, num_da
     """N(0, m T / N), at rest at temperature 0; the position is left as it is."""
     kernel = bound(row.of(temperature=temperature), num_data)
     mass = torch.as_tensor(mass).double()
-    kernel = kernel.bind({**kernel.hyperparameters(), "mass": mass})
+    kernel = kernel.replace(mass=mass)
     position, noise = normals(3, seed=1), normals(3, seed=0)
     state = kernel.init(position, noise)
     close(state.momentum, (mass * temperature / num_data).sqrt() * noise, rtol=1e-15)
@@ -159,11 +159,10 @@ def test_a_value_for_each_element_is_one_for_all_where_they_are_alike(row):
     assert set(kernel.per_site) <= {"lr", *row.others}
     assert "lr" in kernel.per_site
     for name in (*kernel.per_site, "temperature"):
-        values = kernel.hyperparameters()
-        vector = kernel.bind({**values, name: values[name].expand(3)})
+        vector = kernel.replace(**{name: kernel.values[name].expand(3)})
         for a, b in zip(vector.update(state, APART, noise)[0], expected, strict=True):
             close(a, b, rtol=1e-14)
-        apart = kernel.bind({**values, name: values[name] * double(1.0, 1.3, 1.0)})
+        apart = kernel.replace(**{name: kernel.values[name] * double(1.0, 1.3, 1.0)})
         moved, _ = apart.update(state, APART, noise)
         same = [bool(a == b) for a, b in zip(moved.position, expected.position, strict=True)]
         assert same == [True, False, True] or row.name == "SGNHT"

@@ -19,7 +19,7 @@ def test_a_settled_preconditioner_is_a_step_size_for_each_element():
     kernel = bound(pSGLD(lr=0.1, forgetting=0, damping=0.3, temperature=0.4), num_data=5)
     plain = bound(SGLD(lr=1.0, temperature=0.4), num_data=5)
     lr = double(0.1 / 0.5, 0.1 / 1.3, 0.1 / 3.3)
-    plain = plain.bind({**plain.hyperparameters(), "lr": lr})
+    plain = plain.replace(lr=lr)
     start = normals(3, seed=1)
     state = kernel.init(start, start)._replace(square=square)
     other = plain.init(start, start)

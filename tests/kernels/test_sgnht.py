@@ -19,7 +19,7 @@ SLOPE = torch.func.grad(hills)
 
 def with_values(kernel, **values):
     given = {name: torch.as_tensor(value).double() for name, value in values.items()}
-    return kernel.bind({**kernel.hyperparameters(), **given})
+    return kernel.replace(**given)
 
 
 # ------------------------------------------------------------------ steps by hand
@@ -140,7 +140,7 @@ def averages(kernel, precision, noise=0.0, chains=1000, warmup=300, steps=1200, 
             "position": state.position.square() * precision / kernel.temperature,
             "energy": state.momentum.square() / (kernel.mass * kernel.temperature),
         }
-        if isinstance(kernel, SGNHT):
+        if isinstance(kernel.kernel, SGNHT):
             found |= {"xi": state.xi, "xi squared": state.xi.square()}
         for name, value in found.items():
             sums[name] = sums.get(name, 0.0) + value / steps

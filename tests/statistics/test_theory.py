@@ -14,6 +14,7 @@ from reference import double, normals
 from pyro_scale.core.schedules import polynomial_decay
 from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels import BAOA, SGHMC, SGLD, SGNHT, UBU, pSGLD
+from pyro_scale.kernels.ubu import move_freely
 
 CORRELATED = double([2.0, 0.6, 0.0], [0.6, 0.9, -0.2], [0.0, -0.2, 0.4])
 ONE = torch.ones(1, 1, dtype=torch.float64)
@@ -33,7 +34,7 @@ def close(actual, expected, rtol=1e-10):
 def with_values(kernel, **values):
     """A bound kernel with these tensors, as for sites of their own."""
     given = {name: torch.as_tensor(value).double() for name, value in values.items()}
-    return kernel.bind({**kernel.hyperparameters(), **given})
+    return kernel.replace(**given)
 
 
 # ------------------------------------------------------------------ temperature 1 and others
@@ -260,7 +261,7 @@ class TestUBU:
         pairs += [(zero, zero, one, zero), (zero, zero, zero, one)]
         start = kernel.init(zero, zero)
         images = [
-            torch.cat(list(kernel._free(start._replace(position=x, momentum=p), a, b)))
+            torch.cat(move_freely(start._replace(position=x, momentum=p), kernel.values, (a, b)))
             for x, p, a, b in pairs
         ]
         columns = torch.stack(images, 1)
@@ -470,8 +471,8 @@ def test_added_temperature_of_psgld_whose_preconditioner_is_the_noises():
     assert added[0] == pytest.approx(added[1], rel=1e-12)
     metric = kernel.metric(double(noise))
     assert float(kernel.lr * metric) == pytest.approx(step, rel=1e-12)
-    settled, left = kernel.linear(double(noise))
-    assert (type(settled), float(settled.lr), float(left)) == (SGLD, 0.1, noise)
+    settled, left = kernel.linearize(double(noise))
+    assert (type(settled.kernel), float(settled.lr), float(left)) == (SGLD, 0.1, noise)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,12 @@
 """What a kernel does on a Gaussian, read out exactly: its linear map, noise and stationary law."""
 
+import dataclasses
+import functools
+from typing import Any
+
 import torch
+
+from pyro_scale.kernels.gaussian import GaussianChain
 
 
 class Field:
@@ -18,10 +24,40 @@ def hills(x):
     return -(x**4).sum() / 4 - 0.7 * (x[0] * x[1:]).sum() + torch.sin(3 * x).sum()
 
 
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A kernel with one step's values, whose names are attributes, and so are its theory's."""
+
+    kernel: Any
+    values: dict[str, torch.Tensor]
+
+    def __getattr__(self, name):
+        if name in self.values:
+            return self.values[name]
+        if hasattr(self.kernel, name):
+            return getattr(self.kernel, name)
+        return functools.partial(getattr(self.kernel.theory, name), self.values)
+
+    def init(self, position, noise):
+        return self.kernel.init(position, self.values, noise)
+
+    def update(self, state, target, noise):
+        return self.kernel.update(state, target, self.values, noise)
+
+    def replace(self, **values):
+        return Bound(self.kernel, {**self.values, **values})
+
+    def linearize(self, noise):
+        kernel, values, left = self.kernel.theory.linearize(self.kernel, self.values, noise)
+        return Bound(kernel, values), left
+
+    def modes(self, precision):
+        return GaussianChain.of(self.kernel, self.values, precision)
+
+
 def bound(kernel, num_data=1, step=0):
-    """The kernel at a step's values, its temperature over N, as the driver binds it."""
-    values = kernel.values(step)
-    return kernel.bind({**values, "temperature": values["temperature"] / num_data})
+    """The kernel at a step's values, its temperature over N."""
+    return Bound(kernel, kernel.at(step, num_data))
 
 
 def state_of(kernel, vector):

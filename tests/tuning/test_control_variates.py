@@ -471,9 +471,13 @@ def engine_of(kernel, noise, num_data=50):
     return Engine(kernel, Known(num_data), layout, len(noise), known_noise=noise)
 
 
+def cool(engine, bound):
+    return gaussian.Bound(bound.kernel, engine.cool(bound.values))
+
+
 def noise_at(kernel, share, num_data=50):
     """The gradient noise that adds a share of the temperature."""
-    bound = engine_of(kernel, torch.zeros(2), num_data).bound(kernel.values(0))
+    bound = gaussian.bound(kernel, num_data)
     per_unit = bound.added_temperature(torch.ones(2))
     return share * bound.temperature / per_unit
 
@@ -487,7 +491,7 @@ def stationary_2d(bound, precision, noise):
 
 PRECISION_2D = double([1.3, 0.4], [0.4, 0.7])
 SHARES = double(0.6, 0.25)
-HEATED = [row for row in TABLE if row.kernel.heated]
+HEATED = [row for row in TABLE if row.kernel.theory.heated]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
@@ -497,9 +501,9 @@ def test_injected_and_added_noise_are_the_whole(name, temperature):
     kernel = METHODS[name].of(temperature=temperature)
     noise = noise_at(kernel, SHARES)
     engine = engine_of(kernel, noise)
-    bound = engine.bound(kernel.values(0))
+    bound = gaussian.Bound(kernel, engine.kernel_values(kernel.values(0)))
     clean = stationary_2d(bound, PRECISION_2D, 0 * noise)
-    cooled = stationary_2d(engine.cooled(bound), PRECISION_2D, noise)
+    cooled = stationary_2d(cool(engine, bound), PRECISION_2D, noise)
     close(cooled, clean, 1e-10)
     heated = stationary_2d(bound, PRECISION_2D, noise)
     assert float((heated / clean).diagonal().min()) > 1.15
@@ -513,9 +517,9 @@ def test_injected_and_added_noise_are_the_whole_to_second_order(name):
         kernel = METHODS[name].of(lr=lr)
         noise = noise_at(kernel, SHARES)
         engine = engine_of(kernel, noise)
-        bound = engine.bound(kernel.values(0))
+        bound = gaussian.Bound(kernel, engine.kernel_values(kernel.values(0)))
         clean = stationary_2d(bound, PRECISION_2D, 0 * noise)
-        cooled = stationary_2d(engine.cooled(bound), PRECISION_2D, noise)
+        cooled = stationary_2d(cool(engine, bound), PRECISION_2D, noise)
         errors.append(float((cooled / clean - 1).abs().max()))
     assert errors[0] < 2e-3
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
@@ -527,8 +531,8 @@ def test_no_less_than_no_noise_is_injected(row):
     kernel = row.of()
     noise = noise_at(kernel, double(0.5, 3.0))
     engine = engine_of(kernel, noise)
-    bound = engine.bound(kernel.values(0))
-    cooled = engine.cooled(bound)
+    bound = gaussian.Bound(kernel, engine.kernel_values(kernel.values(0)))
+    cooled = cool(engine, bound)
     close(cooled.temperature / bound.temperature, double(0.5, 0.0), 1e-12)
     for field in dataclasses.fields(kernel):
         if field.name != "temperature":

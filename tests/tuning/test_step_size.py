@@ -95,15 +95,12 @@ def errors(problem, kernel, lrs, starts, steps, seed=5):
     tape = kernel.tape(steps.total)
     tape["temperature"] = tape["temperature"] / size
 
-    def bound(values, lr):
-        return kernel.bind({**values, "lr": lr})
-
     def init(values, lr, start, noise):
-        return bound(values, lr).init(start, noise)
+        return kernel.init(start, {**values, "lr": lr}, noise)
 
     def update(values, lr, state, noise, batch):
         target = Field(lambda w: problem.gradient(w[None], *(part[None] for part in batch))[0])
-        return bound(values, lr).update(state, target, noise)[0]
+        return kernel.update(state, target, {**values, "lr": lr}, noise)[0]
 
     at_first = {name: column[0] for name, column in tape.items()}
     draw = functools.partial(torch.randn, generator=source)
