@@ -1,1 +1,1 @@
-"""From a function of tensors to a loop in C++: knows no model, no data and no kernel."""
+"""From a function of tensors to C++, a loop or a C function: knows no model, no data, no kernel."""

@@ -1,32 +1,34 @@
-"""Compiled loops on disk, found again without Inductor, whose import alone takes two seconds."""
+"""Compiled libraries on disk, found again without Inductor, whose import takes two seconds."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 import torch
 
 from pyro_scale.engine.compile import cache_directory
-from pyro_scale.engine.compile.cpp_loop import Inputs
 from pyro_scale.engine.compile.trace import Graph
+
+#: The files whose text decides what the C++ is.
+_WRITERS = ("inductor.py", "lowering.py", "cpp_source.py", "cpp_loop.py", "cpp_function.py")
 
 
 def library_for(
-    graph: Graph, inputs: Inputs, threads: int | None, build: Callable[[], str]
+    graph: Graph, form: Hashable, threads: int | None, build: Callable[[], str]
 ) -> ctypes.CDLL:
-    """The library of a step's loop: one that was built before, or a new one.
+    """The library of a graph: one that was built before, or a new one.
 
     Args:
-        graph: the step.
-        inputs: of the step.
+        graph: the function.
+        form: what else the C++ around its kernels depends on.
         threads: that its kernels use.
         build: builds the library and returns its path.
     """
-    key = key_of(graph, inputs, threads)
+    key = key_of(graph, form, threads)
     code = cache_directory.read(key)
     if code is None:
         with cache_directory.building(key):
@@ -45,13 +47,13 @@ def _load(code: bytes) -> ctypes.CDLL:
         return ctypes.CDLL(str(copy))
 
 
-def key_of(graph: Graph, inputs: Inputs | None, threads: int | None) -> str:
-    """All that compiled code depends on: the graph, its inputs' geometry, what wrote it."""
+def key_of(graph: Graph, form: Hashable, threads: int | None) -> str:
+    """All that compiled code depends on: the graph, its inputs' geometry, its form, its writers."""
     geometry = [(x.dtype, tuple(x.shape), x.stride()) for x in graph.examples]
     cores = torch.get_num_threads() if threads is None else threads
     machine = torch.__version__, torch.backends.cpu.get_cpu_capability(), cores
-    digest = hashlib.sha256(repr((machine, inputs, geometry)).encode())
+    digest = hashlib.sha256(repr((machine, form, geometry)).encode())
     digest.update(graph.module.code.encode())
-    for writer in ("inductor.py", "lowering.py", "cpp_loop.py"):
+    for writer in _WRITERS:
         digest.update(Path(__file__).with_name(writer).read_bytes())
     return digest.hexdigest()

@@ -1,4 +1,5 @@
-"""A traced function as machine code: a loop over steps in C++, or a function to call."""
+"""A traced function as machine code: a loop over steps, a C function of a vector, or a function to
+call from Python."""
 
 from __future__ import annotations
 
@@ -8,6 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from pyro_scale.engine.compile.cache import key_of, library_for
+from pyro_scale.engine.compile.cpp_function import (
+    NativeFunction,
+    check_signature,
+    write_function,
+)
 from pyro_scale.engine.compile.cpp_loop import Inputs, Loop, write_loop
 from pyro_scale.engine.compile.inductor import Compiled, build_library, compile_graph
 from pyro_scale.engine.compile.trace import Graph
@@ -35,6 +41,27 @@ def compile_loop(graph: Graph, inputs: Inputs, threads: int | None) -> Loop:
 
     library = library_for(graph, inputs, threads, build)
     return Loop(library, inputs.position, graph.output_dtypes[-1])
+
+
+def compile_value_and_gradient(graph: Graph) -> NativeFunction:
+    """The C function of a vector, from the cache on disk if it is there; it uses one thread.
+
+    Args:
+        graph: (float64 vector, other tensors) -> (value, gradient), traced at the tensors that it
+            is to read.
+
+    Raises:
+        TypeError: the graph has other arguments or results.
+        NotALoop: the function does what cannot be written out in C++.
+        Exception: whatever Inductor and the C++ compiler raise.
+    """
+    check_signature(graph)
+
+    def build() -> str:
+        return build_library(write_function(graph, _compiled(graph, threads=1)))
+
+    library = library_for(graph, "value and gradient", 1, build)
+    return NativeFunction(library, len(graph.examples[0]), graph.examples[1:])
 
 
 def compile_function(graph: Graph) -> Callable[[list[Tensor]], Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,33 +19,10 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.step_inputs import Fixed, Gathered, Source, Taped
+from pyro_scale.engine.compile.cpp_source import ALIGNMENT, indent, write_buffers, write_kernels
 from pyro_scale.engine.compile.inductor import Compiled
 from pyro_scale.engine.compile.lowering import NotALoop, Plan, plan_of
 from pyro_scale.engine.compile.trace import Graph
-
-_ALIGNMENT = 64
-
-
-_HANDLES = """
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
-
-static void check(AOTITorchError error) {
-    if (error) throw std::runtime_error("a matrix product failed");
-}
-
-struct Handle {
-    AtenTensorHandle handle;
-    Handle(char* data, int64_t dim, std::initializer_list<int64_t> size,
-           std::initializer_list<int64_t> stride, int32_t dtype) {
-        check(aoti_torch_create_tensor_from_blob(
-            data, dim, size.begin(), stride.begin(), 0, dtype, aoti_torch_device_type_cpu(), -1,
-            &handle));
-    }
-    ~Handle() { aoti_torch_delete_tensor_object(handle); }
-    AtenTensorHandle get() const { return handle; }
-};
-"""
 
 _LOOP = """
 #include <torch/csrc/inductor/cpp_prefix.h>
@@ -278,19 +254,14 @@ def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
         else:
             after.append(f"std::memcpy({old}, {view.address}, {size});")
         home.append(f"if ({old} != sources[{i}]) std::memcpy(sources[{i}], {old}, {size});")
-    arena = 0
-    for root, size in plan.buffers.items():
-        pointers.append(f"char* {root} = base + {arena};")
-        arena += -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT
-    kernels = [_HANDLES] if any(line.startswith("check(") for line in plan.lines) else []
-    kernels += [_named(name, kernel.source) for name, kernel in plan.kernels.items()]
+    buffers, arena = write_buffers(plan)
     return _LOOP % {
-        "kernels": "\n".join(kernels),
-        "alignment": _ALIGNMENT,
-        "arena": max(arena, _ALIGNMENT),
-        "pointers": _indented(pointers, 4),
-        "step": _indented([*before, *plan.lines, *after], 8),
-        "home": _indented(home, 4),
+        "kernels": write_kernels(plan),
+        "alignment": ALIGNMENT,
+        "arena": arena,
+        "pointers": indent(pointers + buffers, 4),
+        "step": indent([*before, *plan.lines, *after], 8),
+        "home": indent(home, 4),
         "sources": next(places),
         "place": position,
         "position": plan.inputs[position].num_bytes,
@@ -298,15 +269,3 @@ def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
         "log_joint_bytes": log_joint.num_bytes,
         "error": _ERROR_BYTES,
     }
-
-
-def _named(name: str, source: str) -> str:
-    """A kernel's source as a function of that name."""
-    renamed, count = re.subn(r'extern "C"\s+void\s+kernel\(', f"static void {name}(", source)
-    if count != 1:
-        raise NotALoop("a kernel that is not one C++ function")
-    return renamed
-
-
-def _indented(lines: list[str], by: int) -> str:
-    return "\n".join(" " * by + line for line in lines)

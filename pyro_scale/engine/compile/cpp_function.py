@@ -1,0 +1,126 @@
+"""A function of a vector and its gradient, in C++: one symbol that other compiled code may call.
+
+    int value_and_gradient(size_t size, const double* x, double* gradient, double* value,
+                           const void* inputs)
+
+It returns 0; 1 where the value or an element of the gradient is not finite; -1 where an operation
+failed.  Threads may call it at once: each has buffers of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_scale.engine.compile.cpp_source import ALIGNMENT, indent, write_buffers, write_kernels
+from pyro_scale.engine.compile.inductor import Compiled
+from pyro_scale.engine.compile.lowering import NotALoop, plan_of
+from pyro_scale.engine.compile.trace import Graph
+
+_FUNCTION = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+%(kernels)s
+
+static void evaluate(char* in0, char* const* inputs, char* gradient, char* value) {
+    static thread_local std::unique_ptr<char, decltype(&std::free)> arena(
+        static_cast<char*>(std::aligned_alloc(%(alignment)d, %(arena)d)), &std::free);
+    if (!arena) throw std::bad_alloc();
+    char* base = arena.get();
+    // g++ 12 takes the alignment of the whole for that of every part, and crashes
+    asm volatile("" : "+r"(base));
+%(pointers)s
+%(body)s
+    std::memcpy(value, %(value)s, sizeof(double));
+    std::memcpy(gradient, %(gradient)s, %(bytes)d);
+}
+
+extern "C" int value_and_gradient(size_t size, const double* x, double* gradient, double* value,
+                                  const void* inputs) {
+    try {
+        evaluate((char*)x, (char* const*)inputs, (char*)gradient, (char*)value);
+    } catch (const std::exception&) {
+        return -1;
+    }
+    bool finite = std::isfinite(*value);
+    for (size_t i = 0; i < size; ++i) finite = finite && std::isfinite(gradient[i]);
+    return finite ? 0 : 1;
+}
+"""
+
+
+def check_signature(graph: Graph) -> None:
+    """Refuses a graph that is not a vector's value and gradient.
+
+    Raises:
+        TypeError: it takes no float64 vector first, or gives something else.
+    """
+    position = graph.examples[0]
+    is_vector = position.dim() == 1 and position.dtype == torch.float64
+    if not is_vector or graph.output_dtypes != [torch.float64, torch.float64]:
+        raise TypeError("the function must map a float64 vector to a float64 (value, gradient)")
+
+
+def write_function(graph: Graph, compiled: Compiled) -> str:
+    """The C++ of a compiled function: a vector and other tensors in; a value and a gradient out.
+
+    Raises:
+        NotALoop: the function does what cannot be written out in C++.
+    """
+    plan = plan_of(compiled, graph.examples)
+    value, gradient = plan.outputs
+    if not gradient.is_contiguous or gradient.size != plan.inputs[0].size:
+        raise NotALoop("a gradient that is not the vector's")
+    places = enumerate(plan.inputs[1:])
+    pointers = [f"char* {view.root} = inputs[{place}];" for place, view in places]
+    buffers, arena = write_buffers(plan)
+    return _FUNCTION % {
+        "kernels": write_kernels(plan),
+        "alignment": ALIGNMENT,
+        "arena": arena,
+        "pointers": indent(pointers + buffers, 4),
+        "body": indent(plan.lines, 4),
+        "value": value.address,
+        "gradient": gradient.address,
+        "bytes": gradient.num_bytes,
+    }
+
+
+class NativeFunction:
+    """A value and its gradient, as machine code with the tensors that it reads.
+
+    Attributes:
+        size: of the vector.
+        address: of the C function.
+        inputs_address: what to pass as its last argument.
+    """
+
+    def __init__(self, library: ctypes.CDLL, size: int, inputs: Sequence[Tensor]):
+        self._library, self._tensors = library, list(inputs)  # which pointers keep alive
+        self._pointers = (ctypes.c_void_p * max(1, len(inputs)))(*(t.data_ptr() for t in inputs))
+        self._function = library.value_and_gradient
+        self._function.argtypes = [ctypes.c_size_t, *[ctypes.c_void_p] * 4]
+        self.size = size
+        self.address: int = ctypes.cast(self._function, ctypes.c_void_p).value or 0
+        self.inputs_address = ctypes.addressof(self._pointers)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(The value, 0-d; the gradient), both as the C code gives them: not finite where they are
+        not.
+
+        Raises:
+            RuntimeError: an operation failed.
+        """
+        x = x.detach().to(torch.float64).contiguous()
+        gradient, value = torch.empty_like(x), x.new_empty(())
+        pointers = (x.data_ptr(), gradient.data_ptr(), value.data_ptr())
+        if self._function(self.size, *pointers, self.inputs_address) < 0:
+            raise RuntimeError("a matrix product failed")
+        return value, gradient

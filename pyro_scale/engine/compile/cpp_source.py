@@ -1,0 +1,65 @@
+"""What all generated C++ has in common: kernels, handles for matrix products, and buffers."""
+
+from __future__ import annotations
+
+import re
+
+from pyro_scale.engine.compile.lowering import NotALoop, Plan
+
+#: Bytes, of every buffer's first one.
+ALIGNMENT = 64
+
+_HANDLES = """
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+
+static void check(AOTITorchError error) {
+    if (error) throw std::runtime_error("a matrix product failed");
+}
+
+struct Handle {
+    AtenTensorHandle handle;
+    Handle(char* data, int64_t dim, std::initializer_list<int64_t> size,
+           std::initializer_list<int64_t> stride, int32_t dtype) {
+        check(aoti_torch_create_tensor_from_blob(
+            data, dim, size.begin(), stride.begin(), 0, dtype, aoti_torch_device_type_cpu(), -1,
+            &handle));
+    }
+    ~Handle() { aoti_torch_delete_tensor_object(handle); }
+    AtenTensorHandle get() const { return handle; }
+};
+"""
+
+
+def write_kernels(plan: Plan) -> str:
+    """The kernels that a plan calls, and what its matrix products need.
+
+    Raises:
+        NotALoop: a kernel is not one C++ function.
+    """
+    parts = [_HANDLES] if any(line.startswith("check(") for line in plan.lines) else []
+    parts += [_rename(name, kernel.source) for name, kernel in plan.kernels.items()]
+    return "\n".join(parts)
+
+
+def write_buffers(plan: Plan) -> tuple[list[str], int]:
+    """(A pointer to each of a plan's buffers, which lie one after another from `base`; the bytes of
+    all)."""
+    pointers, arena = [], 0
+    for root, size in plan.buffers.items():
+        pointers.append(f"char* {root} = base + {arena};")
+        arena += -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
+    return pointers, max(arena, ALIGNMENT)
+
+
+def indent(lines: list[str], by: int) -> str:
+    """Lines as text, each behind so many spaces."""
+    return "\n".join(" " * by + line for line in lines)
+
+
+def _rename(name: str, source: str) -> str:
+    """A kernel's source as a function of that name."""
+    renamed, count = re.subn(r'extern "C"\s+void\s+kernel\(', f"static void {name}(", source)
+    if count != 1:
+        raise NotALoop("a kernel that is not one C++ function")
+    return renamed

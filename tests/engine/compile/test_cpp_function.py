@@ -1,0 +1,104 @@
+"""The C function of a vector against autograd, from any thread."""
+
+import ctypes
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from reference import double, normals
+
+from pyro_scale.engine.compile.compiled import compile_value_and_gradient
+from pyro_scale.engine.compile.lowering import NotALoop
+from pyro_scale.engine.compile.trace import trace
+
+X, Y = normals(40, 3, seed=0), (normals(40, seed=1) > 0).double()
+
+
+def value_and_gradient(log_density, examples):
+    """The compiled function, and the same by autograd."""
+
+    def both(x, *others):
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            value = log_density(leaf, *others)
+            (gradient,) = torch.autograd.grad(value, leaf)
+        return value.detach(), gradient
+
+    return compile_value_and_gradient(trace(both, examples)), both
+
+
+def logistic(w, x, y):
+    logits = x @ w
+    return (y * logits - torch.nn.functional.softplus(logits)).sum() - w.square().sum() / 2
+
+
+def product(w, x, y):
+    """A matrix product that goes to ATen."""
+    weights = w.reshape(2, 3) @ x.mT
+    return torch.tanh(weights).sum(0) @ y - w.pow(4).sum()
+
+
+@pytest.mark.parametrize(("density", "size"), [(logistic, 3), (product, 6)])
+def test_it_is_autograds(density, size):
+    function, exact = value_and_gradient(density, [normals(size), X, Y])
+    for seed in range(5):
+        x = normals(size, seed=seed)
+        value, gradient = function(x)
+        expected_value, expected_gradient = exact(x, X, Y)
+        torch.testing.assert_close(value, expected_value, rtol=1e-14, atol=1e-13)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_it_reads_the_tensors_that_it_was_traced_at():
+    """By pointer: a change in place shows, and they outlive their names."""
+    scale = double(2.0, 3.0)
+    function, _ = value_and_gradient(lambda w, s: (s * w).sum(), [normals(2), scale])
+    scale.mul_(10)
+    del scale
+    torch.testing.assert_close(function(torch.ones(2))[1], double(20.0, 30.0))
+
+
+def test_a_frozen_tensor_is_an_input_too():
+    frozen = double(0.5, -1.0)
+    function, _ = value_and_gradient(lambda w: (frozen * w.exp()).sum(), [normals(2)])
+    torch.testing.assert_close(function(torch.zeros(2))[1], frozen)
+
+
+@pytest.mark.parametrize(
+    ("x", "code"), [([1.0, 2.0], 0), ([-1.0, 2.0], 1), ([0.0, 2.0], 1), ([math.nan, 1.0], 1)]
+)
+def test_the_code_says_what_is_not_finite(x, code):
+    """The log of -1 is NaN, that of 0 has an infinite slope."""
+    function, _ = value_and_gradient(lambda w: w.log().sum(), [torch.ones(2).double()])
+    call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, *[ctypes.c_void_p] * 4)(function.address)
+    at, gradient, value = double(*x), double(0.0, 0.0), double(0.0)
+    pointers = (at.data_ptr(), gradient.data_ptr(), value.data_ptr(), function.inputs_address)
+    assert call(2, *pointers) == code
+
+
+def test_threads_do_not_share_buffers():
+    function, exact = value_and_gradient(product, [normals(6), X, Y])
+    points = [normals(6, seed=seed) for seed in range(400)]
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(function, points))
+    for x, (value, gradient) in zip(points, found, strict=True):
+        expected_value, expected_gradient = exact(x, X, Y)
+        torch.testing.assert_close(value, expected_value, rtol=1e-13, atol=1e-12)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_no_value_and_gradient_of_a_vector_is_refused():
+    for example in (normals(2).float(), normals(2, 2)):
+        with pytest.raises(TypeError, match="float64 vector"):
+            value_and_gradient(lambda w: w.sum(), [example])
+    with pytest.raises(TypeError, match=r"\(value, gradient\)"):
+        compile_value_and_gradient(trace(lambda w: [w.sum()], [normals(2)]))
+
+
+def test_an_operation_without_kernels_is_refused():
+    def density(w):
+        return torch.linalg.slogdet(torch.eye(3).double() + torch.outer(w, w)).logabsdet
+
+    with pytest.raises(NotALoop):
+        value_and_gradient(density, [normals(3)])
