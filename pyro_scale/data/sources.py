@@ -52,6 +52,11 @@ class Data(Protocol):
         """All rows once, in the data's order."""
         ...
 
+    def spread(self, count: int) -> list[tuple[Arguments, Tensor | None]]:
+        """At most so many whole batches of rows drawn from all over the data, with indices for a
+        model that subsamples by itself; none where rows cannot be had by their places."""
+        ...
+
 
 @dataclass
 class TensorData:
@@ -84,6 +89,11 @@ class TensorData:
         for start in range(0, num_rows, size):
             yield rows.take(self.arguments, slice(start, start + size))
 
+    def spread(self, count: int) -> list[tuple[Arguments, Tensor | None]]:
+        total, device = rows.count(self.arguments) or 0, rows.device(self.arguments)
+        chosen = _spread_rows(total, self.batch_size or total, count)
+        return [(rows.take(self.arguments, part.to(device)), None) for part in chosen]
+
 
 @dataclass
 class OwnSubsamples:
@@ -103,6 +113,10 @@ class OwnSubsamples:
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
         yield self.arguments
+
+    def spread(self, count: int) -> list[tuple[Arguments, Tensor | None]]:
+        chosen = _spread_rows(self.num_data, self.batch_size, count)
+        return [(self.arguments, part.to(rows.device(self.arguments))) for part in chosen]
 
 
 @dataclass
@@ -125,6 +139,10 @@ class IndexedData:
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
         chunks = self.subset.split(batch_size or self.batch_size)
         return self.read((chunk.tolist() for chunk in chunks), seed=0)
+
+    def spread(self, count: int) -> list[tuple[Arguments, Tensor | None]]:
+        (chosen,) = _spread_rows(len(self.subset), self.batch_size, 1)  # rows may be dear to read
+        return [(each, None) for each in self.read([self.subset[chosen].tolist()], seed=0)]
 
     def read(self, order: Iterable[list[int]], seed: int, section: int = 0) -> Iterator[Arguments]:
         """The batches of some rows each, with randomness of (seed, section)."""
@@ -160,3 +178,9 @@ class ByIndex:
                 batches = [next(read) for _ in range(self.num_chains)]
                 if step >= start:
                     yield batches, None
+
+
+def _spread_rows(total: int, size: int, count: int) -> list[Tensor]:
+    """The places of at most so many batches of different rows, the same for the same total."""
+    places = torch.randperm(total, generator=torch.Generator().manual_seed(0))
+    return [part for part in places[: count * size].split(size) if len(part) == size]

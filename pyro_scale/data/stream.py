@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import data as torch_data
 
 from pyro_scale.core import rows
@@ -65,6 +66,9 @@ class StreamData:
         dataset: Any = loader.dataset
         order = torch.arange(len(dataset)).split(batch_size or self.batch_size or 1)
         return read_by_index(loader, (part.tolist() for part in order), 0, 0, self.device)
+
+    def spread(self, count: int) -> list[tuple[Arguments, Tensor | None]]:
+        return []
 
     def epoch(self, seed: int, epoch: int) -> Iterator[Arguments]:
         """The loader's batches of one epoch, with randomness of its own."""

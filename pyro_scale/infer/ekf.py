@@ -28,7 +28,8 @@ from pyro_scale.kernels.ekf import EKFState
 from pyro_scale.model.curvature.gaussian_prior import gaussian_prior
 from pyro_scale.model.curvature.ggn import RowKind
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.run.problem import as_log_posterior, init_of, module_device, refuse_unknown_sites
+from pyro_scale.run.initialize import check_sites, init_of
+from pyro_scale.run.problem import as_log_posterior, module_device
 from pyro_scale.run.single_step import batch_as_data
 
 #: Matrices that are held at once: precisions before and after, curvature, factor.
@@ -263,7 +264,7 @@ class EKF(Approximation):
             if self._init_strategy is None:
                 return prior
             if isinstance(self._init_strategy, Mapping):
-                refuse_unknown_sites(known, self._init_strategy)
+                check_sites(known, self._init_strategy)
             init = init_of(known, self._init_strategy, 0, 1)
             start = known.start(arguments, seed, 0, init)
             return dataclasses.replace(prior, mean=layout.flatten(start))

@@ -13,7 +13,8 @@ from pyro_scale.data.features import FeatureData, table_of
 from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.model.frozen import FrozenBase, NoBase, frozen_base
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.run.problem import Problem, first_evaluation
+from pyro_scale.run.initialize import first_evaluation
+from pyro_scale.run.problem import Problem
 
 #: Batches on which the base and the rest are compared with the whole.
 _OTHERS = 3

@@ -95,11 +95,14 @@ def check(problem: Problem) -> None:
         )
 
 
-def choose(problem: Problem, mode: Tensor, steps: Steps, sampling: Sampling) -> StepSize:
+def choose(
+    problem: Problem, density: WholeDensity, mode: Tensor, steps: Steps, sampling: Sampling
+) -> StepSize:
     """The step size of least predicted error.
 
     Args:
         problem: the model, the chains' starts and the kernel, whose lr is not used.
+        density: of all rows.
         mode: the posterior's, [D].
         steps: of the run.
         sampling: how rows are drawn.
@@ -107,7 +110,7 @@ def choose(problem: Problem, mode: Tensor, steps: Steps, sampling: Sampling) -> 
     Raises:
         ArgumentError: no curvature at the mode, or no gradients of single rows.
     """
-    modes = _modes(problem, mode, sampling)
+    modes = _modes(problem, density, mode, sampling)
     epoch = problem.epoch(sampling)
     highest = min(_largest_stable(problem, modes.steepest), _theory(problem).largest_lr)
     decades = -torch.arange(_PER_DECADE * _DECADES + 1, dtype=torch.float64) / _PER_DECADE
@@ -137,9 +140,7 @@ def _theory(problem: Problem) -> Theory:
     return theory
 
 
-def _modes(problem: Problem, mode: Tensor, sampling: Sampling) -> Modes:
-    engine, known = problem.engine, problem.log_posterior
-    density = WholeDensity(known, problem.data, engine.layout)
+def _modes(problem: Problem, density: WholeDensity, mode: Tensor, sampling: Sampling) -> Modes:
     values = _values(problem, torch.ones((), dtype=torch.float64))
     precision = -density.hessian(mode).double()
     draws = _draws(mode, precision, values["temperature"], problem.seed)

@@ -55,13 +55,14 @@ def tune(
         return problem, {}
     if tuning.lr:
         step_size.check(problem)
-    mode, found = _mode(problem, tuning.control_variates), {}
+    density = WholeDensity(problem.log_posterior, problem.data, problem.engine.layout)
+    mode, found = _mode(problem, density, tuning.control_variates), {}
     if tuning.control_variates:
-        problem = _with_control_variates(problem, mode)
+        problem = _with_control_variates(problem, density, mode)
     if tuning.subtract_noise:
         problem = _without_noise(problem, mode, sampling)
     if tuning.lr:
-        chosen = step_size.choose(problem, mode, steps, sampling)
+        chosen = step_size.choose(problem, density, mode, steps, sampling)
         _warn_of_a_large_error(chosen, bool(tuning.control_variates))
         kernel = dataclasses.replace(problem.engine.kernel, lr=chosen.lr)
         problem = problem.with_engine(kernel=kernel)
@@ -82,19 +83,17 @@ def _warn_of_a_large_error(chosen: step_size.StepSize, control_variates: bool) -
         )
 
 
-def _mode(problem: Problem, anchor: bool | Mapping[str, Tensor]) -> Tensor:
+def _mode(problem: Problem, density: WholeDensity, anchor: bool | Mapping[str, Tensor]) -> Tensor:
     if isinstance(anchor, Mapping):
         return position_of(problem, anchor, "control_variates")
-    density = WholeDensity(problem.log_posterior, problem.data, problem.engine.layout)
     return density.mode(problem.positions[0], _WITHOUT_MODE)
 
 
-def _with_control_variates(problem: Problem, anchor: Tensor) -> Problem:
+def _with_control_variates(problem: Problem, density: WholeDensity, anchor: Tensor) -> Problem:
     known, layout = problem.log_posterior, problem.engine.layout
-    _, gradient = WholeDensity(known, problem.data, layout).grad(anchor)
+    _, gradient = density.grad(anchor)
     total = {name: part * known.num_data for name, part in layout.unflatten(gradient).items()}
-    density = ControlVariates(known, layout.unflatten(anchor), total)
-    return problem.with_engine(density=density)
+    return problem.with_engine(density=ControlVariates(known, layout.unflatten(anchor), total))
 
 
 def _without_noise(problem: Problem, mode: Tensor, sampling: Sampling) -> Problem:

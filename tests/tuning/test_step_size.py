@@ -75,10 +75,9 @@ def set_up_for(problem, kernel, seed, num_chains=1):
 def chosen(problem, kernel, steps, seed):
     """(What `lr="auto"` chooses, the error that it predicts, the chain's start)."""
     problem = set_up_for(problem, kernel, seed)
-    mode = WholeDensity(problem.log_posterior, problem.data, problem.engine.layout).mode(
-        problem.positions[0]
-    )
-    choice = step_size.choose(problem, mode, steps, kernel.sampling)
+    density = WholeDensity(problem.log_posterior, problem.data, problem.engine.layout)
+    mode = density.mode(problem.positions[0])
+    choice = step_size.choose(problem, density, mode, steps, kernel.sampling)
     return choice, problem.positions[0]
 
 
@@ -220,10 +219,9 @@ def modes_of(kernel, model=normal_mean, data=PAIRS, batch_size=8, **kwargs):
     opened = open_data(data, batch_size)
     log_posterior = as_log_posterior(model, opened.num_data)
     problem = prepare(log_posterior, opened, kernel, None, kwargs.pop("num_chains", 3), 0)
-    mode = WholeDensity(problem.log_posterior, problem.data, problem.engine.layout).mode(
-        problem.positions[0]
-    )
-    return problem, mode, step_size._modes(problem, mode, "replacement")
+    density = WholeDensity(problem.log_posterior, problem.data, problem.engine.layout)
+    mode = density.mode(problem.positions[0])
+    return problem, mode, step_size._modes(problem, density, mode, "replacement")
 
 
 class TestModes:

@@ -1,0 +1,217 @@
+"""Where chains start: a value for every site, drawn again where the model breaks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import transform_to
+
+from pyro_scale.core import rows
+from pyro_scale.core.layout import Layout
+from pyro_scale.core.rows import Arguments
+from pyro_scale.data.batches import Batch
+from pyro_scale.engine.step import Engine
+from pyro_scale.errors import ArgumentError, ModelError, SiteError
+from pyro_scale.kernels import Hyperparameters
+from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.preflight import InitFunction
+
+#: How many starts of a chain are tried: of a model that half of all starts break, 20 fail once in
+#: a million.
+_MOST_STARTS = 20
+
+
+def initialize(
+    log_posterior: LogPosterior,
+    kernel: Hyperparameters,
+    first: Arguments,
+    inits: Sequence[InitFunction],
+    init_strategy: Any,
+    seed: int,
+    per_chain: bool,
+) -> tuple[Engine, Tensor]:
+    """(What moves the chains, where they start, `[chains, D]`).
+
+    Args:
+        log_posterior: the model, after its preflight.
+        kernel: the method.
+        first: one batch.
+        inits: each chain's, as `init_of` gives them.
+        init_strategy: the user's.
+        seed: of the run.
+        per_chain: whether each chain has its own minibatches.
+
+    Raises:
+        ArgumentError: a dict of starts or of hyperparameters that does not fit the model.
+        SiteError: a chain's log joint at its start is NaN or infinite on the first batch.
+    """
+    params = {name: point.unconstrained for name, point in log_posterior.points.items()}
+    if isinstance(init_strategy, dict):
+        check_sites(log_posterior, init_strategy)
+        params |= _params_of(log_posterior, init_strategy)
+
+    def draw(chain: int, attempt: int) -> dict[str, Tensor]:
+        return log_posterior.start(first, seed, chain, inits[chain], attempt=attempt)
+
+    starts = [draw(chain, 0) for chain in range(len(inits))]
+    layout, num_latents = Layout.of(starts[0] | params), Layout.of(starts[0]).size
+    positions = torch.stack([layout.flatten(start | params) for start in starts])
+    engine = Engine(_with_all_sites(kernel, layout), log_posterior, layout, num_latents)
+
+    def redraw(chain: int, attempt: int) -> Tensor:
+        return layout.flatten(draw(chain, attempt) | params)
+
+    again = None if isinstance(init_strategy, dict) else redraw
+    return _find_usable_starts(engine, log_posterior, positions, first, per_chain, again)
+
+
+def init_of(
+    log_posterior: LogPosterior, init_strategy: Any, chain: int, num_chains: int
+) -> InitFunction:
+    """Where one chain starts: site -> constrained value."""
+    default = log_posterior.default_init(chain)
+    if not isinstance(init_strategy, dict):
+        return init_strategy or default
+    for name, value in init_strategy.items():
+        if not isinstance(value, Tensor):
+            raise ArgumentError(
+                f"init_strategy['{name}'] is a {type(value).__name__}: pass a tensor of "
+                "constrained values, [num_chains, ...]"
+            )
+
+    def init(site: Any) -> Tensor:
+        name = site["name"]
+        if name not in init_strategy:
+            return default(site)
+        given, like = init_strategy[name], default(site)
+        if given.shape != (num_chains, *like.shape):
+            raise ArgumentError(
+                f"init_strategy['{name}'] has shape {list(given.shape)}: with "
+                f"num_chains={num_chains} it must be {[num_chains, *like.shape]}"
+            )
+        return given[chain].to(like)
+
+    return init
+
+
+def check_sites(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> None:
+    """Refuses starts of sites that the model does not have."""
+    for name in starts:
+        if name not in log_posterior.latents and name not in log_posterior.points:
+            raise ArgumentError(
+                f"init_strategy: '{name}' is not a latent site; the model has "
+                f"{list(log_posterior.latents)}"
+            )
+
+
+def _params_of(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Unconstrained params among the starts `[num_chains, ...]`: one value, which all chains
+    share."""
+    found = {}
+    for name, point in log_posterior.points.items():
+        if name in starts:
+            value = transform_to(point.constraint).inv(starts[name][0]).to(point.unconstrained)
+            found[name] = value.expand_as(point.unconstrained)
+    return found
+
+
+def _with_all_sites(kernel: Hyperparameters, layout: Layout) -> Hyperparameters:
+    """The kernel with a value for every site in hyperparameters that are given by site."""
+    defaults = {field.name: field.default for field in dataclasses.fields(kernel)}
+    completed = {
+        name: _of_all_sites(name, hyper, defaults[name], layout)
+        for name, hyper in kernel.hyperparameters().items()
+        if isinstance(hyper, Mapping)
+    }
+    return dataclasses.replace(kernel, **completed) if completed else kernel
+
+
+def _of_all_sites(name: str, hyper: Mapping[str, Any], default: Any, layout: Layout) -> Any:
+    unknown = [site for site in hyper if site not in layout.names]
+    if unknown:
+        raise ArgumentError(f"{name}: there is no site {unknown}; the model has {layout.names}")
+    missing = [site for site in layout.names if site not in hyper]
+    if missing and default is dataclasses.MISSING:
+        raise ArgumentError(f"{name}: no value for site {missing}; it has no default")
+    for site, shape in zip(layout.names, layout.shapes, strict=True):
+        value = hyper.get(site, default)
+        if isinstance(value, Tensor) and value.dim() and value.shape != shape:
+            raise ArgumentError(
+                f"{name}[{site!r}] has shape {list(value.shape)}: it must have the site's "
+                f"unconstrained one, {list(shape)}"
+            )
+    return {site: hyper.get(site, default) for site in layout.names}
+
+
+def _find_usable_starts(
+    engine: Engine,
+    log_posterior: LogPosterior,
+    positions: Tensor,
+    arguments: Arguments,
+    per_chain: bool,
+    redraw: Callable[[int, int], Tensor] | None,
+) -> tuple[Engine, Tensor]:
+    """(The engine that the model goes through: vectorized over chains, or else one by one; where
+    chains start).
+
+    A start where the log joint or its gradient is not finite is drawn anew, as Pyro's own samplers
+    do: `redraw(chain, attempt)`.
+
+    Raises:
+        SiteError: a chain's log joint at its start is NaN or infinite on the first batch.
+    """
+    layout = engine.layout
+    others = (arguments, per_chain, log_posterior.first_indices())
+    engine, (values, gradient) = first_evaluation(engine, positions, *others)
+    finite = torch.isfinite(values)
+    usable = finite & torch.isfinite(gradient).all(1)
+    for attempt in range(1, _MOST_STARTS):
+        if redraw is None or bool(usable.all()):
+            break
+        drawn = positions.clone()
+        for chain in torch.nonzero(~usable)[:, 0].tolist():
+            drawn[chain] = redraw(chain, attempt)
+        _, (values, gradient) = first_evaluation(engine, drawn, *others)
+        usable = torch.isfinite(values) & torch.isfinite(gradient).all(1)
+        positions = torch.where(usable[:, None], drawn, positions)
+        finite = finite | usable
+    if not bool(finite.all()):
+        chain = int(torch.nonzero(~finite)[0])
+        site = log_posterior.broken_site(layout.unflatten(positions[chain]), arguments)
+        raise SiteError(
+            f"site '{site}': its log density is NaN or infinite on the first batch where chain "
+            f"{chain} starts; check the data, or change init_strategy"
+        )
+    return engine, positions
+
+
+def first_evaluation(
+    engine: Engine,
+    positions: Tensor,
+    arguments: Arguments,
+    per_chain: bool,
+    indices: Tensor | None = None,
+) -> tuple[Engine, tuple[Tensor, Tensor]]:
+    """(The engine that the model goes through, each chain's log joint on one batch and its
+    gradient)."""
+    num_chains = len(positions)
+    if indices is not None:
+        batch = Batch(arguments, per_chain=False, indices=indices.expand(num_chains, -1))
+    elif per_chain:
+        batch = Batch(rows.stack([arguments] * num_chains), per_chain=True)
+    else:
+        batch = Batch(arguments, per_chain=False)
+    try:
+        return engine, engine.evaluate(positions, batch)
+    except (RuntimeError, NotImplementedError) as error:
+        if "random operation" in str(error):
+            raise ModelError(
+                "something in the model draws at random: call .eval() on modules with dropout, "
+                f"and make every random draw a pyro.sample site ({error})"
+            ) from error
+    one_by_one = dataclasses.replace(engine, vectorized=False)
+    return one_by_one, one_by_one.evaluate(positions, batch)
