@@ -27,7 +27,7 @@ class Diagonal:
         """From each element's precision, [D]."""
         return cls(mean, precision.rsqrt())
 
-    def tempered(self, temperature: float) -> Diagonal:
+    def temper(self, temperature: float) -> Diagonal:
         """The covariance times the temperature."""
         return Diagonal(self.mean, self.sd * math.sqrt(temperature))
 
@@ -92,7 +92,7 @@ class Dense:
         eye = torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
         return cls(mean, torch.linalg.solve_triangular(inverse, eye, upper=False))
 
-    def tempered(self, temperature: float) -> Dense:
+    def temper(self, temperature: float) -> Dense:
         """The covariance times the temperature."""
         if temperature == 1:
             return self

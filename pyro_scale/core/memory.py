@@ -9,7 +9,7 @@ import torch
 from pyro_scale.errors import ArgumentError
 
 
-def refuse_what_does_not_fit(
+def check_fits(
     size: int, dtype: torch.dtype, device: torch.device, matrices: int, what: str
 ) -> None:
     """Refuses square matrices of so many rows where memory does not hold them.

@@ -92,8 +92,8 @@ class Running:
         none = torch.zeros(num_chains, size, dtype=torch.float64)
         self._halves = (Sums(0, none, none),) * 2
         self._batches, self._partial = Sums(0, none, none), Sums(0, none, none)
-        sizes = [len(some) for some in torch.arange(size).split(_COLUMNS)]
-        self._sketches = [QuantileSketch(some) for some in sizes]
+        sizes = [len(columns) for columns in torch.arange(size).split(_COLUMNS)]
+        self._sketches = [QuantileSketch(columns) for columns in sizes]
 
     @property
     def count(self) -> int:
@@ -104,8 +104,8 @@ class Running:
         """Takes the next draws, `[chains, n, size]`; those of chains that broke are NaN."""
         sound = draws[torch.isfinite(draws).all(-1).all(-1)]
         columns = sound.flatten(0, 1).split(_COLUMNS, 1)
-        for sketch, some in zip(self._sketches, columns, strict=True):
-            sketch.add(some)
+        for sketch, part in zip(self._sketches, columns, strict=True):
+            sketch.add(part)
         while draws.shape[1]:
             to_half = self._half - self.count if self.count < self._half else draws.shape[1]
             most = min(to_half, self._batch - self._partial.number)

@@ -79,8 +79,10 @@ def count(arguments: Arguments) -> int | None:
 def described(arguments: Arguments) -> str:
     """Every tensor of rows with its type and shape, in words."""
     named = [(name, leaf) for name, leaf in named_leaves(arguments) if is_rows(leaf)]
-    found = [f"{name} is {dtype_name(leaf.dtype)} {list(leaf.shape)}" for name, leaf in named]
-    return ", ".join(found) or "no tensors"
+    descriptions = [
+        f"{name} is {dtype_name(leaf.dtype)} {list(leaf.shape)}" for name, leaf in named
+    ]
+    return ", ".join(descriptions) or "no tensors"
 
 
 def leaves(arguments: Arguments) -> list[Tensor]:

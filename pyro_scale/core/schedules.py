@@ -106,9 +106,9 @@ class Cyclical:
     settling: float = 0.1
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.cycle_steps, int) and self.cycle_steps >= 1
+        is_count = isinstance(self.cycle_steps, int) and self.cycle_steps >= 1
         parts = 0 <= self.exploration < 1 and 0 <= self.settling < 1
-        if not (self.start > 0 and parts and whole):
+        if not (self.start > 0 and parts and is_count):
             raise ArgumentError(
                 f"{self}: start must be > 0, cycle_steps a whole number, exploration and settling "
                 "in [0, 1)"
@@ -132,7 +132,7 @@ class Cyclical:
         return step % self.cycle_steps >= (self.exploration + self.settling) * self.cycle_steps
 
 
-def mapped(function: Callable[[float], float], value: float | Schedule) -> float | Schedule:
+def map_schedule(function: Callable[[float], float], value: float | Schedule) -> float | Schedule:
     """A function of a number, or of every value of a schedule."""
     if callable(value):
         return lambda step: function(value(step))

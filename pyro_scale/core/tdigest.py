@@ -41,10 +41,10 @@ class QuantileSketch:
     def add(self, numbers: Tensor) -> None:
         """Takes the next numbers of every stream, `[n, streams]`, all of them finite."""
         held = torch.cat([self.held.to(numbers.dtype), numbers.T], 1)
-        whole = held.shape[1] - held.shape[1] % _HELD
-        for some in held[:, :whole].split(_HELD, 1) if whole else ():
-            self._merge(some)
-        self.held = held[:, whole:].clone()
+        num_full = held.shape[1] - held.shape[1] % _HELD
+        for block in held[:, :num_full].split(_HELD, 1) if num_full else ():
+            self._merge(block)
+        self.held = held[:, num_full:].clone()
 
     def quantiles(self, shares: Sequence[float]) -> Tensor:
         """Of every stream, `[shares, streams]`: between neighbors linearly, as

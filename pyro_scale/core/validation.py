@@ -26,8 +26,8 @@ def as_count(name: str, value: object, least: int = 1, hint: str = "") -> int:
     raise ArgumentError(f"{name}={value!r}: pass an int >= {least}{hint}")
 
 
-def evenly(total: int, some: int) -> Tensor:
+def evenly(total: int, count: int) -> Tensor:
     """At most `some` of the places 0, 1, ..., total - 1, evenly spread from the first to the
     last."""
-    places = torch.linspace(0, total - 1, min(total, some), dtype=torch.float64)
+    places = torch.linspace(0, total - 1, min(total, count), dtype=torch.float64)
     return places.round().long()

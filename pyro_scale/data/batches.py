@@ -48,9 +48,9 @@ class Batch:
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
         """The batch with these tensors in place of its own."""
-        given = iter(tensors)
-        arguments = rows.map_rows(lambda _: next(given), self.arguments)
-        return Batch(arguments, self.per_chain, None if self.indices is None else next(given))
+        leaves = iter(tensors)
+        arguments = rows.map_rows(lambda _: next(leaves), self.arguments)
+        return Batch(arguments, self.per_chain, None if self.indices is None else next(leaves))
 
     def of_chain(self, chain: int) -> tuple[Arguments, Tensor | None]:
         """One chain's arguments and indices."""
@@ -224,10 +224,10 @@ class ReadBatches:
         structure = pytree.tree_structure(arguments)
         if structure != expected:
             raise DataError(f"a batch is built as {structure}, the first one as {expected}")
-        for (name, leaf), known in zip(rows.named_leaves(arguments), first, strict=True):
-            if not rows.is_rows(leaf) and not _same(leaf, known):
+        for (name, leaf), like in zip(rows.named_leaves(arguments), first, strict=True):
+            if not rows.is_rows(leaf) and not _same(leaf, like):
                 raise DataError(
-                    f"argument {name} is {leaf!r} in a batch and {known!r} in the first one: what "
+                    f"argument {name} is {leaf!r} in a batch and {like!r} in the first one: what "
                     "changes from batch to batch must be a tensor whose first dimension is rows"
                 )
         return rows.leaves(arguments)

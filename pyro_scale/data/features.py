@@ -27,8 +27,8 @@ def table_of(data: TensorData, features: Features, batch_size: int) -> TensorDat
     parts = []
     for start in range(0, num_rows, batch_size):
         begin = min(start, num_rows - batch_size)  # the last block overlaps the one before
-        found = features(rows.take(data.arguments, slice(begin, begin + batch_size)))
-        parts.append([feature[start - begin :].clone() for feature in found])
+        blocks = features(rows.take(data.arguments, slice(begin, begin + batch_size)))
+        parts.append([feature[start - begin :].clone() for feature in blocks])
     table = tuple(torch.cat(column) for column in zip(*parts, strict=True))
     return TensorData(table, data.num_data, data.batch_size)
 
@@ -74,5 +74,5 @@ class FeatureBatches:
         drawn = pytree.tree_map(lambda leaf: leaf[:, place], changing)
         batch = self.batches.batch(self.batches.fixed, drawn)
         chains = range(len(batch.tensors[0]))
-        found = [self.features(batch.of_chain(chain)[0]) for chain in chains]
-        return [torch.stack(column) for column in zip(*found, strict=True)]
+        features = [self.features(batch.of_chain(chain)[0]) for chain in chains]
+        return [torch.stack(column) for column in zip(*features, strict=True)]

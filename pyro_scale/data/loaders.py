@@ -48,10 +48,10 @@ def read_by_index(
         **workers,
     )
     own = derived_seed(seed, 0, Purpose.DATA_LOADER, section)
-    return (received(batch, device) for batch, _ in isolated(reloader, own))
+    return (receive(batch, device) for batch, _ in isolate(reloader, own))
 
 
-def isolated(
+def isolate(
     loader: Iterable[Any], seed: int, state: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[Any, dict[str, Any] | None]]:
     """(A batch, the state before it): iterates with a state of torch's generator that is seeded
@@ -97,14 +97,14 @@ def _of_a_dead_worker(loader: Any, error: Exception) -> Exception:
     )
 
 
-def received(batch: Any, device: torch.device | None) -> Arguments:
+def receive(batch: Any, device: torch.device | None) -> Arguments:
     """A loader's batch as the model's arguments, on the model's device."""
     arguments = rows.as_arguments(batch)
-    refuse_arrays(arguments)
+    check_tensors(arguments)
     return to_device(arguments, device)
 
 
-def refuse_arrays(arguments: Arguments) -> None:
+def check_tensors(arguments: Arguments) -> None:
     """Refuses NumPy arrays and the like, which would pass as constants instead of rows.
 
     Raises:

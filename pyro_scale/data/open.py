@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
-from pyro_scale.data.loaders import is_iterable_style, refuse_arrays, to_device
+from pyro_scale.data.loaders import check_tensors, is_iterable_style, to_device
 from pyro_scale.data.sources import Data, IndexedData, TensorData
 from pyro_scale.data.stream import StreamData
 from pyro_scale.errors import ArgumentError, DataError
@@ -65,7 +65,7 @@ def _open_tensors(
     num_data: int | None,
     device: torch.device | None,
 ) -> Data:
-    refuse_arrays(arguments)
+    check_tensors(arguments)
     num_rows = rows.count(arguments)
     if num_rows is None and batch_size is not None:
         raise DataError(

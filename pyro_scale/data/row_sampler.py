@@ -61,15 +61,15 @@ class RowIndices(Blocks):
                 f"({16 * num_chains * num_rows / 2**30:.0f} GiB): pass sampling='replacement'"
             )
         full = num_rows // batch_size * batch_size
-        whole = {"shuffle": num_rows, "replacement": batch_size, "symmetric": 2 * full}[sampling]
-        parts = max(1, _BLOCK_NUMBERS // whole)
+        period = {"shuffle": num_rows, "replacement": batch_size, "symmetric": 2 * full}[sampling]
+        parts = max(1, _BLOCK_NUMBERS // period)
 
         def draw(chain: int, block: int, out: Tensor) -> None:
             source = generator(seed, chain, Purpose.BATCHES, block, device)
             if sampling == "replacement":
                 torch.randint(num_rows, out.shape, generator=source, out=out)
                 return
-            for part in out.split(whole):
+            for part in out.split(period):
                 if sampling == "shuffle":
                     torch.randperm(num_rows, generator=source, out=part)
                     continue
@@ -77,4 +77,4 @@ class RowIndices(Blocks):
                 part[:full] = order
                 part[full:] = order.view(-1, batch_size).flip(0).flatten()
 
-        super().__init__(num_chains, (batch_size,), parts * whole, torch.long, device, draw)
+        super().__init__(num_chains, (batch_size,), parts * period, torch.long, device, draw)

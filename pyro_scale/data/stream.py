@@ -16,7 +16,7 @@ from pyro_scale.core import rows
 from pyro_scale.core.rng import Purpose, derived_seed, generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.data.batches import Batches, ReadBatches, different_shapes
-from pyro_scale.data.loaders import is_iterable_style, isolated, read_by_index, received
+from pyro_scale.data.loaders import is_iterable_style, isolate, read_by_index, receive
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.errors import ArgumentError, DataError
 
@@ -77,8 +77,8 @@ class StreamData:
     def with_states(self, seed: int, epoch: int, state: Any) -> Iterator[tuple[Arguments, Any]]:
         """(Such a batch, the loader's state before it, if it has any), from a state on."""
         own = derived_seed(seed, 0, Purpose.DATA_LOADER, epoch)
-        for batch, before in isolated(self.loader, own, state):
-            yield received(batch, self.device), before
+        for batch, before in isolate(self.loader, own, state):
+            yield receive(batch, self.device), before
 
 
 @dataclass
@@ -110,10 +110,10 @@ class Dealt:
             for place, (batch, before) in enumerate(batches, begin):
                 if place < passed:
                     continue
-                joined = _joined(left, batch)
+                joined = _join(left, batch)
                 total = rows.count(joined) or 0
-                whole = range(0, total - size + 1, size)
-                for count, low in enumerate(whole[taken:], taken + 1):
+                begins = range(0, total - size + 1, size)
+                for count, low in enumerate(begins[taken:], taken + 1):
                     piece = rows.take(joined, slice(low, low + size))
                     yield piece, (epoch, place, left, count, before)
                 rest = total % size
@@ -127,7 +127,7 @@ class Dealt:
             passed, state = 0, None
 
 
-def _joined(left: list[Arguments], batch: Arguments) -> Arguments:
+def _join(left: list[Arguments], batch: Arguments) -> Arguments:
     """What an epoch left over, and the batch after it."""
     try:
         return rows.concatenate([*left, batch]) if left else batch

@@ -84,10 +84,10 @@ def mixing_of_predictions(result: Result, predict_at: Any) -> Any:
     except PyroScaleError:
         raise
     except Exception as error:  # the model's own
-        given = rows.described(arguments) if rows.leaves(arguments) else repr(predict_at)
+        description = rows.described(arguments) if rows.leaves(arguments) else repr(predict_at)
         raise ArgumentError(
-            f"predict_at: the model cannot be run on it ({given}; {error}): pass some rows as the "
-            "model's own arguments, a tensor, a tuple by position or a dict by name"
+            f"predict_at: the model cannot be run on it ({description}; {error}): pass some rows"
+            " as the model's own arguments, a tensor, a tuple by position or a dict by name"
         ) from error
     chains, draws = result.positions.shape[:2]
     return mixing(

@@ -19,7 +19,7 @@ from pyro_scale.posterior.draws import Result
 from pyro_scale.run.run import RunPlan
 
 
-def with_coupled_run(plan: RunPlan, result: Result, count: int) -> tuple[Result, Result]:
+def run_coupled(plan: RunPlan, result: Result, count: int) -> tuple[Result, Result]:
     """The first `count` draws of the run and of the coupled run, of chains that finished in both.
 
     Raises:

@@ -41,23 +41,23 @@ def written(problem: Problem, method: str, draws: Draws, directory: Path | None)
         draws: what it kept.
         directory: of the run's checkpoints; a new one among temporary files by default.
     """
-    known = [failure for failure in draws.failures if failure.chain in draws.last_steps]
+    failures = [failure for failure in draws.failures if failure.chain in draws.last_steps]
     if problem.features is not None:
         return ""
-    if not known:
+    if not failures:
         return "" if directory is None else _written_before(problem, draws.failures, directory)
     paths: list[Path] = []
     reason = f"they take more than {_MOST_BYTES / 2**30:.3g} GiB"
     # whatever is in the way of a file, the error that it belongs to goes first
     try:
-        for path in _write(problem, method, known, draws, directory):
+        for path in _write(problem, method, failures, draws, directory):
             paths.append(path)
     except Exception as error:
         reason = str(error.__cause__ or error)
     if not paths:
         return f"The last steps, which tell why, could not be written down ({reason})"
     others = f" ({paths[1].name}, ... beside it has those of others)" if len(paths) > 1 else ""
-    return _pointer(paths[0], known[0].chain, len(draws.last_steps[known[0].chain])) + others
+    return _pointer(paths[0], failures[0].chain, len(draws.last_steps[failures[0].chain])) + others
 
 
 def _written_before(problem: Problem, failures: list[Failure], directory: Path) -> str:
@@ -65,9 +65,9 @@ def _written_before(problem: Problem, failures: list[Failure], directory: Path) 
     for failure in failures:
         path = directory / f"crash-dump-{failure.chain}"
         with contextlib.suppress(FileError):
-            found = files.read(path, "crash dump")
-            if (found["step"], found["attrs"]["seed"]) == (failure.step, problem.seed):
-                return _pointer(path, failure.chain, len(found["steps"]))
+            contents = files.read(path, "crash dump")
+            if (contents["step"], contents["attrs"]["seed"]) == (failure.step, problem.seed):
+                return _pointer(path, failure.chain, len(contents["steps"]))
     return ""
 
 

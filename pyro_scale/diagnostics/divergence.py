@@ -88,10 +88,10 @@ def all_stopped(store: Path | None, why: str) -> str:
         store: where draws went, if on disk.
         why: what its NonFiniteError said.
     """
-    said = "has no draws: all chains of the run stopped"
+    message = "has no draws: all chains of the run stopped"
     if store is not None:
-        said += f", and their draws up to then are in the store '{store}'"
-    return f"{said} ({why})"
+        message += f", and their draws up to then are in the store '{store}'"
+    return f"{message} ({why})"
 
 
 def explosion(result: Result) -> str | None:
@@ -100,17 +100,19 @@ def explosion(result: Result) -> str | None:
     last = result.positions[torch.arange(result.num_chains), -1].abs().amax(0)
     far, runaway = int(last.argmax()), _runaway(result)
     if float(last[far]) >= _EXPLODED:
-        said = f"site '{result.layout.site_at(far)}' has reached {float(last[far]):.2g}"
-        said += " in unconstrained space"
+        message = f"site '{result.layout.site_at(far)}' has reached {float(last[far]):.2g}"
+        message += " in unconstrained space"
     elif runaway is not None:
         site, heat = runaway
-        said = f"site '{site}' has grown ever hotter, to {heat:.2g} times the temperature asked for"
+        message = (
+            f"site '{site}' has grown ever hotter, to {heat:.2g} times the temperature asked for"
+        )
     else:
         return None
     lr = result.sample_stats.get("lr")
     hint = "" if lr is None else f", {float(lr[0, -1]) / 3:.2g} instead of {float(lr[0, -1]):.2g}"
     return (
-        f"the chains have exploded: {said}, and no number that is made of the draws means "
+        f"the chains have exploded: {message}, and no number that is made of the draws means "
         f"anything. The step size is most likely above the stable range: pass a smaller lr{hint}"
     )
 

@@ -52,12 +52,12 @@ def law_of(plan: RunPlan, noise: Tensor, own: Tensor, coupled: Tensor) -> Law:
     gap = order = torch.full_like(own, torch.nan)
     for _ in range(_ROUNDS):
         precision = temperature / (exact * mass)  # in units where the mass is 1
-        whole, short = (
+        at_lr, short = (
             _variance(kernel, v, precision, noise / mass, epoch) for v in (values, half)
         )
-        bias = whole - temperature / precision
-        gap = (whole - short) / whole
-        factor = torch.where(gap.abs() > _ROUNDING, bias / (whole - short), torch.nan)
+        bias = at_lr - temperature / precision
+        gap = (at_lr - short) / at_lr
+        factor = torch.where(gap.abs() > _ROUNDING, bias / (at_lr - short), torch.nan)
         order = torch.where(factor > 1, (factor / (factor - 1)).log2(), torch.nan)
         exact = (own - factor.nan_to_num(0.0) * (own - coupled)).maximum(least)
     return Law(gap, order)

@@ -14,13 +14,13 @@ from pyro_scale.core.validation import as_count
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.fullbatch.chunks import Piece, is_row_wise, pieces_of, pieces_with
+from pyro_scale.fullbatch.chunks import Chunk, chunks_of, chunks_with, is_row_wise
 from pyro_scale.model import derivatives
 from pyro_scale.model.derivatives import Params
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.scaling import Evaluation
 from pyro_scale.posterior.draws import Result
-from pyro_scale.posterior.predictive import equally_weighted
+from pyro_scale.posterior.predictive import resample_equally
 
 #: Draws that are compared, unless the user asks for others.
 _DRAWS = 1000
@@ -29,11 +29,11 @@ _DRAWS = 1000
 def ksd(result: Result, data: Data, num_samples: int | None, num_rows: int | None) -> float:
     """See `Method.ksd`."""
     temperature = _temperature(result)
-    if said := explosion(result):
-        raise ArgumentError(f"ksd: {said}")
+    if message := explosion(result):
+        raise ArgumentError(f"ksd: {message}")
     if num_samples is None:
         num_samples = min(_DRAWS, result.positions.shape[:2].numel())
-    drawn = equally_weighted(result, num_samples)
+    drawn = resample_equally(result, num_samples)
     draws = torch.cat(list(drawn.blocks()))[
         :, drawn.layout.places(drawn.log_posterior.latents)
     ].double()
@@ -71,33 +71,35 @@ class _Part(NamedTuple):
     """A part of the log joint.
 
     Attributes:
-        piece: of the data.
+        chunk: of the data.
         rows: which of its rows count.
         scale: what each of them stands for.
         share: of the log prior.
     """
 
-    piece: Piece
+    chunk: Chunk
     rows: slice | Tensor
     scale: float
     share: float
 
 
-def _parts(known: LogPosterior, data: Data, num_rows: int | None, seed: int) -> Iterator[_Part]:
+def _parts(
+    log_posterior: LogPosterior, data: Data, num_rows: int | None, seed: int
+) -> Iterator[_Part]:
     """What makes the log joint of all rows, or an estimate of it from some."""
-    total, seen = known.num_data, 0
+    total, seen = log_posterior.num_data, 0
     count = total if num_rows is None else min(as_count("num_rows", num_rows), total)
     if count == total:
-        for piece in pieces_of(known, data):
-            yield _Part(piece, piece.keep, 1.0, piece.num_new / total)
-            seen += piece.num_new
-    elif not is_row_wise(known):
+        for chunk in chunks_of(log_posterior, data):
+            yield _Part(chunk, chunk.keep, 1.0, chunk.num_new / total)
+            seen += chunk.num_new
+    elif not is_row_wise(log_posterior):
         raise ArgumentError("num_rows: the model takes all rows together; leave it out")
     else:
         chosen = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count]
-        for piece, some in pieces_with(known, data, chosen.sort().values):
-            yield _Part(piece, some, total / count, len(some) / count)
-            seen += len(some)
+        for chunk, places in chunks_with(log_posterior, data, chosen.sort().values):
+            yield _Part(chunk, places, total / count, len(places) / count)
+            seen += len(places)
     if seen != count:
         raise DataError(f"the data do not hold N = {total} rows: pass all of them as data=")
 
@@ -106,10 +108,10 @@ def _gradient(result: Result, part: _Part, params: Params) -> Tensor:
     """Of a part of the log joint at one draw, as a vector [D]."""
 
     def of(params: Params) -> Evaluation:
-        piece = part.piece
-        found = result.log_posterior(params, piece.arguments, piece.indices)
-        rows = found.log_lik[part.rows].sum()
-        return found._replace(log_joint=part.share * found.log_prior + part.scale * rows)
+        chunk = part.chunk
+        evaluation = result.log_posterior(params, chunk.arguments, chunk.indices)
+        rows = evaluation.log_lik[part.rows].sum()
+        return evaluation._replace(log_joint=part.share * evaluation.log_prior + part.scale * rows)
 
     try:
         gradient, _ = derivatives.gradient(of, params)

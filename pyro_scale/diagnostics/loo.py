@@ -14,7 +14,7 @@ from pyro_scale.core.warn import warn
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.errors import ApproximationWarning, ArgumentError
-from pyro_scale.fullbatch.chunks import Piece, pieces_of, pieces_with
+from pyro_scale.fullbatch.chunks import Chunk, chunks_of, chunks_with
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.predictive import log_likelihood_of
@@ -86,21 +86,21 @@ def loo(result: Result, data: Data, num_rows: int | None, seed: int) -> Loo:
     if draws < _FEWEST_DRAWS:
         raise ArgumentError(f"loo: {draws} draws are too few to weigh: {_FEWEST_DRAWS} are needed")
     if num_rows is None:
-        pieces = pieces_of(result.log_posterior, data)
-        everywhere = torch.cat([_log_lik(result, piece) for piece in pieces], 1)
-        return _summed(result, everywhere, torch.arange(everywhere.shape[1]), None)
+        chunks = chunks_of(result.log_posterior, data)
+        everywhere = torch.cat([_log_lik(result, chunk) for chunk in chunks], 1)
+        return _estimate(result, everywhere, torch.arange(everywhere.shape[1]), None)
     near = _at_the_mean(result, data)
     total = len(near)
     count = min(as_count("num_rows", num_rows, least=2), total)
     source = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(total, generator=source)[:count].sort().values
-    found = []
-    for piece, some in pieces_with(result.log_posterior, data, chosen):
-        found.append(_log_lik(result, piece)[:, some])
-    return _summed(result, torch.cat(found, 1), chosen, near)
+    parts = []
+    for chunk, places in chunks_with(result.log_posterior, data, chosen):
+        parts.append(_log_lik(result, chunk)[:, places])
+    return _estimate(result, torch.cat(parts, 1), chosen, near)
 
 
-def _summed(result: Result, log_lik: Tensor, chosen: Tensor, near: Tensor | None) -> Loo:
+def _estimate(result: Result, log_lik: Tensor, chosen: Tensor, near: Tensor | None) -> Loo:
     """The estimate from log likelihoods `[draws, m]` of the chosen rows."""
     pointwise, pareto_k = _left_out(result, log_lik)
     if near is None:
@@ -149,8 +149,8 @@ def _relative_ess(result: Result) -> float:
     import xarray
 
     blocks = [block[:, ::every] for block in result.blocks()]
-    some = torch.cat(blocks).unflatten(0, (chains, draws)).double().numpy()
-    draws_of = xarray.Dataset({"x": (("chain", "draw", "element"), some)})
+    chosen = torch.cat(blocks).unflatten(0, (chains, draws)).double().numpy()
+    draws_of = xarray.Dataset({"x": (("chain", "draw", "element"), chosen)})
     ess = arviz_api.ess(draws_of, method="mean")
     return min(1.0, float(ess["x"].mean()) / (chains * draws))
 
@@ -160,10 +160,10 @@ def _at_the_mean(result: Result, data: Data) -> Tensor:
     total = result.positions.shape[:2].numel()
     mean = torch.stack([block.sum(0) / total for block in result.blocks()]).sum(0)
     there = dataclasses.replace(result, positions=mean[None, None])
-    parts = [_log_lik(there, piece)[0] for piece in pieces_of(result.log_posterior, data)]
+    parts = [_log_lik(there, chunk)[0] for chunk in chunks_of(result.log_posterior, data)]
     return torch.cat(parts).double().cpu()
 
 
-def _log_lik(result: Result, piece: Piece) -> Tensor:
-    """Log likelihoods of a piece's new rows, all data sites together, `[draws, rows]`."""
-    return torch.stack(list(log_likelihood_of(result, piece).values())).sum(0)
+def _log_lik(result: Result, chunk: Chunk) -> Tensor:
+    """Log likelihoods of a chunk's new rows, all data sites together, `[draws, rows]`."""
+    return torch.stack(list(log_likelihood_of(result, chunk).values())).sum(0)

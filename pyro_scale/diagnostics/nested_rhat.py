@@ -20,7 +20,7 @@ def nested_r_hats(result: Result) -> list[float] | None:
     asked = result.attrs.get("superchains")
     if asked is None:
         return None
-    superchains, chains = _whole(result)
+    superchains, chains = _complete_superchains(result)
     if superchains < 2:
         warn(
             ConvergenceWarning,
@@ -45,21 +45,21 @@ def warn_of_remembered_starts(result: Result, hot: bool = False) -> bool:
         result: of a run with two or more whole superchains.
         hot: whether its step is known to be too long, or was chosen.
     """
-    superchains, chains = _whole(result)
+    superchains, chains = _complete_superchains(result)
     if result.attrs["temperature"] == 0:  # where nothing forgets
         return False
     from scipy.stats import f
 
     each = len(chains) // superchains
     for name in result.log_posterior.latents:
-        found = variances(result.samples[name][chains].double(), superchains)
-        own = found.chains / each
+        ratios = variances(result.samples[name][chains].double(), superchains)
+        own = ratios.chains / each
         level = _FALSE_ALARMS / own.numel()
         most = float(f.isf(level, superchains - 1, superchains * (each - 1)))
-        part = (found.superchains - own) / (found.chains + found.draws)
-        remembered = (part > _MOST) & (found.superchains > most * own)
+        part = (ratios.superchains - own) / (ratios.chains + ratios.draws)
+        remembered = (part > _MOST) & (ratios.superchains > most * own)
         if bool(remembered.any()):
-            worst = float(r_hat_of(found)[remembered].max())
+            worst = float(r_hat_of(ratios)[remembered].max())
             lr = "" if hot else "a larger lr, "
             warn(
                 ConvergenceWarning,
@@ -72,11 +72,11 @@ def warn_of_remembered_starts(result: Result, hot: bool = False) -> bool:
     return False
 
 
-def _whole(result: Result) -> tuple[int, list[int]]:
+def _complete_superchains(result: Result) -> tuple[int, list[int]]:
     """(How many superchains there are all of whose chains finished, these chains' places)."""
     started, asked = result.attrs["num_chains"], result.attrs["superchains"]
     each = started // asked
     finished = list(range(started)) if result.chains is None else list(result.chains)
     left = Counter(chain // each for chain in finished)
-    whole = [superchain for superchain in left if left[superchain] == each]
-    return len(whole), [i for i, chain in enumerate(finished) if chain // each in whole]
+    complete = [superchain for superchain in left if left[superchain] == each]
+    return len(complete), [i for i, chain in enumerate(finished) if chain // each in complete]

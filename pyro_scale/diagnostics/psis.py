@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_scale.core.gaussian import matrix_or_diagonal
 from pyro_scale.core.layout import Layout
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.fullbatch.chunks import Piece, is_row_wise, pieces_of, pieces_with
+from pyro_scale.fullbatch.chunks import Chunk, chunks_of, chunks_with, is_row_wise
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import Result
@@ -85,26 +85,26 @@ def psis(
         ArgumentError: the fit has no density, or none of the model's; the data are gone; it is
             too dear.
     """
-    data, known = fit.data, fit.log_posterior
-    refuse_without_density(fit)
+    data, log_posterior = fit.data, fit.log_posterior
+    check_has_density(fit)
     if data is None:
         raise ArgumentError("psis: the data are not there (single steps, or a file): run() again")
     draws = drawn.positions.shape[:2].numel()
-    rows = num_rows or rows_for(known, len(fit.places), draws, evaluations)
+    rows = num_rows or rows_for(log_posterior, len(fit.places), draws, evaluations)
     if rows is None:
         raise ArgumentError(
-            f"psis: {draws:,} draws at {known.num_data:,} rows are too dear; pass num_rows="
+            f"psis: {draws:,} draws at {log_posterior.num_data:,} rows are too dear; pass num_rows="
         )
     positions = torch.cat(list(drawn.blocks()))
-    if rows >= known.num_data or not is_row_wise(known):
-        log_joint, error, rows = _log_joint(fit, drawn), 0.0, known.num_data
+    if rows >= log_posterior.num_data or not is_row_wise(log_posterior):
+        log_joint, error, rows = _log_joint(fit, drawn), 0.0, log_posterior.num_data
     else:
         log_joint, error = _from_some(fit, drawn, positions, rows)
         error /= fit.temperature
     log_ratios = log_joint / fit.temperature - log_density(fit, positions)
     if bool((log_ratios.isnan() | (log_ratios == torch.inf)).any()):
         raise ArgumentError("psis: the log joint is NaN or infinite at some of the draws")
-    log_weights, pareto_k = smoothed(log_ratios - log_ratios.max())
+    log_weights, pareto_k = smooth(log_ratios - log_ratios.max())
     pareto_k = pareto_k if error <= _MOST_ERROR else math.nan
     drawn_at = positions[:, fit.places].double().cpu()
     moved = log_weights.exp() @ drawn_at - drawn_at.mean(0)
@@ -114,21 +114,25 @@ def psis(
     return Psis(pareto_k, log_weights, error, rows, shift, _spread(fit, positions, log_ratios))
 
 
-def rows_for(known: LogPosterior, size: int, draws: int, evaluations: int) -> int | None:
+def rows_for(log_posterior: LogPosterior, size: int, draws: int, evaluations: int) -> int | None:
     """How many rows to evaluate; None where those that are needed are too dear.
 
     Rows differ in the curvature that linearizations leave out, whose sum is about D nats: m of
     them estimate it to within D/sqrt(m).
     """
-    if known.num_data * draws <= evaluations:
-        return known.num_data
+    if log_posterior.num_data * draws <= evaluations:
+        return log_posterior.num_data
     needed = math.ceil((size / _MOST_ERROR) ** 2)
-    if is_row_wise(known) and needed < known.num_data and needed * draws <= evaluations:
-        return max(needed, min(evaluations // draws, known.num_data // 2))
+    if (
+        is_row_wise(log_posterior)
+        and needed < log_posterior.num_data
+        and needed * draws <= evaluations
+    ):
+        return max(needed, min(evaluations // draws, log_posterior.num_data // 2))
     return None
 
 
-def smoothed(log_ratios: Tensor) -> tuple[Tensor, float]:
+def smooth(log_ratios: Tensor) -> tuple[Tensor, float]:
     """(Pareto-smoothed log weights of weights that sum to one, `[draws]`, their tail's shape)."""
     if not bool(log_ratios.std() > _ROUNDING):
         return log_ratios - torch.logsumexp(log_ratios, 0), 0.0
@@ -147,10 +151,12 @@ def _spread(fit: Fit, positions: Tensor, log_ratios: Tensor) -> float:
     sds = gaussian.variance.double().cpu().sqrt()
     away = (positions[:, fit.places] - gaussian.mean).double().cpu() / sds
     terms = [torch.ones_like(away[:, :1]), away, away[:, row] * away[:, column]]
-    known = log_ratios.isfinite()
-    found = torch.linalg.lstsq(torch.cat(terms, 1)[known], log_ratios[known, None]).solution[:, 0]
+    finite = log_ratios.isfinite()
+    solution = torch.linalg.lstsq(torch.cat(terms, 1)[finite], log_ratios[finite, None]).solution[
+        :, 0
+    ]
     bend = away.new_zeros(size, size)
-    bend[row, column] = found[1 + size :]
+    bend[row, column] = solution[1 + size :]
     own = matrix_or_diagonal(gaussian.precision, dense=True).double().cpu() * sds * sds[:, None]
     precision = own - bend - bend.T
     if not bool((torch.linalg.eigvalsh(precision) > 0).all()):
@@ -158,7 +164,7 @@ def _spread(fit: Fit, positions: Tensor, log_ratios: Tensor) -> float:
     return float(torch.linalg.inv(precision).diagonal().max().sqrt())
 
 
-def refuse_without_density(fit: Fit) -> None:
+def check_has_density(fit: Fit) -> None:
     """Refuses fits that have no density to compare with the model's.
 
     Raises:
@@ -179,24 +185,24 @@ def refuse_without_density(fit: Fit) -> None:
 
 def log_density(fit: Fit, positions: Tensor) -> Tensor:
     """The fit's own, a mixture over its starts, `[n]`, in nats."""
-    some = positions[:, fit.places].double()
+    elements = positions[:, fit.places].double()
     doubled = [
         type(gaussian)(*(value.double() for value in vars(gaussian).values()))
         for gaussian in fit.gaussians
     ]
-    parts = torch.stack([torch.vmap(gaussian.log_prob)(some) for gaussian in doubled])
+    parts = torch.stack([torch.vmap(gaussian.log_prob)(elements) for gaussian in doubled])
     return (torch.logsumexp(parts, 0) - math.log(len(parts))).cpu()
 
 
 def _log_joint(fit: Fit, drawn: Result) -> Tensor:
     """Of all rows at every draw, `[n]`, in nats."""
-    known, total, seen = fit.log_posterior, torch.zeros(()).double(), 0
+    log_posterior, total, seen = fit.log_posterior, torch.zeros(()).double(), 0
     assert fit.data is not None
-    for piece in pieces_of(known, fit.data):
-        total = total + torch.cat(list(drawn.chunks(partial(_share, known, piece)))).cpu()
-        seen += piece.num_new
-    if seen != known.num_data:
-        raise DataError(f"the data hold {seen} rows, not N = {known.num_data}")
+    for chunk in chunks_of(log_posterior, fit.data):
+        total = total + torch.cat(list(drawn.chunks(partial(_share, log_posterior, chunk)))).cpu()
+        seen += chunk.num_new
+    if seen != log_posterior.num_data:
+        raise DataError(f"the data hold {seen} rows, not N = {log_posterior.num_data}")
     return total
 
 
@@ -207,46 +213,46 @@ def _from_some(fit: Fit, drawn: Result, positions: Tensor, num_rows: int) -> tup
     All rows' linearization takes one pass.  The error is that of two halves of the rows, which say
     the same but for the choice of rows.
     """
-    known, data, layout = fit.log_posterior, fit.data, fit.layout
+    log_posterior, data, layout = fit.log_posterior, fit.data, fit.layout
     assert data is not None
     center = positions.mean(0)
     away = (positions - center).double().cpu()
     source = torch.Generator().manual_seed(fit.seed)
-    chosen = torch.randperm(known.num_data, generator=source)[:num_rows]
+    chosen = torch.randperm(log_posterior.num_data, generator=source)[:num_rows]
     halves = []
     for half in chosen.tensor_split(2):
         rest = torch.zeros(len(positions)).double()
-        for piece, some in pieces_with(known, data, half.sort().values):
-            rows = partial(_rows, known, piece, some)
+        for chunk, places in chunks_with(log_posterior, data, half.sort().values):
+            rows = partial(_rows, log_posterior, chunk, places)
             values = torch.cat(list(drawn.chunks(rows)))
             rest += values.cpu() - away @ _slope(rows, layout, center)
-        halves.append(rest * (known.num_data / len(half)))
+        halves.append(rest * (log_posterior.num_data / len(half)))
     linear = torch.zeros_like(away[0])
-    for piece in pieces_of(known, data):
-        every = torch.arange(piece.num_rows)[piece.keep]
-        rows = partial(_rows, known, piece, every)
+    for chunk in chunks_of(log_posterior, data):
+        every = torch.arange(chunk.num_rows)[chunk.keep]
+        rows = partial(_rows, log_posterior, chunk, every)
         linear += _slope(rows, layout, center)
-    first = next(pieces_of(known, data, 1))
+    first = next(chunks_of(log_posterior, data, 1))
 
     def prior(params: Params) -> Tensor:
-        return known(params, first.arguments, first.indices).log_prior.double()
+        return log_posterior(params, first.arguments, first.indices).log_prior.double()
 
     log_prior = torch.cat(list(drawn.chunks(prior))).cpu()
     error = float((halves[0] - halves[1]).std()) / 2
     return log_prior + away @ linear + (halves[0] + halves[1]) / 2, error
 
 
-def _share(known: LogPosterior, piece: Piece, params: Params) -> Tensor:
-    """A piece's part of the log joint, in double precision."""
-    found = known(params, piece.arguments, piece.indices)
-    share = piece.num_new / known.num_data
-    return found.log_lik[piece.keep].double().sum() + share * found.log_prior.double()
+def _share(log_posterior: LogPosterior, chunk: Chunk, params: Params) -> Tensor:
+    """A chunk's part of the log joint, in double precision."""
+    evaluation = log_posterior(params, chunk.arguments, chunk.indices)
+    share = chunk.num_new / log_posterior.num_data
+    return evaluation.log_lik[chunk.keep].double().sum() + share * evaluation.log_prior.double()
 
 
-def _rows(known: LogPosterior, piece: Piece, some: Tensor, params: Params) -> Tensor:
+def _rows(log_posterior: LogPosterior, chunk: Chunk, places: Tensor, params: Params) -> Tensor:
     """The log likelihood of some rows, in double precision."""
-    found = known(params, piece.arguments, piece.indices)
-    return found.log_lik[some.to(found.log_lik.device)].double().sum()
+    evaluation = log_posterior(params, chunk.arguments, chunk.indices)
+    return evaluation.log_lik[places.to(evaluation.log_lik.device)].double().sum()
 
 
 def _slope(function: Callable[[Params], Tensor], layout: Layout, position: Tensor) -> Tensor:

@@ -99,10 +99,10 @@ def replay(path: files.FilePath, model: Any) -> Replay:
         ('w', 'the step size is above the stable range')
     """
     contents = files.read(path, "crash dump")
-    known, layout = understood(contents, model), layout_of(contents)
-    steps = list(rerun(contents, known))
+    log_posterior, layout = understood(contents, model), layout_of(contents)
+    steps = list(rerun(contents, log_posterior))
     broken = next((step for step in steps if not step.is_sound), steps[-1])
-    site, reason = _diagnosis(contents, known, layout, steps, broken)
+    site, reason = _diagnosis(contents, log_posterior, layout, steps, broken)
     off = next((step.number for step in steps if not step.agrees), None)
     if off is not None:
         reason += (
@@ -123,7 +123,7 @@ def replay(path: files.FilePath, model: Any) -> Replay:
 
 def _diagnosis(
     contents: Mapping[str, Any],
-    known: LogPosterior,
+    log_posterior: LogPosterior,
     layout: Layout,
     steps: Sequence[Rerun],
     broken: Rerun,
@@ -134,8 +134,10 @@ def _diagnosis(
         return failed, "the steps are finite when they are taken again"
     has_gradient = broken.error is None and bool(torch.isfinite(broken.gradient).all())
     evaluated = has_gradient and math.isfinite(broken.log_joint)
-    here, what = (None, "") if evaluated else _examined(known, layout, broken, validate=False)
-    told = "" if evaluated else _validated(known, layout, broken)
+    here, what = (
+        (None, "") if evaluated else _examine(log_posterior, layout, broken, validate=False)
+    )
+    told = "" if evaluated else _validate(log_posterior, layout, broken)
     bad = _bad_argument(broken.arguments)
     if bad is not None and not evaluated:
         reason = f"the batch holds NaN or infinite numbers in argument {bad} {at}"
@@ -168,8 +170,8 @@ def _diagnosis(
     )
 
 
-def _examined(
-    known: LogPosterior, layout: Layout, step: Rerun, validate: bool
+def _examine(
+    log_posterior: LogPosterior, layout: Layout, step: Rerun, validate: bool
 ) -> tuple[str | None, str]:
     """(The first site whose log density is not finite, or cannot be had; what it is, or the error
     that the model raised there)."""
@@ -177,10 +179,10 @@ def _examined(
     params = layout.unflatten(step.position)
     recorder = partial(_Meeting, met=met)
     try:
-        run = known.run(params, step.arguments, step.indices, recorder, validate)
+        run = log_posterior.run(params, step.arguments, step.indices, recorder, validate)
         terms = terms_of(run.sites)
     except Exception as error:  # of whatever kind the user's model raises
-        sites = known.model_info.sites
+        sites = log_posterior.model_info.sites
         expected = [n for n, s in sites.items() if s.kind != "subsample" and n not in met]
         return next(iter(expected or met), None), _in_short(error)
     for name, term in terms.items():
@@ -210,13 +212,13 @@ class _Meeting(Recorder):
             self._met.append(msg["name"])
 
 
-def _validated(known: LogPosterior, layout: Layout, step: Rerun) -> str:
+def _validate(log_posterior: LogPosterior, layout: Layout, step: Rerun) -> str:
     """What validation says that comes without it as a number, if anything."""
-    _, without = _examined(known, layout, step, validate=False)
-    site, found = _examined(known, layout, step, validate=True)
-    if site is None or found == without:
+    _, without = _examine(log_posterior, layout, step, validate=False)
+    site, finding = _examine(log_posterior, layout, step, validate=True)
+    if site is None or finding == without:
         return ""
-    return f"; with validation on, site '{site}' raises {found}"
+    return f"; with validation on, site '{site}' raises {finding}"
 
 
 def _ran_away(

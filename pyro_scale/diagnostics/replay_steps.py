@@ -82,14 +82,16 @@ def rerun(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Iterator[
         density = ControlVariates(log_posterior, anchor, gradient)
     steps = contents["steps"]
     for step, following in zip(steps, [*steps[1:], None], strict=True):
-        given = step["arguments"] if step["arguments"] is not None else contents["arguments"]
+        arguments_before_move = (
+            step["arguments"] if step["arguments"] is not None else contents["arguments"]
+        )
         values = _on(device, step["values"])
         position = torch.zeros(layout.size, dtype=layout.dtype, device=device)
         before = type(kernel.init(position, values, position))(**_on(device, step["state"]))
         noise = _on(device, step["noise"])
         noise = torch.nn.functional.pad(noise, (0, layout.size - noise.shape[-1]))
         indices = _on(device, step["indices"])
-        arguments = to_device(given, device)
+        arguments = to_device(arguments_before_move, device)
         target = Target(density, layout, arguments, indices, contents["vectorized"])
         watched = _Watched(target, before.position)
         after = evaluation = error = None
@@ -148,14 +150,14 @@ def _kernel(name: str) -> Kernel:
     Raises:
         FileError: there is none.
     """
-    known, left = {}, [Kernel]
+    classes, left = {}, [Kernel]
     while left:
         kind = left.pop()
-        known[kind.__name__] = kind
+        classes[kind.__name__] = kind
         left += kind.__subclasses__()
-    if name not in known:
+    if name not in classes:
         raise FileError(f"the file's kernel is {name}, which is not known here: import it first")
-    return known[name](lr=1.0)
+    return classes[name](lr=1.0)
 
 
 def _on(device: torch.device, values: Any) -> Any:
@@ -168,10 +170,10 @@ def _size(evaluation: Any) -> float:
     return abs(prior) + abs(float(evaluation.log_joint) - prior)
 
 
-def _alike(given: float, expected: float, size: float, layout: Layout) -> bool:
-    if not math.isfinite(given) or not math.isfinite(expected):
-        return not math.isfinite(given) and not math.isfinite(expected)
-    return abs(given - expected) <= torch.finfo(layout.dtype).eps ** _DIGITS * (1 + size)
+def _alike(recorded: float, expected: float, size: float, layout: Layout) -> bool:
+    if not math.isfinite(recorded) or not math.isfinite(expected):
+        return not math.isfinite(recorded) and not math.isfinite(expected)
+    return abs(recorded - expected) <= torch.finfo(layout.dtype).eps ** _DIGITS * (1 + size)
 
 
 def _same(

@@ -71,8 +71,8 @@ def diagnostics(result: Result, predict_at: Any = None) -> Any:
         table["chain_correlation"] = [
             chain_correlation(result.samples[name]) for name in table.index
         ]
-    if said := explosion(result):
-        warn(BiasWarning, said)
+    if message := explosion(result):
+        warn(BiasWarning, message)
     else:
         _warn(result, table, heat, predicted)
     if predicted is not None:
@@ -159,12 +159,12 @@ def _heat(result: Result) -> list[_Heat]:
         return []
     asked = result.sample_stats.get("temperature")
     relative = result.virial / (1.0 if asked is None else float(asked.mean()))
-    found, slices = [], result.layout.slices()
+    rows, slices = [], result.layout.slices()
     for site, parts in zip(result.log_posterior.latents, relative.unbind(2), strict=True):
         chance = errors_of_the_worst(slices[site].stop - slices[site].start)  # it was picked
         whole, steepest = ((float(each.mean()), standard_error(each)) for each in parts.unbind(-1))
-        found += [_Heat(site, "all", *whole, _ERRORS), _Heat(site, "steepest", *steepest, chance)]
-    return found
+        rows += [_Heat(site, "all", *whole, _ERRORS), _Heat(site, "steepest", *steepest, chance)]
+    return rows
 
 
 def is_off(result: Result) -> bool:

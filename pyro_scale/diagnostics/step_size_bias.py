@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pyro_scale.core.schedules import Cyclical
 from pyro_scale.core.warn import warn
-from pyro_scale.diagnostics.coupled_run import with_coupled_run
+from pyro_scale.diagnostics.coupled_run import run_coupled
 from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.diagnostics.extrapolation import Law, law_of
 from pyro_scale.diagnostics.report import errors_of_the_worst, lower_lr, standard_error
@@ -68,9 +68,9 @@ def step_size_bias(plan: RunPlan, result: Result, num_samples: int | None) -> An
     _check(plan, result, num_samples)
     started = time.perf_counter()
     count = num_samples or result.positions.shape[1]
-    short, coupled = with_coupled_run(plan, result, count)
+    short, coupled = run_coupled(plan, result, count)
     laws = _laws(plan, result, short, coupled)
-    found = {
+    biases = {
         name: _bias(
             _elements(short.samples[name]),
             _elements(coupled.samples[name]),
@@ -81,13 +81,13 @@ def step_size_bias(plan: RunPlan, result: Result, num_samples: int | None) -> An
         for name in result.log_posterior.latents
     }
     table = pandas.DataFrame(
-        [(bias.mean, bias.mean_error, bias.sd, bias.sd_error) for bias in found.values()],
+        [(bias.mean, bias.mean_error, bias.sd, bias.sd_error) for bias in biases.values()],
         columns=["mean_bias", "mean_bias_mcse", "sd_inflation", "sd_inflation_mcse"],
-        index=pandas.Index([*found], name="site"),
+        index=pandas.Index([*biases], name="site"),
     )
-    table.attrs["order"] = {name: bias.orders[1] for name, bias in found.items()}
+    table.attrs["order"] = {name: bias.orders[1] for name, bias in biases.items()}
     table.attrs["seconds"] = time.perf_counter() - started
-    _warn_of_the_worst(found, result, plan)
+    _warn_of_the_worst(biases, result, plan)
     return table
 
 
@@ -106,8 +106,8 @@ def _check(plan: RunPlan, result: Result, num_samples: int | None) -> None:
         raise ArgumentError(
             "step_size_bias: temperature 0 is an optimizer, which has no posterior to be off from"
         )
-    if said := explosion(result):
-        raise ArgumentError(f"step_size_bias: {said}")
+    if message := explosion(result):
+        raise ArgumentError(f"step_size_bias: {message}")
     epoch, thinning = plan.problem.epoch(plan.sampling), plan.steps.thinning
     if epoch is not None:
         places = epoch // math.gcd(epoch, thinning)
@@ -134,9 +134,9 @@ def _laws(plan: RunPlan, result: Result, short: Result, coupled: Result) -> dict
     own, half = (
         torch.cat(list(each.blocks()))[:, :count].double().var(0) for each in (short, coupled)
     )
-    found = law_of(plan, noise.variance.double(), own, half)
+    law = law_of(plan, noise.variance.double(), own, half)
     slices = result.layout.slices()
-    return {name: Law(*(x[slices[name]] for x in found)) for name in result.log_posterior.latents}
+    return {name: Law(*(x[slices[name]] for x in law)) for name in result.log_posterior.latents}
 
 
 def _elements(samples: Tensor) -> Tensor:
@@ -165,10 +165,10 @@ def _bias(
     ratio = torch.where(moves, variances[0] / variances[1], 1)
     orders, in_variance = _orders(ratio, law, plan)
 
-    def inflated(ratio: Tensor) -> Tensor:
-        return _extrapolated(ratio, orders, in_variance)
+    def inflate(ratio: Tensor) -> Tensor:
+        return _extrapolate(ratio, orders, in_variance)
 
-    inflation = inflated(ratio)
+    inflation = inflate(ratio)
     sd = torch.where(moves, (variances[0] / inflation.square()).sqrt(), 1)
     means = gaps.mean((0, 1)) * _factor(orders) / sd
     mean, spread = int(means.abs().argmax()), int((inflation - 1).abs().argmax())
@@ -176,7 +176,7 @@ def _bias(
     line = (squares[0] - ratio * squares[1])[..., spread] / variances[1][spread]
     error = standard_error(line)
     most = errors_of_the_worst(len(means))
-    around = {far: inflated(ratio + far * error)[spread].item() for far in (-most, -1, 1, most)}
+    around = {far: inflate(ratio + far * error)[spread].item() for far in (-most, -1, 1, most)}
     return Bias(
         mean=float(means[mean]),
         mean_error=scale * standard_error(gaps[..., mean]),
@@ -211,7 +211,7 @@ def _factor(order: Tensor) -> Tensor:
     return 2.0**order / (2.0**order - 1)
 
 
-def _extrapolated(ratio: Tensor, order: Tensor, in_variance: Tensor) -> Tensor:
+def _extrapolate(ratio: Tensor, order: Tensor, in_variance: Tensor) -> Tensor:
     """A standard deviation over that at lr = 0, from the ratio of the variances at lr and lr/2;
     linear in the variance, or else in the precision."""
     linear = 1 - _factor(order) * (1 - 1 / ratio.clamp(min=_LEAST))
@@ -221,7 +221,7 @@ def _extrapolated(ratio: Tensor, order: Tensor, in_variance: Tensor) -> Tensor:
     return inflation.sqrt()
 
 
-def _warn_of_the_worst(found: Mapping[str, Bias], result: Result, plan: RunPlan) -> None:
+def _warn_of_the_worst(biases: Mapping[str, Bias], result: Result, plan: RunPlan) -> None:
     """Warns where a bias is known to be large."""
 
     def excess(bias: Bias) -> tuple[float, float]:
@@ -234,8 +234,8 @@ def _warn_of_the_worst(found: Mapping[str, Bias], result: Result, plan: RunPlan)
             of_mean = abs(bias.mean) / _MOST_OF_MEAN
         return max((of_sd, bias.orders[1]), (of_mean, bias.orders[0]))
 
-    worst = max(found, key=lambda name: excess(found[name])[0])
-    (times, order), bias = excess(found[worst]), found[worst]
+    worst = max(biases, key=lambda name: excess(biases[name])[0])
+    (times, order), bias = excess(biases[worst]), biases[worst]
     if times == 0:
         return
     in_batches = plan.problem.data.batch_size is not None

@@ -75,7 +75,7 @@ def virial(
     engine, layout = problem.engine, problem.engine.layout
     alive = torch.tensor(finished)
     chains = len(alive)
-    batches, size = _unseen(problem, batches)
+    batches, size = _fresh_batches(problem, batches)
     whole = isinstance(batches, WholeData)
     work = size * layout.size
     most = min(_MOST, max(_LEAST, _MOST_WORK // work)) if engine.vectorized else _ONE_BY_ONE
@@ -91,13 +91,13 @@ def virial(
     steepest = _largest(noise, slices) if noise is not None and noise.any() else None
     found, elements, squares = [], [], []
     for places in blocks:
-        some = positions[every, places].flatten(0, 1)
+        draws = positions[every, places].flatten(0, 1)
         taken = batches.take(step, step + len(places))
         step += len(places)
         of_draws = pytree.tree_map(lambda leaf: leaf[alive].flatten(0, 1), taken)
         batch = batches.batch(batches.fixed, of_draws)
-        gradient = engine.gradient(some.to(problem.positions.device), batch).cpu()
-        parts = -(some - center) * gradient * engine.density.num_data
+        gradient = engine.gradient(draws.to(problem.positions.device), batch).cpu()
+        parts = -(draws - center) * gradient * engine.density.num_data
         squares.append(gradient.double().square().sum(0))
         steepest = _largest(squares[0], slices) if steepest is None else steepest
         of_sites = torch.stack([parts[:, place].double().mean(-1) for place in slices], -1)
@@ -114,7 +114,7 @@ def _largest(numbers: Tensor, slices: Sequence[slice]) -> Tensor:
     return torch.tensor([place.start + int(numbers[place].argmax()) for place in slices])
 
 
-def _unseen(problem: Problem, batches: Batches) -> tuple[Batches, int]:
+def _fresh_batches(problem: Problem, batches: Batches) -> tuple[Batches, int]:
     """(What gradients are taken of, its rows): all rows where they are few enough, whose gradient
     has no noise; else the run's further batches, as for features of a frozen base, which takes
     batches of one size alone."""

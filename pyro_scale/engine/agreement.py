@@ -79,8 +79,8 @@ def _agree(
     )
 
 
-def _close(given: Tensor, expected: Tensor, part: float, roundings: float) -> bool:
-    eps = torch.finfo(given.dtype).eps if given.is_floating_point() else 0.0
-    given, expected = given.double(), expected.double()
+def _close(actual: Tensor, expected: Tensor, part: float, roundings: float) -> bool:
+    eps = torch.finfo(actual.dtype).eps if actual.is_floating_point() else 0.0
+    actual, expected = actual.double(), expected.double()
     allowed = part * float(expected.abs().nan_to_num().amax()) + roundings * eps
-    return torch.allclose(given, expected, rtol=0, atol=allowed, equal_nan=True)
+    return torch.allclose(actual, expected, rtol=0, atol=allowed, equal_nan=True)

@@ -87,12 +87,12 @@ class Chains:
             moved, kept = self._run(program, tape, steps)
         except RuntimeError:  # a matrix that cannot be factorized, in some chain
             return None
-        return None if self._broken(moved, kept).any() else (moved, kept)
+        return None if self._find_broken(moved, kept).any() else (moved, kept)
 
     def _run(self, program: Program, tape: Tape, steps: Steps) -> tuple[Any, Kept]:
         return program.run(self.state, tape, steps.left(tape.start), steps.thinning)
 
-    def _broken(self, moved: Any, kept: Kept) -> Tensor:
+    def _find_broken(self, moved: Any, kept: Kept) -> Tensor:
         """Which chains were alive and are no longer."""
         is_sound = torch.isfinite(moved.position).all(dim=-1)
         return self.alive & ~(is_sound & torch.isfinite(kept.log_joint).all(dim=-1)).cpu()
@@ -111,7 +111,7 @@ class Chains:
                 raise
             self._step(program, batches, tape, steps, draws)
             return
-        broken = self._broken(moved, kept)
+        broken = self._find_broken(moved, kept)
         for chain in torch.nonzero(broken)[:, 0].tolist():
             element = _gone(moved.position[chain])
             self._fail(chain, element, program, batches, Past(tape, self.state, kept.last))
@@ -144,8 +144,8 @@ class Chains:
                 step.run(state, tape.of(own), 1, 1)
             except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
                 raising[chain] = True
-                said = f"LinAlgError: {' '.join(str(error).split())}"
-                self._fail(chain, None, program, batches, Past(tape, self.state), said)
+                message = f"LinAlgError: {' '.join(str(error).split())}"
+                self._fail(chain, None, program, batches, Past(tape, self.state), message)
         self.alive = self.alive & ~raising
         self.state = self._with_stand_ins(self.state)
         return bool(raising.any())

@@ -190,7 +190,7 @@ class Checkpoints:
         files.drop_unfinished(self._directory)
 
 
-def refuse_another_run(path: files.FilePath) -> None:
+def check_same_run(path: files.FilePath) -> None:
     """Refuses a directory that holds a run's checkpoints already.
 
     Raises:
@@ -232,7 +232,7 @@ def read(path: files.FilePath) -> Checkpoint:
     damages: list[str] = []
     for number, state in states:
         try:
-            found = _read(directory, number, state)
+            checkpoint = _read(directory, number, state)
         except FileError as error:
             damages.append(str(error))
             continue
@@ -242,7 +242,7 @@ def read(path: files.FilePath) -> Checkpoint:
                 f"the latest checkpoint is not whole ({'; '.join(damages)}): the one before it is "
                 "taken",
             )
-        return found
+        return checkpoint
     raise FileError(f"resume='{path}' holds no whole checkpoint: {'; '.join(damages)}")
 
 
@@ -250,15 +250,15 @@ def differences(
     then: Mapping[str, Any], now: Mapping[str, Any], within: str | None = None
 ) -> list[str]:
     """Which facts are not as they were, in words; of a dict of facts, which of those."""
-    found = []
+    lines = []
     for name in dict.fromkeys([*then, *now]):
         was, is_now = then.get(name), now.get(name)
         place = name if within is None else f"{within}['{name}']"
         if isinstance(was, Mapping) and isinstance(is_now, Mapping):
-            found += differences(was, is_now, place)
+            lines += differences(was, is_now, place)
         elif not _same(was, is_now):
-            found.append(f"{place} was {_shown(was)}, is {_shown(is_now)}")
-    return found
+            lines.append(f"{place} was {_show(was)}, is {_show(is_now)}")
+    return lines
 
 
 def _read(directory: Path, number: int, state: Path) -> Checkpoint:
@@ -268,7 +268,7 @@ def _read(directory: Path, number: int, state: Path) -> Checkpoint:
     dtype = getattr(torch, held["dtype"])
     none = torch.empty(chains, 0, size, dtype=dtype), torch.empty(chains, 0, dtype=torch.float64)
     failures = tuple(Failure(*each) for each in held["failures"])
-    found = Checkpoint(
+    checkpoint = Checkpoint(
         number=number,
         parts=tuple(held["parts"]),
         facts=held["facts"],
@@ -281,9 +281,9 @@ def _read(directory: Path, number: int, state: Path) -> Checkpoint:
         program=held["program"],
         sink=held["sink"],
     )
-    if found.positions.shape[1] != kept:
+    if checkpoint.positions.shape[1] != kept:
         raise FileError(f"'{state}' and its draws do not belong together")
-    return found
+    return checkpoint
 
 
 def _files(directory: Path) -> list[tuple[int, Path]]:
@@ -293,10 +293,10 @@ def _files(directory: Path) -> list[tuple[int, Path]]:
         FileError: it cannot be looked into.
     """
     try:
-        found = list(directory.iterdir()) if directory.is_dir() else []
+        paths = list(directory.iterdir()) if directory.is_dir() else []
     except OSError as error:
         raise FileError(f"'{directory}' cannot be read ({error.strerror or error})") from error
-    matches = [(_NAME.fullmatch(file.name), file) for file in found]
+    matches = [(_NAME.fullmatch(file.name), file) for file in paths]
     return [(int(match[1]), file) for match, file in matches if match]
 
 
@@ -306,7 +306,7 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _shown(fact: Any) -> str:
+def _show(fact: Any) -> str:
     if fact is None:
         return "not there"
     return "another tensor" if isinstance(fact, Tensor) else repr(fact)

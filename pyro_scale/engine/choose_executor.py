@@ -24,7 +24,7 @@ from pyro_scale.engine.compile.lowering import NotALoop
 from pyro_scale.engine.compile.trace import trace
 from pyro_scale.engine.executors import ChainByChain, CompiledLoop, OneByOne, Program, eager
 from pyro_scale.engine.inputs import Tape
-from pyro_scale.engine.reuse import Blueprint, Earlier, arranged
+from pyro_scale.engine.reuse import Blueprint, Earlier, arrange
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, CompileWarning
 
@@ -86,9 +86,9 @@ def program_for(
     tell("compiling")
     try:
         with exclusive:
-            known = earlier.program(engine, batches, as_it_is, state, tape)
-            if known is not None:
-                return known
+            program = earlier.program(engine, batches, as_it_is, state, tape)
+            if program is not None:
+                return program
             blueprint = _blueprint(engine, batches, as_it_is, state, tape)
             earlier.keep(blueprint, engine, batches, state, tape)
             return blueprint.program(batches)
@@ -115,7 +115,7 @@ def _blueprint(
     """The steps as one program, which has been compared with the steps themselves."""
 
     def checked(by_column: bool) -> Blueprint:
-        blueprint = _compiled(engine, batches, state, tape, by_column)
+        blueprint = _compile(engine, batches, state, tape, by_column)
         check(blueprint.program(batches), as_it_is, engine, state, tape)
         return blueprint
 
@@ -125,7 +125,7 @@ def _blueprint(
     return checked(by_column=False)
 
 
-def _compiled(
+def _compile(
     engine: Engine, batches: Batches, state: Any, tape: Tape, by_column: bool
 ) -> Blueprint:
     """The steps as one program: a loop if it can be, else a compiled step.
@@ -141,7 +141,7 @@ def _compiled(
         engine = dataclasses.replace(engine, vectorized=False)
         state = pytree.tree_map(lambda leaf: leaf[:1], state)
         tape = tape.of(slice(0, 1))
-    batches = arranged(batches, by_column)
+    batches = arrange(batches, by_column)
     values, noise, changing = tape.at(0)
     batch = batches.batch(batches.fixed, changing)
     leaves, state_spec = pytree.tree_flatten(state)
@@ -179,12 +179,12 @@ def _as_function(
     leaves, state_spec = pytree.tree_flatten(state)
 
     def step(*flat: Tensor) -> list[Tensor]:
-        given = iter(flat)
-        state_in = pytree.tree_unflatten([next(given) for _ in leaves], state_spec)
-        values_in = {name: next(given) for name in values}
-        noise_in = next(given)
+        remaining = iter(flat)
+        state_in = pytree.tree_unflatten([next(remaining) for _ in leaves], state_spec)
+        values_in = {name: next(remaining) for name in values}
+        noise_in = next(remaining)
         moved, evaluation = engine.step(
-            state_in, batch.with_tensors(list(given)), noise_in, values_in
+            state_in, batch.with_tensors(list(remaining)), noise_in, values_in
         )
         return [*pytree.tree_leaves(moved), evaluation.log_joint]
 

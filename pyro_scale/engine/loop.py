@@ -126,8 +126,8 @@ def simulate(
                     inspect(chains.state.position, batches.batch(batches.fixed, changing))
                 if draws.kinetic is not None and tape.stop in looks:
                     now = {name: column[tape.stop - 1] for name, column in values.items()}
-                    found = engine.kinetic(chains.state, now)
-                    draws.kinetic[chains.alive, looks[tape.stop]] = found[chains.alive]
+                    energy = engine.kinetic(chains.state, now)
+                    draws.kinetic[chains.alive, looks[tape.stop]] = energy[chains.alive]
                 moment, taken = chains.moment, None if sink is None else sink.state()
                 progress.update(len(tape), chains.log_joint)
                 draws.num_steps, draws.failures = moment.step, list(moment.failures)

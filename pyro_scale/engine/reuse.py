@@ -42,10 +42,10 @@ class Blueprint:
     def program(self, batches: Batches) -> Program:
         """The step's program on batches."""
         constants = [constant.tensor for constant in self.constants]
-        return self.build(arranged(batches, self.by_column), constants)
+        return self.build(arrange(batches, self.by_column), constants)
 
 
-def arranged(batches: Batches, by_column: bool) -> Batches:
+def arrange(batches: Batches, by_column: bool) -> Batches:
     """Batches as a compiled step takes them."""
     return batches.by_column() if by_column and isinstance(batches, WholeData) else batches
 
@@ -98,7 +98,7 @@ class Earlier:
         constants = [tensor for again in kept.constants if (tensor := again()) is not None]
         if len(constants) < len(kept.constants):
             return None
-        program = kept.build(arranged(batches, kept.by_column), constants)
+        program = kept.build(arrange(batches, kept.by_column), constants)
         with contextlib.suppress(RuntimeError):  # a matrix that cannot be factorized at that point
             if agrees(program, as_it_is, engine, state, tape):
                 return program
@@ -135,10 +135,10 @@ def _again(constant: Constant) -> Callable[[], Tensor | None]:
     """Gives a constant once more, or None where it is not what it was."""
     origin, small = constant.origin(), constant.tensor.nbytes <= _SMALL
     mark = None if origin is None else _mark(origin)
-    return partial(_unchanged, constant.origin, mark, constant.tensor if small else None)
+    return partial(_is_unchanged, constant.origin, mark, constant.tensor if small else None)
 
 
-def _unchanged(origin: weakref.ref[Tensor], mark: Any, small: Tensor | None) -> Tensor | None:
+def _is_unchanged(origin: weakref.ref[Tensor], mark: Any, small: Tensor | None) -> Tensor | None:
     tensor = origin()
     if tensor is None:  # the model makes its like whenever it is run, or has another by now
         return small

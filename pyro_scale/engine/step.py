@@ -95,7 +95,7 @@ class Engine:
         def init(position: Tensor, noise: Tensor) -> Any:
             return self.kernel.init(position, values, noise)
 
-        return self._shared(torch.vmap(init)(positions, self.padded(noise)))
+        return self._share_points(torch.vmap(init)(positions, self.pad(noise)))
 
     def step(
         self, state: Any, batch: Batch, noise: Tensor, values: Mapping[str, Tensor]
@@ -106,8 +106,8 @@ class Engine:
         def update(arguments: Any, indices: Any, state: Any, noise: Tensor) -> tuple[Any, Any]:
             return self.kernel.update(state, self._target(arguments, indices), values, noise)
 
-        state, evaluation = self._over_chains(update, batch, state, self.padded(noise))
-        return self._shared(state), evaluation
+        state, evaluation = self._over_chains(update, batch, state, self.pad(noise))
+        return self._share_points(state), evaluation
 
     def evaluate(self, positions: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """(Each chain's log joint at its position, its gradient over N, `[chains, D]`), the way
@@ -206,11 +206,11 @@ class Engine:
             of_site[name] = (number * factor).expand(shape)
         return self.layout.flatten(of_site)
 
-    def padded(self, latents: Tensor) -> Tensor:
+    def pad(self, latents: Tensor) -> Tensor:
         """Values of latents `[..., latents]`, and 0 for points, `[..., D]`."""
         return torch.nn.functional.pad(latents, (0, self.layout.size - self.num_latents))
 
-    def _shared(self, state: Any) -> Any:
+    def _share_points(self, state: Any) -> Any:
         if not self.has_points:
             return state
 

@@ -99,15 +99,15 @@ class Recent:
 
     def steps(self, program: Program) -> list[Past]:
         """The steps one by one, taken again."""
-        found: deque[Past] = deque(maxlen=_BEFORE)
+        past: deque[Past] = deque(maxlen=_BEFORE)
         for tape, before in self._stretches:
             state = before
             for single in tape.parts(1):
                 moved, kept = program.run(state, single, 1, 1)
-                found.append(Past(single, state, kept.last))
+                past.append(Past(single, state, kept.last))
                 state = moved
-        most = _HELD // max(1, _num_bytes(found[-1].state)) if found else 0
-        return list(found)[-most:] if most else []
+        most = _HELD // max(1, _num_bytes(past[-1].state)) if past else 0
+        return list(past)[-most:] if most else []
 
     @property
     def _without_first(self) -> int:
@@ -142,10 +142,10 @@ def _of_chain(engine: Engine, batches: Batches, past: Past, chain: int) -> Recor
         "indices": indices,
     }
     log_joint = None if past.log_joint is None else float(past.log_joint[chain])
-    return RecordedStep(number=past.tape.start, log_joint=log_joint, **_copied(own))
+    return RecordedStep(number=past.tape.start, log_joint=log_joint, **_copy(own))
 
 
-def _copied(values: Any) -> Any:
+def _copy(values: Any) -> Any:
     """With tensors of their own: tapes are written over."""
     return pytree.tree_map(
         lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf,

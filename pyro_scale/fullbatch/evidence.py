@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Gaussian
-from pyro_scale.core.memory import refuse_what_does_not_fit
+from pyro_scale.core.memory import check_fits
 from pyro_scale.errors import PyroScaleError
-from pyro_scale.fullbatch.chunks import pieces_of
+from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.fullbatch.optimize import NEAR, WholeDensity, no_mode
 from pyro_scale.fullbatch.precision import CurvatureKind, gaussian_at, precision_at
 from pyro_scale.model.curvature.ggn import Curvature
@@ -90,16 +90,16 @@ class Search:
         def evidence(values: Tensor) -> tuple[float, Tensor]:
             """The log evidence and its slope: at a mode, that of the log joint is its own; that of
             the log determinant is taken by differences."""
-            found = peak(values)
+            mode = peak(values)
             step = torch.finfo(values.dtype).eps ** (1 / 3)
             units = step * torch.eye(len(values)).to(values)
             above, below = (
                 torch.stack([peak(values + sign * unit).gaussian.log_det for unit in units])
                 for sign in (1, -1)
             )
-            return found.log_evidence, found.slope[tuned] + (above - below) / (4 * step)
+            return mode.log_evidence, mode.slope[tuned] + (above - below) / (4 * step)
 
-        return peak(maximized(evidence, start[tuned]))
+        return peak(maximize(evidence, start[tuned]))
 
     def at(self, center: Tensor) -> Peak:
         """The peak at a point [D]."""
@@ -130,13 +130,13 @@ class Search:
         for places in (self.held, self.tuned):
             if places is not None:
                 moves[places] = 0
-        mode = self.density.climbed(start, _WITHOUT_MODE, moves).position
+        mode = self.density.climb_lbfgs(start, _WITHOUT_MODE, moves).position
         num_data, places = (
             self.density.log_posterior.num_data,
             self.density.layout.places(self.sites),
         )
         if self.dense or len(places) <= _FEW:
-            mode, _ = self.density.polished(
+            mode, _ = self.density.newton_refine(
                 mode, lambda at: self._precision(at, dense=True) / num_data, places
             )
         peak = self.at(mode)
@@ -159,32 +159,32 @@ class Search:
         """The curvature's kind, and what of it is estimated."""
         if self.kind == "hessian":
             return self.kind
-        known = self.density.log_posterior
-        piece = next(pieces_of(known, self.density.data, 1))
+        log_posterior = self.density.log_posterior
+        chunk = next(chunks_of(log_posterior, self.density.data, 1))
         params = self.density.layout.unflatten(center)
-        notes = Curvature(known, self.kind).notes(params, piece.arguments, piece.indices)
+        notes = Curvature(log_posterior, self.kind).notes(params, chunk.arguments, chunk.indices)
         return ", ".join([self.kind, *notes])
 
-    def refuse_what_does_not_fit(self, position: Tensor) -> None:
+    def check_fits(self, position: Tensor) -> None:
         """Refuses a dense Gaussian that memory does not hold."""
         if self.dense:
             size = len(self._places)
-            refuse_what_does_not_fit(size, position.dtype, position.device, _MATRICES, "Laplace")
+            check_fits(size, position.dtype, position.device, _MATRICES, "Laplace")
 
 
-def maximized(function: Callable[[Tensor], tuple[float, Tensor]], start: Tensor) -> Tensor:
+def maximize(function: Callable[[Tensor], tuple[float, Tensor]], start: Tensor) -> Tensor:
     """Where a function of a few values [k], which gives its slope too, is largest, by L-BFGS."""
     values = start.detach().double().requires_grad_()
-    found, tolerance = function(start), torch.finfo(start.dtype).eps ** 0.5
+    last, tolerance = function(start), torch.finfo(start.dtype).eps ** 0.5
 
     def closure() -> Tensor:
-        nonlocal found
+        nonlocal last
         try:
-            found = function(values.detach().to(start))
-            values.grad = -found[1].double()
+            last = function(values.detach().to(start))
+            values.grad = -last[1].double()
         except PyroScaleError:  # a wall, as high as the last point and as steep: half of the step
-            values.grad = found[1].double()
-        return torch.tensor(-found[0])
+            values.grad = last[1].double()
+        return torch.tensor(-last[0])
 
     optimizer = torch.optim.LBFGS(
         [values],

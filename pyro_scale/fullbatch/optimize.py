@@ -13,11 +13,11 @@ from torch import Tensor
 from pyro_scale.core.layout import Layout
 from pyro_scale.data.sources import Data
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.fullbatch.chunks import Piece, pieces_of
+from pyro_scale.fullbatch.chunks import Chunk, chunks_of
 from pyro_scale.model.derivatives import hessian, hessian_diagonal
 from pyro_scale.model.log_posterior import LogPosterior
 
-#: Numbers that a piece of the data may hold for each of its rows' parameters.
+#: Numbers that a chunk of the data may hold for each of its rows' parameters.
 _PIECE_NUMBERS = 2**22
 #: Passes through the data at most.
 _MOST_PASSES = 200
@@ -49,7 +49,7 @@ class Climb(NamedTuple):
 class WholeDensity:
     """The log joint of all rows over N, and its derivatives, at positions [D].
 
-    Each of them goes through the data once, piece by piece.
+    Each of them goes through the data once, chunk by chunk.
 
     Attributes:
         log_posterior: the target, understood.
@@ -68,10 +68,10 @@ class WholeDensity:
             DataError: the data do not hold N rows.
         """
         value, gradient = position.new_zeros(()), torch.zeros_like(position)
-        for piece, kept in self._pieces():
+        for chunk, kept in self._pieces():
             here = position.detach().requires_grad_()
             with torch.enable_grad():
-                part = self._part(here, piece, kept)
+                part = self._part(here, chunk, kept)
                 (slope,) = torch.autograd.grad(part, here)
             value, gradient = value + part.detach(), gradient + slope
         return value, gradient
@@ -100,12 +100,12 @@ class WholeDensity:
         Raises:
             ArgumentError: the log joint has none that could be found from here.
         """
-        climb = self.climbed(start, otherwise)
+        climb = self.climb_lbfgs(start, otherwise)
         if not bool(climb.slope.norm() <= max(_FLATTER * float(climb.first.norm()), _FLAT)):
             raise no_mode(otherwise)
         return climb.position
 
-    def climbed(self, start: Tensor, otherwise: str, moves: Tensor | float = 1.0) -> Climb:
+    def climb_lbfgs(self, start: Tensor, otherwise: str, moves: Tensor | float = 1.0) -> Climb:
         """Where L-BFGS ends.
 
         Args:
@@ -141,13 +141,13 @@ class WholeDensity:
             )
         with contextlib.suppress(RuntimeError):  # of L-BFGS, where numbers overflow
             optimizer.step(closure)
-        found = position.detach()
-        value, slope = self.grad(found)
-        if not bool(torch.isfinite(found).all() and torch.isfinite(value)):
+        best = position.detach()
+        value, slope = self.grad(best)
+        if not bool(torch.isfinite(best).all() and torch.isfinite(value)):
             raise no_mode(otherwise)
-        return Climb(found, first, slope)
+        return Climb(best, first, slope)
 
-    def polished(
+    def newton_refine(
         self, position: Tensor, precision: Callable[[Tensor], Tensor], places: Tensor
     ) -> tuple[Tensor, float]:
         """(A position [D] near a mode after steps of Newton's method, for as long as they bring it
@@ -167,10 +167,10 @@ class WholeDensity:
             if bool(failed):
                 return position, distance
             step = torch.zeros_like(position)
-            step[places] = _solved(factor, slope[places])
+            step[places] = _solve(factor, slope[places])
             distance = num_data * float(slope @ step)
             _, there = self.grad(position + step)
-            left = num_data * float(there[places] @ _solved(factor, there[places]))
+            left = num_data * float(there[places] @ _solve(factor, there[places]))
             if not left < distance:
                 return position, distance
             position, slope, distance = position + step, there, left
@@ -179,27 +179,27 @@ class WholeDensity:
         return position, distance
 
     def _slopes(self, position: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(The gradient of each piece with its history, the leaf that it is with respect to)."""
-        for piece, kept in self._pieces():
+        """(The gradient of each chunk with its history, the leaf that it is with respect to)."""
+        for chunk, kept in self._pieces():
             here = position.detach().requires_grad_()
             with torch.enable_grad():
-                part = self._part(here, piece, kept)
+                part = self._part(here, chunk, kept)
                 (slope,) = torch.autograd.grad(part, here, create_graph=True)
             yield slope, here
 
-    def _part(self, position: Tensor, piece: Piece, kept: int) -> Tensor:
-        """A piece's share of the log joint over N, of so many rows that are its own."""
+    def _part(self, position: Tensor, chunk: Chunk, kept: int) -> Tensor:
+        """A chunk's share of the log joint over N, of so many rows that are its own."""
         params, num_data = self.layout.unflatten(position), self.log_posterior.num_data
-        evaluation = self.log_posterior(params, piece.arguments, piece.indices)
-        rows = evaluation.log_lik[piece.keep].sum()
+        evaluation = self.log_posterior(params, chunk.arguments, chunk.indices)
+        rows = evaluation.log_lik[chunk.keep].sum()
         nothing = 0 * position.square().sum()  # so that a flat or linear one has derivatives, too
         return (evaluation.log_prior * (kept / num_data) + rows) / num_data + nothing
 
-    def _pieces(self) -> Iterator[tuple[Piece, int]]:
+    def _pieces(self) -> Iterator[tuple[Chunk, int]]:
         seen, num_data = 0, self.log_posterior.num_data
-        for piece in pieces_of(self.log_posterior, self.data, _PIECE_NUMBERS // self.layout.size):
-            kept = piece.num_new
-            yield piece, kept
+        for chunk in chunks_of(self.log_posterior, self.data, _PIECE_NUMBERS // self.layout.size):
+            kept = chunk.num_new
+            yield chunk, kept
             seen += kept
         if seen != num_data:
             raise DataError(
@@ -216,6 +216,6 @@ def no_mode(otherwise: str) -> ArgumentError:
     )
 
 
-def _solved(factor: Tensor, vector: Tensor) -> Tensor:
+def _solve(factor: Tensor, vector: Tensor) -> Tensor:
     """A matrix's inverse times a vector, given its Cholesky factor."""
     return torch.cholesky_solve(vector[:, None], factor)[:, 0]

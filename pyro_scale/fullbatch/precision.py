@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
 from pyro_scale.core.rng import Purpose, derived_seed
 from pyro_scale.errors import ModelError
-from pyro_scale.fullbatch.chunks import pieces_of
+from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.fullbatch.optimize import WholeDensity
 from pyro_scale.model.curvature.ggn import Curvature, RowKind
 from pyro_scale.model.curvature.prior_hessian import prior_precision
@@ -52,13 +52,13 @@ def precision_at(
     free = {name: params[name] for name in sites}
     held = {name: value for name, value in params.items() if name not in free}
     total = None
-    for place, piece in enumerate(pieces_of(log_posterior, density.data, num_rows)):
+    for place, chunk in enumerate(chunks_of(log_posterior, density.data, num_rows)):
         if total is None:
-            total = prior_precision(log_posterior, free, piece.arguments, held, dense)
+            total = prior_precision(log_posterior, free, chunk.arguments, held, dense)
         curvature = Curvature(
             log_posterior, kind, seed=derived_seed(seed, place, Purpose.CURVATURE)
         )
-        for block in curvature.blocks(free, piece.arguments, piece.indices, held, piece.keep):
+        for block in curvature.blocks(free, chunk.arguments, chunk.indices, held, chunk.keep):
             block.add_to(total)
     assert total is not None  # there is data
     return total

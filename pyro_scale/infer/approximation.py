@@ -99,8 +99,8 @@ class Approximation(Method):
         """
         count = as_count("num_samples", num_samples)
         if resample:
-            return self._resampled(count, seed)
-        return {name: value[0] for name, value in self._drawn(count, seed).samples.items()}
+            return self._resample(count, seed)
+        return {name: value[0] for name, value in self._draw(count, seed).samples.items()}
 
     def psis(self, num_rows: int | None = None) -> Psis:
         """Pareto-smoothed importance weights of the fit's draws (those of `get_samples`) against
@@ -121,11 +121,11 @@ class Approximation(Method):
         """
         if num_rows is not None:
             num_rows = as_count("num_rows", num_rows, least=2)
-        self._refuse_other_targets()
+        self._check_targets()
         fit = self.fit
-        found = psis(fit, fit.result, num_rows)
-        fit.attrs.update(pareto_k=found.pareto_k, psis=found.words)
-        return found
+        table = psis(fit, fit.result, num_rows)
+        fit.attrs.update(pareto_k=table.pareto_k, psis=table.words)
+        return table
 
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
         """Where chains begin that start from this fit: draws of the latent sites, and `params`,
@@ -168,7 +168,7 @@ class Approximation(Method):
         if num_samples is None:
             result = fit.result
         else:  # a network's 1,000 draws may be more than memory holds
-            result = fit.thinned(predictive.even(fit.num_starts * fit.num_draws, num_samples))
+            result = fit.thin(predictive.spread_evenly(fit.num_starts * fit.num_draws, num_samples))
         return predictive.predict(result, arguments, None, batch_size, return_sites, reduce)
 
     def guide(self) -> Guide:
@@ -213,7 +213,7 @@ class Approximation(Method):
 
     # ------------------------------------------------------------------ inside
 
-    def _drawn(self, count: int, seed: int | None) -> Result:
+    def _draw(self, count: int, seed: int | None) -> Result:
         """Fresh draws, `[1, count]`."""
         fit = self.fit
         if not fit.gaussians:
@@ -225,18 +225,18 @@ class Approximation(Method):
             noise = torch.cat([fit.noise(1, source) for source in sources])
         return fit.draws(noise)
 
-    def _resampled(self, count: int, seed: int | None) -> dict[str, Tensor]:
-        self._refuse_other_targets()
-        proposed = self._drawn(max(count, self.fit.num_starts * _PROPOSALS), seed)
-        found = psis(self.fit, proposed)
-        if not found.pareto_k <= MOST_K:
-            warn(ApproximationWarning, f"resample: {_said(found.pareto_k)}")
+    def _resample(self, count: int, seed: int | None) -> dict[str, Tensor]:
+        self._check_targets()
+        proposed = self._draw(max(count, self.fit.num_starts * _PROPOSALS), seed)
+        table = psis(self.fit, proposed)
+        if not table.pareto_k <= MOST_K:
+            warn(ApproximationWarning, f"resample: {_advise(table.pareto_k)}")
         source = None if seed is None else generator(seed, 0, Purpose.APPROXIMATION, block=2)
-        weights = found.log_weights.exp()
+        weights = table.log_weights.exp()
         chosen = torch.multinomial(weights, count, replacement=True, generator=source)
         return {name: value[0, chosen] for name, value in proposed.samples.items()}
 
-    def _refuse_other_targets(self) -> None:
+    def _check_targets(self) -> None:
         """Refuses importance weights where the fit is not meant to be the model's posterior."""
 
     def _check_the_fit(self, evaluations: int) -> None:
@@ -257,24 +257,24 @@ class Approximation(Method):
             fit.attrs["psis"] = "not known: dearer than the fit; call psis()"
             return
         try:
-            found = self.psis(rows)
+            table = self.psis(rows)
         except (DataError, RuntimeError, ValueError, NotImplementedError) as error:
             fit.attrs["psis"] = f"not known: {error}"
             return
-        if found.pareto_k > MOST_K:
-            warn(ApproximationWarning, _said(found.pareto_k))
-        elif found.shift > MOST_SHIFT:
+        if table.pareto_k > MOST_K:
+            warn(ApproximationWarning, _advise(table.pareto_k))
+        elif table.shift > MOST_SHIFT:
             warn(
                 ApproximationWarning,
                 "the approximation does not fit the posterior: importance weights move its mean "
-                f"by {found.shift:.2g} of its sds: take sample(n, resample=True), a sampler such "
+                f"by {table.shift:.2g} of its sds: take sample(n, resample=True), a sampler such "
                 "as BAOA, or structure='dense'",
             )
-        elif found.spread > MOST_SPREAD:
+        elif table.spread > MOST_SPREAD:
             warn(
                 ApproximationWarning,
                 "the approximation does not fit the posterior: it is too narrow, by the log joint "
-                f"at its draws {found.spread:.2g} times: take structure='dense', or a sampler "
+                f"at its draws {table.spread:.2g} times: take structure='dense', or a sampler "
                 "such as BAOA",
             )
 
@@ -315,7 +315,7 @@ class Approximation(Method):
         self._fit.by_start(torch.arange(self._fit.num_starts))  # which raises where shapes differ
 
 
-def _said(pareto_k: float) -> str:
+def _advise(pareto_k: float) -> str:
     """What a bad k means, and what to do."""
     return (
         f"the approximation does not fit the posterior: Pareto k of its importance weights is "
@@ -326,15 +326,15 @@ def _said(pareto_k: float) -> str:
 
 def as_prior(fit: Fit, start: int) -> LogPosterior:
     """The model with one of a fit's Gaussians, at temperature 1, for its prior."""
-    known = fit.log_posterior
-    if not fit.gaussians or set(fit.sites) != set(known.latents):
+    log_posterior = fit.log_posterior
+    if not fit.gaussians or set(fit.sites) != set(log_posterior.latents):
         raise ArgumentError(
             "the old posterior as the next prior: a Gaussian over all latent sites is needed; fit "
             "Laplace, VI or EKF without sites="
         )
-    if any(rule.whole_data for rule in known.model_info.scaling.rules.values()):
+    if any(rule.whole_data for rule in log_posterior.model_info.scaling.rules.values()):
         raise ArgumentError(
             "the old posterior as the next prior: the likelihood is a joint density of all rows, "
             "so more rows would change what those before them say; run on all of them together"
         )
-    return LogPosterior(known.model).with_gaussian_prior(fit.at_temperature_1(start))
+    return LogPosterior(log_posterior.model).with_gaussian_prior(fit.at_temperature_1(start))

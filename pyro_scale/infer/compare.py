@@ -14,13 +14,13 @@ from pyro_scale.diagnostics.convergence import mixing, some_elements
 from pyro_scale.diagnostics.report import is_off
 from pyro_scale.diagnostics.summary import weighted_moments
 from pyro_scale.errors import ArgumentError, NotRunError
-from pyro_scale.fullbatch.chunks import pieces_of
+from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.infer.approximation import Approximation
 from pyro_scale.infer.comparison_plot import plot
 from pyro_scale.infer.method import Method
 from pyro_scale.metrics.regression import log_predictive_density
 from pyro_scale.posterior.draws import Result
-from pyro_scale.posterior.predictive import data_sites, equally_weighted, log_likelihood_of
+from pyro_scale.posterior.predictive import data_sites, log_likelihood_of, resample_equally
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,7 +112,7 @@ def compare(
     import pandas
 
     results = {name: _draws_of(name, method) for name, method in methods.items()}
-    _refuse_other_posteriors(results)
+    _check_posteriors(results)
     rows: dict[str, dict[str, float]] = {}
     for name, result in results.items():
         rows[name] = _costs(result, isinstance(methods[name], Approximation))
@@ -135,7 +135,7 @@ def _draws_of(name: str, method: Method) -> Result:
         raise type(error)(f"methods[{name!r}]: {error}") from None
 
 
-def _refuse_other_posteriors(results: Mapping[str, Result]) -> None:
+def _check_posteriors(results: Mapping[str, Result]) -> None:
     first, *others = results
     expected, size = _shapes(results[first]), results[first].log_posterior.num_data
     for name in others:
@@ -144,12 +144,12 @@ def _refuse_other_posteriors(results: Mapping[str, Result]) -> None:
                 f"methods: '{first}' was run on N = {size} rows, '{name}' on "
                 f"{results[name].log_posterior.num_data}: compare methods on the same data"
             )
-        found = _shapes(results[name])
-        for site in dict.fromkeys([*expected, *found]):
-            if expected.get(site) != found.get(site):
+        shapes = _shapes(results[name])
+        for site in dict.fromkeys([*expected, *shapes]):
+            if expected.get(site) != shapes.get(site):
                 raise ArgumentError(
                     f"methods: latent site '{site}' is {expected.get(site, 'not there')} in "
-                    f"'{first}', {found.get(site, 'not there')} in '{name}': compare methods on "
+                    f"'{first}', {shapes.get(site, 'not there')} in '{name}': compare methods on "
                     "models with the same latent sites"
                 )
 
@@ -178,7 +178,7 @@ def _costs(result: Result, approximate: bool) -> dict[str, float]:
 def _most_trusted(methods: Mapping[str, Method], rows: Mapping[str, Mapping[str, float]]) -> str:
     """The name of the default reference."""
 
-    def untrusted(name: str) -> tuple[float, ...]:
+    def find_untrusted(name: str) -> tuple[float, ...]:
         method, row = methods[name], rows[name]
         if isinstance(method, Approximation):
             return 2, not method.fit.gaussians, method.structure != "dense"
@@ -187,7 +187,7 @@ def _most_trusted(methods: Mapping[str, Method], rows: Mapping[str, Mapping[str,
             return 3, r_hat
         return (0, -row["ess"]) if r_hat < _MOST_R_HAT else (1, r_hat)
 
-    return min(methods, key=untrusted)
+    return min(methods, key=find_untrusted)
 
 
 def _is_at_temperature_1(result: Result) -> bool:
@@ -199,9 +199,9 @@ def _moments(result: Result) -> tuple[Tensor, Tensor]:
     """(Means, sds) of all elements of the latent sites, over draws as they count."""
     latents = result.log_posterior.latents
     if result.weights is None:  # in one pass, as draws may be more than memory holds
-        found = result.moments([0.5])
-        mean = torch.cat([found[name].mean.reshape(-1) for name in latents])
-        sd = torch.cat([found[name].sd.reshape(-1) for name in latents]).nan_to_num(0.0)  # of one
+        moments = result.moments([0.5])
+        mean = torch.cat([moments[name].mean.reshape(-1) for name in latents])
+        sd = torch.cat([moments[name].sd.reshape(-1) for name in latents]).nan_to_num(0.0)  # of one
     else:
         parts = [weighted_moments(result.samples[name], result.weights) for name in latents]
         mean, sd = (torch.cat(of) for of in zip(*parts, strict=True))
@@ -222,12 +222,12 @@ def _distances(
 
 def _held_out(name: str, method: Method, data: Any) -> dict[str, float]:
     """The log predictive density of rows, its mean and standard error."""
-    drawn = equally_weighted(method._results(), None)
+    drawn = resample_equally(method._results(), None)
     if not data_sites(drawn):
         raise ArgumentError(f"data: the model of '{name}' has no data site with a value a row")
     parts = []
-    for piece in pieces_of(drawn.log_posterior, method._data(data)):
-        of_sites = list(log_likelihood_of(drawn, piece).values())
+    for chunk in chunks_of(drawn.log_posterior, method._data(data)):
+        of_sites = list(log_likelihood_of(drawn, chunk).values())
         parts.append(log_predictive_density(torch.stack(of_sites).sum(0).double()))
     density = torch.cat(parts)
     error = float(density.std()) / len(density) ** 0.5 if len(density) > 1 else math.nan

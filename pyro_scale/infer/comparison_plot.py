@@ -53,8 +53,8 @@ def _distances(figure: Figure, ax: Axes, table: Any, reference: str, colors: lis
 
     for name, color in zip(table.index, colors, strict=True):
         row = table.loc[name]
-        found = np.array([row.mean_distance, row.sd_distance])
-        shown = np.where(np.isfinite(found) & (found > 0), found, np.nan)
+        distances = np.array([row.mean_distance, row.sd_distance])
+        shown = np.where(np.isfinite(distances) & (distances > 0), distances, np.nan)
         if name == reference:
             ax.axvline(row.seconds, color=color, ls="--", label=f"{name} (reference)")
             continue

@@ -29,10 +29,12 @@ class Plateau:
         """Whether the run until now says so."""
         if draws.num_steps < 4 * self.window:
             return False
-        return bool(at_rest(draws.log_joint[draws.finished, : draws.num_steps], self._size).all())
+        return bool(
+            has_converged(draws.log_joint[draws.finished, : draws.num_steps], self._size).all()
+        )
 
 
-def at_rest(trace: Tensor, size: int) -> Tensor:
+def has_converged(trace: Tensor, size: int) -> Tensor:
     """Whether each trace `[..., steps]` is known to rise by nothing that matters from its third
     quarter to its last; where noise hides it, it is not."""
     rise, error = _rise(trace, 2, 3)
@@ -46,7 +48,7 @@ def still_rises(trace: Tensor, size: int) -> Tensor:
     return rise - _ERRORS * error > _SMALL * size**0.5
 
 
-def fell(trace: Tensor, size: int) -> Tensor:
+def got_worse(trace: Tensor, size: int) -> Tensor:
     """Whether each trace `[..., steps]` is known to fall by what matters from its first quarter to
     its last."""
     rise, error = _rise(trace, 0, 3)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Gaussian, as_structure
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.memory import refuse_what_does_not_fit
+from pyro_scale.core.memory import check_fits
 from pyro_scale.core.rng import choose_seed
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import without_vmap_warnings
@@ -162,13 +162,13 @@ class EKF(Approximation):
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
         self._filter, self._fit = None, None
         first = opened.first()
-        running = self._begun(opened, first, choose_seed(seed))
+        running = self._begin(opened, first, choose_seed(seed))
         size = opened.batch_size or running.log_posterior.num_data
         total = -(-running.log_posterior.num_data // size)
         begun = time.perf_counter()
         with Progress(total, type(self).__name__, progress) as bar:
-            for piece in split(running.log_posterior, opened.in_order(opened.batch_size)):
-                bar.update(1, running.absorb(piece))
+            for chunk in split(running.log_posterior, opened.in_order(opened.batch_size)):
+                bar.update(1, running.absorb(chunk))
         self._filter = running
         self._fit = running.fit({"fitting_time": time.perf_counter() - begun})
         self._check_the_fit(3 * running.log_posterior.num_data)
@@ -185,16 +185,16 @@ class EKF(Approximation):
         """
         if self._filter is None:
             opened = batch_as_data(self.model, self._num_data, args, kwargs)
-            self._filter = self._begun(opened, opened.first(), choose_seed(None))
-        known = self._filter.log_posterior
-        if known.model_info.own_plate is not None:
+            self._filter = self._begin(opened, opened.first(), choose_seed(None))
+        log_posterior = self._filter.log_posterior
+        if log_posterior.model_info.own_plate is not None:
             raise ModelError(
                 "the model subsamples by itself, so that a step does not say which rows are new: "
                 "pass batches to a model of batches"
             )
         value = 0.0
-        for piece in split(known, [known.bind(args, kwargs)]):
-            value += self._filter.absorb(piece)
+        for chunk in split(log_posterior, [log_posterior.bind(args, kwargs)]):
+            value += self._filter.absorb(chunk)
         self._fit = self._filter.fit({}).replaced(data=None)
         return value
 
@@ -229,7 +229,7 @@ class EKF(Approximation):
         table.attrs.update(self.fit.attrs)
         return self._with_k(table)
 
-    def _refuse_other_targets(self) -> None:
+    def _check_targets(self) -> None:
         if self.lr != 1 or self.transition_sd or isinstance(self._init_strategy, Approximation):
             raise ArgumentError(
                 "psis: with lr, transition_sd or a fit for its prior, a filter is not meant to be "
@@ -239,34 +239,34 @@ class EKF(Approximation):
     def _first_batch(self) -> Arguments:
         return self._filter.data.first() if self._filter is not None else super()._first_batch()
 
-    def _begun(self, data: Data, arguments: Any, seed: int) -> Filter:
-        known = as_log_posterior(self.model, data.num_data)
-        known.prepare(arguments, None, seed)
-        if any(rule.whole_data for rule in known.model_info.scaling.rules.values()):
+    def _begin(self, data: Data, arguments: Any, seed: int) -> Filter:
+        log_posterior = as_log_posterior(self.model, data.num_data)
+        log_posterior.prepare(arguments, None, seed)
+        if any(rule.whole_data for rule in log_posterior.model_info.scaling.rules.values()):
             raise ModelError(
                 "the likelihood is a joint density of all rows, so a filter cannot absorb them "
                 "batch by batch: use Laplace or VI"
             )
-        layout, dense = known.layout, self.structure == "dense"
+        layout, dense = log_posterior.layout, self.structure == "dense"
         if dense:
-            device = known.model_info.sites[layout.names[0]].value.device
-            refuse_what_does_not_fit(layout.size, layout.dtype, device, _MATRICES, "EKF")
-        prior = self._gaussian(known, arguments, layout, dense, seed)
+            device = log_posterior.model_info.sites[layout.names[0]].value.device
+            check_fits(layout.size, layout.dtype, device, _MATRICES, "EKF")
+        prior = self._gaussian(log_posterior, arguments, layout, dense, seed)
         state = EKFState(prior.mean, prior.precision)
         settings = Settings(self.structure, self.curvature, self.lr, self.transition_sd)
-        return Filter(settings, known, data, layout, state, seed)
+        return Filter(settings, log_posterior, data, layout, state, seed)
 
     def _gaussian(
-        self, known: LogPosterior, arguments: Any, layout: Layout, dense: bool, seed: int
+        self, log_posterior: LogPosterior, arguments: Any, layout: Layout, dense: bool, seed: int
     ) -> Gaussian:
         if not isinstance(self._init_strategy, Approximation):
-            prior = gaussian_prior(known, arguments, dense, seed)
+            prior = gaussian_prior(log_posterior, arguments, dense, seed)
             if self._init_strategy is None:
                 return prior
             if isinstance(self._init_strategy, Mapping):
-                check_sites(known, self._init_strategy)
-            init = init_of(known, self._init_strategy, 0, 1)
-            start = known.start(arguments, seed, 0, init)
+                check_sites(log_posterior, self._init_strategy)
+            init = init_of(log_posterior, self._init_strategy, 0, 1)
+            start = log_posterior.start(arguments, seed, 0, init)
             return dataclasses.replace(prior, mean=layout.flatten(start))
         fit = self._init_strategy.fit
         shapes = dict(zip(fit.layout.names, fit.layout.shapes, strict=True))

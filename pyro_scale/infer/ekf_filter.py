@@ -12,7 +12,7 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.core.rng import Purpose, derived_seed
 from pyro_scale.data.sources import Data
 from pyro_scale.errors import NonFiniteError
-from pyro_scale.fullbatch.chunks import Piece
+from pyro_scale.fullbatch.chunks import Chunk
 from pyro_scale.kernels.ekf import EKFState, absorb, predict
 from pyro_scale.model import derivatives
 from pyro_scale.model.curvature.ggn import Curvature, RowKind
@@ -59,16 +59,16 @@ class Filter:
         self.log_lik: list[float] = []
         self.path: list[tuple[Tensor, Tensor]] | None = []
 
-    def absorb(self, piece: Piece) -> float:
+    def absorb(self, chunk: Chunk) -> float:
         """The next batch; returns its log likelihood at the mean before it."""
         method = self._method
         state = predict(self._state, method.transition_sd)
         params = self.layout.unflatten(state.mean)
-        gradient, log_lik = self._gradient(params, piece)
+        gradient, log_lik = self._gradient(params, chunk)
         seed = derived_seed(self._seed, len(self.log_lik), Purpose.CURVATURE)
         curvature = Curvature(self.log_posterior, method.curvature, seed=seed)
         total = torch.zeros_like(state.precision)
-        for block in curvature.blocks(params, piece.arguments, piece.indices, None, piece.keep):
+        for block in curvature.blocks(params, chunk.arguments, chunk.indices, None, chunk.keep):
             block.add_to(total)
         try:
             state = absorb(state, gradient, total, method.lr)
@@ -109,10 +109,10 @@ class Filter:
             return Diagonal.of_precision(mean, precision)
         return Dense.of_precision(mean, precision)
 
-    def _gradient(self, params: Params, piece: Piece) -> tuple[Tensor, float]:
+    def _gradient(self, params: Params, chunk: Chunk) -> tuple[Tensor, float]:
         def evaluate(params: Params) -> Evaluation:
-            found = self.log_posterior(params, piece.arguments, piece.indices)
-            return found._replace(log_joint=found.log_lik[piece.keep].sum())
+            evaluation = self.log_posterior(params, chunk.arguments, chunk.indices)
+            return evaluation._replace(log_joint=evaluation.log_lik[chunk.keep].sum())
 
         try:
             gradient, evaluation = derivatives.gradient(evaluate, params)

@@ -53,7 +53,7 @@ class Explanation:
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
-        rows = _folded(self.rows)
+        rows = _fold(self.rows)
         widths = [max(len(c), *(len(row[c]) for row in rows)) for c in _COLUMNS]
         lines = ["  ".join(c.ljust(w) for c, w in zip(_COLUMNS, widths, strict=True)).rstrip()]
         lines.append("-" * len(lines[0]))
@@ -70,7 +70,7 @@ class Explanation:
             "<tr>"
             + "".join(f"<td style='text-align:left'>{html.escape(row[c])}</td>" for c in _COLUMNS)
             + "</tr>"
-            for row in _folded(self.rows)
+            for row in _fold(self.rows)
         )
         figures = "<br>".join(html.escape(line) for line in self._figures())
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{figures}</p>"
@@ -96,7 +96,7 @@ class Explanation:
         ]
 
 
-def _folded(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
+def _fold(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
     """The rows, those that differ by numbers in the site's name alone, as of a loop over time, in
     one."""
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
@@ -159,25 +159,25 @@ def explain(
     first = opened.first()
     log_posterior.prepare(first)
     check_all_rows(log_posterior, opened, log_posterior.start(first, seed=0))
-    known = log_posterior.model_info
+    info = log_posterior.model_info
     return Explanation(
         rows=tuple(_table(log_posterior)),
         num_data=log_posterior.num_data,
-        batch_size=known.batch_size,
+        batch_size=info.batch_size,
         num_dimensions=log_posterior.layout.size,
-        partition_error=known.partition_error,
+        partition_error=info.partition_error,
         gaussian_prior=tuple(exact_moments(log_posterior, first)),
-        warnings=tuple(_warnings(known)),
+        warnings=tuple(_warnings(info)),
     )
 
 
 def _table(log_posterior: LogPosterior) -> list[dict[str, str]]:
-    known = log_posterior.model_info
-    ratio = log_posterior.num_data / known.batch_size
-    rules = {part: rule for name, rule in known.scaling.rules.items() for part in name.split("+")}
+    info = log_posterior.model_info
+    ratio = log_posterior.num_data / info.batch_size
+    rules = {part: rule for name, rule in info.scaling.rules.items() for part in name.split("+")}
     rows = [
         _site_row(site, rules.get(site.name), ratio)
-        for site in known.sites.values()
+        for site in info.sites.values()
         if site.kind != "subsample"
     ]
     return rows + [_point_row(point) for point in log_posterior.points.values()]
@@ -260,17 +260,17 @@ def _transform(transform: Any) -> str:
     return type(transform).__name__.removesuffix("Transform")
 
 
-def _warnings(known: ModelInfo) -> list[str]:
-    warnings = model_warnings(known)
-    rules = known.scaling.rules
+def _warnings(info: ModelInfo) -> list[str]:
+    warnings = model_warnings(info)
+    rules = info.scaling.rules
     by_hand = [name for name, rule in rules.items() if not rule.keeps_scale]
     if by_hand:
         warnings.append(
             f"the poutine.scale of {by_hand} was taken for N/B written by hand and is replaced"
         )
-    if known.whole_only or any(rule.whole_data for rule in rules.values()):
+    if info.whole_only or any(rule.whole_data for rule in rules.values()):
         warnings.append("the model runs on the whole data only: no minibatches")
-    dtypes = {s.value.dtype for s in known.sites.values() if s.kind == "latent"}
+    dtypes = {s.value.dtype for s in info.sites.values() if s.kind == "latent"}
     if len(dtypes) > 1:
         warnings.append(f"the latents' dtypes differ: {sorted(map(str, dtypes))}")
     return warnings

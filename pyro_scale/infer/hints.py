@@ -53,25 +53,25 @@ def checked(function: F) -> F:
         try:
             signature.bind(self, *args, **kwargs)
         except TypeError as error:
-            raise CallError(_said(self, function, args, kwargs, str(error))) from None
+            raise CallError(_explain(self, function, args, kwargs, str(error))) from None
         return function(self, *args, **kwargs)
 
     return call  # type: ignore[return-value]
 
 
-def unknown_argument(method: Any, name: str, known: Iterable[str]) -> str:
+def unknown_argument(method: Any, name: str, names: Iterable[str]) -> str:
     """What to write for an argument that a method's constructor or function does not have."""
-    known = [each for each in known if each != "self"]
+    names = [each for each in names if each != "self"]
     for other, place in ((type(method).run, "run()"), (type(method), "the constructor")):
         if name in inspect.signature(other).parameters and name not in ("args", "kwargs"):
             return f"pass it to {place}"
     if name in ELSEWHERE:
         return f"here it is {ELSEWHERE[name]}"
-    near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]}=?" if near else f"it takes {', '.join(known)}"
+    near = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {near[0]}=?" if near else f"it takes {', '.join(names)}"
 
 
-def _said(
+def _explain(
     self: Any,
     function: Callable[..., Any],
     args: tuple[Any, ...],

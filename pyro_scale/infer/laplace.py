@@ -20,7 +20,7 @@ from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ApproximationWarning, ArgumentError, ModelError
-from pyro_scale.fullbatch.chunks import pieces_of
+from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.fullbatch.evidence import Peak, Search
 from pyro_scale.fullbatch.optimize import WholeDensity
 from pyro_scale.fullbatch.precision import CurvatureKind
@@ -95,8 +95,8 @@ class Laplace(Approximation):
         init_strategy: Any = None,
         num_data: int | None = None,
     ):
-        given: Structure = "dense" if structure == "auto" else structure
-        super().__init__(model, structure=given, init_strategy=init_strategy, num_data=num_data)
+        resolved: Structure = "dense" if structure == "auto" else structure
+        super().__init__(model, structure=resolved, init_strategy=init_strategy, num_data=num_data)
         self._auto = structure == "auto"
         kinds = [kind for part in get_args(CurvatureKind) for kind in (get_args(part) or (part,))]
         if curvature not in kinds:
@@ -153,13 +153,13 @@ class Laplace(Approximation):
         log_posterior = as_log_posterior(self.model, opened.num_data)
         starts = self._starts(num_chains, seed)
         problem = _prepare(log_posterior, opened, starts, num_chains, seed)
-        sites, tuned = self._sites_of(problem), _tuned(problem, tune or ())
+        sites, tuned = self._sites_of(problem), _tuned_places(problem, tune or ())
         peaks = []
         with Progress(num_chains, type(self).__name__, progress) as bar:
             for start, position in enumerate(problem.positions):
                 search = self._search(problem, sites, batch_size, tuned=tuned)
-                given = _given(problem, mode, start)
-                peaks.append(search.best(position) if given is None else search.at(given))
+                center = _fixed_center(problem, mode, start)
+                peaks.append(search.best(position) if center is None else search.at(center))
                 bar.update(1, peaks[-1].log_evidence)
         peaks.sort(key=lambda peak: -peak.log_evidence)
         self._keep(problem, search, peaks, time.perf_counter() - begun)
@@ -198,8 +198,8 @@ class Laplace(Approximation):
                 log_posterior = as_log_posterior(as_prior(old, start), opened.num_data)
                 problem = _prepare(log_posterior, opened, None, 1, old.seed)
                 search = self._search(problem, old.sites, batch_size, _points(problem))
-                given = _given(problem, mode, start)
-                peaks.append(search.best(center) if given is None else search.at(given))
+                fixed = _fixed_center(problem, mode, start)
+                peaks.append(search.best(center) if fixed is None else search.at(fixed))
                 bar.update(1, peaks[-1].log_evidence)
         self._keep(problem, search, peaks, time.perf_counter() - begun)
         return self
@@ -215,10 +215,10 @@ class Laplace(Approximation):
         fit, other = self.fit, copy.copy(self)
         other.temperature = _as_temperature(temperature)
         warm = [fit.at_temperature_1(start) for start in range(fit.num_starts)]
-        known = {k: v for k, v in fit.attrs.items() if k not in ("pareto_k", "psis")}
+        attrs = {k: v for k, v in fit.attrs.items() if k not in ("pareto_k", "psis")}
         other._fit = fit.replaced(
-            gaussians=tuple(gaussian.tempered(other.temperature) for gaussian in warm),
-            attrs={**known, "temperature": other.temperature},
+            gaussians=tuple(gaussian.temper(other.temperature) for gaussian in warm),
+            attrs={**attrs, "temperature": other.temperature},
         )
         return other
 
@@ -270,18 +270,18 @@ class Laplace(Approximation):
             self.structure = "dense" if few else "diag"
         dense, kind = self.structure == "dense", self._kind(problem)
         search = Search(density, sites, kind, dense, problem.seed, num_rows, held, tuned)
-        search.refuse_what_does_not_fit(problem.positions)
+        search.check_fits(problem.positions)
         return search
 
     def _kind(self, problem: Problem) -> CurvatureKind:
         """The curvature; the Hessian where the data have no GGN."""
         if self.curvature != "ggn":
             return self.curvature
-        known = problem.log_posterior
-        piece = next(pieces_of(known, problem.data, 1))
+        log_posterior = problem.log_posterior
+        chunk = next(chunks_of(log_posterior, problem.data, 1))
         params = problem.engine.layout.unflatten(problem.positions[0])
         try:
-            Curvature(known).notes(params, piece.arguments, piece.indices)
+            Curvature(log_posterior).notes(params, chunk.arguments, chunk.indices)
         except ModelError:
             return "hessian"
         return "ggn"
@@ -298,7 +298,7 @@ class Laplace(Approximation):
     def _keep(
         self, problem: Problem, search: Search, peaks: Sequence[Peak], seconds: float
     ) -> None:
-        gaussians = [peak.gaussian.tempered(self.temperature) for peak in peaks]
+        gaussians = [peak.gaussian.temper(self.temperature) for peak in peaks]
         attrs = {
             "method": type(self).__name__,
             "structure": self.structure,
@@ -340,7 +340,7 @@ def _points(problem: Problem) -> Tensor:
     return torch.arange(problem.engine.num_latents, problem.engine.layout.size)
 
 
-def _given(
+def _fixed_center(
     problem: Problem, mode: Mapping[str, Tensor] | Approximation | None, start: int
 ) -> Tensor | None:
     """Where the Gaussian is to be, [D], if the user says so."""
@@ -358,7 +358,7 @@ def _given(
     return fit.centers[start].to(problem.positions)
 
 
-def _tuned(problem: Problem, names: Sequence[str]) -> Tensor | None:
+def _tuned_places(problem: Problem, names: Sequence[str]) -> Tensor | None:
     """Where in a position the tuned params are, if any."""
     names, points = [names] if isinstance(names, str) else names, problem.log_posterior.points
     for name in names:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale import kernels
-from pyro_scale.core.memory import refuse_what_does_not_fit
+from pyro_scale.core.memory import check_fits
 from pyro_scale.core.warn import warn
 from pyro_scale.errors import ApproximationWarning
 from pyro_scale.fullbatch.optimize import NEAR, WholeDensity
@@ -83,9 +83,9 @@ class MAP(Optimized):
     def _check(self, problem: Problem) -> None:
         if self.structure == "dense":
             layout, device = problem.engine.layout, problem.positions.device
-            refuse_what_does_not_fit(layout.size, layout.dtype, device, 6, "Newton's method")
+            check_fits(layout.size, layout.dtype, device, 6, "Newton's method")
 
-    def _finished(self, fit: Fit, problem: Problem) -> Fit:
+    def _finish(self, fit: Fit, problem: Problem) -> Fit:
         if self.structure == "diag":
             return fit
         density = WholeDensity(problem.log_posterior, problem.data, problem.engine.layout)
@@ -94,11 +94,11 @@ class MAP(Optimized):
             return -density.hessian(position)
 
         places = torch.arange(problem.engine.layout.size)
-        found, distances = [], []
+        modes, distances = [], []
         for center in fit.centers:
-            near = density.climbed(center, "take more steps, or leave structure out").position
-            mode, distance = density.polished(near, precision, places)
-            found.append(mode)
+            near = density.climb_lbfgs(center, "take more steps, or leave structure out").position
+            mode, distance = density.newton_refine(near, precision, places)
+            modes.append(mode)
             distances.append(distance)
         if max(distances) > NEAR * len(places):
             warn(
@@ -106,4 +106,4 @@ class MAP(Optimized):
                 "structure='dense': Newton's method did not find the mode (the density may have a "
                 "flat direction, or float32 too few digits): take more steps, or use float64",
             )
-        return fit.replaced(centers=torch.stack(found))
+        return fit.replaced(centers=torch.stack(modes))

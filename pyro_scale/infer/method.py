@@ -71,8 +71,10 @@ class Method:
         has_its_own = isinstance(model, LogPosterior) and model.given_num_data is not None
         if has_its_own and num_data is not None:
             raise ArgumentError("num_data: a LogPosterior has its own; leave it out")
-        known = init_strategy is None or isinstance(init_strategy, dict) or callable(init_strategy)
-        if not known and not isinstance(init_strategy, Starts):
+        is_strategy = (
+            init_strategy is None or isinstance(init_strategy, dict) or callable(init_strategy)
+        )
+        if not is_strategy and not isinstance(init_strategy, Starts):
             raise ArgumentError(
                 f"init_strategy={init_strategy!r} is unknown: pass one of Pyro's, such as "
                 "pyro.infer.autoguide.init_to_median, a dict of tensors [num_chains, ...], or a fit"
@@ -99,7 +101,7 @@ class Method:
         hyperparameters = self.kernel.hyperparameters() if hasattr(self, "kernel") else {}
         if hasattr(self, "structure"):
             hyperparameters = {"structure": self.structure, **hyperparameters}
-        given = ", ".join(
+        settings = ", ".join(
             f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
             for name, value in hyperparameters.items()
             if isinstance(value, int | float | str)
@@ -111,8 +113,8 @@ class Method:
             chains, draws = result.positions.shape[:2]
             rows, kept = result.log_posterior.num_data, f"{chains} x {draws:,} draws"
         else:
-            return f"<{own}({given}), not run>"
-        return f"<{own}({given}), N = {rows:,}, {kept}>"
+            return f"<{own}({settings}), not run>"
+        return f"<{own}({settings}), N = {rows:,}, {kept}>"
 
     # ------------------------------------------------------------------ results
 
@@ -133,10 +135,10 @@ class Method:
         result = self._draws()
         chains, draws = result.positions.shape[:2]
         if group_by_chain:
-            chosen = predictive.even(draws, draws if num_samples is None else num_samples)
+            chosen = predictive.spread_evenly(draws, draws if num_samples is None else num_samples)
             return result.samples_at(torch.arange(chains)[:, None], chosen)
         total = chains * draws
-        chosen = predictive.even(total, total if num_samples is None else num_samples)
+        chosen = predictive.spread_evenly(total, total if num_samples is None else num_samples)
         return result.samples_at(chosen // draws, chosen % draws)
 
     def moments(self, levels: Sequence[float] = (0.05, 0.5, 0.95)) -> dict[str, Moments]:
@@ -155,8 +157,8 @@ class Method:
             ArgumentError: a level out of range; draws with weights, which `summary` knows.
         """
         result = self._results()
-        given = levels if isinstance(levels, Sequence) else ()
-        if not given or not all(isinstance(p, int | float) and 0 <= p <= 1 for p in given):
+        quantiles = levels if isinstance(levels, Sequence) else ()
+        if not quantiles or not all(isinstance(p, int | float) and 0 <= p <= 1 for p in quantiles):
             raise ArgumentError(f"levels={levels!r}: pass some numbers from 0 to 1")
         if result.weights is not None:
             raise ArgumentError(
@@ -266,7 +268,7 @@ class Method:
             ApproximationWarning: the estimate may be unreliable for some rows (Pareto k).
         """
         result, source = self._draws(), self._data(data)
-        return loo(predictive.equally_weighted(result, None), source, num_rows, choose_seed(seed))
+        return loo(predictive.resample_equally(result, None), source, num_rows, choose_seed(seed))
 
     def ksd(
         self,

@@ -112,12 +112,12 @@ class Sampler(Method):
         if subtract_noise and control_variates:
             raise ArgumentError("subtract_noise: control_variates leave no noise to subtract")
         self._control_variates, self._subtract_noise = control_variates, bool(subtract_noise)
-        known = [field.name for field in dataclasses.fields(self.kernel_class)]
+        fields = [field.name for field in dataclasses.fields(self.kernel_class)]
         for name in hyperparameters:
-            if name not in known:
-                hint = unknown_argument(self, name, known)
+            if name not in fields:
+                hint = unknown_argument(self, name, fields)
                 raise CallError(
-                    f"{type(self).__name__} has no hyperparameter '{name}'; it has {known}: {hint}"
+                    f"{type(self).__name__} has no hyperparameter '{name}'; it has {fields}: {hint}"
                 )
         self._chooses_lr = isinstance(hyperparameters.get("lr"), str)
         if self._chooses_lr:
@@ -303,10 +303,10 @@ class Sampler(Method):
         store = config.store
         kept = "nowhere" if store is False else "memory" if store is None else "a store"
         about = {"method": type(self).__name__, "draws in": kept, **config.facts}
-        facts = identity_of(problem, about, self._asked())
+        facts = identity_of(problem, about, self._asked_hyperparameters())
         if self._chooses_lr or store is False:  # which depend on the run's length
             facts["num_samples"] = config.steps.num_samples
-        journal.refuse_another(facts, config.steps.num_samples)
+        journal.check_same_run(facts, config.steps.num_samples)
         return facts
 
     def _tune(self, problem: Problem, config: RunConfig) -> RunPlan:
@@ -389,31 +389,31 @@ class Sampler(Method):
                 path = sink.store.path if isinstance(sink, ToDisk) else None
                 self._why_none = all_stopped(path, told)
             raise NonFiniteError(told)
-        if said := explosion(self._results()):
-            warn(BiasWarning, said)
+        if explosion_message := explosion(self._results()):
+            warn(BiasWarning, explosion_message)
         else:
             values, warmup_steps = _on_average(plan, draws), plan.steps.warmup_steps
             warn_of_short_warmup(problem, self._results(), values, warmup_steps)
 
     def _end_early(self, draws: Draws, error: BaseException, hint: str) -> None:
         """Raises what ended a run before its time, or warns of it where that was the user."""
-        found = self._result
-        kept = 0 if found is None else len(found.sample_stats["step"][0])
+        result = self._result
+        kept = 0 if result is None else len(result.sample_stats["step"][0])
         held = f"{self._held_by} holds the {kept} draws a chain until then" if kept else "no draws"
         lost = len(draws.kept_steps) - kept if draws.finished else 0  # the disk may be full
         more = f", {lost} more could not be written" if lost else ""
-        said = f"after {draws.num_steps} steps; {held}{more}{hint}"
+        message = f"after {draws.num_steps} steps; {held}{more}{hint}"
         if self._result is None or not isinstance(error, KeyboardInterrupt):
-            error.add_note(f"{type(self).__name__}: {said}")
+            error.add_note(f"{type(self).__name__}: {message}")
             raise error
-        warn(PyroScaleWarning, f"interrupted {said}")
+        warn(PyroScaleWarning, f"interrupted {message}")
 
     @property
     def _held_by(self) -> str:
         """Which method gives the results."""
         return "moments()" if self._result and self._result.running else "get_samples()"
 
-    def _asked(self) -> dict[str, Any]:
+    def _asked_hyperparameters(self) -> dict[str, Any]:
         """The hyperparameters as they were asked for, before any was chosen."""
         asked = dict(self.kernel.hyperparameters())
         if self._chooses_lr:
@@ -423,24 +423,24 @@ class Sampler(Method):
             "subtract_noise": self._subtract_noise,
         }
 
-    def _sampling(self, given: Sampling | None, in_batches: bool) -> Sampling:
+    def _sampling(self, sampling: Sampling | None, in_batches: bool) -> Sampling:
         """How rows are drawn: as given, or as the method needs it."""
-        if given is None:
+        if sampling is None:
             return "replacement" if self._subtract_noise else self.kernel.sampling
-        check_sampling(given)
-        if given != "replacement" and self._subtract_noise:
+        check_sampling(sampling)
+        if sampling != "replacement" and self._subtract_noise:
             raise ArgumentError(
-                f"subtract_noise with sampling='{given}' would take off noise that batches in "
+                f"subtract_noise with sampling='{sampling}' would take off noise that batches in "
                 "that order cancel themselves: leave sampling out, or pass 'replacement'"
             )
-        if given != "replacement" and self.kernel.sampling == "replacement" and in_batches:
+        if sampling != "replacement" and self.kernel.sampling == "replacement" and in_batches:
             warn(
                 BiasWarning,
-                f"{type(self).__name__} with sampling='{given}' makes the posterior too narrow: "
+                f"{type(self).__name__} with sampling='{sampling}' makes the posterior too narrow: "
                 "its thermostat cools for noise that batches in that order cancel themselves; "
                 "leave sampling out",
             )
-        return given
+        return sampling
 
     @without_vmap_warnings()
     def step(self, *args: Any, **kwargs: Any) -> float:
@@ -468,8 +468,8 @@ class Sampler(Method):
         draws, values = self._stepping.step(args, kwargs)
         if draws.failures:
             raise NonFiniteError(message(draws, values["lr"]))
-        found = collect(self._stepping.problem, draws, values, self._attrs())
-        self._result, self._plan = dataclasses.replace(found, data=None), None
+        result = collect(self._stepping.problem, draws, values, self._attrs())
+        self._result, self._plan = dataclasses.replace(result, data=None), None
         return float(draws.log_joint)
 
     def step_size_bias(self, *, num_samples: int | None = None) -> Any:

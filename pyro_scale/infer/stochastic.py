@@ -22,7 +22,7 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, NonFiniteError
 from pyro_scale.infer.approximation import Approximation, Structure
-from pyro_scale.infer.early_stopping import Plateau, at_rest, fell, still_rises
+from pyro_scale.infer.early_stopping import Plateau, got_worse, has_converged, still_rises
 from pyro_scale.kernels.optimizer import is_pure
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
@@ -122,8 +122,8 @@ class Optimized(Approximation):
             )
         if draws.error is not None:
             raise draws.error
-        _refuse_failures(draws)
-        self._fit = self._finished(self._fitted(problem, draws), problem)
+        _check_failures(draws)
+        self._fit = self._finish(self._make_fit(problem, draws), problem)
         if not self._ends_exactly:
             self._warn_of_the_trace(draws)
         rows = problem.data.batch_size or problem.log_posterior.num_data
@@ -148,8 +148,8 @@ class Optimized(Approximation):
             self._stepping = Stepping(problem, self.kernel)
         with without_vmap_warnings():
             draws, _ = self._stepping.step(args, kwargs)
-        _refuse_failures(draws)
-        self._fit = self._fitted(self._stepping.problem, draws).replaced(data=None)
+        _check_failures(draws)
+        self._fit = self._make_fit(self._stepping.problem, draws).replaced(data=None)
         return float(draws.log_joint)
 
     @property
@@ -164,7 +164,7 @@ class Optimized(Approximation):
         """Whether the objective of every start is known to rise no more, from the third quarter of
         its steps to the last, by 0.1 nats times the root of the dimensions; where noise hides
         that, it is not.  At a constant lr the fit may still be moving about."""
-        return bool(at_rest(self.trace, self.fit.layout.size).all())
+        return bool(has_converged(self.trace, self.fit.layout.size).all())
 
     def diagnostics(self) -> Any:  # type: ignore[override]  # of no chains
         """A DataFrame, one row a start: the objective's mean over the last tenth of the steps, in
@@ -176,7 +176,7 @@ class Optimized(Approximation):
         trace, size = self.trace, self.fit.layout.size
         last = trace[:, -max(1, trace.shape[1] // 10) :].mean(1)
         table = pandas.DataFrame(
-            {self.objective: last, "steps": trace.shape[1], "converged": at_rest(trace, size)}
+            {self.objective: last, "steps": trace.shape[1], "converged": has_converged(trace, size)}
         )
         table.index.name = "start"
         table.attrs.update(self.fit.attrs)
@@ -193,7 +193,7 @@ class Optimized(Approximation):
     def _check(self, problem: Problem) -> None:
         """Refuses what does not fit into memory."""
 
-    def _finished(self, fit: Fit, problem: Problem) -> Fit:
+    def _finish(self, fit: Fit, problem: Problem) -> Fit:
         return fit
 
     @property
@@ -210,23 +210,23 @@ class Optimized(Approximation):
         one_by_one = dataclasses.replace(problem.engine, vectorized=False)
         return dataclasses.replace(problem, engine=one_by_one)
 
-    def _fitted(self, problem: Problem, draws: Draws) -> Fit:
-        known, state = problem.log_posterior, draws.state
+    def _make_fit(self, problem: Problem, draws: Draws) -> Fit:
+        log_posterior, state = problem.log_posterior, draws.state
         values = self.kernel.values(draws.num_steps - 1)
-        attrs = {**self._attrs(), **facts_of(known, problem.seed), **_times(draws)}
+        attrs = {**self._attrs(), **facts_of(log_posterior, problem.seed), **_times(draws)}
         places, gaussians = slice(0, problem.engine.num_latents), []
         if "temperature" in values:
             attrs["temperature"] = float(values["temperature"])
             gaussians = [
-                self._gaussian(of_start, places, values["temperature"] / known.num_data)
+                self._gaussian(of_start, places, values["temperature"] / log_posterior.num_data)
                 for of_start in _by_start(state)
             ]
         return Fit(
-            log_posterior=known,
+            log_posterior=log_posterior,
             data=problem.data,
             layout=problem.engine.layout,
             centers=state.position.detach(),
-            sites=known.latents,
+            sites=log_posterior.latents,
             gaussians=tuple(gaussians),
             seed=problem.seed,
             attrs=attrs,
@@ -246,22 +246,22 @@ class Optimized(Approximation):
 
     def _warn_of_the_trace(self, draws: Draws) -> None:
         trace, size = draws.log_joint[:, : draws.num_steps], self.fit.layout.size
-        if bool(fell(trace, size).any()):
-            said = (
+        if bool(got_worse(trace, size).any()):
+            message = (
                 f"fell over the {draws.num_steps} steps, so the fit is worse than its start: lower "
                 "the learning rate"
             )
         elif bool(still_rises(trace, size).any()):
-            said = (
+            message = (
                 f"still rose over the last quarter of the {draws.num_steps} steps: take more "
                 "steps, or a larger learning rate at first"
             )
         else:
             return
-        warn(ConvergenceWarning, f"the {self.objective} {said}")
+        warn(ConvergenceWarning, f"the {self.objective} {message}")
 
 
-def _refuse_failures(draws: Draws) -> None:
+def _check_failures(draws: Draws) -> None:
     if draws.failures:
         first = draws.failures[0]
         what, site = "the state became NaN or infinite", f", site '{first.site}'"

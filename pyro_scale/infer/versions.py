@@ -26,8 +26,8 @@ def show_versions() -> None:
         >>> ps.show_versions()  # doctest: +ELLIPSIS
         pyro-scale...
     """
-    found = {name: _version_of(name) for name in _PACKAGES}
-    found |= {
+    versions = {name: _version_of(name) for name in _PACKAGES}
+    versions |= {
         "Python": platform.python_version(),
         "C++ compiler": _compiler(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -35,8 +35,8 @@ def show_versions() -> None:
         "threads": str(torch.get_num_threads()),
         "CUDA": str(torch.version.cuda) if torch.cuda.is_available() else "none",
     }
-    width = max(map(len, found))
-    for name, value in found.items():
+    width = max(map(len, versions))
+    for name, value in versions.items():
         print(f"{name:{width}}  {value}")
 
 
@@ -53,5 +53,5 @@ def _compiler() -> str:
     path = shutil.which(name)
     if path is None:
         return f"none ({name} is not there): steps run eagerly"
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-    return said.partition("\n")[0] or path
+    output = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    return output.partition("\n")[0] or path

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_scale import kernels
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
-from pyro_scale.core.memory import refuse_what_does_not_fit
+from pyro_scale.core.memory import check_fits
 from pyro_scale.core.schedules import Schedule
 from pyro_scale.core.validation import as_count
 from pyro_scale.errors import ArgumentError
@@ -107,7 +107,7 @@ class VI(Optimized):
         if self.structure == "dense":
             (chains, size), layout = problem.positions.shape, problem.engine.layout
             device = problem.positions.device
-            refuse_what_does_not_fit(size, layout.dtype, device, _MATRICES * chains, "VI")
+            check_fits(size, layout.dtype, device, _MATRICES * chains, "VI")
 
     def _gaussian(self, state: Any, places: slice, temperature: Tensor) -> Gaussian:
         mean, warm = state.position[places], float(temperature > 0)

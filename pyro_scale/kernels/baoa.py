@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_scale.core.schedules import initial, mapped
+from pyro_scale.core.schedules import initial, map_schedule
 from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels.hyperparameters import Hyper, Values
 from pyro_scale.kernels.kernel import Target
@@ -59,5 +59,5 @@ class BAOA(Underdamped):
             raise ArgumentError(f"momentum={momentum!r}: BAOA needs one inside (0, 1)")
         both = (1 + momentum) / 2
         step = math.sqrt(initial(lr) / both)  # what a schedule changes is the mass
-        mass = mapped(lambda rate: step**2 * both / rate, lr)
+        mass = map_schedule(lambda rate: step**2 * both / rate, lr)
         return {"lr": step, "friction": -math.log(momentum) / step, "mass": mass}

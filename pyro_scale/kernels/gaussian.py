@@ -81,10 +81,10 @@ class GaussianChain:
     @property
     def stable(self) -> Tensor:
         """Whether the chain stays bounded, `[modes]`."""
-        known = self.transition.isfinite().all(-1).all(-1)
+        finite_rows = self.transition.isfinite().all(-1).all(-1)
         # MKL may write out of bounds for what is not a number
-        finite = torch.where(known[:, None, None], self.transition, 0)
-        return known & (torch.linalg.eigvals(finite).abs().amax(-1) < 1)
+        finite = torch.where(finite_rows[:, None, None], self.transition, 0)
+        return finite_rows & (torch.linalg.eigvals(finite).abs().amax(-1) < 1)
 
     def covariance(self, gradient_noise: Tensor, epoch: int | None = None) -> Tensor:
         """The stationary covariance, `[modes, k, k]`.
@@ -107,8 +107,8 @@ class GaussianChain:
         if epoch == 1:
             return torch.zeros_like(noise)
         each = noise * epoch / (epoch - 1)
-        whole, added = self._over(epoch, each, epoch)
-        start = _sum(whole, added)
+        over_epoch, added = self._over(epoch, each, epoch)
+        start = _sum(over_epoch, added)
         phases = [int((i + 0.5) * epoch / _PHASES) for i in range(_PHASES)]
         if epoch <= _PHASES:
             phases = list(range(epoch))
@@ -151,9 +151,9 @@ def _sum(transition: Tensor, start: Tensor) -> Tensor:
     """The sum over t >= 0 of A^t start A^t', which solves S = A S A' + start."""
     size = transition.shape[-1]
     eye = torch.eye(size * size, dtype=transition.dtype)
-    found, failed = torch.linalg.solve_ex(eye - _kron(transition), start.flatten(1))
-    known = (failed == 0)[:, None]  # of a step so short that it rounds to none there is no sum
-    return torch.where(known, found, torch.nan).view_as(start)
+    solution, failed = torch.linalg.solve_ex(eye - _kron(transition), start.flatten(1))
+    solved = (failed == 0)[:, None]  # of a step so short that it rounds to none there is no sum
+    return torch.where(solved, solution, torch.nan).view_as(start)
 
 
 def _kron(matrix: Tensor) -> Tensor:

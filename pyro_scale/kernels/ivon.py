@@ -72,16 +72,16 @@ class IVON(Hyperparameters):
     def update(
         self, state: IVONState, target: Target, values: Values, noise: Tensor
     ) -> tuple[IVONState, Any]:
-        mean, curvature, momentum, known = state
+        mean, curvature, momentum, weight = state
         sd = torch.sqrt(values["temperature"] / curvature)
         gradient, evaluation = target.grad(mean + sd * noise[0])
         momentum = momentum + (1 - values["momentum"]) * (gradient - momentum)
-        known = known + (1 - values["momentum"]) * (1 - known)
+        weight = weight + (1 - values["momentum"]) * (1 - weight)
         is_random = torch.as_tensor(values["temperature"] > 0, device=mean.device)  # points are not
         surprise = -gradient * noise[0] / torch.where(is_random, sd, 1) - curvature
         change = is_random * (1 - values["forgetting"]) * surprise
         curvature = curvature + change + change * change / (2 * curvature)
         bound = evaluation.log_joint + target.num_data * entropy(values["temperature"], sd.log())
-        mean = mean + values["lr"] * momentum / (known * curvature)
-        state = IVONState(mean, curvature, momentum, known)
+        mean = mean + values["lr"] * momentum / (weight * curvature)
+        state = IVONState(mean, curvature, momentum, weight)
         return state, evaluation._replace(log_joint=bound)

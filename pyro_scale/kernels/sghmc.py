@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_scale.core.schedules import initial, mapped
+from pyro_scale.core.schedules import initial, map_schedule
 from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels.hyperparameters import Hyper, Values
 from pyro_scale.kernels.kernel import Target
@@ -57,5 +57,5 @@ class SGHMC(Underdamped):
         if not 0 <= momentum < 1:
             raise ArgumentError(f"momentum={momentum!r}: SGHMC needs one inside [0, 1)")
         step = math.sqrt(initial(lr))  # what a schedule changes is the mass
-        mass = mapped(lambda rate: step**2 / rate, lr)
+        mass = map_schedule(lambda rate: step**2 / rate, lr)
         return {"lr": step, "friction": (1 - momentum) / step, "mass": mass}

@@ -107,9 +107,9 @@ def _at(ordered: Tensor, position: Tensor) -> Tensor:
 def _check(draws: Tensor, y: Tensor) -> None:
     checks.floating(draws=draws)
     if not isinstance(y, Tensor) or draws.dim() < 2 or draws.shape[1:] != y.shape:
-        given = checks.shape(y) if isinstance(y, Tensor) else type(y).__name__
+        description = checks.shape(y) if isinstance(y, Tensor) else type(y).__name__
         raise ArgumentError(
-            f"draws has shape {checks.shape(draws)} and y {given}: pass draws [draws, rows] and "
-            "y [rows], tensors"
+            f"draws has shape {checks.shape(draws)} and y {description}: pass draws [draws, rows] "
+            "and y [rows], tensors"
         )
     checks.finite(draws=draws, y=y)

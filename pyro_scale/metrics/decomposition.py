@@ -62,8 +62,8 @@ def uncertainty(probs: Tensor) -> Uncertainty:
         )
     checks.distributions(probs)
     exact = probs.double()  # the difference of the two may be far smaller than they are
-    found = of_entropies(exact.mean(0), entr(exact).sum(-1).mean(0))
-    return Uncertainty(*(part.to(probs.dtype) for part in found))
+    parts = of_entropies(exact.mean(0), entr(exact).sum(-1).mean(0))
+    return Uncertainty(*(part.to(probs.dtype) for part in parts))
 
 
 def of_entropies(probs: Tensor, entropy: Tensor) -> Uncertainty:

@@ -56,11 +56,11 @@ def ksd(draws: Tensor, scores: Tensor) -> Tensor:
     s = scores.to(x)
     squares, products = x.square().sum(1), (s * x).sum(1)
     total, size = x.new_zeros(()), max(1, _PAIRS // len(x))
-    for some in torch.arange(len(x), device=x.device).split(size):
-        apart = (squares[some, None] + squares - 2 * x[some] @ x.T).clamp(min=0)
-        apart[torch.arange(len(some)), some] = 0  # but for rounding
+    for block in torch.arange(len(x), device=x.device).split(size):
+        apart = (squares[block, None] + squares - 2 * x[block] @ x.T).clamp(min=0)
+        apart[torch.arange(len(block)), block] = 0  # but for rounding
         k = (1 + apart).rsqrt()
-        crossed = products[some, None] + products - s[some] @ x.T - x[some] @ s.T
-        steins = s[some] @ s.T * k + (crossed + x.shape[1]) * k**3 - 3 * apart * k**5
+        crossed = products[block, None] + products - s[block] @ x.T - x[block] @ s.T
+        steins = s[block] @ s.T * k + (crossed + x.shape[1]) * k**3 - 3 * apart * k**5
         total += steins.sum()
     return (total / len(x) ** 2).clamp(min=0).to(draws.dtype)

@@ -16,7 +16,7 @@ from pyro_scale.model.sites import Site, plate_scale
 from pyro_scale.model.terms import Term
 
 
-def refuse_reserved_names(sites: Mapping[str, Site]) -> None:
+def check_names(sites: Mapping[str, Site]) -> None:
     """Sites and plates that would be lost among ArviZ's dimensions."""
     names = {*sites, *(frame.name for site in sites.values() for frame in site.plates)}
     for name in sorted({"chain", "draw"} & names):
@@ -32,7 +32,7 @@ def refuse_reserved_names(sites: Mapping[str, Site]) -> None:
             )
 
 
-def refuse_empty_latents(sites: Mapping[str, Site]) -> None:
+def check_latent_sizes(sites: Mapping[str, Site]) -> None:
     """Latents without elements, of which there is nothing to infer."""
     for site in sites.values():
         if site.kind == "latent" and not site.value.numel():
@@ -42,7 +42,7 @@ def refuse_empty_latents(sites: Mapping[str, Site]) -> None:
             )
 
 
-def refuse_broken_starts(sites: Mapping[str, Site], chain: int = 0) -> None:
+def check_starts(sites: Mapping[str, Site], chain: int = 0) -> None:
     """Latents that start off their support, or on its edge."""
     for site in sites.values():
         if site.unconstrained is not None and not bool(torch.isfinite(site.unconstrained).all()):
@@ -52,7 +52,7 @@ def refuse_broken_starts(sites: Mapping[str, Site], chain: int = 0) -> None:
             )
 
 
-def refuse_impossible_observations(sites: Mapping[str, Site], validated: Collection[str]) -> None:
+def check_observations(sites: Mapping[str, Site], validated: Collection[str]) -> None:
     """Observations outside of their support, of sites that are to be validated."""
     for site in sites.values():
         if site.name not in validated or site.kind != "observed":
@@ -60,13 +60,13 @@ def refuse_impossible_observations(sites: Mapping[str, Site], validated: Collect
         if not bool(inside_support(site).all()):
             raise SiteError(
                 f"site '{site.name}': an observed value is NaN or outside the support of its "
-                f"{type(_unwrapped(site.fn)).__name__} ({site.fn.support}); check the data, or "
+                f"{type(_unwrap(site.fn)).__name__} ({site.fn.support}); check the data, or "
                 "choose a likelihood that allows it; masked values have to be allowed, too: clamp "
                 "labels of -100 to 0"
             )
 
 
-def refuse_failing_densities(sites: Mapping[str, Site]) -> None:
+def check_densities(sites: Mapping[str, Site]) -> None:
     """Observations whose log density cannot be computed at all."""
     for site in sites.values():
         if site.kind != "observed":
@@ -75,13 +75,13 @@ def refuse_failing_densities(sites: Mapping[str, Site]) -> None:
             site.fn.log_prob(site.value)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise SiteError(
-                f"site '{site.name}': the log density of its {type(_unwrapped(site.fn)).__name__} "
+                f"site '{site.name}': the log density of its {type(_unwrap(site.fn)).__name__} "
                 f"fails on a value of shape {list(site.value.shape)} and dtype {site.value.dtype} "
                 f"({error}); check both (most likelihoods want y.float())"
             ) from error
 
 
-def refuse_broken_terms(terms: Mapping[str, Term]) -> None:
+def check_terms(terms: Mapping[str, Term]) -> None:
     """NaN or infinite log densities."""
     for term in terms.values():
         if not bool(torch.isfinite(term.log_prob).all()):
@@ -92,7 +92,7 @@ def refuse_broken_terms(terms: Mapping[str, Term]) -> None:
             )
 
 
-def refuse_random_draws(
+def check_no_random_draws(
     terms: Mapping[str, Term], again: Mapping[str, Term], drew: bool, by: str | None = None
 ) -> None:
     """Terms that differ between two runs on the same batch at the same latent values.
@@ -116,7 +116,7 @@ def refuse_random_draws(
         raise ModelError(f"an evaluation moves torch's random generator, {advice}")
 
 
-def refuse_local_latents(
+def check_local_latents(
     sites: Mapping[str, Site],
     own_plate: str | None,
     runs: list[Recorder],
@@ -159,12 +159,12 @@ def inside_support(site: Site) -> Tensor:
     for mask in (site.mask, getattr(site.fn, "_mask", None)):
         if mask is not None:
             inside = inside | ~torch.as_tensor(mask)
-    if isinstance(_unwrapped(site.fn), dist.NanMaskedNormal | dist.NanMaskedMultivariateNormal):
+    if isinstance(_unwrap(site.fn), dist.NanMaskedNormal | dist.NanMaskedMultivariateNormal):
         return torch.as_tensor(True)
     return inside
 
 
-def _unwrapped(fn: Any) -> Any:
+def _unwrap(fn: Any) -> Any:
     while isinstance(fn, dist.Independent | dist.MaskedDistribution | dist.ExpandedDistribution):
         fn = fn.base_dist
     return fn

@@ -29,10 +29,10 @@ class Variant:
     terms: Mapping[str, Term]
     origin: Tensor
 
-    def shared(self, whole: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+    def shared(self, terms_of_batch: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
         """The rows that both runs have, of the first run and of this one."""
         known = self.origin >= 0
-        return whole[self.origin[known]], part[known]
+        return terms_of_batch[self.origin[known]], part[known]
 
 
 def classify(
@@ -77,9 +77,9 @@ class _Comparison:
         if term.is_prior:
             self._require_fixed_scale(term, "a prior")
             return self._prior(term)
-        found = self._find_rows(term)
-        if isinstance(found, Rule):
-            return found
+        place = self._find_rows(term)
+        if isinstance(place, Rule):
+            return place
         if not self.variants:
             return Rule("global", whole_data=True, why="the model runs on the whole data only")
         if self._is_constant(term):
@@ -110,13 +110,13 @@ class _Comparison:
         """The dimension from the right that is B here and as long as each variant there."""
         if self.own_plate is not None:
             return next((f.dim for f in term.plates if f.name == self.own_plate), None)
-        shape = term.unwrapped(depth).shape
+        shape = term.unwrap(depth).shape
         if not self.variants:  # the whole data or nothing: the factor is 1 whatever is a row
             sized = {i - len(shape) for i, n in enumerate(shape) if n == self.batch_size}
             return sized.pop() if len(sized) == 1 else None
         following = set()
         for variant in self.variants:
-            other = variant.terms[term.name].unwrapped(depth).shape
+            other = variant.terms[term.name].unwrap(depth).shape
             if len(other) != len(shape):
                 return None
             following |= {i - len(shape) for i, n in enumerate(shape) if n != other[i]}
@@ -129,7 +129,7 @@ class _Comparison:
         if len(following) != 1:
             return None
         dim = following.pop()
-        sizes = [v.terms[term.name].unwrapped(depth).shape[dim] for v in self.variants]
+        sizes = [v.terms[term.name].unwrap(depth).shape[dim] for v in self.variants]
         if shape[dim] != self.batch_size or sizes != [len(v.origin) for v in self.variants]:
             return None
         return dim
@@ -142,11 +142,11 @@ class _Comparison:
         )
 
     def _same_rows(self, term: Term, variants: Sequence[Variant], rule: Rule) -> bool:
-        whole = sum_but(term.unwrapped(rule.depth), rule.dim)
-        parts = [sum_but(v.terms[term.name].unwrapped(rule.depth), rule.dim) for v in variants]
+        full = sum_but(term.unwrap(rule.depth), rule.dim)
+        parts = [sum_but(v.terms[term.name].unwrap(rule.depth), rule.dim) for v in variants]
         dtype = dtype_of(term, self.latents)
         return all(
-            close(*variant.shared(whole, part), dtype=dtype)
+            close(*variant.shared(full, part), dtype=dtype)
             for variant, part in zip(variants, parts, strict=True)
         )
 
@@ -208,10 +208,10 @@ class _Comparison:
                 "remove it: the library multiplies by N/B, and a scale of your own must not "
                 "depend on the batch size"
             )
-        whole = _scale_rows(term, rule)
+        full = _scale_rows(term, rule)
         for variant in self.variants:
             other = _scale_rows(variant.terms[term.name], rule)
-            if not close(*variant.shared(whole, other)):
+            if not close(*variant.shared(full, other)):
                 raise PlateError(
                     f"site '{term.name}': a row's poutine.scale depends on the other rows of the "
                     "batch; a weight must belong to its row (the library multiplies by N/B)"
@@ -243,12 +243,12 @@ def dtype_of(term: Term, latents: Iterable[Tensor]) -> torch.dtype:
     """The coarsest dtype that a term is computed in: its own, that of its distribution's
     arguments, and, as values in float64 may be of a mean in float32, that of the latents, those in
     half precision apart, which may belong to other sites."""
-    given = [term.log_prob, *(each for each in latents if _eps(each.dtype) <= _SINGLE)]
+    tensors = [term.log_prob, *(each for each in latents if _eps(each.dtype) <= _SINGLE)]
     fn = term.site.fn if term.site is not None else None
     while fn is not None:
-        given += [each for each in vars(fn).values() if isinstance(each, Tensor)]
+        tensors += [each for each in vars(fn).values() if isinstance(each, Tensor)]
         fn = getattr(fn, "base_dist", None)
-    dtypes = [each.dtype for each in given if each.is_floating_point()]
+    dtypes = [each.dtype for each in tensors if each.is_floating_point()]
     return max(dtypes, key=_eps, default=torch.float64)
 
 
@@ -284,7 +284,7 @@ def _eps(dtype: torch.dtype) -> float:
 
 def _scale_rows(term: Term, rule: Rule) -> Tensor:
     """The user's scale along the rows, `[B, ...]`."""
-    log_prob = term.unwrapped(rule.depth)
+    log_prob = term.unwrap(rule.depth)
     scale = torch.as_tensor(aligned_scale(term, log_prob), dtype=log_prob.dtype)
     assert rule.dim is not None
     return scale.expand(log_prob.shape).movedim(rule.dim, 0)

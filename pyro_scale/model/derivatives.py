@@ -27,8 +27,8 @@ def gradient(
         return evaluation.log_joint, evaluation
 
     with torch.no_grad():  # no graph of weights that are not among the params
-        found, evaluation = torch.func.grad(log_joint, has_aux=True)(dict(params))
-    return found, evaluation
+        result, evaluation = torch.func.grad(log_joint, has_aux=True)(dict(params))
+    return result, evaluation
 
 
 def plain_gradient(
@@ -38,10 +38,10 @@ def plain_gradient(
     with torch.enable_grad():
         leaves = _leaves(params)
         evaluation = function(leaves)
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             evaluation.log_joint, list(leaves.values()), materialize_grads=True
         )
-    return dict(zip(leaves, found, strict=True)), Evaluation(*(e.detach() for e in evaluation))
+    return dict(zip(leaves, gradients, strict=True)), Evaluation(*(e.detach() for e in evaluation))
 
 
 def row_gradients(function: Callable[[Params], Tensor], params: Params) -> Gradient:
@@ -54,11 +54,11 @@ def row_gradients(function: Callable[[Params], Tensor], params: Params) -> Gradi
         with torch.enable_grad():
             leaves = _leaves(params)
             entries, values = list(leaves.values()), function(leaves)
-            found = [
+            gradients = [
                 torch.autograd.grad(value, entries, retain_graph=True, materialize_grads=True)
                 for value in values.flatten()
             ]
-    columns = (torch.stack(of) for of in zip(*found, strict=True))
+    columns = (torch.stack(of) for of in zip(*gradients, strict=True))
     return {
         name: column.reshape(values.shape + leaves[name].shape)
         for name, column in zip(leaves, columns, strict=True)
@@ -68,8 +68,8 @@ def row_gradients(function: Callable[[Params], Tensor], params: Params) -> Gradi
 def hessian(slope: Tensor, here: Tensor) -> Tensor:
     """The derivative of a gradient [D], with its history, by the leaf [D] that it is taken at:
     [D, D], symmetric."""
-    found = torch.cat([rows for _, rows in _hessian_rows(slope, here)])
-    return (found + found.T) / 2
+    matrix = torch.cat([rows for _, rows in _hessian_rows(slope, here)])
+    return (matrix + matrix.T) / 2
 
 
 def hessian_diagonal(slope: Tensor, here: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def executed_modules() -> Iterator[Executed]:
 
     def before(module: nn.Module, _: Any) -> None:
         executed.modules.append(module)
-        _refuse_batch_noise(module, executed)
+        _check_batch_norm(module, executed)
         for buffer in module.buffers():
             buffers.setdefault(buffer, buffer.clone())
         generators.append(torch.random.get_rng_state())
@@ -86,7 +86,7 @@ def executed_modules() -> Iterator[Executed]:
             )
 
 
-def _refuse_batch_noise(module: nn.Module, executed: Executed) -> None:
+def _check_batch_norm(module: nn.Module, executed: Executed) -> None:
     """BatchNorm in train mode and active dropout."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         if module.running_mean is None:

@@ -105,9 +105,9 @@ def frozen_base(
     size = rows.count(arguments)
     if size is None or size < 2:
         raise NoBase("a batch is one row")
-    _refuse_hidden_gradients(log_posterior, params, arguments)
+    _check_gradients(log_posterior, params, arguments)
     try:
-        graph = _recorded(log_posterior, params, arguments)
+        graph = _record(log_posterior, params, arguments)
         values = _values_of_rows(graph, len(params), arguments, size)
     except Exception as error:  # of the model, of make_fx
         reason = str(error).strip().partition("\n")[0][:200]
@@ -116,22 +116,22 @@ def frozen_base(
     base = _part(graph, [n for n in values if n.op == "placeholder"], cut)
     if not any(_is_work(node) for node in base.graph.nodes):
         raise NoBase("params come in before any work is done on the rows alone")
-    given = [node for node in graph.graph.nodes if node.op == "placeholder"][: len(params)]
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"][: len(params)]
     (result,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
-    rest = _part(graph, [*given, *cut], list(result))
+    rest = _part(graph, [*placeholders, *cut], list(result))
     found = FrozenBase(log_posterior.num_data, tuple(params), base, rest)
     turned = rows.take(arguments, torch.arange(size).flip(0))
     _compare(found, log_posterior, params, [turned, *others])
     return found
 
 
-def _recorded(log_posterior: LogPosterior, params: Params, arguments: Arguments) -> fx.GraphModule:
+def _record(log_posterior: LogPosterior, params: Params, arguments: Arguments) -> fx.GraphModule:
     """The log posterior as a graph: of the params, then of the rows."""
 
     def evaluated(*flat: Tensor) -> tuple[Tensor, ...]:
-        given = iter(flat)
-        here = {name: next(given) for name in params}
-        batch = rows.map_rows(lambda _: next(given), arguments)
+        leaves = iter(flat)
+        here = {name: next(leaves) for name in params}
+        batch = rows.map_rows(lambda _: next(leaves), arguments)
         return tuple(log_posterior(here, batch))
 
     # make_fx knows tensors by identity: one that the model holds too would be taken for it
@@ -148,20 +148,20 @@ def _values_of_rows(
     every row, which depends on that row alone."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     leaves = rows.leaves(arguments)
-    given = dict(zip(placeholders[num_params:], leaves, strict=True))
+    values = dict(zip(placeholders[num_params:], leaves, strict=True))
     with torch.no_grad():
-        here = _evaluated(graph, given)
+        here = _evaluate(graph, values)
         order = torch.arange(size - 1, -1, -1) // 2  # others' rows, in other places
-        there = _evaluated(graph, {node: leaf[order] for node, leaf in given.items()})
+        there = _evaluate(graph, {node: leaf[order] for node, leaf in values.items()})
 
     def is_feature(node: fx.Node, value: Any) -> bool:
         has_rows = isinstance(value, Tensor) and value.shape[:1] == (size,)
-        return node in given or (has_rows and _same(value[order], there[node]))
+        return node in values or (has_rows and _same(value[order], there[node]))
 
     return {node: is_feature(node, value) for node, value in here.items()}
 
 
-def _evaluated(graph: fx.GraphModule, given: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
+def _evaluate(graph: fx.GraphModule, given: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
     """The values of all that follows from some placeholders and constants alone: tensors that
     depend on a placeholder."""
     constants, found = dict[fx.Node, Any](), dict[fx.Node, Any](given)
@@ -219,7 +219,7 @@ def _is_work(node: fx.Node) -> bool:
 
 
 def _compare(
-    found: FrozenBase, log_posterior: LogPosterior, params: Params, batches: Sequence[Arguments]
+    base: FrozenBase, log_posterior: LogPosterior, params: Params, batches: Sequence[Arguments]
 ) -> None:
     """Compares the parts with the whole, each time at other params.
 
@@ -229,11 +229,11 @@ def _compare(
     for away, batch in enumerate(batches, start=1):
         moved = {name: value + 0.1 * away for name, value in params.items()}
         try:
-            slope, value = found.plain_grad(moved, found.features(batch))
-            expected, whole = log_posterior.plain_grad(moved, batch)
+            slope, value = base.plain_grad(moved, base.features(batch))
+            expected, full = log_posterior.plain_grad(moved, batch)
         except Exception as error:  # of operations, on tensors of other sizes
             raise NoBase("sizes inside of the model change from batch to batch") from error
-        pairs = [*zip(value, whole, strict=True), *((slope[n], expected[n]) for n in expected)]
+        pairs = [*zip(value, full, strict=True), *((slope[n], expected[n]) for n in expected)]
         if not all(_same(mine, theirs) for mine, theirs in pairs):
             raise NoBase(
                 "recorded, the model gives something else on another batch: it hands rows to "
@@ -257,9 +257,7 @@ class _HiddenUse(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _refuse_hidden_gradients(
-    log_posterior: LogPosterior, params: Params, arguments: Arguments
-) -> None:
+def _check_gradients(log_posterior: LogPosterior, params: Params, arguments: Arguments) -> None:
     """Refuses a model that uses params under no_grad, which a graph does not know of."""
     with torch.enable_grad():
         leaves = {n: value.detach().requires_grad_() for n, value in params.items()}

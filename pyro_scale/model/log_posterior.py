@@ -25,7 +25,7 @@ from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.model import derivatives
-from pyro_scale.model.checks import refuse_broken_starts
+from pyro_scale.model.checks import check_starts
 from pyro_scale.model.function import function_model
 from pyro_scale.model.model_info import ModelInfo
 from pyro_scale.model.preflight import InitFunction, draw_latents, understand, understand_function
@@ -204,7 +204,7 @@ class LogPosterior:
             init = init_to_value(values=dict(values), fallback=init)
         with own_generator(derived_seed(seed, chain, Purpose.INIT, attempt)):
             sites = draw_latents(self._program, arguments, init).sites
-        refuse_broken_starts(sites, chain)
+        check_starts(sites, chain)
         return {
             site.name: site.unconstrained.detach().clone()
             for site in sites.values()
@@ -217,8 +217,8 @@ class LogPosterior:
 
         def draw(_: Tensor) -> dict[str, Tensor]:
             sites = draw_latents(self._program, arguments, init_to_sample).sites
-            found = {name: sites[name].unconstrained for name in self.latents}
-            return {name: value for name, value in found.items() if value is not None}
+            values = {name: sites[name].unconstrained for name in self.latents}
+            return {name: value for name, value in values.items() if value is not None}
 
         places = torch.arange(count)
         with own_generator(derived_seed(seed, 0, Purpose.INIT)), without_vmap_warnings():
@@ -257,8 +257,8 @@ class LogPosterior:
 
     def first_indices(self) -> Tensor | None:
         """The first rows' indices, for a model that subsamples by itself."""
-        known = self.model_info
-        return None if known.own_plate is None else torch.arange(known.batch_size)
+        info = self.model_info
+        return None if info.own_plate is None else torch.arange(info.batch_size)
 
     def broken_site(self, params: Params, arguments: Arguments) -> str:
         """The first site whose log density is NaN or infinite at unconstrained params."""
@@ -302,7 +302,7 @@ class LogPosterior:
                 init = init or self.default_init(0)
                 self._model_info = self._preflight(self._program, arguments, init, self._num_data)
 
-    def renewed(self, num_data: int | None) -> LogPosterior:
+    def renew(self, num_data: int | None) -> LogPosterior:
         """The same, before it has seen a batch; `num_data` counts where it has none itself."""
         other = copy.copy(self)
         other._num_data = self._num_data or num_data
@@ -383,18 +383,18 @@ class LogPosterior:
         validate: bool = False,
     ) -> Recorder:
         """Runs the model at unconstrained params and records its sites."""
-        known = self.model_info
+        info = self.model_info
         points = {
             name: replace(point, unconstrained=params.get(name, point.unconstrained))
-            for name, point in known.points.items()
+            for name, point in info.points.items()
         }
         chosen = {}
-        if known.own_plate is not None:
+        if info.own_plate is not None:
             if indices is None:
                 with exclusive:
-                    indices = torch.randperm(self.num_data)[: known.batch_size]
-            chosen = {known.own_plate: indices}
-        enum_dim = known.enum_dim
+                    indices = torch.randperm(self.num_data)[: info.batch_size]
+            chosen = {info.own_plate: indices}
+        enum_dim = info.enum_dim
         return self._program.run(
             arguments,
             recorder(latents=params, points=points, indices=chosen, enum_dim=enum_dim),
@@ -403,9 +403,9 @@ class LogPosterior:
 
     def batch_size(self, arguments: Arguments) -> int:
         """How many rows a batch has."""
-        known = self.model_info
-        if known.own_plate is not None:
-            return known.batch_size
+        info = self.model_info
+        if info.own_plate is not None:
+            return info.batch_size
         count = rows.count(arguments)
         return self.num_data if count is None else count
 

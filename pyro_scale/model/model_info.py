@@ -69,15 +69,15 @@ def partition_error_of(
     scaling: Scaling, terms: Mapping[str, Term], variants: list[Variant], batch_size: int
 ) -> float | None:
     """The largest difference between a row in the batch and in a part of it, in nats."""
-    whole = scaling.rows(terms, batch_size)
+    expected = scaling.rows(terms, batch_size)
     variants = [v for v in variants if v.terms.keys() <= scaling.rules.keys()]
     return max(
         (
             float((mine - theirs).abs().max())
             for variant in variants
             for part in [scaling.rows(variant.terms, len(variant.origin))]
-            for name in whole
-            for mine, theirs in [variant.shared(whole[name], part[name])]
+            for name in expected
+            for mine, theirs in [variant.shared(expected[name], part[name])]
             if len(mine)
         ),
         default=None,
@@ -129,23 +129,23 @@ def row_axes_of(
     return axes
 
 
-def model_warnings(known: ModelInfo) -> list[str]:
+def model_warnings(info: ModelInfo) -> list[str]:
     """What may be a mistake, though the library can run it.
 
     A site whose own constant scale happens to be N/B may have been meant as just that; data
     that nothing follows may have been forgotten.
     """
-    ratio = known.scaling.num_data / known.batch_size
-    rules = known.scaling.rules
+    ratio = info.scaling.num_data / info.batch_size
+    rules = info.scaling.rules
     follow = any(rule.role == "rows" or rule.whole_data for rule in rules.values())
     is_function = any(rule.why == PER_DATUM for rule in rules.values())
-    unused = not follow and not is_function and rows.count(known.example) is not None
+    unused = not follow and not is_function and rows.count(info.example) is not None
     ignored = "no site follows the rows: nothing is scaled by N/B, and the data may go unused"
     return [ignored] * unused + [
         f"site '{name}': its poutine.scale is a constant that equals N/B = {ratio:.6g}; it is "
         "kept, and the rows are multiplied by N/B besides. If it was N/B written by hand, remove it"
-        for name, rule in known.scaling.rules.items()
-        if rule.role == "rows" and rule.keeps_scale and ratio != 1 and name in known.sites
-        for scale in [known.sites[name].scale]
+        for name, rule in info.scaling.rules.items()
+        if rule.role == "rows" and rule.keeps_scale and ratio != 1 and name in info.sites
+        for scale in [info.sites[name].scale]
         if not isinstance(scale, torch.Tensor) and abs(scale - ratio) <= 1e-6 * ratio
     ]

@@ -77,11 +77,11 @@ def check_batches(
             check_batch(log_posterior, {**start, **params}, batch, indices, first)
 
 
-def is_checked(known: ModelInfo) -> bool:
+def is_checked(info: ModelInfo) -> bool:
     """Whether batches are parts of the data, and rows can be put together anew."""
-    is_part = known.batch_size < known.scaling.num_data
-    is_function = any(rule.why == PER_DATUM for rule in known.scaling.rules.values())
-    return is_part and not known.whole_only and not is_function
+    is_part = info.batch_size < info.scaling.num_data
+    is_function = any(rule.why == PER_DATUM for rule in info.scaling.rules.values())
+    return is_part and not info.whole_only and not is_function
 
 
 def check_batch(
@@ -100,27 +100,27 @@ def check_batch(
         PlateError: see `check_batches`.
     """
     parts = _parts(log_posterior.model_info, batch, indices, first)
-    whole = _terms(log_posterior, params, batch, indices)
+    full = _terms(log_posterior, params, batch, indices)
     runs = [_terms(log_posterior, params, part.arguments, part.indices) for part in parts]
     reference = None if indices is not None else _terms(log_posterior, params, first, None)
-    if whole is None or any(run is None for run in runs):
+    if full is None or any(run is None for run in runs):
         return
     for name, rule in log_posterior.model_info.scaling.rules.items():
-        found = [run[name] for run in (whole, *runs) if run is not None and name in run]
-        if len(found) < len(runs) + 1 or rule.whole_data:
+        versions = [run[name] for run in (full, *runs) if run is not None and name in run]
+        if len(versions) < len(runs) + 1 or rule.whole_data:
             continue  # which evaluating it says
         if rule.role == "rows":
-            mine = rows_of(found[0], rule)
+            mine = rows_of(versions[0], rule)
             pairs = [
                 (mine[part.rows], rows_of(term, rule)[part.places], part.rows)
-                for part, term in zip(parts, found[1:], strict=True)
+                for part, term in zip(parts, versions[1:], strict=True)
             ]
         else:
             if reference is not None and name in reference:
-                found.append(reference[name])
-            total, *others = (_total(term) for term in found)
+                versions.append(reference[name])
+            total, *others = (_total(term) for term in versions)
             pairs = [(total, other, slice(None)) for other in others]
-        dtype = dtype_of(found[0], params.values())
+        dtype = dtype_of(versions[0], params.values())
         differ = [
             (one, other, place)
             for one, other, place in pairs
@@ -130,16 +130,16 @@ def check_batch(
             continue
         rounding = _rounding(log_posterior, params, batch, indices, name, dtype)
         if any(_is_beyond(*pair, rounding) for pair in differ):
-            raise PlateError(_said(name, rule))
+            raise PlateError(_describe(name, rule))
 
 
 def _parts(
-    known: ModelInfo, batch: Arguments, indices: Tensor | None, first: Arguments
+    info: ModelInfo, batch: Arguments, indices: Tensor | None, first: Arguments
 ) -> list[Part]:
     """The batch's rows among others: its halves, each with rows from elsewhere in the data where
     the number of rows is fixed; a single row beside those of the first batch."""
     if indices is not None:
-        size, total = len(indices), known.scaling.num_data
+        size, total = len(indices), info.scaling.num_data
         elsewhere, half = (indices + total // 2) % total, size // 2
         head, tail = slice(0, half), slice(half, size)
         return [
@@ -201,7 +201,7 @@ def _total(term: Term) -> Tensor:
     return (term.log_prob * term.scale).sum()
 
 
-def _said(name: str, rule: Rule) -> str:
+def _describe(name: str, rule: Rule) -> str:
     if rule.role == "rows":
         return (
             f"site '{name}': a row's log density depends on which other rows are in its batch, so "
@@ -216,7 +216,7 @@ def _said(name: str, rule: Rule) -> str:
     )
 
 
-def check_supports(log_posterior: LogPosterior, params: Params, pieces: Iterable[Any]) -> None:
+def check_supports(log_posterior: LogPosterior, params: Params, chunks: Iterable[Any]) -> None:
     """Refuses observed values outside of their support, by row; all rows in one pass.
 
     Supports that depend on a latent are left to the density, which is infinite there.
@@ -224,28 +224,28 @@ def check_supports(log_posterior: LogPosterior, params: Params, pieces: Iterable
     Args:
         log_posterior: understood on a first batch.
         params: unconstrained.
-        pieces: of the data, each with `arguments` and `indices`, in order.
+        chunks: of the data, each with `arguments` and `indices`, in order.
 
     Raises:
         SiteError: it names the site, the row and its value.
     """
-    known = log_posterior.model_info
-    if not known.validated:
+    info = log_posterior.model_info
+    if not info.validated:
         return
     other = {name: value + 0.5 for name, value in params.items()}
     begin = 0
-    for piece in pieces:
+    for chunk in chunks:
         with own_generator(), torch.no_grad():
-            sites = log_posterior.run(params, piece.arguments, piece.indices).sites
-            for name in known.validated & sites.keys():
+            sites = log_posterior.run(params, chunk.arguments, chunk.indices).sites
+            for name in info.validated & sites.keys():
                 if sites[name].kind == "observed" and not bool(inside_support(sites[name]).all()):
                     again = None
                     with contextlib.suppress(Exception):  # the model may fail elsewhere
-                        again = log_posterior.run(other, piece.arguments, piece.indices).sites
+                        again = log_posterior.run(other, chunk.arguments, chunk.indices).sites
                     support = sites[name].fn.support
                     if again is None or same_support(support, again[name].fn.support):
-                        raise SiteError(_outside(known, sites[name], begin))
-        begin += piece.num_new
+                        raise SiteError(_outside(info, sites[name], begin))
+        begin += chunk.num_new
 
 
 def same_support(one: Any, other: Any) -> bool:
@@ -271,8 +271,8 @@ def _terms(
     return None
 
 
-def _outside(known: ModelInfo, site: Site, begin: int) -> str:
-    rule = known.scaling.rules.get(site.name)
+def _outside(info: ModelInfo, site: Site, begin: int) -> str:
+    rule = info.scaling.rules.get(site.name)
     inside = inside_support(site)
     place = (~inside).nonzero()[0]
     where, value = "", ""

@@ -65,9 +65,7 @@ def declared_size(runs: Iterable[Recorder]) -> int | None:
     return None
 
 
-def refuse_other_subsampling(
-    sites: Mapping[str, Site], own_plate: str | None, batch_size: int
-) -> None:
+def check_subsampling(sites: Mapping[str, Site], own_plate: str | None, batch_size: int) -> None:
     """Plates other than the data's that take part of their rows."""
     for site in sites.values():
         if site.kind != "subsample" or site.name == own_plate:
@@ -80,7 +78,7 @@ def refuse_other_subsampling(
             )
 
 
-def refuse_fixed_plate(
+def check_plate_size(
     sites: Mapping[str, Site], count: int | None, num_data: int | None, error: Exception
 ) -> None:
     """Says what is wrong when a model fails because its plate has N rows but the batch has B."""

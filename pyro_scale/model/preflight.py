@@ -20,15 +20,15 @@ from pyro_scale.core.exclusive import exclusive, own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError, ModelError, PlateError, PyroScaleError, SiteError
 from pyro_scale.model.checks import (
+    check_densities,
+    check_latent_sizes,
+    check_local_latents,
+    check_names,
+    check_no_random_draws,
+    check_observations,
+    check_starts,
+    check_terms,
     local_message,
-    refuse_broken_starts,
-    refuse_broken_terms,
-    refuse_empty_latents,
-    refuse_failing_densities,
-    refuse_impossible_observations,
-    refuse_local_latents,
-    refuse_random_draws,
-    refuse_reserved_names,
 )
 from pyro_scale.model.classify import Variant, classify
 from pyro_scale.model.executed import Executed, executed_modules
@@ -43,11 +43,11 @@ from pyro_scale.model.model_info import (
 )
 from pyro_scale.model.plates import (
     agreed_size,
+    check_plate_size,
+    check_subsampling,
     data_plate_size,
     declared_size,
     own_plate,
-    refuse_fixed_plate,
-    refuse_other_subsampling,
 )
 from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import LatentShapeChanged, Recorder
@@ -55,7 +55,7 @@ from pyro_scale.model.scaling import Rule, Scaling
 from pyro_scale.model.sites import points_of_store
 from pyro_scale.model.starts import WEIGHT
 from pyro_scale.model.terms import terms_of
-from pyro_scale.model.written import refused_writes
+from pyro_scale.model.written import forbid_writes
 
 #: How far from the first latent values the second ones are, unconstrained.
 _SHIFT = 0.71
@@ -84,42 +84,42 @@ def understand(
     elsewhere: list[Variant] = []
     other_runs: list[Recorder] = []
     with own_generator(), torch.no_grad():
-        with executed_modules() as executed, refused_writes(program.model, arguments) as copies:
+        with executed_modules() as executed, forbid_writes(program.model, arguments) as copies:
             first = _first_run(program, copies, init, count, num_data)
         program.find_owners(first.points, executed.modules)
         is_frozen = _is_frozen(first, executed)
-        refuse_broken_starts(first.sites)
-        refuse_empty_latents(first.sites)
+        check_starts(first.sites)
+        check_latent_sizes(first.sites)
         own = own_plate(first.sites, count)
         recipe = _Recipe(program, first)
-        whole = recipe.run(arguments)
-        refuse_reserved_names(whole.sites)
-        validated = _validated(recipe, arguments)
-        refuse_impossible_observations(whole.sites, validated)
-        refuse_failing_densities(whole.sites)
-        terms = terms_of(whole.sites)
-        refuse_broken_terms(terms)
+        full = recipe.run(arguments)
+        check_names(full.sites)
+        validated = _sites_to_validate(recipe, arguments)
+        check_observations(full.sites, validated)
+        check_densities(full.sites)
+        terms = terms_of(full.sites)
+        check_terms(terms)
         state = torch.random.get_rng_state()
         with executed_modules() as executed:
             again = terms_of(recipe.run(arguments).sites)
         drew = not torch.equal(state, torch.random.get_rng_state())
         by = executed.named(executed.drew) if executed.drew is not None else None
-        refuse_random_draws(terms, again, drew, by)
+        check_no_random_draws(terms, again, drew, by)
         _check_with_validation(recipe, arguments)
         if own is not None:
-            batch_size = whole.sites[own].fn.subsample_size
-            num_data = agreed_size(num_data, whole.sites[own])
+            batch_size = full.sites[own].fn.subsample_size
+            num_data = agreed_size(num_data, full.sites[own])
             variants, runs = recipe.other_indices(arguments, own, batch_size, num_data)
         elif count is None:
-            num_data = num_data or data_plate_size(whole.sites)
+            num_data = num_data or data_plate_size(full.sites)
             batch_size, variants, runs = num_data, [], []
         else:
             batch_size = count
             variants, runs = recipe.other_rows(arguments, batch_size, num_data)
             elsewhere, other_runs = _elsewhere(program, first, arguments, batch_size, num_data)
-            num_data = num_data or declared_size([whole, *runs])
+            num_data = num_data or declared_size([full, *runs])
     if count is not None and all(term.is_prior for term in terms.values()):
-        last = [site.name for site in whole.sites.values() if site.kind == "latent"][-1]
+        last = [site.name for site in full.sites.values() if site.kind == "latent"][-1]
         raise ModelError(
             "data are passed, but the model has no observed site and no factor, so nothing would "
             "be learned from them: give the likelihood's pyro.sample obs= (if that is site "
@@ -135,11 +135,11 @@ def understand(
             f"num_data={num_data} is less than the {batch_size} rows of one batch: pass the size "
             "of the whole data set"
         )
-    refuse_other_subsampling(whole.sites, own, batch_size)
+    check_subsampling(full.sites, own, batch_size)
     scaling = classify(terms, variants, batch_size, num_data, own, elsewhere)
-    refuse_local_latents(whole.sites, own, runs)
+    check_local_latents(full.sites, own, runs)
     return ModelInfo(
-        sites=whole.sites,
+        sites=full.sites,
         points=first.points,
         scaling=scaling,
         batch_size=batch_size,
@@ -148,8 +148,8 @@ def understand(
         partition_error=partition_error_of(scaling, terms, variants, batch_size),
         example=example_of(arguments, runs, own),
         whole_only=count is not None and not variants,
-        steady=steady_of(whole.sites, runs, other_runs),
-        row_axes=row_axes_of(whole.sites, runs, batch_size, own),
+        steady=steady_of(full.sites, runs, other_runs),
+        row_axes=row_axes_of(full.sites, runs, batch_size, own),
         is_frozen=is_frozen,
         validated=frozenset(validated),
     )
@@ -164,8 +164,8 @@ def understand_function(
         first = _first_run(program, arguments, init, None, num_data)
         recipe = _Recipe(program, first)
         terms = terms_of(first.sites)
-        refuse_broken_terms(terms)
-        refuse_random_draws(terms, terms_of(recipe.run(arguments).sites), False)
+        check_terms(terms)
+        check_no_random_draws(terms, terms_of(recipe.run(arguments).sites), False)
     rules = {
         name: Rule("prior" if term.is_prior else "global", why=PER_DATUM)
         for name, term in terms.items()
@@ -191,15 +191,15 @@ def _elsewhere(
     """The batch and its parts at other latent values, where the model can be evaluated there."""
     recipe = _Recipe(program, first, shift=_SHIFT)
     try:
-        whole = recipe.run(arguments)
+        full = recipe.run(arguments)
         variants, runs = recipe.other_rows(arguments, size, num_data)
-        terms = terms_of(whole.sites)
-        refuse_broken_terms(terms)
+        terms = terms_of(full.sites)
+        check_terms(terms)
     except Exception:  # the values may be impossible: then there is nothing to compare
         return [], []
     if any(variant.terms.keys() != terms.keys() for variant in variants):
         return [], []
-    return [Variant(terms, torch.arange(size)), *variants], [whole, *runs]
+    return [Variant(terms, torch.arange(size)), *variants], [full, *runs]
 
 
 class _Recipe:
@@ -232,8 +232,8 @@ class _Recipe:
         self, arguments: Arguments, size: int, num_data: int | None
     ) -> tuple[list[Variant], list[Recorder]]:
         """The two halves of the batch; a single row is doubled."""
-        whole = torch.arange(size)
-        parts = [whole[: size // 2], whole[size // 2 :]] if size > 1 else [whole.repeat(2)]
+        places = torch.arange(size)
+        parts = [places[: size // 2], places[size // 2 :]] if size > 1 else [places.repeat(2)]
         runs, variants = [], []
         for part in parts:
             try:
@@ -243,7 +243,7 @@ class _Recipe:
                 if num_data in (None, size):  # the whole data, so that the factor is 1 anyway
                     return [], []
                 if isinstance(error, LatentShapeChanged):
-                    raise _explained(error, size, len(part)) from None
+                    raise _explain(error, size, len(part)) from None
                 if isinstance(error, PyroScaleError):
                     raise
                 raise PlateError(
@@ -280,7 +280,7 @@ def _first_run(
         raise
     except Exception as error:
         own_plate(recorder.sites, count)
-        refuse_fixed_plate(recorder.sites, count, num_data, error)
+        check_plate_size(recorder.sites, count, num_data, error)
         error.add_note(f"raised by the model on its first batch: {rows.described(arguments)}")
         raise
     if not any(site.kind == "latent" for site in recorder.sites.values()):
@@ -291,7 +291,7 @@ def _first_run(
     return recorder
 
 
-def _validated(recipe: _Recipe, arguments: Arguments) -> set[str]:
+def _sites_to_validate(recipe: _Recipe, arguments: Arguments) -> set[str]:
     """The sites whose values are to be checked: `validate_args=False`, and validation that is
     switched off for all of Pyro or torch, are the user's word."""
     if not (pyro.infer.util.is_validation_enabled() and Distribution._validate_args):
@@ -327,7 +327,7 @@ def _check_with_validation(recipe: _Recipe, arguments: Arguments) -> None:
         raise ModelError(f"the model fails validation on the first batch: {error}") from error
 
 
-def _explained(error: LatentShapeChanged, size: int, part: int) -> SiteError:
+def _explain(error: LatentShapeChanged, size: int, part: int) -> SiteError:
     follows = [n for n, m in zip(error.given, error.wanted, strict=False) if n != m]
     if len(error.given) == len(error.wanted) and follows == [size]:
         return SiteError(local_message(error.name, "of the batch's size"))

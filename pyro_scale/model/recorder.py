@@ -37,13 +37,13 @@ _MOST_DIMS = 60
 class LatentShapeChanged(SiteError):
     """A latent's shape differs from that of the value that is given for it."""
 
-    def __init__(self, name: str, given: torch.Size, wanted: torch.Size):
+    def __init__(self, name: str, batch_shape: torch.Size, wanted: torch.Size):
         super().__init__(
-            f"site '{name}': its shape depends on the data ({list(given)} on the first batch, "
-            f"{list(wanted)} now); a latent must have one shape for every batch: take the size "
-            "from a constant instead of from the batch"
+            f"site '{name}': its shape depends on the data ({list(batch_shape)} on the first "
+            f"batch, {list(wanted)} now); a latent must have one shape for every batch: take the "
+            "size from a constant instead of from the batch"
         )
-        self.name, self.given, self.wanted = name, given, wanted
+        self.name, self.given, self.wanted = name, batch_shape, wanted
 
 
 class Recorder(Messenger):
@@ -88,7 +88,7 @@ class Recorder(Messenger):
         elif is_discrete(msg):
             self._enumerate(msg)
         else:
-            _refuse_weights_of_rows(msg)
+            _check_weights(msg)
             transform = _transform(msg)
             if self._latents is not None:
                 self._constrain(msg, transform, self._latents)
@@ -180,7 +180,7 @@ class Recorder(Messenger):
     def _pyro_param(self, msg: Any) -> None:
         """Answers param statements itself, so that Pyro's param store is never written to."""
         name = msg["name"]
-        point = self.given_points[name] if name in self.given_points else self._found(msg)
+        point = self.given_points[name] if name in self.given_points else self._find_param(msg)
         if point.parameter is None or point.parameter.requires_grad:
             self.points[name] = point
         value = transform_to(point.constraint)(point.unconstrained)
@@ -188,17 +188,17 @@ class Recorder(Messenger):
         value.unconstrained = lambda: point.unconstrained
         msg["value"], msg["done"] = value, True
 
-    def _found(self, msg: Any) -> Point:
+    def _find_param(self, msg: Any) -> Point:
         """The point of a param statement that is met for the first time."""
-        name, given = msg["name"], msg["args"][1] if len(msg["args"]) > 1 else None
-        if isinstance(given, nn.Parameter):
-            return Point(name, constraints.real, given.detach(), given)
+        name, declared = msg["name"], msg["args"][1] if len(msg["args"]) > 1 else None
+        if isinstance(declared, nn.Parameter):
+            return Point(name, constraints.real, declared.detach(), declared)
         scope = points_of_store()  # a PyroParam has just put its own tensor there
         if name in scope:
             return scope[name]
         if name in self._store:
             return dataclasses.replace(self._store[name], parameter=None)
-        constrained = given() if callable(given) else given
+        constrained = declared() if callable(declared) else declared
         if constrained is None:
             raise SiteError(f"param '{name}' has no value: give pyro.param an initial one")
         constraint = msg["kwargs"].get("constraint", constraints.real)
@@ -241,7 +241,7 @@ class Simulator(Recorder):
         super()._pyro_post_sample(msg)
 
 
-def _refuse_weights_of_rows(msg: Any) -> None:
+def _check_weights(msg: Any) -> None:
     """Refuses a bayesianized network that is called inside of a plate."""
     plates = [frame.name for frame in msg["cond_indep_stack"] if frame.vectorized]
     if WEIGHT in msg["infer"] and plates:

@@ -119,7 +119,7 @@ class Scaling:
 
 def rows_of(term: Term, rule: Rule) -> Tensor:
     """A data term's log likelihood a row, `[B]`."""
-    log_prob = term.unwrapped(rule.depth)
+    log_prob = term.unwrap(rule.depth)
     if rule.keeps_scale:
         log_prob = log_prob * aligned_scale(term, log_prob)
     return sum_but(log_prob, rule.dim)

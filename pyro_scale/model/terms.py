@@ -39,7 +39,7 @@ class Term:
     is_prior: bool
     site: Site | None = field(default=None, repr=False)
 
-    def unwrapped(self, depth: int) -> Tensor:
+    def unwrap(self, depth: int) -> Tensor:
         """The log density with `depth` layers of `to_event` undone: more dimensions, same sum."""
         if depth == 0:
             return self.log_prob
@@ -81,7 +81,7 @@ def terms_of(sites: Mapping[str, Site]) -> dict[str, Term]:
     return {term.name: term for term in terms}
 
 
-def unwrapped(fn: Any, depth: int) -> Any:
+def unwrap(fn: Any, depth: int) -> Any:
     """A distribution with `depth` layers of `to_event` undone."""
     for _ in range(depth):
         fn = fn.base_dist
@@ -89,20 +89,20 @@ def unwrapped(fn: Any, depth: int) -> Any:
 
 
 def _log_prob(site: Site, depth: int) -> Tensor:
-    fn = unwrapped(site.fn, depth)
+    fn = unwrap(site.fn, depth)
     log_prob = fn.log_prob(site.value)
     if site.kind == "enumerated":  # where all that depends on it is masked, it sums to one
         return log_prob
-    mask = aligned(site.mask, len(fn.batch_shape) - len(site.fn.batch_shape))
+    mask = align(site.mask, len(fn.batch_shape) - len(site.fn.batch_shape))
     return scale_and_mask(log_prob, 1.0, mask)
 
 
 def aligned_scale(term: Term, log_prob: Tensor) -> float | Tensor:
     """A term's scale, shaped to multiply its log density as unwrapped."""
-    return aligned(term.scale, log_prob.dim() - term.log_prob.dim())
+    return align(term.scale, log_prob.dim() - term.log_prob.dim())
 
 
-def aligned(batchwise: Any, extra: int) -> Any:
+def align(batchwise: Any, extra: int) -> Any:
     """A scale or mask over batch dimensions, with room for `extra` event dimensions."""
     if not isinstance(batchwise, Tensor) or batchwise.dim() == 0:
         return batchwise

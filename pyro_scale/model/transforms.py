@@ -26,7 +26,7 @@ class LowerCholesky(Transform):
         n = _order(x.shape[-1])
         rows, columns = torch.tril_indices(n, n, device=x.device)
         values = torch.where(rows == columns, x.exp(), x)
-        return _placed(values, rows * n + columns, n)
+        return _place(values, rows * n + columns, n)
 
     def _inverse(self, y: Tensor) -> Tensor:
         rows, columns = torch.tril_indices(y.shape[-1], y.shape[-1], device=y.device)
@@ -102,10 +102,10 @@ class CorrelationCholesky(Transform):
     @staticmethod
     def _below_diagonal(values: Tensor, n: int) -> Tensor:
         rows, columns = torch.tril_indices(n, n, -1, device=values.device)
-        return _placed(values, rows * n + columns, n)
+        return _place(values, rows * n + columns, n)
 
 
-def _placed(values: Tensor, places: Tensor, n: int) -> Tensor:
+def _place(values: Tensor, places: Tensor, n: int) -> Tensor:
     """Values `[..., m]` at m places of n x n zeros; as a product, which goes through vmap."""
     chosen = torch.zeros(n * n, len(places), dtype=values.dtype, device=values.device)
     chosen[places, torch.arange(len(places), device=values.device)] = 1

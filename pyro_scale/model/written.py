@@ -16,7 +16,7 @@ from pyro_scale.errors import ModelError
 
 
 @contextmanager
-def refused_writes(model: Callable[..., Any], arguments: Arguments) -> Iterator[Arguments]:
+def forbid_writes(model: Callable[..., Any], arguments: Arguments) -> Iterator[Arguments]:
     """Copies of the arguments to run the model on, so that nothing of the user's is changed.
 
     Tensors that the model holds (of its closure, of the module that it is defined in, bound by

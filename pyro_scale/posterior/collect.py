@@ -108,8 +108,8 @@ def warn_of_short_warmup(
     """Warns when warm-up is under five relaxation times, judged by the draws' own variance."""
     chains, _, size = result.positions.shape
     chosen = spread(result.positions, max(_FEWEST_DRAWS, _MOST_NUMBERS // (chains * size)))
-    some = result.positions[torch.arange(chains)[:, None], chosen].flatten(0, 1)
-    latents = some[..., : problem.engine.num_latents].double()
+    draws = result.positions[torch.arange(chains)[:, None], chosen].flatten(0, 1)
+    latents = draws[..., : problem.engine.num_latents].double()
     cyclical = isinstance(problem.engine.kernel.lr, Cyclical)
     if len(latents) < _FEWEST_DRAWS or values["temperature"] == 0 or cyclical:
         return
@@ -117,7 +117,7 @@ def warn_of_short_warmup(
     if theory is None:
         return
     values = engine.kernel_values(values)
-    precision = values["temperature"] / engine.padded(latents.var(0))
+    precision = values["temperature"] / engine.pad(latents.var(0))
     steps = float(theory.relaxation_steps(values, precision)[: engine.num_latents].max())
     if warmup_steps < 5 * steps:
         warn(

@@ -81,12 +81,12 @@ class Result:
         def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
             constrained = self.log_posterior.constrain(params)
             latents = {name: constrained[name] for name in self.log_posterior.latents}
-            found = latents | self.log_posterior.deterministics(params)
+            sites = latents | self.log_posterior.deterministics(params)
             return {
                 name: value.to(torch.promote_types(value.dtype, torch.float32))
                 if value.is_floating_point()
                 else value
-                for name, value in found.items()
+                for name, value in sites.items()
             }
 
         chains, draws = self.positions.shape[:2]
@@ -121,8 +121,8 @@ class Result:
         every = torch.arange(chains)[:, None]
         width = chains * self.layout.size * torch.finfo(self.layout.dtype).bits // 8
         running = RunningSamples.of(self.samples_at(every, torch.zeros(1).long()), count)
-        for some in torch.arange(count).split(max(1, _CHUNK_BYTES // width)):
-            running.add(self.samples_at(every, some))
+        for columns in torch.arange(count).split(max(1, _CHUNK_BYTES // width)):
+            running.add(self.samples_at(every, columns))
         return running.moments(levels)
 
     @property
@@ -184,19 +184,19 @@ def in_chunks(
         first = next(chunks)
         try:
             with exclusive:  # they draw from torch's generator, which other threads may have seeded
-                found = every(first)
+                values = every(first)
         except (RuntimeError, NotImplementedError):  # of a model, or a sampler of Pyro's
             vectors = itertools.chain(first, itertools.chain.from_iterable(chunks))
             for vector in vectors:
                 with exclusive:
-                    found = _stacked(function(vector))
-                yield found
+                    values = _stack(function(vector))
+                yield values
             return
-        yield found
-        for some in chunks:
+        yield values
+        for chunk in chunks:
             with exclusive:
-                found = every(some)
-            yield found
+                values = every(chunk)
+            yield values
 
 
 def _of_size(size: int, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -205,8 +205,8 @@ def _of_size(size: int, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
     for block in blocks:
         held.append(block)
         if sum(map(len, held)) >= size:
-            *whole, last = _together(held).split(size)
-            yield from whole
+            *parts, last = _together(held).split(size)
+            yield from parts
             held = [last]
     yield _together(held)
 
@@ -215,7 +215,7 @@ def _together(blocks: list[Tensor]) -> Tensor:
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
-def _stacked(values: Any) -> Any:
+def _stack(values: Any) -> Any:
     return pytree.tree_map(lambda value: value[None], values)
 
 

@@ -61,14 +61,14 @@ def _array(result: Result, group: str, name: str, value: Tensor) -> Any:
 
 def dims_of(result: Result, group: str, name: str, count: int) -> list[str]:
     """A variable's dims after chain and draw: plates by their names, the rest by the site's."""
-    known = result.log_posterior.model_info
+    info = result.log_posterior.model_info
     if group == "sample_stats":
         return []
     rows = _rows_dim(result)
     if group == "log_likelihood":
         return [rows]
     dims = own_dims(result, name, count)
-    site = known.sites.get(name)
+    site = info.sites.get(name)
     if site is None:
         return dims
     for frame in site.plates:
@@ -90,11 +90,11 @@ def own_dims(result: Result, name: str, count: int) -> list[str]:
 
 def _rows_dim(result: Result) -> str:
     """The data plate's name, if all rows have one plate."""
-    known = result.log_posterior.model_info
+    info = result.log_posterior.model_info
     names = {
         next((f.name for f in site.plates if f.dim == rule.dim), ROWS)
-        for name, rule in known.scaling.rules.items()
-        if rule.role == "rows" and (site := known.sites.get(name)) is not None and not rule.depth
+        for name, rule in info.scaling.rules.items()
+        if rule.role == "rows" and (site := info.sites.get(name)) is not None and not rule.depth
     }
     return str(names.pop()) if len(names) == 1 else ROWS
 

@@ -21,7 +21,7 @@ from pyro_scale.posterior.draws import Result
 
 #: Draws of each start, unless the user asks for others.
 _DRAWS = 1000
-#: Of which so many are drawn at a time: torch fills memory in pieces of 16.
+#: Of which so many are drawn at a time: torch fills memory in chunks of 16.
 _AT_ONCE = 16
 
 
@@ -76,8 +76,8 @@ class Fit:
         source = generator(self.seed, start, Purpose.APPROXIMATION)
         noise, last = [self.noise(0)], int(chosen[-1]) if len(chosen) else -1
         for first in range(0, last + 1, _AT_ONCE):
-            some = self.noise(min(_AT_ONCE, _DRAWS - first), source)
-            noise.append(some[chosen[(chosen >= first) & (chosen < first + _AT_ONCE)] - first])
+            normals = self.noise(min(_AT_ONCE, _DRAWS - first), source)
+            noise.append(normals[chosen[(chosen >= first) & (chosen < first + _AT_ONCE)] - first])
         return self._at(start, torch.cat(noise))
 
     def by_start(self, chosen: Tensor) -> list[Tensor]:
@@ -85,7 +85,7 @@ class Fit:
         starts, draws = chosen // self.num_draws, chosen % self.num_draws
         return [self.drawn(start, draws[starts == start]) for start in range(self.num_starts)]
 
-    def thinned(self, chosen: Tensor) -> Result:
+    def thin(self, chosen: Tensor) -> Result:
         """The same as one chain, `[1, n, D]`, without holding the others."""
         return self._result_of(torch.cat(self.by_start(chosen))[None])
 
@@ -118,7 +118,7 @@ class Fit:
             raise ArgumentError(
                 "at temperature 0 a Gaussian has no spread to go on from: fit it at another one"
             )
-        return self.gaussians[start].tempered(1 / self.temperature)
+        return self.gaussians[start].temper(1 / self.temperature)
 
     @cached_property
     def places(self) -> Tensor:

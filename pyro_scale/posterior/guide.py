@@ -46,14 +46,16 @@ class Guide(PyroModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Samples every latent site; the arguments are the model's."""
-        fit, known = self._fit, self._fit.log_posterior
-        position = fit.centers[0].index_put((fit.places,), self._drawn())
+        fit, log_posterior = self._fit, self._fit.log_posterior
+        position = fit.centers[0].index_put((fit.places,), self._draw())
         params = fit.layout.unflatten(position)
         with exclusive, pyro.poutine.block():  # the model is run for its supports, not to be seen
-            sites = known.run(params, known.model_info.example, known.first_indices()).sites
+            sites = log_posterior.run(
+                params, log_posterior.model_info.example, log_posterior.first_indices()
+            ).sites
         self._read()  # again: with a store of its own, the run took off what SVI knows them by
         values, plates = {}, {}
-        for name in known.latents:
+        for name in log_posterior.latents:
             site = sites[name]
             event_dim = len(site.fn.event_shape)
             batch_shape = site.value.shape[: site.value.dim() - event_dim]
@@ -73,7 +75,7 @@ class Guide(PyroModule):
     def _read(self) -> tuple[Any, Any]:
         return self.loc, self.scale if self._fit.gaussians else None
 
-    def _drawn(self) -> Tensor:
+    def _draw(self) -> Tensor:
         loc, scale = self._read()
         if scale is None:
             return loc

@@ -15,13 +15,20 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core.onednn import PlainLSTM
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError
-from pyro_scale.fullbatch.chunks import PIECE_ROWS, Piece, is_row_wise
+from pyro_scale.fullbatch.chunks import CHUNK_ROWS, Chunk, is_row_wise
 from pyro_scale.model.curvature import fisher
 from pyro_scale.model.sites import Site
 from pyro_scale.model.transforms import bijection
 from pyro_scale.posterior.draws import in_chunks
 from pyro_scale.posterior.gaussians import Fit
-from pyro_scale.posterior.predictive import as_dtype, data_sites, even, joined, pieces_for, row_axes
+from pyro_scale.posterior.predictive import (
+    as_dtype,
+    chunks_for,
+    data_sites,
+    join,
+    row_axes,
+    spread_evenly,
+)
 from pyro_scale.posterior.reductions import Reduce, Reduction, reduction_of
 
 
@@ -41,7 +48,7 @@ def predict(
     """
     if not fit.gaussians:
         raise ArgumentError("linearized=True needs a Gaussian: fit Laplace, VI or EKF")
-    here = fit.thinned(torch.arange(0))  # what it knows of the model
+    here = fit.thin(torch.arange(0))  # what it knows of the model
     names = list(data_sites(here))
     if not names:
         raise ArgumentError("linearized=True: the model has no observed site with a distribution")
@@ -51,26 +58,28 @@ def predict(
                 f"return_sites: linearized=True gives the observed sites {names}, not '{name}'"
             )
     total = fit.num_starts * fit.num_draws
-    positions = fit.by_start(even(total, total if num_samples is None else num_samples))
+    positions = fit.by_start(spread_evenly(total, total if num_samples is None else num_samples))
     reduction, axes, parts = None, row_axes(here), []
     if reduce is not None:
         reduction = reduction_of(reduce)
         axes = {n: reduction.axis(fit.log_posterior.model_info.sites[n], axes[n]) for n in names}
         if batch_size is None and is_row_wise(fit.log_posterior):
-            batch_size = PIECE_ROWS
-    for piece in pieces_for(here, arguments, batch_size):
+            batch_size = CHUNK_ROWS
+    for chunk in chunks_for(here, arguments, batch_size):
         drawn = [
-            _drawn(fit, start, own, piece, return_sites or names)
+            _draw(fit, start, own, chunk, return_sites or names)
             for start, own in enumerate(positions)
             if len(own)
         ]
-        kept = {name: _kept([sites[name] for sites in drawn], reduction) for name in drawn[0]}
-        parts.append((kept, piece))
-    found = joined(parts, axes)
-    return as_dtype(found, fit.layout.dtype) if reduction else found
+        kept = {
+            name: _reduce_draws([sites[name] for sites in drawn], reduction) for name in drawn[0]
+        }
+        parts.append((kept, chunk))
+    values = join(parts, axes)
+    return as_dtype(values, fit.layout.dtype) if reduction else values
 
 
-def _kept(sites: Sequence[Site], reduction: Reduction | None) -> Any:
+def _reduce_draws(sites: Sequence[Site], reduction: Reduction | None) -> Any:
     """Draws of one site, `[n, ...]` from each start, or what is kept of them."""
     if reduction is None:
         return torch.cat([site.value for site in sites])
@@ -80,14 +89,14 @@ def _kept(sites: Sequence[Site], reduction: Reduction | None) -> Any:
     return reduction.total(draws)
 
 
-def _drawn(
-    fit: Fit, start: int, positions: Tensor, piece: Piece, names: Sequence[str]
+def _draw(
+    fit: Fit, start: int, positions: Tensor, chunk: Chunk, names: Sequence[str]
 ) -> dict[str, Site]:
     """Sites whose distributions and draws are those of the positions `[n, D]` of one start."""
 
     def sites(position: Tensor, drawn: Mapping[str, Tensor] | None = None) -> Mapping[str, Site]:
-        params, known = fit.layout.unflatten(position), fit.log_posterior
-        return known.simulate(params, piece.arguments, piece.indices, drawn).sites
+        params, log_posterior = fit.layout.unflatten(position), fit.log_posterior
+        return log_posterior.simulate(params, chunk.arguments, chunk.indices, drawn).sites
 
     center = fit.centers[start]
     with torch.enable_grad():
@@ -114,10 +123,11 @@ def _drawn(
                 f"linearized=True: an operation of the model has no forward derivative ({error}): "
                 "for attention, run under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
             ) from error
-        found = pytree.tree_map(lambda *parts: torch.cat(parts), *chunks)
+        joined_sites = pytree.tree_map(lambda *parts: torch.cat(parts), *chunks)
         return {
             name: _draws_of(
-                here[name], {key: linear[name][key](value) for key, value in found[name].items()}
+                here[name],
+                {key: linear[name][key](value) for key, value in joined_sites[name].items()},
             )
             for name in names
         }
@@ -127,17 +137,17 @@ def _linear_arguments(site: Site) -> dict[str, Any]:
     """The arguments of a site that depend on the params -> the map from an unconstrained scale,
     on which they are taken as linear."""
     try:
-        given = _arguments(site)
+        arguments = _arguments(site)
         kinds = fisher.base_of(site.fn).arg_constraints
-        found = {k: _scale(kinds[k]) for k, value in given.items() if value.requires_grad}
+        scales = {k: _scale(kinds[k]) for k, value in arguments.items() if value.requires_grad}
     except (fisher.NoInformation, NotImplementedError):
-        found = {}
-    if not found:
+        scales = {}
+    if not scales:
         raise ArgumentError(
             f"linearized=True: site '{site.name}' has no arguments that depend on the params and "
             "can be taken as linear in them: leave linearized out"
         )
-    return found
+    return scales
 
 
 def _arguments(site: Site) -> dict[str, Tensor]:
@@ -162,11 +172,11 @@ def _scale(constraint: Any) -> Any:
 def _draws_of(site: Site, changed: Mapping[str, Tensor]) -> Site:
     """A site's distribution with arguments `[n, ...]` in place of its own, and draws of it."""
     base = fisher.base_of(site.fn)
-    given = {name: value.detach() for name, value in fisher.own_arguments(base).items()}
+    arguments = {name: value.detach() for name, value in fisher.own_arguments(base).items()}
     # what the constructor takes besides, such as a Multinomial's total_count
     others = inspect.signature(type(base)).parameters.keys() - set(base.arg_constraints)
     kept = {n: getattr(base, n) for n in others - {"validate_args"} if hasattr(base, n)}
-    fn = type(base)(**{**kept, **given, **changed}, validate_args=False)
+    fn = type(base)(**{**kept, **arguments, **changed}, validate_args=False)
     if transforms := list(_transforms(site.fn)):
         fn = TransformedDistribution(fn, transforms, validate_args=False)
     return dataclasses.replace(site, fn=fn, value=fn.sample())

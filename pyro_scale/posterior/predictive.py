@@ -15,53 +15,53 @@ from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count, evenly
-from pyro_scale.data.loaders import refuse_arrays
+from pyro_scale.data.loaders import check_tensors
 from pyro_scale.data.sources import Data
 from pyro_scale.errors import ArgumentError, DataError, ModelError, PyroScaleError
-from pyro_scale.fullbatch.chunks import PIECE_ROWS, Piece, is_row_wise, pieces_of, split
+from pyro_scale.fullbatch.chunks import CHUNK_ROWS, Chunk, chunks_of, is_row_wise, split
 from pyro_scale.model.sites import Site
-from pyro_scale.model.terms import unwrapped
+from pyro_scale.model.terms import unwrap
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.reductions import Mean, Reduce, Reduction, reduction_of
 
 
 def log_likelihood(result: Result, data: Data) -> dict[str, Tensor]:
     """Per data site `[chains * draws, N]` in the data's order, in nats, without N/B."""
-    pieces = pieces_of(result.log_posterior, data)
-    parts = [log_likelihood_of(result, piece) for piece in pieces]
+    chunks = chunks_of(result.log_posterior, data)
+    parts = [log_likelihood_of(result, chunk) for chunk in chunks]
     return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
 
 
-def log_likelihood_of(result: Result, piece: Piece) -> dict[str, Tensor]:
-    """The same of a piece's new rows."""
+def log_likelihood_of(result: Result, chunk: Chunk) -> dict[str, Tensor]:
+    """The same of a chunk's new rows."""
 
     def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
-        return result.log_posterior.log_likelihood(params, piece.arguments, piece.indices)
+        return result.log_posterior.log_likelihood(params, chunk.arguments, chunk.indices)
 
-    return {name: value[:, piece.keep] for name, value in result.over_draws(values).items()}
+    return {name: value[:, chunk.keep] for name, value in result.over_draws(values).items()}
 
 
 def observed_data(result: Result, data: Data) -> dict[str, Tensor]:
     """The observed values of each site; those with a value a row in the data's order."""
     params = result.layout.unflatten(result.positions[0, 0])
     parts = []
-    for piece in pieces_of(result.log_posterior, data):
-        sites = result.log_posterior.run(params, piece.arguments, piece.indices).sites
+    for chunk in chunks_of(result.log_posterior, data):
+        sites = result.log_posterior.run(params, chunk.arguments, chunk.indices).sites
         values = {name: site.value for name, site in sites.items() if site.kind == "observed"}
-        parts.append((values, piece))
-    return joined(parts, row_axes(result))
+        parts.append((values, chunk))
+    return join(parts, row_axes(result))
 
 
 def data_sites(result: Result) -> dict[str, int]:
     """Observed sites that have a value a row -> the rows' axis in their value, from the right."""
-    known = result.log_posterior.model_info
+    info = result.log_posterior.model_info
     axes = {}
-    for name, rule in known.scaling.rules.items():
+    for name, rule in info.scaling.rules.items():
         if rule.role == "rows" and rule.dim is not None:
             for part in name.split("+"):
-                site = known.sites[part]
+                site = info.sites[part]
                 if site.kind == "observed":
-                    axes[part] = rule.dim - len(unwrapped(site.fn, rule.depth).event_shape)
+                    axes[part] = rule.dim - len(unwrap(site.fn, rule.depth).event_shape)
     return axes
 
 
@@ -79,35 +79,35 @@ def predict(
     Raises:
         ModelError: a model that runs on the whole data only fails on these rows.
     """
-    drawn = equally_weighted(result, num_samples)
+    drawn = resample_equally(result, num_samples)
     reduction = None if reduce is None else reduction_of(reduce)
     if reduction is not None and batch_size is None and is_row_wise(result.log_posterior):
-        batch_size = PIECE_ROWS
-    pieces = pieces_for(result, arguments, batch_size)
-    known, count = result.log_posterior.model_info, rows.count(arguments)
+        batch_size = CHUNK_ROWS
+    chunks = chunks_for(result, arguments, batch_size)
+    info, count = result.log_posterior.model_info, rows.count(arguments)
     try:
         if reduction is None:
-            return _predicted(drawn, pieces, return_sites)
-        return _reduced(drawn, pieces, return_sites, reduction)
+            return _make_predictions(drawn, chunks, return_sites)
+        return _reduce(drawn, chunks, return_sites, reduction)
     except PyroScaleError:
         raise
     except Exception as error:
-        if not known.whole_only or (batch_size is None and count == known.batch_size):
+        if not info.whole_only or (batch_size is None and count == info.batch_size):
             raise
         raise ModelError(
-            f"predict: the model runs on all {known.batch_size} rows of its data together, and "
+            f"predict: the model runs on all {info.batch_size} rows of its data together, and "
             f"fails on {batch_size or count} rows ({error}): pass as many, or give its local "
             "latents and sizes a plate that follows the rows"
         ) from error
 
 
-def pieces_for(result: Result, arguments: Arguments, batch_size: int | None) -> Iterator[Piece]:
+def chunks_for(result: Result, arguments: Arguments, batch_size: int | None) -> Iterator[Chunk]:
     """The rows to predict for, so many at a time.
 
     Raises:
         DataError: there are none, or less than the model takes; a loader among the arguments.
     """
-    refuse_arrays(arguments)
+    check_tensors(arguments)
     for name, leaf in rows.named_leaves(arguments):
         if isinstance(leaf, DataLoader):
             raise DataError(
@@ -123,23 +123,23 @@ def pieces_for(result: Result, arguments: Arguments, batch_size: int | None) -> 
             f"predict: the model takes {own.batch_size} rows at a time in plate "
             f"'{own.own_plate}', but {num_rows} are passed: pass at least {own.batch_size}"
         )
-    pieces = [arguments]
+    chunks = [arguments]
     if batch_size is not None:
         batch_size = as_count("batch_size", batch_size, hint=", or None for all rows")
     if batch_size is not None and num_rows is not None:
         starts = range(0, num_rows, batch_size)
-        pieces = [rows.take(arguments, slice(start, start + batch_size)) for start in starts]
-    return split(result.log_posterior, pieces)
+        chunks = [rows.take(arguments, slice(start, start + batch_size)) for start in starts]
+    return split(result.log_posterior, chunks)
 
 
 def predictive_means(result: Result, arguments: Arguments) -> dict[str, Tensor]:
     """Every draw's predictive mean of each data site, `[draws, elements]`; of classes, their
     probabilities.  Rows that the model takes twice are there twice."""
     mean, parts = Mean(), []
-    for piece in pieces_for(result, arguments, None):
+    for chunk in chunks_for(result, arguments, None):
 
-        def terms(params: dict[str, Tensor], piece: Piece = piece) -> dict[str, Tensor]:
-            sites = _sites(result, params, piece, list(data_sites(result)))
+        def terms(params: dict[str, Tensor], chunk: Chunk = chunk) -> dict[str, Tensor]:
+            sites = _sites(result, params, chunk, list(data_sites(result)))
             return {name: mean.terms(site)[0].reshape(-1) for name, site in sites.items()}
 
         parts.append(result.over_draws(terms, random=True))
@@ -148,60 +148,62 @@ def predictive_means(result: Result, arguments: Arguments) -> dict[str, Tensor]:
 
 def predict_all(result: Result, data: Data) -> dict[str, Tensor]:
     """Draws of the data sites for all rows of the data, in their order."""
-    return _predicted(result, pieces_of(result.log_posterior, data), list(data_sites(result)))
+    return _make_predictions(
+        result, chunks_of(result.log_posterior, data), list(data_sites(result))
+    )
 
 
-def _predicted(
-    result: Result, pieces: Iterable[Piece], return_sites: Sequence[str] | None
+def _make_predictions(
+    result: Result, chunks: Iterable[Chunk], return_sites: Sequence[str] | None
 ) -> dict[str, Tensor]:
     parts = []
-    for piece in pieces:
+    for chunk in chunks:
 
-        def values(params: dict[str, Tensor], piece: Piece = piece) -> dict[str, Tensor]:
-            sites = _sites(result, params, piece, return_sites)
+        def values(params: dict[str, Tensor], chunk: Chunk = chunk) -> dict[str, Tensor]:
+            sites = _sites(result, params, chunk, return_sites)
             return {name: site.value for name, site in sites.items()}
 
-        parts.append((result.over_draws(values, random=True), piece))
-    return joined(parts, row_axes(result))
+        parts.append((result.over_draws(values, random=True), chunk))
+    return join(parts, row_axes(result))
 
 
-def _reduced(
+def _reduce(
     result: Result,
-    pieces: Iterable[Piece],
+    chunks: Iterable[Chunk],
     return_sites: Sequence[str] | None,
     reduction: Reduction,
 ) -> dict[str, Any]:
-    """What is kept of the draws, a piece of the rows after the other."""
+    """What is kept of the draws, a chunk of the rows after the other."""
     parts = []
-    for piece in pieces:
+    for chunk in chunks:
 
-        def terms(params: dict[str, Tensor], piece: Piece = piece) -> Any:
-            sites = _sites(result, params, piece, return_sites, reduction.observed_only)
+        def terms(params: dict[str, Tensor], chunk: Chunk = chunk) -> Any:
+            sites = _sites(result, params, chunk, return_sites, reduction.observed_only)
             return {name: reduction.terms(site) for name, site in sites.items()}
 
         draws: dict[str, Any] = {}
-        for some in result.chunks(terms, random=True):
-            for name, values in some.items():
+        for block in result.chunks(terms, random=True):
+            for name, values in block.items():
                 draws.setdefault(name, reduction.gathered()).add(values)
         totals = {name: reduction.total(each) for name, each in draws.items()}
-        parts.append((as_dtype(totals, result.layout.dtype), piece))
+        parts.append((as_dtype(totals, result.layout.dtype), chunk))
     of_one = result.layout.unflatten(result.positions[0, 0])
     with own_generator(), torch.no_grad():
-        sites = _sites(result, of_one, piece, return_sites, reduction.observed_only)
-    known = row_axes(result)
-    return joined(parts, {n: reduction.axis(sites[n], known[n]) for n in sites if n in known})
+        sites = _sites(result, of_one, chunk, return_sites, reduction.observed_only)
+    axes = row_axes(result)
+    return join(parts, {n: reduction.axis(sites[n], axes[n]) for n in sites if n in axes})
 
 
 def _sites(
     result: Result,
     params: dict[str, Tensor],
-    piece: Piece,
+    chunk: Chunk,
     return_sites: Sequence[str] | None,
     observed_only: bool = False,
 ) -> dict[str, Site]:
     """The sites that are asked for, of one draw."""
-    sites = result.log_posterior.simulate(params, piece.arguments, piece.indices).sites
-    names = _returned(result, sites) if return_sites is None else return_sites
+    sites = result.log_posterior.simulate(params, chunk.arguments, chunk.indices).sites
+    names = _default_sites(result, sites) if return_sites is None else return_sites
     for name in names:
         if name not in sites:
             raise ArgumentError(f"return_sites: no site '{name}'; the model has {sorted(sites)}")
@@ -210,7 +212,7 @@ def _sites(
     return {name: sites[name] for name in names}
 
 
-def equally_weighted(result: Result, num_samples: int | None) -> Result:
+def resample_equally(result: Result, num_samples: int | None) -> Result:
     """The result with `num_samples` draws in all that count alike, evenly spaced over chains and
     draws; by default as many as there are.
 
@@ -218,7 +220,7 @@ def equally_weighted(result: Result, num_samples: int | None) -> Result:
     """
     chains, draws = result.positions.shape[:2]
     if num_samples is not None:
-        chosen = even(chains * draws, num_samples)
+        chosen = spread_evenly(chains * draws, num_samples)
     elif result.weights is None:
         return result
     if result.weights is not None:
@@ -236,7 +238,7 @@ def in_proportion(weights: Tensor, wanted: int) -> Tensor:
     return torch.searchsorted(shares, places).clamp(max=len(weights) - 1)
 
 
-def even(total: int, wanted: int) -> Tensor:
+def spread_evenly(total: int, wanted: int) -> Tensor:
     """`wanted` indices, evenly spaced over `total`.
 
     Raises:
@@ -247,13 +249,13 @@ def even(total: int, wanted: int) -> Tensor:
     return evenly(total, wanted)
 
 
-def _returned(result: Result, sites: Mapping[str, Site]) -> list[str]:
+def _default_sites(result: Result, sites: Mapping[str, Site]) -> list[str]:
     """What `predict` returns unless it is told: neither latents nor what `get_samples` has."""
-    known = set(result.log_posterior.latents) | set(result.log_posterior.model_info.steady)
+    hidden = set(result.log_posterior.latents) | set(result.log_posterior.model_info.steady)
     return [
         name
         for name, site in sites.items()
-        if site.kind in ("observed", "deterministic") and name not in known
+        if site.kind in ("observed", "deterministic") and name not in hidden
     ]
 
 
@@ -267,21 +269,21 @@ def row_axes(result: Result) -> dict[str, int]:
     return {**result.log_posterior.model_info.row_axes, **data_sites(result)}
 
 
-def joined(parts: Sequence[tuple[Mapping[str, Any], Piece]], axes: Mapping[str, int]) -> Any:
-    """Pieces' values, tensors or tuples of them, joined along each site's rows; what has no rows
-    is the first piece's."""
-    joined = dict(parts[0][0])
+def join(parts: Sequence[tuple[Mapping[str, Any], Chunk]], axes: Mapping[str, int]) -> Any:
+    """Chunks' values, tensors or tuples of them, joined along each site's rows; what has no rows
+    is the first chunk's."""
+    sites = dict(parts[0][0])
     if len(parts) == 1 and parts[0][1].keep == slice(None):
-        return joined
+        return sites
     for name, axis in axes.items():
-        if name in joined:
+        if name in sites:
 
-            def join(*values: Tensor, axis: int = axis) -> Tensor:
+            def concatenate(*values: Tensor, axis: int = axis) -> Tensor:
                 kept = [
-                    value.movedim(axis, 0)[piece.keep].movedim(0, axis)
-                    for value, (_, piece) in zip(values, parts, strict=True)
+                    value.movedim(axis, 0)[chunk.keep].movedim(0, axis)
+                    for value, (_, chunk) in zip(values, parts, strict=True)
                 ]
                 return torch.cat(kept, dim=axis)
 
-            joined[name] = pytree.tree_map(join, *(values[name] for values, _ in parts))
-    return joined
+            sites[name] = pytree.tree_map(concatenate, *(values[name] for values, _ in parts))
+    return sites

@@ -163,8 +163,8 @@ class Quantiles(Reduction):
         values = values if values.is_floating_point() else values.float()
         levels = values.new_tensor(self.levels)
         columns = values.flatten(1).split(max(1, _SORTED // len(values)), dim=1)
-        found = torch.cat([some.quantile(levels, dim=0) for some in columns], dim=1)
-        return found.reshape(len(levels), *values.shape[1:])
+        quantiles = torch.cat([column.quantile(levels, dim=0) for column in columns], dim=1)
+        return quantiles.reshape(len(levels), *values.shape[1:])
 
 
 _BY_NAME: dict[str, type[Reduction]] = {"mean": Mean, "entropy": Entropy, "variance": Variance}

@@ -173,26 +173,27 @@ def understood(contents: Mapping[str, Any], model: Any) -> LogPosterior:
     Raises:
         FileError: the model does not run there, or is another one; it lists what differs.
     """
-    found = _tried(contents, model, contents["num_data"])
-    if isinstance(found, Exception):
+    outcome = _try_model(contents, model, contents["num_data"])
+    if isinstance(outcome, Exception):
         # in single steps only a plate may have said N; it is compared below
-        again = _tried(contents, model, None)
-        found = found if isinstance(again, Exception) else again
-    if isinstance(found, Exception):
+        again = _try_model(contents, model, None)
+        outcome = outcome if isinstance(again, Exception) else again
+    if isinstance(outcome, Exception):
         raise FileError(
-            f"the model does not run on the file's batch ({type(found).__name__}: {found}): pass "
-            "the model that was run"
-        ) from found
-    differences = _differences(contents, found)
+            f"the model does not run on the file's batch ({type(outcome).__name__}: {outcome}): "
+            "pass the model that was run"
+        ) from outcome
+    log_posterior = outcome
+    differences = _differences(contents, log_posterior)
     if differences:
         raise FileError(
             f"the model is not the one of the file ({'; '.join(differences)}): pass the model that "
             "was run"
         )
-    return found
+    return log_posterior
 
 
-def _tried(
+def _try_model(
     contents: Mapping[str, Any], model: Any, num_data: int | None
 ) -> LogPosterior | Exception:
     """The model understood, or what is in the way."""
@@ -240,19 +241,19 @@ def _start(log_posterior: LogPosterior) -> dict[str, Tensor]:
 def _differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
     """What is not as it was when the file was written, in words."""
     values = log_posterior.constrain(_start(log_posterior))
-    then = _described(contents["start_values"], contents["latents"])
-    now = _described(values, log_posterior.latents)
-    found = [
+    then = _describe(contents["start_values"], contents["latents"])
+    now = _describe(values, log_posterior.latents)
+    lines = [
         f"'{name}' is {then.get(name, 'not')} in the file, {now.get(name, 'not')} in the model"
         for name in dict.fromkeys([*then, *now])
         if then.get(name) != now.get(name)
     ]
     if log_posterior.num_data != contents["num_data"]:
-        found.append(f"N is {contents['num_data']} in the file, {log_posterior.num_data} here")
-    return found or _moved(contents, log_posterior)
+        lines.append(f"N is {contents['num_data']} in the file, {log_posterior.num_data} here")
+    return lines or _moved_sites(contents, log_posterior)
 
 
-def _described(values: Mapping[str, Tensor], latents: Any) -> dict[str, str]:
+def _describe(values: Mapping[str, Tensor], latents: Any) -> dict[str, str]:
     return {
         name: f"a {'latent' if name in latents else 'param'} {list(value.shape)} "
         f"of {dtype_name(value.dtype)}"
@@ -260,7 +261,7 @@ def _described(values: Mapping[str, Tensor], latents: Any) -> dict[str, str]:
     }
 
 
-def _moved(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
+def _moved_sites(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
     """Sites whose value is another one at the same unconstrained value."""
     device = device_of(contents, log_posterior)
     start, then = contents["start"], contents["start_values"]

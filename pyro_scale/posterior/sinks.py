@@ -256,8 +256,8 @@ class ToMoments:
         return torch.cat([self._seen, last], 1)[draws.finished]
 
     def _sum_up(self, count: int) -> None:
-        some, self._waiting = self._waiting[:, :count], self._waiting[:, count:].clone()
-        self._moments.add(_samples(self._starts, some))
+        block, self._waiting = self._waiting[:, :count], self._waiting[:, count:].clone()
+        self._moments.add(_samples(self._starts, block))
 
 
 def _samples(starts: Result, positions: Tensor) -> dict[str, Tensor]:

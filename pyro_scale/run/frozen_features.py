@@ -26,38 +26,41 @@ def with_frozen_features(problem: Problem) -> Problem:
     """The problem whose engine sees the features that a frozen base makes of the rows, if there is
     one: in a table where the data are tensors and it fits into a quarter of the memory, else
     batch by batch."""
-    known, engine = problem.log_posterior, problem.engine
-    if not known.model_info.is_frozen:
+    log_posterior, engine = problem.log_posterior, problem.engine
+    if not log_posterior.model_info.is_frozen:
         return problem
-    if not isinstance(engine.density, LogPosterior) or known.model_info.own_plate is not None:
+    if (
+        not isinstance(engine.density, LogPosterior)
+        or log_posterior.model_info.own_plate is not None
+    ):
         return dataclasses.replace(problem, base="run at every step")
     arguments = problem.data.first()
     here = engine.layout.unflatten(problem.positions[0])
     drawn = batches_from(problem.batches(1, "shuffle"), 0, _OTHERS)
     others = [batch.of_chain(0)[0] for batch in drawn]
     try:
-        found = frozen_base(engine.density, here, arguments, others)
-        first = found.features(arguments)
-        source, said = _featured(problem.data, found, first)
+        base = frozen_base(engine.density, here, arguments, others)
+        first = base.features(arguments)
+        source, words = _compute_features(problem.data, base, first)
     except NoBase as reason:
         return dataclasses.replace(problem, base=f"run at every step: {reason}")
-    engine = dataclasses.replace(engine, density=found, vectorized=True)
+    engine = dataclasses.replace(engine, density=base, vectorized=True)
     per_chain = problem.data.batch_size is not None
     engine, _ = first_evaluation(engine, problem.positions, first, per_chain)
-    return dataclasses.replace(problem, engine=engine, features=source, base=said)
+    return dataclasses.replace(problem, engine=engine, features=source, base=words)
 
 
-def _featured(
-    data: Data, found: FrozenBase, first: tuple[Tensor, ...]
+def _compute_features(
+    data: Data, base: FrozenBase, first: tuple[Tensor, ...]
 ) -> tuple[TensorData | FeatureData, str]:
     """(The features, how they come in words)."""
     size = rows.count(first) or 1
-    in_bytes = sum(leaf.nbytes for leaf in first) / size * found.num_data
+    in_bytes = sum(leaf.nbytes for leaf in first) / size * base.num_data
     # all rows at every step are in memory anyway
     fits = data.batch_size is None or in_bytes <= _SHARE * bytes_of(first[0].device)
     if isinstance(data, TensorData) and fits:
         try:
-            return table_of(data, found.features, size), "run once for every row"
+            return table_of(data, base.features, size), "run once for every row"
         except Exception as error:  # of operations, on tensors of other sizes
             raise NoBase("sizes inside of the model change from batch to batch") from error
-    return FeatureData(data, found.features), "run once for every batch"
+    return FeatureData(data, base.features), "run once for every batch"

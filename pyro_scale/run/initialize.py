@@ -111,12 +111,12 @@ def check_sites(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> No
 def _params_of(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Unconstrained params among the starts `[num_chains, ...]`: one value, which all chains
     share."""
-    found = {}
+    params = {}
     for name, point in log_posterior.points.items():
         if name in starts:
             value = transform_to(point.constraint).inv(starts[name][0]).to(point.unconstrained)
-            found[name] = value.expand_as(point.unconstrained)
-    return found
+            params[name] = value.expand_as(point.unconstrained)
+    return params
 
 
 def _with_all_sites(kernel: Hyperparameters, layout: Layout) -> Hyperparameters:

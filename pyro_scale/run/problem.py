@@ -18,7 +18,7 @@ from pyro_scale.data.row_sampler import RowIndices, Sampling
 from pyro_scale.data.sources import Data, OwnSubsamples, TensorData
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, ModelWarning
-from pyro_scale.fullbatch.chunks import is_row_wise, pieces_of
+from pyro_scale.fullbatch.chunks import chunks_of, is_row_wise
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import model_warnings
@@ -118,7 +118,7 @@ def check_all_rows(log_posterior: LogPosterior, data: Data, params: Mapping[str,
     if data.batch_size is None:
         return
     if isinstance(data, TensorData) and is_row_wise(log_posterior):
-        check_supports(log_posterior, params, pieces_of(log_posterior, data))
+        check_supports(log_posterior, params, chunks_of(log_posterior, data))
     check_batches(log_posterior, params, data.first(), data.spread(_OTHER_BATCHES))
 
 
@@ -130,16 +130,16 @@ def position_of(problem: Problem, values: Mapping[str, Tensor], argument: str) -
         ArgumentError: a site is missing, unknown, or has another shape.
     """
     layout, start = problem.engine.layout, problem.positions[0]
-    known = problem.log_posterior.constrain(layout.unflatten(start))
+    sites = problem.log_posterior.constrain(layout.unflatten(start))
     for name, value in {**dict.fromkeys(problem.log_posterior.latents), **values}.items():
-        like = known.get(name)
+        like = sites.get(name)
         if value is None or like is None or torch.as_tensor(value).shape != like.shape:
-            shapes = {site: list(each.shape) for site, each in known.items()}
+            shapes = {site: list(each.shape) for site, each in sites.items()}
             raise ArgumentError(
                 f"{argument}[{name!r}]: pass constrained values of sites and shapes {shapes}"
             )
-    given = {name: torch.as_tensor(value).to(known[name]) for name, value in values.items()}
-    unconstrained = problem.log_posterior.unconstrain(given)
+    converted = {name: torch.as_tensor(value).to(sites[name]) for name, value in values.items()}
+    unconstrained = problem.log_posterior.unconstrain(converted)
     return layout.flatten(layout.unflatten(start) | unconstrained)
 
 
@@ -148,7 +148,7 @@ def as_log_posterior(
 ) -> LogPosterior:
     """The model as a log posterior, for N rows."""
     if isinstance(model, LogPosterior):
-        return model.renewed(num_data)
+        return model.renew(num_data)
     return LogPosterior(model, num_data)
 
 
@@ -163,12 +163,12 @@ def module_device(model: Callable[..., Any] | LogPosterior) -> torch.device | No
 
 def _data_for(log_posterior: LogPosterior, data: Data) -> Data:
     """The data, or indices into them for a model that subsamples by itself."""
-    known = log_posterior.model_info
-    if known.own_plate is None or isinstance(data, OwnSubsamples):
+    info = log_posterior.model_info
+    if info.own_plate is None or isinstance(data, OwnSubsamples):
         return data
     if not isinstance(data, TensorData) or data.batch_size is not None:
         raise ArgumentError(
-            f"the model subsamples by itself in plate '{known.own_plate}': pass the whole data as "
+            f"the model subsamples by itself in plate '{info.own_plate}': pass the whole data as "
             "tensors, without a loader or batch_size"
         )
-    return OwnSubsamples(data.arguments, log_posterior.num_data, known.batch_size)
+    return OwnSubsamples(data.arguments, log_posterior.num_data, info.batch_size)

@@ -23,10 +23,10 @@ from pyro_scale.data.stream import StreamData
 from pyro_scale.engine.checkpoint import (
     Checkpoint,
     Checkpoints,
+    check_same_run,
     differences,
     holds_state,
     read,
-    refuse_another_run,
 )
 from pyro_scale.errors import ArgumentError, FileError
 from pyro_scale.run.problem import Problem
@@ -62,7 +62,7 @@ class Journal:
         if resume is None:
             if checkpoint is None:
                 return cls(None, every, None)
-            refuse_another_run(checkpoint)
+            check_same_run(checkpoint)
             return cls(as_path(checkpoint), every, None)
         if checkpoint is not None and as_path(checkpoint).resolve() != as_path(resume).resolve():
             raise ArgumentError(
@@ -80,7 +80,7 @@ class Journal:
         """How often the run to go on with has halved its step size."""
         return 0 if self.last is None else int(self.last.facts["halvings"])
 
-    def refuse_another(self, facts: Mapping[str, Any], num_samples: int) -> None:
+    def check_same_run(self, facts: Mapping[str, Any], num_samples: int) -> None:
         """Refuses to go on with another run.
 
         Raises:
@@ -91,13 +91,13 @@ class Journal:
             return
         then = {k: v for k, v in self.last.facts.items() if k not in ("halvings", _START)}
         now = {k: v for k, v in facts.items() if k != _START}
-        found = differences(then, now)
+        lines = differences(then, now)
         start, here = self.last.facts[_START], facts[_START]
-        if not found and not math.isclose(start, here, rel_tol=1e-6):
-            found = [f"the log joint where chain 0 starts was {start:.8g}, is {here:.8g}"]
-        if found:
+        if not lines and not math.isclose(start, here, rel_tol=1e-6):
+            lines = [f"the log joint where chain 0 starts was {start:.8g}, is {here:.8g}"]
+        if lines:
             raise FileError(
-                f"resume='{self.path}' is another run ({'; '.join(found)}): build the method and "
+                f"resume='{self.path}' is another run ({'; '.join(lines)}): build the method and "
                 "call run as they were, but for num_samples and progress"
             )
         kept = self.last.positions.shape[1]
@@ -139,13 +139,13 @@ def identity_of(problem: Problem, attrs: Mapping[str, Any], hyperparameters: Any
     layout = problem.engine.layout
     shapes = zip(layout.names, layout.shapes, layout.dtypes, strict=True)
     params = layout.unflatten(problem.positions[0])
-    known = problem.log_posterior
+    log_posterior = problem.log_posterior
     with torch.no_grad():
-        start = known(params, problem.data.first(), known.first_indices()).log_joint
+        start = log_posterior(params, problem.data.first(), log_posterior.first_indices()).log_joint
     return {
         **attrs,
         "hyperparameters": {name: _plain(value) for name, value in hyperparameters.items()},
-        "num_data": known.num_data,
+        "num_data": log_posterior.num_data,
         "data": _fingerprint(problem.data),
         "batch_size": problem.data.batch_size,
         "sites": {name: f"{list(shape)} {dtype_name(dtype)}" for name, shape, dtype in shapes},

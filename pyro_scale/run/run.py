@@ -134,14 +134,14 @@ class RunPlan:
 
 def _inspection(problem: Problem) -> Callable[[Tensor, Batch], None] | None:
     """Tries the rules on batches that the run meets, at the first chain's position."""
-    known, layout = problem.log_posterior, problem.engine.layout
-    if problem.features is not None or not is_checked(known.model_info):
+    log_posterior, layout = problem.log_posterior, problem.engine.layout
+    if problem.features is not None or not is_checked(log_posterior.model_info):
         return None
 
     first = problem.data.first()
 
     def inspect(positions: Tensor, batch: Batch) -> None:
         if bool(torch.isfinite(positions[0]).all()):
-            check_batch(known, layout.unflatten(positions[0]), *batch.of_chain(0), first)
+            check_batch(log_posterior, layout.unflatten(positions[0]), *batch.of_chain(0), first)
 
     return inspect

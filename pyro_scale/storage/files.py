@@ -102,10 +102,10 @@ def read(path: FilePath, kind: Kind = "results") -> dict[str, Any]:
     """
     target = as_path(path)
     try:
-        found = target.read_bytes()
+        content = target.read_bytes()
     except OSError as error:
         raise FileError(f"'{target}' cannot be read ({error.strerror or error})") from error
-    header = re.match(_HEADER.encode() % kind.encode(), found)
+    header = re.match(_HEADER.encode() % kind.encode(), content)
     if header is None:
         raise FileError(f"'{target}' does not begin as {_WROTE[kind]}")
     form, size, digest = header.groups()
@@ -114,7 +114,7 @@ def read(path: FilePath, kind: Kind = "results") -> dict[str, Any]:
             f"'{target}' has format {int(form)}, but this version of Pyro Scale reads format "
             f"{_FORMAT}: read it with the version that wrote it"
         )
-    body = memoryview(found)[header.end() :]
+    body = memoryview(content)[header.end() :]
     if len(body) != int(size):
         state = "was cut off" if len(body) < int(size) else "has something after its end"
         raise FileError(
@@ -127,9 +127,9 @@ def read(path: FilePath, kind: Kind = "results") -> dict[str, Any]:
             "another copy"
         )
     try:
-        _refuse_compressed(body, target)
+        _check_uncompressed(body, target)
         found_in = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
-        _refuse_more_than_is_there(found_in, len(body), target)
+        _check_size(found_in, len(body), target)
         return cast(dict[str, Any], found_in)
     except FileError:
         raise
@@ -140,7 +140,7 @@ def read(path: FilePath, kind: Kind = "results") -> dict[str, Any]:
         ) from error
 
 
-def _refuse_compressed(body: memoryview, target: Path) -> None:
+def _check_uncompressed(body: memoryview, target: Path) -> None:
     """Refuses records that would take more memory than they have bytes; torch writes none."""
     with zipfile.ZipFile(io.BytesIO(body)) as records:
         infos = records.infolist()
@@ -149,7 +149,7 @@ def _refuse_compressed(body: memoryview, target: Path) -> None:
         raise FileError(f"'{target}' holds compressed records, which Pyro Scale does not write")
 
 
-def _refuse_more_than_is_there(contents: Any, size: int, target: Path) -> None:
+def _check_size(contents: Any, size: int, target: Path) -> None:
     """Refuses tensors that declare more numbers than the file has room for, such as one number
     expanded to terabytes, and those that are no plain ones."""
     left, seen = [contents], set()

@@ -56,8 +56,8 @@ class StoredPositions:
         width = self.layout.size * torch.finfo(self.layout.dtype).bits // 8
         each = max(1, _READ_BYTES // width)
         for chain in range(len(self.chains)):
-            for some in torch.arange(self.count).split(each):
-                yield self._read(torch.tensor([chain]), some)[0]
+            for places in torch.arange(self.count).split(each):
+                yield self._read(torch.tensor([chain]), places)[0]
 
     def _read(self, chains: Tensor, draws: Tensor) -> Tensor:
         """`[len(chains), len(draws), D]`."""
@@ -81,8 +81,8 @@ class StoredSamples(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.shapes:
             raise KeyError(name)
-        whole = torch.arange(len(self.positions.chains)), torch.arange(self.positions.count)
-        return self._read(name, *whole)
+        indices = torch.arange(len(self.positions.chains)), torch.arange(self.positions.count)
+        return self._read(name, *indices)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
@@ -112,9 +112,9 @@ class StoredSamples(Mapping[str, Tensor]):
 
     def dataset(self) -> Any:
         """All of them as xarray's dataset, of which nothing is read before it is needed."""
-        whole = self.positions.store.dataset(POSTERIOR)[list(self)].drop_attrs(deep=False)
+        dataset = self.positions.store.dataset(POSTERIOR)[list(self)].drop_attrs(deep=False)
         kept = {"chain": self.positions.chains.numpy(), "draw": slice(self.positions.count)}
-        return whole.isel(kept)
+        return dataset.isel(kept)
 
     def _read(
         self, name: str, chains: Tensor, draws: Tensor, elements: Tensor | None = None
@@ -151,5 +151,5 @@ def _at_places(
         here = torch.nonzero(places[0] == own)[:, 0]
         parts.append(read(own[None], places[1, here])[0])
         order.append(here)
-    found = torch.cat(parts)[torch.cat(order).argsort()]
-    return found.reshape(*chain.shape, *found.shape[1:])
+    values = torch.cat(parts)[torch.cat(order).argsort()]
+    return values.reshape(*chain.shape, *values.shape[1:])

@@ -26,9 +26,9 @@ class WholeStore(WrapperStore[LocalStore]):
         refuse_another: raises it where the store is of another run by now.
     """
 
-    def __init__(self, store: LocalStore, refuse_another: Callable[[], None]):
+    def __init__(self, store: LocalStore, check_same_run: Callable[[], None]):
         super().__init__(store)
-        self._refuse_another = refuse_another
+        self._refuse_another = check_same_run
 
     def _with_store(self, store: LocalStore) -> WholeStore:
         return WholeStore(store, self._refuse_another)
@@ -40,10 +40,10 @@ class WholeStore(WrapperStore[LocalStore]):
         self._refuse_another()
         path = self._store.root
         with refused(path, "read"):
-            found = await super().get(key, prototype, byte_range)
+            value = await super().get(key, prototype, byte_range)
             if not _VALUES.search(key):
-                return found
-            if found is None:
+                return value
+            if value is None:
                 raise FileError(f"the draws in '{path}' are not whole: {key} is gone")
-            CRC32().decode(found.to_bytes())  # which raises; of Zarr's own check it is no FileError
-        return found
+            CRC32().decode(value.to_bytes())  # which raises; of Zarr's own check it is no FileError
+        return value

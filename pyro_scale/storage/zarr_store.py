@@ -139,9 +139,9 @@ class DrawStore:
         """
         zarr, target = _zarr(), as_path(path).absolute()
         with refused(target, "read"):
-            found = cls(target, zarr.open_group(str(target), mode="r+", use_consolidated=False))
-            found._refuse_damaged_metadata()
-        return found
+            store = cls(target, zarr.open_group(str(target), mode="r+", use_consolidated=False))
+            store._check_metadata()
+        return store
 
     def append(self, draws: Mapping[str, Tensor], start: int) -> None:
         """Adds draws of every field, `[chains, n, ...]`, the last ones that are there among them.
@@ -209,7 +209,7 @@ class DrawStore:
             array = self._own[name]
             rest = (slice(None),) * (array.ndim - 2)
             for file in files.unique():
-                self._refuse_missing(name, array, chains, int(file))
+                self._check_complete(name, array, chains, int(file))
                 here = torch.nonzero(files == file)[:, 0]
                 places = chains.numpy(), draws[here].numpy(), *rest
                 part = torch.as_tensor(array.oindex[places])
@@ -241,24 +241,24 @@ class DrawStore:
 
         from pyro_scale.storage.zarr_checked import WholeStore
 
-        store = WholeStore(LocalStore(self.path, read_only=True), self._refuse_another)
+        store = WholeStore(LocalStore(self.path, read_only=True), self._check_same_run)
         with refused(self.path, "read"):
-            found = xarray.open_zarr(store, group=group, chunks=None, consolidated=True)
-        return found.drop_encoding()  # which other formats do not take
+            dataset = xarray.open_zarr(store, group=group, chunks=None, consolidated=True)
+        return dataset.drop_encoding()  # which other formats do not take
 
     @property
     def _own(self) -> Any:
         """The open store, if what is at its path is still that of its run."""
-        self._refuse_another()
+        self._check_same_run()
         return self._group
 
-    def _refuse_another(self) -> None:
+    def _check_same_run(self) -> None:
         """Refuses to read where there is none, or that of another run."""
         with refused(self.path, "read"):
             if json.loads((self.path / ".zattrs").read_text()).get("run") != self.run:
                 raise FileError(f"the draws in '{self.path}' are of another run by now")
 
-    def _refuse_damaged_metadata(self) -> None:
+    def _check_metadata(self) -> None:
         """Refuses arrays that are not laid out as readers are told, for there is no checksum of
         that; their lengths may be ahead of it."""
         told = json.loads((self.path / ".zmetadata").read_text())["metadata"]
@@ -276,7 +276,7 @@ class DrawStore:
                     "agree, so one of them is damaged"
                 )
 
-    def _refuse_missing(self, name: str, array: Any, chains: Tensor, file: int) -> None:
+    def _check_complete(self, name: str, array: Any, chains: Tensor, file: int) -> None:
         """Refuses to take a file that is not there for one that holds nothing."""
         for chain in chains.tolist() if array.size else ():
             place = ".".join(map(str, (chain, file, *(0 for _ in array.shape[2:]))))

@@ -47,25 +47,27 @@ def row_gradients(
         positions: `[positions, D]`.
         batches: whose rows to use, some at each position.
     """
-    known, layout = problem.log_posterior.model_info, problem.engine.layout
-    has_rows = any(rule.role == "rows" for rule in known.scaling.rules.values())
-    too_many = known.batch_size * layout.size > _MOST_NUMBERS
+    info, layout = problem.log_posterior.model_info, problem.engine.layout
+    has_rows = any(rule.role == "rows" for rule in info.scaling.rules.values())
+    too_many = info.batch_size * layout.size > _MOST_NUMBERS
     if not has_rows or too_many:
         return None
     latents = [name for name in layout.names if name in problem.log_posterior.latents]
 
     def of_one(position: Tensor, *batch: Any) -> Tensor:
-        found = density.row_gradients(layout.unflatten(position), *batch)
-        return torch.cat([found[name].reshape(len(found[name]), -1) for name in latents], dim=1)
+        gradients = density.row_gradients(layout.unflatten(position), *batch)
+        return torch.cat(
+            [gradients[name].reshape(len(gradients[name]), -1) for name in latents], dim=1
+        )
 
     each_at = zip(positions, batches, strict=True)
     pairs = [(position, *batch) for position, some in each_at for batch in some]
     # every row's gradient goes back through a whole batch
     row = layout.size + sum(leaf[0].numel() for leaf in rows.leaves(pairs[0][1]))
-    together = max(1, _AT_ONCE // (known.batch_size**2 * row))
+    together = max(1, _AT_ONCE // (info.batch_size**2 * row))
     blocks = (pairs[i : i + together] for i in range(0, len(pairs), together))
-    found = torch.cat([_of_each(of_one, block) for block in blocks])
-    return found.reshape(len(positions), -1, found.shape[-1])
+    gradients = torch.cat([_of_each(of_one, block) for block in blocks])
+    return gradients.reshape(len(positions), -1, gradients.shape[-1])
 
 
 def _of_each(function: Callable[..., Tensor], pairs: Sequence[tuple[Any, ...]]) -> Tensor:
@@ -125,8 +127,8 @@ def gradient_noise(
         values: the hyperparameters', on average over the draws.
         sampling: how rows are drawn.
     """
-    known, engine = problem.log_posterior, problem.engine
-    size, num_latents = known.model_info.batch_size, engine.num_latents
+    log_posterior, engine = problem.log_posterior, problem.engine
+    size, num_latents = log_posterior.model_info.batch_size, engine.num_latents
     if values["temperature"] == 0 or not engine.vectorized:
         return None
     if problem.data.batch_size is None:  # the whole data at every step
@@ -136,32 +138,32 @@ def gradient_noise(
     places = max(_FEWEST_PLACES, min(NOISE_BATCHES // each, _MOST_NUMBERS // in_rows))
     chains = finished[:places]
     chosen = spread(positions, places // len(chains))
-    some = positions[torch.arange(len(chains))[:, None], chosen]
-    at = some.flatten(0, 1).to(problem.positions.device)
-    found = batches_from(batches, step, each * len(chosen))
+    draws = positions[torch.arange(len(chains))[:, None], chosen]
+    at = draws.flatten(0, 1).to(problem.positions.device)
+    run_batches = batches_from(batches, step, each * len(chosen))
     own = [
-        [batch.of_chain(chain) for batch in found[i : i + each]]
+        [batch.of_chain(chain) for batch in run_batches[i : i + each]]
         for chain in chains
-        for i in range(0, len(found), each)
+        for i in range(0, len(run_batches), each)
     ]
 
     def variance_of(density: Density) -> Tensor | None:
         """The mean over positions: the rows of some of them at a time are in memory."""
-        found = []
+        parts = []
         for block in torch.arange(len(at)).split(max(1, _AT_ONCE // in_rows)):
-            some = [own[place] for place in block]
-            gradients = row_gradients(problem, density, at[block], some)
+            batches_there = [own[place] for place in block]
+            gradients = row_gradients(problem, density, at[block], batches_there)
             if gradients is None:
                 return None
-            variance = gradient_variance(gradients, size, known.num_data, sampling)
-            found.append(variance.cpu() * len(block) / len(at))
-        return torch.stack(found).sum(0)
+            variance = gradient_variance(gradients, size, log_posterior.num_data, sampling)
+            parts.append(variance.cpu() * len(block) / len(at))
+        return torch.stack(parts).sum(0)
 
     variance, reduction = variance_of(engine.density), None
     if variance is None:
         return None
     if isinstance(engine.density, ControlVariates):
-        without = variance_of(known)
+        without = variance_of(log_posterior)
         reduction = None if without is None else without / variance
     return GradientNoise(_inflation(engine, values, variance), variance, reduction)
 
@@ -173,10 +175,10 @@ def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -
     if theory is None:
         return None
     values = engine.kernel_values(values)
-    padded = engine.padded(variance.to(values["lr"]))
+    padded = engine.pad(variance.to(values["lr"]))
     injected = engine.cool(values)["temperature"].expand_as(padded)
-    whole = (injected + theory.added_temperature(values, padded)) / values["temperature"]
-    return whole[: len(variance)].cpu()
+    total = (injected + theory.added_temperature(values, padded)) / values["temperature"]
+    return total[: len(variance)].cpu()
 
 
 def warn_of_a_bad_anchor(noise: GradientNoise | None) -> None:

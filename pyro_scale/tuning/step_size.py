@@ -190,8 +190,8 @@ def _rows(problem: Problem, draws: Tensor, sampling: Sampling) -> Tensor:
     if size is None:
         return torch.zeros(1, problem.engine.num_latents, dtype=torch.float64)
     batches = problem.batches(1, sampling)
-    some = batches_from(batches, 0, -(-_NOISE_ROWS // (size * len(draws))))
-    own = [[batch.of_chain(0) for batch in some]] * len(draws)
+    run_batches = batches_from(batches, 0, -(-_NOISE_ROWS // (size * len(draws))))
+    own = [[batch.of_chain(0) for batch in run_batches]] * len(draws)
     rows = row_gradients(problem, problem.engine.density, draws, own)
     if rows is None:
         raise ArgumentError(

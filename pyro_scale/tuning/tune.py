@@ -56,7 +56,7 @@ def tune(
     if tuning.lr:
         step_size.check(problem)
     density = WholeDensity(problem.log_posterior, problem.data, problem.engine.layout)
-    mode, found = _mode(problem, density, tuning.control_variates), {}
+    mode, choice = _mode(problem, density, tuning.control_variates), {}
     if tuning.control_variates:
         problem = _with_control_variates(problem, density, mode)
     if tuning.subtract_noise:
@@ -66,10 +66,10 @@ def tune(
         _warn_of_a_large_error(chosen, bool(tuning.control_variates))
         kernel = dataclasses.replace(problem.engine.kernel, lr=chosen.lr)
         problem = problem.with_engine(kernel=kernel)
-        found = {"lr_choice": chosen.reason}
+        choice = {"lr_choice": chosen.reason}
     if tuning.subtract_noise:
         _warn_of_what_is_left(problem)
-    return problem, found
+    return problem, choice
 
 
 def _warn_of_a_large_error(chosen: step_size.StepSize, control_variates: bool) -> None:
@@ -90,28 +90,34 @@ def _mode(problem: Problem, density: WholeDensity, anchor: bool | Mapping[str, T
 
 
 def _with_control_variates(problem: Problem, density: WholeDensity, anchor: Tensor) -> Problem:
-    known, layout = problem.log_posterior, problem.engine.layout
+    log_posterior, layout = problem.log_posterior, problem.engine.layout
     _, gradient = density.grad(anchor)
-    total = {name: part * known.num_data for name, part in layout.unflatten(gradient).items()}
-    return problem.with_engine(density=ControlVariates(known, layout.unflatten(anchor), total))
+    total = {
+        name: part * log_posterior.num_data for name, part in layout.unflatten(gradient).items()
+    }
+    return problem.with_engine(
+        density=ControlVariates(log_posterior, layout.unflatten(anchor), total)
+    )
 
 
 def _without_noise(problem: Problem, mode: Tensor, sampling: Sampling) -> Problem:
     """The problem with the noise of minibatches at the mode known."""
-    known, engine = problem.log_posterior, problem.engine
+    log_posterior, engine = problem.log_posterior, problem.engine
     size = problem.data.batch_size
     if size is None:
         raise ArgumentError("subtract_noise: the whole data at every step has no noise")
     batches = problem.batches(1, sampling)
-    some = batches_from(batches, 0, -(-_NOISE_ROWS // size))
-    rows = row_gradients(problem, known, mode[None], [[batch.of_chain(0) for batch in some]])
+    run_batches = batches_from(batches, 0, -(-_NOISE_ROWS // size))
+    rows = row_gradients(
+        problem, log_posterior, mode[None], [[batch.of_chain(0) for batch in run_batches]]
+    )
     if rows is None:
         raise ArgumentError(
             "subtract_noise needs the gradient of single rows, which this model does not give: "
             "leave it out and lower lr"
         )
-    variance = gradient_variance(rows, size, known.num_data, sampling)
-    return problem.with_engine(known_noise=engine.padded(variance))
+    variance = gradient_variance(rows, size, log_posterior.num_data, sampling)
+    return problem.with_engine(known_noise=engine.pad(variance))
 
 
 def _warn_of_what_is_left(problem: Problem) -> None:

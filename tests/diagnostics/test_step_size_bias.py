@@ -18,7 +18,7 @@ from warned import quiet, told
 import pyro_scale as ps
 from pyro_scale.core.rng import NoiseTape, RefinedNoise
 from pyro_scale.diagnostics import step_size_bias
-from pyro_scale.diagnostics.coupled_run import with_coupled_run
+from pyro_scale.diagnostics.coupled_run import run_coupled
 from pyro_scale.errors import ArgumentError, NotRunError
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -290,11 +290,11 @@ def test_a_chosen_step_is_taken_again():
 def of_many_runs(method, count, monkeypatch, num_chains=4, **how):
     """What is told of `count` runs of a few chains: those of a large run, which are independent."""
     sampler = run(method, num_chains=count * num_chains, **how)
-    pair = with_coupled_run(sampler._plan, sampler._result, sampler._result.positions.shape[1])
+    pair = run_coupled(sampler._plan, sampler._result, sampler._result.positions.shape[1])
     for first in range(0, count * num_chains, num_chains):
         chains = slice(first, first + num_chains)
         few = [dataclasses.replace(each, positions=each.positions[chains]) for each in pair]
-        monkeypatch.setattr(step_size_bias, "with_coupled_run", lambda *_, few=few: few)
+        monkeypatch.setattr(step_size_bias, "run_coupled", lambda *_, few=few: few)
         yield told(sampler.step_size_bias)
 
 

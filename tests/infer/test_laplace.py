@@ -886,7 +886,7 @@ def test_few_draws_are_those_of_all_of_them():
     """Of 1,000 a start, without them, for a model of an odd number of params."""
     fit = laplace(regression(), (X, Y), num_chains=2).fit
     chosen = torch.tensor([0, 15, 16, 999, 1000, 1500, 1999])
-    assert fit.thinned(chosen).positions.equal(fit.result.positions.flatten(0, 1)[chosen][None])
+    assert fit.thin(chosen).positions.equal(fit.result.positions.flatten(0, 1)[chosen][None])
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

@@ -334,7 +334,7 @@ def test_models_that_subsample_by_themselves_are_predicted_for_all_rows():
 
 
 def test_joint_densities_are_predicted_of_all_rows_together(monkeypatch):
-    monkeypatch.setattr(predictive, "PIECE_ROWS", 5)
+    monkeypatch.setattr(predictive, "CHUNK_ROWS", 5)
 
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))

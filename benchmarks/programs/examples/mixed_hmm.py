@@ -26,11 +26,13 @@ def model(steps):
             second = torch.where(x == 0, 1 - stay[0], stay[1])
             x = pyro.sample(f"x_{t}", dist.Bernoulli(second), infer={"enumerate": "parallel"})
             state = x.long()
-            at_rest = steps[:, t] == 0
-            pyro.sample(f"rest_{t}", dist.Bernoulli(1 - moves[state]), obs=at_rest.float())
+            has_converged = steps[:, t] == 0
+            pyro.sample(f"rest_{t}", dist.Bernoulli(1 - moves[state]), obs=has_converged.float())
             movement = dist.Gamma(4.0, rate[state])
             rest = dist.Delta(torch.zeros_like(rate[state]))
-            pyro.sample(f"step_{t}", dist.MaskedMixture(at_rest, movement, rest), obs=steps[:, t])
+            pyro.sample(
+                f"step_{t}", dist.MaskedMixture(has_converged, movement, rest), obs=steps[:, t]
+            )
 
 
 data = (torch.tensor(steps),)

@@ -34,8 +34,8 @@ def directory() -> Path:
         kept = Path(os.environ.get(_VARIABLE) or platformdirs.user_cache_dir("pyro-scale"))
         if kept.is_absolute():  # without a home, "~" stays as it is
             kept.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = kept.lstat()
-            is_ours = stat.S_ISDIR(found.st_mode) and _is_ours(found)
+            status = kept.lstat()
+            is_ours = stat.S_ISDIR(status.st_mode) and _is_ours(status)
             if is_ours and os.access(kept, os.W_OK | os.X_OK):
                 return kept
     return for_this_process(os.getpid())
@@ -62,8 +62,8 @@ def read(key: str) -> bytes | None:
     except OSError:
         return None
     with open(number, "rb") as file:
-        found = os.fstat(number)
-        if not stat.S_ISREG(found.st_mode) or not _is_ours(found):
+        status = os.fstat(number)
+        if not stat.S_ISREG(status.st_mode) or not _is_ours(status):
             return None
         content = file.read()
         with contextlib.suppress(OSError):
@@ -102,8 +102,8 @@ def _drop_oldest(kept: Path) -> None:
     ages = []
     for file in files:
         with contextlib.suppress(OSError):
-            found = file.lstat()
-            ages.append((found.st_mtime, found.st_size, file))
+            status = file.lstat()
+            ages.append((status.st_mtime, status.st_size, file))
     total = sum(size for _, size, _ in ages)
     for _, size, file in sorted(ages):
         if total <= _MOST_BYTES:
@@ -118,8 +118,8 @@ def _digest(key: str, code: bytes) -> bytes:
     return hashlib.sha256(key.encode() + code).digest()
 
 
-def _is_ours(found: os.stat_result) -> bool:
+def _is_ours(status: os.stat_result) -> bool:
     """Whether a file belongs to the effective user, and nobody else can write it."""
     if not hasattr(os, "geteuid"):  # Windows keeps profiles apart by itself
         return True
-    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

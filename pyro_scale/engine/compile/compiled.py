@@ -37,7 +37,7 @@ def compile_loop(graph: Graph, inputs: Inputs, threads: int | None) -> Loop:
     """
 
     def build() -> str:
-        return build_library(write_loop(graph, inputs, _compiled(graph, threads)))
+        return build_library(write_loop(graph, inputs, _compile(graph, threads)))
 
     library = library_for(graph, inputs, threads, build)
     return Loop(library, inputs.position, graph.output_dtypes[-1])
@@ -58,7 +58,7 @@ def compile_value_and_gradient(graph: Graph) -> NativeFunction:
     check_signature(graph)
 
     def build() -> str:
-        return build_library(write_function(graph, _compiled(graph, threads=1)))
+        return build_library(write_function(graph, _compile(graph, threads=1)))
 
     library = library_for(graph, "value and gradient", 1, build)
     return NativeFunction(library, len(graph.examples[0]), graph.examples[1:])
@@ -70,12 +70,12 @@ def compile_function(graph: Graph) -> Callable[[list[Tensor]], Any]:
     Raises:
         Exception: whatever Inductor and the C++ compiler raise.
     """
-    call = _compiled(graph, threads=None).call
+    call = _compile(graph, threads=None).call
     call(list(graph.examples))  # builds the kernels, so that what fails does so here
     return call
 
 
-def _compiled(graph: Graph, threads: int | None) -> Compiled:
+def _compile(graph: Graph, threads: int | None) -> Compiled:
     key = key_of(graph, None, threads)
     if key not in _compiled_before:
         if len(_compiled_before) == _MOST_KEPT:

@@ -67,7 +67,7 @@ def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int |
     Raises:
         Exception: whatever Inductor raises on a graph that it cannot compile.
     """
-    found: list[Any] = []
+    graphs: list[Any] = []
     options: dict[str, Any] = {} if threads is None else {"cpp.threads": threads}
     with exclusive, warnings.catch_warnings(), _in_our_cache(), _kernels_built_on_demand():
         warnings.simplefilter("ignore")  # what Inductor's imports warn of is nobody's to mend
@@ -75,12 +75,12 @@ def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int |
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         def inner(*args: Any, **kwargs: Any) -> Any:
-            found.append(compile_fx_inner(*args, **kwargs))
-            return found[-1]
+            graphs.append(compile_fx_inner(*args, **kwargs))
+            return graphs[-1]
 
         with functorch_config.patch(enable_autograd_cache=False):  # it would pass `inner` by
             compile_fx(module, list(examples), inner_compile=inner, config_patches=options)
-    (compiled,) = found
+    (compiled,) = graphs
     names = getattr(compiled.current_callable, "__globals__", {})
     if threads is None and any(_may_abort(kernel) for kernel in names.values()):
         return compile_graph(module, examples, threads=1)

@@ -170,7 +170,7 @@ class Plan:
             case ast.Call(func=ast.Name(id="empty_strided_cpu"), args=[size, stride, dtype]):
                 kind = getattr(torch, ast.unparse(dtype).removeprefix("torch."))
                 view = View("", kind, ast.literal_eval(size), ast.literal_eval(stride))
-                return self._allocated(view)
+                return self._allocate(view)
             case ast.Call(
                 func=ast.Name(id="reinterpret_tensor"), args=[base, size, stride, offset]
             ):
@@ -179,7 +179,7 @@ class Plan:
                 return View(of.root, of.dtype, *sizes, of.offset + ast.literal_eval(offset))
         raise NotALoop(ast.unparse(expression))
 
-    def _allocated(self, view: View) -> View:
+    def _allocate(self, view: View) -> View:
         """The view in a buffer of its own, or in one that is no longer used."""
         root = next((r for r in self.free if self.buffers[r] == view.num_bytes), None)
         if root is None:

@@ -59,19 +59,19 @@ def trace(function: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor])
     Raises:
         Exception: whatever the function raises when it cannot be traced.
     """
-    found: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
 
     def outputs(*arguments: Tensor) -> list[Tensor]:
         # what is carried on and what is given out must not share memory
-        given = [tensor.clone() for tensor in function(*arguments)]
-        found[:] = [tensor.dtype for tensor in given]
-        return given
+        tensors = [tensor.clone() for tensor in function(*arguments)]
+        dtypes[:] = [tensor.dtype for tensor in tensors]
+        return tensors
 
     with torch.no_grad(), without_onednn():
         traced = make_fx(outputs, tracing_mode="real", decomposition_table=_DECOMPOSITIONS)
         module = traced(*examples)
     constants = _lift_constants(module)
-    return Graph(module, constants, [*examples, *(each.tensor for each in constants)], found)
+    return Graph(module, constants, [*examples, *(each.tensor for each in constants)], dtypes)
 
 
 def as_input(constant: Tensor) -> Tensor:
@@ -79,23 +79,23 @@ def as_input(constant: Tensor) -> Tensor:
     return constant.detach().resolve_conj().resolve_neg()
 
 
-def _running(combine: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+def _accumulate(combine: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
     """A running sum or product, element by element: Inductor has no kernel for it."""
 
-    def decomposed(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    def decompose(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
         if x.dim() == 0 or not x.is_floating_point() or not 0 < x.shape[dim] <= _MOST_RUNNING:
             return NotImplemented
         first, *others = x.to(dtype or x.dtype).unbind(dim)
         return torch.stack(list(itertools.accumulate(others, combine, initial=first)), dim)
 
-    return decomposed
+    return decompose
 
 
 #: Elements of a running sum or product that is written out.
 _MOST_RUNNING = 32
 _DECOMPOSITIONS = {
-    torch.ops.aten.cumsum.default: _running(operator.add),
-    torch.ops.aten.cumprod.default: _running(operator.mul),
+    torch.ops.aten.cumsum.default: _accumulate(operator.add),
+    torch.ops.aten.cumprod.default: _accumulate(operator.mul),
 }
 
 

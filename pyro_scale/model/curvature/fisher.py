@@ -79,7 +79,7 @@ def own_arguments(base: Any) -> Arguments:
     values = {name: getattr(base, name, None) for name in declared if name not in derived}
     try:
         return {
-            name: _expanded(value, torch.Size(base.batch_shape), _event_dim(declared[name]))
+            name: _expand(value, torch.Size(base.batch_shape), _event_dim(declared[name]))
             for name, value in values.items()
             if isinstance(value, Tensor)
         }
@@ -101,23 +101,23 @@ def information(base: Any, names: Sequence[str]) -> Tensor:
     Raises:
         NoInformation: there is none, or no way to it here.
     """
-    given = own_arguments(base)
-    arguments = {name: value.detach().double() for name, value in given.items()}
+    own = own_arguments(base)
+    arguments = {name: value.detach().double() for name, value in own.items()}
     family = type(base)
     blocks = _closed_forms(family)
     discrete = any(_is_discrete(_declared(base)[name]) for name in names)
     if blocks and all((name, name) in blocks for name in names):
-        found = _by_closed_form(base, arguments, names, blocks)
+        matrix = _by_closed_form(base, arguments, names, blocks)
     elif not names or discrete:
         raise NoInformation(family.__name__)
     elif base.has_enumerate_support:
-        found = _by_enumeration(base, arguments, names)
+        matrix = _by_enumeration(base, arguments, names)
     elif _is_known(family):
-        found = _by_divergence(base, arguments, names)
+        matrix = _by_divergence(base, arguments, names)
     else:
         raise NoInformation(family.__name__)
-    dtypes = [given[name].dtype for name in names]
-    return found.to(reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype())
+    dtypes = [own[name].dtype for name in names]
+    return matrix.to(reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype())
 
 
 # ------------------------------------------------------------------ wrappers
@@ -127,10 +127,10 @@ def _layers(fn: Any) -> Iterator[Any]:
     """A distribution, the one that it wraps, the one that this wraps, and so on."""
     while fn is not None:
         yield fn
-        fn = _wrapped(fn)
+        fn = _wrapped_by(fn)
 
 
-def _wrapped(fn: Any) -> Any | None:
+def _wrapped_by(fn: Any) -> Any | None:
     """What a distribution is wrapped around, with its batch shape, if anything."""
     if isinstance(fn, td.Independent | dist.MaskedDistribution):
         return fn.base_dist
@@ -198,7 +198,7 @@ def _is_discrete(constraint: Any) -> bool:
         return False
 
 
-def _expanded(value: Tensor, batch_shape: torch.Size, event_dim: int) -> Tensor:
+def _expand(value: Tensor, batch_shape: torch.Size, event_dim: int) -> Tensor:
     """An argument over the whole batch.  Some of Pyro's classes declare less event dimensions than
     their arguments have, so what has the batch's shape already is left alone."""
     rank = len(batch_shape)
@@ -207,7 +207,7 @@ def _expanded(value: Tensor, batch_shape: torch.Size, event_dim: int) -> Tensor:
     return value.expand(batch_shape + value.shape[value.dim() - event_dim :])
 
 
-def _remade(base: Any, arguments: Arguments, batch_shape: torch.Size) -> Any:
+def _rebuild(base: Any, arguments: Arguments, batch_shape: torch.Size) -> Any:
     """The same distribution of other arguments, as far as they say all of it."""
     try:
         fn = type(base)(**arguments, validate_args=False)
@@ -234,8 +234,8 @@ def _is_known(family: type) -> bool:
 
 def _closed_forms(family: type) -> Blocks:
     """The blocks of a family, or of the one that it was derived from; none where it has none."""
-    known = [parent for parent in family.__mro__ if parent in CLOSED_FORMS]
-    return CLOSED_FORMS[known[0]] if known and _is_known(family) else {}
+    families = [parent for parent in family.__mro__ if parent in CLOSED_FORMS]
+    return CLOSED_FORMS[families[0]] if families and _is_known(family) else {}
 
 
 def _by_closed_form(
@@ -248,16 +248,16 @@ def _by_closed_form(
     sizes = [math.prod(arguments[name].shape[len(batch_shape) :]) for name in names]
     starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     like = next(iter(arguments.values()))
-    found = like.new_zeros((*batch_shape, starts[-1], starts[-1]))
+    matrix = like.new_zeros((*batch_shape, starts[-1], starts[-1]))
     for i, row in enumerate(names):
         for j, column in enumerate(names):
             if (block := blocks.get((row, column))) is None:
                 continue
             value = block(attributes).reshape((*batch_shape, sizes[i], sizes[j]))
             rows, columns = slice(starts[i], starts[i + 1]), slice(starts[j], starts[j + 1])
-            found[..., rows, columns] = value
-            found[..., columns, rows] = value.mT
-    return found
+            matrix[..., rows, columns] = value
+            matrix[..., columns, rows] = value.mT
+    return matrix
 
 
 def _by_enumeration(base: Any, arguments: Arguments, names: Sequence[str]) -> Tensor:
@@ -268,7 +268,7 @@ def _by_enumeration(base: Any, arguments: Arguments, names: Sequence[str]) -> Te
     leaves = {name: a.expand(shape[:1] + a.shape).clone() for name, a in arguments.items()}
     named = [leaves[name].requires_grad_() for name in names]
     with torch.enable_grad():
-        log_prob = _remade(base, leaves, shape).log_prob(values)
+        log_prob = _rebuild(base, leaves, shape).log_prob(values)
         scores = _flat(torch.autograd.grad(log_prob.sum(), named), shape)
     probs = torch.where(counted, log_prob.detach().exp(), 0)
     if not torch.allclose(probs.sum(0), torch.ones_like(probs[0]), atol=1e-4):
@@ -306,9 +306,9 @@ def _by_divergence(base: Any, arguments: Arguments, names: Sequence[str]) -> Ten
     leaves = {name: a.clone() for name, a in arguments.items()}
     named = [leaves[name].requires_grad_() for name in names]
     with torch.enable_grad():
-        other = _remade(base, leaves, batch_shape)
+        other = _rebuild(base, leaves, batch_shape)
         try:
-            divergence = td.kl_divergence(_remade(base, arguments, batch_shape), other)
+            divergence = td.kl_divergence(_rebuild(base, arguments, batch_shape), other)
             slopes = torch.autograd.grad(divergence.sum(), named, create_graph=True)
             slope = _flat(slopes, batch_shape)
             # elements of the batch do not know of each other, so all are derived at once
@@ -318,11 +318,11 @@ def _by_divergence(base: Any, arguments: Arguments, names: Sequence[str]) -> Ten
             ]
         except (NotImplementedError, RuntimeError):  # no divergence, or no derivatives of it
             raise NoInformation(type(base).__name__) from None
-    found = torch.stack(rows, -2).detach()
+    matrix = torch.stack(rows, -2).detach()
     # a divergence is least where both are the same; where it has a slope there, the support moves
-    if (slope.detach() ** 2 > 1e-9 * found.diagonal(dim1=-2, dim2=-1).abs()).any():
+    if (slope.detach() ** 2 > 1e-9 * matrix.diagonal(dim1=-2, dim2=-1).abs()).any():
         raise NoInformation(type(base).__name__)
-    return (found + found.mT) / 2
+    return (matrix + matrix.mT) / 2
 
 
 def _flat(parts: Sequence[Tensor], batch_shape: torch.Size) -> Tensor:

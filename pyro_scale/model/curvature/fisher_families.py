@@ -164,10 +164,10 @@ def _scale_tril(a: Any) -> Tensor:
     n = a.scale_tril.shape[-1]
     one = torch.eye(n, dtype=a.scale_tril.dtype, device=a.scale_tril.device)
     lower = torch.tril(torch.ones_like(one))
-    whole = torch.einsum("...ik,jl->...ijkl", _precision(a), one)
+    kronecker = torch.einsum("...ik,jl->...ijkl", _precision(a), one)
     inverse = a.scale_tril.diagonal(dim1=-2, dim2=-1) ** -2
-    whole = whole + torch.einsum("...i,ij,ik,il->...ijkl", inverse, one, one, one)
-    return _squared(torch.einsum("...ijkl,ij,kl->...ijkl", whole, lower, lower))
+    kronecker = kronecker + torch.einsum("...i,ij,ik,il->...ijkl", inverse, one, one, one)
+    return _squared(torch.einsum("...ijkl,ij,kl->...ijkl", kronecker, lower, lower))
 
 
 def _squared(block: Tensor) -> Tensor:

@@ -36,12 +36,12 @@ def gaussian_prior(
     """
     if log_posterior.gaussian_prior is not None:
         return as_structure(log_posterior.gaussian_prior, dense)
-    _refuse_what_is_no_site(log_posterior)
+    _check_sites(log_posterior)
     layout, sites = log_posterior.layout, _sites_with_history(log_posterior, arguments)
-    given = _exact(sites)
-    if len(given) == len(sites):
-        mean = layout.flatten({name: mean for name, (mean, _) in given.items()})
-        covariances = [matrix_or_diagonal(given[name][1], dense) for name in layout.names]
+    moments = _exact(sites)
+    if len(moments) == len(sites):
+        mean = layout.flatten({name: mean for name, (mean, _) in moments.items()})
+        covariances = [matrix_or_diagonal(moments[name][1], dense) for name in layout.names]
         if dense:
             return Dense.of_covariance(mean, torch.block_diag(*covariances).to(mean))
         return Diagonal(mean, torch.cat(covariances).to(mean).sqrt())
@@ -50,9 +50,9 @@ def gaussian_prior(
         for name, place in layout.slices().items():
             here = (place, place) if dense else place
             own = covariance[here].clone()
-            if name in given:
-                mean[place] = given[name][0].reshape(-1).to(mean)
-                own = matrix_or_diagonal(given[name][1], dense).to(mean)
+            if name in moments:
+                mean[place] = moments[name][0].reshape(-1).to(mean)
+                own = matrix_or_diagonal(moments[name][1], dense).to(mean)
             covariance[place] = 0
             if dense:
                 covariance[:, place] = 0
@@ -88,27 +88,27 @@ def _moments_of_draws(
 def _may_depend(site: Site) -> bool:
     """Whether a site's distribution may depend on another latent."""
     try:
-        given = own_arguments(base_of(site.fn))
+        arguments = own_arguments(base_of(site.fn))
     except NoInformation:
         return True
-    return not given or any(value.requires_grad for value in given.values())
+    return not arguments or any(value.requires_grad for value in arguments.values())
 
 
 def _sites_with_history(log_posterior: LogPosterior, arguments: Arguments) -> list[Site]:
     """The latents of a run that knows what depends on what."""
-    known = log_posterior.model_info
-    params = {name: _unconstrained(known.sites[name]) for name in log_posterior.latents}
+    info = log_posterior.model_info
+    params = {name: _unconstrained(info.sites[name]) for name in log_posterior.latents}
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
         sites = log_posterior.run(leaves, arguments, log_posterior.first_indices()).sites
     return [sites[name] for name in log_posterior.latents]
 
 
-def _refuse_what_is_no_site(log_posterior: LogPosterior) -> None:
+def _check_sites(log_posterior: LogPosterior) -> None:
     """Refuses a log prior that is more than the latents' own densities."""
-    known = log_posterior.model_info
-    others = [name for name, rule in known.scaling.rules.items() if rule.role == "global"]
-    others += [name for name in log_posterior.latents if _is_weighted(known.sites[name])]
+    info = log_posterior.model_info
+    others = [name for name, rule in info.scaling.rules.items() if rule.role == "global"]
+    others += [name for name in log_posterior.latents if _is_weighted(info.sites[name])]
     if others:
         raise ModelError(
             f"site '{others[0]}': a global factor, an observation outside of the data's plate, a "
@@ -130,8 +130,8 @@ def exact_moments(
 
 
 def _exact(sites: list[Site]) -> dict[str, tuple[Tensor, Tensor]]:
-    found = {site.name: _moments(site) for site in sites}
-    return {n: (each[0].detach(), each[1].detach()) for n, each in found.items() if each}
+    moments = {site.name: _moments(site) for site in sites}
+    return {n: (each[0].detach(), each[1].detach()) for n, each in moments.items() if each}
 
 
 def _moments(site: Site) -> tuple[Tensor, Tensor] | None:

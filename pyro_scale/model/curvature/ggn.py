@@ -117,7 +117,7 @@ class Curvature:
         """The matrix times a vector by site, without the matrix: two gradients' worth of time."""
         arguments, held = rows.as_arguments(batch), held or {}
         indices = self._indices(arguments, indices)
-        observed = self._observed({**params, **held}, arguments, indices)
+        observed = self._observe({**params, **held}, arguments, indices)
         params, vector = dict(params), {name: vector[name] for name in params}
 
         def outputs(params: Params) -> list[Tensor]:
@@ -177,7 +177,7 @@ class Curvature:
         """What is to be said of it: which sites' Fisher information is estimated."""
         arguments = rows.as_arguments(batch)
         indices = self._indices(arguments, indices)
-        observed = self._observed(params, arguments, indices)
+        observed = self._observe(params, arguments, indices)
         return [each.note for each in observed if each.note is not None]
 
     def blocks(
@@ -192,7 +192,7 @@ class Curvature:
         held = held or {}
         layout = Layout.of(params)
         indices = self._indices(arguments, indices)
-        observed = self._observed({**params, **held}, arguments, indices)
+        observed = self._observe({**params, **held}, arguments, indices)
         if not observed:  # no row depends on the params
             return
         known = [each.known for each in observed]
@@ -247,13 +247,13 @@ class Curvature:
     def _indices(self, arguments: Arguments, indices: Tensor | None) -> Tensor | None:
         """Which rows a model takes that subsamples by itself: some, unless the caller says."""
         self.log_posterior.prepare(arguments)
-        known = self.log_posterior.model_info
-        if known.own_plate is None or indices is not None:
+        info = self.log_posterior.model_info
+        if info.own_plate is None or indices is not None:
             return indices
         with exclusive:
-            return torch.randperm(self.log_posterior.num_data)[: known.batch_size]
+            return torch.randperm(self.log_posterior.num_data)[: info.batch_size]
 
-    def _observed(
+    def _observe(
         self, params: Params, arguments: Arguments, indices: Tensor | None
     ) -> list[Observation]:
         with own_generator(derived_seed(self.seed, 0, Purpose.CURVATURE)):

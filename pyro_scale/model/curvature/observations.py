@@ -19,7 +19,7 @@ from pyro_scale.model.curvature import fisher
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.scaling import Rule, Scaling
 from pyro_scale.model.sites import Site
-from pyro_scale.model.terms import aligned, terms_of, unwrapped
+from pyro_scale.model.terms import align, terms_of, unwrap
 
 #: Draws of a row where a distribution's Fisher information is estimated, unless the user says.
 _DRAWS = 100
@@ -121,7 +121,7 @@ class Drawn:
 
     def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
         site = sites[self.name]
-        fn = unwrapped(_broadcast(site), self.rule.depth)
+        fn = unwrap(_broadcast(site), self.rule.depth)
         log_prob = fn.log_prob(known.movedim(0, self.axis))  # of [draws, ..., b, ...]
         weighted = log_prob * _weights(site, self.rule, len(fn.batch_shape)).sqrt()
         rows_first = weighted.movedim((_dim(self.rule), 0), (0, 1))
@@ -184,8 +184,8 @@ def observations_of(
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
         sites = log_posterior.run(leaves, arguments, indices).sites
-    summed = set() if log_posterior.model_info.enum_dim is None else _summed(sites)
-    found = []
+    summed = set() if log_posterior.model_info.enum_dim is None else _enumerated_terms(sites)
+    observations = []
     for name, rule in ruled.items():
         if name in summed or name not in sites or sites[name].kind != "observed":
             is_factor = name in sites and name not in summed
@@ -194,11 +194,11 @@ def observations_of(
                 f"site '{name}': {what} has no distribution, hence no Fisher information: use "
                 "curvature='empirical_fisher' or 'hessian'"
             )
-        found.append(_observation(sites[name], rule, kind, num_draws))
-    return [each for each in found if each is not None]
+        observations.append(_observation(sites[name], rule, kind, num_draws))
+    return [each for each in observations if each is not None]
 
 
-def _summed(sites: Mapping[str, Site]) -> set[str]:
+def _enumerated_terms(sites: Mapping[str, Site]) -> set[str]:
     """The terms that are sums over enumerated sites."""
     return {name for name, term in terms_of(sites).items() if term.site is None}
 
@@ -208,16 +208,16 @@ def _observation(site: Site, rule: Rule, kind: str, num_draws: int) -> Observati
     fn = _broadcast(site)
     try:
         base = fisher.base_of(fn)
-        given = fisher.own_arguments(base)
-        names = tuple(name for name, value in given.items() if value.requires_grad)
-        if given and not names:
+        arguments = fisher.own_arguments(base)
+        names = tuple(name for name, value in arguments.items() if value.requires_grad)
+        if arguments and not names:
             return None
-        if kind == "monte_carlo" or not given:
+        if kind == "monte_carlo" or not arguments:
             raise fisher.NoInformation(type(base).__name__)
-        _refuse_many_outputs(site, base, sum(given[name][0].numel() for name in names))
+        _check_num_outputs(site, base, sum(arguments[name][0].numel() for name in names))
         information = fisher.information(base, names)
     except fisher.NoInformation:
-        return _drawn(site, rule, num_draws if kind == "monte_carlo" else max(num_draws, _DRAWS))
+        return _draw(site, rule, num_draws if kind == "monte_carlo" else max(num_draws, _DRAWS))
     of_rows = _rows_first(fn, rule, base, information, 2)
     weights = _weights(site, rule, len(base.batch_shape)) * fisher.mask_of(fn)
     everywhere = weights * of_rows.new_ones(base.batch_shape)
@@ -225,7 +225,7 @@ def _observation(site: Site, rule: Rule, kind: str, num_draws: int) -> Observati
     return Exact(site.name, rule, names, of_rows)
 
 
-def _refuse_many_outputs(site: Site, base: Any, count: int) -> None:
+def _check_num_outputs(site: Site, base: Any, count: int) -> None:
     """Refuses matrices of Fisher information that are too large, given the numbers of all
     arguments of one part of the batch."""
     if len(base.batch_shape) == 0:
@@ -240,10 +240,10 @@ def _refuse_many_outputs(site: Site, base: Any, count: int) -> None:
         )
 
 
-def _drawn(site: Site, rule: Rule, num_draws: int) -> Drawn:
+def _draw(site: Site, rule: Rule, num_draws: int) -> Drawn:
     """Draws of a site, as tensors without a history."""
     fn = _broadcast(site)
-    axis = _dim(rule) - len(unwrapped(fn, rule.depth).event_shape)
+    axis = _dim(rule) - len(unwrap(fn, rule.depth).event_shape)
     with torch.no_grad():
         draws = fn.sample((num_draws,))
     return Drawn(site.name, rule, draws.movedim(axis, 0), axis)
@@ -276,7 +276,7 @@ def _rows_first(fn: Any, rule: Rule, base: Any, values: Tensor, event_dims: int)
     *event]`."""
     shape = base.batch_shape
     event = values.shape[values.dim() - event_dims :]
-    inner = len(shape) - len(unwrapped(fn, rule.depth).batch_shape)
+    inner = len(shape) - len(unwrap(fn, rule.depth).batch_shape)
     values = values.expand(shape + event).movedim(_dim(rule) - inner - event_dims, 0)
     return values.reshape(len(values), -1, *event)
 
@@ -284,8 +284,8 @@ def _rows_first(fn: Any, rule: Rule, base: Any, values: Tensor, event_dims: int)
 def _weights(site: Site, rule: Rule, dims: int) -> Tensor:
     """The user's scale and mask, over so many batch dimensions of the distribution unwrapped."""
     extra = dims - len(_broadcast(site).batch_shape)
-    scale = aligned(site.scale, extra) if rule.keeps_scale else 1.0
-    mask = True if site.mask is None else aligned(site.mask, extra)
+    scale = align(site.scale, extra) if rule.keeps_scale else 1.0
+    mask = True if site.mask is None else align(site.mask, extra)
     if not isinstance(scale, Tensor):
         scale = torch.tensor(scale, dtype=torch.float64, device=site.value.device)
     return scale * torch.as_tensor(mask, device=scale.device)

@@ -71,7 +71,7 @@ def _product(slope: Tensor, here: Tensor) -> Callable[[Tensor], Tensor]:
     """Minus the Hessian times a vector."""
 
     def times(vector: Tensor) -> Tensor:
-        (found,) = torch.autograd.grad(slope, here, vector, retain_graph=True)
-        return -found
+        (product,) = torch.autograd.grad(slope, here, vector, retain_graph=True)
+        return -product
 
     return times

@@ -80,7 +80,7 @@ def bayesianize(
     if rest not in get_args(Rest):
         raise ArgumentError(f"rest={rest!r}: pass one of {get_args(Rest)}")
     names = selected(net, include, exclude)
-    _refuse_unfit(net, names)
+    _check_layer(net, names)
     return BayesianModule(_copied(net), prior, names, rest)
 
 
@@ -179,32 +179,32 @@ def _reset(module: nn.Module, reset: Callable[[], object]) -> None:
             setattr(module, name, value)
 
 
-def _refuse_unfit(net: nn.Module, names: list[str]) -> None:
+def _check_layer(net: nn.Module, names: list[str]) -> None:
     """Refuses submodules whose weights cannot be drawn.
 
     Raises:
         ModelError: names the first one.
     """
     for path, module in net.named_modules():
-        said = named(path, module)
+        label = named(path, module)
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(
-                f"{said} is a ScriptModule, which cannot be called with other weights: pass the "
+                f"{label} is a ScriptModule, which cannot be called with other weights: pass the "
                 "nn.Module that it was made from"
             )
         if hasattr(module, "_orig_mod"):
             raise ModelError(
-                f"{said} has been through torch.compile: pass the network before it (its "
+                f"{label} has been through torch.compile: pass the network before it (its "
                 "_orig_mod); samplers compile the whole step by themselves"
             )
         own = {
             f"{path}.{name}".lstrip("."): w for name, w in module.named_parameters(recurse=False)
         }
         if any(isinstance(w, nn.parameter.UninitializedParameter) for w in own.values()):
-            raise ModelError(f"{said} has no shapes yet: call the network on a batch first")
+            raise ModelError(f"{label} has no shapes yet: call the network on a batch first")
         if isinstance(module, PyroModule):
             raise ModelError(
-                f"{said} is a PyroModule, which has its priors by PyroSample: bayesianize the "
+                f"{label} is a PyroModule, which has its priors by PyroSample: bayesianize the "
                 "plain networks in it, or call it in a model as it is"
             )
         chosen = {name: weight for name, weight in own.items() if name in names}
@@ -212,24 +212,24 @@ def _refuse_unfit(net: nn.Module, names: list[str]) -> None:
             if not weight.is_floating_point() or weight.is_meta:
                 kind = "has no values" if weight.is_meta else f"is of {weight.dtype}"
                 raise ModelError(
-                    f"{said}: weight '{name}' {kind}, and cannot have a prior; leave it out with "
+                    f"{label}: weight '{name}' {kind}, and cannot have a prior; leave it out with "
                     "exclude=, or load it in floating point"
                 )
         if chosen and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            _refuse_embedding(said, module)
+            _check_embedding(label, module)
 
 
-def _refuse_embedding(said: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+def _check_embedding(label: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
     if module.max_norm is not None:
         raise ModelError(
-            f"{said} has max_norm={module.max_norm}, which writes to its weights when it is "
+            f"{label} has max_norm={module.max_norm}, which writes to its weights when it is "
             "called: set max_norm=None, or leave it out with exclude="
         )
     if module.sparse:
-        raise ModelError(f"{said} has sparse gradients: set sparse=False")
+        raise ModelError(f"{label} has sparse gradients: set sparse=False")
     if module.scale_grad_by_freq:
         raise ModelError(
-            f"{said} scales its gradient by the tokens' counts in a batch, which is the gradient "
+            f"{label} scales its gradient by the tokens' counts in a batch, which is the gradient "
             "of no density: set scale_grad_by_freq=False"
         )
 
@@ -260,7 +260,7 @@ def _padding_of(net: nn.Module, names: list[str]) -> dict[str, int]:
     count: dict[int, int] = {}
     for _, weight in net.named_parameters(remove_duplicate=False):
         count[id(weight)] = count.get(id(weight), 0) + 1
-    found = {}
+    paddings = {}
     for path, module in net.named_modules():
         name = f"{path}.weight".lstrip(".")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and name in names:
@@ -268,5 +268,5 @@ def _padding_of(net: nn.Module, names: list[str]) -> dict[str, int]:
             if count[id(module.weight)] > 1:
                 module.padding_idx = None  # of the copy
             elif row is not None:
-                found[name] = row
-    return found
+                paddings[name] = row
+    return paddings

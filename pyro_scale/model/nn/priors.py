@@ -53,18 +53,18 @@ def priors_of(net: nn.Module, names: list[str], prior: WeightPrior) -> dict[str,
         for path, module in net.named_modules(remove_duplicate=False)
         for name, _ in module.named_parameters(recurse=False)
     }
-    found = {}
+    priors = {}
     for name in names:
         weight = net.get_parameter(name)
         given: Any = None
         if isinstance(prior, str):
-            given = _named(prior)(owners[name], name, weight)
+            given = _describe(prior)(owners[name], name, weight)
         elif isinstance(prior, torch.distributions.Distribution):
             given = prior
         elif callable(prior):
             given = prior(name, weight.detach())
-        found[name] = _fitted(name, weight, given, prior)
-    return found
+        priors[name] = _fit_to(name, weight, given, prior)
+    return priors
 
 
 def kaiming(owner: nn.Module, name: str, weight: Tensor) -> dist.Normal:
@@ -88,7 +88,7 @@ def unit(owner: nn.Module, name: str, weight: Tensor) -> dist.Normal:
 _NAMED = {"kaiming": kaiming, "unit": unit}
 
 
-def _named(prior: str) -> Callable[[nn.Module, str, Tensor], dist.Normal]:
+def _describe(prior: str) -> Callable[[nn.Module, str, Tensor], dist.Normal]:
     if prior not in _NAMED:
         raise ArgumentError(
             f"prior={prior!r}: pass one of {list(_NAMED)}, a distribution, or a function of a "
@@ -107,12 +107,12 @@ def _fan_in(owner: nn.Module, weight: Tensor) -> float:
     return weight[0].numel()
 
 
-def _fitted(name: str, weight: Tensor, given: Any, prior: WeightPrior) -> Any:
+def _fit_to(name: str, weight: Tensor, given: Any, prior: WeightPrior) -> Any:
     """A prior as one of the weight's shape, dtype and device."""
     if not isinstance(given, TorchDistributionMixin):
-        said = f" gave {given!r} for '{name}'" if callable(prior) else ""
+        source = f" gave {given!r} for '{name}'" if callable(prior) else ""
         raise ArgumentError(
-            f"prior={prior!r}{said}: pass a distribution of Pyro's, such as dist.Normal(0.0, "
+            f"prior={prior!r}{source}: pass a distribution of Pyro's, such as dist.Normal(0.0, "
             "1.0), 'kaiming' or 'unit', or a function that returns a distribution for a weight's "
             "name and the weight"
         )

@@ -56,12 +56,12 @@ def _matches(net: nn.Module, argument: str, choices: Choice | Iterable[Choice]) 
     single = isinstance(choices, str | nn.Module | type | Tensor)
     listed: Any = choices if isinstance(choices, Iterable) and not single else [choices]
     for choice in listed:
-        found = list(_match(net, argument, choice))
-        if not found:
+        paths = list(_match(net, argument, choice))
+        if not paths:
             what = choice if isinstance(choice, type) else type(choice)
             shown = f"'{choice}'" if isinstance(choice, str) else what.__name__
             raise ArgumentError(f"{argument}: no weight is in {shown}; {_names(net)}")
-        yield from found
+        yield from paths
 
 
 def _match(net: nn.Module, argument: str, choice: Choice) -> Iterable[int]:
