@@ -44,10 +44,10 @@ def cut(monkeypatch):
     move = loop.Chains.move
 
     def after(step, error=KeyboardInterrupt):
-        def interrupted(self, program, batches, tape, *others):
-            if tape.stop > step:
+        def interrupted(self, program, batches, block, *others):
+            if block.stop > step:
                 raise error
-            move(self, program, batches, tape, *others)
+            move(self, program, batches, block, *others)
 
         monkeypatch.setattr(loop.Chains, "move", interrupted)
 

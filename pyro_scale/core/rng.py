@@ -144,7 +144,7 @@ class Blocks:
             self._draw(chain, block, out[chain])
 
 
-class NoiseTape(Blocks):
+class NoiseStream(Blocks):
     """Standard normals for every step of every chain, drawn a block of steps at a time.
 
     The block's length depends on the shape of one step's noise alone, never on the number of
@@ -178,15 +178,15 @@ class NoiseTape(Blocks):
         super().__init__(num_chains, shape, size, dtype, device, draw)
 
 
-class RefinedNoise(NoiseTape):
-    """The noise of a run in steps half as long, on the path of the run with a `NoiseTape`.
+class RefinedNoise(NoiseStream):
+    """The noise of a run in steps half as long, on the path of the run with a `NoiseStream`.
 
     Each of that one's normals z becomes two, (z + w)/sqrt 2 and (z - w)/sqrt 2 with w a normal of
     its own (Levy's construction of Brownian motion): standard normal and independent, and what
     they add over two steps is what z adds over one.
 
     Args:
-        as for a `NoiseTape`.
+        as for a `NoiseStream`.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class RefinedNoise(NoiseTape):
         device: torch.device,
     ):
         super().__init__(seed, num_chains, shape, dtype, device)
-        self._between = NoiseTape(seed, num_chains, shape, dtype, device, Purpose.SHADOW)
+        self._between = NoiseStream(seed, num_chains, shape, dtype, device, Purpose.SHADOW)
 
     def span(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
         """As for `Blocks`; steps 2 k and 2 k + 1 are the halves of the other run's step k."""

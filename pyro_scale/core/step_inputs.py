@@ -13,7 +13,7 @@ class Fixed(NamedTuple):
     tensor: Tensor
 
 
-class Taped(NamedTuple):
+class PerStep(NamedTuple):
     """A tensor of its own for every step, `[chains, steps, ...]`."""
 
     tensor: Tensor
@@ -27,4 +27,4 @@ class Gathered(NamedTuple):
 
 
 #: Where one tensor of a step's batch comes from.
-Source = Fixed | Taped | Gathered
+Source = Fixed | PerStep | Gathered

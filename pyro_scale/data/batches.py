@@ -1,6 +1,6 @@
 """Batches of every chain, in two parts: what stays, and what changes from step to step.
 
-What changes is drawn many steps at a time, outside of the step (a tape); what stays is held
+What changes is drawn many steps at a time, outside of the step; what stays is held
 once.  A step puts the two together, by a pure function that can be traced and compiled.
 """
 
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.step_inputs import Fixed, Gathered, Source, Taped
+from pyro_scale.core.step_inputs import Fixed, Gathered, PerStep, Source
 from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.errors import DataError
 
@@ -81,7 +81,7 @@ class Batches(Protocol):
         ...
 
     def sources(self, changing: Any) -> list[Source]:
-        """Where each of `Batch.tensors` comes from, over the steps of a tape."""
+        """Where each of `Batch.tensors` comes from, over the steps of a block."""
         ...
 
     def position(self, step: int) -> Any:
@@ -161,7 +161,7 @@ class OwnIndices(ByStep):
         return Batch(fixed, per_chain=False, indices=changing)
 
     def sources(self, changing: Any) -> list[Source]:
-        return [*(Fixed(leaf) for leaf in rows.leaves(self.fixed)), Taped(changing)]
+        return [*(Fixed(leaf) for leaf in rows.leaves(self.fixed)), PerStep(changing)]
 
 
 class Stream(Protocol):
@@ -217,7 +217,7 @@ class ReadBatches:
         return self._first.with_tensors(changing)
 
     def sources(self, changing: Any) -> list[Source]:
-        return [Taped(leaf) for leaf in changing]
+        return [PerStep(leaf) for leaf in changing]
 
     def _rows_of(self, arguments: Arguments) -> list[Tensor]:
         first, expected = pytree.tree_flatten(self._first.arguments)

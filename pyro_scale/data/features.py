@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.step_inputs import Source, Taped
+from pyro_scale.core.step_inputs import PerStep, Source
 from pyro_scale.data.batches import Batch, Batches
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.data.sources import Data, TensorData
@@ -61,7 +61,7 @@ class FeatureBatches:
         return Batch(tuple(changing), per_chain=True)
 
     def sources(self, changing: Any) -> list[Source]:
-        return [Taped(leaf) for leaf in changing]
+        return [PerStep(leaf) for leaf in changing]
 
     def position(self, step: int) -> Any:
         return self.batches.position(step)

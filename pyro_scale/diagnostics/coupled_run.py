@@ -40,15 +40,15 @@ def _coupled(plan: RunPlan, count: int) -> Draws:
     """The run at half the step, as far as so many draws."""
     problem, kernel = plan.problem, plan.kernel
     steps = Steps(count, 2 * plan.steps.warmup_steps, 2 * plan.steps.thinning)
-    tape = {
-        name: column.repeat_interleave(2, 0)[: steps.total] for name, column in plan.tape.items()
+    columns = {
+        name: column.repeat_interleave(2, 0)[: steps.total] for name, column in plan.columns.items()
     }
-    tape["lr"] = tape["lr"] / 2
+    columns["lr"] = columns["lr"] / 2
     shape, positions = (kernel.normals, problem.engine.num_latents), problem.positions
     noise = RefinedNoise(problem.seed, len(positions), shape, positions.dtype, positions.device)
     # batches of its own, as the seed is another
     other = dataclasses.replace(problem, seed=derived_seed(problem.seed, 0, Purpose.SHADOW))
-    coupled = dataclasses.replace(plan, problem=other, tape=tape, steps=steps)
+    coupled = dataclasses.replace(plan, problem=other, columns=columns, steps=steps)
     title = f"{type(kernel).__name__} at half the step"
     draws = coupled.execute(
         title, seed=problem.seed, noise=noise
@@ -56,5 +56,5 @@ def _coupled(plan: RunPlan, count: int) -> Draws:
     if draws.error is not None:
         raise draws.error
     if not set(draws.finished) & set(plan.finished):
-        raise NonFiniteError(message(draws, tape["lr"]))
+        raise NonFiniteError(message(draws, columns["lr"]))
     return draws

@@ -65,7 +65,7 @@ def law_of(plan: RunPlan, noise: Tensor, own: Tensor, coupled: Tensor) -> Law:
 
 def _mean_values(plan: RunPlan) -> dict[str, Tensor]:
     """The run's values on average, of latents, in double precision."""
-    values = {name: column[plan.steps.kept].mean(0) for name, column in plan.tape.items()}
+    values = {name: column[plan.steps.kept].mean(0) for name, column in plan.columns.items()}
     return plan.problem.engine.latent_values(values)
 
 

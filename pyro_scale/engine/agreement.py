@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.engine.executors import Program
-from pyro_scale.engine.inputs import Tape
+from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.step import Engine
 
 #: Where a program is compared with the step itself: about so far away.
@@ -23,7 +23,9 @@ _TOLERANCE, _COARSE, _ROUNDINGS = 1e-3, 16, 1e3
 _OF_THE_SAME = 32
 
 
-def check(program: Program, as_it_is: Program, engine: Engine, state: Any, tape: Tape) -> None:
+def check(
+    program: Program, as_it_is: Program, engine: Engine, state: Any, block: StepInputs
+) -> None:
     """Compares a program with the step that it was compiled from, without noise, which would hide
     a small gradient, at another state and batch than it was traced at.
 
@@ -32,7 +34,7 @@ def check(program: Program, as_it_is: Program, engine: Engine, state: Any, tape:
     Raises:
         RuntimeError: they differ by more than rounding, which a model may magnify.
     """
-    last = _last(tape)
+    last = _last(block)
     quiet = dataclasses.replace(last, noise=torch.zeros_like(last.noise))
     coarsest = max(torch.finfo(dtype).eps for dtype in engine.layout.dtypes)
     part = max(_TOLERANCE, _COARSE * coarsest)
@@ -43,20 +45,22 @@ def check(program: Program, as_it_is: Program, engine: Engine, state: Any, tape:
         )
 
 
-def agrees(program: Program, as_it_is: Program, engine: Engine, state: Any, tape: Tape) -> bool:
+def agrees(
+    program: Program, as_it_is: Program, engine: Engine, state: Any, block: StepInputs
+) -> bool:
     """Whether the program of an earlier run is still that of the step, to rounding, with noise, at
     a point where it was not looked at before."""
-    last, part = _last(tape), _OF_THE_SAME * torch.finfo(engine.layout.dtype).eps
+    last, part = _last(block), _OF_THE_SAME * torch.finfo(engine.layout.dtype).eps
     elsewhere = _elsewhere(engine, state, last)
     return _agree(program, as_it_is, elsewhere, last, part, _OF_THE_SAME)
 
 
-def _last(tape: Tape) -> Tape:
-    """A tape's last step."""
-    return tape.part(len(tape) - 1, len(tape))
+def _last(block: StepInputs) -> StepInputs:
+    """A block's last step."""
+    return block.part(len(block) - 1, len(block))
 
 
-def _elsewhere(engine: Engine, state: Any, step: Tape) -> Any:
+def _elsewhere(engine: Engine, state: Any, step: StepInputs) -> Any:
     """Another state, as the seed has it."""
     moved = state.position.clone()
     moved[:, : engine.num_latents] += _ELSEWHERE * (1 + step.noise[:, 0].sum(1))
@@ -64,7 +68,7 @@ def _elsewhere(engine: Engine, state: Any, step: Tape) -> Any:
 
 
 def _agree(
-    program: Program, as_it_is: Program, state: Any, step: Tape, part: float, roundings: float
+    program: Program, as_it_is: Program, state: Any, step: StepInputs, part: float, roundings: float
 ) -> bool:
     """Whether two programs take a step alike, up to a part of how far it goes and roundings of
     where it comes from."""

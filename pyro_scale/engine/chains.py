@@ -1,4 +1,4 @@
-"""The state of all chains, moved along a tape, and what happens where one becomes non-finite."""
+"""The state of all chains, moved along a block, and what happens where one becomes non-finite."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core import rows
-from pyro_scale.core.rng import NoiseTape, Purpose, generator
+from pyro_scale.core.rng import NoiseStream, Purpose, generator
 from pyro_scale.data.batches import Batches
 from pyro_scale.engine.checkpoint import Moment
 from pyro_scale.engine.draws import Draws, Failure, Steps
 from pyro_scale.engine.executors import Kept, Program, eager
-from pyro_scale.engine.inputs import Tape
+from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.step import Engine
 from pyro_scale.engine.step_recorder import FEW, MOST_CHAINS, Past, Recent, RecordedStep, recorded
 
@@ -40,7 +40,7 @@ class Chains:
         self._engine = engine
         self.state: Any = engine.init(positions, _first_noise(engine, positions, seed), values)
         shape = (engine.kernel.normals, engine.num_latents)
-        self.noise = NoiseTape(seed, len(positions), shape, positions.dtype, positions.device)
+        self.noise = NoiseStream(seed, len(positions), shape, positions.dtype, positions.device)
         self.alive = torch.ones(len(positions), dtype=torch.bool)
         self.count = 0
         self.failures: list[Failure] = []
@@ -59,38 +59,38 @@ class Chains:
         self.failures = list(moment.failures)
 
     def move(
-        self, program: Program, batches: Batches, tape: Tape, steps: Steps, draws: Draws
+        self, program: Program, batches: Batches, block: StepInputs, steps: Steps, draws: Draws
     ) -> None:
-        """Runs a tape and writes what is kept; where a chain breaks, it is halved, and what is
+        """Runs a block and writes what is kept; where a chain breaks, it is halved, and what is
         left of it taken step by step."""
         if not self.alive.any():
-            self.count = tape.stop
+            self.count = block.stop
             return
-        even = steps.even_until(tape.start, tape.stop) - tape.start
-        if even < len(tape):
-            for part in (tape.part(0, even), tape.part(even, len(tape))):
+        even = steps.even_until(block.start, block.stop) - block.start
+        if even < len(block):
+            for part in (block.part(0, even), block.part(even, len(block))):
                 self.move(program, batches, part, steps, draws)
             return
-        ran = self._ran(program, tape, steps)
+        ran = self._ran(program, block, steps)
         if ran is not None:
-            self._keep(*ran, tape, steps, draws)
-        elif len(tape) > FEW:
-            for half in tape.parts(-(-len(tape) // 2)):
+            self._keep(*ran, block, steps, draws)
+        elif len(block) > FEW:
+            for half in block.parts(-(-len(block) // 2)):
                 self.move(program, batches, half, steps, draws)
         else:
-            for single in tape.parts(1):
+            for single in block.parts(1):
                 self._step(program, batches, single, steps, draws)
 
-    def _ran(self, program: Program, tape: Tape, steps: Steps) -> tuple[Any, Kept] | None:
-        """(The state after a tape, what is kept); None where it breaks a chain."""
+    def _ran(self, program: Program, block: StepInputs, steps: Steps) -> tuple[Any, Kept] | None:
+        """(The state after a block, what is kept); None where it breaks a chain."""
         try:
-            moved, kept = self._run(program, tape, steps)
+            moved, kept = self._run(program, block, steps)
         except RuntimeError:  # a matrix that cannot be factorized, in some chain
             return None
         return None if self._find_broken(moved, kept).any() else (moved, kept)
 
-    def _run(self, program: Program, tape: Tape, steps: Steps) -> tuple[Any, Kept]:
-        return program.run(self.state, tape, steps.left(tape.start), steps.thinning)
+    def _run(self, program: Program, block: StepInputs, steps: Steps) -> tuple[Any, Kept]:
+        return program.run(self.state, block, steps.left(block.start), steps.thinning)
 
     def _find_broken(self, moved: Any, kept: Kept) -> Tensor:
         """Which chains were alive and are no longer."""
@@ -98,31 +98,31 @@ class Chains:
         return self.alive & ~(is_sound & torch.isfinite(kept.log_joint).all(dim=-1)).cpu()
 
     def _step(
-        self, program: Program, batches: Batches, tape: Tape, steps: Steps, draws: Draws
+        self, program: Program, batches: Batches, block: StepInputs, steps: Steps, draws: Draws
     ) -> None:
         """Takes one step, and stops the chains that it breaks."""
         if not self.alive.any():
-            self.count = tape.stop
+            self.count = block.stop
             return
         try:
-            moved, kept = self._run(program, tape, steps)
+            moved, kept = self._run(program, block, steps)
         except RuntimeError:
-            if not self._stop_those_that_raise(program, batches, tape):
+            if not self._stop_those_that_raise(program, batches, block):
                 raise
-            self._step(program, batches, tape, steps, draws)
+            self._step(program, batches, block, steps, draws)
             return
         broken = self._find_broken(moved, kept)
         for chain in torch.nonzero(broken)[:, 0].tolist():
             element = _gone(moved.position[chain])
-            self._fail(chain, element, program, batches, Past(tape, self.state, kept.last))
+            self._fail(chain, element, program, batches, Past(block, self.state, kept.last))
         self.alive = self.alive & ~broken
-        self._keep(moved, kept, tape, steps, draws)
+        self._keep(moved, kept, block, steps, draws)
 
-    def _keep(self, moved: Any, kept: Kept, tape: Tape, steps: Steps, draws: Draws) -> None:
-        """Takes the state after a tape over, and writes what is kept of it."""
-        self.recent.add(tape, self.state)
+    def _keep(self, moved: Any, kept: Kept, block: StepInputs, steps: Steps, draws: Draws) -> None:
+        """Takes the state after a block over, and writes what is kept of it."""
+        self.recent.add(block, self.state)
         self.state = self._with_stand_ins(moved)
-        first, last = steps.kept_before(tape.start), steps.kept_before(tape.stop)
+        first, last = steps.kept_before(block.start), steps.kept_before(block.stop)
         if draws.latest is not None:
             new = kept.positions.cpu()
             if not bool(self.alive.all()):
@@ -131,21 +131,21 @@ class Chains:
         elif steps.positions:
             draws.positions[self.alive, first:last] = kept.positions.cpu()[self.alive]
         draws.log_joint[self.alive, first:last] = kept.log_joint.double().cpu()[self.alive]
-        self.count = tape.stop
+        self.count = block.stop
         self.log_joint = float(kept.last.cpu()[self.alive].mean())
 
-    def _stop_those_that_raise(self, program: Program, batches: Batches, tape: Tape) -> bool:
+    def _stop_those_that_raise(self, program: Program, batches: Batches, block: StepInputs) -> bool:
         """Stops the chains whose own step cannot be computed; whether there are any."""
         step, raising = eager(self._engine, batches), torch.zeros_like(self.alive)
         for chain in torch.nonzero(self.alive)[:, 0].tolist():
             own = slice(chain, chain + 1)
             state = pytree.tree_map(lambda leaf, own=own: leaf[own], self.state)
             try:
-                step.run(state, tape.of(own), 1, 1)
+                step.run(state, block.of(own), 1, 1)
             except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
                 raising[chain] = True
                 message = f"LinAlgError: {' '.join(str(error).split())}"
-                self._fail(chain, None, program, batches, Past(tape, self.state), message)
+                self._fail(chain, None, program, batches, Past(block, self.state), message)
         self.alive = self.alive & ~raising
         self.state = self._with_stand_ins(self.state)
         return bool(raising.any())
@@ -161,11 +161,11 @@ class Chains:
     ) -> None:
         """Writes down that a step breaks a chain, and what led to it: an element of the state that
         is not finite, or else what the model raised, or else the log joint."""
-        batch = batches.batch(batches.fixed, step.tape.at(0)[2])
+        batch = batches.batch(batches.fixed, step.block.at(0)[2])
         self.failures.append(
             Failure(
                 chain=chain,
-                step=step.tape.start,
+                step=step.block.start,
                 site=self._engine.layout.site_at(element or 0),
                 bad_batch=not rows.are_finite(batch.of_chain(chain)[0]),
                 error=error,

@@ -23,7 +23,7 @@ from pyro_scale.engine.compile.cpp_loop import inputs_of
 from pyro_scale.engine.compile.lowering import NotALoop
 from pyro_scale.engine.compile.trace import trace
 from pyro_scale.engine.executors import ChainByChain, CompiledLoop, OneByOne, Program, eager
-from pyro_scale.engine.inputs import Tape
+from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.reuse import Blueprint, Earlier, arrange
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, CompileWarning
@@ -52,7 +52,7 @@ def program_for(
     engine: Engine,
     batches: Batches,
     state: Any,
-    tape: Tape,
+    block: StepInputs,
     compile: bool | Literal["auto"],
     num_steps: int,
     tell: Callable[[str], object],
@@ -65,7 +65,7 @@ def program_for(
         engine: says what a step is.
         batches: the chains' batches.
         state: of all chains.
-        tape: the first step's.
+        block: the first step's.
         compile: `"auto"` compiles runs that are long enough to repay it, and goes on with a run as
             it was, as programs differ by rounding.  It depends on the call alone.
         num_steps: how many steps there will be.
@@ -86,11 +86,11 @@ def program_for(
     tell("compiling")
     try:
         with exclusive:
-            program = earlier.program(engine, batches, as_it_is, state, tape)
+            program = earlier.program(engine, batches, as_it_is, state, block)
             if program is not None:
                 return program
-            blueprint = _blueprint(engine, batches, as_it_is, state, tape)
-            earlier.keep(blueprint, engine, batches, state, tape)
+            blueprint = _blueprint(engine, batches, as_it_is, state, block)
+            earlier.keep(blueprint, engine, batches, state, block)
             return blueprint.program(batches)
     except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
         warn(
@@ -110,13 +110,13 @@ def _repays(num_steps: int, num_chains: int, vectorized: bool) -> bool:
 
 
 def _blueprint(
-    engine: Engine, batches: Batches, as_it_is: Program, state: Any, tape: Tape
+    engine: Engine, batches: Batches, as_it_is: Program, state: Any, block: StepInputs
 ) -> Blueprint:
     """The steps as one program, which has been compared with the steps themselves."""
 
     def checked(by_column: bool) -> Blueprint:
-        blueprint = _compile(engine, batches, state, tape, by_column)
-        check(blueprint.program(batches), as_it_is, engine, state, tape)
+        blueprint = _compile(engine, batches, state, block, by_column)
+        check(blueprint.program(batches), as_it_is, engine, state, block)
         return blueprint
 
     if isinstance(batches, WholeData):
@@ -126,7 +126,7 @@ def _blueprint(
 
 
 def _compile(
-    engine: Engine, batches: Batches, state: Any, tape: Tape, by_column: bool
+    engine: Engine, batches: Batches, state: Any, block: StepInputs, by_column: bool
 ) -> Blueprint:
     """The steps as one program: a loop if it can be, else a compiled step.
 
@@ -140,15 +140,15 @@ def _compile(
     if not all_at_once:
         engine = dataclasses.replace(engine, vectorized=False)
         state = pytree.tree_map(lambda leaf: leaf[:1], state)
-        tape = tape.of(slice(0, 1))
+        block = block.of(slice(0, 1))
     batches = arrange(batches, by_column)
-    values, noise, changing = tape.at(0)
+    values, noise, changing = block.at(0)
     batch = batches.batch(batches.fixed, changing)
     leaves, state_spec = pytree.tree_flatten(state)
     graph = trace(*_as_function(engine, batch, state, noise, values))
     if on_processor:
         position = next(place for place, leaf in enumerate(leaves) if leaf is state.position)
-        sources = batches.sources(tape.changing)
+        sources = batches.sources(block.changing)
         inputs = inputs_of(len(leaves), position, len(values) + 1, sources)
         try:
             loop = compile_loop(graph, inputs, threads=None if single else 1)

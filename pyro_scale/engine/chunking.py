@@ -1,4 +1,4 @@
-"""How long tapes are: which steps of a run are drawn and moved together."""
+"""How long blocks are: which steps of a run are drawn and moved together."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import bisect
 import time
 from collections.abc import Iterator, Sequence
 
-from pyro_scale.engine.inputs import Tape
+from pyro_scale.engine.inputs import StepInputs
 
 #: From when on a run should show its progress and can be interrupted.
 _NOTICED_SECONDS = 0.05
 
 
 class Pace:
-    """Lets tapes grow twice as long each time, until one takes long enough to be noticed; one
+    """Lets blocks grow twice as long each time, until one takes long enough to be noticed; one
     ends at each of `ends`, which ascend.
 
     What is drawn does not depend on it.
     """
 
-    def __init__(self, first: Tape, num_steps: int, most: int, ends: Sequence[int] = ()):
+    def __init__(self, first: StepInputs, num_steps: int, most: int, ends: Sequence[int] = ()):
         self._first, self._num_steps, self._most, self._quick = first, num_steps, most, True
         self._ends = ends
 
     def opening(self) -> Iterator[tuple[int, int]]:
-        """The first tape's steps."""
+        """The first block's steps."""
         start = self._first.start
         while start < self._first.stop:
             stop = min(self._first.stop, self._next_end(start))
@@ -36,7 +36,7 @@ class Pace:
         return self._ends[place] if place < len(self._ends) else self._num_steps
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Steps after the first tape's."""
+        """Steps after the first block's."""
         start, size = self._first.stop, min(len(self._first), self._most)
         while start < self._num_steps:
             stop = min(start + size, self._next_end(start))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_scale.engine.step_recorder import RecordedStep
 
-#: Looks at the whole state, at most; each ends a tape, which takes about half a millisecond.
+#: Looks at the whole state, at most; each ends a block, which takes about half a millisecond.
 _MOST_LOOKS = 32
 
 

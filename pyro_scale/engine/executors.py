@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core.exclusive import exclusive
-from pyro_scale.core.step_inputs import Gathered, Source, Taped
+from pyro_scale.core.step_inputs import Gathered, PerStep, Source
 from pyro_scale.data.batches import Batches
 from pyro_scale.engine.compile.cpp_loop import Loop
-from pyro_scale.engine.inputs import Tape
+from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.step import Engine
 
 
@@ -43,7 +43,7 @@ class Kept(NamedTuple):
 
 
 class Program(Protocol):
-    """Runs the steps of a tape.
+    """Runs the steps of a block.
 
     Attributes:
         name: what it is, in words.
@@ -52,8 +52,8 @@ class Program(Protocol):
     @property
     def name(self) -> str: ...
 
-    def run(self, state: Any, tape: Tape, left: int, every: int) -> tuple[Any, Kept]:
-        """(The state after the tape, what is kept): the left-th state, and every every-th on."""
+    def run(self, state: Any, block: StepInputs, left: int, every: int) -> tuple[Any, Kept]:
+        """(The state after the block, what is kept): the left-th state, and every every-th on."""
         ...
 
 
@@ -69,10 +69,10 @@ class OneByOne:
     step: Callable[..., tuple[Any, Tensor]]
     name: str
 
-    def run(self, state: Any, tape: Tape, left: int, every: int) -> tuple[Any, Kept]:
+    def run(self, state: Any, block: StepInputs, left: int, every: int) -> tuple[Any, Kept]:
         positions, log_joints = [], []
-        for place in range(len(tape)):
-            state, log_joint = self.step(state, *tape.at(place))
+        for place in range(len(block)):
+            state, log_joint = self.step(state, *block.at(place))
             left -= 1
             if left == 0:
                 positions.append(state.position)
@@ -94,10 +94,10 @@ class ChainByChain:
     def name(self) -> str:
         return self.program.name
 
-    def run(self, state: Any, tape: Tape, left: int, every: int) -> tuple[Any, Kept]:
-        chains = [slice(chain, chain + 1) for chain in range(len(tape.noise))]
+    def run(self, state: Any, block: StepInputs, left: int, every: int) -> tuple[Any, Kept]:
+        chains = [slice(chain, chain + 1) for chain in range(len(block.noise))]
         ran = [
-            self.program.run(pytree.tree_map(lambda x, c=c: x[c], state), tape.of(c), left, every)
+            self.program.run(pytree.tree_map(lambda x, c=c: x[c], state), block.of(c), left, every)
             for c in chains
         ]
         return pytree.tree_map(lambda *leaves: torch.cat(leaves), *ran)
@@ -114,14 +114,14 @@ class CompiledLoop:
     constants: Sequence[Tensor]
     name: str = "compiled loop"
 
-    def run(self, state: Any, tape: Tape, left: int, every: int) -> tuple[Any, Kept]:
-        groups = 1 if self.all_at_once else len(tape.noise)
+    def run(self, state: Any, block: StepInputs, left: int, every: int) -> tuple[Any, Kept]:
+        groups = 1 if self.all_at_once else len(block.noise)
         leaves = [leaf.unflatten(0, (groups, -1)) for leaf in pytree.tree_leaves(state)]
-        columns = [column.expand(groups, *column.shape) for column in tape.values.values()]
+        columns = [column.expand(groups, *column.shape) for column in block.values.values()]
         moved, positions, log_joints, last = self.loop.run(
             leaves,
-            [*columns, self._by_group(tape.noise)],
-            [self._source(source) for source in self.batches.sources(tape.changing)],
+            [*columns, self._by_group(block.noise)],
+            [self._source(source) for source in self.batches.sources(block.changing)],
             self.constants,
             left,
             every,
@@ -132,8 +132,8 @@ class CompiledLoop:
 
     def _source(self, source: Source) -> Source:
         match source:
-            case Taped(tensor):
-                return Taped(self._by_group(tensor))
+            case PerStep(tensor):
+                return PerStep(self._by_group(tensor))
             case Gathered(table, indices):
                 return Gathered(table, self._by_group(indices))
         return source

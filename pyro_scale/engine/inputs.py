@@ -1,7 +1,7 @@
-"""Tapes: all that changes from step to step, drawn many steps at a time.
+"""Step inputs: all that changes from step to step, drawn in blocks of many steps.
 
 A step is a function of its state, its batch, its noise and its hyperparameters' values.  The
-last three are drawn in bulk, the next tape in a thread of its own while one is used.
+last three are drawn in bulk, the next block in a thread of its own while one is used.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_scale.core.rng import NoiseTape
+from pyro_scale.core.rng import NoiseStream
 from pyro_scale.data.batches import Batches
 
-#: Bytes of one tape, unless one step has more; and steps, which leave its bytes in the cache.
+#: Bytes of one block, unless one step has more; and steps, which leave its bytes in the cache.
 _BUDGET, _LONGEST = 2**25, 2**14
-#: Tapes that are drawn ahead; noise and indices come in blocks, which takes its time.
+#: Blocks that are drawn ahead: noise and indices come many at a time.
 _AHEAD = 3
 
 
 @dataclass(frozen=True)
-class Tape:
+class StepInputs:
     """What some steps need besides the state.
 
     Attributes:
@@ -49,31 +49,31 @@ class Tape:
         return self.start + len(self)
 
     def at(self, place: int) -> tuple[dict[str, Tensor], Tensor, Any]:
-        """(Values, noise, changing) of one step; place counts from this tape's first."""
+        """(Values, noise, changing) of one step; place counts from this block's first."""
         values = {name: column[place] for name, column in self.values.items()}
         changing = pytree.tree_map(lambda leaf: leaf[:, place], self.changing)
         return values, self.noise[:, place], changing
 
-    def part(self, first: int, last: int) -> Tape:
+    def part(self, first: int, last: int) -> StepInputs:
         """The steps at places first ... last - 1."""
         values = {name: column[first:last] for name, column in self.values.items()}
         changing = pytree.tree_map(lambda leaf: leaf[:, first:last], self.changing)
-        return Tape(self.start + first, values, self.noise[:, first:last], changing)
+        return StepInputs(self.start + first, values, self.noise[:, first:last], changing)
 
-    def parts(self, steps: int | None) -> Iterator[Tape]:
-        """The tape in parts of at most so many steps; None leaves it whole."""
+    def parts(self, steps: int | None) -> Iterator[StepInputs]:
+        """The block in parts of at most so many steps; None leaves it whole."""
         size = steps or len(self)
         return (self.part(i, min(i + size, len(self))) for i in range(0, len(self), size))
 
-    def of(self, chains: slice) -> Tape:
-        """The tape of some of the chains."""
+    def of(self, chains: slice) -> StepInputs:
+        """The block of some of the chains."""
         changing = pytree.tree_map(lambda leaf: leaf[chains], self.changing)
-        return Tape(self.start, self.values, self.noise[chains], changing)
+        return StepInputs(self.start, self.values, self.noise[chains], changing)
 
-    def copied(self) -> Tape:
-        """The tape in memory of its own, which is not written over."""
+    def copied(self) -> StepInputs:
+        """The block in memory of its own, which is not written over."""
         changing = pytree.tree_map(lambda leaf: leaf.clone(), self.changing)
-        return Tape(self.start, self.values, self.noise.clone(), changing)
+        return StepInputs(self.start, self.values, self.noise.clone(), changing)
 
 
 @dataclass(frozen=True)
@@ -87,31 +87,33 @@ class Inputs:
     """
 
     values: Mapping[str, Tensor]
-    noise: NoiseTape
+    noise: NoiseStream
     batches: Batches
 
-    def tape(self, start: int, stop: int, spent: Tape | None = None) -> Tape:
-        """The tape of steps start ... stop - 1; each begins where the last one ended.
+    def block(self, start: int, stop: int, spent: StepInputs | None = None) -> StepInputs:
+        """The block of steps start ... stop - 1; each begins where the last one ended.
 
-        The memory of a spent tape, if it is as long, is written over.
+        The memory of a spent block, if it is as long, is written over.
         """
         values = {name: column[start:stop] for name, column in self.values.items()}
         if spent is None or len(spent) != stop - start:
-            return Tape(start, values, self.noise.span(start, stop), self.batches.take(start, stop))
+            return StepInputs(
+                start, values, self.noise.span(start, stop), self.batches.take(start, stop)
+            )
         noise = self.noise.span(start, stop, spent.noise)
-        return Tape(start, values, noise, self.batches.take(start, stop, spent.changing))
+        return StepInputs(start, values, noise, self.batches.take(start, stop, spent.changing))
 
-    def tapes(self, spans: Iterable[tuple[int, int]]) -> Generator[Tape]:
-        """The tapes of some spans of steps, the next ones drawn while one is used.
+    def blocks(self, spans: Iterable[tuple[int, int]]) -> Generator[StepInputs]:
+        """The blocks of some spans of steps, the next ones drawn while one is used.
 
-        A tape is spent when the next one is asked for.  Close it to end its thread.
+        A block is spent when the next one is asked for.  Close it to end its thread.
         """
-        thread = ThreadPoolExecutor(1, thread_name_prefix="pyro_scale-tape")
+        thread = ThreadPoolExecutor(1, thread_name_prefix="pyro_scale-block")
         try:
-            drawn: deque[Future[Tape]] = deque()
-            spent: Tape | None = None
+            drawn: deque[Future[StepInputs]] = deque()
+            spent: StepInputs | None = None
             for span in spans:
-                drawn.append(thread.submit(self.tape, *span, spent))
+                drawn.append(thread.submit(self.block, *span, spent))
                 spent = None
                 if len(drawn) > _AHEAD:
                     spent = drawn.popleft().result()
@@ -122,14 +124,14 @@ class Inputs:
             thread.shutdown(cancel_futures=True)
 
 
-def bytes_per_step(tape: Tape) -> int:
-    """What one step of all chains takes on a tape."""
-    leaves = [tape.noise, *pytree.tree_leaves(tape.changing)]
+def bytes_per_step(block: StepInputs) -> int:
+    """What one step of all chains takes on a block."""
+    leaves = [block.noise, *pytree.tree_leaves(block.changing)]
     return sum(leaf[:, 0].numel() * leaf.element_size() for leaf in leaves)
 
 
-def steps_within_budget(tape: Tape, kept_bytes: int = 0) -> int:
-    """How many steps a tape like this one may have, where each also leaves so many bytes: a power
+def steps_within_budget(block: StepInputs, kept_bytes: int = 0) -> int:
+    """How many steps a block like this one may have, where each also leaves so many bytes: a power
     of two."""
-    affordable = max(1, _BUDGET // max(1, bytes_per_step(tape) + kept_bytes))
+    affordable = max(1, _BUDGET // max(1, bytes_per_step(block) + kept_bytes))
     return min(_LONGEST, 1 << (affordable.bit_length() - 1))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pyro_scale.core.rng import NoiseTape
+from pyro_scale.core.rng import NoiseStream
 from pyro_scale.data.batches import Batch, Batches
 from pyro_scale.engine.chains import Chains
 from pyro_scale.engine.checkpoint import Checkpoint, Checkpoints
@@ -44,7 +44,7 @@ def simulate(
     last: Checkpoint | None = None,
     checkpoints: Checkpoints | None = None,
     sink: Sink | None = None,
-    noise: NoiseTape | None = None,
+    noise: NoiseStream | None = None,
     inspect: Callable[[Tensor, Batch], None] | None = None,
 ) -> Draws:
     """Runs every chain from its position `[chains, D]` to the end, or until it is non-finite.
@@ -56,14 +56,14 @@ def simulate(
         engine: says what a step is.
         positions: where chains start, `[chains, D]`.
         batches: the chains' batches.
-        values: the hyperparameters' tape.
+        values: the hyperparameters' block.
         steps: how many, and which are kept.
         seed: of the run.
         compile: whether steps become one program.
         progress: is told how far it is.
         earlier: what the same object has compiled before.
         stop: whether the run is over before its time, by what is there until now.
-        check_every: steps from one time that `stop` is asked to the next; whenever a tape ends,
+        check_every: steps from one time that `stop` is asked to the next; whenever a block ends,
             by default.
         last: what to go on from.
         checkpoints: where the run is written down.
@@ -101,7 +101,7 @@ def simulate(
         if last is None:
             write()
         if chains.count < steps.total and bool(chains.alive.any()):
-            first = inputs.tape(chains.count, min(chains.count + 2, steps.total))
+            first = inputs.block(chains.count, min(chains.count + 2, steps.total))
             before = None if last is None else last.program
             say = progress.say
             program = program_for(
@@ -114,26 +114,26 @@ def simulate(
             pace = Pace(first, steps.total, most, ends)
             opening = (first.part(a - first.start, b - first.start) for a, b in pace.opening())
             # its thread ends with the run, not when it is collected
-            rest = ended.enter_context(contextlib.closing(inputs.tapes(pace.spans())))
-            for tape in itertools.chain(opening, rest):
+            rest = ended.enter_context(contextlib.closing(inputs.blocks(pace.spans())))
+            for block in itertools.chain(opening, rest):
                 with pace:
-                    chains.move(program, batches, tape, steps, draws)
+                    chains.move(program, batches, block, steps, draws)
                     if sink is not None:
                         _pass_on(draws, sink)
-                if inspect is not None and tape.stop >= next_inspected:
-                    next_inspected = _RARER * tape.stop
-                    _, _, changing = tape.at(len(tape) - 1)
+                if inspect is not None and block.stop >= next_inspected:
+                    next_inspected = _RARER * block.stop
+                    _, _, changing = block.at(len(block) - 1)
                     inspect(chains.state.position, batches.batch(batches.fixed, changing))
-                if draws.kinetic is not None and tape.stop in looks:
-                    now = {name: column[tape.stop - 1] for name, column in values.items()}
+                if draws.kinetic is not None and block.stop in looks:
+                    now = {name: column[block.stop - 1] for name, column in values.items()}
                     energy = engine.kinetic(chains.state, now)
-                    draws.kinetic[chains.alive, looks[tape.stop]] = energy[chains.alive]
+                    draws.kinetic[chains.alive, looks[block.stop]] = energy[chains.alive]
                 moment, taken = chains.moment, None if sink is None else sink.state()
-                progress.update(len(tape), chains.log_joint)
+                progress.update(len(block), chains.log_joint)
                 draws.num_steps, draws.failures = moment.step, list(moment.failures)
                 if checkpoints is not None and checkpoints.due:
                     write()
-                due = check_every is None or tape.stop % check_every == 0
+                due = check_every is None or block.stop % check_every == 0
                 if not chains.alive.any() or (stop is not None and due and stop(draws)):
                     break
             write()

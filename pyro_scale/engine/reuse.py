@@ -18,7 +18,7 @@ from pyro_scale.data.batches import Batches, WholeData
 from pyro_scale.engine.agreement import agrees
 from pyro_scale.engine.compile.trace import Constant, as_input
 from pyro_scale.engine.executors import Program
-from pyro_scale.engine.inputs import Tape
+from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.step import Engine
 
 #: Bytes of a constant, such as a number in the model's code, that is kept though nobody holds it.
@@ -81,33 +81,33 @@ class Earlier:
         return Earlier, ()  # a copy compiles its own
 
     def keep(
-        self, blueprint: Blueprint, engine: Engine, batches: Batches, state: Any, tape: Tape
+        self, blueprint: Blueprint, engine: Engine, batches: Batches, state: Any, block: StepInputs
     ) -> None:
         """Keeps what a run has compiled."""
         constants = [_again(constant) for constant in blueprint.constants]
-        facts = _facts(engine, batches, state, tape)
+        facts = _facts(engine, batches, state, block)
         self._kept = _Kept(blueprint.build, constants, blueprint.by_column, facts)
 
     def program(
-        self, engine: Engine, batches: Batches, as_it_is: Program, state: Any, tape: Tape
+        self, engine: Engine, batches: Batches, as_it_is: Program, state: Any, block: StepInputs
     ) -> Program | None:
         """The program of these steps, if it is the one that is kept."""
         kept = self._kept
-        if kept is None or kept.facts != _facts(engine, batches, state, tape):
+        if kept is None or kept.facts != _facts(engine, batches, state, block):
             return None
         constants = [tensor for again in kept.constants if (tensor := again()) is not None]
         if len(constants) < len(kept.constants):
             return None
         program = kept.build(arrange(batches, kept.by_column), constants)
         with contextlib.suppress(RuntimeError):  # a matrix that cannot be factorized at that point
-            if agrees(program, as_it_is, engine, state, tape):
+            if agrees(program, as_it_is, engine, state, block):
                 return program
         return None
 
 
-def _facts(engine: Engine, batches: Batches, state: Any, tape: Tape) -> Any:
+def _facts(engine: Engine, batches: Batches, state: Any, block: StepInputs) -> Any:
     """What a compiled step is for: the engine's kind, the inputs' geometry, the very data."""
-    values, noise, changing = tape.at(0)
+    values, noise, changing = block.at(0)
     batch = batches.batch(batches.fixed, changing)
     leaves, state_spec = pytree.tree_flatten(state)
     inputs = [*leaves, *values.values(), noise, *batch.tensors]

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core.rows import Arguments
 from pyro_scale.data.batches import Batches
 from pyro_scale.engine.executors import Program
-from pyro_scale.engine.inputs import Tape
+from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.step import Engine
 
 #: Chains of a run whose last steps are kept: the first that break.
@@ -28,7 +28,7 @@ FEW = 64
 _BEFORE = 15
 #: Bytes of a chain's last steps, unless a single one has more.
 _BYTES = 2**26
-#: Bytes of states of all chains that are held for the case that one of them breaks, and of a tape
+#: Bytes of states of all chains that are held for the case that one of them breaks, and of a block
 #: that is copied for it: where steps are large, copies would cost as much as they do.
 _HELD, _COPIED = 2**28, 2**22
 
@@ -37,12 +37,12 @@ class Past(NamedTuple):
     """A step that all chains have taken.
 
     Attributes:
-        tape: of that step.
+        block: of that step.
         state: of all chains, before it.
         log_joint: its evaluation, `[chains]`; None while there is none.
     """
 
-    tape: Tape
+    block: StepInputs
     state: Any
     log_joint: Tensor | None = None
 
@@ -79,17 +79,17 @@ class Recent:
     """The latest steps, as stretches of them that broke no chain."""
 
     def __init__(self) -> None:
-        self._stretches: deque[tuple[Tape, Any]] = deque()
+        self._stretches: deque[tuple[StepInputs, Any]] = deque()
 
-    def add(self, tape: Tape, state: Any) -> None:
+    def add(self, block: StepInputs, state: Any) -> None:
         """Remembers some steps and the state before them, if they are few."""
         stretches, held = self._stretches, _num_bytes(state)
-        is_small = len(tape) <= FEW and held <= _HELD
-        is_small = is_small and _num_bytes([tape.noise, tape.changing]) <= _COPIED
-        if (stretches and stretches[-1][0].stop != tape.start) or not is_small:
+        is_small = len(block) <= FEW and held <= _HELD
+        is_small = is_small and _num_bytes([block.noise, block.changing]) <= _COPIED
+        if (stretches and stretches[-1][0].stop != block.start) or not is_small:
             self.forget()
         if is_small:
-            stretches.append((tape.copied(), state))
+            stretches.append((block.copied(), state))
         while stretches and (self._without_first >= _BEFORE or len(stretches) * held > _HELD):
             stretches.popleft()
 
@@ -100,9 +100,9 @@ class Recent:
     def steps(self, program: Program) -> list[Past]:
         """The steps one by one, taken again."""
         past: deque[Past] = deque(maxlen=_BEFORE)
-        for tape, before in self._stretches:
+        for block, before in self._stretches:
             state = before
-            for single in tape.parts(1):
+            for single in block.parts(1):
                 moved, kept = program.run(state, single, 1, 1)
                 past.append(Past(single, state, kept.last))
                 state = moved
@@ -111,7 +111,7 @@ class Recent:
 
     @property
     def _without_first(self) -> int:
-        return sum(len(tape) for tape, _ in list(self._stretches)[1:])
+        return sum(len(block) for block, _ in list(self._stretches)[1:])
 
 
 def recorded(
@@ -130,7 +130,7 @@ def recorded(
 
 
 def _of_chain(engine: Engine, batches: Batches, past: Past, chain: int) -> RecordedStep:
-    values, noise, changing = past.tape.of(slice(chain, chain + 1)).at(0)
+    values, noise, changing = past.block.of(slice(chain, chain + 1)).at(0)
     batch = batches.batch(batches.fixed, changing)
     arguments, indices = batch.of_chain(0)
     state = pytree.tree_map(lambda leaf: leaf[chain], past.state)
@@ -142,11 +142,11 @@ def _of_chain(engine: Engine, batches: Batches, past: Past, chain: int) -> Recor
         "indices": indices,
     }
     log_joint = None if past.log_joint is None else float(past.log_joint[chain])
-    return RecordedStep(number=past.tape.start, log_joint=log_joint, **_copy(own))
+    return RecordedStep(number=past.block.start, log_joint=log_joint, **_copy(own))
 
 
 def _copy(values: Any) -> Any:
-    """With tensors of their own: tapes are written over."""
+    """With tensors of their own: blocks are written over."""
     return pytree.tree_map(
         lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf,
         values,

@@ -280,9 +280,9 @@ class Sampler(Method):
         asked = steps.warmup_steps + steps.num_samples * steps.thinning
         check_length(steps.num_samples, num_chains, asked)
         sampling = self._sampling(sampling, batch_size is not None)
-        tape = self.kernel.tape(steps.total)  # which refuses values out of range
+        columns = self.kernel.columns(steps.total)  # which refuses values out of range
         if store is False:
-            check_equal_weights(self.kernel.lr, tape["lr"][steps.kept])
+            check_equal_weights(self.kernel.lr, columns["lr"][steps.kept])
         how = batch_size, sampling, share_batches, store, memory_budget, progress
         return RunConfig(steps, num_chains, superchains, *how)
 
@@ -361,7 +361,7 @@ class Sampler(Method):
         attrs = {**self._attrs(), **plan.choice, **config.facts, "num_samples": kept}
         self._plan = dataclasses.replace(plan, finished=tuple(draws.finished))
         # at once: what is found out about it can be interrupted
-        self._result = collect(problem, draws, plan.tape, attrs, sink)
+        self._result = collect(problem, draws, plan.columns, attrs, sink)
         self._result, error = measure(trajectory, self._result, _on_average(plan, draws))
         error = draws.error or error
         if isinstance(sink, ToDisk):
@@ -384,7 +384,7 @@ class Sampler(Method):
             self._end_early(draws, error, journal.hint)
         if draws.failures:
             replay = crash_dump.written(problem, type(self).__name__, draws, journal.path)
-            told = message(draws, plan.tape["lr"], replay, self._held_by)
+            told = message(draws, plan.columns["lr"], replay, self._held_by)
             if self._result is None:
                 path = sink.store.path if isinstance(sink, ToDisk) else None
                 self._why_none = all_stopped(path, told)
@@ -541,7 +541,7 @@ class Sampler(Method):
 
 def _on_average(plan: RunPlan, draws: Draws) -> dict[str, Tensor]:
     """The hyperparameters' values, over the draws."""
-    return {name: column[draws.kept_steps].mean(0) for name, column in plan.tape.items()}
+    return {name: column[draws.kept_steps].mean(0) for name, column in plan.columns.items()}
 
 
 def _any_broke(draws: Draws) -> bool:

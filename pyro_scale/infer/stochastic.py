@@ -111,7 +111,7 @@ class Optimized(Approximation):
                 problem.engine,
                 problem.positions,
                 problem.batches(num_chains, "shuffle"),
-                self.kernel.tape(steps.total),
+                self.kernel.columns(steps.total),
                 steps,
                 seed,
                 self._compile if self._is_pure else False,

@@ -106,7 +106,7 @@ class Hyperparameters:
         """
         return {name: column[-1] for name, column in self._columns(range(step, step + 1)).items()}
 
-    def tape(self, num_steps: int) -> dict[str, Tensor]:
+    def columns(self, num_steps: int) -> dict[str, Tensor]:
         """Every hyperparameter's values at steps 0 ... num_steps - 1 in float64: `[num_steps]`,
         or `[num_steps, entries]` of a dict; as for `values`."""
         columns = self._columns(range(num_steps))

@@ -30,7 +30,7 @@ _MOST_NUMBERS = 2**21
 def collect(
     problem: Problem,
     draws: Draws,
-    tape: Mapping[str, Tensor],
+    columns: Mapping[str, Tensor],
     attrs: Mapping[str, Any],
     sink: ToDisk | ToMoments | None = None,
 ) -> Result:
@@ -46,14 +46,14 @@ def collect(
     log_joint = draws.log_joint[finished]
     stats = {"lp": log_joint, "step": draws.kept_steps.expand(log_joint.shape)}
     for name, hyper in problem.engine.kernel.hyperparameters().items():
-        column = tape[name][draws.kept_steps]
+        column = columns[name][draws.kept_steps]
         of_sites = (
             {f"{name}_{site}": column[:, i] for i, site in enumerate(hyper)}
             if isinstance(hyper, Mapping)
             else {name: column}
         )
         stats |= {label: each.expand(log_joint.shape) for label, each in of_sites.items()}
-    weight = _weights(tape["lr"][draws.kept_steps])
+    weight = _weights(columns["lr"][draws.kept_steps])
     if weight is not None and not isinstance(problem.engine.kernel.lr, Cyclical):
         stats["weight"] = weight.expand(log_joint.shape)
     times = {

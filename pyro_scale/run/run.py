@@ -50,7 +50,7 @@ class RunPlan:
 
     Attributes:
         problem: what it starts from, before a frozen base is run.
-        tape: the hyperparameters' values, step by step.
+        columns: the hyperparameters' values, step by step.
         steps: how many, and which are kept.
         sampling: how rows are drawn.
         share_batches: whether all chains have the same.
@@ -62,7 +62,7 @@ class RunPlan:
     """
 
     problem: Problem
-    tape: Mapping[str, Tensor]
+    columns: Mapping[str, Tensor]
     steps: Steps
     sampling: Sampling
     share_batches: bool
@@ -82,9 +82,9 @@ class RunPlan:
         choice: Mapping[str, str],
     ) -> RunPlan:
         """The plan of a run on a problem, as it was asked for."""
-        steps, tape = config.steps, problem.engine.kernel.tape(config.steps.total)
+        steps, columns = config.steps, problem.engine.kernel.columns(config.steps.total)
         how = config.sampling, config.share_batches, compile, config.progress
-        return cls(problem, tape, steps, *how, earlier, choice)
+        return cls(problem, columns, steps, *how, earlier, choice)
 
     @property
     def kernel(self) -> Kernel:
@@ -101,7 +101,7 @@ class RunPlan:
         return dataclasses.replace(
             self,
             problem=self.problem.with_engine(kernel=kernel),
-            tape=kernel.tape(self.steps.total),
+            columns=kernel.columns(self.steps.total),
             choice={**self.choice, "lr_choice": why},
         )
 
@@ -120,7 +120,7 @@ class RunPlan:
                 problem.engine,
                 problem.positions,
                 batches,
-                self.tape,
+                self.columns,
                 self.steps,
                 problem.seed if seed is None else seed,
                 self.compile,

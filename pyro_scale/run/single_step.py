@@ -13,7 +13,7 @@ from pyro_scale.data.sources import Data
 from pyro_scale.engine.chains import Chains
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.executors import eager
-from pyro_scale.engine.inputs import Tape
+from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.errors import DataError
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device
 
@@ -60,10 +60,10 @@ class Stepping:
         count, batches = chains.count, problem.batches_of(args, kwargs)
         values = {name: value[None] for name, value in self._kernel.values(count).items()}
         noise = chains.noise.span(count, count + 1)
-        tape = Tape(count, values, noise, batches.take(count, count + 1))
+        columns = StepInputs(count, values, noise, batches.take(count, count + 1))
         steps = Steps(num_samples=1, warmup_steps=count)
         draws = Draws.of(problem.positions, steps)
         chains.recent.forget()  # their batches were others
-        chains.move(eager(problem.engine, batches), batches, tape, steps, draws)
+        chains.move(eager(problem.engine, batches), batches, columns, steps, draws)
         draws.failures, draws.state, draws.num_steps = chains.failures, chains.state, count + 1
         return draws, {k: v.expand(count + 1, *v.shape[1:]) for k, v in values.items()}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pyro_scale.core import rows, schedules
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.rng import NoiseTape, Purpose, choose_seed, derived_seed, generator
+from pyro_scale.core.rng import NoiseStream, Purpose, choose_seed, derived_seed, generator
 from pyro_scale.errors import ArgumentError, DataError
 
 quick = settings(
@@ -121,8 +121,8 @@ class TestSchedules:
 # ------------------------------------------------------------------ randomness
 
 
-def tape(seed=0, chains=2, shape=(1, 3), dtype=torch.float64):
-    return NoiseTape(seed, chains, shape, dtype, torch.device("cpu"))
+def columns(seed=0, chains=2, shape=(1, 3), dtype=torch.float64):
+    return NoiseStream(seed, chains, shape, dtype, torch.device("cpu"))
 
 
 class TestRandomness:
@@ -161,16 +161,16 @@ class TestRandomness:
     @given(st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.integers(1, 4))
     def test_noise_is_a_function_of_seed_chain_and_step(self, steps, chains):
         """In any order, any number of chains, as after a resumption."""
-        one, many = tape(chains=1), tape(chains=chains)
+        one, many = columns(chains=1), columns(chains=chains)
         for step in steps:
             noise = many.at(step)
             assert noise.shape == (chains, 1, 3)
             assert torch.equal(noise[0], one.at(step)[0])
-            assert torch.equal(noise, tape(chains=chains).at(step))
+            assert torch.equal(noise, columns(chains=chains).at(step))
 
     def test_noise_is_standard_normal_and_white(self):
         """Over 4 x 3000 x 3 numbers each z below is normal, and 4.5 comes once in 150,000."""
-        source = tape(seed=3, chains=4)
+        source = columns(seed=3, chains=4)
         noise = torch.stack([source.at(step) for step in range(3000)])[:, :, 0]
         count = noise.numel()
 
@@ -186,17 +186,17 @@ class TestRandomness:
         assert z((noise[:, 1:] * noise[:, :-1]).mean() * 0.75**0.5, 1) < 4.5  # chain to chain
 
     def test_blocks_of_large_noise_stay_small(self):
-        large = tape(shape=(2, 10**5))
+        large = columns(shape=(2, 10**5))
         assert large.block_steps == 1
         assert large.at(2).shape == (2, 2, 10**5)
-        assert tape(shape=(1, 1)).block_steps * 1 <= 2**16
+        assert columns(shape=(1, 1)).block_steps * 1 <= 2**16
 
     def test_dtype_is_asked_for(self):
-        assert tape(dtype=torch.float32).at(0).dtype == torch.float32
+        assert columns(dtype=torch.float32).at(0).dtype == torch.float32
 
     def test_torchs_generator_is_left_alone_unless_it_is_asked(self):
         state = torch.get_rng_state()
-        tape().at(0)
+        columns().at(0)
         assert choose_seed(3) == 3
         assert torch.equal(torch.get_rng_state(), state)
         torch.manual_seed(11)

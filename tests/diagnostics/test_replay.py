@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
 from pyro_scale.diagnostics import crash_dump
-from pyro_scale.engine import inputs as tapes
+from pyro_scale.engine import inputs
 from pyro_scale.engine import step_recorder as last_steps
 from pyro_scale.errors import FileError, NonFiniteError
 from pyro_scale.storage import files
@@ -158,7 +158,7 @@ def test_the_states_are_those_of_the_run(name, compile):
         steps = files.read(path, "crash dump")["steps"]
         numbers = [each["number"] for each in steps]
         assert numbers == list(range(step - len(steps) + 1, step + 1))
-        assert len(steps) == min(16, step + 1) or step > 64  # later, as many as the tape has
+        assert len(steps) == min(16, step + 1) or step > 64  # later, as many as the block has
         positions = [each["state"]["position"] for each in steps if each["number"] > 0]
         same(positions, make(compile=compile), chain, step, torch.equal)
         same(positions, make(compile=False), chain, step, torch.allclose)
@@ -186,7 +186,7 @@ def test_tapes_are_written_over_and_steps_are_not(budget, monkeypatch):
     whole = files.read(
         path_in(broken(make(), loader, batch_size=None, num_chains=2)), "crash dump"
     )["steps"]
-    monkeypatch.setattr(tapes, "_BUDGET", budget)
+    monkeypatch.setattr(inputs, "_BUDGET", budget)
     message = broken(make(), loader, batch_size=None, num_chains=2)
     cut = files.read(path_in(message), "crash dump")["steps"]
     checked(message, cliff)

@@ -16,7 +16,7 @@ from repetitions import slow_but
 from warned import quiet, told
 
 import pyro_scale as ps
-from pyro_scale.core.rng import NoiseTape, RefinedNoise
+from pyro_scale.core.rng import NoiseStream, RefinedNoise
 from pyro_scale.diagnostics import step_size_bias
 from pyro_scale.diagnostics.coupled_run import run_coupled
 from pyro_scale.errors import ArgumentError, NotRunError
@@ -59,7 +59,8 @@ def variance_of(table, site):
 def test_the_noise_is_split_in_two(span):
     shape = (2, 5)
     noise, half = (
-        kind(7, 3, shape, torch.float64, torch.device("cpu")) for kind in (NoiseTape, RefinedNoise)
+        kind(7, 3, shape, torch.float64, torch.device("cpu"))
+        for kind in (NoiseStream, RefinedNoise)
     )
     found = half.span(*span)
     first, last = span[0] // 2, -(-span[1] // 2)

@@ -619,10 +619,10 @@ def unfinished(tmp_path_factory):
     directory = tmp_path_factory.mktemp("unfinished")
     move = loop.Chains.move
 
-    def interrupted(self, program, batches, tape, *others):
-        if tape.stop > 100:
+    def interrupted(self, program, batches, block, *others):
+        if block.stop > 100:
             raise KeyboardInterrupt
-        move(self, program, batches, tape, *others)
+        move(self, program, batches, block, *others)
 
     whole = run("BAOA")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -748,13 +748,13 @@ def test_an_interrupt_ends_the_search_for_a_step_size_too(monkeypatch):
     """A chain that diverged would have had the run begun again."""
     begun = []
 
-    def broken(self, program, batches, tape, *others):
-        begun.extend([tape.start] * (tape.start == 0))
-        if tape.stop > 40:
+    def broken(self, program, batches, block, *others):
+        begun.extend([block.start] * (block.start == 0))
+        if block.stop > 40:
             raise KeyboardInterrupt
         self.failures = [checkpoint.Failure(0, 0, "w", False)]
         self.alive = torch.tensor([False, True])
-        self.count = tape.stop
+        self.count = block.stop
 
     monkeypatch.setattr(loop.Chains, "move", broken)
     monkeypatch.setattr("pyro_scale.infer.sampler._any_broke", lambda draws: False)

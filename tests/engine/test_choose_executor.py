@@ -554,7 +554,7 @@ def test_an_error_of_the_data_comes_out_as_it_is(compile):
     loader = DataLoader(Broken(), 1, sampler=Order())
     with pytest.raises(LookupError, match="row 59 is lost"):
         ran(logistic, compile, data=loader, batch_size=None, num_chains=1)
-    assert not [t for t in threading.enumerate() if t.name.startswith("pyro_scale-tape")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("pyro_scale-block")]
 
 
 HEAD = """

@@ -23,7 +23,7 @@ from torch.distributions import constraints
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import pyro_scale as ps
-from pyro_scale.engine import inputs as tapes
+from pyro_scale.engine import inputs as step_inputs
 from pyro_scale.engine import loop as simulation
 from pyro_scale.infer.sampler import Sampler
 from pyro_scale.kernels import Kernel
@@ -123,7 +123,7 @@ def scaled(x, y):
 
 @pytest.mark.parametrize("method", slow_but([ps.BAOA, ps.SGNHT, ps.pSGLD], ps.BAOA))
 def test_values_by_site(method):
-    """Numbers, schedules and tensors, a column or none of the tape each."""
+    """Numbers, schedules and tensors, a column or none of the block each."""
     row = TABLE[METHODS.index(method)]
     falling = ps.schedules.cosine_decay(row.lr, 150, end=row.lr / 5)
     given = {
@@ -472,18 +472,18 @@ def every_state():
 @example(64, 3, 1, [63, 1, 2])
 @example(65, 50, 2, [64, 50, 1])
 def test_exactly_the_right_states_are_kept(warmup, thinning, num_samples, lengths):
-    """Against all states of one eager run, however the steps are cut into tapes."""
+    """Against all states of one eager run, however the steps are cut into inputs."""
     (engine, starts, batches, values, _, seed, *_), program, positions, lp = every_state()
     num_samples = max(1, min(num_samples, (300 - warmup) // thinning))
     steps = simulation.Steps(num_samples, warmup, thinning)
     chains = simulation.Chains(engine, starts, {k: v[0] for k, v in values.items()}, seed)
-    inputs = tapes.Inputs(values, chains.noise, batches)
+    inputs = step_inputs.Inputs(values, chains.noise, batches)
     draws = simulation.Draws.of(starts, steps)
     start = 0
     for length in [*lengths, steps.total]:
         if start < steps.total:
             stop = min(start + length, steps.total)
-            chains.move(program, batches, inputs.tape(start, stop), steps, draws)
+            chains.move(program, batches, inputs.block(start, stop), steps, draws)
             start = stop
     kept = torch.arange(warmup + thinning - 1, warmup + num_samples * thinning, thinning)
     assert chains.count == steps.total == kept[-1] + 1
@@ -499,7 +499,7 @@ def test_where_tapes_are_cut_changes_nothing(budget, monkeypatch):
     make = functools.partial(ps.SGHMC, logistic, **hypers(ps.SGHMC, "schedules"))
     kwargs = {"batch_size": B, "num_samples": 800, "thinning": 3, "warmup_steps": 11}
     whole = ran(make, True, (X, Y), **kwargs)
-    monkeypatch.setattr(tapes, "_BUDGET", budget)
+    monkeypatch.setattr(step_inputs, "_BUDGET", budget)
     cut = ran(make, True, (X, Y), **kwargs)
     same(cut, whole, tolerance=0.0)
 

@@ -325,13 +325,13 @@ def test_a_run_that_ends_early_leaves_no_thread(monkeypatch):
 
     move = loop.Chains.move
 
-    def broken(self, program, batches, tape, *others):
-        if tape.start > 500:
+    def broken(self, program, batches, block, *others):
+        if block.start > 500:
             raise ValueError("the end")
-        move(self, program, batches, tape, *others)
+        move(self, program, batches, block, *others)
 
     monkeypatch.setattr(loop.Chains, "move", broken)
     with pytest.raises(ValueError, match="the end") as error:
         ps.BAOA(wide, lr=0.05, compile=False).run(X, num_samples=5000, batch_size=5, **QUIET)
     assert error.traceback  # which is held
-    assert not [t for t in threading.enumerate() if t.name.startswith("pyro_scale-tape")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("pyro_scale-block")]

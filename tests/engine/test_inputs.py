@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyro_scale.core import rng
-from pyro_scale.core.rng import NoiseTape, Purpose, generator
+from pyro_scale.core.rng import NoiseStream, Purpose, generator
 from pyro_scale.core.schedules import Cyclical
 from pyro_scale.data import row_sampler as indices_module
 from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.engine import chunking as pace_module
-from pyro_scale.engine import inputs as tapes
+from pyro_scale.engine import inputs as step_inputs
 from pyro_scale.engine.chunking import Pace
 from pyro_scale.engine.draws import Steps
-from pyro_scale.engine.inputs import Inputs, Tape, steps_within_budget
+from pyro_scale.engine.inputs import Inputs, StepInputs, steps_within_budget
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def noise(chains=2, shape=(2, 5), seed=3, dtype=torch.float64):
     """Blocks of six steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rng, "_BLOCK_NUMBERS", 6 * shape[0] * shape[1])
-        return NoiseTape(seed, chains, shape, dtype, CPU)
+        return NoiseStream(seed, chains, shape, dtype, CPU)
 
 
 @quick
@@ -48,9 +48,9 @@ def noise(chains=2, shape=(2, 5), seed=3, dtype=torch.float64):
 def test_noise_in_spans_is_noise_step_by_step(cuts, start):
     """Across blocks, forwards from any step; the numbers are those of each block's generator."""
     assert noise().block_steps == 6
-    tape = noise()
+    stream = noise()
     for first, last in spans_of(cuts, start):
-        span = tape.span(first, last)
+        span = stream.span(first, last)
         assert span.shape == (2, last - first, 2, 5)
         for step in range(first, last):
             for chain in range(2):
@@ -69,16 +69,16 @@ def test_a_chains_noise_does_not_depend_on_their_number(cuts, chains):
 
 
 def test_an_earlier_span_can_be_asked_for_again():
-    tape = noise()
-    first = tape.span(0, 3).clone()
-    tape.span(30, 50)
-    assert torch.equal(tape.span(0, 3), first)
+    stream = noise()
+    first = stream.span(0, 3).clone()
+    stream.span(30, 50)
+    assert torch.equal(stream.span(0, 3), first)
 
 
 def test_a_span_that_was_given_out_is_not_written_to():
-    """Unless it is given back: the program reads a tape while the thread draws the next ones."""
-    tape, rows = noise(), row_indices()
-    for source in (tape, rows):
+    """Unless it is given back: the program reads a block while the thread draws the next ones."""
+    stream, rows = noise(), row_indices()
+    for source in (stream, rows):
         held = [source.span(i, i + 4) for i in range(0, 12, 4)]
         copies = [span.clone() for span in held]
         for later in range(12, 200, 7):
@@ -161,53 +161,53 @@ def test_symmetric_sweeps_leave_rows_out_at_random():
     assert not torch.equal(out[:500], out[500:])  # the chains' own
 
 
-# ------------------------------------------------------------------ a tape and its parts
+# ------------------------------------------------------------------ a block and its parts
 
 
 def made(start=7, steps=9, chains=3):
     values = {"lr": torch.rand(steps), "friction": torch.rand(steps)}
     changing = [torch.rand(chains, steps, 4), {"i": torch.randint(9, (chains, steps))}]
-    return Tape(start, values, torch.rand(chains, steps, 2, 5), changing)
+    return StepInputs(start, values, torch.rand(chains, steps, 2, 5), changing)
 
 
 @quick
 @given(st.integers(1, 12))
-def test_parts_are_the_tape(size):
-    tape = made()
-    parts = list(tape.parts(size))
+def test_parts_are_the_block(size):
+    block = made()
+    parts = list(block.parts(size))
     assert [len(part) for part in parts[:-1]] == [size] * (len(parts) - 1)
     assert [part.start for part in parts] == list(range(7, 16, size))
-    assert parts[-1].stop == tape.stop == 16
+    assert parts[-1].stop == block.stop == 16
     for part in parts:
         for place in range(len(part)):
             values, normals, changing = part.at(place)
-            step = part.start + place - tape.start
-            assert values == {name: column[step] for name, column in tape.values.items()}
-            assert torch.equal(normals, tape.noise[:, step])
-            assert torch.equal(changing[0], tape.changing[0][:, step])
-            assert torch.equal(changing[1]["i"], tape.changing[1]["i"][:, step])
+            step = part.start + place - block.start
+            assert values == {name: column[step] for name, column in block.values.items()}
+            assert torch.equal(normals, block.noise[:, step])
+            assert torch.equal(changing[0], block.changing[0][:, step])
+            assert torch.equal(changing[1]["i"], block.changing[1]["i"][:, step])
 
 
 def test_the_tape_of_some_chains():
-    tape = made()
-    some = tape.of(slice(1, 3))
-    assert some.start == tape.start
-    assert torch.equal(some.noise, tape.noise[1:3])
-    assert torch.equal(some.changing[1]["i"], tape.changing[1]["i"][1:3])
-    assert some.values == tape.values
+    block = made()
+    some = block.of(slice(1, 3))
+    assert some.start == block.start
+    assert torch.equal(some.noise, block.noise[1:3])
+    assert torch.equal(some.changing[1]["i"], block.changing[1]["i"][1:3])
+    assert some.values == block.values
 
 
 @pytest.mark.parametrize("numbers", [1, 100, 1000, 10**6, 10**8])
 def test_the_memory_budget_sets_the_steps(numbers):
     """As many as fit, to a power of two; one at least, and no more than a bar can wait for."""
     empty = torch.empty(1, dtype=torch.int16).expand(2, 1, numbers)
-    tape = Tape(0, {}, torch.empty(2, 1, 1, 3), [empty])
+    block = StepInputs(0, {}, torch.empty(2, 1, 1, 3), [empty])
     per_step = 2 * (3 * 4 + 2 * numbers)
-    steps = steps_within_budget(tape)
+    steps = steps_within_budget(block)
     assert steps & (steps - 1) == 0
-    assert steps == 1 or steps * per_step <= tapes._BUDGET
-    assert steps == tapes._LONGEST or 2 * steps * per_step > tapes._BUDGET
-    assert 1 <= steps <= tapes._LONGEST
+    assert steps == 1 or steps * per_step <= step_inputs._BUDGET
+    assert steps == step_inputs._LONGEST or 2 * steps * per_step > step_inputs._BUDGET
+    assert 1 <= steps <= step_inputs._LONGEST
 
 
 # ------------------------------------------------------------------ drawn ahead
@@ -241,7 +241,7 @@ def inputs(batches):
 
 
 def tape_threads():
-    return [t for t in threading.enumerate() if t.name.startswith("pyro_scale-tape")]
+    return [t for t in threading.enumerate() if t.name.startswith("pyro_scale-block")]
 
 
 SPANS = spans_of([1, 3, 4, 9, 2, 30, 30, 1, 1, 1, 5])
@@ -251,17 +251,17 @@ EVEN = spans_of([8] * 40 + [3])
 
 
 @pytest.mark.parametrize("spans", [[], SPANS[:1], SPANS[:2], SPANS, EVEN])
-def test_tapes_are_tape_one_after_another(spans):
+def test_blocks_are_block_one_after_another(spans):
     """Each is as it should be until the next one is asked for, whatever is drawn meanwhile."""
     batches, plain, found = Watched(), inputs(Watched()), []
-    for tape in inputs(batches).tapes(iter(spans)):
-        found.append((tape.start, tape.stop))
-        ahead = min(len(spans), len(found) + tapes._AHEAD)
+    for block in inputs(batches).blocks(iter(spans)):
+        found.append((block.start, block.stop))
+        ahead = min(len(spans), len(found) + step_inputs._AHEAD)
         assert batches.wait_for(spans[ahead - 1][0])
-        expected = plain.tape(tape.start, tape.stop)
-        assert torch.equal(tape.values["lr"], expected.values["lr"])
-        assert torch.equal(tape.noise, expected.noise)
-        assert torch.equal(tape.changing, expected.changing)
+        expected = plain.block(block.start, block.stop)
+        assert torch.equal(block.values["lr"], expected.values["lr"])
+        assert torch.equal(block.noise, expected.noise)
+        assert torch.equal(block.changing, expected.changing)
     assert found == spans
     assert not tape_threads()
 
@@ -280,11 +280,11 @@ def test_a_span_is_written_over_an_earlier_one(sampling):
 def test_the_next_tape_is_drawn_by_another_thread_while_one_is_used():
     """Nothing but the thread can take the next batches while this one waits for them."""
     batches = Watched()
-    iterator = inputs(batches).tapes(iter(SPANS))
+    iterator = inputs(batches).blocks(iter(SPANS))
     for start, _ in SPANS[:-1]:
-        tape = next(iterator)
-        assert tape.start == start
-        assert batches.wait_for(tape.stop)
+        block = next(iterator)
+        assert block.start == start
+        assert batches.wait_for(block.stop)
     list(iterator)
     assert [start for start, _ in batches.taken] == [start for start, _ in SPANS]
     threads = {thread for _, thread in batches.taken}
@@ -295,15 +295,15 @@ def test_the_next_tape_is_drawn_by_another_thread_while_one_is_used():
 def test_few_tapes_are_drawn_ahead():
     """Memory holds a few of them, however slow the program is."""
     batches = Watched()
-    iterator = inputs(batches).tapes(iter(spans_of([1] * 100)))
+    iterator = inputs(batches).blocks(iter(spans_of([1] * 100)))
     next(iterator)
-    batches.wait_for(tapes._AHEAD)
+    batches.wait_for(step_inputs._AHEAD)
     iterator.close()
-    assert len(batches.taken) <= tapes._AHEAD + 1
+    assert len(batches.taken) <= step_inputs._AHEAD + 1
 
 
 def test_an_exception_of_the_data_comes_out_in_its_turn():
-    iterator = inputs(Watched(fail_at=18)).tapes(iter(SPANS))
+    iterator = inputs(Watched(fail_at=18)).blocks(iter(SPANS))
     for _ in range(4):
         last = next(iterator)
     assert last.stop == 17
@@ -314,7 +314,7 @@ def test_an_exception_of_the_data_comes_out_in_its_turn():
 
 @pytest.mark.parametrize("used", [0, 1, 5])
 def test_abandoned_tapes_leave_no_thread(used):
-    iterator = inputs(Watched()).tapes(iter(SPANS))
+    iterator = inputs(Watched()).blocks(iter(SPANS))
     for _ in range(used):
         next(iterator)
     del iterator
@@ -359,7 +359,7 @@ def test_what_is_kept_by_brute_force(run, cycle, data):
 @quick
 @given(a_run, cycles | st.none(), st.lists(st.integers(1, 30), min_size=1, max_size=60))
 def test_programs_that_count_evenly_keep_what_is_to_be_kept(run, cycle, cuts):
-    """A program keeps the left-th state and every thinning-th from there: over tapes of any
+    """A program keeps the left-th state and every thinning-th from there: over blocks of any
     lengths, cut where `even_until` says."""
     steps = Steps(*run, cycle and cycle.keeps)
     found, start = [], 0
@@ -384,7 +384,7 @@ def test_the_pace_goes_through_every_step_once(begin, count, most, slow):
     """Tapes grow while they are quick, up to the budget; from the third step on, or from the
     third after those that an earlier run took."""
     num_steps = begin + count
-    pace = Pace(Tape(begin, {}, torch.empty(1, 2, 1, 1), ()), num_steps, most)
+    pace = Pace(StepInputs(begin, {}, torch.empty(1, 2, 1, 1), ()), num_steps, most)
     slow, expected, before = iter(slow), begin + 2, 2
     for start, stop in pace.spans():
         assert start == expected
@@ -406,7 +406,7 @@ def test_a_cycle_settles_before_it_is_kept():
 
 @pytest.mark.parametrize("ends", [[1, 5, 40], range(7, 60, 7), [2, 3, 60], []])
 def test_a_tape_ends_where_it_is_asked_to(ends):
-    pace = Pace(Tape(0, {}, torch.empty(1, 2, 1, 1), ()), 60, 16, ends)
+    pace = Pace(StepInputs(0, {}, torch.empty(1, 2, 1, 1), ()), 60, 16, ends)
     spans = [*pace.opening(), *pace.spans()]
     assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
     assert set(ends) | {60} <= {stop for _, stop in spans}

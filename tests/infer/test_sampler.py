@@ -203,7 +203,7 @@ def noise_of(seed, num_chains=3, num_samples=20, size=4000):
 
 def test_noise_is_white_over_steps_chains_and_seeds():
     """7140 pairs of vectors of 4000 normals: a correlation beyond 5.5 standard errors would
-    come once in 3,700 seeds.  20 steps are more than one block of the noise tape."""
+    come once in 3,700 seeds.  20 steps are more than one block of the noise columns."""
     vectors = torch.cat([noise_of(seed).flatten(0, 1) for seed in (0, 1)])
     size = vectors.shape[1]
     correlation = vectors @ vectors.T / size

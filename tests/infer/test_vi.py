@@ -23,7 +23,7 @@ from torch.distributions import MultivariateNormal, constraints
 
 import pyro_scale as ps
 from pyro_scale import kernels
-from pyro_scale.core.rng import NoiseTape
+from pyro_scale.core.rng import NoiseStream
 from pyro_scale.errors import ApproximationWarning, ArgumentError, NonFiniteError
 from pyro_scale.kernels.optimizer import is_pure
 from pyro_scale.kernels.vi import VIState
@@ -483,8 +483,8 @@ def test_a_chain_is_the_same_whatever_others_there_are(kind):
 
 def first_noise(num_latents, num_chains=1, seed=0):
     """Of step 0, `[chains, latents]`."""
-    tape = NoiseTape(seed, num_chains, (1, num_latents), torch.float64, torch.device("cpu"))
-    return tape.at(0)[:, 0]
+    columns = NoiseStream(seed, num_chains, (1, num_latents), torch.float64, torch.device("cpu"))
+    return columns.at(0)[:, 0]
 
 
 @pytest.mark.parametrize("kind", VIAS)

@@ -15,7 +15,7 @@ from torch import nn
 
 import pyro_scale as ps
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.rng import NoiseTape, Purpose, generator
+from pyro_scale.core.rng import NoiseStream, Purpose, generator
 from pyro_scale.core.schedules import Cyclical, polynomial_decay
 from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.engine.step import Engine
@@ -260,7 +260,7 @@ class MeanOf:
 
 def walked(row, values, steps, seed, chains, start, batch):
     """All positions, `[chains, steps, 2]`, step by step; values: step -> hyperparameters."""
-    noise = NoiseTape(seed, chains, (row.kernel.normals, 2), torch.float64, torch.device("cpu"))
+    noise = NoiseStream(seed, chains, (row.kernel.normals, 2), torch.float64, torch.device("cpu"))
     rows = RowIndices(seed, chains, SIZE, batch, row.kernel.sampling)
     paths = []
     for chain in range(chains):
@@ -323,7 +323,7 @@ def test_a_first_exploration_is_the_path_at_temperature_zero():
     cold.run(ROWS, num_samples=16, **settings)
     drawn = sampler.get_samples(group_by_chain=True)["w"][:, 0]
     quiet = cold.get_samples(group_by_chain=True)["w"][:, 15]
-    noise = NoiseTape(6, 3, (1, 2), torch.float64, torch.device("cpu")).at(15)[:, 0]
+    noise = NoiseStream(6, 3, (1, 2), torch.float64, torch.device("cpu")).at(15)[:, 0]
     close(drawn - quiet, noise * math.sqrt(2 * cycle(15) / SIZE), rtol=1e-12)
 
 

@@ -220,7 +220,7 @@ def test_forgetting_is_a_weight():
         with pytest.raises(ArgumentError, match=r"^forgetting="):
             pSGLD(lr=0.1, forgetting=value)
     with pytest.raises(ArgumentError, match=r"^forgetting=1.5 at step 1: it is a weight, at most"):
-        pSGLD(lr=0.1, forgetting=lambda step: 0.5 + step).tape(3)
+        pSGLD(lr=0.1, forgetting=lambda step: 0.5 + step).columns(3)
 
 
 @every_method
@@ -228,20 +228,20 @@ def test_schedules_are_functions_of_the_step(row):
     others = dict(row.others) if row.name != "pSGLD" else {"damping": 0.3}
     names = ["lr", "temperature", *others]
     kernel = row.of(**{name: lambda step, i=i: 1 / (1 + i + step) for i, name in enumerate(names)})
-    tape = kernel.tape(4)
+    columns = kernel.columns(4)
     for i, name in enumerate(names):
-        close(tape[name], 1 / (1 + i + torch.arange(4).double()), rtol=1e-15)
+        close(columns[name], 1 / (1 + i + torch.arange(4).double()), rtol=1e-15)
         assert float(kernel.values(2)[name]) == 1 / (3 + i)
-    assert tape.keys() == {"lr", "temperature", *row.others}
-    assert all(column.dtype == torch.float64 for column in tape.values())
+    assert columns.keys() == {"lr", "temperature", *row.others}
+    assert all(column.dtype == torch.float64 for column in columns.values())
 
 
 @of_rates
 def test_a_schedule_out_of_range_names_the_step(row, name):
     kernel = row.of(**{name: lambda step: 2.5 - step})
-    assert len(kernel.tape(3)[name]) == 3
+    assert len(kernel.columns(3)[name]) == 3
     with pytest.raises(ArgumentError, match=rf"^{name}=-0\.5 at step 3: pass"):
-        kernel.tape(10)
+        kernel.columns(10)
     with pytest.raises(ArgumentError, match=rf"^{name}=-1\.5 at step 4: pass"):
         kernel.values(4)
 
@@ -293,12 +293,12 @@ def test_entries_of_a_dict_must_be_positive_numbers_or_tensors_of_them(name, val
 def test_schedules_inside_dicts():
     """A column for each entry; a tensor counts as 1."""
     lr = {"w": lambda step: 1 / (1 + step), "s": 0.3, "v": double(0.1, 0.2)}
-    tape = SGHMC(lr=lr, mass={"w": 2.0}).tape(3)
-    close(tape["lr"], double([1.0, 0.3, 1.0], [1 / 2, 0.3, 1.0], [1 / 3, 0.3, 1.0]), rtol=1e-15)
-    close(tape["mass"], double([2.0], [2.0], [2.0]), rtol=0)
-    assert tape["friction"].tolist() == [1.0] * 3
+    columns = SGHMC(lr=lr, mass={"w": 2.0}).columns(3)
+    close(columns["lr"], double([1.0, 0.3, 1.0], [1 / 2, 0.3, 1.0], [1 / 3, 0.3, 1.0]), rtol=1e-15)
+    close(columns["mass"], double([2.0], [2.0], [2.0]), rtol=0)
+    assert columns["friction"].tolist() == [1.0] * 3
     with pytest.raises(ArgumentError, match=r"^lr\['w'\]=0\.0 at step 2: pass"):
-        SGHMC(lr={"w": lambda step: 2.0 - step}).tape(5)
+        SGHMC(lr={"w": lambda step: 2.0 - step}).columns(5)
 
 
 @every_method
@@ -319,10 +319,10 @@ def test_cycles_rule_all_noise(name):
 def test_a_cyclical_step_size_takes_the_temperature_with_it():
     """0 while it explores, and else what it would be, a schedule's too."""
     cycle = Cyclical(0.2, cycle_steps=4, exploration=0.5, settling=0.0)
-    tape = BAOA(lr=cycle, temperature=lambda step: 1.0 + step).tape(9)
-    assert tape["temperature"].tolist() == [0, 0, 3, 4, 0, 0, 7, 8, 0]
+    columns = BAOA(lr=cycle, temperature=lambda step: 1.0 + step).columns(9)
+    assert columns["temperature"].tolist() == [0, 0, 3, 4, 0, 0, 7, 8, 0]
     expected = [0.1 * (math.cos(math.pi * (step % 4) / 4) + 1) for step in range(9)]
-    close(tape["lr"], double(*expected), rtol=1e-15)
+    close(columns["lr"], double(*expected), rtol=1e-15)
     kernel = BAOA(lr=cycle, temperature=0.5)
     assert [float(kernel.values(step)["temperature"]) for step in range(4)] == [0, 0, 0.5, 0.5]
-    assert BAOA(lr=cycle).tape(3)["temperature"].tolist() == [0, 0, 1]
+    assert BAOA(lr=cycle).columns(3)["temperature"].tolist() == [0, 0, 1]

@@ -297,7 +297,7 @@ def test_draws_that_wait_for_a_full_file_are_written_by_time(tmp_path, monkeypat
     fit = fitted(**how, **at("store", tmp_path))
     monkeypatch.setattr(zarr_store.DrawStore, "_publish", publish)
     assert counts == sorted(counts)
-    assert {2, 7, 100} <= set(counts)  # the first tape is of 2 steps
+    assert {2, 7, 100} <= set(counts)  # the first block is of 2 steps
     assert any(count % 7 for count in counts[:-2])
     monkeypatch.setattr(sinks, "_WAIT_SECONDS", math.inf)
     other = fitted(**how, **at("store", tmp_path / "other"))
@@ -318,9 +318,9 @@ def test_writing_is_a_small_part_of_the_time(tmp_path, monkeypatch):
         now[0] += 1.0 if len(when) < 3 else 0.1
         append(self, *args)
 
-    def at_a_step_a_second(self, program, batches, tape, *others):
-        now[0] += len(tape)
-        move(self, program, batches, tape, *others)
+    def at_a_step_a_second(self, program, batches, block, *others):
+        now[0] += len(block)
+        move(self, program, batches, block, *others)
 
     monkeypatch.setattr(zarr_store.DrawStore, "append", slow)
     monkeypatch.setattr(chains.Chains, "move", at_a_step_a_second)

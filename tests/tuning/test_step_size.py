@@ -91,8 +91,8 @@ def errors(problem, kernel, lrs, starts, steps, seed=5):
     source = torch.Generator().manual_seed(seed)
     chains, (size, dim) = len(lrs), problem.x.shape
     indices = RowIndices(seed, chains, size, problem.batch_size, kernel.sampling)
-    tape = kernel.tape(steps.total)
-    tape["temperature"] = tape["temperature"] / size
+    columns = kernel.columns(steps.total)
+    columns["temperature"] = columns["temperature"] / size
 
     def init(values, lr, start, noise):
         return kernel.init(start, {**values, "lr": lr}, noise)
@@ -101,14 +101,14 @@ def errors(problem, kernel, lrs, starts, steps, seed=5):
         target = Field(lambda w: problem.gradient(w[None], *(part[None] for part in batch))[0])
         return kernel.update(state, target, {**values, "lr": lr}, noise)[0]
 
-    at_first = {name: column[0] for name, column in tape.items()}
+    at_first = {name: column[0] for name, column in columns.items()}
     draw = functools.partial(torch.randn, generator=source)
     state = torch.vmap(init, (None, 0, 0, 0))(at_first, lrs, starts, draw(chains, dim))
     moved = torch.vmap(update, (None, 0, 0, 0, 0))
     total, square = torch.zeros(chains, dim), torch.zeros(chains, dim)
     for step in range(steps.total):
         rows = indices.at(step)
-        values = {name: column[step] for name, column in tape.items()}
+        values = {name: column[step] for name, column in columns.items()}
         noise = draw(chains, kernel.normals, dim)
         state = moved(values, lrs, state, noise, (problem.x[rows], problem.y[rows]))
         if step >= steps.warmup_steps:

@@ -2,7 +2,7 @@
 
 Inductor hands a step over as a few C++ kernels on plain pointers and a Python function that
 allocates buffers and calls them.  For small models that function costs a hundred times what the
-kernels do.  Here its plan is written out in C++: buffers are allocated once, tapes are walked by
+kernels do.  Here its plan is written out in C++: buffers are allocated once, blocks are walked by
 pointer, rows are gathered by index, and the state's memory changes place with the step's output.
 """
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.core.step_inputs import Fixed, Gathered, Source, Taped
+from pyro_scale.core.step_inputs import Fixed, Gathered, PerStep, Source
 from pyro_scale.engine.compile.cpp_source import ALIGNMENT, indent, write_buffers, write_kernels
 from pyro_scale.engine.compile.inductor import Compiled
 from pyro_scale.engine.compile.lowering import NotALoop, Plan, plan_of
@@ -44,7 +44,7 @@ static void gather(char* rows, const char* table, const char* at, const char* so
 
 static void run_group(int64_t steps, int64_t left, int64_t every, char** sources,
                       const int64_t* strides, char* positions, char* log_joints, char* last) {
-    // kept from one tape to the next, for clearing new pages takes longer than a step
+    // kept from one block to the next, for clearing new pages takes longer than a step
     static thread_local std::unique_ptr<char, decltype(&std::free)> arena(
         static_cast<char*>(std::aligned_alloc(%(alignment)d, %(arena)d)), &std::free);
     if (!arena) throw std::bad_alloc();
@@ -94,7 +94,7 @@ class Inputs(NamedTuple):
 
     Attributes:
         kinds: the memory that each of its tensors lies in: `"state"` first, as many as the state
-            has leaves, then `"tape"`, `"gathered"` and `"fixed"`.
+            has leaves, then `"per step"`, `"gathered"` and `"fixed"`.
         position: which leaf of the state is kept, `[chains, D]`.
     """
 
@@ -102,17 +102,19 @@ class Inputs(NamedTuple):
     position: int
 
 
-def inputs_of(num_state: int, position: int, num_taped: int, sources: Sequence[Source]) -> Inputs:
+def inputs_of(
+    num_state: int, position: int, num_per_step: int, sources: Sequence[Source]
+) -> Inputs:
     """A step's inputs without its constants: the state's leaves, tensors of each step, a batch's.
 
     Args:
         num_state: leaves of the state.
         position: which of them is kept.
-        num_taped: tensors of each step, besides the batch's.
+        num_per_step: tensors of each step, besides the batch's.
         sources: of the batch's tensors.
     """
     batch = (_KINDS[type(source)] for source in sources)
-    return Inputs(("state",) * num_state + ("tape",) * num_taped + tuple(batch), position)
+    return Inputs(("state",) * num_state + ("per step",) * num_per_step + tuple(batch), position)
 
 
 def write_loop(graph: Graph, inputs: Inputs, compiled: Compiled) -> str:
@@ -143,19 +145,19 @@ class Loop:
     def run(
         self,
         state: list[Tensor],
-        tape: list[Tensor],
+        block: list[Tensor],
         sources: Sequence[Source],
         constants: Sequence[Tensor],
         left: int,
         every: int,
         threads: int,
     ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-        """Runs all steps of a tape.
+        """Runs all steps of a block.
 
         Args:
             state: leaves `[groups, chains, ...]`.
-            tape: hyperparameters' values and noise, `[groups, steps, ...]`.
-            sources: of the batch's tensors, on tapes `[groups, steps, ...]`.
+            block: hyperparameters' values and noise, `[groups, steps, ...]`.
+            sources: of the batch's tensors, on blocks `[groups, steps, ...]`.
             constants: what else a step reads.
             left: steps until the first draw that is kept.
             every: steps from one kept draw to the next.
@@ -167,13 +169,13 @@ class Loop:
         """
         state = [leaf.clone(memory_format=torch.contiguous_format) for leaf in state]
         position = state[self.position]
-        (groups, chains, size), steps = position.shape, tape[0].shape[1]
+        (groups, chains, size), steps = position.shape, block[0].shape[1]
         kept = len(range(left, steps + 1, every))
         positions = position.new_empty(groups, kept, chains, size)
         log_joints = position.new_empty(groups, kept, chains, dtype=self.log_joint_dtype)
         last = log_joints.new_empty(groups, chains)
         pointers = [_Pointer(leaf, leaf.stride(0), 0) for leaf in state]
-        pointers += [_on_tape(leaf) for leaf in tape]
+        pointers += [_per_step(leaf) for leaf in block]
         for source in sources:
             pointers += _pointers_of(source)
         pointers += [_Pointer(leaf, 0, 0) for leaf in constants]
@@ -192,7 +194,7 @@ class Loop:
         return state, positions, log_joints, last
 
 
-_KINDS = {Fixed: "fixed", Taped: "tape", Gathered: "gathered"}
+_KINDS = {Fixed: "fixed", PerStep: "per step", Gathered: "gathered"}
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ class _Pointer:
         return stride * self.tensor.element_size()
 
 
-def _on_tape(leaf: Tensor) -> _Pointer:
+def _per_step(leaf: Tensor) -> _Pointer:
     """A leaf `[groups, steps, ...]`, of which each step's part must be contiguous."""
     leaf = leaf if leaf[0, 0].is_contiguous() else leaf.contiguous()
     return _Pointer(leaf, leaf.stride(0), leaf.stride(1))
@@ -215,10 +217,10 @@ def _on_tape(leaf: Tensor) -> _Pointer:
 
 def _pointers_of(source: Source) -> list[_Pointer]:
     match source:
-        case Taped(tensor):
-            return [_on_tape(tensor)]
+        case PerStep(tensor):
+            return [_per_step(tensor)]
         case Gathered(table, indices):
-            return [_Pointer(table.contiguous(), 0, 0), _on_tape(indices)]
+            return [_Pointer(table.contiguous(), 0, 0), _per_step(indices)]
         case Fixed(tensor):
             return [_Pointer(tensor, 0, 0)]
 
@@ -241,7 +243,7 @@ def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
             after.append(f"index{i} += strides[{place}];")
             continue
         pointers.append(f"char* {view.root} = sources[{place}];")
-        if kind == "tape":
+        if kind == "per step":
             after.append(f"{view.root} += strides[{place}];")
     *states, log_joint = plan.outputs
     roots = [view.root for view in plan.outputs]
