@@ -18,12 +18,12 @@ from pyro_scale.infer.samplers import BAOA, SGHMC, SGLD, SGNHT, UBU, pSGLD
 from pyro_scale.infer.versions import show_versions
 from pyro_scale.infer.vi import IVON, VI
 from pyro_scale.model.curvature.ggn import Curvature
+from pyro_scale.model.init_strategies import init_to_module
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.nn.bayesianize import bayesianize
 from pyro_scale.model.nn.norm import FilterResponseNorm, replace_batchnorm
 from pyro_scale.model.nn.priors import weight_decay
 from pyro_scale.model.scaling import Evaluation
-from pyro_scale.model.starts import init_to_module
 
 __all__ = [
     "BAOA",

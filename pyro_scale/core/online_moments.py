@@ -76,7 +76,7 @@ class Sums(NamedTuple):
         return self.squares / (self.number - 1) if self.number > 1 else self.squares * math.nan
 
 
-class Running:
+class OnlineMoments:
     """Adds up the draws of chains.
 
     Args:

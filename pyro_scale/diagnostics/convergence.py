@@ -14,7 +14,7 @@ from pyro_scale.core.online_moments import Moments
 from pyro_scale.core.validation import evenly
 from pyro_scale.core.warn import warn
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleError
-from pyro_scale.model.starts import WEIGHT
+from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.predictive import data_sites, predictive_means

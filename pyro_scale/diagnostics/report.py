@@ -40,8 +40,8 @@ def diagnostics(result: Result, predict_at: Any = None) -> Any:
 
     sites = [*result.log_posterior.latents]
     predicted = nested = None
-    if result.running is not None:
-        table = mixing_of_moments(result.running.moments([0.5]), sites)
+    if result.online is not None:
+        table = mixing_of_moments(result.online.moments([0.5]), sites)
     else:
         table = mixing({name: some_elements(result, name) for name in sites})
         predicted = None if predict_at is None else mixing_of_predictions(result, predict_at)

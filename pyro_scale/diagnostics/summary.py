@@ -30,8 +30,8 @@ def summary(result: Result, var_names: list[str] | None) -> Any:
     """
     import pandas
 
-    if result.running is not None:
-        return _of_moments(result.running.moments(_LEVELS), var_names)
+    if result.online is not None:
+        return _of_moments(result.online.moments(_LEVELS), var_names)
     weights = result.weights
     chosen = slice(None) if weights is None else in_proportion(weights[0], weights.shape[1])
     shapes, tables = result.shapes, []

@@ -14,7 +14,7 @@ from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.memory import check_fits
 from pyro_scale.errors import PyroScaleError
 from pyro_scale.fullbatch.chunks import chunks_of
-from pyro_scale.fullbatch.optimize import NEAR, WholeDensity, no_mode
+from pyro_scale.fullbatch.optimize import NEAR, FullDataDensity, no_mode
 from pyro_scale.fullbatch.precision import CurvatureKind, gaussian_at, precision_at
 from pyro_scale.model.curvature.ggn import Curvature
 
@@ -28,7 +28,7 @@ _FEW = 500
 _TUNING_STEPS = 50
 
 
-class Peak(NamedTuple):
+class Candidate(NamedTuple):
     """A point, and the Gaussian there.
 
     Attributes:
@@ -49,7 +49,7 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class Search:
-    """Looks for peaks.
+    """Looks for candidates.
 
     Attributes:
         density: the log joint of all rows.
@@ -62,7 +62,7 @@ class Search:
         tuned: places of params that are set by the evidence.
     """
 
-    density: WholeDensity
+    density: FullDataDensity
     sites: tuple[str, ...]
     kind: CurvatureKind
     dense: bool
@@ -71,8 +71,8 @@ class Search:
     held: Tensor | None = None
     tuned: Tensor | None = None
 
-    def best(self, start: Tensor) -> Peak:
-        """The nearest peak, from a position [D]; over what is tuned, that of most evidence.
+    def best(self, start: Tensor) -> Candidate:
+        """The nearest candidate, from a position [D]; over what is tuned, that of most evidence.
 
         Raises:
             ArgumentError: there is none that could be found.
@@ -81,7 +81,7 @@ class Search:
             return self._nearest(start)
         tuned, last = self.tuned, start
 
-        def peak(values: Tensor) -> Peak:
+        def candidate(values: Tensor) -> Candidate:
             nonlocal last  # each search starts where the last one ended
             found = self._nearest(last.index_put((tuned,), values))
             last = found.center
@@ -90,19 +90,19 @@ class Search:
         def evidence(values: Tensor) -> tuple[float, Tensor]:
             """The log evidence and its slope: at a mode, that of the log joint is its own; that of
             the log determinant is taken by differences."""
-            mode = peak(values)
+            mode = candidate(values)
             step = torch.finfo(values.dtype).eps ** (1 / 3)
             units = step * torch.eye(len(values)).to(values)
             above, below = (
-                torch.stack([peak(values + sign * unit).gaussian.log_det for unit in units])
+                torch.stack([candidate(values + sign * unit).gaussian.log_det for unit in units])
                 for sign in (1, -1)
             )
             return mode.log_evidence, mode.slope[tuned] + (above - below) / (4 * step)
 
-        return peak(maximize(evidence, start[tuned]))
+        return candidate(maximize(evidence, start[tuned]))
 
-    def at(self, center: Tensor) -> Peak:
-        """The peak at a point [D]."""
+    def at(self, center: Tensor) -> Candidate:
+        """The candidate at a point [D]."""
         num_data, places = (
             self.density.log_posterior.num_data,
             self.density.layout.places(self.sites),
@@ -112,7 +112,7 @@ class Search:
         value, slope = self.density.grad(center)
         total = num_data * slope[places]
         evidence = num_data * value + (len(places) * math.log(2 * math.pi) + gaussian.log_det) / 2
-        return Peak(
+        return Candidate(
             center,
             gaussian,
             float(evidence),
@@ -125,12 +125,12 @@ class Search:
         """Where in a position the Gaussian's elements are."""
         return self.density.layout.places(self.sites)
 
-    def _nearest(self, start: Tensor) -> Peak:
+    def _nearest(self, start: Tensor) -> Candidate:
         moves = torch.ones_like(start)
         for places in (self.held, self.tuned):
             if places is not None:
                 moves[places] = 0
-        mode = self.density.climb_lbfgs(start, _WITHOUT_MODE, moves).position
+        mode = self.density.lbfgs(start, _WITHOUT_MODE, moves).position
         num_data, places = (
             self.density.log_posterior.num_data,
             self.density.layout.places(self.sites),
@@ -139,10 +139,10 @@ class Search:
             mode, _ = self.density.newton_refine(
                 mode, lambda at: self._precision(at, dense=True) / num_data, places
             )
-        peak = self.at(mode)
-        if not peak.distance <= NEAR * len(places):
+        candidate = self.at(mode)
+        if not candidate.distance <= NEAR * len(places):
             raise no_mode(_WITHOUT_MODE)
-        return peak
+        return candidate
 
     def _precision(self, center: Tensor, dense: bool) -> Tensor:
         return precision_at(

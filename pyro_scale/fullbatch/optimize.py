@@ -31,7 +31,7 @@ _MOST_NEWTON_STEPS = 10
 _ROUNDINGS = 10
 
 
-class Climb(NamedTuple):
+class LbfgsRun(NamedTuple):
     """Where an ascent ended, and gradients over N on its way, each [D].
 
     Attributes:
@@ -46,7 +46,7 @@ class Climb(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WholeDensity:
+class FullDataDensity:
     """The log joint of all rows over N, and its derivatives, at positions [D].
 
     Each of them goes through the data once, chunk by chunk.
@@ -100,12 +100,12 @@ class WholeDensity:
         Raises:
             ArgumentError: the log joint has none that could be found from here.
         """
-        climb = self.climb_lbfgs(start, otherwise)
+        climb = self.lbfgs(start, otherwise)
         if not bool(climb.slope.norm() <= max(_FLATTER * float(climb.first.norm()), _FLAT)):
             raise no_mode(otherwise)
         return climb.position
 
-    def climb_lbfgs(self, start: Tensor, otherwise: str, moves: Tensor | float = 1.0) -> Climb:
+    def lbfgs(self, start: Tensor, otherwise: str, moves: Tensor | float = 1.0) -> LbfgsRun:
         """Where L-BFGS ends.
 
         Args:
@@ -145,7 +145,7 @@ class WholeDensity:
         value, slope = self.grad(best)
         if not bool(torch.isfinite(best).all() and torch.isfinite(value)):
             raise no_mode(otherwise)
-        return Climb(best, first, slope)
+        return LbfgsRun(best, first, slope)
 
     def newton_refine(
         self, position: Tensor, precision: Callable[[Tensor], Tensor], places: Tensor

@@ -12,7 +12,7 @@ from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
 from pyro_scale.core.rng import Purpose, derived_seed
 from pyro_scale.errors import ModelError
 from pyro_scale.fullbatch.chunks import chunks_of
-from pyro_scale.fullbatch.optimize import WholeDensity
+from pyro_scale.fullbatch.optimize import FullDataDensity
 from pyro_scale.model.curvature.ggn import Curvature, RowKind
 from pyro_scale.model.curvature.prior_hessian import prior_precision
 
@@ -21,7 +21,7 @@ CurvatureKind: TypeAlias = RowKind | Literal["hessian"]
 
 
 def precision_at(
-    density: WholeDensity,
+    density: FullDataDensity,
     position: Tensor,
     sites: Sequence[str],
     kind: CurvatureKind,
@@ -65,7 +65,7 @@ def precision_at(
 
 
 def gaussian_at(
-    density: WholeDensity, position: Tensor, sites: Sequence[str], precision: Tensor
+    density: FullDataDensity, position: Tensor, sites: Sequence[str], precision: Tensor
 ) -> Gaussian:
     """The Gaussian over some sites of this precision, [d, d] or [d].
 
@@ -86,7 +86,7 @@ def gaussian_at(
         raise _indefinite(density, worst, float(values[0])) from None
 
 
-def _indefinite(density: WholeDensity, place: int, least: float) -> ModelError:
+def _indefinite(density: FullDataDensity, place: int, least: float) -> ModelError:
     site = density.layout.site_at(place)
     return ModelError(
         f"site '{site}': the log joint's curvature there is {least:.3g}, so there is no Gaussian: "

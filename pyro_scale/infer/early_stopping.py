@@ -14,7 +14,7 @@ _ERRORS = 2.0
 _SMALL = 0.1
 
 
-class Plateau:
+class EarlyStopping:
     """Says when every chain's objective is known not to rise any more.
 
     Args:

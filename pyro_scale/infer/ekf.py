@@ -162,16 +162,16 @@ class EKF(Approximation):
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
         self._filter, self._fit = None, None
         first = opened.first()
-        running = self._begin(opened, first, choose_seed(seed))
-        size = opened.batch_size or running.log_posterior.num_data
-        total = -(-running.log_posterior.num_data // size)
+        ekf_filter = self._begin(opened, first, choose_seed(seed))
+        size = opened.batch_size or ekf_filter.log_posterior.num_data
+        total = -(-ekf_filter.log_posterior.num_data // size)
         begun = time.perf_counter()
         with Progress(total, type(self).__name__, progress) as bar:
-            for chunk in split(running.log_posterior, opened.in_order(opened.batch_size)):
-                bar.update(1, running.absorb(chunk))
-        self._filter = running
-        self._fit = running.fit({"fitting_time": time.perf_counter() - begun})
-        self._check_the_fit(3 * running.log_posterior.num_data)
+            for chunk in split(ekf_filter.log_posterior, opened.in_order(opened.batch_size)):
+                bar.update(1, ekf_filter.absorb(chunk))
+        self._filter = ekf_filter
+        self._fit = ekf_filter.fit({"fitting_time": time.perf_counter() - begun})
+        self._check_the_fit(3 * ekf_filter.log_posterior.num_data)
         return self
 
     def step(self, *args: Any, **kwargs: Any) -> float:

@@ -21,8 +21,8 @@ from pyro_scale.data.sources import Data
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ApproximationWarning, ArgumentError, ModelError
 from pyro_scale.fullbatch.chunks import chunks_of
-from pyro_scale.fullbatch.evidence import Peak, Search
-from pyro_scale.fullbatch.optimize import WholeDensity
+from pyro_scale.fullbatch.evidence import Candidate, Search
+from pyro_scale.fullbatch.optimize import FullDataDensity
 from pyro_scale.fullbatch.precision import CurvatureKind
 from pyro_scale.infer.approximation import Approximation, Structure, as_prior
 from pyro_scale.kernels.optimizer import as_optimizer
@@ -154,15 +154,15 @@ class Laplace(Approximation):
         starts = self._starts(num_chains, seed)
         problem = _prepare(log_posterior, opened, starts, num_chains, seed)
         sites, tuned = self._sites_of(problem), _tuned_places(problem, tune or ())
-        peaks = []
+        candidates = []
         with Progress(num_chains, type(self).__name__, progress) as bar:
             for start, position in enumerate(problem.positions):
                 search = self._search(problem, sites, batch_size, tuned=tuned)
                 center = _fixed_center(problem, mode, start)
-                peaks.append(search.best(position) if center is None else search.at(center))
-                bar.update(1, peaks[-1].log_evidence)
-        peaks.sort(key=lambda peak: -peak.log_evidence)
-        self._keep(problem, search, peaks, time.perf_counter() - begun)
+                candidates.append(search.best(position) if center is None else search.at(center))
+                bar.update(1, candidates[-1].log_evidence)
+        candidates.sort(key=lambda candidate: -candidate.log_evidence)
+        self._keep(problem, search, candidates, time.perf_counter() - begun)
         return self
 
     def update(
@@ -191,7 +191,7 @@ class Laplace(Approximation):
             NotRunError: there is no old posterior.
             ArgumentError: it is over some of the sites alone; and as for `run`.
         """
-        old, begun, peaks = self.fit, time.perf_counter(), []
+        old, begun, candidates = self.fit, time.perf_counter(), []
         with Progress(len(old.centers), type(self).__name__, progress) as bar:
             for start, center in enumerate(old.centers):
                 opened = open_data(data, batch_size, None, module_device(self.model))
@@ -199,9 +199,9 @@ class Laplace(Approximation):
                 problem = _prepare(log_posterior, opened, None, 1, old.seed)
                 search = self._search(problem, old.sites, batch_size, _points(problem))
                 fixed = _fixed_center(problem, mode, start)
-                peaks.append(search.best(center) if fixed is None else search.at(fixed))
-                bar.update(1, peaks[-1].log_evidence)
-        self._keep(problem, search, peaks, time.perf_counter() - begun)
+                candidates.append(search.best(center) if fixed is None else search.at(fixed))
+                bar.update(1, candidates[-1].log_evidence)
+        self._keep(problem, search, candidates, time.perf_counter() - begun)
         return self
 
     def at_temperature(self, temperature: float) -> Laplace:
@@ -264,7 +264,7 @@ class Laplace(Approximation):
         held: Tensor | None = None,
         tuned: Tensor | None = None,
     ) -> Search:
-        density = WholeDensity(problem.log_posterior, problem.data, problem.engine.layout)
+        density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
         if self._auto:
             few = len(problem.engine.layout.places(sites)) <= _MOST_DENSE
             self.structure = "dense" if few else "diag"
@@ -296,16 +296,17 @@ class Laplace(Approximation):
         return tuple(n for n in latents if any(fnmatch.fnmatch(n, p) for p in self._sites))
 
     def _keep(
-        self, problem: Problem, search: Search, peaks: Sequence[Peak], seconds: float
+        self, problem: Problem, search: Search, candidates: Sequence[Candidate], seconds: float
     ) -> None:
-        gaussians = [peak.gaussian.temper(self.temperature) for peak in peaks]
+        gaussians = [candidate.gaussian.temper(self.temperature) for candidate in candidates]
         attrs = {
             "method": type(self).__name__,
             "structure": self.structure,
-            "curvature": search.words(peaks[0].center) + _NO_GGN * (search.kind != self.curvature),
+            "curvature": search.words(candidates[0].center)
+            + _NO_GGN * (search.kind != self.curvature),
             "temperature": self.temperature,
-            "log_evidence": [peak.log_evidence for peak in peaks],
-            "distance": [peak.distance for peak in peaks],
+            "log_evidence": [candidate.log_evidence for candidate in candidates],
+            "distance": [candidate.distance for candidate in candidates],
             "fitting_time": seconds,
             **facts_of(problem.log_posterior, problem.seed),
         }
@@ -313,7 +314,7 @@ class Laplace(Approximation):
             log_posterior=problem.log_posterior,
             data=problem.data,
             layout=problem.engine.layout,
-            centers=torch.stack([peak.center for peak in peaks]),
+            centers=torch.stack([candidate.center for candidate in candidates]),
             sites=search.sites,
             gaussians=tuple(gaussians),
             seed=problem.seed,

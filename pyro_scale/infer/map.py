@@ -11,7 +11,7 @@ from pyro_scale import kernels
 from pyro_scale.core.memory import check_fits
 from pyro_scale.core.warn import warn
 from pyro_scale.errors import ApproximationWarning
-from pyro_scale.fullbatch.optimize import NEAR, WholeDensity
+from pyro_scale.fullbatch.optimize import NEAR, FullDataDensity
 from pyro_scale.infer.approximation import Structure
 from pyro_scale.infer.stochastic import Optimized
 from pyro_scale.kernels.optimizer import as_optimizer
@@ -88,7 +88,7 @@ class MAP(Optimized):
     def _finish(self, fit: Fit, problem: Problem) -> Fit:
         if self.structure == "diag":
             return fit
-        density = WholeDensity(problem.log_posterior, problem.data, problem.engine.layout)
+        density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
 
         def precision(position: Tensor) -> Tensor:
             return -density.hessian(position)
@@ -96,7 +96,7 @@ class MAP(Optimized):
         places = torch.arange(problem.engine.layout.size)
         modes, distances = [], []
         for center in fit.centers:
-            near = density.climb_lbfgs(center, "take more steps, or leave structure out").position
+            near = density.lbfgs(center, "take more steps, or leave structure out").position
             mode, distance = density.newton_refine(near, precision, places)
             modes.append(mode)
             distances.append(distance)

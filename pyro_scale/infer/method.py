@@ -23,7 +23,7 @@ from pyro_scale.diagnostics.summary import summary
 from pyro_scale.errors import ArgumentError, NotRunError, PyroScaleWarning
 from pyro_scale.infer.hints import ATTRIBUTES, checked
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.posterior import export, predictive, saved
+from pyro_scale.posterior import export, predictive, result_files
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.reductions import Reduce
 from pyro_scale.posterior.serialization import contents_of, result_of, understood
@@ -427,9 +427,9 @@ class Method:
             ArgumentError: `path` is no path, or `model` is not callable.
             FileError: the file cannot be read, is damaged, or is of another method or model.
         """
-        loaded, contents = saved.opened(path, cls)
+        loaded, contents = result_files.open_results(path, cls)
         Method.__init__(loaded, model)  # a method's own makes what only a run needs
-        with saved.as_written(path):
+        with result_files.check_contents(path):
             loaded._restore(contents, understood(contents, model))
         return cast(Self, loaded)
 
@@ -471,7 +471,7 @@ class Method:
     def _draws(self) -> Result:
         """The results, where there are draws."""
         result = self._results()
-        if result.running is not None:
+        if result.online is not None:
             raise ArgumentError(
                 "the run kept no draws (store=False): summary() and moments() have what they come "
                 "to; run it with store='draws.zarr' for draws on disk"

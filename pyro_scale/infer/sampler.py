@@ -249,7 +249,7 @@ class Sampler(Method):
             memory_budget,
             progress,
         )
-        journal = Journal.opened(checkpoint, checkpoint_every, resume)
+        journal = Journal.open(checkpoint, checkpoint_every, resume)
         problem = self._problem(data, config, choose_seed(journal.seed(seed)))
         facts = self._facts(problem, config, journal)
         with sink_for(store, problem, config.steps.num_samples, journal.last is not None) as sink:
@@ -411,7 +411,7 @@ class Sampler(Method):
     @property
     def _held_by(self) -> str:
         """Which method gives the results."""
-        return "moments()" if self._result and self._result.running else "get_samples()"
+        return "moments()" if self._result and self._result.online else "get_samples()"
 
     def _asked_hyperparameters(self) -> dict[str, Any]:
         """The hyperparameters as they were asked for, before any was chosen."""

@@ -22,7 +22,7 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, NonFiniteError
 from pyro_scale.infer.approximation import Approximation, Structure
-from pyro_scale.infer.early_stopping import Plateau, got_worse, has_converged, still_rises
+from pyro_scale.infer.early_stopping import EarlyStopping, got_worse, has_converged, still_rises
 from pyro_scale.kernels.optimizer import is_pure
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
@@ -102,9 +102,9 @@ class Optimized(Approximation):
         if num_epochs is not None:
             num_steps = epoch * as_count("num_epochs", num_epochs)
         steps = Steps(as_count("num_steps", num_steps), positions=False)
-        plateau = None
+        stopping = None
         if self._early_stopping:
-            plateau = Plateau(max(epoch, _WINDOW), problem.engine.layout.size)
+            stopping = EarlyStopping(max(epoch, _WINDOW), problem.engine.layout.size)
         title = f"{type(self).__name__}, {num_chains} start{'s' * (num_chains > 1)}"
         with Progress(steps.total, title, progress) as bar, without_vmap_warnings():
             draws = simulate(
@@ -117,8 +117,8 @@ class Optimized(Approximation):
                 self._compile if self._is_pure else False,
                 bar,
                 self._earlier,
-                stop=plateau.reached if plateau else None,
-                check_every=plateau.window if plateau else None,
+                stop=stopping.reached if stopping else None,
+                check_every=stopping.window if stopping else None,
             )
         if draws.error is not None:
             raise draws.error

@@ -18,7 +18,7 @@ from pyro_scale.model.terms import Term, aligned_scale
 
 
 @dataclass(frozen=True)
-class Variant:
+class Probe:
     """One more run of the model, on other rows, at the same latent values.
 
     Attributes:
@@ -37,42 +37,42 @@ class Variant:
 
 def classify(
     terms: Mapping[str, Term],
-    variants: Sequence[Variant],
+    probes: Sequence[Probe],
     batch_size: int,
     num_data: int,
     own_plate: str | None = None,
-    elsewhere: Sequence[Variant] = (),
+    elsewhere: Sequence[Probe] = (),
 ) -> Scaling:
-    """Finds each term's rule by comparing a run with its variants.
+    """Finds each term's rule by comparing a run with its probes.
 
     Args:
         terms: of the run on a batch of `batch_size` rows.
-        variants: the same model on other rows; none if it runs on the whole data only.
+        probes: the same model on other rows; none if it runs on the whole data only.
         batch_size: B.
         num_data: N.
         own_plate: the plate whose rows the model draws by itself, if it does.
-        elsewhere: the same runs, the batch's first and then the variants', at other latent
+        elsewhere: the same runs, the batch's first and then the probes', at other latent
             values: what the rows do not change at one they may change at another.
 
     Raises:
         PlateError: it is ambiguous how often a term is to be counted.
     """
     latents = [t.site.value for t in terms.values() if t.is_prior and t.site is not None]
-    comparison = _Comparison(variants, batch_size, num_data, own_plate, elsewhere, latents)
+    comparison = _Comparison(probes, batch_size, num_data, own_plate, elsewhere, latents)
     return Scaling(num_data, {name: comparison.rule(term) for name, term in terms.items()})
 
 
 @dataclass(frozen=True)
 class _Comparison:
-    variants: Sequence[Variant]
+    probes: Sequence[Probe]
     batch_size: int
     num_data: int
     own_plate: str | None
-    elsewhere: Sequence[Variant]
+    elsewhere: Sequence[Probe]
     latents: Sequence[Tensor]
 
     def rule(self, term: Term) -> Rule:
-        if any(term.name not in variant.terms for variant in self.variants):
+        if any(term.name not in probe.terms for probe in self.probes):
             return self._joint(term)
         if term.is_prior:
             self._require_fixed_scale(term, "a prior")
@@ -80,7 +80,7 @@ class _Comparison:
         place = self._find_rows(term)
         if isinstance(place, Rule):
             return place
-        if not self.variants:
+        if not self.probes:
             return Rule("global", whole_data=True, why="the model runs on the whole data only")
         if self._is_constant(term):
             self._require_fixed_scale(term, "a term that the batch does not change")
@@ -107,16 +107,16 @@ class _Comparison:
         return None
 
     def _row_dim(self, term: Term, depth: int) -> int | None:
-        """The dimension from the right that is B here and as long as each variant there."""
+        """The dimension from the right that is B here and as long as each probe there."""
         if self.own_plate is not None:
             return next((f.dim for f in term.plates if f.name == self.own_plate), None)
         shape = term.unwrap(depth).shape
-        if not self.variants:  # the whole data or nothing: the factor is 1 whatever is a row
+        if not self.probes:  # the whole data or nothing: the factor is 1 whatever is a row
             sized = {i - len(shape) for i, n in enumerate(shape) if n == self.batch_size}
             return sized.pop() if len(sized) == 1 else None
         following = set()
-        for variant in self.variants:
-            other = variant.terms[term.name].unwrap(depth).shape
+        for probe in self.probes:
+            other = probe.terms[term.name].unwrap(depth).shape
             if len(other) != len(shape):
                 return None
             following |= {i - len(shape) for i, n in enumerate(shape) if n != other[i]}
@@ -129,25 +129,25 @@ class _Comparison:
         if len(following) != 1:
             return None
         dim = following.pop()
-        sizes = [v.terms[term.name].unwrap(depth).shape[dim] for v in self.variants]
-        if shape[dim] != self.batch_size or sizes != [len(v.origin) for v in self.variants]:
+        sizes = [v.terms[term.name].unwrap(depth).shape[dim] for v in self.probes]
+        if shape[dim] != self.batch_size or sizes != [len(v.origin) for v in self.probes]:
             return None
         return dim
 
     def _rows_match(self, term: Term, rule: Rule) -> bool:
         """Whether a row's value is the same whichever rows are with it."""
-        return self._same_rows(term, self.variants, rule) and (
+        return self._same_rows(term, self.probes, rule) and (
             not self.elsewhere
             or self._same_rows(self.elsewhere[0].terms[term.name], self.elsewhere[1:], rule)
         )
 
-    def _same_rows(self, term: Term, variants: Sequence[Variant], rule: Rule) -> bool:
+    def _same_rows(self, term: Term, probes: Sequence[Probe], rule: Rule) -> bool:
         full = sum_but(term.unwrap(rule.depth), rule.dim)
-        parts = [sum_but(v.terms[term.name].unwrap(rule.depth), rule.dim) for v in variants]
+        parts = [sum_but(v.terms[term.name].unwrap(rule.depth), rule.dim) for v in probes]
         dtype = dtype_of(term, self.latents)
         return all(
-            close(*variant.shared(full, part), dtype=dtype)
-            for variant, part in zip(variants, parts, strict=True)
+            close(*probe.shared(full, part), dtype=dtype)
+            for probe, part in zip(probes, parts, strict=True)
         )
 
     def _is_constant(self, term: Term) -> bool:
@@ -193,7 +193,7 @@ class _Comparison:
 
     def _keeps_scale(self, term: Term, rule: Rule) -> bool:
         """Whether the user's scale is their own (True) or N/B by hand (False)."""
-        sizes = [self.batch_size, *(len(v.origin) for v in self.variants)]
+        sizes = [self.batch_size, *(len(v.origin) for v in self.probes)]
         scales = [run.scale for run in self._runs(term)]
         if all(_is_scalar(scale) for scale in scales):
             numbers = [float(scale) for scale in scales]
@@ -209,9 +209,9 @@ class _Comparison:
                 "depend on the batch size"
             )
         full = _scale_rows(term, rule)
-        for variant in self.variants:
-            other = _scale_rows(variant.terms[term.name], rule)
-            if not close(*variant.shared(full, other)):
+        for probe in self.probes:
+            other = _scale_rows(probe.terms[term.name], rule)
+            if not close(*probe.shared(full, other)):
                 raise PlateError(
                     f"site '{term.name}': a row's poutine.scale depends on the other rows of the "
                     "batch; a weight must belong to its row (the library multiplies by N/B)"
@@ -228,8 +228,8 @@ class _Comparison:
                 )
 
     def _runs(self, term: Term) -> list[Term]:
-        """The term as it is in the first run and in each variant."""
-        return [term, *(variant.terms[term.name] for variant in self.variants)]
+        """The term as it is in the first run and in each probe."""
+        return [term, *(probe.terms[term.name] for probe in self.probes)]
 
     def _joint(self, term: Term) -> Rule:
         if self.batch_size != self.num_data:

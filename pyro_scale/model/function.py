@@ -11,7 +11,7 @@ from pyro.distributions import ImproperUniform, constraints
 from torch import Tensor
 
 from pyro_scale.errors import ModelError
-from pyro_scale.model.starts import WEIGHT
+from pyro_scale.model.init_strategies import WEIGHT
 
 
 class _Start:

@@ -27,13 +27,13 @@ from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.model import derivatives
 from pyro_scale.model.checks import check_starts
 from pyro_scale.model.function import function_model
+from pyro_scale.model.init_strategies import init_to_module, init_to_reset, uniform
 from pyro_scale.model.model_info import ModelInfo
 from pyro_scale.model.preflight import InitFunction, draw_latents, understand, understand_function
 from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import Recorder, Simulator
 from pyro_scale.model.scaling import Evaluation, Prior
 from pyro_scale.model.sites import Site
-from pyro_scale.model.starts import init_to_module, init_to_reset, uniform
 from pyro_scale.model.terms import terms_of
 
 Params = Mapping[str, Tensor]

@@ -9,7 +9,7 @@ import torch
 
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
-from pyro_scale.model.classify import Variant
+from pyro_scale.model.classify import Probe
 from pyro_scale.model.recorder import Recorder
 from pyro_scale.model.scaling import Scaling
 from pyro_scale.model.sites import Point, Site
@@ -66,18 +66,18 @@ def free_dim(sites: Mapping[str, Site]) -> int | None:
 
 
 def partition_error_of(
-    scaling: Scaling, terms: Mapping[str, Term], variants: list[Variant], batch_size: int
+    scaling: Scaling, terms: Mapping[str, Term], probes: list[Probe], batch_size: int
 ) -> float | None:
     """The largest difference between a row in the batch and in a part of it, in nats."""
     expected = scaling.rows(terms, batch_size)
-    variants = [v for v in variants if v.terms.keys() <= scaling.rules.keys()]
+    probes = [v for v in probes if v.terms.keys() <= scaling.rules.keys()]
     return max(
         (
             float((mine - theirs).abs().max())
-            for variant in variants
-            for part in [scaling.rows(variant.terms, len(variant.origin))]
+            for probe in probes
+            for part in [scaling.rows(probe.terms, len(probe.origin))]
             for name in expected
-            for mine, theirs in [variant.shared(expected[name], part[name])]
+            for mine, theirs in [probe.shared(expected[name], part[name])]
             if len(mine)
         ),
         default=None,

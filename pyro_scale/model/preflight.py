@@ -30,8 +30,8 @@ from pyro_scale.model.checks import (
     check_terms,
     local_message,
 )
-from pyro_scale.model.classify import Variant, classify
-from pyro_scale.model.executed import Executed, executed_modules
+from pyro_scale.model.classify import Probe, classify
+from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.model_info import (
     PER_DATUM,
     ModelInfo,
@@ -41,6 +41,7 @@ from pyro_scale.model.model_info import (
     row_axes_of,
     steady_of,
 )
+from pyro_scale.model.module_trace import ModuleTrace, trace_modules
 from pyro_scale.model.plates import (
     agreed_size,
     check_plate_size,
@@ -53,9 +54,8 @@ from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import LatentShapeChanged, Recorder
 from pyro_scale.model.scaling import Rule, Scaling
 from pyro_scale.model.sites import points_of_store
-from pyro_scale.model.starts import WEIGHT
 from pyro_scale.model.terms import terms_of
-from pyro_scale.model.written import forbid_writes
+from pyro_scale.model.write_guard import forbid_writes
 
 #: How far from the first latent values the second ones are, unconstrained.
 _SHIFT = 0.71
@@ -81,13 +81,13 @@ def understand(
         ArgumentError: N is neither given nor in the model.
     """
     count = rows.count(arguments)
-    elsewhere: list[Variant] = []
+    elsewhere: list[Probe] = []
     other_runs: list[Recorder] = []
     with own_generator(), torch.no_grad():
-        with executed_modules() as executed, forbid_writes(program.model, arguments) as copies:
+        with trace_modules() as trace, forbid_writes(program.model, arguments) as copies:
             first = _first_run(program, copies, init, count, num_data)
-        program.find_owners(first.points, executed.modules)
-        is_frozen = _is_frozen(first, executed)
+        program.find_owners(first.points, trace.modules)
+        is_frozen = _is_frozen(first, trace)
         check_starts(first.sites)
         check_latent_sizes(first.sites)
         own = own_plate(first.sites, count)
@@ -100,22 +100,22 @@ def understand(
         terms = terms_of(full.sites)
         check_terms(terms)
         state = torch.random.get_rng_state()
-        with executed_modules() as executed:
+        with trace_modules() as trace:
             again = terms_of(recipe.run(arguments).sites)
         drew = not torch.equal(state, torch.random.get_rng_state())
-        by = executed.named(executed.drew) if executed.drew is not None else None
+        by = trace.describe(trace.drew) if trace.drew is not None else None
         check_no_random_draws(terms, again, drew, by)
         _check_with_validation(recipe, arguments)
         if own is not None:
             batch_size = full.sites[own].fn.subsample_size
             num_data = agreed_size(num_data, full.sites[own])
-            variants, runs = recipe.other_indices(arguments, own, batch_size, num_data)
+            probes, runs = recipe.other_indices(arguments, own, batch_size, num_data)
         elif count is None:
             num_data = num_data or data_plate_size(full.sites)
-            batch_size, variants, runs = num_data, [], []
+            batch_size, probes, runs = num_data, [], []
         else:
             batch_size = count
-            variants, runs = recipe.other_rows(arguments, batch_size, num_data)
+            probes, runs = recipe.other_rows(arguments, batch_size, num_data)
             elsewhere, other_runs = _elsewhere(program, first, arguments, batch_size, num_data)
             num_data = num_data or declared_size([full, *runs])
     if count is not None and all(term.is_prior for term in terms.values()):
@@ -136,7 +136,7 @@ def understand(
             "of the whole data set"
         )
     check_subsampling(full.sites, own, batch_size)
-    scaling = classify(terms, variants, batch_size, num_data, own, elsewhere)
+    scaling = classify(terms, probes, batch_size, num_data, own, elsewhere)
     check_local_latents(full.sites, own, runs)
     return ModelInfo(
         sites=full.sites,
@@ -145,9 +145,9 @@ def understand(
         batch_size=batch_size,
         own_plate=own,
         enum_dim=recipe.enum_dim,
-        partition_error=partition_error_of(scaling, terms, variants, batch_size),
+        partition_error=partition_error_of(scaling, terms, probes, batch_size),
         example=example_of(arguments, runs, own),
-        whole_only=count is not None and not variants,
+        whole_only=count is not None and not probes,
         steady=steady_of(full.sites, runs, other_runs),
         row_axes=row_axes_of(full.sites, runs, batch_size, own),
         is_frozen=is_frozen,
@@ -160,7 +160,7 @@ def understand_function(
 ) -> ModelInfo:
     """The preflight of a function that is the log posterior as a whole: nothing is scaled."""
     num_data = num_data or 1
-    with own_generator(), torch.no_grad(), executed_modules():
+    with own_generator(), torch.no_grad(), trace_modules():
         first = _first_run(program, arguments, init, None, num_data)
         recipe = _Recipe(program, first)
         terms = terms_of(first.sites)
@@ -187,19 +187,19 @@ def understand_function(
 
 def _elsewhere(
     program: Program, first: Recorder, arguments: Arguments, size: int, num_data: int | None
-) -> tuple[list[Variant], list[Recorder]]:
+) -> tuple[list[Probe], list[Recorder]]:
     """The batch and its parts at other latent values, where the model can be evaluated there."""
     recipe = _Recipe(program, first, shift=_SHIFT)
     try:
         full = recipe.run(arguments)
-        variants, runs = recipe.other_rows(arguments, size, num_data)
+        probes, runs = recipe.other_rows(arguments, size, num_data)
         terms = terms_of(full.sites)
         check_terms(terms)
     except Exception:  # the values may be impossible: then there is nothing to compare
         return [], []
-    if any(variant.terms.keys() != terms.keys() for variant in variants):
+    if any(probe.terms.keys() != terms.keys() for probe in probes):
         return [], []
-    return [Variant(terms, torch.arange(size)), *variants], [full, *runs]
+    return [Probe(terms, torch.arange(size)), *probes], [full, *runs]
 
 
 class _Recipe:
@@ -230,15 +230,15 @@ class _Recipe:
 
     def other_rows(
         self, arguments: Arguments, size: int, num_data: int | None
-    ) -> tuple[list[Variant], list[Recorder]]:
+    ) -> tuple[list[Probe], list[Recorder]]:
         """The two halves of the batch; a single row is doubled."""
         places = torch.arange(size)
         parts = [places[: size // 2], places[size // 2 :]] if size > 1 else [places.repeat(2)]
-        runs, variants = [], []
+        runs, probes = [], []
         for part in parts:
             try:
                 runs.append(self.run(rows.take(arguments, _slice(part))))
-                variants.append(Variant(terms_of(runs[-1].sites), part))
+                probes.append(Probe(terms_of(runs[-1].sites), part))
             except Exception as error:
                 if num_data in (None, size):  # the whole data, so that the factor is 1 anyway
                     return [], []
@@ -251,18 +251,18 @@ class _Recipe:
                     f"({type(error).__name__}: {error}). Take sizes from the batch: "
                     f"plate('data', {num_data}, subsample_size=len(x))"
                 ) from error
-        return variants, runs
+        return probes, runs
 
     def other_indices(
         self, arguments: Arguments, plate: str, size: int, num_data: int
-    ) -> tuple[list[Variant], list[Recorder]]:
+    ) -> tuple[list[Probe], list[Recorder]]:
         """Another order, and half of the rows with others, for a model that subsamples itself."""
         first = torch.arange(size)
         half = size // 2
         orders = [first.flip(0), torch.cat([first[:half], (first[half:] + size) % num_data])]
         runs = [self.run(arguments, {plate: order}) for order in orders]
         origins = [torch.where(order < size, order, -1) for order in orders]
-        return [Variant(terms_of(r.sites), o) for r, o in zip(runs, origins, strict=True)], runs
+        return [Probe(terms_of(r.sites), o) for r, o in zip(runs, origins, strict=True)], runs
 
 
 def _first_run(
@@ -304,14 +304,14 @@ def _sites_to_validate(recipe: _Recipe, arguments: Arguments) -> set[str]:
     return {site.name for site in sites.values() if site.validates}
 
 
-def _is_frozen(first: Recorder, executed: Executed) -> bool:
+def _is_frozen(first: Recorder, trace: ModuleTrace) -> bool:
     """Whether a module ran some of whose weights are neither drawn nor estimated."""
     moving = {p.parameter.data_ptr() for p in first.points.values() if p.parameter is not None}
     for site in first.sites.values():
         if WEIGHT in site.infer:
             module, name = site.infer[WEIGHT]
             moving.add(module.weights()[name].data_ptr())
-    own = [w for module in executed.modules for w in module.parameters(recurse=False)]
+    own = [w for module in trace.modules for w in module.parameters(recurse=False)]
     return any(weight.data_ptr() not in moving for weight in own)
 
 

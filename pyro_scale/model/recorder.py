@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints, transform_to
 
 from pyro_scale.errors import SiteError
+from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.sites import (
     Point,
     Site,
@@ -27,7 +28,6 @@ from pyro_scale.model.sites import (
     validates,
     without_validation,
 )
-from pyro_scale.model.starts import WEIGHT
 from pyro_scale.model.transforms import bijection
 
 #: Dimensions of a torch tensor, with some left for the arithmetic on them.

@@ -73,7 +73,7 @@ def collect(
             **times,
             "frozen_base": problem.base,
         },
-        running=sink.kept(draws) if isinstance(sink, ToMoments) else None,
+        online=sink.kept(draws) if isinstance(sink, ToMoments) else None,
         chains=draws.finished,
     )
 

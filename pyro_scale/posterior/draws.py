@@ -19,9 +19,9 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.core.online_moments import Moments
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.sources import Data
-from pyro_scale.model.executed import executed_modules
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.posterior.online import RunningSamples
+from pyro_scale.model.module_trace import trace_modules
+from pyro_scale.posterior.online import OnlineSamples
 from pyro_scale.run.measurements import GradientNoise, Kinetic
 from pyro_scale.storage.lazy_draws import Positions, StoredPositions, StoredSamples
 
@@ -45,7 +45,7 @@ class Result:
         virial: some draws' part in the temperature, `[chains, some, latent sites, 2]`, on average
             over a site's elements and at the steepest one; None where that is not known.
         kinetic: what momenta did; None for a method without.
-        running: what draws came to that were not kept.
+        online: what draws came to that were not kept.
         chains: the chains' numbers; None where they are all that were started.
     """
 
@@ -58,7 +58,7 @@ class Result:
     gradient_noise: GradientNoise | None = None
     virial: Tensor | None = None
     kinetic: Kinetic | None = None
-    running: RunningSamples | None = None
+    online: OnlineSamples | None = None
     chains: Sequence[int] | None = None
 
     @property
@@ -115,15 +115,15 @@ class Result:
 
     def moments(self, levels: Sequence[float]) -> dict[str, Moments]:
         """Posterior means, sds and quantiles, by site."""
-        if self.running is not None:
-            return self.running.moments(levels)
+        if self.online is not None:
+            return self.online.moments(levels)
         chains, count = self.positions.shape[:2]
         every = torch.arange(chains)[:, None]
         width = chains * self.layout.size * torch.finfo(self.layout.dtype).bits // 8
-        running = RunningSamples.of(self.samples_at(every, torch.zeros(1).long()), count)
+        online = OnlineSamples.of(self.samples_at(every, torch.zeros(1).long()), count)
         for columns in torch.arange(count).split(max(1, _CHUNK_BYTES // width)):
-            running.add(self.samples_at(every, columns))
-        return running.moments(levels)
+            online.add(self.samples_at(every, columns))
+        return online.moments(levels)
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -177,7 +177,7 @@ def in_chunks(
     blocks = iter(blocks)
     block = next(blocks)
     with torch.no_grad(), _Normals(), without_vmap_warnings():
-        with exclusive, executed_modules():  # their mode may be another one than when it was run
+        with exclusive, trace_modules():  # their mode may be another one than when it was run
             size = max(1, _CHUNK_BYTES // _largest(function, block[0].clone()))
         every = torch.vmap(function, randomness="different" if random else "error")
         chunks = _of_size(size, itertools.chain([block], blocks))

@@ -9,37 +9,37 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.online_moments import Moments, Running
+from pyro_scale.core.online_moments import Moments, OnlineMoments
 
 
 @dataclass(frozen=True)
-class RunningSamples:
+class OnlineSamples:
     """What draws of all sites have come to.
 
     Attributes:
-        running: of all their elements.
+        online: of all their elements.
         layout: of the sites in those.
         chains: the ones that count.
     """
 
-    running: Running
+    online: OnlineMoments
     layout: Layout
     chains: Sequence[int]
 
     @classmethod
-    def of(cls, samples: Mapping[str, Tensor], num_draws: int) -> RunningSamples:
+    def of(cls, samples: Mapping[str, Tensor], num_draws: int) -> OnlineSamples:
         """None yet, of sites like these `[chains, draws, ...]`, with so many draws to come."""
         layout = Layout.of({name: value[0, 0] for name, value in samples.items()})
         num_chains = len(next(iter(samples.values())))
-        return cls(Running(num_chains, layout.size, num_draws), layout, range(num_chains))
+        return cls(OnlineMoments(num_chains, layout.size, num_draws), layout, range(num_chains))
 
     def add(self, samples: Mapping[str, Tensor]) -> None:
         """Adds the next draws, `[chains, n, ...]`."""
-        self.running.add(torch.vmap(torch.vmap(self.layout.flatten))(dict(samples)))
+        self.online.add(torch.vmap(torch.vmap(self.layout.flatten))(dict(samples)))
 
     def moments(self, levels: Sequence[float]) -> dict[str, Moments]:
         """By site, in double precision."""
         names, double = self.layout.names, (torch.float64,) * len(self.layout.names)
         layout = Layout(names, self.layout.shapes, double)
-        parts = [layout.unflatten(part) for part in self.running.moments(self.chains, levels)]
+        parts = [layout.unflatten(part) for part in self.online.moments(self.chains, levels)]
         return {name: Moments(*(part[name] for part in parts)) for name in names}

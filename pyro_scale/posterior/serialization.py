@@ -10,14 +10,14 @@ from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout, dtype_name
-from pyro_scale.core.online_moments import Running
+from pyro_scale.core.online_moments import OnlineMoments
 from pyro_scale.core.rows import Arguments
 from pyro_scale.data.loaders import to_device
 from pyro_scale.errors import FileError
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.preflight import InitFunction
 from pyro_scale.posterior.draws import Result
-from pyro_scale.posterior.online import RunningSamples
+from pyro_scale.posterior.online import OnlineSamples
 from pyro_scale.run.measurements import GradientNoise, Kinetic
 from pyro_scale.run.problem import as_log_posterior, module_device
 from pyro_scale.storage.lazy_draws import Positions, StoredPositions
@@ -89,7 +89,7 @@ def result_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Resul
         data=None,
         layout=layout,
         positions=_positions(contents, layout),
-        running=_running(contents["running"]),
+        online=_running(contents["running"]),
         sample_stats=contents["sample_stats"],
         attrs=contents["attrs"],
         gradient_noise=None if noise is None else GradientNoise(**noise),
@@ -109,7 +109,7 @@ def _check_shapes(result: Result) -> None:
     if result.chains is not None and len(result.chains) != shape[0]:
         raise ValueError(f"{shape[0]} chains, of which {len(result.chains)} have numbers")
     for name, values in result.sample_stats.items():
-        if result.running is None and tuple(values.shape) != shape[:2]:
+        if result.online is None and tuple(values.shape) != shape[:2]:
             raise ValueError(f"'{name}' of shape {list(values.shape)} beside draws {list(shape)}")
 
 
@@ -123,7 +123,7 @@ def _plain_layout(layout: Layout) -> dict[str, list[Any]]:
 
 def _plain_draws(result: Result) -> dict[str, Any]:
     """The draws, where they are, or what they came to."""
-    positions, running, kept = result.positions, result.running, None
+    positions, online, kept = result.positions, result.online, None
     if isinstance(positions, StoredPositions):
         where = {
             "path": str(positions.store.path.absolute()),
@@ -132,13 +132,13 @@ def _plain_draws(result: Result) -> dict[str, Any]:
             "count": positions.count,
         }
         return {"positions": None, "store": where, "running": None}
-    if running is not None:
+    if online is not None:
         kept = {
-            "state": running.running.state(),
-            "num_draws": running.running.num_draws,
-            "num_chains": running.running.num_chains,
-            **_plain_layout(running.layout),
-            "chains": list(running.chains),
+            "state": online.online.state(),
+            "num_draws": online.online.num_draws,
+            "num_chains": online.online.num_chains,
+            **_plain_layout(online.layout),
+            "chains": list(online.chains),
         }
     return {"positions": positions, "store": None, "running": kept}
 
@@ -158,13 +158,13 @@ def _positions(contents: Mapping[str, Any], layout: Layout) -> Positions:
     return StoredPositions(store, layout, held["chains"], held["count"])
 
 
-def _running(held: Mapping[str, Any] | None) -> RunningSamples | None:
+def _running(held: Mapping[str, Any] | None) -> OnlineSamples | None:
     if held is None:
         return None
     layout = layout_of(held)
-    running = Running(held["num_chains"], layout.size, held["num_draws"])
-    running.go_on_from(held["state"])
-    return RunningSamples(running, layout, held["chains"])
+    online = OnlineMoments(held["num_chains"], layout.size, held["num_draws"])
+    online.go_on_from(held["state"])
+    return OnlineSamples(online, layout, held["chains"])
 
 
 def understood(contents: Mapping[str, Any], model: Any) -> LogPosterior:

@@ -1,4 +1,4 @@
-"""Draws that do not stay in memory: on disk, or nowhere but in running moments."""
+"""Draws that do not stay in memory: on disk, or nowhere but in online moments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, FileError
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.export import attributes, dims_of, own_dims
-from pyro_scale.posterior.online import RunningSamples
+from pyro_scale.posterior.online import OnlineSamples
 from pyro_scale.run.config import Store
 from pyro_scale.run.problem import Problem
 from pyro_scale.storage.files import FilePath
@@ -217,7 +217,7 @@ class ToMoments:
     @property
     def count(self) -> int:
         """Draws of each chain that it has got."""
-        return self._moments.running.count + self._waiting.shape[1]
+        return self._moments.online.count + self._waiting.shape[1]
 
     def add(self, positions: Tensor) -> None:
         """Takes the next draws."""
@@ -235,18 +235,18 @@ class ToMoments:
 
     def state(self) -> dict[str, Any]:
         """What another one needs to go on."""
-        sums = self._moments.running.state()
+        sums = self._moments.online.state()
         return {"sums": sums, "waiting": self._waiting, "seen": self._seen}
 
     def go_on_from(self, state: Mapping[str, Any] | None) -> None:
         """Takes up where another one was; None begins anew."""
-        self._moments = RunningSamples.of(self._starts.samples, self._num_draws)
+        self._moments = OnlineSamples.of(self._starts.samples, self._num_draws)
         self._waiting = self._seen = self._none
         if state is not None:
             self._waiting, self._seen = state["waiting"], state["seen"]
-            self._moments.running.go_on_from(state["sums"])
+            self._moments.online.go_on_from(state["sums"])
 
-    def kept(self, draws: Draws) -> RunningSamples:
+    def kept(self, draws: Draws) -> OnlineSamples:
         """The moments of a run's finished chains."""
         return dataclasses.replace(self._moments, chains=draws.finished)
 

@@ -50,7 +50,7 @@ class Journal:
     last: Checkpoint | None
 
     @classmethod
-    def opened(cls, checkpoint: FilePath | None, every: float, resume: FilePath | None) -> Journal:
+    def open(cls, checkpoint: FilePath | None, every: float, resume: FilePath | None) -> Journal:
         """What a user asked for.
 
         Raises:

@@ -19,7 +19,7 @@ from pyro_scale.data.batches import batches_from
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError
-from pyro_scale.fullbatch.optimize import WholeDensity
+from pyro_scale.fullbatch.optimize import FullDataDensity
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.theory import Linearized, Theory
@@ -96,7 +96,7 @@ def check(problem: Problem) -> None:
 
 
 def choose(
-    problem: Problem, density: WholeDensity, mode: Tensor, steps: Steps, sampling: Sampling
+    problem: Problem, density: FullDataDensity, mode: Tensor, steps: Steps, sampling: Sampling
 ) -> StepSize:
     """The step size of least predicted error.
 
@@ -140,7 +140,7 @@ def _theory(problem: Problem) -> Theory:
     return theory
 
 
-def _modes(problem: Problem, density: WholeDensity, mode: Tensor, sampling: Sampling) -> Modes:
+def _modes(problem: Problem, density: FullDataDensity, mode: Tensor, sampling: Sampling) -> Modes:
     values = _values(problem, torch.ones((), dtype=torch.float64))
     precision = -density.hessian(mode).double()
     draws = _draws(mode, precision, values["temperature"], problem.seed)

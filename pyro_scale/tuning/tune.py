@@ -14,7 +14,7 @@ from pyro_scale.data.batches import batches_from
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, BiasWarning
-from pyro_scale.fullbatch.optimize import WholeDensity
+from pyro_scale.fullbatch.optimize import FullDataDensity
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.tuning import step_size
@@ -55,7 +55,7 @@ def tune(
         return problem, {}
     if tuning.lr:
         step_size.check(problem)
-    density = WholeDensity(problem.log_posterior, problem.data, problem.engine.layout)
+    density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
     mode, choice = _mode(problem, density, tuning.control_variates), {}
     if tuning.control_variates:
         problem = _with_control_variates(problem, density, mode)
@@ -83,13 +83,15 @@ def _warn_of_a_large_error(chosen: step_size.StepSize, control_variates: bool) -
         )
 
 
-def _mode(problem: Problem, density: WholeDensity, anchor: bool | Mapping[str, Tensor]) -> Tensor:
+def _mode(
+    problem: Problem, density: FullDataDensity, anchor: bool | Mapping[str, Tensor]
+) -> Tensor:
     if isinstance(anchor, Mapping):
         return position_of(problem, anchor, "control_variates")
     return density.mode(problem.positions[0], _WITHOUT_MODE)
 
 
-def _with_control_variates(problem: Problem, density: WholeDensity, anchor: Tensor) -> Problem:
+def _with_control_variates(problem: Problem, density: FullDataDensity, anchor: Tensor) -> Problem:
     log_posterior, layout = problem.log_posterior, problem.engine.layout
     _, gradient = density.grad(anchor)
     total = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 from reference import double, normals
 
 from pyro_scale.core import online_moments
-from pyro_scale.core.online_moments import Running
+from pyro_scale.core.online_moments import OnlineMoments
 from pyro_scale.core.tdigest import QuantileSketch
 
 LEVELS = [0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99]
@@ -20,7 +20,7 @@ LEVELS = [0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99]
 
 def added_up(draws, sizes=(), num_draws=None):
     """Draws `[chains, draws, size]`, in blocks of the sizes given and a last one of the rest."""
-    sums = Running(draws.shape[0], draws.shape[2], num_draws or draws.shape[1])
+    sums = OnlineMoments(draws.shape[0], draws.shape[2], num_draws or draws.shape[1])
     sizes = list(sizes)
     for block in draws.split([*sizes, draws.shape[1] - sum(sizes)], 1):
         sums.add(block)
@@ -187,19 +187,19 @@ def test_another_one_goes_on_from_the_state(case, stop):
     stop = min(stop, draws.shape[1])
     first, second = draws[:, :stop], draws[:, stop:]
     whole = added_up(draws, [stop])
-    begun = Running(draws.shape[0], draws.shape[2], draws.shape[1])
+    begun = OnlineMoments(draws.shape[0], draws.shape[2], draws.shape[1])
     begun.add(first)
     state = begun.state()
     held = copy.deepcopy(state)
     begun.add(second)  # which changes nothing of the state
-    going_on = Running(draws.shape[0], draws.shape[2], draws.shape[1])
+    going_on = OnlineMoments(draws.shape[0], draws.shape[2], draws.shape[1])
     going_on.add(normals(draws.shape[0], 1, draws.shape[2]))  # forgotten
     going_on.go_on_from(state)
     assert going_on.count == stop
     going_on.add(second)
     chains = range(len(draws))
     same(going_on.moments(chains, LEVELS), whole.moments(chains, LEVELS))
-    again = Running(draws.shape[0], draws.shape[2], draws.shape[1])
+    again = OnlineMoments(draws.shape[0], draws.shape[2], draws.shape[1])
     again.go_on_from(held)
     again.add(second)
     same(again.moments(chains, LEVELS), whole.moments(chains, LEVELS))
@@ -210,7 +210,7 @@ def test_a_state_is_written_as_it_is(tmp_path):
 
     sums = added_up(normals(2, 300, 3, seed=9), [100])
     files.write(tmp_path / "state", {"state": sums.state()})
-    other = Running(2, 3, 300)
+    other = OnlineMoments(2, 3, 300)
     other.go_on_from(files.read(tmp_path / "state")["state"])
     same(other.moments([0, 1], LEVELS), sums.moments([0, 1], LEVELS))
 

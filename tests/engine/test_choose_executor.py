@@ -189,7 +189,7 @@ def asked(monkeypatch):
     calls = []
     blueprint = SimpleNamespace(program=lambda _: None)
     monkeypatch.setattr(
-        choose_executor, "_compiled", lambda *args: (calls.append(args), blueprint)[1]
+        choose_executor, "_compile", lambda *args: (calls.append(args), blueprint)[1]
     )
     monkeypatch.setattr(choose_executor, "check", lambda *_: None)
     nothing = SimpleNamespace(program=lambda *_: None, keep=lambda *_: None)

@@ -22,7 +22,7 @@ from pyro_scale import kernels
 from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch import optimize
-from pyro_scale.fullbatch.optimize import WholeDensity
+from pyro_scale.fullbatch.optimize import FullDataDensity
 from pyro_scale.run.problem import as_log_posterior, prepare
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -39,7 +39,7 @@ def opened(model, data, num_data=None, seed=3, **kwargs):
     data = open_data(data, num_data=num_data, **kwargs)
     log_posterior = as_log_posterior(model, data.num_data)
     problem = prepare(log_posterior, data, kernels.SGLD(lr=1.0), None, 1, seed)
-    return WholeDensity(
+    return FullDataDensity(
         problem.log_posterior, problem.data, problem.engine.layout
     ), problem.positions[0]
 

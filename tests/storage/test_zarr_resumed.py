@@ -61,7 +61,7 @@ def same_outcome(fit, whole):
     stored.near(outcome(fit), outcome(whole))
     same(fit._results().sample_stats, whole._results().sample_stats)
     same(fit.params, whole.params)
-    if fit._results().running is None:
+    if fit._results().online is None:
         same(unconstrained(fit), unconstrained(whole))
 
 

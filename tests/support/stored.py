@@ -131,7 +131,7 @@ def without_times(dataset):
 
 def outcome(fit):
     """What a run leaves behind, as tensors."""
-    if fit._results().running is None:
+    if fit._results().online is None:
         return dict(draws_of(fit))
     return {
         f"{name} {part}": value

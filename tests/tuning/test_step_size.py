@@ -19,7 +19,7 @@ from pyro_scale.data.open import open_data
 from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, NonFiniteError
-from pyro_scale.fullbatch.optimize import WholeDensity
+from pyro_scale.fullbatch.optimize import FullDataDensity
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning import step_size
 
@@ -75,7 +75,7 @@ def set_up_for(problem, kernel, seed, num_chains=1):
 def chosen(problem, kernel, steps, seed):
     """(What `lr="auto"` chooses, the error that it predicts, the chain's start)."""
     problem = set_up_for(problem, kernel, seed)
-    density = WholeDensity(problem.log_posterior, problem.data, problem.engine.layout)
+    density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
     mode = density.mode(problem.positions[0])
     choice = step_size.choose(problem, density, mode, steps, kernel.sampling)
     return choice, problem.positions[0]
@@ -219,7 +219,7 @@ def modes_of(kernel, model=normal_mean, data=PAIRS, batch_size=8, **kwargs):
     opened = open_data(data, batch_size)
     log_posterior = as_log_posterior(model, opened.num_data)
     problem = prepare(log_posterior, opened, kernel, None, kwargs.pop("num_chains", 3), 0)
-    density = WholeDensity(problem.log_posterior, problem.data, problem.engine.layout)
+    density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
     mode = density.mode(problem.positions[0])
     return problem, mode, step_size._modes(problem, density, mode, "replacement")
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pyro_scale.errors import ArgumentError, ModelError
-from pyro_scale.model.executed import named
+from pyro_scale.model.init_strategies import WEIGHT
+from pyro_scale.model.module_trace import describe
 from pyro_scale.model.nn.priors import WeightPrior, priors_of
 from pyro_scale.model.nn.selection import Choice, selected
-from pyro_scale.model.starts import WEIGHT
 
 #: What becomes of the weights that have no prior.
 Rest = Literal["frozen", "point"]
@@ -186,7 +186,7 @@ def _check_layer(net: nn.Module, names: list[str]) -> None:
         ModelError: names the first one.
     """
     for path, module in net.named_modules():
-        label = named(path, module)
+        label = describe(path, module)
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(
                 f"{label} is a ScriptModule, which cannot be called with other weights: pass the "
@@ -239,7 +239,7 @@ def _copied(net: nn.Module) -> nn.Module:
         return copy.deepcopy(net)
     except Exception as error:  # whatever a module's own state raises
         innermost_first = list(net.named_modules())[::-1]  # the network itself is the last
-        unfit = next(named(*each) for each in innermost_first if not _is_copied(each[1]))
+        unfit = next(describe(*each) for each in innermost_first if not _is_copied(each[1]))
         raise ModelError(
             f"{unfit} cannot be copied ({error}); of torch.nn.utils.weight_norm and spectral_norm, "
             "use those in torch.nn.utils.parametrizations"

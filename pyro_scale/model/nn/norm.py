@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_scale.errors import ArgumentError, ModelError
-from pyro_scale.model.executed import named
+from pyro_scale.model.module_trace import describe
 
 #: What may take BatchNorm's place.
 Normalization = Literal["group", "filter_response"]
@@ -100,7 +100,7 @@ def _in_place_of(path: str, old: nn.modules.batchnorm._BatchNorm, by: Normalizat
         new = nn.GroupNorm(groups, channels, eps=old.eps, affine=old.affine)
     elif isinstance(old, nn.BatchNorm1d):
         raise ModelError(
-            f"{named(path, old)} may have one value a channel, which "
+            f"{describe(path, old)} may have one value a channel, which "
             "FilterResponseNorm would make its sign: pass by='group'"
         )
     else:

@@ -42,7 +42,7 @@ class Saved:
         return super()._data(data)  # type: ignore[misc]
 
 
-def opened(path: files.FilePath, cls: type) -> tuple[Any, Mapping[str, Any]]:
+def open_results(path: files.FilePath, cls: type) -> tuple[Any, Mapping[str, Any]]:
     """(An object of the class, or one below it, that the file is of, which its constructor has not
     seen; what is in the file).
 
@@ -50,7 +50,7 @@ def opened(path: files.FilePath, cls: type) -> tuple[Any, Mapping[str, Any]]:
         FileError: the file cannot be read, or is of another method.
     """
     contents = files.read(path)
-    with as_written(path):
+    with check_contents(path):
         name = contents["method"]
         if contents.get("store"):
             contents["store"]["path"] = _beside(contents["store"]["path"], files.as_path(path))
@@ -67,7 +67,7 @@ def opened(path: files.FilePath, cls: type) -> tuple[Any, Mapping[str, Any]]:
 
 
 @contextmanager
-def as_written(path: files.FilePath) -> Iterator[None]:
+def check_contents(path: files.FilePath) -> Iterator[None]:
     """Our error for contents that are not those of a method's results."""
     try:
         yield
