@@ -1,8 +1,8 @@
-"""What is the whole process's, used by one thread at a time: Pyro's stack of handlers, its param
-store and validation flag, torch's generator, its switches and module hooks, filters of warnings.
+"""One lock for state that belongs to the whole process.
 
-Whoever changes or reads one of them holds the lock, briefly: never across steps, and never while
-it waits for another thread.
+That state is Pyro's handler stack, param store and validation flag, torch's generator, switches
+and module hooks, and Python's warning filters.  Code that reads or changes any of it holds the
+lock, and only briefly: never across steps, and never while waiting for another thread.
 """
 
 from __future__ import annotations

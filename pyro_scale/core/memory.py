@@ -1,4 +1,4 @@
-"""What dense structures need of memory, before they are made."""
+"""Whether memory holds a dense matrix, checked before it is allocated."""
 
 from __future__ import annotations
 

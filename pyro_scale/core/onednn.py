@@ -1,4 +1,4 @@
-"""oneDNN's switch, which is the whole process's."""
+"""oneDNN's switch, which is global to the process."""
 
 from __future__ import annotations
 

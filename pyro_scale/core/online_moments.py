@@ -1,4 +1,4 @@
-"""Means, standard deviations, quantiles and mixing of chains whose draws are not kept."""
+"""Means, standard deviations, quantiles and mixing of chains, without keeping the draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantiles of streams of numbers that are not kept: t-digests (Dunning and Ertl 2019)."""
+"""Quantiles of a stream of numbers that are not kept: t-digests (Dunning and Ertl 2019)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts: those that users pass, whole numbers from a least one on; and some of many."""
+"""Checks of counts that users pass, and evenly spaced choices among many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warnings, which point to the user's line."""
+"""Warnings that point at the user's own line."""
 
 from __future__ import annotations
 

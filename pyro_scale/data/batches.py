@@ -1,7 +1,7 @@
-"""Batches of every chain, in two parts: what stays, and what changes from step to step.
+"""Batches of every chain, in two parts: what is fixed, and what changes from step to step.
 
-What changes is drawn many steps at a time, outside of the step; what stays is held
-once.  A step puts the two together, by a pure function that can be traced and compiled.
+The changing part is drawn for many steps at a time, outside of the step.  The fixed part is held
+once.  A pure function, which can be traced and compiled, puts the two together at each step.
 """
 
 from __future__ import annotations

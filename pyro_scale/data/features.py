@@ -1,4 +1,4 @@
-"""Data put through a function of a batch before the chains get them."""
+"""Rows that pass through a function, such as a frozen network, before the chains get them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Users' loaders, read in a way that leaves nothing of theirs or of torch's changed."""
+"""Reads users' data loaders, and leaves their state and torch's unchanged."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def _of_a_dead_worker(loader: Any, error: Exception) -> Exception:
     if not getattr(loader, "num_workers", 0) or str(error).startswith("Caught "):  # as torch has it
         return error
     return DataError(
-        f"a worker of the loader exited unexpectedly ({error}): it was killed, most often for want "
-        "of memory; pass a loader with fewer workers or num_workers=0, and go on with resume="
+        f"a worker of the loader exited unexpectedly ({error}): most often it ran "
+        "out of memory; pass a loader with fewer workers or num_workers=0, and go on with resume="
     )
 
 

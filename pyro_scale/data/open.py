@@ -1,4 +1,4 @@
-"""Data as users have them -> N, B and a source of batches."""
+"""From data as users pass them to N, B and a source of batches."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ def _open_loader(loader: Any, num_data: int | None, device: torch.device | None)
         shown = _length(sampler.sampler)
         if shown not in (None, length):
             raise DataError(
-                f"the loader's sampler shows {shown} of the data set's {length} rows in an epoch: "
-                "wrap those rows in torch.utils.data.Subset, or pass num_data=N if in the long run "
-                "it shows all N alike"
+                f"the loader's sampler draws {shown} of the data set's {length} rows in an epoch: "
+                "wrap those rows in torch.utils.data.Subset, or pass num_data=N if it draws all N "
+                "equally often in the long run"
             )
     if sampler is None or subset is None:
         if is_iterable_style(loader) and loader.drop_last:

@@ -1,8 +1,8 @@
 """Where batches come from.
 
-Tensors in memory, and a loader over a data set that is read by index, are read by our own indices,
-so that every chain has its own minibatches, whatever the number of chains, the sampler's order or
-the number of workers.  Any other loader is a stream (stream.py).
+Tensors in memory, and loaders over a data set that can be read by index, are read by our own
+indices.  So each chain has its own minibatches, which depend neither on the number of chains or
+workers nor on the sampler's order.  Any other loader is a stream (stream.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Any other loader than one that is read by index: its batches as they come, cut anew."""
+"""Batches of a loader that cannot be read by index, in its order, cut to one size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether chains agree, on latent sites and on what they predict."""
+"""R-hat and effective sample size, of latent sites and of predictions."""
 
 from __future__ import annotations
 

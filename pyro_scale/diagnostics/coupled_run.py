@@ -1,8 +1,8 @@
-"""The coupled run: a run again at half the step size, on the same noise.
+"""The coupled run: the run again at half the step size, driven by the same noise.
 
-It starts where the run did, takes twice as many steps on the same path of noise (each normal split
-in two), and draws batches of its own from the same law.  The two move together, so that their
-difference scatters less than either.
+It starts at the same positions, takes twice as many steps on the same noise path (each normal is
+split in two), and draws its own batches by the same rule.  The two runs stay close, so their
+difference has less variance than either.
 """
 
 from __future__ import annotations

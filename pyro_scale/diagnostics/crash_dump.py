@@ -1,4 +1,4 @@
-"""The last steps of chains that broke, as files that `replay` reads."""
+"""Files with the last steps of chains that broke, which `replay` reads."""
 
 from __future__ import annotations
 

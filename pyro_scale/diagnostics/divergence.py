@@ -1,4 +1,4 @@
-"""What to say when chains become NaN or infinite, or are about to."""
+"""Messages for chains that become NaN or infinite, or are about to."""
 
 from __future__ import annotations
 

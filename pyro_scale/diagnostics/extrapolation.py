@@ -1,8 +1,9 @@
-"""By which order of lr a run's variances are off, on a Gaussian with the draws' own variances.
+"""The order in lr of a run's bias in variance, from the kernel's exact law on a Gaussian.
 
-Noise of minibatches and a finite step act together, and what shuffling cancels of the noise depends
-on lr, so that there is no one order.  On a Gaussian a kernel's law is known exactly, with batches
-drawn anew or shuffled (kernels/gaussian.py), and with it what half the step leaves of a bias.
+Minibatch noise and a finite step act together, and how much of the noise shuffling cancels depends
+on lr.  So no single order holds.  On a Gaussian with the draws' own variances the kernel's law is
+known exactly, for batches drawn anew or shuffled (kernels/gaussian.py).  It says how much of the
+bias remains at half the step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The temperature that a run's momenta have, beside the one that its step gives them.
+"""The temperature of a run's momenta, beside the one that its step size implies.
 
 N p^2 / (m T) is 1 on average in continuous time.  A finite step may hold momenta at another value
-while positions are nearly right (SGHMC's is 4 / (4 - 2 e f - e^2 L / m) on a Gaussian of precision
-L over N), which is read out of the kernel's own update; what is above that value is heat, of
-minibatches or of a step too long for the posterior's shape.
+while positions are nearly right: for SGHMC it is 4 / (4 - 2 e f - e^2 L / m) on a Gaussian of
+precision L over N.  The expected value is read out of the kernel's own update.  An excess is heat:
+from minibatches, or from a step that is too long for the posterior's shape.
 """
 
 from __future__ import annotations

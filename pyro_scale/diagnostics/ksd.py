@@ -1,4 +1,4 @@
-"""How far draws are from the posterior, by its gradients at them."""
+"""The kernel Stein discrepancy: the distance from draws to the posterior, by its gradients."""
 
 from __future__ import annotations
 

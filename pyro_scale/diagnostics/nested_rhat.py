@@ -24,8 +24,9 @@ def nested_r_hats(result: Result) -> list[float] | None:
     if superchains < 2:
         warn(
             ConvergenceWarning,
-            f"there is no nested R-hat: {superchains} of the {asked} superchains lost no chain, "
-            "and it compares two or more; mend what stopped the others, or pass more superchains=",
+            f"no nested R-hat: only {superchains} of the {asked} superchains have all of their "
+            "chains, and two are needed; find out what stopped the others (ps.replay), or pass a "
+            "larger superchains=",
         )
         return None
     sites = result.log_posterior.latents
@@ -63,8 +64,8 @@ def warn_of_remembered_starts(result: Result, hot: bool = False) -> bool:
             lr = "" if hot else "a larger lr, "
             warn(
                 ConvergenceWarning,
-                f"site '{name}': chains remember their starts: those of a superchain, which share "
-                f"one, agree with each other more than with the rest (nested R-hat {worst:.3g}): "
+                f"site '{name}': chains remember their starts: those that share one agree more "
+                f"with each other than with the rest (nested R-hat {worst:.3g}): "
                 f"take a longer warm-up, {lr}or starts nearer to the posterior (init_strategy= a "
                 "fit)",
             )

@@ -1,4 +1,4 @@
-"""What is found out about a run once its steps are taken, from the batches after them."""
+"""What is measured after the last step, on batches that the run has not seen."""
 
 from __future__ import annotations
 

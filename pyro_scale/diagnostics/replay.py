@@ -1,4 +1,4 @@
-"""Why a chain became NaN or infinite: its last steps, taken again and looked at."""
+"""Why a chain became NaN or infinite: its last steps are taken again and examined."""
 
 from __future__ import annotations
 

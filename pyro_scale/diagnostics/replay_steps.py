@@ -1,4 +1,4 @@
-"""Recorded steps of a chain, taken again one by one from the states that they began in."""
+"""Takes recorded steps of a chain again, each from the state that it began in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far to trust a run: mixing, temperatures, and the bias of minibatches."""
+"""The table of `diagnostics()`: mixing, temperatures, and the bias of minibatches."""
 
 from __future__ import annotations
 
@@ -193,10 +193,10 @@ def _warn_of_momenta(result: Result, table: Any, hot: list[str]) -> None:
     row = table.loc[site]
     warn(
         BiasWarning,
-        f"the momenta of site '{site}' are hotter than they should be: they have "
+        f"the momenta of site '{site}' are hotter than they should be: "
         f"{row.kinetic_temperature:.3g} ± {row.kinetic_temperature_mcse:.2g} times the "
-        f"temperature that was asked for, and {row.kinetic_temperature_expected:.3g} at this step "
-        f"size without minibatches: {_cooler(result, 1 + heat[site])}",
+        f"temperature asked for, where this step size alone gives "
+        f"{row.kinetic_temperature_expected:.3g}: {_cooler(result, 1 + heat[site])}",
     )
 
 

@@ -1,10 +1,10 @@
 """The bias of a finite step size, from the coupled run at half the step.
 
-If the bias falls as lr^p, the coupled run has 1/2^p of it, and the bias is the difference of the
-two times 2^p / (2^p - 1) (Richardson's extrapolation).  With minibatches, p comes from the kernel's
-exact law on a Gaussian with the draws' variances and the gradients' noise, where that explains the
-difference.  Otherwise p is the kernel's order, and the precision is taken as linear in lr^p (on
-Gaussians exact for SGLD, nearly so for SGHMC).
+A bias that falls as lr^p is 1/2^p as large in the coupled run.  So it is the difference of the two
+runs times 2^p / (2^p - 1) (Richardson's extrapolation).  With minibatches, p comes from the
+kernel's exact law on a Gaussian, with the draws' variances and the gradients' noise, wherever that
+law explains the difference.  Otherwise p is the kernel's order, and the precision is taken as
+linear in lr^p (on Gaussians exact for SGLD, nearly so for SGHMC).
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def _check(plan: RunPlan, result: Result, num_samples: int | None) -> None:
     """
     if isinstance(plan.kernel.lr, Cyclical):
         raise ArgumentError(
-            "step_size_bias: a Cyclical lr goes from mode to mode by steps of its own size, which "
-            "a run at half of it does not follow: look at a run at a constant lr"
+            "step_size_bias: a run at half of a Cyclical lr visits other modes, so the two cannot "
+            "be compared: use a run at a constant lr"
         )
     if float(result.sample_stats["temperature"].max()) == 0:
         raise ArgumentError(
@@ -114,9 +114,9 @@ def _check(plan: RunPlan, result: Result, num_samples: int | None) -> None:
         if places < min(epoch, _ENOUGH_PLACES):
             other = next(n for n in itertools.count(thinning) if math.gcd(n, epoch) == 1)
             raise ArgumentError(
-                f"step_size_bias: thinning={thinning} takes draws at {places} of the {epoch} "
-                "places in an epoch alone, where shuffled batches do not heat as on average: run "
-                f"with thinning={other}"
+                f"step_size_bias: with thinning={thinning} all draws fall at {places} of the "
+                f"{epoch} places in an epoch, where shuffled batches heat more or less than on "
+                f"average: run with thinning={other}"
             )
     kept = result.positions.shape[1]
     if num_samples is not None and num_samples > kept:

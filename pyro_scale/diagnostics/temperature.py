@@ -1,14 +1,15 @@
-"""The temperature that a run's draws have, by the virial theorem.
+"""The temperature of a run's draws, by the virial theorem.
 
-Where the law of w is exp(log joint / T), E[-(w - c) d log joint / dw] = T for every element and any
-constant c, whatever the law's shape.  With gradients from batches that the draws have not seen it
-measures all that heats or cools a run: long steps, the noise of minibatches and what shuffling
-cancels of it, warm-up that was too short.  That it is T is necessary, not sufficient: on a Gaussian
-it is the variance over that at temperature 1, elsewhere a mean over the directions.
+If w has the law exp(log joint / T), then E[-(w - c) d log joint / dw] = T for every element and any
+constant c, whatever the law's shape.  Evaluated with gradients of batches that the draws have not
+seen, it responds to everything that heats or cools a run: long steps, minibatch noise and the part
+of it that shuffling cancels, and a warm-up that was too short.  The condition is necessary, not
+sufficient.  On a Gaussian it is the variance over that at temperature 1; elsewhere it is a mean
+over directions.
 
-A site of many elements may be right on average while one of them is not.  Long steps and
-minibatches heat an element in proportion to the mean square of its gradient, so the one where that
-is largest is looked at by itself.
+A site may be right on average while one of its elements is not.  Long steps and minibatches heat an
+element in proportion to the mean square of its gradient.  So the element where that is largest is
+reported by itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a compiled program computes what the step itself does."""
+"""Checks that a compiled program computes what the step computes."""
 
 from __future__ import annotations
 

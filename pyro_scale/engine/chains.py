@@ -1,4 +1,4 @@
-"""The state of all chains, moved along a block, and what happens where one becomes non-finite."""
+"""The state of all chains, moved block by block, and what happens when one is not finite."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Runs on disk: where one is and what it kept, so that it goes on as if nothing had cut it short.
+"""Runs on disk: the state of the chains and the draws so far, enough to continue exactly.
 
-A directory holds the latest two states of a run, `state-<number>`, and the draws kept between one
-state and the next, `draws-<number>`, each written as a whole or not at all.  Noise and batches are
-functions of the seed and the step, so a state is all that is needed to go on from.
+A directory holds the latest two states of a run, `state-<number>`, and the draws kept between
+states, `draws-<number>`.  Each file is written as a whole or not at all.  Noise and batches are
+functions of the seed and the step, so a state is all that a run needs to continue.
 """
 
 from __future__ import annotations

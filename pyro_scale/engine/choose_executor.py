@@ -1,4 +1,4 @@
-"""Which program runs the steps of a run: the fastest that the model allows."""
+"""Chooses the program that runs the steps: the fastest that the model allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long blocks are: which steps of a run are drawn and moved together."""
+"""How many steps are drawn and moved together: the lengths of blocks."""
 
 from __future__ import annotations
 

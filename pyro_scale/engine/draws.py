@@ -1,4 +1,4 @@
-"""Which steps of a run are kept, and what it has kept of them."""
+"""Which steps of a run are kept, and the draws that were kept."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How steps are run: one by one, or as one compiled program.
+"""The ways to run steps: one by one, or as one compiled program.
 
-In order of speed, each where the one before it cannot be had:
+From the fastest to the slowest; each is used where the one before is not available:
 
 1. a compiled loop: kernels and loop in C++, no Python between steps;
 2. a compiled step: Inductor's kernels, called from Python;

@@ -1,7 +1,7 @@
-"""Step inputs: all that changes from step to step, drawn in blocks of many steps.
+"""Step inputs: everything that changes from step to step, drawn in blocks of many steps.
 
-A step is a function of its state, its batch, its noise and its hyperparameters' values.  The
-last three are drawn in bulk, the next block in a thread of its own while one is used.
+A step is a function of its state, its batch, its noise and its hyperparameters' values.  The last
+three are drawn in bulk.  A thread draws the next blocks while one is used.
 """
 
 from __future__ import annotations

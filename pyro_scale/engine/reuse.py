@@ -1,4 +1,4 @@
-"""What an object's earlier run compiled, which saves the next one tracing its step again."""
+"""Reuses what an object's earlier run compiled, so that the next run need not trace its step."""
 
 from __future__ import annotations
 

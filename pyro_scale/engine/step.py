@@ -1,8 +1,8 @@
 """One step of all chains: a kernel's update, vmapped.
 
-The step's batch, noise and hyperparameter values come in as tensors and nothing else changes
-between steps, so that the same function can be traced and compiled.  This is what a step means;
-`executors.py` says how many of them are run.
+The step's batch, noise and hyperparameter values come in as tensors, and nothing else changes
+between steps.  So the same function can be traced and compiled.  This file defines the step;
+`executors.py` runs many of them.
 """
 
 from __future__ import annotations

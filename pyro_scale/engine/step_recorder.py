@@ -1,7 +1,7 @@
-"""The last steps of a chain that became NaN or infinite, with all that they took.
+"""Records the last steps of a chain that became NaN or infinite, with all of their inputs.
 
-A step is a function of the chain's state, its batch, its noise and the kernel's values, so these
-are enough to take it again, without the steps before it.
+A step is a function of the chain's state, its batch, its noise and the kernel's values.  These are
+enough to take the step again, without the steps before it.
 """
 
 from __future__ import annotations

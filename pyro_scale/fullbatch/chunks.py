@@ -1,4 +1,4 @@
-"""The whole data, chunk by chunk, as the model takes it."""
+"""The whole data in chunks that the model can take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mode of the posterior, and the Gaussian there."""
+"""Laplace's Gaussian at a mode, and the log evidence that it gives."""
 
 from __future__ import annotations
 

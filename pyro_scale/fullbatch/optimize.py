@@ -1,4 +1,4 @@
-"""The posterior's mode in unconstrained space, and what the log joint looks like there."""
+"""The log density of all rows, its mode, and its curvature there."""
 
 from __future__ import annotations
 

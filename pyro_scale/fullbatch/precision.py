@@ -1,4 +1,4 @@
-"""The posterior's precision at a point: the prior's and that of all rows."""
+"""The posterior's precision at a point: the prior's Hessian plus the curvature of all rows."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def gaussian_at(
 def _indefinite(density: FullDataDensity, place: int, least: float) -> ModelError:
     site = density.layout.site_at(place)
     return ModelError(
-        f"site '{site}': the log joint's curvature there is {least:.3g}, so there is no Gaussian: "
-        "the point is not a mode (give MAP more steps, or leave mode out to have it found), "
-        "nothing tells what its value is, or its prior has none (use curvature='ggn', whose rows "
-        "are never negative, or a prior with lighter tails)"
+        f"site '{site}': the log joint's curvature there is {least:.3g}, so there is no Gaussian. "
+        "Either the point is not a mode (give MAP more steps, or leave mode= out), or the data do "
+        "not determine the site, or its prior has heavy tails (use curvature='ggn', which is never "
+        "negative, or a prior with lighter tails)"
     )

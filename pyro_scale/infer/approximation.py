@@ -1,4 +1,4 @@
-"""What all Gaussian approximations, and the mode, share once they have run."""
+"""What MAP, VI, Laplace and EKF share once they have run."""
 
 from __future__ import annotations
 
@@ -335,6 +335,6 @@ def as_prior(fit: Fit, start: int) -> LogPosterior:
     if any(rule.whole_data for rule in log_posterior.model_info.scaling.rules.values()):
         raise ArgumentError(
             "the old posterior as the next prior: the likelihood is a joint density of all rows, "
-            "so more rows would change what those before them say; run on all of them together"
+            "so it is not a product over batches; run on all rows together"
         )
     return LogPosterior(log_posterior.model).with_gaussian_prior(fit.at_temperature_1(start))

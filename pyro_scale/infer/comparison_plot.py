@@ -1,4 +1,4 @@
-"""Methods side by side in one picture.  Matplotlib is imported when it is drawn."""
+"""Plots several methods side by side.  Matplotlib is imported when the plot is drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an objective still rises, judged by parts of its noisy trace."""
+"""Whether an objective still improves, judged from its noisy trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An extended Kalman filter at work."""
+"""The extended Kalman filter's loop over batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the library understood of a model, as a table."""
+"""The table of `explain()`: how the library understands a model."""
 
 from __future__ import annotations
 

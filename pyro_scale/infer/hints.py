@@ -1,4 +1,4 @@
-"""What to write here for what people know from Pyro, NumPyro and ArviZ."""
+"""Suggestions for arguments that people know from Pyro, NumPyro and ArviZ."""
 
 from __future__ import annotations
 

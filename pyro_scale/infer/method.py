@@ -1,4 +1,4 @@
-"""What every method offers once it has run."""
+"""What every inference method offers once it has run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Approximations that are found by a stochastic optimizer: the mode, and variational inference."""
+"""Approximations found by a stochastic optimizer: MAP and variational inference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report of a problem needs."""
+"""The versions that a bug report should name."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What a kernel does on a Gaussian target, mode by mode: exact, without sampling.
+"""A kernel's exact behavior on a Gaussian target, mode by mode, without sampling.
 
-In an eigenvector's direction of a Gaussian of precision L a step is linear:
+Along an eigenvector of a Gaussian of precision L a step is linear:
 
     x' = A x + b zeta + c n,    x = position [, momentum], zeta standard normal, n the noise of
                                 the minibatch gradient
 
-A, b and c are read out of the kernel's own update; everything else follows from them.  All of
-it is batched: the leading dimension is that of modes, and of step sizes that are compared.
+A, b and c are read out of the kernel's own update; everything else follows from them.  All of it is
+batched: the leading dimension runs over modes and over the step sizes that are compared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Optimizers as pure functions: TorchOpt's as they are, torch.optim's made so."""
+"""Optimizers as pure functions: TorchOpt's as they are, and wrappers of torch.optim's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts that splittings of Langevin dynamics are made of: pure functions of a time.
+"""The parts of splittings of Langevin dynamics, as pure functions of a time.
 
 d theta = p/m dt,    dp = g dt - f p dt + sqrt(2 f m T) dw
 """

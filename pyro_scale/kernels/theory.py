@@ -1,5 +1,7 @@
-"""What is known of a kernel without running it: optional, and what `lr="auto"` and some
-diagnostics build on."""
+"""What is known of a kernel without running it: its order, its rates and its heat.
+
+Theory is optional.  `lr="auto"` and some diagnostics build on it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether observations fall among predictive draws as one more draw would."""
+"""Calibration of predictive draws: probability integral transform and interval coverage."""
 
 from __future__ import annotations
 

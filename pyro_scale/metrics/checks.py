@@ -1,4 +1,4 @@
-"""What the metrics refuse, by the argument's name."""
+"""Checks of what users pass to metrics, by argument name."""
 
 from __future__ import annotations
 

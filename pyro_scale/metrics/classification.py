@@ -1,4 +1,4 @@
-"""Scores of predictive probabilities against the classes that came."""
+"""Scores of predictive class probabilities: accuracy, log score and Brier score."""
 
 from __future__ import annotations
 

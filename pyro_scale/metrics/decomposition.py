@@ -1,4 +1,4 @@
-"""Predictive uncertainty = what the data do not tell + what the posterior does not know."""
+"""Predictive uncertainty, split into noise of the data and doubt of the posterior."""
 
 from __future__ import annotations
 

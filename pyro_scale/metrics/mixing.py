@@ -1,4 +1,4 @@
-"""Whether many short chains have forgotten where they started."""
+"""Nested R-hat: whether many short chains have forgotten where they started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reliability and risk in pictures.  Matplotlib is imported when the first is drawn."""
+"""Reliability and risk-coverage plots.  Matplotlib is imported when the first is drawn."""
 
 from __future__ import annotations
 

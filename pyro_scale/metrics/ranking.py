@@ -1,4 +1,4 @@
-"""Whether uncertainty is where it should be: on rows from elsewhere, and on wrong predictions."""
+"""Whether uncertainty ranks rows well: out-of-distribution rows, and wrong predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of predictive densities and means against the values that came."""
+"""Scores of predictive densities and means: log predictive density and RMSE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often the most probable class is right, against how probable it was said to be."""
+"""Calibration of the most probable class: reliability bins and the calibration error."""
 
 from __future__ import annotations
 

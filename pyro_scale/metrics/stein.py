@@ -1,4 +1,4 @@
-"""How far draws are from a distribution that is known by its scores alone."""
+"""The kernel Stein discrepancy of draws from a distribution whose scores are known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes a model unfit for minibatches, each found by running it and named by its site."""
+"""Checks for what makes a model unfit for minibatches, each named by its site."""
 
 from __future__ import annotations
 

@@ -1,7 +1,12 @@
-"""Who multiplies by N/B, found by running the model at two batch sizes.
+"""Decides which terms are multiplied by N/B, by running the model on different numbers of rows.
 
-The runs are at the same latent values, so that the data's terms are those that follow B.  Equal
-numbers alone decide nothing, and what stays ambiguous is a `PlateError`.
+1. Run the model on B rows.
+2. Run it again on part of these rows, at the same latent values.
+3. A term whose size follows the number of rows, and whose value for a row is the same in both runs,
+   is likelihood: it is scaled by N/B, unless Pyro does so already.  A term that does not change is
+   a prior or a constant.  Anything else is a `PlateError`.
+
+Sizes that are equal by coincidence decide nothing.
 """
 
 from __future__ import annotations
@@ -122,9 +127,9 @@ class _Comparison:
             following |= {i - len(shape) for i, n in enumerate(shape) if n != other[i]}
         if len(following) > 1 and depth == 0:
             raise PlateError(
-                f"site '{term.name}': its log density has shape {list(shape)}, of which more than "
-                "one dimension follows the batch: a value of shape [B] against a distribution of "
-                "shape [B, 1], or the reverse? squeeze the one"
+                f"site '{term.name}': its log density has shape {list(shape)}, and more than one "
+                "dimension follows the batch; most often a value [B] meets a distribution "
+                "[B, 1], or the reverse: squeeze the one"
             )
         if len(following) != 1:
             return None

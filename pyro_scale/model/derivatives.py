@@ -1,5 +1,5 @@
-"""Derivatives of functions of a dict of tensors: by `torch.func`, and by plain autograd for models
-that functorch refuses."""
+"""Derivatives of functions of a dict of tensors, by `torch.func`; by plain autograd for models that
+functorch refuses."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What of a log posterior depends on the rows alone, such as a network's frozen base, taken out.
+"""Takes the part of a log posterior out that depends on the rows alone, such as a frozen network.
 
-The log posterior is recorded as a graph of tensor operations on params and rows.  What does not
-depend on the params is cut off, and the cut goes through tensors that have a row for every row
-of the batch and depend on that row alone: features, which can be had once for every row of the
-data, whatever the number of chains and steps.
+The log posterior is recorded as a graph of tensor operations on params and rows, and the part that
+does not depend on the params is cut off.  The cut goes through tensors that have one row for every
+row of the batch and depend on that row alone: features.  They are computed once for every row of
+the data, whatever the number of chains and steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plain function as a Pyro model: flat priors, and one factor that is all of the density."""
+"""A plain function as a Pyro model: flat priors, and one factor that is the whole density."""
 
 from __future__ import annotations
 

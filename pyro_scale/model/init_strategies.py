@@ -1,4 +1,4 @@
-"""Where latents start, in Pyro's manner: site -> constrained value."""
+"""Where latents start: functions from a site to a constrained value, as Pyro's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a model after its preflight."""
+"""What the preflight finds out about a model."""
 
 from __future__ import annotations
 

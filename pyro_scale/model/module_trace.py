@@ -1,4 +1,4 @@
-"""Which modules a model runs: what is wrong with them, and their names."""
+"""The modules that a model runs: their names, and what is wrong with them."""
 
 from __future__ import annotations
 

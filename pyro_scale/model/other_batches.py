@@ -1,8 +1,9 @@
-"""Whether other batches obey the rules that were found on the first one.
+"""Checks on other batches the rules that were found on the first one.
 
-The rows of the first batch may be alike: labels of one class, a series that begins with zeros.
-What a model computes from a batch (a mean, class weights, a lag, a count of events) does not show
-there.  So the rules are tried on batches from all over the data, and on some that a run meets.
+The rows of the first batch may be alike: labels of one class, or a series that begins with zeros.
+Then quantities that a model computes from a batch (a mean, class weights, a lag, a count of events)
+do not show.  So the rules are tried on batches from all over the data, and on some that a run
+draws.
 """
 
 from __future__ import annotations

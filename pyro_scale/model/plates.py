@@ -1,4 +1,4 @@
-"""What plates say of the data: who subsamples, and how many rows there are in all."""
+"""What plates say about the data: who subsamples, and how many rows there are in all."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Understands a model before any step: its sites, its rows, and everything that is wrong with it.
+"""Examines a model before any step: its sites, its rows, and everything that is wrong with it.
 
-The model is run a few times on the first batch, at one set of latent values: as it is (twice,
-to find random draws), and on other rows (to find what follows the batch).
+The model runs a few times on the first batch at one set of latent values: twice as it is, to find
+random draws, and on other rows, to find the terms that follow the batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A Pyro model as something to run: no trace left in Pyro's or torch's settings."""
+"""Runs a Pyro model and leaves no trace in Pyro's or torch's settings."""
 
 from __future__ import annotations
 

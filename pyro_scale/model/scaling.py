@@ -1,8 +1,9 @@
-"""How often the likelihood is counted: the only place that knows N/B.
+"""Scales the likelihood: the only place that knows N/B.
 
     log posterior estimate = log prior + (N/B) x log likelihood of the batch
 
-in total exactly once.  `classify` finds the rules; this applies them.
+N/B is applied exactly once, by us or by Pyro.  `classify` finds the rules; this file applies
+them.
 """
 
 from __future__ import annotations

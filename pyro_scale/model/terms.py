@@ -1,6 +1,6 @@
-"""The log joint density as a sum of terms: one a site, enumerated sites summed out.
+"""The log joint density as a sum of terms: one for each site, with enumerated sites summed out.
 
-A term keeps its batch dimensions, so that whoever scales it can tell rows from the rest.
+A term keeps its batch dimensions, so that rows can be told from the rest when it is scaled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The map from unconstrained space to a support: torch's bijections, one that it lacks, and one
+"""The maps from unconstrained space to supports: torch's bijections, one that torch lacks, and one
 that cannot be traced."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""ArviZ, of both its lines: 0.23 and 1.x.  The only file that imports it.
+"""The only file that imports ArviZ: it serves 0.23 and 1.x.
 
-They differ in names and signs: what 1.x calls a DataTree was an InferenceData, and its `psislw`
-takes log likelihoods where that of 0.23 took the log weights, their negatives.
+What 1.x calls a DataTree was an InferenceData, and `psislw` of 1.x takes log likelihoods where that
+of 0.23 took log weights, their negatives.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a finished simulation to a result: statistics of the draws, and the facts of the run."""
+"""From a finished run to a result: statistics of the draws, and the facts of the run."""
 
 from __future__ import annotations
 

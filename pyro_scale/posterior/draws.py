@@ -1,4 +1,4 @@
-"""What a run leaves behind: draws in the sites' own terms, and the facts of the run."""
+"""The result of a run: draws in the sites' own coordinates, and the facts of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws to ArviZ: groups with named dims and coords, nothing lost between them."""
+"""Exports draws to ArviZ: groups with named dims and coords."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What an approximation leaves behind: Gaussians in unconstrained space, and the facts of the
-run."""
+"""The result of an approximation: Gaussians in unconstrained space, and the facts of the run."""
 
 from __future__ import annotations
 

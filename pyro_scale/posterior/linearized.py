@@ -1,4 +1,4 @@
-"""The posterior predictive of a model that is linear in its params around a Gaussian's mean."""
+"""The predictive distribution of the model linearized at a Gaussian's mean."""
 
 from __future__ import annotations
 

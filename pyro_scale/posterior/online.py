@@ -1,4 +1,4 @@
-"""Draws by site, added up and not kept."""
+"""Draws by site that are summarized online and not kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Per-row log likelihood, and draws from the posterior predictive distribution."""
+"""Log likelihood of each row, and draws from the posterior predictive distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of a predictive distribution: added up some draws at a time."""
+"""Summaries of a predictive distribution, accumulated over blocks of draws."""
 
 from __future__ import annotations
 

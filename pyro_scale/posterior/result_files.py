@@ -1,4 +1,4 @@
-"""Methods that come out of a file: their results, and nothing to run with."""
+"""Methods that are loaded from a file: they have results, and cannot be run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Saved:
         """
         name = type(self).__name__
         raise NotRunError(
-            f"this {name} was loaded from a file, which holds results and not how to go on: make "
-            f"a new one, {name}(model, ...), and run that; to start from a loaded fit, pass it as "
+            f"this {name} was loaded from a file, which holds results only, so it cannot be run: "
+            f"make a new one, {name}(model, ...). To start from a loaded fit, pass it as "
             "init_strategy, or its as_prior() as the model"
         )
 

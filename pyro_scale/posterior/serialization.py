@@ -1,4 +1,4 @@
-"""Results as the contents of a file, and back."""
+"""Converts results to the contents of a file, and back."""
 
 from __future__ import annotations
 

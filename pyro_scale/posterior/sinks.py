@@ -1,4 +1,4 @@
-"""Draws that do not stay in memory: on disk, or nowhere but in online moments."""
+"""Where draws go that do not stay in memory: to disk, or into online moments alone."""
 
 from __future__ import annotations
 

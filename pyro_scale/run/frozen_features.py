@@ -1,4 +1,4 @@
-"""A network's frozen base, run once for every row instead of at every step of every chain."""
+"""Runs a network's frozen base once for every row, instead of at every step of every chain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where chains start: a value for every site, drawn again where the model breaks."""
+"""Finds where chains start: a value for every site, drawn again where the model breaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run may ask of memory and time."""
+"""Limits on the memory and time that a run may ask for."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def check_memory(positions: Tensor, num_draws: int, budget: int | None) -> None:
         raise ArgumentError(
             f"num_samples={num_draws:,}: draws of {chains} x {size:,} numbers each would take "
             f"{in_words(needed)} of memory, and {in_words(there)} are for them: pass "
-            "store='draws.zarr' to write them to disk, store=False to keep only what they come to, "
-            "a larger thinning, or memory_budget="
+            "store='draws.zarr' to write them to disk, store=False to keep summaries only, a "
+            "larger thinning, or memory_budget="
         )
 
 

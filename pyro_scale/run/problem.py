@@ -1,4 +1,4 @@
-"""Everything that comes before the first step: the model understood, chains at their starts."""
+"""Everything before the first step: the model after its preflight, and chains at their starts."""
 
 from __future__ import annotations
 

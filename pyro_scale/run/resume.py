@@ -1,4 +1,4 @@
-"""Where a run is written down, and what is written of it already."""
+"""Continues a run from a checkpoint: where it is written, and whether it is the same run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single steps of one chain, on batches that the caller has."""
+"""Single steps of one chain, on batches that the caller passes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Files of ours: tensors and plain values under a header that holds their SHA-256.
+"""Our files: tensors and plain values behind a header with their SHA-256.
 
-torch does not notice when a byte of its files has changed, and most such files load, with other
-numbers in them.  So nothing is given to it whose hash is not the one in the header.
+torch does not notice a changed byte in its files, and most such files load with other numbers in
+them.  So torch only gets bytes whose hash is the one in the header.
 """
 
 from __future__ import annotations

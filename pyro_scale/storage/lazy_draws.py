@@ -1,4 +1,4 @@
-"""Draws of a run that are on disk, read when they are needed."""
+"""Draws that are on disk, read when they are needed."""
 
 from __future__ import annotations
 

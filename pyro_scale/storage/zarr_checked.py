@@ -1,4 +1,4 @@
-"""A Zarr store for reading that refuses what is gone or damaged."""
+"""A read-only Zarr store that refuses missing or damaged data."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Draws in a Zarr store: appended while a run goes on, and read then and later.
+"""Draws in a Zarr store: appended during a run, and readable then and later.
 
-A store is laid out as ArviZ lays out its groups, `<group>/<site>` `[chain, draw, ...]` with named
-dims and coords, so that xarray and ArviZ open it as it is.  What readers see is its consolidated
-metadata, which is written last and as a whole: a run that is cut short leaves whole draws.  Every
-chunk carries its CRC32.
+A store has ArviZ's layout, `<group>/<site>` `[chain, draw, ...]` with named dims and coords, so
+xarray and ArviZ can open it.  Readers see its consolidated metadata, which is written last and as
+a whole: after an interrupted run, every draw that can be seen is complete.  Every chunk carries its
+CRC32.
 """
 
 from __future__ import annotations

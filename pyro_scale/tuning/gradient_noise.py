@@ -1,4 +1,4 @@
-"""How much minibatch gradients scatter, from the gradients of single rows."""
+"""The variance of minibatch gradients, from the gradients of single rows."""
 
 from __future__ import annotations
 

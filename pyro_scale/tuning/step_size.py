@@ -1,9 +1,9 @@
-"""`lr="auto"`: the step size with the least error that is predicted at the posterior's mode.
+"""`lr="auto"`: the step size of least predicted error, by the Laplace approximation at the mode.
 
-Around its mode the posterior is taken for a Gaussian, on which all that a kernel does is known
-exactly (`kernels/gaussian.py`): the bias of the step and of minibatches, how long a start is
-remembered, and how far averages over the run's steps scatter.  Small steps scatter and remember,
-large ones are biased; the step size in between with the least error is taken.
+On that Gaussian a kernel's behavior is known exactly (`kernels/gaussian.py`): the bias of the step
+and of minibatches, how long the start is remembered, and how far averages over the run scatter.
+Short steps scatter and remember; long steps are biased.  The step size in between with the least
+error is taken.
 """
 
 from __future__ import annotations

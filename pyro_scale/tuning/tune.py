@@ -1,4 +1,4 @@
-"""What a run finds out at the mode before it starts: step size, control variates, noise."""
+"""Tuning at the mode before a run: the step size, control variates and known noise."""
 
 from __future__ import annotations
 
@@ -133,9 +133,8 @@ def _warn_of_what_is_left(problem: Problem) -> None:
         first = int(torch.nonzero(over)[0])
         warn(
             BiasWarning,
-            f"subtract_noise: the noise of minibatches is more than the injected noise at "
-            f"{int(over.sum())} of {len(over)} elements (site '{engine.layout.site_at(first)}'), "
-            "where none is injected and the temperature stays "
-            f"{float((added / injected).max()):.3g} times too high: lower lr to below "
-            f"{float((injected / added).min()):.2g} of what it is, or raise batch_size",
+            f"subtract_noise: minibatch noise exceeds the injected noise at {int(over.sum())} of "
+            f"{len(over)} elements (site '{engine.layout.site_at(first)}'), so their temperature "
+            f"stays up to {float((added / injected).max()):.3g} times too high: multiply lr by "
+            f"less than {float((injected / added).min()):.2g}, or raise batch_size",
         )

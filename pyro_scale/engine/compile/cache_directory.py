@@ -1,7 +1,7 @@
 """The user's cache of compiled code.
 
-Whoever can write there runs code as the user.  So nothing is read from a directory or a file that
-others own or can write, and what was read and checked is what is used, whatever comes afterwards.
+Anyone who can write there runs code as the user.  So files and directories that others own or can
+write are never read, and the bytes that were checked are the bytes that are loaded.
 """
 
 from __future__ import annotations

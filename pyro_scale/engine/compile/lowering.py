@@ -1,8 +1,8 @@
-"""What a compiled step does, read from the Python that Inductor wrote for it.
+"""Reads the Python that Inductor wrote for a step, and turns it into a plan in C++.
 
 That Python allocates buffers, calls kernels and matrix products on them, frees and renames them,
-and returns some.  Read statement by statement, it becomes a plan in C++: which pointers each
-kernel gets, and how many bytes each buffer has.
+and returns some.  The plan says which pointers each kernel gets, and how many bytes each buffer
+has.
 """
 
 from __future__ import annotations

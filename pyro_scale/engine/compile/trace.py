@@ -1,6 +1,6 @@
 """A pure function of tensors as a graph of tensor operations.
 
-Pyro's handlers cannot be traced by Dynamo, but run as they are under `make_fx`.
+Dynamo cannot trace Pyro's handlers; `make_fx` only sees the operations that they lead to.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Fisher information of an observation's distribution in the arguments that the user gave it.
 
-Three ways to it: closed forms (`families.py`), sums over finite supports, and the second
+Three ways to it: closed forms (`fisher_families.py`), sums over finite supports, and the second
 derivatives of the Kullback-Leibler divergence.  What none of them covers is `NoInformation`.
 It is computed eagerly, and in float64, since differences of trigammas cancel in float32; `base_of`
 and `own_arguments` go through `torch.func` and vmap.

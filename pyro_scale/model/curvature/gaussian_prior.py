@@ -111,9 +111,9 @@ def _check_sites(log_posterior: LogPosterior) -> None:
     others += [name for name in log_posterior.latents if _is_weighted(info.sites[name])]
     if others:
         raise ModelError(
-            f"site '{others[0]}': a global factor, an observation outside of the data's plate, a "
-            "scale or a mask is in the log prior, but not in the latents' own distributions, from "
-            "which EKF starts: pass init_strategy=, a fitted Laplace, or use that alone"
+            f"site '{others[0]}': EKF starts from the latents' own distributions, and the log "
+            "prior has more: a global factor, an observation outside of the data's plate, a scale "
+            "or a mask. Pass init_strategy= a fitted Laplace, or use Laplace instead"
         )
 
 

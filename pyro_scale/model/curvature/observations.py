@@ -1,7 +1,7 @@
-"""What the curvature of a likelihood is made of: outputs of each row, and what is between them.
+"""What the curvature of a likelihood is made of: the outputs of each row, and the matrix between.
 
-An observation says what its outputs are (the arguments of a distribution, or log likelihoods) and
-multiplies their Jacobian by the matrix between, which it knows of each row.
+An observation says what its outputs are (the arguments of a distribution, or log likelihoods).  It
+multiplies their Jacobian by the matrix between, such as the Fisher information of a row.
 """
 
 from __future__ import annotations

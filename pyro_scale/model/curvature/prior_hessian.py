@@ -1,4 +1,4 @@
-"""The log prior's curvature, and what else is counted once: the exact Hessian."""
+"""The exact Hessian of the log prior and of every other term that counts once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights of a network are meant: by name, by module, by kind of module."""
+"""Selects a network's weights by name, by module or by kind of module."""
 
 from __future__ import annotations
 
