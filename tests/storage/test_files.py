@@ -459,7 +459,7 @@ def test_what_was_loaded_is_not_run(tmp_path):
     fitted().save(tmp_path / "run.ps")
     after = ps.BAOA.load(tmp_path / "run.ps", regression)
     for go_on in (lambda: after.run((X, Y), num_samples=2), lambda: after.step(X, Y)):
-        with pytest.raises(NotRunError, match=r"make a new one, BAOA\(model, ...\), and run"):
+        with pytest.raises(NotRunError, match=r"make a new one, BAOA\(model, ...\)"):
             go_on()
     with pytest.raises(ArgumentError, match=r"a file keeps no data: .*data="):
         after.log_likelihood()

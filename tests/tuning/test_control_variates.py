@@ -613,8 +613,8 @@ class TestWhereTheNoiseIsTooMuch:
             self.run(3 * limit)
         message = str(next(w for w in caught if "subtract_noise" in str(w.message)).message)
         assert "1 of 2 elements (site 'b')" in message
-        share = float(message.split("lower lr to below ")[1].split(" ")[0])
-        times = float(message.split("stays ")[1].split(" ")[0])
+        share = float(message.split("multiply lr by less than ")[1].split(",")[0])
+        times = float(message.split("stays up to ")[1].split(" ")[0])
         # V from 4096 rows
         assert share == pytest.approx(1 / 3, rel=0.1)
         assert times == pytest.approx(3, rel=0.1)
@@ -625,7 +625,7 @@ class TestWhereTheNoiseIsTooMuch:
         with pytest.warns(UserWarning, match="subtract_noise") as caught:
             self.run(3 * limit)
         message = str(next(w for w in caught if "subtract_noise" in str(w.message)).message)
-        share = float(message.split("lower lr to below ")[1].split(" ")[0])
+        share = float(message.split("multiply lr by less than ")[1].split(",")[0])
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*subtract_noise.*")
             self.run(3 * limit * share * 0.98)
