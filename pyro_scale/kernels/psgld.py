@@ -10,9 +10,8 @@ from torch import Tensor
 
 from pyro_scale.core.schedules import polynomial_decay
 from pyro_scale.errors import ArgumentError
-from pyro_scale.kernels import theory
 from pyro_scale.kernels.hyperparameters import Hyper, Values
-from pyro_scale.kernels.kernel import Kernel, Target
+from pyro_scale.kernels.kernel import Kernel, Linearized, Target, Theory
 from pyro_scale.kernels.sgld import SGLD
 
 #: How fast the start is forgotten, and then less and less.
@@ -26,7 +25,7 @@ class PSGLDState(NamedTuple):
     square: Tensor
 
 
-class _Preconditioned(theory.Theory):
+class _Preconditioned(Theory):
     """Of RMSprop with noise: the mean square of g is at least T L, of the posterior alone, and V,
     of minibatches alone."""
 
@@ -49,11 +48,9 @@ class _Preconditioned(theory.Theory):
     def metric(self, values: Values, mean_square: Tensor) -> Tensor:
         return 1 / (values["damping"] + torch.sqrt(mean_square))
 
-    def linearize(
-        self, kernel: Kernel, values: Values, gradient_noise: Tensor
-    ) -> theory.Linearized:
+    def linearize(self, kernel: Kernel, values: Values, gradient_noise: Tensor) -> Linearized:
         settled = {name: values[name] for name in ("lr", "temperature")}
-        return theory.Linearized(SGLD(lr=kernel.lr), settled, gradient_noise)
+        return Linearized(SGLD(lr=kernel.lr), settled, gradient_noise)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +84,7 @@ class pSGLD(Kernel):
     damping: Hyper = 1e-5
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("temperature", "forgetting")
-    theory: ClassVar[theory.Theory | None] = _Preconditioned()
+    theory: ClassVar[Theory | None] = _Preconditioned()
 
     def check(self, name: str, value: object, label: str, when: str = "") -> None:
         super().check(name, value, label, when)

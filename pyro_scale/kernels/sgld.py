@@ -8,9 +8,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.kernels import theory
 from pyro_scale.kernels.hyperparameters import Values
-from pyro_scale.kernels.kernel import Kernel, Target
+from pyro_scale.kernels.kernel import Kernel, Target, Theory
+from pyro_scale.kernels.theory import OverdampedTheory
 
 
 class SGLDState(NamedTuple):
@@ -35,7 +35,7 @@ class SGLD(Kernel):
         temperature: 1 is the posterior, 0 is SGD.
     """
 
-    theory: ClassVar[theory.Theory | None] = theory.Overdamped()
+    theory: ClassVar[Theory | None] = OverdampedTheory()
 
     def init(self, position: Tensor, values: Values, noise: Tensor) -> SGLDState:
         return SGLDState(position)

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.kernels import theory
 from pyro_scale.kernels.baoa import BAOA
 from pyro_scale.kernels.hyperparameters import Values
-from pyro_scale.kernels.kernel import Kernel, Target
+from pyro_scale.kernels.kernel import Kernel, Linearized, Target, Theory
 from pyro_scale.kernels.splitting import drift, kick
+from pyro_scale.kernels.theory import UnderdampedTheory
 from pyro_scale.kernels.underdamped import Underdamped
 
 
@@ -24,7 +24,7 @@ class SGNHTState(NamedTuple):
     xi: Tensor
 
 
-class _Thermostatted(theory.Underdamped):
+class _Thermostatted(UnderdampedTheory):
     """Of Langevin dynamics whose friction rises until gradient noise does not heat."""
 
     heated: ClassVar[bool] = False
@@ -39,13 +39,11 @@ class _Thermostatted(theory.Underdamped):
         # at the speed sqrt(T); then xi, which held the gradient, falls by 1 in a unit of time
         return (distance + gradient) / (values["lr"] * torch.sqrt(values["temperature"]))
 
-    def linearize(
-        self, kernel: Kernel, values: Values, gradient_noise: Tensor
-    ) -> theory.Linearized:
+    def linearize(self, kernel: Kernel, values: Values, gradient_noise: Tensor) -> Linearized:
         cooled = gradient_noise.mean()  # by the thermostat, whose friction rises for it
         friction = values["friction"] + values["lr"] * cooled / (2 * values["temperature"])
         settled = {**values, "friction": friction, "mass": torch.ones(())}
-        return theory.Linearized(BAOA(lr=kernel.lr), settled, gradient_noise - cooled)
+        return Linearized(BAOA(lr=kernel.lr), settled, gradient_noise - cooled)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +88,7 @@ class SGNHT(Underdamped):
 
     per_site: ClassVar[tuple[str, ...]] = ("lr", "mass")
     sampling: ClassVar[Literal["shuffle", "replacement"]] = "replacement"
-    theory: ClassVar[theory.Theory | None] = _Thermostatted()
+    theory: ClassVar[Theory | None] = _Thermostatted()
 
     def init(self, position: Tensor, values: Values, noise: Tensor) -> SGNHTState:
         position, momentum = super().init(position, values, noise)

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.kernels import theory
 from pyro_scale.kernels.hyperparameters import Hyper, Values
-from pyro_scale.kernels.kernel import Kernel
+from pyro_scale.kernels.kernel import Kernel, Theory
+from pyro_scale.kernels.theory import UnderdampedTheory
 
 
 class PhaseState(NamedTuple):
@@ -35,7 +35,7 @@ class Underdamped(Kernel):
     mass: Hyper = 1.0
 
     per_site: ClassVar[tuple[str, ...]] = ("lr", "friction", "mass")
-    theory: ClassVar[theory.Theory | None] = theory.Underdamped()
+    theory: ClassVar[Theory | None] = UnderdampedTheory()
 
     def init(self, position: Tensor, values: Values, noise: Tensor) -> Any:
         thermal = torch.sqrt(values["mass"] * values["temperature"])

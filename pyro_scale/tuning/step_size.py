@@ -22,7 +22,7 @@ from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.optimize import FullDataDensity
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
-from pyro_scale.kernels.theory import Linearized, Theory
+from pyro_scale.kernels.kernel import Linearized, Theory
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.gradient_noise import row_gradients
 
