@@ -250,7 +250,8 @@ class Sampler(Method):
             progress,
         )
         journal = Journal.open(checkpoint, checkpoint_every, resume)
-        problem = self._problem(data, config, choose_seed(journal.seed(seed)))
+        seed = choose_seed(journal.seed(seed))
+        problem = self._problem(data, config, seed)
         facts = self._facts(problem, config, journal)
         with sink_for(store, problem, config.steps.num_samples, journal.last is not None) as sink:
             self._result = self._stepping = self._plan = None
