@@ -56,7 +56,7 @@ class StreamData:
                 "sampling='shuffle' to take the batches as they come"
             )
         first = self.first()
-        return ReadBatches(Dealt(self, seed, num_chains), first)
+        return ReadBatches(DealtBatches(self, seed, num_chains), first)
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
         """The data set's order where it can be read by index; else the loader's own."""
@@ -82,7 +82,7 @@ class StreamData:
 
 
 @dataclass
-class Dealt:
+class DealtBatches:
     """A loader's rows, one epoch after another, in pieces of exactly B, dealt to the chains."""
 
     data: StreamData

@@ -6,7 +6,7 @@ from collections import Counter
 
 from pyro_scale.core.warn import warn
 from pyro_scale.errors import ConvergenceWarning
-from pyro_scale.metrics.mixing import r_hat_of, variances
+from pyro_scale.metrics.nested_rhat import r_hat_of, variances
 from pyro_scale.posterior.draws import Result
 
 #: The part of the variance that starts may account for, R-hat's 1.05 squared less 1; and how often

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core import rows
 from pyro_scale.core.rng import NoiseStream, Purpose, generator
 from pyro_scale.data.batches import Batches
-from pyro_scale.engine.checkpoint import Moment
+from pyro_scale.engine.checkpoint import RunState
 from pyro_scale.engine.draws import Draws, Failure, Steps
 from pyro_scale.engine.executors import Kept, Program, eager
 from pyro_scale.engine.inputs import StepInputs
@@ -49,11 +49,11 @@ class Chains:
         self.log_joint = torch.nan
 
     @property
-    def moment(self) -> Moment:
+    def moment(self) -> RunState:
         """Where they are."""
-        return Moment(self.count, self.state, self.alive, tuple(self.failures))
+        return RunState(self.count, self.state, self.alive, tuple(self.failures))
 
-    def go_on_from(self, moment: Moment) -> None:
+    def go_on_from(self, moment: RunState) -> None:
         """Takes up where a run was."""
         self.count, self.state, self.alive = moment.step, moment.state, moment.alive
         self.failures = list(moment.failures)

@@ -31,7 +31,7 @@ _KEPT = 2
 _NAME = re.compile(r"(?:state|draws)-(\d{1,9})")
 
 
-class Moment(NamedTuple):
+class RunState(NamedTuple):
     """Where a run is, between two steps.
 
     Attributes:
@@ -67,7 +67,7 @@ class Checkpoint(NamedTuple):
     number: int
     parts: tuple[str, ...]
     facts: dict[str, Any]
-    moment: Moment
+    moment: RunState
     batches: Any
     positions: Tensor
     log_joint: Tensor
@@ -126,7 +126,7 @@ class Checkpoints:
 
     def write(
         self,
-        moment: Moment,
+        moment: RunState,
         batches: Any,
         draws: Draws,
         look_every: int,
@@ -190,7 +190,7 @@ class Checkpoints:
         files.drop_unfinished(self._directory)
 
 
-def check_same_run(path: files.FilePath) -> None:
+def check_unused(path: files.FilePath) -> None:
     """Refuses a directory that holds a run's checkpoints already.
 
     Raises:
@@ -272,7 +272,7 @@ def _read(directory: Path, number: int, state: Path) -> Checkpoint:
         number=number,
         parts=tuple(held["parts"]),
         facts=held["facts"],
-        moment=Moment(held["step"], held["state"], held["alive"], failures),
+        moment=RunState(held["step"], held["state"], held["alive"], failures),
         batches=held["batches"],
         positions=torch.cat([none[0], *(part["positions"] for part in parts)], 1),
         log_joint=torch.cat([none[1], *(part["log_joint"] for part in parts)], 1),

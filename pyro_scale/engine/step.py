@@ -101,7 +101,7 @@ class Engine:
         self, state: Any, batch: Batch, noise: Tensor, values: Mapping[str, Tensor]
     ) -> tuple[Any, Any]:
         """(The next state, each chain's evaluation); noise is `[chains, normals, latents]`."""
-        values = self.cool(self.kernel_values(values))
+        values = self.subtract_known_noise(self.kernel_values(values))
 
         def update(arguments: Any, indices: Any, state: Any, noise: Tensor) -> tuple[Any, Any]:
             return self.kernel.update(state, self._target(arguments, indices), values, noise)
@@ -189,7 +189,7 @@ class Engine:
         cold = temperature.new_zeros(sizes[1], dtype=self.layout.dtype)
         return torch.cat([temperature.to(cold).expand(sizes[0]), cold])
 
-    def cool(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def subtract_known_noise(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values with less injected noise, by the known noise of minibatches."""
         if self.known_noise is None:
             return dict(values)

@@ -136,7 +136,7 @@ def _of_chain(engine: Engine, batches: Batches, past: Past, chain: int) -> Recor
     state = pytree.tree_map(lambda leaf: leaf[chain], past.state)
     own = {
         "state": state._asdict(),
-        "values": engine.cool(engine.kernel_values(values)),
+        "values": engine.subtract_known_noise(engine.kernel_values(values)),
         "noise": noise[0],
         "arguments": arguments if batch.per_chain else None,
         "indices": indices,

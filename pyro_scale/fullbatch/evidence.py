@@ -14,7 +14,7 @@ from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.memory import check_fits
 from pyro_scale.errors import PyroScaleError
 from pyro_scale.fullbatch.chunks import chunks_of
-from pyro_scale.fullbatch.optimize import NEAR, FullDataDensity, no_mode
+from pyro_scale.fullbatch.density import NEAR, FullDataDensity, no_mode
 from pyro_scale.fullbatch.precision import CurvatureKind, gaussian_at, precision_at
 from pyro_scale.model.curvature.ggn import Curvature
 

@@ -21,8 +21,8 @@ from pyro_scale.data.sources import Data
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ApproximationWarning, ArgumentError, ModelError
 from pyro_scale.fullbatch.chunks import chunks_of
+from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.evidence import Candidate, Search
-from pyro_scale.fullbatch.optimize import FullDataDensity
 from pyro_scale.fullbatch.precision import CurvatureKind
 from pyro_scale.infer.approximation import Approximation, Structure, as_prior
 from pyro_scale.kernels.optimizer import as_optimizer

@@ -11,7 +11,7 @@ from pyro_scale import kernels
 from pyro_scale.core.memory import check_fits
 from pyro_scale.core.warn import warn
 from pyro_scale.errors import ApproximationWarning
-from pyro_scale.fullbatch.optimize import NEAR, FullDataDensity
+from pyro_scale.fullbatch.density import NEAR, FullDataDensity
 from pyro_scale.infer.approximation import Structure
 from pyro_scale.infer.stochastic import Optimized
 from pyro_scale.kernels.optimizer import as_optimizer

@@ -21,7 +21,7 @@ from pyro_scale.diagnostics.loo import Loo, loo
 from pyro_scale.diagnostics.report import diagnostics
 from pyro_scale.diagnostics.summary import summary
 from pyro_scale.errors import ArgumentError, NotRunError, PyroScaleWarning
-from pyro_scale.infer.hints import ATTRIBUTES, checked
+from pyro_scale.infer.call_checks import ATTRIBUTES, check_calls
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior import export, predictive, result_files
 from pyro_scale.posterior.draws import Result
@@ -88,7 +88,7 @@ class Method:
         super().__init_subclass__()
         for name in ("__init__", "run"):
             if inspect.isfunction(vars(cls).get(name)):
-                setattr(cls, name, checked(vars(cls)[name]))
+                setattr(cls, name, check_calls(vars(cls)[name]))
 
     def __getattr__(self, name: str) -> Any:
         """Says what to call instead of what other libraries look for."""
@@ -167,7 +167,7 @@ class Method:
             )
         return result.moments(levels)
 
-    @checked
+    @check_calls
     def summary(self, var_names: list[str] | None = None) -> Any:
         """ArviZ's summary, a DataFrame; a site of over 100 elements is one row with the worst
         R-hat and least ESS of up to 200 of them, evenly spread, unless it is named.

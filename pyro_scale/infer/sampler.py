@@ -30,7 +30,7 @@ from pyro_scale.errors import (
     NonFiniteError,
     PyroScaleWarning,
 )
-from pyro_scale.infer.hints import unknown_argument
+from pyro_scale.infer.call_checks import unknown_argument
 from pyro_scale.infer.method import Method
 from pyro_scale.kernels import Kernel
 from pyro_scale.posterior.collect import collect, warn_of_short_warmup

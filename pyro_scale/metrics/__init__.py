@@ -8,7 +8,7 @@ this library, or from another.  Draws are always the first dimension.
 from pyro_scale.metrics.calibration import coverage, pit
 from pyro_scale.metrics.classification import accuracy, brier, nll
 from pyro_scale.metrics.decomposition import Uncertainty, uncertainty, variance
-from pyro_scale.metrics.mixing import nested_r_hat
+from pyro_scale.metrics.nested_rhat import nested_r_hat
 from pyro_scale.metrics.plots import plot_reliability, plot_risk_coverage
 from pyro_scale.metrics.ranking import auroc, selective_accuracy
 from pyro_scale.metrics.regression import log_predictive_density, rmse

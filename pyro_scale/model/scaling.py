@@ -1,4 +1,4 @@
-"""Scales the likelihood: the only place that knows N/B.
+"""Scales the likelihood by N/B: the only place where the log joint is scaled.
 
     log posterior estimate = log prior + (N/B) x log likelihood of the batch
 

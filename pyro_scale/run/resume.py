@@ -23,7 +23,7 @@ from pyro_scale.data.stream import StreamData
 from pyro_scale.engine.checkpoint import (
     Checkpoint,
     Checkpoints,
-    check_same_run,
+    check_unused,
     differences,
     holds_state,
     read,
@@ -62,7 +62,7 @@ class Journal:
         if resume is None:
             if checkpoint is None:
                 return cls(None, every, None)
-            check_same_run(checkpoint)
+            check_unused(checkpoint)
             return cls(as_path(checkpoint), every, None)
         if checkpoint is not None and as_path(checkpoint).resolve() != as_path(resume).resolve():
             raise ArgumentError(

@@ -28,16 +28,16 @@ class WholeStore(WrapperStore[LocalStore]):
 
     def __init__(self, store: LocalStore, check_same_run: Callable[[], None]):
         super().__init__(store)
-        self._refuse_another = check_same_run
+        self._check_same_run = check_same_run
 
     def _with_store(self, store: LocalStore) -> WholeStore:
-        return WholeStore(store, self._refuse_another)
+        return WholeStore(store, self._check_same_run)
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
         """What a file holds."""
-        self._refuse_another()
+        self._check_same_run()
         path = self._store.root
         with refused(path, "read"):
             value = await super().get(key, prototype, byte_range)

@@ -176,7 +176,7 @@ def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -
         return None
     values = engine.kernel_values(values)
     padded = engine.pad(variance.to(values["lr"]))
-    injected = engine.cool(values)["temperature"].expand_as(padded)
+    injected = engine.subtract_known_noise(values)["temperature"].expand_as(padded)
     total = (injected + theory.added_temperature(values, padded)) / values["temperature"]
     return total[: len(variance)].cpu()
 

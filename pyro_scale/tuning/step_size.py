@@ -19,7 +19,7 @@ from pyro_scale.data.batches import batches_from
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError
-from pyro_scale.fullbatch.optimize import FullDataDensity
+from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Linearized, Theory

@@ -14,7 +14,7 @@ from pyro_scale.data.batches import batches_from
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, BiasWarning
-from pyro_scale.fullbatch.optimize import FullDataDensity
+from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.tuning import step_size
@@ -60,7 +60,7 @@ def tune(
     if tuning.control_variates:
         problem = _with_control_variates(problem, density, mode)
     if tuning.subtract_noise:
-        problem = _without_noise(problem, mode, sampling)
+        problem = _with_known_noise(problem, mode, sampling)
     if tuning.lr:
         chosen = step_size.choose(problem, density, mode, steps, sampling)
         _warn_of_a_large_error(chosen, bool(tuning.control_variates))
@@ -102,7 +102,7 @@ def _with_control_variates(problem: Problem, density: FullDataDensity, anchor: T
     )
 
 
-def _without_noise(problem: Problem, mode: Tensor, sampling: Sampling) -> Problem:
+def _with_known_noise(problem: Problem, mode: Tensor, sampling: Sampling) -> Problem:
     """The problem with the noise of minibatches at the mode known."""
     log_posterior, engine = problem.log_posterior, problem.engine
     size = problem.data.batch_size

@@ -472,7 +472,7 @@ def engine_of(kernel, noise, num_data=50):
 
 
 def cool(engine, bound):
-    return gaussian.Bound(bound.kernel, engine.cool(bound.values))
+    return gaussian.Bound(bound.kernel, engine.subtract_known_noise(bound.values))
 
 
 def noise_at(kernel, share, num_data=50):

@@ -19,7 +19,7 @@ from pyro_scale.data.open import open_data
 from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, NonFiniteError
-from pyro_scale.fullbatch.optimize import FullDataDensity
+from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning import step_size
 

@@ -21,8 +21,8 @@ import pyro_scale as ps
 from pyro_scale import kernels
 from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.fullbatch import optimize
-from pyro_scale.fullbatch.optimize import FullDataDensity
+from pyro_scale.fullbatch import density as density_module
+from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.problem import as_log_posterior, prepare
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -147,7 +147,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_value_gradient_and_hessian_are_those_of_all_rows(way, numbers, monkeypatch):
     if numbers is not None:
-        monkeypatch.setattr(optimize, "_PIECE_NUMBERS", numbers)
+        monkeypatch.setattr(density_module, "_PIECE_NUMBERS", numbers)
     model, data, kwargs = WAYS[way]
     density, _ = opened(model, data, **kwargs)
     assert density.layout.names == ("w", "s")
@@ -178,7 +178,7 @@ def test_a_subset_is_all_there_is():
 @pytest.mark.parametrize("numbers", [2**22, 4 * 3])
 def test_the_prior_counts_once_however_the_data_are_cut(numbers, monkeypatch):
     """Where s = e^40 the rows' curvature in w is gone: the prior's and the factor's are left."""
-    monkeypatch.setattr(optimize, "_PIECE_NUMBERS", numbers)
+    monkeypatch.setattr(density_module, "_PIECE_NUMBERS", numbers)
     for way in ("minibatches", "subsampling by itself", "stream"):
         model, data, kwargs = WAYS[way]
         curvature = opened(model, data, **kwargs)[0].hessian(double(0.0, 0.0, 40.0))

@@ -44,7 +44,7 @@ ATTRIBUTES = {
 }
 
 
-def checked(function: F) -> F:
+def check_calls(function: F) -> F:
     """A method whose calls are compared with its signature first."""
     signature = inspect.signature(function)
 
