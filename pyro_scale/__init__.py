@@ -13,6 +13,7 @@ from pyro_scale.infer.ekf import EKF
 from pyro_scale.infer.explain import explain
 from pyro_scale.infer.laplace import Laplace
 from pyro_scale.infer.map import MAP
+from pyro_scale.infer.nuts import NUTS
 from pyro_scale.infer.sampler import Sampler
 from pyro_scale.infer.samplers import BAOA, SGHMC, SGLD, SGNHT, UBU, pSGLD
 from pyro_scale.infer.versions import show_versions
@@ -30,6 +31,7 @@ __all__ = [
     "EKF",
     "IVON",
     "MAP",
+    "NUTS",
     "SGHMC",
     "SGLD",
     "SGNHT",

@@ -49,13 +49,13 @@ class Comparison:
         return plot(self.table, self.reference)
 
     def __str__(self) -> str:
-        return f"{self.table.to_string(float_format=_in_short)}\n{self._said}"
+        return f"{self.table.to_string(float_format=_in_short)}\n{self._caption}"
 
     def _repr_html_(self) -> str:
-        return f"{self.table.to_html(float_format=_in_short)}<p>{self._said}</p>"
+        return f"{self.table.to_html(float_format=_in_short)}<p>{self._caption}</p>"
 
     @property
-    def _said(self) -> str:
+    def _caption(self) -> str:
         return f"distances from {self.reference}, in its sds"
 
 

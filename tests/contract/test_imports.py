@@ -19,7 +19,7 @@ LAYERS = [
     {"metrics", "storage", "data", "kernels", "model"},
     {"engine", "fullbatch"},
     {"run"},
-    {"tuning"},
+    {"tuning", "exact"},
     {"posterior"},
     {"diagnostics"},
     {"infer"},

@@ -3,8 +3,11 @@
     int value_and_gradient(size_t size, const double* x, double* gradient, double* value,
                            const void* inputs)
 
-It returns 0; 1 where the value or an element of the gradient is not finite; -1 where an operation
-failed.  Threads may call it at once: each has buffers of its own.
+    int copy(size_t size, size_t, const double* x, double* out, const void*)
+
+The first returns 0; 1 where the value or an element of the gradient is not finite; -1 where an
+operation failed.  Threads may call it at once: each has buffers of its own.  The second copies x,
+for samplers that ask how a draw is written down.
 """
 
 from __future__ import annotations
@@ -53,6 +56,11 @@ extern "C" int value_and_gradient(size_t size, const double* x, double* gradient
     for (size_t i = 0; i < size; ++i) finite = finite && std::isfinite(gradient[i]);
     return finite ? 0 : 1;
 }
+
+extern "C" int copy(size_t size, size_t, const double* x, double* out, const void*) {
+    std::memcpy(out, x, size * sizeof(double));
+    return 0;
+}
 """
 
 
@@ -100,6 +108,7 @@ class NativeFunction:
         size: of the vector.
         address: of the C function.
         inputs_address: what to pass as its last argument.
+        copy_address: of `copy`.
     """
 
     def __init__(self, library: ctypes.CDLL, size: int, inputs: Sequence[Tensor]):
@@ -109,6 +118,7 @@ class NativeFunction:
         self._function.argtypes = [ctypes.c_size_t, *[ctypes.c_void_p] * 4]
         self.size = size
         self.address: int = ctypes.cast(self._function, ctypes.c_void_p).value or 0
+        self.copy_address: int = ctypes.cast(library.copy, ctypes.c_void_p).value or 0
         self.inputs_address = ctypes.addressof(self._pointers)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:

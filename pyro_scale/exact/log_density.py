@@ -1,0 +1,165 @@
+"""The log joint of all rows as a function of one float64 vector, in C where that can be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyro_scale.core import rows
+from pyro_scale.core.exclusive import exclusive
+from pyro_scale.core.layout import Layout
+from pyro_scale.core.rows import Arguments
+from pyro_scale.core.warn import warn
+from pyro_scale.engine.compile.compiled import compile_value_and_gradient
+from pyro_scale.engine.compile.cpp_function import NativeFunction
+from pyro_scale.engine.compile.trace import trace
+from pyro_scale.errors import PyroScaleWarning
+from pyro_scale.model.log_posterior import LogPosterior
+
+#: x [D], in float64 -> (log joint in nats, 0-d; its gradient, [D]).
+ValueAndGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class LogDensity:
+    """The log joint of all rows over a temperature, of the latents alone.
+
+    Attributes:
+        function: the value and the gradient at a position; machine code if it could be compiled.
+        layout: of a position.
+        program: how it is evaluated, in words.
+    """
+
+    function: ValueAndGradient
+    layout: Layout
+    program: str
+
+    @property
+    def native(self) -> NativeFunction | None:
+        """The machine code, if it is some."""
+        return self.function if isinstance(self.function, NativeFunction) else None
+
+
+def log_density(
+    log_posterior: LogPosterior, arguments: Arguments, temperature: float, compiled: bool
+) -> LogDensity:
+    """The log joint of all rows, in float64 where the model runs in it.
+
+    Data are converted, and so is a copy of a model that is a module; numbers that the model makes
+    when it runs are float64 too.  A model that cannot be converted, such as a function around a
+    float32 network, is evaluated as it is.
+
+    Args:
+        log_posterior: the model after its preflight.
+        arguments: all rows.
+        temperature: what the log joint is divided by.
+        compiled: whether to compile it.
+
+    Warns:
+        PyroScaleWarning: the model does not run in float64.
+    """
+    wide = rows.map_rows(_widen, arguments)
+    try:
+        with _float64_by_default():
+            double = _in_float64(log_posterior)
+            double.prepare(wide)
+            return _log_density(double, wide, temperature, compiled, torch.float64)
+    except Exception as error:  # of whatever kind the model raises
+        first = str(error).splitlines()[0]
+        own = next(iter(log_posterior.model_info.sites.values())).value.dtype
+    warn(
+        PyroScaleWarning,
+        f"NUTS: the model does not run in float64 ({first}), so its log density has the digits of "
+        f"{own}: convert what the model holds (net.double()) and the data",
+    )
+    return _log_density(log_posterior, arguments, temperature, compiled, own)
+
+
+def _log_density(
+    log_posterior: LogPosterior,
+    arguments: Arguments,
+    temperature: float,
+    compiled: bool,
+    dtype: torch.dtype,
+) -> LogDensity:
+    points = {name: point.unconstrained for name, point in log_posterior.points.items()}
+    start = log_posterior.start(arguments, seed=0)
+    layout, leaves = Layout.of(start), rows.leaves(arguments)
+
+    def function(position: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        remaining = iter(tensors)
+        batch = rows.map_rows(lambda _: next(remaining), arguments)
+        params = layout.unflatten(position.to(dtype)) | points
+        gradient, evaluation = log_posterior.plain_grad(
+            params, batch, log_posterior.first_indices()
+        )
+        slope = layout.flatten({name: gradient[name] for name in layout.names})
+        return evaluation.log_joint.double() / temperature, slope.double() / temperature
+
+    eager, reason = _eager(function, leaves, dtype), "as asked"
+    if compiled:
+        examples = [layout.flatten(start).double(), *leaves]
+        native, reason = _try_compile(function, examples, torch.finfo(dtype).eps ** 0.5)
+        if native is not None:
+            return LogDensity(native, layout, "compiled log density")
+    return LogDensity(eager, layout, f"eager log density ({reason})")
+
+
+def _try_compile(
+    function: Callable[..., Any], examples: Sequence[Tensor], tolerance: float
+) -> tuple[NativeFunction | None, str]:
+    """(Machine code, "") or (None, why there is none)."""
+    try:
+        native = compile_value_and_gradient(trace(function, examples))
+    except Exception as error:  # of whatever kind the model, Inductor or the compiler raise
+        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    at = examples[0] + 0.1  # elsewhere than where it was traced
+    for ours, theirs in zip(native(at), function(at, *examples[1:]), strict=True):
+        if not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True):
+            return None, "what was traced differs from the model"
+    return native, ""
+
+
+def _eager(
+    function: Callable[..., Any], leaves: Sequence[Tensor], dtype: torch.dtype
+) -> ValueAndGradient:
+    def evaluate(position: Tensor) -> tuple[Tensor, Tensor]:
+        if dtype != torch.float64:
+            return function(position, *leaves)
+        with _float64_by_default():
+            return function(position, *leaves)
+
+    return evaluate
+
+
+def _in_float64(log_posterior: LogPosterior) -> LogPosterior:
+    """The model before its preflight, with modules in float64."""
+    double = log_posterior.renew(log_posterior.num_data)
+    if isinstance(double.model, nn.Module):
+        double.model = copy.deepcopy(double.model).double()
+        double = double.renew(log_posterior.num_data)
+    return double
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    """In float64, and tables by column: sums over rows then run along the memory."""
+    wide = (tensor.double() if tensor.is_floating_point() else tensor).detach()
+    return wide.mT.contiguous().mT if wide.dim() == 2 else wide.contiguous()
+
+
+@contextmanager
+def _float64_by_default() -> Iterator[None]:
+    """Literals of the model are float64 while it runs; the default is put back."""
+    with exclusive:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)

@@ -1,0 +1,200 @@
+"""NUTS on all rows: exact draws, for data that fit into memory."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch import Tensor
+
+from pyro_scale import kernels
+from pyro_scale.core import rows
+from pyro_scale.core.rng import Purpose, choose_seed, generator
+from pyro_scale.core.validation import as_count
+from pyro_scale.core.warn import warn, without_vmap_warnings
+from pyro_scale.data.open import open_data
+from pyro_scale.data.sources import TensorData
+from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleWarning
+from pyro_scale.exact.chains import sample
+from pyro_scale.exact.log_density import log_density
+from pyro_scale.exact.nutpie_api import Settings
+from pyro_scale.infer.method import Method
+from pyro_scale.kernels.optimizer import as_optimizer
+from pyro_scale.posterior.collect import facts_of
+from pyro_scale.posterior.draws import Result
+from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
+
+Mass = Literal["diag", "low_rank"]
+_MOST_LOW_RANK = 10_000
+
+
+class NUTS(Method):
+    """The no-U-turn sampler on all rows, by nutpie, on a log density that is compiled to C.
+
+    Use this where all rows fit into memory and a gradient of all of them is cheap: its draws are
+    exact up to Monte Carlo error, and it tunes itself.  Where a step through all rows is too slow,
+    use BAOA on minibatches.  The model is evaluated in float64: the data are converted, and a copy
+    of its modules.
+
+    Args:
+        model: a Pyro model, a `PyroModule` or a `LogPosterior`.
+        num_data: N; not needed, as all rows are there.
+        init_strategy: one of Pyro's, a dict of constrained values `[num_chains, ...]`, or a fit.
+        max_depth: of trajectories, which have at most 2^max_depth leapfrog steps.
+        target_accept: the acceptance rate that the step size is adapted to; larger values take
+            smaller steps, which helps against divergences.
+        mass: `"diag"`, or `"low_rank"` for strongly correlated posteriors.
+        temperature: 1 is the posterior; T samples exp(log joint / T).
+        compile: `"auto"` and True compile the log density where that can be; False does not.
+
+    Raises:
+        ArgumentError: an argument out of its range.
+
+    References: Hoffman and Gelman, The no-U-turn sampler, JMLR 2014; Seyboldt, Carlson and
+    Carpenter, Preconditioning Hamiltonian Monte Carlo by minimizing Fisher divergence, 2026.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_data: int | None = None,
+        init_strategy: Any = None,
+        max_depth: int = 10,
+        target_accept: float = 0.8,
+        mass: Mass = "diag",
+        temperature: float = 1.0,
+        compile: bool | Literal["auto"] = "auto",
+    ):
+        super().__init__(model, init_strategy=init_strategy, num_data=num_data)
+        self.max_depth = as_count("max_depth", max_depth)
+        if not (isinstance(target_accept, float) and 0 < target_accept < 1):
+            raise ArgumentError(f"target_accept={target_accept!r}: pass a float inside (0, 1)")
+        if mass not in get_args(Mass):
+            raise ArgumentError(f"mass={mass!r}: pass one of {list(get_args(Mass))}")
+        if not (isinstance(temperature, int | float) and 0 < temperature < float("inf")):
+            raise ArgumentError(f"temperature={temperature!r}: pass a number > 0")
+        if compile not in (True, False, "auto"):
+            raise ArgumentError(f"compile={compile!r}: pass True, False or 'auto'")
+        self.target_accept, self.mass, self.temperature = target_accept, mass, float(temperature)
+        self._compile = compile
+
+    @without_vmap_warnings()
+    def run(
+        self,
+        data: Any,
+        *,
+        num_samples: int = 1000,
+        warmup_steps: int = 1000,
+        num_chains: int = 4,
+        batch_size: int | None = None,
+        seed: int | None = None,
+        progress: bool = True,
+    ) -> Self:
+        """Adapts the step size and the mass for `warmup_steps` draws, then keeps `num_samples` of
+        each chain.
+
+        Args:
+            data: as for samplers: a `DataLoader`, which is read once and in order, or the model's
+                own arguments; all N rows.
+            num_samples: draws to keep, per chain.
+            warmup_steps: draws that adapt, and are not kept.
+            num_chains: chains, which run on as many cores as there are.
+            batch_size: None or N: NUTS takes no minibatches.
+            seed: the same seed gives the same draws.
+            progress: whether to show a progress bar.
+
+        Returns:
+            The method itself.
+
+        Raises:
+            ArgumentError, DataError: before the model is run; nutpie is missing.
+            ModelError, SiteError, PlateError: before any step.
+
+        Warns:
+            ConvergenceWarning: trajectories diverged after warm-up.
+            PyroScaleWarning: the run was interrupted; it holds the draws so far.
+        """
+        settings = Settings(
+            as_count("num_samples", num_samples),
+            as_count("warmup_steps", warmup_steps),
+            self.max_depth,
+            self.target_accept,
+            self.mass == "low_rank",
+        )
+        seed, begun = choose_seed(seed), time.perf_counter()
+        problem = self._problem(data, as_count("num_chains", num_chains), batch_size, seed)
+        size = problem.engine.num_latents
+        if self.mass == "low_rank" and size > _MOST_LOW_RANK:
+            raise ArgumentError(f"mass='low_rank': the model has {size:,} dimensions; pass 'diag'")
+        arguments = problem.data.first()
+        density = log_density(
+            problem.log_posterior, arguments, self.temperature, bool(self._compile)
+        )
+        title = f"NUTS, {num_chains} chain{'s' * (num_chains > 1)}, {density.program}"
+        compiled, starts = time.perf_counter(), problem.positions[:, :size]
+        draws = sample(density, starts, settings, seed, title, progress)
+        finished = time.perf_counter()
+        points = problem.positions[:1, None, size:].expand(*draws.positions.shape[:2], -1)
+        self._result = Result(
+            log_posterior=problem.log_posterior,
+            data=problem.data,
+            layout=problem.engine.layout,
+            positions=torch.cat([draws.positions.to(points), points], -1),
+            sample_stats=draws.sample_stats,
+            attrs={
+                "method": type(self).__name__,
+                "max_depth": self.max_depth,
+                "target_accept": self.target_accept,
+                "mass": self.mass,
+                "temperature": self.temperature,
+                **facts_of(problem.log_posterior, seed),
+                "sampling_time": finished - compiled,
+                "compile_time": compiled - begun,
+                "program": density.program,
+            },
+        )
+        self._warn(self._result, draws.interrupted)
+        return self
+
+    def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
+        """Where chains begin that start from these draws: some of them, drawn at random,
+        `[num_chains, ...]`."""
+        result = self._draws()
+        chains, draws = result.positions.shape[:2]
+        source = generator(seed, 0, Purpose.INIT)
+        places = torch.randint(chains * draws, (num_chains,), generator=source)
+        sites = result.samples_at(places // draws, places % draws)
+        params = {n: v.expand(num_chains, *v.shape) for n, v in result.params.items()}
+        return {name: sites[name] for name in result.log_posterior.latents} | params
+
+    def _problem(self, data: Any, num_chains: int, batch_size: int | None, seed: int) -> Problem:
+        """The model on all rows, with chains at their starts."""
+        opened = open_data(data, None, self._num_data, module_device(self.model))
+        if opened.batch_size is not None:  # a loader
+            everything = rows.concatenate(list(opened.in_order()))
+            opened = TensorData(everything, rows.count(everything))
+        if batch_size is not None and batch_size != opened.num_data:
+            raise ArgumentError(
+                f"batch_size={batch_size!r}: NUTS takes all rows at every step; leave it out, or "
+                "use BAOA, which takes minibatches"
+            )
+        log_posterior = as_log_posterior(self.model, opened.num_data)
+        kernel = kernels.MAP(optimizer=as_optimizer(None))  # by which nothing is moved
+        starts = self._starts(num_chains, seed)
+        return prepare(log_posterior, opened, kernel, starts, num_chains, seed)
+
+    @staticmethod
+    def _warn(result: Result, interrupted: bool) -> None:
+        if interrupted:
+            chains, draws = result.positions.shape[:2]
+            warn(PyroScaleWarning, f"interrupted: there are {chains} x {draws} draws")
+        divergent = int(result.sample_stats["diverging"].sum())
+        if divergent:
+            warn(
+                ConvergenceWarning,
+                f"{divergent} of {result.sample_stats['diverging'].numel()} trajectories diverged: "
+                "raise target_accept (0.95), or write the model so that scales do not multiply "
+                "latents (a non-centered parameterization)",
+            )

@@ -1,0 +1,254 @@
+"""NUTS against exact posteriors, and what it refuses."""
+
+import math
+import os
+import signal
+import sys
+import threading
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.nn import PyroModule
+from reference import double, normals
+from torch.utils.data import DataLoader, TensorDataset
+
+import pyro_scale as ps
+from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleWarning
+
+pytest.importorskip("nutpie")
+pytestmark = pytest.mark.usefixtures("float64")
+
+QUIET = {"seed": 1, "progress": False}
+N, SD, PRIOR = 60, 0.7, 1.5
+X = normals(N, 3, seed=1)
+Y = X @ double(1.0, -0.5, 0.3) + SD * normals(N, seed=2)
+PRECISION = torch.eye(3).double() / PRIOR**2 + X.T @ X / SD**2
+MEAN = torch.linalg.solve(PRECISION, X.T @ Y / SD**2)
+COVARIANCE = torch.linalg.inv(PRECISION)
+
+
+def linear(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(3), PRIOR).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, SD), obs=y)
+
+
+def z_of_mean(draws, exact):
+    """Of the mean of chains' draws `[chains, draws]`, with the standard error by chains' ESS."""
+    import arviz
+
+    ess = float(arviz.ess(draws.numpy()))
+    return float((draws.mean() - exact) / (draws.std() / math.sqrt(ess)))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+@pytest.mark.parametrize("mass", ["diag", "low_rank"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_conjugate_posterior(temperature, mass, compiled):
+    """Means within 4.4 errors, and so squares about the exact mean."""
+    few = {} if compiled else {"num_samples": 300, "warmup_steps": 300}
+    nuts = ps.NUTS(linear, mass=mass, temperature=temperature, compile=compiled)
+    draws = nuts.run((X, Y), **few, **QUIET).get_samples(group_by_chain=True)["w"]
+    for i in range(3):
+        assert abs(z_of_mean(draws[..., i], MEAN[i])) < 4.4
+        square = (draws[..., i] - MEAN[i]).square()
+        assert abs(z_of_mean(square, temperature * COVARIANCE[i, i])) < 4.4
+    assert float(nuts.diagnostics().r_hat.max()) < 1.02
+    program = nuts._results().attrs["program"]
+    assert program.startswith("compiled" if compiled else "eager")
+
+
+def scale_of(y):
+    """A constrained site, whose posterior is an inverse gamma."""
+    variance = pyro.sample("variance", dist.InverseGamma(3.0, 2.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(0.0, variance.sqrt()), obs=y)
+
+
+def test_jacobians_are_in_it():
+    y = 0.8 * normals(25, seed=3)
+    shape, rate = 3 + 25 / 2, 2 + float(y.square().sum()) / 2
+    draws = ps.NUTS(scale_of).run(y, **QUIET).get_samples(group_by_chain=True)["variance"]
+    assert abs(z_of_mean(draws, rate / (shape - 1))) < 4.4
+    assert abs(z_of_mean(1 / draws, shape / rate)) < 4.4
+    assert abs(z_of_mean(draws.log(), math.log(rate) - float(torch.digamma(double(shape))))) < 4.4
+
+
+def schools():
+    y = double(28, 8, -3, 7, -1, 1, 18, 12)
+    error = double(15, 10, 16, 11, 9, 11, 10, 18)
+    mu, tau = pyro.sample("mu", dist.Normal(0.0, 5.0)), pyro.sample("tau", dist.HalfNormal(5.0))
+    with pyro.plate("schools", 8):
+        theta = pyro.sample("theta", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(mu + tau * theta, error), obs=y)
+
+
+def test_local_latents_against_quadrature():
+    """mu and tau with the schools' effects integrated out by hand, on a grid."""
+    y, error = double(28, 8, -3, 7, -1, 1, 18, 12), double(15, 10, 16, 11, 9, 11, 10, 18)
+    mu, tau = torch.linspace(-25, 30, 600).double(), torch.linspace(0, 30, 600).double()
+    m, t = torch.meshgrid(mu, tau, indexing="ij")
+    log = dist.Normal(0.0, 5.0).log_prob(m) + dist.HalfNormal(5.0).log_prob(t)
+    for value, sd in zip(y, error, strict=True):
+        log = log + dist.Normal(m, (sd**2 + t**2).sqrt()).log_prob(value)
+    weight = (log - log.max()).exp()
+    weight = weight / weight.sum()
+    draws = ps.NUTS(schools).run(None, **QUIET).get_samples(group_by_chain=True)
+    for name, grid in (("mu", m), ("tau", t)):
+        for power in (1, 2):
+            assert abs(z_of_mean(draws[name] ** power, (weight * grid**power).sum())) < 4.4
+
+
+def mixture(y):
+    """An enumerated site."""
+    loc = pyro.sample("loc", dist.Normal(double(-1.0, 1.0), 0.5).to_event(1))
+    with pyro.plate("data", len(y)):
+        k = pyro.sample("k", dist.Bernoulli(0.4), infer={"enumerate": "parallel"})
+        pyro.sample("y", dist.Normal(loc[k.long()], 0.6), obs=y)
+
+
+def test_enumerated_sites_against_quadrature():
+    y = torch.cat([normals(20, seed=4) * 0.6 - 1, normals(14, seed=5) * 0.6 + 1])
+    grid = torch.linspace(-2.5, 2.5, 400).double()
+    a, b = torch.meshgrid(grid, grid, indexing="ij")
+    log = dist.Normal(-1.0, 0.5).log_prob(a) + dist.Normal(1.0, 0.5).log_prob(b)
+    for value in y:
+        parts = [math.log(p) + dist.Normal(x, 0.6).log_prob(value) for p, x in ((0.6, a), (0.4, b))]
+        log = log + torch.logaddexp(*parts)
+    weight = (log - log.max()).exp()
+    weight = weight / weight.sum()
+    draws = ps.NUTS(mixture).run(y, **QUIET).get_samples(group_by_chain=True)["loc"]
+    assert abs(z_of_mean(draws[..., 0], (weight * a).sum())) < 4.4
+    assert abs(z_of_mean(draws[..., 1], (weight * b).sum())) < 4.4
+
+
+# ------------------------------------------------------------------ as users call it
+
+
+@pytest.fixture
+def _float32():
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(torch.float64)
+
+
+@pytest.mark.usefixtures("_float32")
+def test_float32_is_sampled_in_float64_and_given_back_as_it_is():
+    """Data, a network's weights and literals."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    bayesian = ps.bayesianize(net)
+
+    class Model(PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.net = bayesian
+
+        def forward(self, x, y=None):
+            f = self.net(x).squeeze(-1)
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", dist.Normal(f, torch.tensor(0.5)), obs=y)
+
+    model = Model()
+    before = [w.clone() for w in model.parameters()]
+    few = {"num_samples": 50, "warmup_steps": 50, "num_chains": 2}
+    data = X.float(), Y.float()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*float64.*")
+        nuts = ps.NUTS(model).run(data, **few, **QUIET)
+    assert all(value.dtype == torch.float32 for value in nuts.get_samples().values())
+    assert torch.get_default_dtype() == torch.float32
+    assert all(map(torch.equal, before, model.parameters()))
+    assert nuts.predict(data[0])["y"].shape == (100, N)
+    with pytest.warns(PyroScaleWarning, match=r"does not run in float64.*net\.double\(\)"):
+        within = ps.NUTS(lambda x, y: model(x, y)).run(data, **few, **QUIET)
+    assert within._results().attrs["program"] == "compiled log density"
+
+
+def test_the_same_seed_gives_the_same_draws_whatever_the_number_of_chains():
+    runs = [
+        ps.NUTS(linear).run((X, Y), num_samples=50, num_chains=chains, **QUIET)._results().positions
+        for chains in (3, 3, 1)
+    ]
+    assert torch.equal(runs[0], runs[1])
+    assert torch.equal(runs[0][:1], runs[2])
+    other = ps.NUTS(linear).run((X, Y), num_samples=50, num_chains=1, seed=2, progress=False)
+    assert not torch.equal(other._results().positions, runs[2])
+
+
+def test_a_loader_is_read_once_and_in_order():
+    loader = DataLoader(TensorDataset(X, Y), batch_size=7, shuffle=True)
+    runs = [
+        ps.NUTS(linear).run(data, num_samples=50, num_chains=1, **QUIET)._results().positions
+        for data in (loader, (X, Y))
+    ]
+    assert torch.equal(*runs)
+
+
+def test_everything_that_a_sampler_offers(tmp_path):
+    nuts = ps.NUTS(linear).run((X, Y), num_samples=200, num_chains=2, **QUIET)
+    stats = nuts.to_arviz().sample_stats
+    names = {"diverging", "energy", "tree_depth", "n_steps", "acceptance_rate", "step_size", "lp"}
+    assert names <= set(stats.data_vars)
+    assert nuts.summary().shape[0] == 3
+    assert math.isfinite(nuts.loo().elpd)
+    assert nuts.ksd() < 0.2
+    nuts.save(tmp_path / "nuts")
+    loaded = ps.NUTS.load(tmp_path / "nuts", linear)
+    assert torch.equal(loaded.get_samples()["w"], nuts.get_samples()["w"])
+    other = ps.BAOA(linear, lr=0.05, init_strategy=nuts)
+    other.run((X, Y), num_samples=10, num_chains=2, **QUIET)
+    table = ps.compare({"NUTS": nuts, "BAOA": other})
+    assert set(table.table.index) == {"NUTS", "BAOA"}
+
+
+def funnel():
+    scale = pyro.sample("scale", dist.Normal(0.0, 3.0))
+    pyro.sample("x", dist.Normal(torch.zeros(9), (scale / 2).exp()).to_event(1))
+
+
+def test_divergences_are_reported():
+    with pytest.warns(ConvergenceWarning, match=r"trajectories diverged: raise target_accept"):
+        nuts = ps.NUTS(funnel).run(None, **QUIET)
+    assert bool(nuts._results().sample_stats["diverging"].any())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"max_depth": 0}, "max_depth"),
+        ({"target_accept": 1.0}, r"target_accept=1.0.*inside \(0, 1\)"),
+        ({"mass": "dense"}, r"mass='dense'.*low_rank"),
+        ({"temperature": 0}, "temperature=0"),
+        ({"compile": "yes"}, "compile='yes'"),
+    ],
+)
+def test_bad_arguments(arguments, match):
+    with pytest.raises(ArgumentError, match=match):
+        ps.NUTS(linear, **arguments)
+
+
+def test_minibatches_are_refused():
+    with pytest.raises(ArgumentError, match=r"batch_size=10: NUTS takes all rows.*BAOA"):
+        ps.NUTS(linear).run((X, Y), batch_size=10, **QUIET)
+    ps.NUTS(linear).run((X, Y), batch_size=N, num_samples=5, warmup_steps=50, **QUIET)
+
+
+def test_nutpie_missing_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nutpie", None)
+    with pytest.raises(ArgumentError, match=r"pip install 'pyro-scale\[nuts\]'"):
+        ps.NUTS(linear).run((X, Y), **QUIET)
+
+
+def test_control_c_keeps_the_draws():
+    """Of a run that would take minutes."""
+    nuts = ps.NUTS(linear, compile=False)
+    timer = threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        nuts.run((X, Y), num_samples=10**6, warmup_steps=50, num_chains=2, **QUIET)
+    assert any("interrupted: there are 2 x" in str(each.message) for each in caught)
+    assert nuts.get_samples(group_by_chain=True)["w"].shape[1] > 10
