@@ -25,7 +25,7 @@ def run_coupled(plan: RunPlan, result: Result, count: int) -> tuple[Result, Resu
     Raises:
         NonFiniteError: all chains of the coupled run became NaN or infinite.
     """
-    draws = _coupled(plan, count)
+    draws = _run_at_half_step(plan, count)
     places = [i for i, chain in enumerate(plan.finished) if chain in draws.finished]
     short = dataclasses.replace(
         result,
@@ -36,7 +36,7 @@ def run_coupled(plan: RunPlan, result: Result, count: int) -> tuple[Result, Resu
     return short, dataclasses.replace(short, positions=draws.positions[chains])
 
 
-def _coupled(plan: RunPlan, count: int) -> Draws:
+def _run_at_half_step(plan: RunPlan, count: int) -> Draws:
     """The run at half the step, as far as so many draws."""
     problem, kernel = plan.problem, plan.kernel
     steps = Steps(count, 2 * plan.steps.warmup_steps, 2 * plan.steps.thinning)

@@ -50,7 +50,7 @@ def kinetic(
     precision = _precision(problem, values, noise, virial)
     if precision is None:
         return Kinetic(measured, torch.full(measured.shape[-1:], torch.nan, dtype=torch.float64))
-    of_elements = _expected(problem, values, precision)
+    of_elements = _expect(problem, values, precision)
     places = [problem.engine.layout.slices()[name] for name in problem.log_posterior.latents]
     return Kinetic(measured, torch.stack([of_elements[place].mean() for place in places]))
 
@@ -73,7 +73,7 @@ def _precision(
     return square * problem.engine.density.num_data / heat.maximum(_COLDEST * values["temperature"])
 
 
-def _expected(problem: Problem, values: Mapping[str, Tensor], precision: Tensor) -> Tensor:
+def _expect(problem: Problem, values: Mapping[str, Tensor], precision: Tensor) -> Tensor:
     """The momentum's variance over m T / N, `[latents]`, on a Gaussian of such precisions.
 
     To first order in lr^2 L the variance depends on L_ii alone, however elements are correlated.

@@ -34,7 +34,7 @@ class Probe:
     terms: Mapping[str, Term]
     origin: Tensor
 
-    def shared(self, terms_of_batch: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+    def shared_rows(self, terms_of_batch: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
         """The rows that both runs have, of the first run and of this one."""
         known = self.origin >= 0
         return terms_of_batch[self.origin[known]], part[known]
@@ -108,7 +108,7 @@ class _Comparison:
             dim = self._row_dim(term, depth)
             if dim is not None:
                 rule = Rule("rows", dim, depth)
-                return self._scaled(term, rule) if self._rows_match(term, rule) else None
+                return self._scale(term, rule) if self._rows_match(term, rule) else None
         return None
 
     def _row_dim(self, term: Term, depth: int) -> int | None:
@@ -151,7 +151,7 @@ class _Comparison:
         parts = [sum_but(v.terms[term.name].unwrap(rule.depth), rule.dim) for v in probes]
         dtype = dtype_of(term, self.latents)
         return all(
-            close(*probe.shared(full, part), dtype=dtype)
+            close(*probe.shared_rows(full, part), dtype=dtype)
             for probe, part in zip(probes, parts, strict=True)
         )
 
@@ -159,7 +159,7 @@ class _Comparison:
         there = [run.terms[term.name] for run in self.elsewhere]
         return _same_totals(self._runs(term)) and _same_totals(there)
 
-    def _scaled(self, term: Term, rule: Rule) -> Rule:
+    def _scale(self, term: Term, rule: Rule) -> Rule:
         """The rule with who multiplies the rows by N/B."""
         plate = self._pyro_scales(term)
         kept = self._keeps_scale(term, rule)
@@ -216,7 +216,7 @@ class _Comparison:
         full = _scale_rows(term, rule)
         for probe in self.probes:
             other = _scale_rows(probe.terms[term.name], rule)
-            if not close(*probe.shared(full, other)):
+            if not close(*probe.shared_rows(full, other)):
                 raise PlateError(
                     f"site '{term.name}': a row's poutine.scale depends on the other rows of the "
                     "batch; a weight must belong to its row (the library multiplies by N/B)"

@@ -44,15 +44,15 @@ class ControlVariates:
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[Params, Evaluation]:
         """(The gradient by site, the batch's evaluation), as `LogPosterior.grad`."""
-        return self._corrected(self.log_posterior.grad, params, batch, indices)
+        return self._correct(self.log_posterior.grad, params, batch, indices)
 
     def plain_grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[Params, Evaluation]:
         """The same by `torch.autograd`, as `LogPosterior.plain_grad`."""
-        return self._corrected(self.log_posterior.plain_grad, params, batch, indices)
+        return self._correct(self.log_posterior.plain_grad, params, batch, indices)
 
-    def _corrected(
+    def _correct(
         self, grad: Any, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None
     ) -> tuple[Params, Evaluation]:
         here, evaluation = grad(params, batch, indices)

@@ -77,7 +77,7 @@ def partition_error_of(
             for probe in probes
             for part in [scaling.rows(probe.terms, len(probe.origin))]
             for name in expected
-            for mine, theirs in [probe.shared(expected[name], part[name])]
+            for mine, theirs in [probe.shared_rows(expected[name], part[name])]
             if len(mine)
         ),
         default=None,

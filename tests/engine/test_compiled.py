@@ -645,7 +645,7 @@ GROUP = torch.arange(N) % 4
 CLASS = torch.arange(N) % 3
 MODELS = {  # model, data, program, lr
     "hierarchical": lambda: (hierarchical, (X, GROUP, Y), LOOP, 0.05),
-    "simplex": lambda: (simplex, (X, Y), EITHER, 0.1),
+    "simplex": lambda: (simplex, (X, Y), LOOP, 0.1),
     "mixture": lambda: (mixture, normals(N, seed=5) * 2, EITHER, 0.1),
     "ordered": lambda: (ordered, (X, CLASS), EITHER, 0.1),
     "scaled products": lambda: (scaled_products, (X, Y), LOOP, 0.1),

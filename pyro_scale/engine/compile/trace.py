@@ -83,9 +83,10 @@ def _accumulate(combine: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., An
     """A running sum or product, element by element: Inductor has no kernel for it."""
 
     def decompose(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-        if x.dim() == 0 or not x.is_floating_point() or not 0 < x.shape[dim] <= _MOST_RUNNING:
+        if x.dim() == 0 or x.is_complex() or not 0 < x.shape[dim] <= _MOST_RUNNING:
             return NotImplemented
-        first, *others = x.to(dtype or x.dtype).unbind(dim)
+        own = x.dtype if x.is_floating_point() else torch.int64  # as torch adds integers up
+        first, *others = x.to(dtype or own).unbind(dim)
         return torch.stack(list(itertools.accumulate(others, combine, initial=first)), dim)
 
     return decompose

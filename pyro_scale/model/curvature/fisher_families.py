@@ -152,7 +152,7 @@ def _symmetric_matrix(inverse: Tensor) -> Tensor:
     """
     straight = torch.einsum("...ik,...jl->...ijkl", inverse, inverse)
     crossed = torch.einsum("...il,...jk->...ijkl", inverse, inverse)
-    return _squared((straight + crossed) / 4)
+    return _square((straight + crossed) / 4)
 
 
 def _scale_tril(a: Any) -> Tensor:
@@ -167,10 +167,10 @@ def _scale_tril(a: Any) -> Tensor:
     kronecker = torch.einsum("...ik,jl->...ijkl", _precision(a), one)
     inverse = a.scale_tril.diagonal(dim1=-2, dim2=-1) ** -2
     kronecker = kronecker + torch.einsum("...i,ij,ik,il->...ijkl", inverse, one, one, one)
-    return _squared(torch.einsum("...ijkl,ij,kl->...ijkl", kronecker, lower, lower))
+    return _square(torch.einsum("...ijkl,ij,kl->...ijkl", kronecker, lower, lower))
 
 
-def _squared(block: Tensor) -> Tensor:
+def _square(block: Tensor) -> Tensor:
     """`[*batch, n, n, n, n]` -> `[*batch, nn, nn]`."""
     return block.flatten(-4, -3).flatten(-2, -1)
 

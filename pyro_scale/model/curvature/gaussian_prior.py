@@ -97,7 +97,7 @@ def _may_depend(site: Site) -> bool:
 def _sites_with_history(log_posterior: LogPosterior, arguments: Arguments) -> list[Site]:
     """The latents of a run that knows what depends on what."""
     info = log_posterior.model_info
-    params = {name: _unconstrained(info.sites[name]) for name in log_posterior.latents}
+    params = {name: _unconstrain(info.sites[name]) for name in log_posterior.latents}
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
         sites = log_posterior.run(leaves, arguments, log_posterior.first_indices()).sites
@@ -156,6 +156,6 @@ def _moments(site: Site) -> tuple[Tensor, Tensor] | None:
     return fn.mean, fn.variance.expand(fn.batch_shape).reshape(-1)
 
 
-def _unconstrained(site: Site) -> Tensor:
+def _unconstrain(site: Site) -> Tensor:
     assert site.unconstrained is not None  # latents have it
     return site.unconstrained

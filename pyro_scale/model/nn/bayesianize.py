@@ -17,7 +17,7 @@ from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.module_trace import describe
 from pyro_scale.model.nn.priors import WeightPrior, priors_of
-from pyro_scale.model.nn.selection import Choice, selected
+from pyro_scale.model.nn.selection import Choice, select
 
 #: What becomes of the weights that have no prior.
 Rest = Literal["frozen", "point"]
@@ -79,9 +79,9 @@ def bayesianize(
         raise ModelError(f"{type(net).__name__} has no parameters to be Bayesian about")
     if rest not in get_args(Rest):
         raise ArgumentError(f"rest={rest!r}: pass one of {get_args(Rest)}")
-    names = selected(net, include, exclude)
+    names = select(net, include, exclude)
     _check_layer(net, names)
-    return BayesianModule(_copied(net), prior, names, rest)
+    return BayesianModule(_copy_weights(net), prior, names, rest)
 
 
 class BayesianModule(PyroModule):
@@ -234,7 +234,7 @@ def _check_embedding(label: str, module: nn.Embedding | nn.EmbeddingBag) -> None
         )
 
 
-def _copied(net: nn.Module) -> nn.Module:
+def _copy_weights(net: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(net)
     except Exception as error:  # whatever a module's own state raises

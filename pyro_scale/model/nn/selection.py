@@ -18,7 +18,7 @@ Choice = str | nn.Module | nn.Parameter | type[nn.Module]
 _SHOWN = 8
 
 
-def selected(
+def select(
     net: nn.Module,
     include: Choice | Iterable[Choice] | None,
     exclude: Choice | Iterable[Choice] | None,
