@@ -245,10 +245,14 @@ def test_nutpie_missing_names_the_extra(monkeypatch):
 def test_control_c_keeps_the_draws():
     """Of a run that would take minutes."""
     nuts = ps.NUTS(linear, compile=False)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job's may ignore it
     timer = threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        nuts.run((X, Y), num_samples=10**6, warmup_steps=50, num_chains=2, **QUIET)
+        try:
+            nuts.run((X, Y), num_samples=10**6, warmup_steps=50, num_chains=2, **QUIET)
+        finally:
+            signal.signal(signal.SIGINT, before)
     assert any("interrupted: there are 2 x" in str(each.message) for each in caught)
     assert nuts.get_samples(group_by_chain=True)["w"].shape[1] > 10
