@@ -14,7 +14,7 @@ test: .venv/installed
 
 # What touches ArviZ, with the newest one, on a newer Python.
 MATRIX_PYTHON ?= python3.13
-MATRIX_TESTS := $(addprefix tests/,infer/test_approximations.py infer/test_compare.py \
+MATRIX_TESTS := $(addprefix tests/,infer/test_approximations.py infer/test_compare.py infer/test_nuts.py \
 	storage core/test_online_moments.py diagnostics/test_convergence.py diagnostics/test_loo.py \
 	end_to_end/test_readme.py posterior/test_results.py posterior/test_round_trips.py)
 
@@ -69,6 +69,6 @@ clean:
 .venv-matrix/installed: pyproject.toml
 	$(MATRIX_PYTHON) -m venv .venv-matrix
 	.venv-matrix/bin/python -m pip install --quiet torch==2.13.0 'arviz>=1'
-	.venv-matrix/bin/python -m pip install --quiet --editable '.[demo,store]' \
+	.venv-matrix/bin/python -m pip install --quiet --editable '.[demo,store,nuts]' \
 		pytest pytest-xdist hypothesis torchmetrics torchdata
 	touch $@
