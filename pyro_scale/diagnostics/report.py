@@ -205,7 +205,7 @@ def warn_of_the_temperature(result: Result, heat: list[_Heat], unmixed: bool) ->
     still on their way look hot, too."""
 
     def said(one: _Heat, how: str, advice: str) -> str:
-        draws = "draws have" if one.of == "all" else "steepest element has"
+        draws = "draws have" if one.of == "all" else "element of the largest gradient has"
         return (
             f"site '{one.site}' is {how} than it should be: its {draws} {one.mean:.3g} ± "
             f"{one.error:.2g} times the temperature that was asked for, by the virial theorem, "

@@ -63,7 +63,8 @@ def unknown_argument(method: Any, name: str, names: Iterable[str]) -> str:
     """What to write for an argument that a method's constructor or function does not have."""
     names = [each for each in names if each != "self"]
     for other, place in ((type(method).run, "run()"), (type(method), "the constructor")):
-        if name in inspect.signature(other).parameters and name not in ("args", "kwargs"):
+        its = inspect.signature(other).parameters.get(name)
+        if its is not None and its.kind not in (its.VAR_POSITIONAL, its.VAR_KEYWORD):
             return f"pass it to {place}"
     if name in ELSEWHERE:
         return f"here it is {ELSEWHERE[name]}"
@@ -95,5 +96,13 @@ def _explain(
             hint = "pass the others by name"
         return f"{title} takes {len(places) - 1} positional argument(s), not {len(args)}: {hint}"
     if own and "lr" in parameters and "lr" not in kwargs:
+        written = [
+            vars(each)["__init__"] for each in type(self).__mro__ if "__init__" in vars(each)
+        ]
+        names = {name for init in written for name in inspect.signature(init).parameters}
+        for name in kwargs:
+            if name not in names:  # most often lr, as others call it
+                hint = unknown_argument(self, name, parameters)
+                return f"{title} has no hyperparameter '{name}': {hint}"
         return f"{title} needs a step size: pass lr='auto', or a number"
     return f"{title}: {error}"

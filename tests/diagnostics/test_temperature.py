@@ -125,7 +125,7 @@ def test_one_element_that_is_too_wide_among_many_is_seen(method, how):
     assert table.temperature["w"] < 1.15
     assert table.max_gradient_temperature["w"] == pytest.approx(float(truth[4]), rel=0.15)
     (one,) = (each for each in said if "hotter" in each)
-    assert "site 'w' is hotter than it should be: its steepest element has" in one
+    assert "site 'w' is hotter than it should be: its element of the largest gradient has" in one
     exact = ps.Laplace(regression).run((COLUMNS, OUTCOMES), **QUIET)
     assert ps.compare({"hot": fit, "exact": exact}).reference == "exact"
 

@@ -815,6 +815,11 @@ def test_a_failed_run_forgets_the_run_before():
     ("make", "message"),
     [
         (lambda: ps.BAOA(one_column), r"BAOA needs a step size: pass lr='auto'"),
+        (
+            lambda: ps.BAOA(one_column, step_size=0.1),
+            r"no hyperparameter .step_size.: here it is lr=",
+        ),
+        (lambda: ps.BAOA(one_column, lr=0.1, options={}), r"no hyperparameter .options.; it has"),
         (lambda: ps.BAOA(one_column, lr=0), r"lr=0: pass a number > 0"),
         (lambda: ps.BAOA(one_column, lr=-0.1), r"lr=-0\.1: pass a number > 0"),
         (lambda: ps.SGHMC(one_column, lr=0.1, friction=0.0), r"friction=0\.0: pass a number > 0"),
