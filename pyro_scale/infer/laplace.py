@@ -95,6 +95,9 @@ class Laplace(Approximation):
         init_strategy: Any = None,
         num_data: int | None = None,
     ):
+        structures = ("auto", *get_args(Structure))
+        if structure not in structures:
+            raise ArgumentError(f"structure={structure!r}: pass one of {structures}")
         resolved: Structure = "dense" if structure == "auto" else structure
         super().__init__(model, structure=resolved, init_strategy=init_strategy, num_data=num_data)
         self._auto = structure == "auto"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.schedules import Cyclical
+from pyro_scale.core.validation import as_count
 from pyro_scale.errors import ArgumentError
 
 #: A hyperparameter as the user gives it: a float, a schedule, or a dict of them (or of tensors)
@@ -86,9 +87,9 @@ class Hyperparameters:
             num_data: N.
 
         Raises:
-            ArgumentError: a schedule gives a value out of range; it names the step.
+            ArgumentError: a schedule gives a value out of range; it names the step.  N is no count.
         """
-        return self.per_datum(self.values(step), num_data)
+        return self.per_datum(self.values(step), as_count("num_data", num_data))
 
     @staticmethod
     def per_datum(values: Values, num_data: int) -> dict[str, Tensor]:
