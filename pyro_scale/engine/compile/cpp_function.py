@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_scale.engine.compile.cpp_source import ALIGNMENT, indent, write_buffers, write_kernels
+from pyro_scale.engine.compile.cpp_source import indent, write_buffers, write_kernels
 from pyro_scale.engine.compile.inductor import Compiled
 from pyro_scale.engine.compile.lowering import NotALoop, plan_of
 from pyro_scale.engine.compile.trace import Graph
@@ -33,12 +33,7 @@ _FUNCTION = """
 %(kernels)s
 
 static void evaluate(char* in0, char* const* inputs, char* gradient, char* value) {
-    static thread_local std::unique_ptr<char, decltype(&std::free)> arena(
-        static_cast<char*>(std::aligned_alloc(%(alignment)d, %(arena)d)), &std::free);
-    if (!arena) throw std::bad_alloc();
-    char* base = arena.get();
-    // g++ 12 takes the alignment of the whole for that of every part, and crashes
-    asm volatile("" : "+r"(base));
+%(buffers)s
 %(pointers)s
 %(body)s
     std::memcpy(value, %(value)s, sizeof(double));
@@ -88,12 +83,10 @@ def write_function(graph: Graph, compiled: Compiled) -> str:
         raise NotALoop("a gradient that is not the vector's")
     places = enumerate(plan.inputs[1:])
     pointers = [f"char* {view.root} = inputs[{place}];" for place, view in places]
-    buffers, arena = write_buffers(plan)
     return _FUNCTION % {
         "kernels": write_kernels(plan),
-        "alignment": ALIGNMENT,
-        "arena": arena,
-        "pointers": indent(pointers + buffers, 4),
+        "buffers": write_buffers(plan),
+        "pointers": indent(pointers, 4),
         "body": indent(plan.lines, 4),
         "value": value.address,
         "gradient": gradient.address,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.step_inputs import Fixed, Gathered, PerStep, Source
-from pyro_scale.engine.compile.cpp_source import ALIGNMENT, indent, write_buffers, write_kernels
+from pyro_scale.engine.compile.cpp_source import indent, write_buffers, write_kernels
 from pyro_scale.engine.compile.inductor import Compiled
 from pyro_scale.engine.compile.lowering import NotALoop, Plan, plan_of
 from pyro_scale.engine.compile.trace import Graph
@@ -44,13 +44,7 @@ static void gather(char* rows, const char* table, const char* at, const char* so
 
 static void run_group(int64_t steps, int64_t left, int64_t every, char** sources,
                       const int64_t* strides, char* positions, char* log_joints, char* last) {
-    // kept from one block to the next, for clearing new pages takes longer than a step
-    static thread_local std::unique_ptr<char, decltype(&std::free)> arena(
-        static_cast<char*>(std::aligned_alloc(%(alignment)d, %(arena)d)), &std::free);
-    if (!arena) throw std::bad_alloc();
-    char* base = arena.get();
-    // g++ 12 takes the alignment of the whole for that of every part, and crashes
-    asm volatile("" : "+r"(base));
+%(buffers)s
 %(pointers)s
     for (int64_t step = 0; step < steps; ++step) {
         const int64_t ahead = step + 1 < steps;
@@ -256,12 +250,10 @@ def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
         else:
             after.append(f"std::memcpy({old}, {view.address}, {size});")
         home.append(f"if ({old} != sources[{i}]) std::memcpy(sources[{i}], {old}, {size});")
-    buffers, arena = write_buffers(plan)
     return _LOOP % {
         "kernels": write_kernels(plan),
-        "alignment": ALIGNMENT,
-        "arena": arena,
-        "pointers": indent(pointers + buffers, 4),
+        "buffers": write_buffers(plan),
+        "pointers": indent(pointers, 4),
         "step": indent([*before, *plan.lines, *after], 8),
         "home": indent(home, 4),
         "sources": next(places),

@@ -7,7 +7,7 @@ import re
 from pyro_scale.engine.compile.lowering import NotALoop, Plan
 
 #: Bytes, of every buffer's first one.
-ALIGNMENT = 64
+_ALIGNMENT = 64
 
 _HANDLES = """
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -30,6 +30,16 @@ struct Handle {
 };
 """
 
+_ARENA = """
+    // kept from one call to the next, for clearing new pages takes longer than a step
+    static thread_local std::unique_ptr<char, decltype(&std::free)> arena(
+        static_cast<char*>(std::aligned_alloc(%(alignment)d, %(bytes)d)), &std::free);
+    if (!arena) throw std::bad_alloc();
+    char* base = arena.get();
+    // g++ 12 takes the alignment of the whole for that of every part, and crashes
+    asm volatile("" : "+r"(base));
+"""
+
 
 def write_kernels(plan: Plan) -> str:
     """The kernels that a plan calls, and what its matrix products need.
@@ -42,14 +52,14 @@ def write_kernels(plan: Plan) -> str:
     return "\n".join(parts)
 
 
-def write_buffers(plan: Plan) -> tuple[list[str], int]:
-    """(A pointer to each of a plan's buffers, which lie one after another from `base`; the bytes of
-    all)."""
-    pointers, arena = [], 0
-    for root, size in plan.buffers.items():
-        pointers.append(f"char* {root} = base + {arena};")
-        arena += -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
-    return pointers, max(arena, ALIGNMENT)
+def write_buffers(plan: Plan) -> str:
+    """A pointer to each of a plan's buffers, in memory that a thread keeps."""
+    pointers, size = [], 0
+    for root, num_bytes in plan.buffers.items():
+        pointers.append(f"char* {root} = base + {size};")
+        size += -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
+    arena = {"alignment": _ALIGNMENT, "bytes": max(size, _ALIGNMENT)}
+    return _ARENA.strip("\n") % arena + "\n" + indent(pointers, 4)
 
 
 def indent(lines: list[str], by: int) -> str:
