@@ -9,10 +9,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import close, double, normals
+from row_datasets import RowByRow, Stream
 from torch.utils.data import (
     DataLoader,
-    Dataset,
-    IterableDataset,
     SubsetRandomSampler,
     TensorDataset,
 )
@@ -85,27 +84,6 @@ def written_out(position):
     return prior - 0.5 * (w[0] + w[1]) ** 2 + log_normal(Y, X @ w, u.exp()).sum()
 
 
-class RowByRow(Dataset):
-    def __len__(self):
-        return N
-
-    def __getitem__(self, index):
-        return X[index], Y[index]
-
-
-class Stream(IterableDataset):
-    """The rows one after another; it says its length to whoever asks."""
-
-    def __init__(self, num_rows=N):
-        self.num_rows = num_rows
-
-    def __len__(self):
-        return N
-
-    def __iter__(self):
-        return zip(X[: self.num_rows], Y[: self.num_rows], strict=True)
-
-
 class Backwards:
     """A sampler of the user's own."""
 
@@ -119,7 +97,7 @@ class Backwards:
 class Batches:
     """Batches without a DataLoader."""
 
-    dataset = RowByRow()
+    dataset = RowByRow(X, Y)
 
     def __iter__(self):
         return zip(X.split(B), Y.split(B), strict=True)
@@ -134,9 +112,9 @@ WAYS = {
     "scaled by Pyro": (scaled_by_pyro, (X, Y), {"batch_size": B}),
     "TensorDataset": (of_rows, DataLoader(TensorDataset(X, Y), B, shuffle=True), {}),
     "dropping the last": (of_rows, DataLoader(TensorDataset(X, Y), B, drop_last=True), {}),
-    "read by index": (of_rows, DataLoader(RowByRow(), B, shuffle=True), {}),
-    "a sampler of one's own": (of_rows, DataLoader(RowByRow(), B, sampler=Backwards()), {}),
-    "stream": (of_rows, DataLoader(Stream(), B), {}),
+    "read by index": (of_rows, DataLoader(RowByRow(X, Y), B, shuffle=True), {}),
+    "a sampler of one's own": (of_rows, DataLoader(RowByRow(X, Y), B, sampler=Backwards()), {}),
+    "stream": (of_rows, DataLoader(Stream(X, Y), B), {}),
     "batches": (of_rows, Batches(), {}),
     "subsampling by itself": (by_itself, (X, Y), {}),
     "with its data": (with_its_data, None, {}),
@@ -167,7 +145,7 @@ def test_value_gradient_and_hessian_are_those_of_all_rows(way, numbers, monkeypa
 
 def test_a_subset_is_all_there_is():
     chosen = [2, 3, 5, 7, 11, 13, 17]
-    loader = DataLoader(RowByRow(), 3, sampler=SubsetRandomSampler(chosen))
+    loader = DataLoader(RowByRow(X, Y), 3, sampler=SubsetRandomSampler(chosen))
     theirs, _ = opened(of_rows, loader)
     ours, _ = opened(of_rows, (X[chosen], Y[chosen]))
     for place in PLACES:
@@ -316,8 +294,8 @@ def test_no_mode_is_said_so(density, asked):
     [
         ((X, Y), {"batch_size": B}),
         ((X, Y), {}),
-        (DataLoader(Stream(N - 4), B), {}),
-        (DataLoader(RowByRow(), B), {}),
+        (DataLoader(Stream(X, Y, num_rows=N - 4), B), {}),
+        (DataLoader(RowByRow(X, Y), B), {}),
     ],
     ids=["minibatches", "whole", "stream", "loader"],
 )
@@ -330,7 +308,7 @@ def test_a_part_of_the_data_is_refused(data, kwargs, asked):
 
 
 def test_a_stream_that_says_more_than_it_holds_is_refused():
-    density, start = opened(of_rows, DataLoader(Stream(N - 4), B))
+    density, start = opened(of_rows, DataLoader(Stream(X, Y, num_rows=N - 4), B))
     with pytest.raises(DataError, match=r"the data hold 19 rows, not N = 23"):
         density.grad(start)
     with pytest.raises(DataError, match=r"the data hold 19 rows, not N = 23"):

@@ -14,8 +14,9 @@ import torch
 from linear import PRIOR_MEAN, SD, D, linear_data, linear_posterior, regression, rows
 from pyro.infer.autoguide import init_to_value
 from reference import close, double, normals
+from row_datasets import RowByRow, Stream
 from torch.distributions import constraints
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
 from pyro_scale.core import memory
@@ -54,22 +55,6 @@ def gaussian(fit):
 # ------------------------------------------------------------------ Bayes' rule
 
 
-class RowByRow(Dataset):
-    def __len__(self):
-        return N
-
-    def __getitem__(self, index):
-        return X[index], Y[index]
-
-
-class Stream(IterableDataset):
-    def __len__(self):
-        return N
-
-    def __iter__(self):
-        return zip(X, Y, strict=True)
-
-
 WAYS = {
     "whole": ((X, Y), None),
     "one batch of all": ((X, Y), N),
@@ -79,8 +64,8 @@ WAYS = {
     "by name, backwards": ({"y": Y.flip(0), "x": X.flip(0)}, 4),
     "shuffled": ((X[SHUFFLED], Y[SHUFFLED]), 6),
     "loader": (DataLoader(TensorDataset(X, Y), 5), None),
-    "row by row": (DataLoader(RowByRow(), 10), None),
-    "stream": (DataLoader(Stream(), 7), None),
+    "row by row": (DataLoader(RowByRow(X, Y), 10), None),
+    "stream": (DataLoader(Stream(X, Y), 7), None),
 }
 
 

@@ -15,8 +15,9 @@ import torch
 import torchopt
 from linear import PRIOR_MEAN, SD, D, linear_data, linear_posterior, regression, rows
 from reference import close, double, normals
+from row_datasets import RowByRow, Stream
 from torch.distributions import MultivariateNormal, constraints
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
 from pyro_scale.core import memory
@@ -62,22 +63,6 @@ def gaussian(fit, start=0):
 # ------------------------------------------------------------------ linear regression
 
 
-class RowByRow(Dataset):
-    def __len__(self):
-        return N
-
-    def __getitem__(self, index):
-        return X[index], Y[index]
-
-
-class Stream(IterableDataset):
-    def __len__(self):
-        return N
-
-    def __iter__(self):
-        return zip(X, Y, strict=True)
-
-
 WAYS = {
     "whole": ((X, Y), {}),
     "one batch of all": ((X, Y), {"batch_size": N}),
@@ -87,8 +72,8 @@ WAYS = {
     "by name, backwards": ({"y": Y.flip(0), "x": X.flip(0)}, {"batch_size": 8}),
     "loader": (DataLoader(TensorDataset(X, Y), 5, shuffle=True), {}),
     "loader dropping the last": (DataLoader(TensorDataset(X, Y), 5, drop_last=True), {}),
-    "row by row": (DataLoader(RowByRow(), 10, shuffle=True), {}),
-    "stream": (DataLoader(Stream(), 7), {}),
+    "row by row": (DataLoader(RowByRow(X, Y), 10, shuffle=True), {}),
+    "stream": (DataLoader(Stream(X, Y), 7), {}),
 }
 
 

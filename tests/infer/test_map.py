@@ -11,8 +11,9 @@ import torch
 import torchopt
 from pyro.infer.autoguide import init_to_value
 from reference import close, double, normals
+from row_datasets import RowByRow
 from torch.distributions import constraints
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
 from pyro_scale.core import memory
@@ -507,17 +508,9 @@ def test_modules(kind):
     assert fit.predict(X[:3])["y"].shape == (1, 3)
 
 
-class RowByRow(Dataset):
-    def __len__(self):
-        return N
-
-    def __getitem__(self, index):
-        return X[index], Y[index]
-
-
 LOADERS = {
     "TensorDataset": DataLoader(TensorDataset(X, Y), B, shuffle=True),
-    "row by row": DataLoader(RowByRow(), B),
+    "row by row": DataLoader(RowByRow(X, Y), B),
     "dropping the last": DataLoader(TensorDataset(X, Y), B, shuffle=True, drop_last=True),
 }
 
