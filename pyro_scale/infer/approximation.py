@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -53,18 +53,22 @@ class Approximation(Method):
         ArgumentError: an argument that is unknown or out of range.
     """
 
+    #: What `structure` may be.
+    structures: ClassVar[tuple[str, ...]] = get_args(Structure)
+
     def __init__(
         self,
         model: Any,
         *,
-        structure: Structure = "diag",
+        structure: Structure | Literal["auto"] = "diag",
         init_strategy: Any = None,
         num_data: int | None = None,
     ):
         super().__init__(model, init_strategy=init_strategy, num_data=num_data)
-        if structure not in get_args(Structure):
-            raise ArgumentError(f"structure={structure!r}: pass one of {get_args(Structure)}")
-        self.structure = structure
+        if structure not in self.structures:
+            raise ArgumentError(f"structure={structure!r}: pass one of {self.structures}")
+        #: Of an "auto" that is chosen once the number of dimensions is known.
+        self.structure: Structure = "dense" if structure == "auto" else structure
         self._fit: Fit | None = None
 
     @property

@@ -7,17 +7,15 @@ import fnmatch
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
-from pyro_scale import kernels
 from pyro_scale.core.rng import choose_seed
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
-from pyro_scale.data.sources import Data
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ApproximationWarning, ArgumentError, ModelError
 from pyro_scale.fullbatch.chunks import chunks_of
@@ -25,9 +23,8 @@ from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.evidence import Candidate, Search
 from pyro_scale.fullbatch.precision import CurvatureKind
 from pyro_scale.infer.approximation import Approximation, Structure, as_prior
-from pyro_scale.kernels.optimizer import as_optimizer
+from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.curvature.ggn import Curvature
-from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, position_of, prepare
@@ -84,6 +81,8 @@ class Laplace(Approximation):
         -6.63
     """
 
+    structures: ClassVar[tuple[str, ...]] = ("auto", *get_args(Structure))
+
     def __init__(
         self,
         model: Any,
@@ -95,11 +94,7 @@ class Laplace(Approximation):
         init_strategy: Any = None,
         num_data: int | None = None,
     ):
-        structures = ("auto", *get_args(Structure))
-        if structure not in structures:
-            raise ArgumentError(f"structure={structure!r}: pass one of {structures}")
-        resolved: Structure = "dense" if structure == "auto" else structure
-        super().__init__(model, structure=resolved, init_strategy=init_strategy, num_data=num_data)
+        super().__init__(model, structure=structure, init_strategy=init_strategy, num_data=num_data)
         self._auto = structure == "auto"
         kinds = [kind for part in get_args(CurvatureKind) for kind in (get_args(part) or (part,))]
         if curvature not in kinds:
@@ -155,7 +150,7 @@ class Laplace(Approximation):
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
         log_posterior = as_log_posterior(self.model, opened.num_data)
         starts = self._starts(num_chains, seed)
-        problem = _prepare(log_posterior, opened, starts, num_chains, seed)
+        problem = prepare(log_posterior, opened, Hyperparameters(), starts, num_chains, seed)
         sites, tuned = self._sites_of(problem), _tuned_places(problem, tune or ())
         candidates = []
         with Progress(num_chains, type(self).__name__, progress) as bar:
@@ -199,7 +194,7 @@ class Laplace(Approximation):
             for start, center in enumerate(old.centers):
                 opened = open_data(data, batch_size, None, module_device(self.model))
                 log_posterior = as_log_posterior(as_prior(old, start), opened.num_data)
-                problem = _prepare(log_posterior, opened, None, 1, old.seed)
+                problem = prepare(log_posterior, opened, Hyperparameters(), None, 1, old.seed)
                 search = self._search(problem, old.sites, batch_size, _points(problem))
                 fixed = _fixed_center(problem, mode, start)
                 candidates.append(search.best(center) if fixed is None else search.at(fixed))
@@ -330,13 +325,6 @@ def _as_temperature(temperature: float) -> float:
     if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
         raise ArgumentError(f"temperature={temperature!r}: pass a number >= 0")
     return float(temperature)
-
-
-def _prepare(
-    log_posterior: LogPosterior, data: Data, starts: Any, num_chains: int, seed: int
-) -> Problem:
-    kernel = kernels.MAP(optimizer=as_optimizer(None))  # by which nothing is moved
-    return prepare(log_posterior, data, kernel, starts, num_chains, seed)
 
 
 def _points(problem: Problem) -> Tensor:

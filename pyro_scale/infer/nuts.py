@@ -8,7 +8,6 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from pyro_scale import kernels
 from pyro_scale.core import rows
 from pyro_scale.core.rng import Purpose, choose_seed, generator
 from pyro_scale.core.validation import as_count
@@ -20,7 +19,7 @@ from pyro_scale.exact.chains import sample
 from pyro_scale.exact.log_density import log_density
 from pyro_scale.exact.nutpie_api import Settings
 from pyro_scale.infer.method import Method
-from pyro_scale.kernels.optimizer import as_optimizer
+from pyro_scale.kernels import Hyperparameters
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.draws import Result
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
@@ -181,9 +180,8 @@ class NUTS(Method):
                 "use BAOA, which takes minibatches"
             )
         log_posterior = as_log_posterior(self.model, opened.num_data)
-        kernel = kernels.MAP(optimizer=as_optimizer(None))  # by which nothing is moved
         starts = self._starts(num_chains, seed)
-        return prepare(log_posterior, opened, kernel, starts, num_chains, seed)
+        return prepare(log_posterior, opened, Hyperparameters(), starts, num_chains, seed)
 
     @staticmethod
     def _warn(result: Result, interrupted: bool) -> None:

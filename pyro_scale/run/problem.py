@@ -89,6 +89,8 @@ def prepare(
 ) -> Problem:
     """Runs the model's preflight and finds every chain's start.
 
+    A method that takes no steps passes `Hyperparameters()`, by which nothing is moved.
+
     Raises:
         ModelError, SiteError, PlateError: what is wrong with the model.
         ArgumentError: a dict of starts that does not fit the model or the number of chains.
