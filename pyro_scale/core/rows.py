@@ -105,6 +105,11 @@ def vmap_dims(arguments: Arguments, dim: int | None) -> Any:
     return pytree.tree_map(lambda leaf: dim if is_rows(leaf) else None, arguments)
 
 
+def by_column(table: Tensor) -> Tensor:
+    """A table `[rows, columns]` whose columns lie in one piece: sums over rows run along them."""
+    return table.mT.contiguous().mT
+
+
 def concatenate(parts: Sequence[Arguments]) -> Arguments:
     """Batches of one structure, one after another."""
     return _join(torch.cat, parts)

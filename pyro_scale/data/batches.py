@@ -116,7 +116,7 @@ class WholeData(ByStep):
 
         def stored(leaf: Tensor) -> Tensor:
             narrow = leaf.dim() == 2 and leaf.shape[1] * leaf.element_size() <= _REGISTER_BYTES
-            return leaf.t().contiguous().t() if narrow else leaf
+            return rows.by_column(leaf) if narrow else leaf
 
         return WholeData(rows.map_rows(stored, self.fixed))
 

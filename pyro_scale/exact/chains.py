@@ -60,7 +60,6 @@ def sample(
     places = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     interrupted = False
     with Progress(len(starts) * _length(settings), title, progress) as bar:
-        seen = [0] * len(starts)
         try:
             while waiting or running:
                 while waiting and len(running) < places:
@@ -70,7 +69,7 @@ def sample(
                 for number, chain in list(running.items()):
                     if chain.wait(_GLANCE):
                         done[number] = running.pop(number).draws()
-                        bar.update(_length(settings) - seen[number])
+                        bar.update(_length(settings))
         except KeyboardInterrupt:
             interrupted = True
             for number, chain in running.items():

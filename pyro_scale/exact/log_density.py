@@ -148,9 +148,9 @@ def _in_float64(log_posterior: LogPosterior) -> LogPosterior:
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    """In float64, and tables by column: sums over rows then run along the memory."""
+    """In float64, and tables by column."""
     wide = (tensor.double() if tensor.is_floating_point() else tensor).detach()
-    return wide.mT.contiguous().mT if wide.dim() == 2 else wide.contiguous()
+    return rows.by_column(wide) if wide.dim() == 2 else wide.contiguous()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ interface, which costs some 15 microseconds a gradient more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,15 +20,15 @@ from pyro_scale.exact.log_density import LogDensity
 
 #: Versions whose calls for pointers are known.
 _KNOWN_VERSIONS = ("0.16.8",)
-#: Sample statistics in ArviZ's names, from nutpie's.
-_STATISTICS = {
-    "diverging": "diverging",
-    "energy": "energy",
-    "tree_depth": "depth",
-    "n_steps": "n_steps",
-    "acceptance_rate": "mean_tree_accept",
-    "step_size": "step_size_bar",
-    "lp": "logp",
+#: Sample statistics in ArviZ's names: nutpie's names, and dtypes.
+_STATISTICS: dict[str, tuple[str, type]] = {
+    "diverging": ("diverging", np.bool_),
+    "energy": ("energy", np.float64),
+    "tree_depth": ("depth", np.int64),
+    "n_steps": ("n_steps", np.int64),
+    "acceptance_rate": ("mean_tree_accept", np.float64),
+    "step_size": ("step_size_bar", np.float64),
+    "lp": ("logp", np.float64),
 }
 
 
@@ -88,8 +88,8 @@ class Chain:
             self._background = _python_sampler(density, init, settings, seed)
             self._sampler = self._background._sampler
             return
-        own = library.PyNutsSettings.LowRank(seed) if settings.low_rank else None
-        own = own or library.PyNutsSettings.Diag(seed)
+        kinds = library.PyNutsSettings
+        own = kinds.LowRank(seed) if settings.low_rank else kinds.Diag(seed)
         own.num_chains, own.num_tune = 1, settings.warmup_steps
         own.num_draws, own.maxdepth = settings.num_samples, settings.max_depth
         own.target_accept = settings.target_accept
@@ -112,7 +112,7 @@ class Chain:
         except TimeoutError:
             return False
         except RuntimeError as error:
-            raise _translated(error) from error
+            raise _translate(error) from error
         return bool(self._sampler.is_finished())
 
     def stop(self) -> None:
@@ -123,23 +123,19 @@ class Chain:
         """What there is, once the chain has finished or was stopped."""
         import pyarrow
 
-        traces, statistics = self._sampler.take_results().get_arrow_trace()
-        (trace,), (stats,) = traces, statistics
-        columns = {name: pyarrow.array(stats.column(name)) for name in _STATISTICS.values()}
-        kept = ~np.asarray(pyarrow.array(stats.column("tuning")).to_numpy(False), dtype=bool)
+        (trace,), (stats,) = self._sampler.take_results().get_arrow_trace()
+
+        def column(name: str) -> Any:
+            return pyarrow.array(stats.column(name)).to_numpy(False)
+
+        kept = ~column("tuning").astype(np.bool_)
         flat = pyarrow.array(trace.column("x")).flatten().to_numpy(False)
         positions = torch.from_numpy(flat.reshape(len(kept), -1)[kept].copy())
-        return ChainDraws(positions, _tensors(columns, kept))
-
-
-def _tensors(columns: Mapping[str, Any], kept: Any) -> dict[str, Tensor]:
-    found = {}
-    for name, theirs in _STATISTICS.items():
-        values = np.asarray(columns[theirs].to_numpy(False))[kept]
-        found[name] = torch.from_numpy(values.astype(bool if name == "diverging" else np.float64))
-    for name in ("tree_depth", "n_steps"):
-        found[name] = found[name].long()
-    return found
+        sample_stats = {
+            name: torch.from_numpy(column(theirs)[kept].astype(dtype))
+            for name, (theirs, dtype) in _STATISTICS.items()
+        }
+        return ChainDraws(positions, sample_stats)
 
 
 def _python_sampler(
@@ -184,7 +180,7 @@ def _python_sampler(
     )
 
 
-def _translated(error: RuntimeError) -> Exception:
+def _translate(error: RuntimeError) -> Exception:
     """A failure of nutpie's as ours."""
     if "initial" in str(error).lower():
         return SiteError(
