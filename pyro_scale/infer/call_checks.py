@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from pyro_scale.errors import CallError
 
@@ -82,10 +82,12 @@ def _explain(
     parameters = inspect.signature(function).parameters
     own = function.__name__ == "__init__"
     title = type(self).__name__ + ("" if own else f".{function.__name__}")
-    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    options = _options_of(function)
+    kind = "hyperparameter" if options else "argument"
     for name in kwargs:
-        if name not in parameters and not is_open:
-            return f"{title} has no argument '{name}': {unknown_argument(self, name, parameters)}"
+        if options is not None and name not in (*parameters, *options):
+            hint = unknown_argument(self, name, parameters)
+            return f"{title} has no {kind} '{name}': {hint}"
     places = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) + 1 > len(places):
         if function.__name__ == "run":
@@ -96,13 +98,14 @@ def _explain(
             hint = "pass the others by name"
         return f"{title} takes {len(places) - 1} positional argument(s), not {len(args)}: {hint}"
     if own and "lr" in parameters and "lr" not in kwargs:
-        written = [
-            vars(each)["__init__"] for each in type(self).__mro__ if "__init__" in vars(each)
-        ]
-        names = {name for init in written for name in inspect.signature(init).parameters}
-        for name in kwargs:
-            if name not in names:  # most often lr, as others call it
-                hint = unknown_argument(self, name, parameters)
-                return f"{title} has no hyperparameter '{name}': {hint}"
         return f"{title} needs a step size: pass lr='auto', or a number"
     return f"{title}: {error}"
+
+
+def _options_of(function: Callable[..., Any]) -> tuple[str, ...] | None:
+    """The names that `**options: Unpack[...]` stands for; None where any name will do."""
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            kinds = get_args(get_type_hints(function).get(parameter.name))
+            return tuple(kinds[0].__annotations__) if kinds else None
+    return ()
