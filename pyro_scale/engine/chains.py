@@ -49,14 +49,14 @@ class Chains:
         self.log_joint = torch.nan
 
     @property
-    def moment(self) -> RunState:
+    def run_state(self) -> RunState:
         """Where they are."""
         return RunState(self.count, self.state, self.alive, tuple(self.failures))
 
-    def go_on_from(self, moment: RunState) -> None:
+    def go_on_from(self, run_state: RunState) -> None:
         """Takes up where a run was."""
-        self.count, self.state, self.alive = moment.step, moment.state, moment.alive
-        self.failures = list(moment.failures)
+        self.count, self.state, self.alive = run_state.step, run_state.state, run_state.alive
+        self.failures = list(run_state.failures)
 
     def move(
         self, program: Program, batches: Batches, block: StepInputs, steps: Steps, draws: Draws

@@ -54,7 +54,7 @@ class Checkpoint(NamedTuple):
         number: of the state.
         parts: names of the files that hold the draws.
         facts: of the run.
-        moment: where it was, the state as a list of its leaves.
+        run_state: where it was, the state as a list of its leaves.
         batches: its position in the batches.
         positions: of the draws until then, `[chains, kept, D]`.
         log_joint: of the steps that led to them, `[chains, kept]`.
@@ -67,7 +67,7 @@ class Checkpoint(NamedTuple):
     number: int
     parts: tuple[str, ...]
     facts: dict[str, Any]
-    moment: RunState
+    run_state: RunState
     batches: Any
     positions: Tensor
     log_joint: Tensor
@@ -79,7 +79,7 @@ class Checkpoint(NamedTuple):
     def state_like(self, state: Any) -> Any:
         """The state, in the structure and on the device of another one."""
         leaves, structure = pytree.tree_flatten(state)
-        own = zip(self.moment.state, leaves, strict=True)
+        own = zip(self.run_state.state, leaves, strict=True)
         return pytree.tree_unflatten([leaf.to(like.device) for leaf, like in own], structure)
 
 
@@ -126,7 +126,7 @@ class Checkpoints:
 
     def write(
         self,
-        moment: RunState,
+        run_state: RunState,
         batches: Any,
         draws: Draws,
         look_every: int,
@@ -135,7 +135,7 @@ class Checkpoints:
         """Writes the next one.
 
         Args:
-            moment: where the run is.
+            run_state: where the run is.
             batches: its position in the batches.
             draws: all that it has kept until then.
             look_every: draws from one look at the whole state to the next.
@@ -157,10 +157,10 @@ class Checkpoints:
             f"state-{self._number}",
             {
                 "facts": self._facts,
-                "step": moment.step,
-                "state": pytree.tree_leaves(moment.state),
-                "alive": moment.alive,
-                "failures": [list(dataclasses.astuple(each)) for each in moment.failures],
+                "step": run_state.step,
+                "state": pytree.tree_leaves(run_state.state),
+                "alive": run_state.alive,
+                "failures": [list(dataclasses.astuple(each)) for each in run_state.failures],
                 "batches": batches,
                 "sink": sink,
                 "parts": parts,
@@ -168,7 +168,7 @@ class Checkpoints:
                 "dtype": dtype_name(draws.positions.dtype),
                 "kinetic": draws.kinetic,
                 "look_every": look_every,
-                "program": draws.program if moment.step else None,
+                "program": draws.program if run_state.step else None,
             },
         )
         self._parts, self._kept = parts, kept
@@ -272,7 +272,7 @@ def _read(directory: Path, number: int, state: Path) -> Checkpoint:
         number=number,
         parts=tuple(held["parts"]),
         facts=held["facts"],
-        moment=RunState(held["step"], held["state"], held["alive"], failures),
+        run_state=RunState(held["step"], held["state"], held["alive"], failures),
         batches=held["batches"],
         positions=torch.cat([none[0], *(part["positions"] for part in parts)], 1),
         log_joint=torch.cat([none[1], *(part["log_joint"] for part in parts)], 1),

@@ -86,13 +86,13 @@ def simulate(
         _go_on(last, chains, batches, draws, steps)
         progress.update(chains.count)
     inputs = Inputs(values, noise or chains.noise, batches)
-    moment, taken = chains.moment, None if sink is None else sink.state()
+    run_state, taken = chains.run_state, None if sink is None else sink.state()
 
     def write() -> None:
         if checkpoints is not None:
-            kept = steps.kept_before(moment.step)
-            position = batches.position(moment.step)
-            checkpoints.write(moment, position, draws.first(kept), steps.look_every, taken)
+            kept = steps.kept_before(run_state.step)
+            position = batches.position(run_state.step)
+            checkpoints.write(run_state, position, draws.first(kept), steps.look_every, taken)
 
     begun = started = time.perf_counter()
     next_inspected = chains.count + 1
@@ -128,9 +128,9 @@ def simulate(
                     now = {name: column[block.stop - 1] for name, column in values.items()}
                     energy = engine.kinetic(chains.state, now)
                     draws.kinetic[chains.alive, looks[block.stop]] = energy[chains.alive]
-                moment, taken = chains.moment, None if sink is None else sink.state()
+                run_state, taken = chains.run_state, None if sink is None else sink.state()
                 progress.update(len(block), chains.log_joint)
-                draws.num_steps, draws.failures = moment.step, list(moment.failures)
+                draws.num_steps, draws.failures = run_state.step, list(run_state.failures)
                 if checkpoints is not None and checkpoints.due:
                     write()
                 due = check_every is None or block.stop % check_every == 0
@@ -142,21 +142,21 @@ def simulate(
             taken = sink.state()
             write()
     except (Exception, KeyboardInterrupt) as error:
-        kept, there = steps.kept_before(moment.step), steps.kept_before(chains.count)
+        kept, there = steps.kept_before(run_state.step), steps.kept_before(chains.count)
         if sink is not None and kept < sink.count == there:
-            moment, taken = chains.moment, sink.state()  # of the last draws that it has got
+            run_state, taken = chains.run_state, sink.state()  # of the last draws that it has got
         with contextlib.suppress(FileError):  # it may be what ended the run
             write()
         if sink is not None:
             with contextlib.suppress(FileError):
                 sink.go_on_from(taken)
                 sink.close()
-        draws = draws.first(steps.kept_before(moment.step))
+        draws = draws.first(steps.kept_before(run_state.step))
         draws.error = error
     finally:
         ended.close()
-    draws.num_steps, draws.failures = moment.step, list(moment.failures)
-    draws.state, draws.last_steps = moment.state, chains.last_steps
+    draws.num_steps, draws.failures = run_state.step, list(run_state.failures)
+    draws.state, draws.last_steps = run_state.state, chains.last_steps
     draws.compile_seconds, draws.seconds = started - begun, time.perf_counter() - started
     return draws
 
@@ -175,8 +175,8 @@ def _looks(
 
 def _go_on(last: Checkpoint, chains: Chains, batches: Batches, draws: Draws, steps: Steps) -> None:
     """Takes up where a run was."""
-    chains.go_on_from(last.moment._replace(state=last.state_like(chains.state)))
-    batches.seek(last.moment.step, last.batches)
+    chains.go_on_from(last.run_state._replace(state=last.state_like(chains.state)))
+    batches.seek(last.run_state.step, last.batches)
     kept = last.positions.shape[1]
     draws.positions[:, :kept], draws.log_joint[:, :kept] = last.positions, last.log_joint
     draws.program = last.program or draws.program

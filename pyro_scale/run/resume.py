@@ -108,7 +108,7 @@ class Journal:
             )
         _LOG.info(
             "resume: going on from step %d; schedules and other functions cannot be compared",
-            self.last.moment.step,
+            self.last.run_state.step,
         )
 
     @property

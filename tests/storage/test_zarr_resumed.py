@@ -387,7 +387,7 @@ def test_a_store_may_be_ahead_of_the_checkpoint(written, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.Checkpoints, "write", until_then)
     fitted(checkpoint=tmp_path / "run", checkpoint_every=0, **how)
     monkeypatch.setattr(checkpoint.Checkpoints, "write", write)
-    assert checkpoint.read(tmp_path / "run").moment.step < 100
+    assert checkpoint.read(tmp_path / "run").run_state.step < 100
     resumed = fitted(resume=tmp_path / "run", **how)
     same_outcome(resumed, fitted(num_samples=100))
     posterior = xarray.open_datatree(how["store"], engine="zarr", chunks=None).posterior
