@@ -20,8 +20,8 @@ from pyro_scale.data.batches import Batch, Batches, WholeData
 from pyro_scale.engine.agreement import check
 from pyro_scale.engine.compile.compiled import compile_function, compile_loop
 from pyro_scale.engine.compile.cpp_loop import inputs_of
-from pyro_scale.engine.compile.lowering import NotALoop
 from pyro_scale.engine.compile.trace import trace
+from pyro_scale.engine.compile.views import NotALoop
 from pyro_scale.engine.executors import ChainByChain, CompiledLoop, OneByOne, Program, eager
 from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.reuse import Blueprint, Earlier, arrange

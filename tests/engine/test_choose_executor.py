@@ -24,7 +24,7 @@ import pyro_scale as ps
 from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.engine import choose_executor
 from pyro_scale.engine.compile import cache_directory, compiled
-from pyro_scale.engine.compile.cpp_loop import NotALoop
+from pyro_scale.engine.compile.views import NotALoop
 from pyro_scale.errors import ArgumentError, CompileWarning, NonFiniteError, NotRunError
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -664,7 +664,7 @@ MODELS = {  # model, data, program, lr
         0.05,
     ),
     "frozen part": lambda: (PartlyFrozen(point=False), (X, Y), LOOP, 0.1),
-    "Gaussian process": lambda: (gaussian_process, normals(N, 5), STEP, 0.1),
+    "Gaussian process": lambda: (gaussian_process, normals(N, 5), LOOP, 0.1),
     "convolutions": lambda: (
         observed(ps.bayesianize(convolutions()), classes),
         (normals(N, 1, 4, 4), CLASS),

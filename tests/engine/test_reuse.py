@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, StackDataset, TensorDataset
 import pyro_scale as ps
 from pyro_scale.engine import choose_executor
 from pyro_scale.engine.compile import compiled
-from pyro_scale.engine.compile.lowering import NotALoop
+from pyro_scale.engine.compile.views import NotALoop
 from pyro_scale.errors import CompileWarning
 
 N, B = 40, 8

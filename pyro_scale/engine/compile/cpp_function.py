@@ -20,8 +20,9 @@ from torch import Tensor
 
 from pyro_scale.engine.compile.cpp_source import indent, write_buffers, write_kernels
 from pyro_scale.engine.compile.inductor import Compiled
-from pyro_scale.engine.compile.lowering import NotALoop, plan_of
+from pyro_scale.engine.compile.lowering import plan_of
 from pyro_scale.engine.compile.trace import Graph
+from pyro_scale.engine.compile.views import NotALoop
 
 _FUNCTION = """
 #include <torch/csrc/inductor/cpp_prefix.h>

@@ -4,31 +4,12 @@ from __future__ import annotations
 
 import re
 
-from pyro_scale.engine.compile.lowering import NotALoop, Plan
+from pyro_scale.engine.compile.aten_calls import ATEN
+from pyro_scale.engine.compile.lowering import Plan
+from pyro_scale.engine.compile.views import NotALoop
 
 #: Bytes, of every buffer's first one.
 _ALIGNMENT = 64
-
-_HANDLES = """
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
-
-static void check(AOTITorchError error) {
-    if (error) throw std::runtime_error("a matrix product failed");
-}
-
-struct Handle {
-    AtenTensorHandle handle;
-    Handle(char* data, int64_t dim, std::initializer_list<int64_t> size,
-           std::initializer_list<int64_t> stride, int32_t dtype) {
-        check(aoti_torch_create_tensor_from_blob(
-            data, dim, size.begin(), stride.begin(), 0, dtype, aoti_torch_device_type_cpu(), -1,
-            &handle));
-    }
-    ~Handle() { aoti_torch_delete_tensor_object(handle); }
-    AtenTensorHandle get() const { return handle; }
-};
-"""
 
 _ARENA = """
     // kept from one call to the next, for clearing new pages takes longer than a step
@@ -42,12 +23,12 @@ _ARENA = """
 
 
 def write_kernels(plan: Plan) -> str:
-    """The kernels that a plan calls, and what its matrix products need.
+    """The kernels that a plan calls, and what its calls of ATen need.
 
     Raises:
         NotALoop: a kernel is not one C++ function.
     """
-    parts = [_HANDLES] if any(line.startswith("check(") for line in plan.lines) else []
+    parts = [ATEN] if any("check(" in line for line in plan.lines) else []
     parts += [_rename(name, kernel.source) for name, kernel in plan.kernels.items()]
     return "\n".join(parts)
 

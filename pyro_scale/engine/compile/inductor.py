@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 from torch import Tensor, fx
 
 from pyro_scale.core.exclusive import exclusive
 from pyro_scale.engine.compile import cache_directory
+
+T = TypeVar("T")
 
 
 class CppKernel:
@@ -32,13 +34,16 @@ class CppKernel:
     def __call__(self, *args: Any) -> Any:
         """Runs it on tensors."""
         if self._built is None:
-            with _in_our_cache():
-                from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-                self._built = CppPythonBindingsCodeCache.load_pybinding(
-                    self.argument_types, self.source
-                )
+            self._built = _load(self._build)
         return self._built(*args)
+
+    def _build(self) -> Callable[..., Any]:
+        from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+        function: Callable[..., Any] = CppPythonBindingsCodeCache.load_pybinding(
+            self.argument_types, self.source
+        )
+        return function
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,8 @@ def build_library(source: str) -> str:
     Raises:
         Exception: there is no C++ compiler, or it refuses the source.
     """
-    with _in_our_cache():
+
+    def build() -> str:
         from torch._inductor.codecache import CppCodeCache
 
         class LoopCache(CppCodeCache):
@@ -121,6 +127,22 @@ def build_library(source: str) -> str:
                 return "torch/csrc/inductor/cpp_prefix.h"  # precompiled once, it saves two thirds
 
         return LoopCache.load(source)._name
+
+    return _load(build)
+
+
+def _load(build: Callable[[], T]) -> T:
+    """What Inductor builds or finds in its cache, where a killed process may have left half of a
+    library: that is built again."""
+    with _in_our_cache():
+        try:
+            return build()
+        except (OSError, ImportError) as error:
+            half = Path(str(error).partition(": ")[0])
+            if half.suffix != ".so" or not half.is_relative_to(_inductor_directory()):
+                raise
+            half.unlink(missing_ok=True)
+            return build()
 
 
 @contextmanager

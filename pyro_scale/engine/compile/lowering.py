@@ -1,7 +1,7 @@
 """Reads the Python that Inductor wrote for a step, and turns it into a plan in C++.
 
-That Python allocates buffers, calls kernels and matrix products on them, frees and renames them,
-and returns some.  The plan says which pointers each kernel gets, and how many bytes each buffer
+That Python allocates buffers, calls kernels and operations of ATen's on them, frees and renames
+them, and returns some.  The plan says which pointers each kernel gets, and how many bytes each buffer
 has.
 """
 
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_scale.engine.compile.aten_calls import (
+    PRODUCTS,
+    is_operation,
+    write_call,
+    write_product,
+)
 from pyro_scale.engine.compile.inductor import Compiled, CppKernel
+from pyro_scale.engine.compile.views import NotALoop, View
 
-#: The matrix products that a loop may call, with the names of their scalar arguments.
-_MATRIX_PRODUCTS: dict[str, tuple[str, ...]] = {
-    "extern_kernels.mm": (),
-    "extern_kernels.bmm": (),
-    "extern_kernels.addmm": ("beta", "alpha"),
-    "extern_kernels.baddbmm": ("beta", "alpha"),
-}
 #: Calls that compute nothing: what they check of inputs holds of all that a loop passes.
 _CHECKS = (
     "args.clear",
@@ -31,39 +31,6 @@ _CHECKS = (
     "assert_size_stride_grouped",
     "assert_alignment",
 )
-
-
-class NotALoop(Exception):
-    """A step that does more than call kernels and matrix products; the statement that does."""
-
-
-@dataclass(frozen=True)
-class View:
-    """A tensor in memory: a named C++ pointer, an offset in elements, and its geometry."""
-
-    root: str
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int = 0
-
-    @property
-    def address(self) -> str:
-        """Its first element's, in C++."""
-        return f"({self.root} + {self.offset * self.dtype.itemsize})"
-
-    @property
-    def num_bytes(self) -> int:
-        """From its first element to its last."""
-        if 0 in self.size:
-            return 0
-        pairs = zip(self.size, self.stride, strict=True)
-        return (1 + sum((n - 1) * step for n, step in pairs)) * self.dtype.itemsize
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether its elements lie one after another."""
-        return torch.empty_strided(self.size, self.stride, device="meta").is_contiguous()
 
 
 @dataclass
@@ -78,6 +45,7 @@ class Plan:
         outputs: what the step returns.
         kernels: those that are called, by name.
         views: the tensors that have a name at this point of the source.
+        results: those of operations of ATen's that have a name at this point.
         free: buffers that nothing uses any more, at this point.
     """
 
@@ -88,6 +56,7 @@ class Plan:
     outputs: list[View] = field(default_factory=list)
     kernels: dict[str, CppKernel] = field(default_factory=dict)
     views: dict[str, View] = field(default_factory=dict)
+    results: dict[str, list[View]] = field(default_factory=dict)
     free: list[str] = field(default_factory=list)
 
     # ------------------------------------------------------------------ statements
@@ -102,6 +71,10 @@ class Plan:
             case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")):
                 for name, view in zip(names, self.inputs, strict=True):
                     self.views[name.id] = view  # type: ignore[attr-defined]
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if is_operation(
+                ast.unparse(call.func)
+            ):
+                self.results[name] = self._aten(call)
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 self.views[name] = self._view(value)
             case ast.Delete(targets=names):
@@ -115,6 +88,8 @@ class Plan:
                 raise NotALoop(ast.unparse(statement))
 
     def _forget(self, name: str) -> None:
+        if self.results.pop(name, None) is not None:
+            return
         root = self.views.pop(name).root
         if root in self.buffers and all(view.root != root for view in self.views.values()):
             self.free.append(root)
@@ -130,8 +105,11 @@ class Plan:
                 if self._is_pointer(kind)
             ]
             self.lines.append(f"{function}({', '.join(pointers)});")
-        elif function in _MATRIX_PRODUCTS:
-            self._product(function, call)
+        elif function in PRODUCTS:
+            values = {keyword.arg: keyword.value for keyword in call.keywords}
+            operands = [self._view(each) for each in (values.pop("out"), *call.args)]
+            scales = {str(name): ast.literal_eval(each) for name, each in values.items()}
+            self.lines.append(write_product(function, operands, scales))
         elif function not in _CHECKS:
             raise NotALoop(ast.unparse(call))
 
@@ -141,32 +119,32 @@ class Plan:
             raise NotALoop(f"a kernel's argument of type {kind}")
         return True
 
-    def _product(self, function: str, call: ast.Call) -> None:
-        """A matrix product, by ATen's stable C interface."""
-        options = {keyword.arg: keyword.value for keyword in call.keywords}
-        operands = [options.pop("out"), *call.args]
-        handles = [self._handle(self._view(operand)) for operand in operands]
-        scales = [
-            repr(float(ast.literal_eval(options.pop(name, ast.Constant(1)))))
-            for name in _MATRIX_PRODUCTS[function]
-        ]
-        if options:
-            raise NotALoop(ast.unparse(call))
-        shim = function.replace("extern_kernels.", "aoti_torch_cpu_") + "_out"
-        self.lines.append(f"check({shim}({', '.join(handles + scales)}));")
-
-    @staticmethod
-    def _handle(view: View) -> str:
-        size, stride = ("{" + ", ".join(map(str, v)) + "}" for v in (view.size, view.stride))
-        kind = f"aoti_torch_dtype_{str(view.dtype).removeprefix('torch.')}()"
-        return f"Handle({view.address}, {len(view.size)}, {size}, {stride}, {kind}).get()"
+    def _aten(self, call: ast.Call) -> list[View]:
+        """An operation that has no kernel; its results."""
+        args = [self._argument(each) for each in call.args]
+        kwargs = {str(keyword.arg): self._argument(keyword.value) for keyword in call.keywords}
+        name = f"results{len(self.lines)}"
+        lines, results = write_call(name, ast.unparse(call.func), args, kwargs)
+        self.lines += lines
+        return results
 
     # ------------------------------------------------------------------ expressions
+
+    def _argument(self, expression: ast.expr) -> View | float | None:
+        try:
+            return ast.literal_eval(expression)
+        except ValueError:
+            return self._view(expression)
 
     def _view(self, expression: ast.expr) -> View:
         match expression:
             case ast.Name(id=name) if name in self.views:
                 return self.views[name]
+            case ast.Name(id=name) if name in self.results:
+                (view,) = self.results[name]
+                return view
+            case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=int() as place)):
+                return self.results[name][place]
             case ast.Call(func=ast.Name(id="empty_strided_cpu"), args=[size, stride, dtype]):
                 kind = getattr(torch, ast.unparse(dtype).removeprefix("torch."))
                 view = View("", kind, ast.literal_eval(size), ast.literal_eval(stride))

@@ -70,6 +70,7 @@ def trace(function: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor])
     with torch.no_grad(), without_onednn():
         traced = make_fx(outputs, tracing_mode="real", decomposition_table=_DECOMPOSITIONS)
         module = traced(*examples)
+    _spread_failures(module)
     constants = _lift_constants(module)
     return Graph(module, constants, [*examples, *(each.tensor for each in constants)], dtypes)
 
@@ -98,6 +99,26 @@ _DECOMPOSITIONS = {
     torch.ops.aten.cumsum.default: _accumulate(operator.add),
     torch.ops.aten.cumprod.default: _accumulate(operator.mul),
 }
+
+
+def _spread_failures(module: fx.GraphModule) -> None:
+    """A factorization that fails gives NaN, where the function would raise an error: of many
+    chains, the others go on."""
+    graph, ops = module.graph, torch.ops.aten
+    for check in graph.find_nodes(op="call_function", target=ops._linalg_check_errors.default):
+        info = check.args[0]
+        factors = [node for node in info.args[0].users if node.args[1] == 0]
+        graph.erase_node(check)
+        for factor in factors:
+            with graph.inserting_after(max(factor, info)):
+                failed = graph.call_function(ops.ne.Scalar, (info, 0))
+            for _ in range(factor.meta["val"].dim() - info.meta["val"].dim()):
+                with graph.inserting_after(failed):
+                    failed = graph.call_function(ops.unsqueeze.default, (failed, -1))
+            with graph.inserting_after(failed):
+                whole = graph.call_function(ops.masked_fill.Scalar, (factor, failed, torch.nan))
+            factor.replace_all_uses_with(whole, lambda user: user is not whole)
+    module.recompile()
 
 
 def _lift_constants(module: fx.GraphModule) -> list[Constant]:

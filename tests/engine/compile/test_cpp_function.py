@@ -4,13 +4,14 @@ import ctypes
 import math
 from concurrent.futures import ThreadPoolExecutor
 
+import pyro.distributions as dist
 import pytest
 import torch
 from reference import double, normals
 
 from pyro_scale.engine.compile.compiled import compile_value_and_gradient
-from pyro_scale.engine.compile.lowering import NotALoop
 from pyro_scale.engine.compile.trace import trace
+from pyro_scale.engine.compile.views import NotALoop
 
 X, Y = normals(40, 3, seed=0), (normals(40, seed=1) > 0).double()
 
@@ -39,13 +40,42 @@ def product(w, x, y):
     return torch.tanh(weights).sum(0) @ y - w.pow(4).sum()
 
 
-@pytest.mark.parametrize(("density", "size"), [(logistic, 3), (product, 6)])
+COVARIANCE = normals(6, 6, seed=2) @ normals(6, 6, seed=2).mT + torch.eye(6).double()
+
+
+def gaussian(x):
+    """A Cholesky factor, triangular solves, and the gradients of both."""
+    covariance = COVARIANCE * x.exp().outer(x.exp()) + torch.eye(6).double()
+    density = dist.MultivariateNormal(torch.zeros(6).double(), covariance, validate_args=False)
+    return density.log_prob(COVARIANCE).sum()
+
+
+def distances(x):
+    """An operation with an optional argument, whose gradient is another operation."""
+    points = x.reshape(3, 2)
+    return torch.cdist(points, points + 0.3).square().sum()
+
+
+def determinant(x):
+    return torch.linalg.slogdet(COVARIANCE + torch.outer(x, x)).logabsdet
+
+
+def special(x):
+    """A function whose gradient no kernel has."""
+    return torch.special.digamma(x.exp()).sum()
+
+
+@pytest.mark.parametrize(
+    ("density", "size"),
+    [(logistic, 3), (product, 6), (gaussian, 6), (distances, 6), (determinant, 6), (special, 2)],
+)
 def test_it_is_autograds(density, size):
-    function, exact = value_and_gradient(density, [normals(size), X, Y])
+    others = [X, Y] if density in (logistic, product) else []
+    function, exact = value_and_gradient(density, [normals(size), *others])
     for seed in range(5):
         x = normals(size, seed=seed)
         value, gradient = function(x)
-        expected_value, expected_gradient = exact(x, X, Y)
+        expected_value, expected_gradient = exact(x, *others)
         torch.testing.assert_close(value, expected_value, rtol=1e-14, atol=1e-13)
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
 
@@ -77,13 +107,30 @@ def test_the_code_says_what_is_not_finite(x, code):
     assert call(2, *pointers) == code
 
 
-def test_threads_do_not_share_buffers():
-    function, exact = value_and_gradient(product, [normals(6), X, Y])
+def test_what_is_not_positive_definite_is_not_finite():
+    """Torch raises an error there, and leaves half of a factor."""
+
+    def density(x):
+        factor = torch.linalg.cholesky(torch.diag(x))
+        return factor.diagonal().log().sum() + torch.linalg.inv(torch.diag(x + 3)).sum()
+
+    function, exact = value_and_gradient(density, [double(1.0, 2.0, 3.0)])
+    torch.testing.assert_close(function(double(3.0, 2.0, 1.0)), exact(double(3.0, 2.0, 1.0)))
+    for x in ([1.0, -2.0, 3.0], [-1.0, 2.0, 3.0], [-3.0, 1.0, 1.0]):
+        value, gradient = function(double(*x))
+        assert value.isnan()
+        assert gradient.isnan().any()
+
+
+@pytest.mark.parametrize("density", [product, gaussian])
+def test_threads_do_not_share_buffers(density):
+    others = [X, Y] if density is product else []
+    function, exact = value_and_gradient(density, [normals(6), *others])
     points = [normals(6, seed=seed) for seed in range(400)]
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(function, points))
     for x, (value, gradient) in zip(points, found, strict=True):
-        expected_value, expected_gradient = exact(x, X, Y)
+        expected_value, expected_gradient = exact(x, *others)
         torch.testing.assert_close(value, expected_value, rtol=1e-13, atol=1e-12)
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
 
@@ -96,9 +143,16 @@ def test_what_is_no_value_and_gradient_of_a_vector_is_refused():
         compile_value_and_gradient(trace(lambda w: [w.sum()], [normals(2)]))
 
 
-def test_an_operation_without_kernels_is_refused():
-    def density(w):
-        return torch.linalg.slogdet(torch.eye(3).double() + torch.outer(w, w)).logabsdet
+def random(x):
+    return (x * torch.poisson(x.detach().exp())).sum()
 
+
+def padded(x):
+    """An operation with lists among its arguments."""
+    return torch.nn.functional.conv1d(x.reshape(1, 1, 6), COVARIANCE[:1, None, :3]).sum()
+
+
+@pytest.mark.parametrize("density", [random, padded])
+def test_what_cannot_be_called_is_refused(density):
     with pytest.raises(NotALoop):
-        value_and_gradient(density, [normals(3)])
+        value_and_gradient(density, [normals(6)])
