@@ -1,8 +1,8 @@
 """Reads the Python that Inductor wrote for a step, and turns it into a plan in C++.
 
 That Python allocates buffers, calls kernels and operations of ATen's on them, frees and renames
-them, and returns some.  The plan says which pointers each kernel gets, and how many bytes each buffer
-has.
+them, and returns some.  The plan says which pointers each kernel gets, and how many bytes each
+buffer has.
 """
 
 from __future__ import annotations

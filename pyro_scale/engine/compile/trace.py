@@ -117,7 +117,8 @@ def _spread_failures(module: fx.GraphModule) -> None:
                     failed = graph.call_function(ops.unsqueeze.default, (failed, -1))
             with graph.inserting_after(failed):
                 whole = graph.call_function(ops.masked_fill.Scalar, (factor, failed, torch.nan))
-            factor.replace_all_uses_with(whole, lambda user: user is not whole)
+            factor.replace_all_uses_with(whole)
+            whole.replace_input_with(whole, factor)
     module.recompile()
 
 
