@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +13,9 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout, dtype_name
 from pyro_scale.core.rows import Arguments
+from pyro_scale.diagnostics.examine import as_word, examine, in_short
 from pyro_scale.diagnostics.replay_steps import Rerun, rerun
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.model.recorder import Recorder
-from pyro_scale.model.sites import is_subsample
-from pyro_scale.model.terms import terms_of
 from pyro_scale.posterior.serialization import layout_of, understood
 from pyro_scale.storage import files
 
@@ -28,8 +25,6 @@ if TYPE_CHECKING:
 #: By how much a gradient grows within the last steps of a chain that runs away, and how much
 #: farther out than the start such a chain is.
 _GROWTH, _FAR = 100.0, 1e6
-#: Characters of an error's message that are told.
-_TOLD = 300
 
 
 @dataclass(frozen=True)
@@ -134,9 +129,7 @@ def _diagnosis(
         return failed, "the steps are finite when they are taken again"
     has_gradient = broken.error is None and bool(torch.isfinite(broken.gradient).all())
     evaluated = has_gradient and math.isfinite(broken.log_joint)
-    here, what = (
-        (None, "") if evaluated else _examine(log_posterior, layout, broken, validate=False)
-    )
+    here, what = (None, "") if evaluated else _examine(log_posterior, layout, broken)
     told = "" if evaluated else _validate(log_posterior, layout, broken)
     bad = _bad_argument(broken.arguments)
     if bad is not None and not evaluated:
@@ -150,7 +143,7 @@ def _diagnosis(
         return site, f"site '{site}': its value is not finite {at}, before its gradient is taken"
     on = "on finite unconstrained values and a finite batch"
     if broken.error is not None:
-        raised = _in_short(broken.error)
+        raised = in_short(broken.error)
         return here or failed, f"site '{here or failed}': the model raises {raised} {at}, {on}"
     if here is not None:
         return here, f"site '{here}': its log density is {what} {at}, {on}{told}"
@@ -161,7 +154,7 @@ def _diagnosis(
         )
     if not evaluated:
         site = _first(layout, broken.gradient)
-        value = _word(broken.gradient[layout.slices()[site]])
+        value = as_word(broken.gradient[layout.slices()[site]])
         return site, f"site '{site}': its gradient of the log joint is {value} {at}, {on}{told}"
     return failed, (
         f"site '{failed}': its value is not finite after step {broken.number}, which begins with "
@@ -171,50 +164,15 @@ def _diagnosis(
 
 
 def _examine(
-    log_posterior: LogPosterior, layout: Layout, step: Rerun, validate: bool
+    log_posterior: LogPosterior, layout: Layout, step: Rerun, validate: bool = False
 ) -> tuple[str | None, str]:
-    """(The first site whose log density is not finite, or cannot be had; what it is, or the error
-    that the model raised there)."""
-    met: list[str] = []
     params = layout.unflatten(step.position)
-    recorder = partial(_Meeting, met=met)
-    try:
-        run = log_posterior.run(params, step.arguments, step.indices, recorder, validate)
-        terms = terms_of(run.sites)
-    except Exception as error:  # of whatever kind the user's model raises
-        sites = log_posterior.model_info.sites
-        expected = [n for n, s in sites.items() if s.kind != "subsample" and n not in met]
-        return next(iter(expected or met), None), _in_short(error)
-    for name, term in terms.items():
-        if not bool(torch.isfinite(term.log_prob).all()):
-            return name, _word(term.log_prob)
-    return None, ""
-
-
-class _Meeting(Recorder):
-    """A recorder that notes the sites whose log density could be had.
-
-    Args:
-        met: their names are added to it.
-        others: as for a recorder.
-    """
-
-    def __init__(self, *, met: list[str], **others: Any):
-        super().__init__(**others)
-        self._met = met
-
-    def _pyro_post_sample(self, msg: Any) -> None:
-        is_plate = is_subsample(msg["fn"])
-        if not is_plate:
-            msg["fn"].log_prob(msg["value"])
-        super()._pyro_post_sample(msg)
-        if not is_plate:
-            self._met.append(msg["name"])
+    return examine(log_posterior, params, step.arguments, step.indices, validate)
 
 
 def _validate(log_posterior: LogPosterior, layout: Layout, step: Rerun) -> str:
     """What validation says that comes without it as a number, if anything."""
-    _, without = _examine(log_posterior, layout, step, validate=False)
+    _, without = _examine(log_posterior, layout, step)
     site, finding = _examine(log_posterior, layout, step, validate=True)
     if site is None or finding == without:
         return ""
@@ -259,16 +217,6 @@ def _bad_argument(arguments: Arguments) -> str | None:
 def _first(layout: Layout, vector: Tensor) -> str:
     """The site of the first element that is not finite."""
     return layout.site_at(int(torch.nonzero(~torch.isfinite(vector))[0]))
-
-
-def _word(values: Tensor) -> str:
-    return "NaN" if bool(values.isnan().any()) else "infinite"
-
-
-def _in_short(error: Exception) -> str:
-    """An error on one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:_TOLD]}"
 
 
 def _norm(values: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""The progress bar: tqdm, with the current log joint."""
+"""The progress bar: tqdm, with what is known of the steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,15 @@ class Progress:
     def update(self, steps: int, log_joint: float | None = None) -> None:
         """So many more steps, and the log joint after them, where it is known."""
         if self._bar.update(steps) and log_joint is not None:
-            self._bar.set_postfix_str(f"log joint {log_joint:.5g}", refresh=False)
+            self.show(f"log joint {log_joint:.5g}")
+
+    def go_to(self, step: int) -> None:
+        """So many steps in all."""
+        self._bar.update(max(0, step - self._bar.n))
+
+    def show(self, what: str) -> None:
+        """What is known of the steps, when the bar is next redrawn."""
+        self._bar.set_postfix_str(what, refresh=False)
 
     def __enter__(self) -> Self:
         return self

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -24,16 +26,20 @@ class Draws(NamedTuple):
     Attributes:
         positions: `[chains, draws, D]`, as many of each chain as of the shortest.
         sample_stats: `[chains, draws]`, in ArviZ's names.
+        is_broken: whether the log density was not finite where a trajectory diverged after
+            warm-up.
         interrupted: whether Control-C ended them.
     """
 
     positions: Tensor
     sample_stats: dict[str, Tensor]
+    is_broken: bool
     interrupted: bool
 
 
 def sample(
     density: LogDensity,
+    by_pointer: bool,
     starts: Tensor,
     settings: Settings,
     seed: int,
@@ -46,6 +52,7 @@ def sample(
 
     Args:
         density: what is sampled.
+        by_pointer: whether nutpie takes machine code.
         starts: `[chains, D]`.
         settings: of each chain.
         seed: of the run.
@@ -58,26 +65,60 @@ def sample(
     """
     waiting, running, done = list(range(len(starts))), dict[int, Chain](), dict[int, ChainDraws]()
     places = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    interrupted = False
-    with Progress(len(starts) * _length(settings), title, progress) as bar:
+    length, interrupted = _length(settings), False
+    with Progress(len(starts) * length, title, progress) as bar:
         try:
             while waiting or running:
                 while waiting and len(running) < places:
                     number = waiting.pop(0)
                     own_seed = derived_seed(seed, number, Purpose.NOISE)
-                    running[number] = Chain(density, starts[number], settings, own_seed)
+                    running[number] = Chain(density, by_pointer, starts[number], settings, own_seed)
                 for number, chain in list(running.items()):
-                    if chain.wait(_GLANCE):
-                        done[number] = running.pop(number).draws()
-                        bar.update(_length(settings))
+                    draws = chain.wait(_GLANCE)
+                    if draws is not None:
+                        done[number] = draws
+                        del running[number]
+                _show(bar, running, len(done) * length)
         except KeyboardInterrupt:
             interrupted = True
-            for number, chain in running.items():
-                chain.stop()
-                done[number] = chain.draws()
+            done |= _stop(running)
+        except BaseException:
+            _stop(running)
+            raise
     if interrupted and min((len(d.positions) for d in done.values()), default=0) == 0:
         raise KeyboardInterrupt
     return _together([done[number] for number in sorted(done)], interrupted)
+
+
+def _stop(running: Mapping[int, Chain]) -> dict[int, ChainDraws]:
+    """Ends chains; their draws so far.  A second Control-C does not lose them, as it reaches the
+    main thread alone."""
+
+    def stop_all() -> dict[int, ChainDraws]:
+        stopped = {}
+        for number, chain in running.items():
+            with contextlib.suppress(BaseException):  # of one that has failed, Rust panics
+                stopped[number] = chain.stop()
+        return stopped
+
+    with ThreadPoolExecutor(1) as thread:
+        stopping = thread.submit(stop_all)
+        while True:
+            with contextlib.suppress(KeyboardInterrupt):
+                return stopping.result()
+
+
+def _show(bar: Progress, running: Mapping[int, Chain], num_done: int) -> None:
+    """How far each chain is: draws, divergences and step size."""
+    chains = {number: chain.progress for number, chain in sorted(running.items())}
+    bar.go_to(num_done + sum(each.num_draws for each in chains.values()))
+    bar.show(
+        "; ".join(
+            f"chain {number}: {each.num_draws} draws, {each.num_divergences} divergent, step size "
+            f"{each.step_size}"
+            for number, each in chains.items()
+        )
+    )
 
 
 def _length(settings: Settings) -> int:
@@ -90,5 +131,6 @@ def _together(chains: Sequence[ChainDraws], interrupted: bool) -> Draws:
     return Draws(
         torch.stack([chain.positions[:count] for chain in chains]),
         {n: torch.stack([chain.sample_stats[n][:count] for chain in chains]) for n in names},
+        any(chain.is_broken for chain in chains),
         interrupted,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor, nn
 
 from pyro_scale.core import rows
@@ -20,10 +21,32 @@ from pyro_scale.engine.compile.compiled import compile_value_and_gradient
 from pyro_scale.engine.compile.cpp_function import NativeFunction
 from pyro_scale.engine.compile.trace import trace
 from pyro_scale.errors import PyroScaleWarning
-from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.log_posterior import LogPosterior, Params
 
-#: x [D], in float64 -> (log joint in nats, 0-d; its gradient, [D]).
-ValueAndGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+class EagerFunction:
+    """A value and its gradient by the model's Python.
+
+    Attributes:
+        not_finite_at: as of machine code.
+    """
+
+    def __init__(self, function: Callable[..., Any], leaves: Sequence[Tensor], layout: Layout):
+        self._function, self._leaves = function, leaves
+        self._in_float64 = layout.dtype == torch.float64
+        self.not_finite_at = torch.full((layout.size,), torch.nan, dtype=torch.float64)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(The value, 0-d; the gradient)."""
+        try:
+            with _float64_by_default() if self._in_float64 else contextlib.nullcontext():
+                value, gradient = self._function(x, *self._leaves)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            # compiled code gives NaN too
+            value, gradient = x.new_tensor(torch.nan), torch.full_like(x, torch.nan)
+        if not bool(value.isfinite() & gradient.isfinite().all()):
+            self.not_finite_at.copy_(x)
+        return value, gradient
 
 
 @dataclass(frozen=True)
@@ -31,12 +54,13 @@ class LogDensity:
     """The log joint of all rows over a temperature, of the latents alone.
 
     Attributes:
-        function: the value and the gradient at a position; machine code if it could be compiled.
+        function: x [D], in float64 -> (log joint in nats, 0-d; its gradient, [D]); machine code
+            if it could be compiled.
         layout: of a position.
         program: how it is evaluated, in words.
     """
 
-    function: ValueAndGradient
+    function: NativeFunction | EagerFunction
     layout: Layout
     program: str
 
@@ -47,7 +71,11 @@ class LogDensity:
 
 
 def log_density(
-    log_posterior: LogPosterior, arguments: Arguments, temperature: float, compiled: bool
+    log_posterior: LogPosterior,
+    arguments: Arguments,
+    start: Params,
+    temperature: float,
+    compiled: bool,
 ) -> LogDensity:
     """The log joint of all rows, in float64 where the model runs in it.
 
@@ -58,6 +86,7 @@ def log_density(
     Args:
         log_posterior: the model after its preflight.
         arguments: all rows.
+        start: unconstrained tensors where the log joint is finite.
         temperature: what the log joint is divided by.
         compiled: whether to compile it.
 
@@ -65,32 +94,35 @@ def log_density(
         PyroScaleWarning: the model does not run in float64.
     """
     wide = rows.map_rows(_widen, arguments)
+    latents = {n: value for n, value in start.items() if n not in log_posterior.points}
+    wide_start = {name: value.double() for name, value in latents.items()}
     try:
         with _float64_by_default():
             double = _in_float64(log_posterior)
-            double.prepare(wide)
-            return _log_density(double, wide, temperature, compiled, torch.float64)
+            values = {n: v.double() for n, v in log_posterior.constrain(start).items()}
+            double.prepare(wide, init_to_value(values=values))
+            return _log_density(double, wide, wide_start, temperature, compiled)
     except Exception as error:  # of whatever kind the model raises
         first = str(error).splitlines()[0]
-        own = next(iter(log_posterior.model_info.sites.values())).value.dtype
+        own = next(iter(latents.values())).dtype
     warn(
         PyroScaleWarning,
         f"NUTS: the model does not run in float64 ({first}), so its log density has the digits of "
         f"{own}: convert what the model holds (net.double()) and the data",
     )
-    return _log_density(log_posterior, arguments, temperature, compiled, own)
+    return _log_density(log_posterior, arguments, latents, temperature, compiled)
 
 
 def _log_density(
     log_posterior: LogPosterior,
     arguments: Arguments,
+    start: Params,
     temperature: float,
     compiled: bool,
-    dtype: torch.dtype,
 ) -> LogDensity:
     points = {name: point.unconstrained for name, point in log_posterior.points.items()}
-    start = log_posterior.start(arguments, seed=0)
     layout, leaves = Layout.of(start), rows.leaves(arguments)
+    dtype = layout.dtype
 
     def function(position: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         remaining = iter(tensors)
@@ -102,7 +134,7 @@ def _log_density(
         slope = layout.flatten({name: gradient[name] for name in layout.names})
         return evaluation.log_joint.double() / temperature, slope.double() / temperature
 
-    eager, reason = _eager(function, leaves, dtype), "as asked"
+    eager, reason = EagerFunction(function, leaves, layout), "as asked"
     if compiled:
         examples = [layout.flatten(start).double(), *leaves]
         native, reason = _try_compile(function, examples, torch.finfo(dtype).eps ** 0.5)
@@ -126,18 +158,6 @@ def _try_compile(
     return native, ""
 
 
-def _eager(
-    function: Callable[..., Any], leaves: Sequence[Tensor], dtype: torch.dtype
-) -> ValueAndGradient:
-    def evaluate(position: Tensor) -> tuple[Tensor, Tensor]:
-        if dtype != torch.float64:
-            return function(position, *leaves)
-        with _float64_by_default():
-            return function(position, *leaves)
-
-    return evaluate
-
-
 def _in_float64(log_posterior: LogPosterior) -> LogPosterior:
     """The model before its preflight, with modules in float64."""
     double = log_posterior.renew(log_posterior.num_data)
@@ -153,7 +173,7 @@ def _widen(tensor: Tensor) -> Tensor:
     return rows.by_column(wide) if wide.dim() == 2 else wide.contiguous()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _float64_by_default() -> Iterator[None]:
     """Literals of the model are float64 while it runs; the default is put back."""
     with exclusive:

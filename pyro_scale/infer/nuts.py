@@ -14,10 +14,12 @@ from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import TensorData
+from pyro_scale.diagnostics.examine import examine
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleWarning
 from pyro_scale.exact.chains import sample
-from pyro_scale.exact.log_density import log_density
-from pyro_scale.exact.nutpie_api import Settings
+from pyro_scale.exact.log_density import LogDensity, log_density
+from pyro_scale.exact.nutpie_api import Settings, version
+from pyro_scale.exact.pointer_check import takes_pointers
 from pyro_scale.infer.method import Method
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.posterior.collect import facts_of
@@ -122,18 +124,26 @@ class NUTS(Method):
             self.target_accept,
             self.mass == "low_rank",
         )
+        by_pointer = takes_pointers()
         seed, begun = choose_seed(seed), time.perf_counter()
         problem = self._problem(data, as_count("num_chains", num_chains), batch_size, seed)
         size = problem.engine.num_latents
         if self.mass == "low_rank" and size > _MOST_LOW_RANK:
             raise ArgumentError(f"mass='low_rank': the model has {size:,} dimensions; pass 'diag'")
-        arguments = problem.data.first()
+        start = problem.engine.layout.unflatten(problem.positions[0])
         density = log_density(
-            problem.log_posterior, arguments, self.temperature, bool(self._compile)
+            problem.log_posterior,
+            problem.data.first(),
+            start,
+            self.temperature,
+            bool(self._compile),
         )
-        title = f"NUTS, {num_chains} chain{'s' * (num_chains > 1)}, {density.program}"
+        program = density.program
+        if density.native is not None and not by_pointer:
+            program += f", called from Python (nutpie {version()} is not known to take pointers)"
+        title = f"NUTS, {num_chains} chain{'s' * (num_chains > 1)}, {program}"
         compiled, starts = time.perf_counter(), problem.positions[:, :size]
-        draws = sample(density, starts, settings, seed, title, progress)
+        draws = sample(density, by_pointer, starts, settings, seed, title, progress)
         finished = time.perf_counter()
         points = problem.positions[:1, None, size:].expand(*draws.positions.shape[:2], -1)
         self._result = Result(
@@ -151,10 +161,11 @@ class NUTS(Method):
                 **facts_of(problem.log_posterior, seed),
                 "sampling_time": finished - compiled,
                 "compile_time": compiled - begun,
-                "program": density.program,
+                "program": program,
             },
         )
-        self._warn(self._result, draws.interrupted)
+        why = _what_broke(problem, density) if draws.is_broken else ""
+        self._warn(self._result, draws.interrupted, why)
         return self
 
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
@@ -184,7 +195,7 @@ class NUTS(Method):
         return prepare(log_posterior, opened, Hyperparameters(), starts, num_chains, seed)
 
     @staticmethod
-    def _warn(result: Result, interrupted: bool) -> None:
+    def _warn(result: Result, interrupted: bool, why: str) -> None:
         if interrupted:
             chains, draws = result.positions.shape[:2]
             warn(PyroScaleWarning, f"interrupted: there are {chains} x {draws} draws")
@@ -192,7 +203,22 @@ class NUTS(Method):
         if divergent:
             warn(
                 ConvergenceWarning,
-                f"{divergent} of {result.sample_stats['diverging'].numel()} trajectories diverged: "
-                "raise target_accept (0.95), or write the model so that scales do not multiply "
-                "latents (a non-centered parameterization)",
+                f"{divergent} of {result.sample_stats['diverging'].numel()} trajectories diverged"
+                f"{why}: raise target_accept (0.95), or write the model so that scales do not "
+                "multiply latents (a non-centered parameterization)",
             )
+
+
+def _what_broke(problem: Problem, density: LogDensity) -> str:
+    """What is not finite where a trajectory diverged, and at which site, behind a comma."""
+    layout, position = density.layout, density.function.not_finite_at
+    points = {name: each.unconstrained for name, each in problem.log_posterior.points.items()}
+    params = layout.unflatten(position.to(layout.dtype)) | points
+    site, finding = examine(problem.log_posterior, params, problem.data.first())
+    if site is not None:
+        return f", as the log density of site '{site}' is {finding} there"
+    _, gradient = density.function(position)
+    broken = (~gradient.isfinite()).nonzero()
+    if not len(broken):
+        return ", as the log joint is not finite there"
+    return f", as the gradient at site '{layout.site_at(int(broken[0]))}' is not finite there"

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleWarning
+from pyro_scale.exact import nutpie_api, pointer_check
 
 pytest.importorskip("nutpie")
 pytestmark = pytest.mark.usefixtures("float64")
@@ -162,8 +163,9 @@ def test_float32_is_sampled_in_float64_and_given_back_as_it_is():
     assert torch.get_default_dtype() == torch.float32
     assert all(map(torch.equal, before, model.parameters()))
     assert nuts.predict(data[0])["y"].shape == (100, N)
+    frozen = torch.nn.Linear(3, 3)
     with pytest.warns(PyroScaleWarning, match=r"does not run in float64.*net\.double\(\)"):
-        within = ps.NUTS(lambda x, y: model(x, y)).run(data, **few, **QUIET)
+        within = ps.NUTS(lambda x, y: model(frozen(x), y)).run(data, **few, **QUIET)
     assert within._results().attrs["program"] == "compiled log density"
 
 
@@ -215,6 +217,67 @@ def test_divergences_are_reported():
     assert bool(nuts._results().sample_stats["diverging"].any())
 
 
+def broken_beyond(gradient):
+    """NaN where x > 1, in the log density or in its gradient alone."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        if gradient:
+            zero = torch.zeros(1)[0]  # a number would be folded in
+            pyro.factor("root", torch.where(x > 1, zero * x, 1 + zero * x).sqrt())
+        else:
+            pyro.sample("y", dist.Normal(0.0, (1 - x).sqrt()), obs=double(0.3))
+
+    return model
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("gradient", "match"),
+    [
+        (False, "diverged, as the log density of site 'y' is NaN there"),
+        (True, "diverged, as the gradient at site 'x' is not finite there"),
+    ],
+)
+def test_what_is_not_finite_is_named(gradient, match, compiled):
+    few = {"num_samples": 100, "warmup_steps": 100, "num_chains": 1, **QUIET}
+    start = {"x": double(0.5)}
+    with pyro.validation_enabled(False), pytest.warns(ConvergenceWarning, match=match):
+        ps.NUTS(broken_beyond(gradient), compile=compiled, init_strategy=start).run(None, **few)
+
+
+def gaussian_process(x, y):
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    noise = pyro.sample("noise", dist.HalfNormal(0.5))
+    squares = (x[:, None] - x[None]).square() / scale.square()
+    covariance = (-squares / 2).exp() + noise.square() * torch.eye(len(x))
+    pyro.sample("y", dist.MultivariateNormal(torch.zeros(len(x)), covariance), obs=y)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_gaussian_process_against_quadrature(compiled):
+    """Compiled by ATen's Cholesky factors; not all covariances are positive definite in rounding,
+    which is a rejected step in both."""
+    x = torch.linspace(-2, 2, 12).double()
+    y = x.sin() + 0.3 * normals(12, seed=6)
+    log_scale, log_noise = torch.linspace(-4, 4, 160).double(), torch.linspace(-8, 2, 200).double()
+    s, n = torch.meshgrid(log_scale.exp(), log_noise.exp(), indexing="ij")
+    squares = (x[:, None] - x[None]).square() / s.square()[..., None, None]
+    covariance = (-squares / 2).exp() + n.square()[..., None, None] * torch.eye(12)
+    covariance = covariance + 1e-12 * torch.eye(12)
+    log = dist.MultivariateNormal(torch.zeros(12), covariance).log_prob(y)
+    log = log + dist.Normal(0.0, 1.0).log_prob(s.log()) + dist.HalfNormal(0.5).log_prob(n) + n.log()
+    weight = (log - log.max()).exp()
+    weight = weight / weight.sum()
+    nuts = ps.NUTS(gaussian_process, num_data=12, compile=compiled)
+    few = {} if compiled else {"num_samples": 250, "warmup_steps": 250, "num_chains": 2}
+    draws = nuts.run((x, y), **few, **QUIET).get_samples(group_by_chain=True)
+    assert nuts._results().attrs["program"].startswith("compiled" if compiled else "eager")
+    for name, grid in (("scale", s.log()), ("noise", n.log())):
+        for power in (1, 2):
+            assert abs(z_of_mean(draws[name].log() ** power, (weight * grid**power).sum())) < 4.4
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -236,6 +299,48 @@ def test_minibatches_are_refused():
     ps.NUTS(linear).run((X, Y), batch_size=N, num_samples=5, warmup_steps=50, **QUIET)
 
 
+def test_versions_and_interfaces_that_are_not_known_get_a_python_function(monkeypatch):
+    """And the same draws."""
+    few = {"num_samples": 50, "warmup_steps": 50, "num_chains": 2, **QUIET}
+    pointer = ps.NUTS(linear).run((X, Y), **few)._results()
+    assert pointer.attrs["program"] == "compiled log density"
+    monkeypatch.setattr(pointer_check, "KNOWN_VERSIONS", ())
+    monkeypatch.setattr(nutpie_api, "KNOWN_VERSIONS", ())
+    pointer_check.takes_pointers.cache_clear()
+    python = ps.NUTS(linear).run((X, Y), **few)._results()
+    pointer_check.takes_pointers.cache_clear()
+    assert "called from Python (nutpie" in python.attrs["program"]
+    assert torch.equal(pointer.positions, python.positions)
+
+
+def test_a_wrong_interface_is_noticed_in_another_process(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
+    crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+    for code, passes in ((crash, False), ("raise AssertionError", False), ("pass", True)):
+        monkeypatch.setattr(pointer_check, "_TRY", code)
+        pointer_check.takes_pointers.cache_clear()
+        assert pointer_check.takes_pointers() == passes
+    monkeypatch.setattr(pointer_check, "_TRY", crash)
+    pointer_check.takes_pointers.cache_clear()
+    assert pointer_check.takes_pointers()  # as it was, of this version
+
+
+def test_an_error_in_the_model_ends_all_chains():
+    """Of a Python function, after some calls."""
+    calls = []
+
+    def failing(x, y):
+        linear(x, y)
+        calls.append(None)
+        if len(calls) > 200:
+            raise KeyError("my own")
+
+    before = threading.active_count()
+    with pytest.raises(KeyError, match="my own"):
+        ps.NUTS(failing, compile=False).run((X, Y), num_samples=10**6, **QUIET)
+    assert threading.active_count() <= before
+
+
 def test_nutpie_missing_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "nutpie", None)
     with pytest.raises(ArgumentError, match=r"pip install 'pyro-scale\[nuts\]'"):
@@ -246,8 +351,8 @@ def test_control_c_keeps_the_draws():
     """Of a run that would take minutes."""
     nuts = ps.NUTS(linear, compile=False)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job's may ignore it
-    timer = threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    for seconds in (4.0, 4.01, 4.05):  # a user in a hurry
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

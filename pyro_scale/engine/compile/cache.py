@@ -13,9 +13,6 @@ import torch
 from pyro_scale.engine.compile import cache_directory
 from pyro_scale.engine.compile.trace import Graph
 
-#: The files whose text decides what the C++ is.
-_WRITERS = ("inductor.py", "lowering.py", "cpp_source.py", "cpp_loop.py", "cpp_function.py")
-
 
 def library_for(
     graph: Graph, form: Hashable, threads: int | None, build: Callable[[], str]
@@ -48,12 +45,13 @@ def _load(code: bytes) -> ctypes.CDLL:
 
 
 def key_of(graph: Graph, form: Hashable, threads: int | None) -> str:
-    """All that compiled code depends on: the graph, its inputs' geometry, its form, its writers."""
+    """All that compiled code depends on: the graph, its inputs' geometry, its form, and the files
+    beside this one, which write it."""
     geometry = [(x.dtype, tuple(x.shape), x.stride()) for x in graph.examples]
     cores = torch.get_num_threads() if threads is None else threads
     machine = torch.__version__, torch.backends.cpu.get_cpu_capability(), cores
     digest = hashlib.sha256(repr((machine, form, geometry)).encode())
     digest.update(graph.module.code.encode())
-    for writer in _WRITERS:
-        digest.update(Path(__file__).with_name(writer).read_bytes())
+    for writer in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(writer.read_bytes())
     return digest.hexdigest()

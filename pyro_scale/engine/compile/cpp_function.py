@@ -5,9 +5,9 @@
 
     int copy(size_t size, size_t, const double* x, double* out, const void*)
 
-The first returns 0; 1 where the value or an element of the gradient is not finite; -1 where an
-operation failed.  Threads may call it at once: each has buffers of its own.  The second copies x,
-for samplers that ask how a draw is written down.
+The first returns 0; 1 where the value or an element of the gradient is not finite, and copies x
+behind the inputs; -1 where an operation failed.  Threads may call it at once: each has buffers of
+its own.  The second copies x, for samplers that ask how a draw is written down.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ _FUNCTION = """
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 
 %(kernels)s
 
+%(threads)s
 static void evaluate(char* in0, char* const* inputs, char* gradient, char* value) {
 %(buffers)s
 %(pointers)s
@@ -44,19 +46,49 @@ static void evaluate(char* in0, char* const* inputs, char* gradient, char* value
 extern "C" int value_and_gradient(size_t size, const double* x, double* gradient, double* value,
                                   const void* inputs) {
     try {
+        %(one_thread)s
         evaluate((char*)x, (char* const*)inputs, (char*)gradient, (char*)value);
     } catch (const std::exception&) {
         return -1;
     }
     bool finite = std::isfinite(*value);
     for (size_t i = 0; i < size; ++i) finite = finite && std::isfinite(gradient[i]);
-    return finite ? 0 : 1;
+    if (finite) return 0;
+    static std::mutex last;
+    std::lock_guard<std::mutex> lock(last);
+    std::memcpy(((char* const*)inputs)[%(num_inputs)d], x, size * sizeof(double));
+    return 1;
 }
 
 extern "C" int copy(size_t size, size_t, const double* x, double* out, const void*) {
     std::memcpy(out, x, size * sizeof(double));
     return 0;
 }
+"""
+
+#: For ATen's operations, which would share a small product out among all cores.
+_THREADS = """
+#ifdef _OPENMP
+#include <omp.h>
+#else
+static int omp_get_max_threads() { return 1; }
+static void omp_set_num_threads(int) {}
+#endif
+
+extern "C" int MKL_Set_Num_Threads_Local(int) __attribute__((weak));
+
+// one for this thread alone, until the end of the block
+struct OneThread {
+    int openmp = omp_get_max_threads(), mkl = 0;
+    OneThread() {
+        omp_set_num_threads(1);
+        if (MKL_Set_Num_Threads_Local) mkl = MKL_Set_Num_Threads_Local(1);
+    }
+    ~OneThread() {
+        omp_set_num_threads(openmp);
+        if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(mkl);
+    }
+};
 """
 
 
@@ -84,14 +116,18 @@ def write_function(graph: Graph, compiled: Compiled) -> str:
         raise NotALoop("a gradient that is not the vector's")
     places = enumerate(plan.inputs[1:])
     pointers = [f"char* {view.root} = inputs[{place}];" for place, view in places]
+    calls_aten = plan.calls_aten
     return _FUNCTION % {
         "kernels": write_kernels(plan),
+        "threads": _THREADS if calls_aten else "",
+        "one_thread": "OneThread one_thread;" if calls_aten else "",
         "buffers": write_buffers(plan),
         "pointers": indent(pointers, 4),
         "body": indent(plan.lines, 4),
         "value": value.address,
         "gradient": gradient.address,
         "bytes": gradient.num_bytes,
+        "num_inputs": len(pointers),
     }
 
 
@@ -103,11 +139,15 @@ class NativeFunction:
         address: of the C function.
         inputs_address: what to pass as its last argument.
         copy_address: of `copy`.
+        not_finite_at: the last vector whose value or gradient was not finite; NaN before there is
+            one.
     """
 
     def __init__(self, library: ctypes.CDLL, size: int, inputs: Sequence[Tensor]):
-        self._library, self._tensors = library, list(inputs)  # which pointers keep alive
-        self._pointers = (ctypes.c_void_p * max(1, len(inputs)))(*(t.data_ptr() for t in inputs))
+        self.not_finite_at = torch.full((size,), torch.nan, dtype=torch.float64)
+        self._library, self._tensors = library, [*inputs, self.not_finite_at]  # kept alive
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         self._function = library.value_and_gradient
         self._function.argtypes = [ctypes.c_size_t, *[ctypes.c_void_p] * 4]
         self.size = size

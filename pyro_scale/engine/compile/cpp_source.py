@@ -28,7 +28,7 @@ def write_kernels(plan: Plan) -> str:
     Raises:
         NotALoop: a kernel is not one C++ function.
     """
-    parts = [ATEN] if any("check(" in line for line in plan.lines) else []
+    parts = [ATEN] if plan.calls_aten else []
     parts += [_rename(name, kernel.source) for name, kernel in plan.kernels.items()]
     return "\n".join(parts)
 

@@ -59,6 +59,11 @@ class Plan:
     results: dict[str, list[View]] = field(default_factory=dict)
     free: list[str] = field(default_factory=list)
 
+    @property
+    def calls_aten(self) -> bool:
+        """Whether it does more than call kernels."""
+        return any("check(" in line for line in self.lines)
+
     # ------------------------------------------------------------------ statements
 
     def read(self, statement: ast.stmt) -> None:
