@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -91,21 +92,26 @@ def sample(
 
 
 def _stop(running: Mapping[int, Chain]) -> dict[int, ChainDraws]:
-    """Ends chains; their draws so far.  A second Control-C does not lose them, as it reaches the
-    main thread alone."""
-
-    def stop_all() -> dict[int, ChainDraws]:
-        stopped = {}
+    """Ends chains; their draws so far, which a second Control-C does not lose."""
+    stopped = {}
+    with _uninterrupted():
         for number, chain in running.items():
             with contextlib.suppress(BaseException):  # of one that has failed, Rust panics
                 stopped[number] = chain.stop()
-        return stopped
+    return stopped
 
-    with ThreadPoolExecutor(1) as thread:
-        stopping = thread.submit(stop_all)
-        while True:
-            with contextlib.suppress(KeyboardInterrupt):
-                return stopping.result()
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ignores Control-C, which reaches the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
 
 def _show(bar: Progress, running: Mapping[int, Chain], num_done: int) -> None:

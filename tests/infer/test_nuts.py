@@ -2,10 +2,13 @@
 
 import math
 import os
+import re
 import signal
 import sys
 import threading
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pyro
 import pyro.distributions as dist
@@ -17,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleWarning
-from pyro_scale.exact import nutpie_api, pointer_check
+from pyro_scale.exact import chains, nutpie_api, pointer_check
 
 pytest.importorskip("nutpie")
 pytestmark = pytest.mark.usefixtures("float64")
@@ -347,17 +350,62 @@ def test_nutpie_missing_names_the_extra(monkeypatch):
         ps.NUTS(linear).run((X, Y), **QUIET)
 
 
-def test_control_c_keeps_the_draws():
-    """Of a run that would take minutes."""
+def test_control_c_keeps_the_draws(monkeypatch):
+    """Of a run that would take minutes, and of a user in a hurry, who presses it again."""
+    show, stop = chains._show, nutpie_api.Chain.stop
+
+    def interrupt_a_run(bar, running, num_done):
+        show(bar, running, num_done)
+        if all(chain.progress.num_draws > 100 for chain in running.values()):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def interrupt_the_end(chain):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        return stop(chain)
+
+    monkeypatch.setattr(chains, "_show", interrupt_a_run)
+    monkeypatch.setattr(nutpie_api.Chain, "stop", interrupt_the_end)
     nuts = ps.NUTS(linear, compile=False)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job's may ignore it
-    for seconds in (4.0, 4.01, 4.05):  # a user in a hurry
-        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
+    try:
+        with pytest.warns(PyroScaleWarning, match="interrupted: there are 2 x"):
             nuts.run((X, Y), num_samples=10**6, warmup_steps=50, num_chains=2, **QUIET)
-        finally:
-            signal.signal(signal.SIGINT, before)
-    assert any("interrupted: there are 2 x" in str(each.message) for each in caught)
-    assert nuts.get_samples(group_by_chain=True)["w"].shape[1] > 10
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert nuts.get_samples(group_by_chain=True)["w"].shape[1] > 40
+
+
+def test_runs_in_two_threads_are_those_of_one():
+    def positions(seed):
+        nuts = ps.NUTS(linear).run((X, Y), num_samples=100, seed=seed, progress=False)
+        return nuts._results().positions
+
+    with ThreadPoolExecutor(2) as threads:
+        side_by_side = list(threads.map(positions, (1, 2, 3, 4)))
+    assert all(map(torch.equal, side_by_side, map(positions, (1, 2, 3, 4))))
+
+
+def test_progress_is_told_of_each_chain(capsys):
+    ps.NUTS(linear, compile=False).run(
+        (X, Y), num_samples=300, warmup_steps=300, num_chains=2, seed=1, progress=True
+    )
+    told = capsys.readouterr().err
+    assert "NUTS, 2 chains, eager log density" in told
+    assert re.search(r"chain 0: \d+ draws, 0 divergent, step size [\d.]+; chain 1: \d+", told)
+    assert "1200/1200" in told
+
+
+def test_without_a_compiler_it_runs_eagerly(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("PATH", "")
+
+    def unseen(y):
+        w = pyro.sample("w", dist.Normal(0.125, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(w, 1.25), obs=y)
+
+    few = {"num_samples": 5, "warmup_steps": 5, "num_chains": 1, **QUIET}
+    program = ps.NUTS(unseen).run(Y, **few)._results().attrs["program"]
+    assert re.match(r"eager log density \(.*compiler", program)
