@@ -34,6 +34,15 @@ ELSEWHERE = {
     "rng_key": "seed=",
     "progress_bar": "progress=",
     "disable_progbar": "progress=False",
+    "max_tree_depth": "max_depth=",
+    "target_accept_prob": "target_accept=",
+    "full_mass": "mass='low_rank'",
+    "dense_mass": "mass='low_rank'",
+    "jit_compile": "compile=, which is on",
+    "max_seconds": "Control-C, which ends a run and keeps its draws",
+    "store": "fit.save(path) after the run, for draws that memory holds",
+    "checkpoint": "fit.save(path) after the run, for draws that memory holds",
+    "resume": "another run with another seed: adaptation is not taken up",
 }
 
 #: An attribute that other libraries look for -> what to call instead.

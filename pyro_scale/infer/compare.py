@@ -18,6 +18,7 @@ from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.infer.approximation import Approximation
 from pyro_scale.infer.comparison_plot import plot
 from pyro_scale.infer.method import Method
+from pyro_scale.infer.nuts import NUTS
 from pyro_scale.metrics.regression import log_predictive_density
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.predictive import data_sites, log_likelihood_of, resample_equally
@@ -25,8 +26,8 @@ from pyro_scale.posterior.predictive import data_sites, log_likelihood_of, resam
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: R-hat below which chains are trusted.
-_MOST_R_HAT = 1.05
+#: R-hat below which chains are trusted, and exact ones as the truth.
+_MOST_R_HAT, _MOST_EXACT_R_HAT = 1.05, 1.01
 #: Of a mean, the sd below which draws are all the same.
 _ROUNDING = 1e-12
 
@@ -77,7 +78,8 @@ def compare(
         methods: fitted methods by name, on models with the same latent sites.
         data: held-out rows, in any form that `run` takes; without, there is no `lpd`.
         reference: the name of the method to measure from.  By default the one to be trusted most:
-            of samplers at temperature 1, with an R-hat below 1.05, and not known to be too hot or
+            a NUTS at temperature 1 with an R-hat below 1.01 and no divergences; else, of other
+            samplers at temperature 1, with an R-hat below 1.05, and not known to be too hot or
             cold by the virial theorem, the one with the largest ESS; else that of them with the
             lowest R-hat; else the first approximation, a dense one before others; else any.
 
@@ -183,6 +185,11 @@ def _most_trusted(methods: Mapping[str, Method], rows: Mapping[str, Mapping[str,
         if isinstance(method, Approximation):
             return 2, not method.fit.gaussians, method.structure != "dense"
         r_hat = math.inf if math.isnan(row["r_hat"]) else row["r_hat"]
+        if isinstance(method, NUTS):
+            is_exact = method._results().attrs["temperature"] == 1 and not bool(
+                method._results().sample_stats["diverging"].any()
+            )
+            return (-1, -row["ess"]) if is_exact and r_hat < _MOST_EXACT_R_HAT else (4, r_hat)
         if not _is_at_temperature_1(method._results()) or is_off(method._results()):
             return 3, r_hat
         return (0, -row["ess"]) if r_hat < _MOST_R_HAT else (1, r_hat)

@@ -409,3 +409,64 @@ def test_without_a_compiler_it_runs_eagerly(monkeypatch, tmp_path):
     few = {"num_samples": 5, "warmup_steps": 5, "num_chains": 1, **QUIET}
     program = ps.NUTS(unseen).run(Y, **few)._results().attrs["program"]
     assert re.match(r"eager log density \(.*compiler", program)
+
+
+# ------------------------------------------------------------------ as a reference
+
+
+def with_divergence(nuts):
+    nuts._results().sample_stats["diverging"][0, 0] = True
+
+
+def apart(nuts):
+    nuts._results().positions[0] += 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "temperature", "expected"),
+    [
+        (None, 1.0, "NUTS"),
+        (None, 0.9, "SGLD"),
+        (with_divergence, 1.0, "SGLD"),
+        (apart, 1.0, "SGLD"),
+    ],
+)
+def test_it_is_the_reference_if_nothing_speaks_against_it(change, temperature, expected):
+    """Before a sampler with a larger ESS; and not if the alternative is itself untrusted."""
+    nuts = ps.NUTS(linear, temperature=temperature).run((X, Y), num_samples=300, **QUIET)
+    other = ps.SGLD(linear, lr=0.003).run((X, Y), num_samples=4000, thinning=10, **QUIET)
+    if change is not None:
+        change(nuts)
+    assert ps.compare({"SGLD": other, "NUTS": nuts}).reference == expected
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ({"max_seconds": 3}, "Control-C"),
+        ({"store": "draws.zarr"}, r"fit\.save\(path\)"),
+        ({"resume": True}, "another run with another seed"),
+        ({"num_warmup": 3}, "warmup_steps="),
+        ({"jit_compile": True}, "pass it to the constructor|compile="),
+    ],
+)
+def test_arguments_of_others_are_answered(argument, hint):
+    with pytest.raises(ArgumentError, match=hint):
+        ps.NUTS(linear).run((X, Y), **argument)
+
+
+def test_low_rank_masses_have_a_bound():
+    def wide():
+        pyro.sample("w", dist.Normal(torch.zeros(10_001), 1.0).to_event(1))
+
+    with pytest.raises(ArgumentError, match=r"mass='low_rank': the model has 10,001 dimensions"):
+        ps.NUTS(wide, mass="low_rank").run(None, **QUIET)
+
+
+def test_a_model_without_a_finite_start_names_the_site():
+    def model():
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(w, 1.0), obs=double(math.nan))
+
+    with pytest.raises(ps.errors.ModelError, match="site 'y'"), pyro.validation_enabled(False):
+        ps.NUTS(model).run(None, **QUIET)
