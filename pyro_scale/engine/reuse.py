@@ -117,7 +117,7 @@ def _facts(engine: Engine, batches: Batches, state: Any, block: StepInputs) -> A
         (engine.num_data, state_spec, list(values), torch.get_num_threads()),
         [type(source) for source in batches.sources(changing)],
         [_geometry(tensor) for tensor in inputs],
-        [_mark(tensor) for tensor in held],
+        [mark(tensor) for tensor in held],
     )
 
 
@@ -125,8 +125,8 @@ def _geometry(tensor: Tensor) -> Any:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-def _mark(tensor: Tensor) -> Any:
-    """What is equal of the same tensor, until it is written to."""
+def mark(tensor: Tensor) -> Any:
+    """What is equal of the same tensor, until it is written to; it does not keep it alive."""
     version = None if tensor.is_inference() else tensor._version
     return WeakIdRef(tensor), version, _geometry(tensor)
 
@@ -134,12 +134,12 @@ def _mark(tensor: Tensor) -> Any:
 def _again(constant: Constant) -> Callable[[], Tensor | None]:
     """Gives a constant once more, or None where it is not what it was."""
     origin, small = constant.origin(), constant.tensor.nbytes <= _SMALL
-    mark = None if origin is None else _mark(origin)
-    return partial(_is_unchanged, constant.origin, mark, constant.tensor if small else None)
+    then = None if origin is None else mark(origin)
+    return partial(_is_unchanged, constant.origin, then, constant.tensor if small else None)
 
 
-def _is_unchanged(origin: weakref.ref[Tensor], mark: Any, small: Tensor | None) -> Tensor | None:
+def _is_unchanged(origin: weakref.ref[Tensor], then: Any, small: Tensor | None) -> Tensor | None:
     tensor = origin()
     if tensor is None:  # the model makes its like whenever it is run, or has another by now
         return small
-    return as_input(tensor) if _mark(tensor) == mark else None
+    return as_input(tensor) if mark(tensor) == then else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,33 +20,104 @@ from pyro_scale.core.warn import warn
 from pyro_scale.engine.compile.compiled import compile_value_and_gradient
 from pyro_scale.engine.compile.cpp_function import NativeFunction
 from pyro_scale.engine.compile.trace import trace
+from pyro_scale.engine.reuse import mark
 from pyro_scale.errors import PyroScaleWarning
 from pyro_scale.model.log_posterior import LogPosterior, Params
+
+#: How far from the start machine code is compared with the model.
+_ELSEWHERE = 0.1
+#: By how much machine code differs from the model it was compiled from, relatively.
+_ROUNDING = 1e-10
+#: Bytes of data.
+_LARGE = 2**26
 
 
 class EagerFunction:
     """A value and its gradient by the model's Python.
 
+    Args:
+        log_posterior: the model after its preflight.
+        arguments: all rows.
+        start: unconstrained tensors of the latents, where it is finite.
+        temperature: what the log joint is divided by.
+
     Attributes:
+        layout: of a position.
+        examples: a position and the rows' tensors, which `function` takes.
         not_finite_at: as of machine code.
     """
 
-    def __init__(self, function: Callable[..., Any], leaves: Sequence[Tensor], layout: Layout):
-        self._function, self._leaves = function, leaves
-        self._in_float64 = layout.dtype == torch.float64
-        self.not_finite_at = torch.full((layout.size,), torch.nan, dtype=torch.float64)
+    def __init__(
+        self, log_posterior: LogPosterior, arguments: Arguments, start: Params, temperature: float
+    ):
+        self._log_posterior, self._arguments = log_posterior, arguments
+        self._temperature = temperature
+        self._points = {n: point.unconstrained for n, point in log_posterior.points.items()}
+        self.layout = Layout.of(start)
+        self.examples = [self.layout.flatten(start).double(), *rows.leaves(arguments)]
+        self.not_finite_at = torch.full((self.layout.size,), torch.nan, dtype=torch.float64)
+
+    def function(self, position: Tensor, *leaves: Tensor) -> tuple[Tensor, Tensor]:
+        """(The value, 0-d; the gradient) of tensors alone, in the default dtype of the moment."""
+        remaining = iter(leaves)
+        batch = rows.map_rows(lambda _: next(remaining), self._arguments)
+        params = self.layout.unflatten(position.to(self.layout.dtype)) | self._points
+        gradient, evaluation = self._log_posterior.plain_grad(
+            params, batch, self._log_posterior.first_indices()
+        )
+        slope = self.layout.flatten({name: gradient[name] for name in self.layout.names})
+        temperature = self._temperature
+        return evaluation.log_joint.double() / temperature, slope.double() / temperature
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(The value, 0-d; the gradient)."""
+        in_float64 = self.layout.dtype == torch.float64
         try:
-            with _float64_by_default() if self._in_float64 else contextlib.nullcontext():
-                value, gradient = self._function(x, *self._leaves)
+            with _float64_by_default() if in_float64 else contextlib.nullcontext():
+                value, gradient = self.function(x, *self.examples[1:])
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             # compiled code gives NaN too
             value, gradient = x.new_tensor(torch.nan), torch.full_like(x, torch.nan)
         if not bool(value.isfinite() & gradient.isfinite().all()):
             self.not_finite_at.copy_(x)
         return value, gradient
+
+    def agrees_with(self, native: NativeFunction, tolerance: float) -> bool:
+        """Whether machine code gives the same, elsewhere than where it was traced."""
+        at = self.examples[0] + _ELSEWHERE
+        return all(
+            torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+            for ours, theirs in zip(native(at), self(at), strict=True)
+        )
+
+
+class EarlierFunction:
+    """Keeps the machine code that an object compiled last.
+
+    It serves again for the very same data, if nobody has written to them, and where it agrees with
+    the model as it is now.
+    """
+
+    def __init__(self) -> None:
+        self._native: NativeFunction | None = None
+        self._facts: Any = None
+
+    def __reduce__(self) -> Any:
+        return EarlierFunction, ()  # a copy compiles its own
+
+    def keep(self, native: NativeFunction, eager: EagerFunction, arguments: Arguments) -> None:
+        """Keeps what a run has compiled, if its data are not large: then tracing costs little."""
+        if sum(tensor.nbytes for tensor in eager.examples) <= _LARGE:
+            self._native, self._facts = native, _facts(eager, arguments)
+
+    def again(self, eager: EagerFunction, arguments: Arguments) -> NativeFunction | None:
+        """The machine code of this log density, if it is the one that is kept."""
+        native = self._native if self._facts == _facts(eager, arguments) else None
+        return native if native and eager.agrees_with(native, _ROUNDING) else None
+
+
+def _facts(eager: EagerFunction, arguments: Arguments) -> Any:
+    return eager.layout, [mark(tensor) for tensor in rows.leaves(arguments)]
 
 
 @dataclass(frozen=True)
@@ -76,6 +147,7 @@ def log_density(
     start: Params,
     temperature: float,
     compiled: bool,
+    earlier: EarlierFunction,
 ) -> LogDensity:
     """The log joint of all rows, in float64 where the model runs in it.
 
@@ -89,6 +161,7 @@ def log_density(
         start: unconstrained tensors where the log joint is finite.
         temperature: what the log joint is divided by.
         compiled: whether to compile it.
+        earlier: what was compiled before, and where what is compiled now is kept.
 
     Warns:
         PyroScaleWarning: the model does not run in float64.
@@ -101,7 +174,8 @@ def log_density(
             double = _in_float64(log_posterior)
             values = {n: v.double() for n, v in log_posterior.constrain(start).items()}
             double.prepare(wide, init_to_value(values=values))
-            return _log_density(double, wide, wide_start, temperature, compiled)
+            eager = EagerFunction(double, wide, wide_start, temperature)
+            return _fastest(eager, compiled, earlier, arguments)
     except Exception as error:  # of whatever kind the model raises
         first = str(error).splitlines()[0]
         own = next(iter(latents.values())).dtype
@@ -110,52 +184,26 @@ def log_density(
         f"NUTS: the model does not run in float64 ({first}), so its log density has the digits of "
         f"{own}: convert what the model holds (net.double()) and the data",
     )
-    return _log_density(log_posterior, arguments, latents, temperature, compiled)
+    eager = EagerFunction(log_posterior, arguments, latents, temperature)
+    return _fastest(eager, compiled, earlier, arguments)
 
 
-def _log_density(
-    log_posterior: LogPosterior,
-    arguments: Arguments,
-    start: Params,
-    temperature: float,
-    compiled: bool,
+def _fastest(
+    eager: EagerFunction, compiled: bool, earlier: EarlierFunction, arguments: Arguments
 ) -> LogDensity:
-    points = {name: point.unconstrained for name, point in log_posterior.points.items()}
-    layout, leaves = Layout.of(start), rows.leaves(arguments)
-    dtype = layout.dtype
-
-    def function(position: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        remaining = iter(tensors)
-        batch = rows.map_rows(lambda _: next(remaining), arguments)
-        params = layout.unflatten(position.to(dtype)) | points
-        gradient, evaluation = log_posterior.plain_grad(
-            params, batch, log_posterior.first_indices()
-        )
-        slope = layout.flatten({name: gradient[name] for name in layout.names})
-        return evaluation.log_joint.double() / temperature, slope.double() / temperature
-
-    eager, reason = EagerFunction(function, leaves, layout), "as asked"
+    """The log density as machine code, if it is asked for and can be had."""
+    reason = "as asked"
     if compiled:
-        examples = [layout.flatten(start).double(), *leaves]
-        native, reason = _try_compile(function, examples, torch.finfo(dtype).eps ** 0.5)
-        if native is not None:
-            return LogDensity(native, layout, "compiled log density")
-    return LogDensity(eager, layout, f"eager log density ({reason})")
-
-
-def _try_compile(
-    function: Callable[..., Any], examples: Sequence[Tensor], tolerance: float
-) -> tuple[NativeFunction | None, str]:
-    """(Machine code, "") or (None, why there is none)."""
-    try:
-        native = compile_value_and_gradient(trace(function, examples))
-    except Exception as error:  # of whatever kind the model, Inductor or the compiler raise
-        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    at = examples[0] + 0.1  # elsewhere than where it was traced
-    for ours, theirs in zip(native(at), function(at, *examples[1:]), strict=True):
-        if not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True):
-            return None, "what was traced differs from the model"
-    return native, ""
+        native = earlier.again(eager, arguments)
+        try:
+            native = native or compile_value_and_gradient(trace(eager.function, eager.examples))
+            if eager.agrees_with(native, torch.finfo(eager.layout.dtype).eps ** 0.5):
+                earlier.keep(native, eager, arguments)
+                return LogDensity(native, eager.layout, "compiled log density")
+            reason = "what was traced differs from the model"
+        except Exception as error:  # of whatever kind the model, Inductor or the compiler raise
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return LogDensity(eager, eager.layout, f"eager log density ({reason})")
 
 
 def _in_float64(log_posterior: LogPosterior) -> LogPosterior:

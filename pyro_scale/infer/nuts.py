@@ -17,7 +17,7 @@ from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.examine import examine
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleWarning
 from pyro_scale.exact.chains import sample
-from pyro_scale.exact.log_density import LogDensity, log_density
+from pyro_scale.exact.log_density import EarlierFunction, LogDensity, log_density
 from pyro_scale.exact.nutpie_api import Settings, version
 from pyro_scale.exact.pointer_check import takes_pointers
 from pyro_scale.infer.method import Method
@@ -79,7 +79,7 @@ class NUTS(Method):
         if compile not in (True, False, "auto"):
             raise ArgumentError(f"compile={compile!r}: pass True, False or 'auto'")
         self.target_accept, self.mass, self.temperature = target_accept, mass, float(temperature)
-        self._compile = compile
+        self._compile, self._earlier = compile, EarlierFunction()
 
     @without_vmap_warnings()
     def run(
@@ -137,6 +137,7 @@ class NUTS(Method):
             start,
             self.temperature,
             bool(self._compile),
+            self._earlier,
         )
         program = density.program
         if density.native is not None and not by_pointer:
