@@ -281,6 +281,21 @@ def test_a_gaussian_process_against_quadrature(compiled):
             assert abs(z_of_mean(draws[name].log() ** power, (weight * grid**power).sum())) < 4.4
 
 
+def test_arviz_plots_energies_and_divergences():
+    import arviz
+    import matplotlib
+
+    matplotlib.use("Agg")
+    with pytest.warns(ConvergenceWarning):
+        nuts = ps.NUTS(funnel).run(None, num_samples=200, warmup_steps=200, **QUIET)
+    draws = nuts.to_arviz()
+    arviz.plot_energy(draws)
+    if arviz.__version__ < "1":
+        arviz.plot_pair(draws, divergences=True, coords={"x_dim_0": [0]})
+    else:
+        arviz.plot_pair(draws, visuals={"divergence": True}, coords={"x_dim_0": [0, 1]})
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
