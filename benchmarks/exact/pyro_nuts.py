@@ -37,7 +37,9 @@ def main() -> None:
     mcmc.run(**data)
     seconds = time.process_time() - begun
     whole = seconds * problem.draws / draws * problem.chains
-    print(f"{sys.argv[1]}: {seconds:.1f} s for {draws} + {draws}, {whole:.0f} s for all", flush=True)
+    print(
+        f"{sys.argv[1]}: {seconds:.1f} s for {draws} + {draws}, {whole:.0f} s for all", flush=True
+    )
 
 
 if __name__ == "__main__":

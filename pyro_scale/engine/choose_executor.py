@@ -22,6 +22,7 @@ from pyro_scale.engine.compile.compiled import compile_function, compile_loop
 from pyro_scale.engine.compile.cpp_loop import inputs_of
 from pyro_scale.engine.compile.trace import trace
 from pyro_scale.engine.compile.views import NotALoop
+from pyro_scale.engine.compile.why_not import why_not
 from pyro_scale.engine.executors import ChainByChain, CompiledLoop, OneByOne, Program, eager
 from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.reuse import Blueprint, Earlier, arrange
@@ -95,7 +96,7 @@ def program_for(
     except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
         warn(
             CompileWarning,
-            f"the model could not be compiled ({_reason(error)}; torch {torch.__version__}), so "
+            f"the model could not be compiled ({why_not(error)}; torch {torch.__version__}), so "
             "every step runs the model's Python, which takes milliseconds; compile=False silences "
             "this",
         )
@@ -218,16 +219,3 @@ def _operation(left: NotALoop) -> str:
     """What a loop cannot call, as torch names it, or else the statement."""
     named = re.search(r"(?:torch\.ops|extern_kernels)\.[\w.]+", str(left))
     return named[0] if named else f"'{str(left)[:200]}'"
-
-
-def _reason(error: Exception) -> str:
-    """Why a model cannot be compiled, in one line."""
-    first = str(error).strip().partition("\n")[0][:300]
-    compilers_own = re.search(r"^.*\berror: .*$", str(error), re.MULTILINE)
-    if compilers_own:
-        first = f"{first}: {compilers_own[0].strip()[:300]}"
-    if "tracing tensor" in first:
-        return "it reads a tensor's value in Python: .item(), float(), bool(), an if"
-    if "DynamicOutputShape" in type(error).__name__:
-        return f"the shape of a result depends on values: {first}"
-    return f"{type(error).__name__}: {first}"

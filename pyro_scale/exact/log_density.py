@@ -20,8 +20,9 @@ from pyro_scale.core.warn import warn
 from pyro_scale.engine.compile.compiled import compile_value_and_gradient
 from pyro_scale.engine.compile.cpp_function import NativeFunction
 from pyro_scale.engine.compile.trace import trace
+from pyro_scale.engine.compile.why_not import why_not
 from pyro_scale.engine.reuse import mark
-from pyro_scale.errors import PyroScaleWarning
+from pyro_scale.errors import CompileWarning, PyroScaleWarning
 from pyro_scale.model.log_posterior import LogPosterior, Params
 
 #: How far from the start machine code is compared with the model.
@@ -43,6 +44,7 @@ class EagerFunction:
 
     Attributes:
         layout: of a position.
+        device: of the model; positions are on the processor.
         examples: a position and the rows' tensors, which `function` takes.
         not_finite_at: as of machine code.
     """
@@ -54,26 +56,28 @@ class EagerFunction:
         self._temperature = temperature
         self._points = {n: point.unconstrained for n, point in log_posterior.points.items()}
         self.layout = Layout.of(start)
-        self.examples = [self.layout.flatten(start).double(), *rows.leaves(arguments)]
+        first = self.layout.flatten(start)
+        self.device = first.device
+        self.examples = [first.to("cpu", torch.float64), *rows.leaves(arguments)]
         self.not_finite_at = torch.full((self.layout.size,), torch.nan, dtype=torch.float64)
 
     def function(self, position: Tensor, *leaves: Tensor) -> tuple[Tensor, Tensor]:
-        """(The value, 0-d; the gradient) of tensors alone, in the default dtype of the moment."""
+        """(The value, 0-d; the gradient) of tensors alone, to be called under `literals`."""
         remaining = iter(leaves)
         batch = rows.map_rows(lambda _: next(remaining), self._arguments)
-        params = self.layout.unflatten(position.to(self.layout.dtype)) | self._points
+        params = self.layout.unflatten(position.to(self.device, self.layout.dtype)) | self._points
         gradient, evaluation = self._log_posterior.plain_grad(
             params, batch, self._log_posterior.first_indices()
         )
         slope = self.layout.flatten({name: gradient[name] for name in self.layout.names})
-        temperature = self._temperature
-        return evaluation.log_joint.double() / temperature, slope.double() / temperature
+        results = (evaluation.log_joint, slope)
+        value, gradient = (each.to("cpu", torch.float64) / self._temperature for each in results)
+        return value, gradient
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(The value, 0-d; the gradient)."""
-        in_float64 = self.layout.dtype == torch.float64
         try:
-            with _float64_by_default() if in_float64 else contextlib.nullcontext():
+            with self.literals():
                 value, gradient = self.function(x, *self.examples[1:])
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             # compiled code gives NaN too
@@ -81,6 +85,11 @@ class EagerFunction:
         if not bool(value.isfinite() & gradient.isfinite().all()):
             self.not_finite_at.copy_(x)
         return value, gradient
+
+    def literals(self) -> contextlib.AbstractContextManager[None]:
+        """Numbers that the model makes have the position's dtype meanwhile."""
+        in_float64 = self.layout.dtype == torch.float64
+        return _float64_by_default() if in_float64 else contextlib.nullcontext()
 
     def agrees_with(self, native: NativeFunction, tolerance: float) -> bool:
         """Whether machine code gives the same, elsewhere than where it was traced."""
@@ -165,6 +174,7 @@ def log_density(
 
     Warns:
         PyroScaleWarning: the model does not run in float64.
+        CompileWarning: it cannot be compiled.
     """
     wide = rows.map_rows(_widen, arguments)
     latents = {n: value for n, value in start.items() if n not in log_posterior.points}
@@ -175,16 +185,14 @@ def log_density(
             values = {n: v.double() for n, v in log_posterior.constrain(start).items()}
             double.prepare(wide, init_to_value(values=values))
             eager = EagerFunction(double, wide, wide_start, temperature)
-            return _fastest(eager, compiled, earlier, arguments)
     except Exception as error:  # of whatever kind the model raises
-        first = str(error).splitlines()[0]
         own = next(iter(latents.values())).dtype
-    warn(
-        PyroScaleWarning,
-        f"NUTS: the model does not run in float64 ({first}), so its log density has the digits of "
-        f"{own}: convert what the model holds (net.double()) and the data",
-    )
-    eager = EagerFunction(log_posterior, arguments, latents, temperature)
+        warn(
+            PyroScaleWarning,
+            f"NUTS: the model does not run in float64 ({why_not(error)}), so its log density has the "
+            f"digits of {own}: convert what the model holds (net.double()) and the data",
+        )
+        eager = EagerFunction(log_posterior, arguments, latents, temperature)
     return _fastest(eager, compiled, earlier, arguments)
 
 
@@ -192,17 +200,25 @@ def _fastest(
     eager: EagerFunction, compiled: bool, earlier: EarlierFunction, arguments: Arguments
 ) -> LogDensity:
     """The log density as machine code, if it is asked for and can be had."""
-    reason = "as asked"
-    if compiled:
+    reason = "as asked" if eager.device.type == "cpu" else f"on {eager.device.type}"
+    if compiled and eager.device.type == "cpu":
         native = earlier.again(eager, arguments)
         try:
-            native = native or compile_value_and_gradient(trace(eager.function, eager.examples))
+            if native is None:
+                with eager.literals():
+                    native = compile_value_and_gradient(trace(eager.function, eager.examples))
             if eager.agrees_with(native, torch.finfo(eager.layout.dtype).eps ** 0.5):
                 earlier.keep(native, eager, arguments)
                 return LogDensity(native, eager.layout, "compiled log density")
             reason = "what was traced differs from the model"
         except Exception as error:  # of whatever kind the model, Inductor or the compiler raise
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            reason = why_not(error)
+        warn(
+            CompileWarning,
+            f"NUTS: the log density could not be compiled ({reason}; torch {torch.__version__}), "
+            "so every gradient runs the model's Python, some hundred times slower; compile=False "
+            "silences this",
+        )
     return LogDensity(eager, eager.layout, f"eager log density ({reason})")
 
 

@@ -115,6 +115,7 @@ class NUTS(Method):
 
         Warns:
             ConvergenceWarning: trajectories diverged after warm-up.
+            CompileWarning: the log density cannot be compiled, and why.
             PyroScaleWarning: the run was interrupted; it holds the draws so far.
         """
         settings = Settings(

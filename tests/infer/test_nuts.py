@@ -1,12 +1,7 @@
-"""NUTS against exact posteriors, and what it refuses."""
+"""NUTS against exact posteriors, and as users call it."""
 
 import math
-import os
 import re
-import signal
-import sys
-import threading
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,30 +9,23 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from linear import linear_data, linear_posterior, regression
 from pyro.nn import PyroModule
 from reference import double, normals
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
-from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleWarning
-from pyro_scale.exact import chains, nutpie_api, pointer_check
+from pyro_scale.errors import ConvergenceWarning, PyroScaleWarning
 
 pytest.importorskip("nutpie")
 pytestmark = pytest.mark.usefixtures("float64")
 
 QUIET = {"seed": 1, "progress": False}
-N, SD, PRIOR = 60, 0.7, 1.5
-X = normals(N, 3, seed=1)
-Y = X @ double(1.0, -0.5, 0.3) + SD * normals(N, seed=2)
-PRECISION = torch.eye(3).double() / PRIOR**2 + X.T @ X / SD**2
-MEAN = torch.linalg.solve(PRECISION, X.T @ Y / SD**2)
+linear = regression(variance=2.0)
+X, Y = linear_data(60)
+N = len(X)
+MEAN, PRECISION = linear_posterior(2.0, X, Y)
 COVARIANCE = torch.linalg.inv(PRECISION)
-
-
-def linear(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), PRIOR).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, SD), obs=y)
 
 
 def z_of_mean(draws, exact):
@@ -129,6 +117,38 @@ def test_enumerated_sites_against_quadrature():
     assert abs(z_of_mean(draws[..., 1], (weight * b).sum())) < 4.4
 
 
+def gaussian_process(x, y):
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    noise = pyro.sample("noise", dist.HalfNormal(0.5))
+    squares = (x[:, None] - x[None]).square() / scale.square()
+    covariance = (-squares / 2).exp() + noise.square() * torch.eye(len(x))
+    pyro.sample("y", dist.MultivariateNormal(torch.zeros(len(x)), covariance), obs=y)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_gaussian_process_against_quadrature(compiled):
+    """Compiled by ATen's Cholesky factors; not all covariances are positive definite in rounding,
+    which is a rejected step in both."""
+    x = torch.linspace(-2, 2, 12).double()
+    y = x.sin() + 0.3 * normals(12, seed=6)
+    log_scale, log_noise = torch.linspace(-4, 4, 160).double(), torch.linspace(-8, 2, 200).double()
+    s, n = torch.meshgrid(log_scale.exp(), log_noise.exp(), indexing="ij")
+    squares = (x[:, None] - x[None]).square() / s.square()[..., None, None]
+    covariance = (-squares / 2).exp() + n.square()[..., None, None] * torch.eye(12)
+    covariance = covariance + 1e-12 * torch.eye(12)
+    log = dist.MultivariateNormal(torch.zeros(12), covariance).log_prob(y)
+    log = log + dist.Normal(0.0, 1.0).log_prob(s.log()) + dist.HalfNormal(0.5).log_prob(n) + n.log()
+    weight = (log - log.max()).exp()
+    weight = weight / weight.sum()
+    nuts = ps.NUTS(gaussian_process, num_data=12, compile=compiled)
+    few = {} if compiled else {"num_samples": 250, "warmup_steps": 250, "num_chains": 2}
+    draws = nuts.run((x, y), **few, **QUIET).get_samples(group_by_chain=True)
+    assert nuts._results().attrs["program"].startswith("compiled" if compiled else "eager")
+    for name, grid in (("scale", s.log()), ("noise", n.log())):
+        for power in (1, 2):
+            assert abs(z_of_mean(draws[name].log() ** power, (weight * grid**power).sum())) < 4.4
+
+
 # ------------------------------------------------------------------ as users call it
 
 
@@ -183,6 +203,16 @@ def test_the_same_seed_gives_the_same_draws_whatever_the_number_of_chains():
     assert not torch.equal(other._results().positions, runs[2])
 
 
+def test_runs_in_two_threads_are_those_of_one():
+    def positions(seed):
+        nuts = ps.NUTS(linear).run((X, Y), num_samples=100, seed=seed, progress=False)
+        return nuts._results().positions
+
+    with ThreadPoolExecutor(2) as threads:
+        side_by_side = list(threads.map(positions, (1, 2, 3, 4)))
+    assert all(map(torch.equal, side_by_side, map(positions, (1, 2, 3, 4))))
+
+
 def test_a_loader_is_read_once_and_in_order():
     loader = DataLoader(TensorDataset(X, Y), batch_size=7, shuffle=True)
     runs = [
@@ -209,6 +239,16 @@ def test_everything_that_a_sampler_offers(tmp_path):
     assert set(table.table.index) == {"NUTS", "BAOA"}
 
 
+def test_progress_is_told_of_each_chain(capsys):
+    ps.NUTS(linear, compile=False).run(
+        (X, Y), num_samples=300, warmup_steps=300, num_chains=2, seed=1, progress=True
+    )
+    told = capsys.readouterr().err
+    assert "NUTS, 2 chains, eager log density" in told
+    assert re.search(r"chain 0: \d+ draws, 0 divergent, step size [\d.]+; chain 1: \d+", told)
+    assert "1200/1200" in told
+
+
 def funnel():
     scale = pyro.sample("scale", dist.Normal(0.0, 3.0))
     pyro.sample("x", dist.Normal(torch.zeros(9), (scale / 2).exp()).to_event(1))
@@ -218,67 +258,6 @@ def test_divergences_are_reported():
     with pytest.warns(ConvergenceWarning, match=r"trajectories diverged: raise target_accept"):
         nuts = ps.NUTS(funnel).run(None, **QUIET)
     assert bool(nuts._results().sample_stats["diverging"].any())
-
-
-def broken_beyond(gradient):
-    """NaN where x > 1, in the log density or in its gradient alone."""
-
-    def model():
-        x = pyro.sample("x", dist.Normal(0.0, 1.0))
-        if gradient:
-            zero = torch.zeros(1)[0]  # a number would be folded in
-            pyro.factor("root", torch.where(x > 1, zero * x, 1 + zero * x).sqrt())
-        else:
-            pyro.sample("y", dist.Normal(0.0, (1 - x).sqrt()), obs=double(0.3))
-
-    return model
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize(
-    ("gradient", "match"),
-    [
-        (False, "diverged, as the log density of site 'y' is NaN there"),
-        (True, "diverged, as the gradient at site 'x' is not finite there"),
-    ],
-)
-def test_what_is_not_finite_is_named(gradient, match, compiled):
-    few = {"num_samples": 100, "warmup_steps": 100, "num_chains": 1, **QUIET}
-    start = {"x": double(0.5)}
-    with pyro.validation_enabled(False), pytest.warns(ConvergenceWarning, match=match):
-        ps.NUTS(broken_beyond(gradient), compile=compiled, init_strategy=start).run(None, **few)
-
-
-def gaussian_process(x, y):
-    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
-    noise = pyro.sample("noise", dist.HalfNormal(0.5))
-    squares = (x[:, None] - x[None]).square() / scale.square()
-    covariance = (-squares / 2).exp() + noise.square() * torch.eye(len(x))
-    pyro.sample("y", dist.MultivariateNormal(torch.zeros(len(x)), covariance), obs=y)
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_gaussian_process_against_quadrature(compiled):
-    """Compiled by ATen's Cholesky factors; not all covariances are positive definite in rounding,
-    which is a rejected step in both."""
-    x = torch.linspace(-2, 2, 12).double()
-    y = x.sin() + 0.3 * normals(12, seed=6)
-    log_scale, log_noise = torch.linspace(-4, 4, 160).double(), torch.linspace(-8, 2, 200).double()
-    s, n = torch.meshgrid(log_scale.exp(), log_noise.exp(), indexing="ij")
-    squares = (x[:, None] - x[None]).square() / s.square()[..., None, None]
-    covariance = (-squares / 2).exp() + n.square()[..., None, None] * torch.eye(12)
-    covariance = covariance + 1e-12 * torch.eye(12)
-    log = dist.MultivariateNormal(torch.zeros(12), covariance).log_prob(y)
-    log = log + dist.Normal(0.0, 1.0).log_prob(s.log()) + dist.HalfNormal(0.5).log_prob(n) + n.log()
-    weight = (log - log.max()).exp()
-    weight = weight / weight.sum()
-    nuts = ps.NUTS(gaussian_process, num_data=12, compile=compiled)
-    few = {} if compiled else {"num_samples": 250, "warmup_steps": 250, "num_chains": 2}
-    draws = nuts.run((x, y), **few, **QUIET).get_samples(group_by_chain=True)
-    assert nuts._results().attrs["program"].startswith("compiled" if compiled else "eager")
-    for name, grid in (("scale", s.log()), ("noise", n.log())):
-        for power in (1, 2):
-            assert abs(z_of_mean(draws[name].log() ** power, (weight * grid**power).sum())) < 4.4
 
 
 def test_arviz_plots_energies_and_divergences():
@@ -294,139 +273,6 @@ def test_arviz_plots_energies_and_divergences():
         arviz.plot_pair(draws, divergences=True, coords={"x_dim_0": [0]})
     else:
         arviz.plot_pair(draws, visuals={"divergence": True}, coords={"x_dim_0": [0, 1]})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"max_depth": 0}, "max_depth"),
-        ({"target_accept": 1.0}, r"target_accept=1.0.*inside \(0, 1\)"),
-        ({"mass": "dense"}, r"mass='dense'.*low_rank"),
-        ({"temperature": 0}, "temperature=0"),
-        ({"compile": "yes"}, "compile='yes'"),
-    ],
-)
-def test_bad_arguments(arguments, match):
-    with pytest.raises(ArgumentError, match=match):
-        ps.NUTS(linear, **arguments)
-
-
-def test_minibatches_are_refused():
-    with pytest.raises(ArgumentError, match=r"batch_size=10: NUTS takes all rows.*BAOA"):
-        ps.NUTS(linear).run((X, Y), batch_size=10, **QUIET)
-    ps.NUTS(linear).run((X, Y), batch_size=N, num_samples=5, warmup_steps=50, **QUIET)
-
-
-def test_versions_and_interfaces_that_are_not_known_get_a_python_function(monkeypatch):
-    """And the same draws."""
-    few = {"num_samples": 50, "warmup_steps": 50, "num_chains": 2, **QUIET}
-    pointer = ps.NUTS(linear).run((X, Y), **few)._results()
-    assert pointer.attrs["program"] == "compiled log density"
-    monkeypatch.setattr(pointer_check, "KNOWN_VERSIONS", ())
-    monkeypatch.setattr(nutpie_api, "KNOWN_VERSIONS", ())
-    pointer_check.takes_pointers.cache_clear()
-    python = ps.NUTS(linear).run((X, Y), **few)._results()
-    pointer_check.takes_pointers.cache_clear()
-    assert "called from Python (nutpie" in python.attrs["program"]
-    assert torch.equal(pointer.positions, python.positions)
-
-
-def test_a_wrong_interface_is_noticed_in_another_process(monkeypatch, tmp_path):
-    monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
-    crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-    for code, passes in ((crash, False), ("raise AssertionError", False), ("pass", True)):
-        monkeypatch.setattr(pointer_check, "_TRY", code)
-        pointer_check.takes_pointers.cache_clear()
-        assert pointer_check.takes_pointers() == passes
-    monkeypatch.setattr(pointer_check, "_TRY", crash)
-    pointer_check.takes_pointers.cache_clear()
-    assert pointer_check.takes_pointers()  # as it was, of this version
-
-
-def test_an_error_in_the_model_ends_all_chains():
-    """Of a Python function, after some calls."""
-    calls = []
-
-    def failing(x, y):
-        linear(x, y)
-        calls.append(None)
-        if len(calls) > 200:
-            raise KeyError("my own")
-
-    before = threading.active_count()
-    with pytest.raises(KeyError, match="my own"):
-        ps.NUTS(failing, compile=False).run((X, Y), num_samples=10**6, **QUIET)
-    assert threading.active_count() <= before
-
-
-def test_nutpie_missing_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "nutpie", None)
-    with pytest.raises(ArgumentError, match=r"pip install 'pyro-scale\[nuts\]'"):
-        ps.NUTS(linear).run((X, Y), **QUIET)
-
-
-def test_control_c_keeps_the_draws(monkeypatch):
-    """Of a run that would take minutes, and of a user in a hurry, who presses it again."""
-    show, stop = chains._show, nutpie_api.Chain.stop
-
-    def interrupt_a_run(bar, running, num_done):
-        show(bar, running, num_done)
-        if all(chain.progress.num_draws > 100 for chain in running.values()):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    def interrupt_the_end(chain):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.1)
-        return stop(chain)
-
-    monkeypatch.setattr(chains, "_show", interrupt_a_run)
-    monkeypatch.setattr(nutpie_api.Chain, "stop", interrupt_the_end)
-    nuts = ps.NUTS(linear, compile=False)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job's may ignore it
-    try:
-        with pytest.warns(PyroScaleWarning, match="interrupted: there are 2 x"):
-            nuts.run((X, Y), num_samples=10**6, warmup_steps=50, num_chains=2, **QUIET)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert nuts.get_samples(group_by_chain=True)["w"].shape[1] > 40
-
-
-def test_runs_in_two_threads_are_those_of_one():
-    def positions(seed):
-        nuts = ps.NUTS(linear).run((X, Y), num_samples=100, seed=seed, progress=False)
-        return nuts._results().positions
-
-    with ThreadPoolExecutor(2) as threads:
-        side_by_side = list(threads.map(positions, (1, 2, 3, 4)))
-    assert all(map(torch.equal, side_by_side, map(positions, (1, 2, 3, 4))))
-
-
-def test_progress_is_told_of_each_chain(capsys):
-    ps.NUTS(linear, compile=False).run(
-        (X, Y), num_samples=300, warmup_steps=300, num_chains=2, seed=1, progress=True
-    )
-    told = capsys.readouterr().err
-    assert "NUTS, 2 chains, eager log density" in told
-    assert re.search(r"chain 0: \d+ draws, 0 divergent, step size [\d.]+; chain 1: \d+", told)
-    assert "1200/1200" in told
-
-
-def test_without_a_compiler_it_runs_eagerly(monkeypatch, tmp_path):
-    monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("PATH", "")
-
-    def unseen(y):
-        w = pyro.sample("w", dist.Normal(0.125, 1.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(w, 1.25), obs=y)
-
-    few = {"num_samples": 5, "warmup_steps": 5, "num_chains": 1, **QUIET}
-    program = ps.NUTS(unseen).run(Y, **few)._results().attrs["program"]
-    assert re.match(r"eager log density \(.*compiler", program)
-
-
-# ------------------------------------------------------------------ as a reference
 
 
 def with_divergence(nuts):
@@ -453,35 +299,3 @@ def test_it_is_the_reference_if_nothing_speaks_against_it(change, temperature, e
     if change is not None:
         change(nuts)
     assert ps.compare({"SGLD": other, "NUTS": nuts}).reference == expected
-
-
-@pytest.mark.parametrize(
-    ("argument", "hint"),
-    [
-        ({"max_seconds": 3}, "Control-C"),
-        ({"store": "draws.zarr"}, r"fit\.save\(path\)"),
-        ({"resume": True}, "another run with another seed"),
-        ({"num_warmup": 3}, "warmup_steps="),
-        ({"jit_compile": True}, "pass it to the constructor|compile="),
-    ],
-)
-def test_arguments_of_others_are_answered(argument, hint):
-    with pytest.raises(ArgumentError, match=hint):
-        ps.NUTS(linear).run((X, Y), **argument)
-
-
-def test_low_rank_masses_have_a_bound():
-    def wide():
-        pyro.sample("w", dist.Normal(torch.zeros(10_001), 1.0).to_event(1))
-
-    with pytest.raises(ArgumentError, match=r"mass='low_rank': the model has 10,001 dimensions"):
-        ps.NUTS(wide, mass="low_rank").run(None, **QUIET)
-
-
-def test_a_model_without_a_finite_start_names_the_site():
-    def model():
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        pyro.sample("y", dist.Normal(w, 1.0), obs=double(math.nan))
-
-    with pytest.raises(ps.errors.ModelError, match="site 'y'"), pyro.validation_enabled(False):
-        ps.NUTS(model).run(None, **QUIET)

@@ -1,0 +1,203 @@
+"""NUTS on what cannot be sampled, and runs that end early."""
+
+import math
+import os
+import signal
+import sys
+import threading
+import time
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from linear import linear_data, regression
+from reference import double
+
+import pyro_scale as ps
+from pyro_scale.errors import (
+    ArgumentError,
+    CompileWarning,
+    ConvergenceWarning,
+    PyroScaleWarning,
+)
+from pyro_scale.exact import chains, nutpie_api, pointer_check
+
+pytest.importorskip("nutpie")
+pytestmark = pytest.mark.usefixtures("float64")
+
+QUIET = {"seed": 1, "progress": False}
+linear = regression(variance=2.0)
+X, Y = linear_data(60)
+
+
+def broken_beyond(gradient):
+    """NaN where x > 1, in the log density or in its gradient alone."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        if gradient:
+            zero = torch.zeros(1)[0]  # a number would be folded in
+            pyro.factor("root", torch.where(x > 1, zero * x, 1 + zero * x).sqrt())
+        else:
+            pyro.sample("y", dist.Normal(0.0, (1 - x).sqrt()), obs=double(0.3))
+
+    return model
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("gradient", "match"),
+    [
+        (False, "diverged, as the log density of site 'y' is NaN there"),
+        (True, "diverged, as the gradient at site 'x' is not finite there"),
+    ],
+)
+def test_what_is_not_finite_is_named(gradient, match, compiled):
+    few = {"num_samples": 100, "warmup_steps": 100, "num_chains": 1, **QUIET}
+    start = {"x": double(0.5)}
+    with pyro.validation_enabled(False), pytest.warns(ConvergenceWarning, match=match):
+        ps.NUTS(broken_beyond(gradient), compile=compiled, init_strategy=start).run(None, **few)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"max_depth": 0}, "max_depth"),
+        ({"target_accept": 1.0}, r"target_accept=1.0.*inside \(0, 1\)"),
+        ({"mass": "dense"}, r"mass='dense'.*low_rank"),
+        ({"temperature": 0}, "temperature=0"),
+        ({"compile": "yes"}, "compile='yes'"),
+    ],
+)
+def test_bad_arguments(arguments, match):
+    with pytest.raises(ArgumentError, match=match):
+        ps.NUTS(linear, **arguments)
+
+
+def test_minibatches_are_refused():
+    with pytest.raises(ArgumentError, match=r"batch_size=10: NUTS takes all rows.*BAOA"):
+        ps.NUTS(linear).run((X, Y), batch_size=10, **QUIET)
+    ps.NUTS(linear).run((X, Y), batch_size=60, num_samples=5, warmup_steps=50, **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ({"max_seconds": 3}, "Control-C"),
+        ({"store": "draws.zarr"}, r"fit\.save\(path\)"),
+        ({"resume": True}, "another run with another seed"),
+        ({"num_warmup": 3}, "warmup_steps="),
+        ({"jit_compile": True}, "pass it to the constructor|compile="),
+    ],
+)
+def test_arguments_of_others_are_answered(argument, hint):
+    with pytest.raises(ArgumentError, match=hint):
+        ps.NUTS(linear).run((X, Y), **argument)
+
+
+def test_low_rank_masses_have_a_bound():
+    def wide():
+        pyro.sample("w", dist.Normal(torch.zeros(10_001), 1.0).to_event(1))
+
+    with pytest.raises(ArgumentError, match=r"mass='low_rank': the model has 10,001 dimensions"):
+        ps.NUTS(wide, mass="low_rank").run(None, **QUIET)
+
+
+def test_a_model_without_a_finite_start_names_the_site():
+    def model():
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(w, 1.0), obs=double(math.nan))
+
+    with pytest.raises(ps.errors.ModelError, match="site 'y'"), pyro.validation_enabled(False):
+        ps.NUTS(model).run(None, **QUIET)
+
+
+def test_versions_and_interfaces_that_are_not_known_get_a_python_function(monkeypatch):
+    """And the same draws."""
+    few = {"num_samples": 50, "warmup_steps": 50, "num_chains": 2, **QUIET}
+    pointer = ps.NUTS(linear).run((X, Y), **few)._results()
+    assert pointer.attrs["program"] == "compiled log density"
+    monkeypatch.setattr(pointer_check, "KNOWN_VERSIONS", ())
+    monkeypatch.setattr(nutpie_api, "KNOWN_VERSIONS", ())
+    pointer_check.takes_pointers.cache_clear()
+    python = ps.NUTS(linear).run((X, Y), **few)._results()
+    pointer_check.takes_pointers.cache_clear()
+    assert "called from Python (nutpie" in python.attrs["program"]
+    assert torch.equal(pointer.positions, python.positions)
+
+
+def test_a_wrong_interface_is_noticed_in_another_process(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
+    crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+    for code, passes in ((crash, False), ("raise AssertionError", False), ("pass", True)):
+        monkeypatch.setattr(pointer_check, "_TRY", code)
+        pointer_check.takes_pointers.cache_clear()
+        assert pointer_check.takes_pointers() == passes
+    monkeypatch.setattr(pointer_check, "_TRY", crash)
+    pointer_check.takes_pointers.cache_clear()
+    assert pointer_check.takes_pointers()  # as it was, of this version
+
+
+def test_an_error_in_the_model_ends_all_chains():
+    """Of a Python function, after some calls."""
+    calls = []
+
+    def failing(x, y):
+        linear(x, y)
+        calls.append(None)
+        if len(calls) > 200:
+            raise KeyError("my own")
+
+    before = threading.active_count()
+    with pytest.raises(KeyError, match="my own"):
+        ps.NUTS(failing, compile=False).run((X, Y), num_samples=10**6, **QUIET)
+    assert threading.active_count() <= before
+
+
+def test_nutpie_missing_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nutpie", None)
+    with pytest.raises(ArgumentError, match=r"pip install 'pyro-scale\[nuts\]'"):
+        ps.NUTS(linear).run((X, Y), **QUIET)
+
+
+def test_control_c_keeps_the_draws(monkeypatch):
+    """Of a run that would take minutes, and of a user in a hurry, who presses it again."""
+    show, stop = chains._show, nutpie_api.Chain.stop
+
+    def interrupt_a_run(bar, running, num_done):
+        show(bar, running, num_done)
+        if all(chain.progress.num_draws > 100 for chain in running.values()):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def interrupt_the_end(chain):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        return stop(chain)
+
+    monkeypatch.setattr(chains, "_show", interrupt_a_run)
+    monkeypatch.setattr(nutpie_api.Chain, "stop", interrupt_the_end)
+    nuts = ps.NUTS(linear, compile=False)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job's may ignore it
+    try:
+        with pytest.warns(PyroScaleWarning, match="interrupted: there are 2 x"):
+            nuts.run((X, Y), num_samples=10**6, warmup_steps=50, num_chains=2, **QUIET)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert nuts.get_samples(group_by_chain=True)["w"].shape[1] > 40
+
+
+def test_without_a_compiler_it_runs_eagerly(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("PATH", "")
+
+    def unseen(y):
+        w = pyro.sample("w", dist.Normal(0.125, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(w, 1.25), obs=y)
+
+    few = {"num_samples": 5, "warmup_steps": 5, "num_chains": 1, **QUIET}
+    with pytest.warns(CompileWarning, match=r"there is no C\+\+ compiler.*compile=False"):
+        program = ps.NUTS(unseen).run(Y, **few)._results().attrs["program"]
+    assert program.startswith("eager log density (there is no C++ compiler")
