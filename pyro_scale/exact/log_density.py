@@ -70,9 +70,8 @@ class EagerFunction:
             params, batch, self._log_posterior.first_indices()
         )
         slope = self.layout.flatten({name: gradient[name] for name in self.layout.names})
-        results = (evaluation.log_joint, slope)
-        value, gradient = (each.to("cpu", torch.float64) / self._temperature for each in results)
-        return value, gradient
+        value, slope = (each.to("cpu", torch.float64) for each in (evaluation.log_joint, slope))
+        return value / self._temperature, slope / self._temperature
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(The value, 0-d; the gradient)."""
@@ -189,8 +188,8 @@ def log_density(
         own = next(iter(latents.values())).dtype
         warn(
             PyroScaleWarning,
-            f"NUTS: the model does not run in float64 ({why_not(error)}), so its log density has the "
-            f"digits of {own}: convert what the model holds (net.double()) and the data",
+            f"NUTS: the model does not run in float64 ({why_not(error)}), so its log density has "
+            f"the digits of {own}: convert what the model holds (net.double()) and the data",
         )
         eager = EagerFunction(log_posterior, arguments, latents, temperature)
     return _fastest(eager, compiled, earlier, arguments)
