@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,7 +206,7 @@ def _fastest(
             if native is None:
                 with eager.literals():
                     native = compile_value_and_gradient(trace(eager.function, eager.examples))
-            if eager.agrees_with(native, torch.finfo(eager.layout.dtype).eps ** 0.5):
+            if eager.agrees_with(native, _coarsest(native.inputs) ** 0.5):
                 earlier.keep(native, eager, arguments)
                 return LogDensity(native, eager.layout, "compiled log density")
             reason = "what was traced differs from the model"
@@ -221,11 +221,19 @@ def _fastest(
     return LogDensity(eager, eager.layout, f"eager log density ({reason})")
 
 
+def _coarsest(tensors: Iterable[Tensor]) -> float:
+    """The rounding of what is not in float64, such as data that a model holds by itself."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return max(torch.finfo(dtype).eps for dtype in (torch.float64, *dtypes))
+
+
 def _in_float64(log_posterior: LogPosterior) -> LogPosterior:
     """The model before its preflight, with modules in float64."""
     double = log_posterior.renew(log_posterior.num_data)
-    if isinstance(double.model, nn.Module):
-        double.model = copy.deepcopy(double.model).double()
+    module = getattr(double.model, "__self__", double.model)  # of a method, such as a GP's
+    if isinstance(module, nn.Module):
+        own = copy.deepcopy(module).double()
+        double.model = own if module is double.model else getattr(own, double.model.__name__)
         double = double.renew(log_posterior.num_data)
     return double
 

@@ -34,21 +34,14 @@ ELSEWHERE = {
     "rng_key": "seed=",
     "progress_bar": "progress=",
     "disable_progbar": "progress=False",
-    "max_tree_depth": "max_depth=",
-    "target_accept_prob": "target_accept=",
-    "full_mass": "mass='low_rank'",
-    "dense_mass": "mass='low_rank'",
-    "jit_compile": "compile=, which is on",
     "max_seconds": "Control-C, which ends a run and keeps its draws",
-    "store": "fit.save(path) after the run, for draws that memory holds",
-    "checkpoint": "fit.save(path) after the run, for draws that memory holds",
-    "resume": "another run with another seed: adaptation is not taken up",
 }
 
 #: An attribute that other libraries look for -> what to call instead.
 ATTRIBUTES = {
     "setup": "{name} is no kernel of pyro.infer.MCMC but runs by itself: "
     "ps.{name}(model, ...).run(data, num_samples=..., num_chains=...)",
+    "step_size_bias": "{name} takes no steps whose size is felt in the draws",
     "num_chains": "arviz.from_pyro takes pyro.infer.MCMC: here call .to_arviz(), which has more",
 }
 
@@ -75,8 +68,8 @@ def unknown_argument(method: Any, name: str, names: Iterable[str]) -> str:
         its = inspect.signature(other).parameters.get(name)
         if its is not None and its.kind not in (its.VAR_POSITIONAL, its.VAR_KEYWORD):
             return f"pass it to {place}"
-    if name in ELSEWHERE:
-        return f"here it is {ELSEWHERE[name]}"
+    if name in (elsewhere := ELSEWHERE | method.elsewhere):
+        return f"here it is {elsewhere[name]}"
     near = difflib.get_close_matches(name, names, 1)
     return f"did you mean {near[0]}=?" if near else f"it takes {', '.join(names)}"
 

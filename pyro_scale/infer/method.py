@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -57,6 +57,8 @@ class Method:
         ArgumentError: a model that is not callable, an unknown init strategy, an N below 1.
     """
 
+    #: Arguments that others have and this method has not -> what there is here.
+    elsewhere: ClassVar[Mapping[str, str]] = {}
     #: What single steps go on from, where a method takes them.
     _stepping: Stepping | None = None
     #: Why there are no results, while there are none.

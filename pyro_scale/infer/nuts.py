@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Literal, Self, get_args
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -55,6 +56,20 @@ class NUTS(Method):
     References: Hoffman and Gelman, The no-U-turn sampler, JMLR 2014; Seyboldt, Carlson and
     Carpenter, Preconditioning Hamiltonian Monte Carlo by minimizing Fisher divergence, 2026.
     """
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "lr": "nothing: NUTS adapts its step size",
+        "step_size": "nothing: NUTS adapts its step size",
+        "max_tree_depth": "max_depth=",
+        "target_accept_prob": "target_accept=",
+        "full_mass": "mass='low_rank'",
+        "dense_mass": "mass='low_rank'",
+        "jit_compile": "compile=, which is on",
+        "thinning": "nothing: draws of NUTS are few and nearly independent",
+        "store": "fit.save(path) after the run, for draws that memory holds",
+        "checkpoint": "fit.save(path) after the run, for draws that memory holds",
+        "resume": "another run with another seed: adaptation is not taken up",
+    }
 
     def __init__(
         self,

@@ -10,7 +10,8 @@ import pyro.distributions as dist
 import pytest
 import torch
 from linear import linear_data, linear_posterior, regression
-from pyro.nn import PyroModule
+from pyro.contrib import gp
+from pyro.nn import PyroModule, PyroSample
 from reference import double, normals
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -190,6 +191,18 @@ def test_float32_is_sampled_in_float64_and_given_back_as_it_is():
     with pytest.warns(PyroScaleWarning, match=r"does not run in float64.*net\.double\(\)"):
         within = ps.NUTS(lambda x, y: model(frozen(x), y)).run(data, **few, **QUIET)
     assert within._results().attrs["program"] == "compiled log density"
+
+
+@pytest.mark.usefixtures("_float32")
+def test_what_a_model_holds_in_float32_may_stay_so():
+    """Pyro's Gaussian processes: a method of a module, which holds its data as plain tensors."""
+    x = torch.linspace(0, 5, 20)
+    kernel = gp.kernels.RBF(1, variance=torch.tensor(1.0), lengthscale=torch.tensor(1.0))
+    process = gp.models.GPRegression(x, x.sin(), kernel, noise=torch.tensor(0.1))
+    process.kernel.lengthscale = PyroSample(dist.LogNormal(0.0, 1.0))
+    nuts = ps.NUTS(process.model, num_data=20)
+    nuts.run(None, num_samples=20, warmup_steps=50, num_chains=1, **QUIET)
+    assert nuts._results().attrs["program"] == "compiled log density"
 
 
 def test_the_same_seed_gives_the_same_draws_whatever_the_number_of_chains():

@@ -88,7 +88,8 @@ def test_minibatches_are_refused():
         ({"store": "draws.zarr"}, r"fit\.save\(path\)"),
         ({"resume": True}, "another run with another seed"),
         ({"num_warmup": 3}, "warmup_steps="),
-        ({"jit_compile": True}, "pass it to the constructor|compile="),
+        ({"jit_compile": True}, "compile=, which is on"),
+        ({"lr": 0.1}, "NUTS adapts its step size"),
     ],
 )
 def test_arguments_of_others_are_answered(argument, hint):

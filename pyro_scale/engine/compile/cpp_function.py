@@ -139,14 +139,15 @@ class NativeFunction:
         address: of the C function.
         inputs_address: what to pass as its last argument.
         copy_address: of `copy`.
+        inputs: the tensors that it reads.
         not_finite_at: the last vector whose value or gradient was not finite; NaN before there is
             one.
     """
 
     def __init__(self, library: ctypes.CDLL, size: int, inputs: Sequence[Tensor]):
         self.not_finite_at = torch.full((size,), torch.nan, dtype=torch.float64)
-        self._library, self._tensors = library, [*inputs, self.not_finite_at]  # kept alive
-        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._library, self.inputs = library, list(inputs)
+        addresses = [tensor.data_ptr() for tensor in (*inputs, self.not_finite_at)]
         self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         self._function = library.value_and_gradient
         self._function.argtypes = [ctypes.c_size_t, *[ctypes.c_void_p] * 4]
