@@ -221,8 +221,9 @@ class NUTS(Method):
             warn(
                 ConvergenceWarning,
                 f"{divergent} of {result.sample_stats['diverging'].numel()} trajectories diverged"
-                f"{why}: raise target_accept (0.95), or write the model so that scales do not "
-                "multiply latents (a non-centered parameterization)",
+                f"{why}: raise target_accept (0.95), pass mass='low_rank', or write the model with "
+                "latents that depend less on each other (centered where data are many, "
+                "non-centered where they are few)",
             )
 
 

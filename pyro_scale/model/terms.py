@@ -9,12 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyro
 import torch
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 from torch.distributions import Independent
 
+from pyro_scale.core.exclusive import exclusive
 from pyro_scale.errors import SiteError
 from pyro_scale.model.sites import Site
 
@@ -90,7 +92,8 @@ def unwrap(fn: Any, depth: int) -> Any:
 
 def _log_prob(site: Site, depth: int) -> Tensor:
     fn = unwrap(site.fn, depth)
-    log_prob = fn.log_prob(site.value)
+    with exclusive, pyro.validation_enabled(False):  # of distributions that this one makes
+        log_prob = fn.log_prob(site.value)
     if site.kind == "enumerated":  # where all that depends on it is masked, it sums to one
         return log_prob
     mask = align(site.mask, len(fn.batch_shape) - len(site.fn.batch_shape))
