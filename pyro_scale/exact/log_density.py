@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import warn
 from pyro_scale.engine.compile.compiled import compile_value_and_gradient
 from pyro_scale.engine.compile.cpp_function import NativeFunction
-from pyro_scale.engine.compile.trace import trace
+from pyro_scale.engine.compile.trace import Graph, trace
 from pyro_scale.engine.compile.why_not import why_not
 from pyro_scale.engine.reuse import mark
 from pyro_scale.errors import CompileWarning, PyroScaleWarning
@@ -199,32 +199,44 @@ def _fastest(
     eager: EagerFunction, compiled: bool, earlier: EarlierFunction, arguments: Arguments
 ) -> LogDensity:
     """The log density as machine code, if it is asked for and can be had."""
-    reason = "as asked" if eager.device.type == "cpu" else f"on {eager.device.type}"
-    if compiled and eager.device.type == "cpu":
-        native = earlier.again(eager, arguments)
-        try:
-            if native is None:
-                with eager.literals():
-                    native = compile_value_and_gradient(trace(eager.function, eager.examples))
-            if eager.agrees_with(native, _coarsest(native.inputs) ** 0.5):
-                earlier.keep(native, eager, arguments)
-                return LogDensity(native, eager.layout, "compiled log density")
-            reason = "what was traced differs from the model"
-        except Exception as error:  # of whatever kind the model, Inductor or the compiler raise
-            reason = why_not(error)
+    if not compiled or eager.device.type != "cpu":
+        reason = f"on {eager.device.type}" if compiled else "as asked"
+        return LogDensity(eager, eager.layout, f"eager log density ({reason})")
+    native, coarsest = earlier.again(eager, arguments), eager.layout.dtype
+    try:
+        if native is None:
+            with eager.literals():
+                graph = trace(eager.function, eager.examples)
+            native, coarsest = compile_value_and_gradient(graph), _coarsest_dtype(graph)
+        is_right = eager.agrees_with(native, torch.finfo(coarsest).eps ** 0.5)
+        reason = "" if is_right else "what was traced differs from the model"
+    except Exception as error:  # of whatever kind the model, Inductor or the compiler raise
+        reason = why_not(error)
+    if native is None or reason:
         warn(
             CompileWarning,
             f"NUTS: the log density could not be compiled ({reason}; torch {torch.__version__}), "
             "so every gradient runs the model's Python, some hundred times slower; compile=False "
             "silences this",
         )
-    return LogDensity(eager, eager.layout, f"eager log density ({reason})")
+        return LogDensity(eager, eager.layout, f"eager log density ({reason})")
+    if coarsest is not eager.layout.dtype:
+        warn(
+            PyroScaleWarning,
+            f"NUTS: the model computes in {coarsest} in places (.float(), or data and modules that "
+            f"it holds by itself), so its log density has the digits of {coarsest}: convert them "
+            "to float64",
+        )
+    earlier.keep(native, eager, arguments)
+    return LogDensity(native, eager.layout, "compiled log density")
 
 
-def _coarsest(tensors: Iterable[Tensor]) -> float:
-    """The rounding of what is not in float64, such as data that a model holds by itself."""
-    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    return max(torch.finfo(dtype).eps for dtype in (torch.float64, *dtypes))
+def _coarsest_dtype(graph: Graph) -> torch.dtype:
+    """The floating dtype with the fewest digits that an operation gives."""
+    values = (node.meta.get("val") for node in graph.module.graph.nodes if node.op != "placeholder")
+    dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    return max(floating, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
 def _in_float64(log_posterior: LogPosterior) -> LogPosterior:

@@ -201,7 +201,8 @@ def test_what_a_model_holds_in_float32_may_stay_so():
     process = gp.models.GPRegression(x, x.sin(), kernel, noise=torch.tensor(0.1))
     process.kernel.lengthscale = PyroSample(dist.LogNormal(0.0, 1.0))
     nuts = ps.NUTS(process.model, num_data=20)
-    nuts.run(None, num_samples=20, warmup_steps=50, num_chains=1, **QUIET)
+    with pytest.warns(PyroScaleWarning, match="computes in torch.float32 in places"):
+        nuts.run(None, num_samples=20, warmup_steps=50, num_chains=1, **QUIET)
     assert nuts._results().attrs["program"] == "compiled log density"
 
 

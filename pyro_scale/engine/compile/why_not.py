@@ -7,7 +7,7 @@ import re
 
 def why_not(error: Exception) -> str:
     """Why a model cannot be compiled, in one line, from whatever was raised."""
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) or "InvalidCxxCompiler" in str(error):
         return f"there is no C++ compiler: {error}"
     first = str(error).strip().partition("\n")[0][:300]
     compilers_own = re.search(r"^.*\berror: .*$", str(error), re.MULTILINE)
