@@ -20,7 +20,7 @@ import pyro_scale as ps
 from pyro_scale.engine.compile.inductor import build_library
 from pyro_scale.exact.log_density import EarlierFunction, log_density
 
-_LIB = SimpleNamespace(sample=pyro.sample, plate=pyro.plate, dist=dist, math=torch)
+LIB = SimpleNamespace(sample=pyro.sample, plate=pyro.plate, dist=dist, math=torch)
 #: Calls a function of `engine/compile/cpp_function.py` over and over, along its gradient.
 _CALLS = """
 #include <cstddef>
@@ -64,7 +64,7 @@ def main() -> None:
     torch.set_default_dtype(torch.float64)
     problem = problems()[sys.argv[1]]()
     data = {name: torch.as_tensor(value) for name, value in problem.data.items()}
-    nuts = ps.NUTS(partial(problem.model, _LIB), num_data=problem.num_data)
+    nuts = ps.NUTS(partial(problem.model, LIB), num_data=problem.num_data)
     quiet: dict[str, Any] = {"num_chains": problem.chains, "progress": False}
     begun = time.perf_counter()
     nuts.run(data, num_samples=2, warmup_steps=2, seed=0, **quiet)
