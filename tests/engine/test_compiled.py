@@ -6,6 +6,7 @@ neither as an error nor as a strange shape: only as other numbers.
 
 import dataclasses
 import functools
+import re
 from typing import Any, NamedTuple
 
 import pyro
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import pyro_scale as ps
 from pyro_scale.engine import inputs as step_inputs
 from pyro_scale.engine import loop as simulation
+from pyro_scale.errors import NonFiniteError
 from pyro_scale.infer.sampler import Sampler
 from pyro_scale.kernels import Kernel
 from pyro_scale.run import run
@@ -686,6 +688,28 @@ def test_every_kind_of_model(kind):
     model, data, program, lr = MODELS[kind]()
     make = functools.partial(ps.BAOA, model, lr=lr, friction=0.7)
     checked(make, data, program, batch_size=B, thinning=2, num_samples=100)
+
+
+def near_the_edge(y):
+    """Covariances that are none where x > 1."""
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(y)):
+        covariance = torch.eye(2) * (1 - x)
+        pyro.sample("y", dist.MultivariateNormal(torch.zeros(2), covariance), obs=y)
+
+
+def test_a_factorization_that_fails_ends_its_chain_at_the_same_step():
+    """Compiled it is NaN, eagerly torch's error."""
+    starts, ends = {"x": double(-2.0, 0.0, 0.5, -1.0)}, []
+    for compile in (True, False):
+        sampler = ps.BAOA(near_the_edge, lr=0.5, compile=compile, init_strategy=starts)
+        with pytest.raises(NonFiniteError) as caught:
+            sampler.run(
+                torch.full((3, 2), 0.3), num_samples=200, num_chains=4, seed=1, progress=False
+            )
+        ends.append(re.findall(r"chain (\d) at step (\d+)", str(caught.value)))
+    assert ends[0] == ends[1]
+    assert len(ends[0]) == 4
 
 
 @pytest.mark.slow
