@@ -53,6 +53,18 @@ class NUTS(Method):
     Raises:
         ArgumentError: an argument out of its range.
 
+    Example:
+        >>> import pyro, pyro.distributions as dist, torch, pyro_scale as ps
+        >>> def model(y):
+        ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        >>> nuts = ps.NUTS(model).run(torch.linspace(-1, 2, 30), seed=0, progress=False)
+        >>> nuts.get_samples()["mu"].shape
+        torch.Size([4000])
+        >>> round(float(nuts.get_samples()["mu"].mean()), 1)  # 30 / 31 of the data's mean
+        0.5
+
     References: Hoffman and Gelman, The no-U-turn sampler, JMLR 2014; Seyboldt, Carlson and
     Carpenter, Preconditioning Hamiltonian Monte Carlo by minimizing Fisher divergence, 2026.
     """
