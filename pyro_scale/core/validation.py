@@ -1,4 +1,4 @@
-"""Checks of counts that users pass, and evenly spaced choices among many."""
+"""Checks of counts and flags that users pass, and evenly spaced choices among many."""
 
 from __future__ import annotations
 
@@ -23,7 +23,19 @@ def as_count(name: str, value: object, least: int = 1, hint: str = "") -> int:
         if int(value) > _MOST:
             raise ArgumentError(f"{name}={value!r}: pass an int of at most 2^53")
         return int(value)
-    raise ArgumentError(f"{name}={value!r}: pass an int >= {least}{hint}")
+    told = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+    raise ArgumentError(f"{name}={told}: pass an int >= {least}{hint}")
+
+
+def as_flag(name: str, value: object) -> bool:
+    """The value, which is True or False.
+
+    Raises:
+        ArgumentError: anything else, such as "no", which Python takes for true.
+    """
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name}={value!r}: pass True or False")
+    return value
 
 
 def evenly(total: int, count: int) -> Tensor:

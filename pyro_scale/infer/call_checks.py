@@ -94,8 +94,10 @@ def _explain(
     if len(args) + 1 > len(places):
         if function.__name__ == "run":
             hint = "pass the model's arguments as one tuple or dict, run((x, y), ...)"
-        elif own:
+        elif own and "structure" in parameters:
             hint = "all but the model are passed by name; a guide is made by structure="
+        elif own:
+            hint = "all but the model are passed by name, such as lr="
         else:
             hint = "pass the others by name"
         return f"{title} takes {len(places) - 1} positional argument(s), not {len(args)}: {hint}"

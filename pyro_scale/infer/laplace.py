@@ -82,6 +82,9 @@ class Laplace(Approximation):
     """
 
     structures: ClassVar[tuple[str, ...]] = ("auto", *get_args(Structure))
+    elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("num_steps", "num_epochs", "optimizer", "lr"), "nothing: it looks for the mode by itself"
+    )
 
     def __init__(
         self,

@@ -120,6 +120,7 @@ class Method:
 
     # ------------------------------------------------------------------ results
 
+    @check_calls
     def get_samples(
         self, num_samples: int | None = None, group_by_chain: bool = False
     ) -> dict[str, Tensor]:
@@ -143,6 +144,7 @@ class Method:
         chosen = predictive.spread_evenly(total, total if num_samples is None else num_samples)
         return result.samples_at(chosen // draws, chosen % draws)
 
+    @check_calls
     def moments(self, levels: Sequence[float] = (0.05, 0.5, 0.95)) -> dict[str, Moments]:
         """Posterior mean, sd, quantiles `[levels, ...]`, split R-hat and ESS of every site, by
         element, in double precision.
@@ -185,6 +187,7 @@ class Method:
                 raise ArgumentError(f"var_names: no site '{name}'; there are {list(result.shapes)}")
         return summary(result, var_names)
 
+    @check_calls
     def diagnostics(self, predict_at: Any = None) -> Any:
         """Whether the draws can be trusted: a DataFrame, one row a latent site; the run's facts
         are in `.attrs`.
@@ -234,6 +237,7 @@ class Method:
         result = self._results() if predict_at is None else self._draws()
         return diagnostics(result, predict_at)
 
+    @check_calls
     def log_likelihood(self, data: Any = None) -> dict[str, Tensor]:
         """Each data site's log likelihood, `[chains * draws, N]` in nats, a value a row.
 
@@ -244,6 +248,7 @@ class Method:
         """
         return predictive.log_likelihood(self._draws(), self._data(data))
 
+    @check_calls
     def loo(self, num_rows: int | None = None, data: Any = None, seed: int = 0) -> Loo:
         """What the model predicts of rows that it has not seen: leave-one-out cross-validation by
         Pareto-smoothed importance sampling (Vehtari, Gelman and Gabry 2017), in nats, the sum over
@@ -272,6 +277,7 @@ class Method:
         result, source = self._draws(), self._data(data)
         return loo(predictive.resample_equally(result, None), source, num_rows, choose_seed(seed))
 
+    @check_calls
     def ksd(
         self,
         data: Any = None,
@@ -343,6 +349,7 @@ class Method:
         chosen = num_samples, batch_size, return_sites, reduce
         return predictive.predict(result, arguments, *chosen)
 
+    @check_calls
     def to_arviz(
         self,
         log_likelihood: bool | None = None,
@@ -395,6 +402,7 @@ class Method:
 
     # ------------------------------------------------------------------ files
 
+    @check_calls
     def save(self, path: files.FilePath) -> None:
         """Writes the results to a file, from which `load` gives them back.
 

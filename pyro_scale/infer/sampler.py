@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_scale.core.rng import choose_seed
 from pyro_scale.core.schedules import Cyclical, Schedule
-from pyro_scale.core.validation import as_count
+from pyro_scale.core.validation import as_count, as_flag
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.row_sampler import Sampling, check_sampling
@@ -103,6 +103,7 @@ class Sampler(Method):
                 f"control_variates={control_variates!r}: pass True, or a dict of constrained values"
             )
         theory = self.kernel_class.theory
+        subtract_noise = as_flag("subtract_noise", subtract_noise)
         if subtract_noise and theory is None:
             raise ArgumentError(f"subtract_noise: {self.kernel_class.__name__} has no theory")
         if subtract_noise and theory is not None and not theory.heated:
@@ -111,7 +112,7 @@ class Sampler(Method):
             )
         if subtract_noise and control_variates:
             raise ArgumentError("subtract_noise: control_variates leave no noise to subtract")
-        self._control_variates, self._subtract_noise = control_variates, bool(subtract_noise)
+        self._control_variates, self._subtract_noise = control_variates, subtract_noise
         fields = [field.name for field in dataclasses.fields(self.kernel_class)]
         for name in hyperparameters:
             if name not in fields:
@@ -244,7 +245,7 @@ class Sampler(Method):
             superchains,
             batch_size,
             sampling,
-            share_batches,
+            as_flag("share_batches", share_batches),
             store,
             memory_budget,
             progress,

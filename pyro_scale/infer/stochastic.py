@@ -93,7 +93,7 @@ class Optimized(Approximation):
         """
         num_chains = as_count("num_chains", num_chains)
         if (num_steps is None) == (num_epochs is None):
-            raise ArgumentError("pass one of num_steps and num_epochs")
+            raise ArgumentError("pass one of num_steps and num_epochs, such as num_steps=5000")
         seed = choose_seed(seed)
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
         self._fit, self._stepping = None, None

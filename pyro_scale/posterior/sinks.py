@@ -60,6 +60,8 @@ def sink_for(
     if store is False:
         yield ToMoments(starts, first, num_draws)
         return
+    if isinstance(store, bool):
+        raise ArgumentError("store=True: pass the path of a Zarr store, or False to keep no draws")
     with writing_into(store):
         yield ToDisk(starts, first, store, resumes)
 

@@ -58,6 +58,22 @@ WRONG = {
     ),
     "steps of a sampler": (lambda: run(num_steps=5), "here it is num_samples=, warmup_steps="),
     "an interval": (lambda: run().summary(prob=0.9), r"no argument 'prob': .* arviz.summary"),
+    "a misspelt argument of results": (
+        lambda: run().get_samples(num_sample=3),
+        r"get_samples has no argument 'num_sample': did you mean num_samples=\?",
+    ),
+    "the step size by place": (lambda: ps.BAOA(model, 0.1), "passed by name, such as lr="),
+    "steps of Laplace": (
+        lambda: ps.Laplace(model).run((X, Y), num_steps=5),
+        "it looks for the mode by itself",
+    ),
+    "a word for a flag": (lambda: run(share_batches="yes"), "share_batches='yes': pass True or"),
+    "another": (
+        lambda: ps.BAOA(model, lr=0.1, subtract_noise="no"),
+        "subtract_noise='no': pass True or False",
+    ),
+    "a flag for a path": (lambda: run(store=True), "store=True: pass the path"),
+    "data one by one": (lambda: ps.explain(model, X, Y), "batch_size=a Tensor: pass an int"),
     "no data": (lambda: ps.BAOA(model, lr=0.1).run(), "BAOA.run: missing a required argument"),
 }
 
