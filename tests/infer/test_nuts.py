@@ -216,6 +216,27 @@ def test_the_same_seed_gives_the_same_draws_whatever_the_number_of_chains():
     assert not torch.equal(other._results().positions, runs[2])
 
 
+def test_a_second_run_sees_what_has_changed():
+    """Data in place, by torch or behind its back, and what the model reads besides."""
+    array = Y.numpy().copy()
+    y, scale = torch.from_numpy(array), double(1.0)
+
+    def model(y):
+        w = pyro.sample("w", dist.Normal(0.0, scale))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    def change_array():
+        array[0] += 30.0
+
+    few = {"num_samples": 20, "warmup_steps": 50, "num_chains": 1, **QUIET}
+    nuts, changes = ps.NUTS(model), (lambda: y.add_(1.0), change_array, lambda: scale.mul_(0.1))
+    for change in (lambda: None, *changes):
+        change()
+        again = nuts.run(y, **few)._results().positions
+        assert torch.equal(again, ps.NUTS(model).run(y, **few)._results().positions)
+
+
 def test_runs_in_two_threads_are_those_of_one():
     def positions(seed):
         nuts = ps.NUTS(linear).run((X, Y), num_samples=100, seed=seed, progress=False)
