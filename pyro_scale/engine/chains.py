@@ -113,7 +113,7 @@ class Chains:
             return
         broken = self._find_broken(moved, kept)
         for chain in torch.nonzero(broken)[:, 0].tolist():
-            element = _gone(moved.position[chain])
+            element = _gone(self._engine.to_params(moved.position[chain]))
             self._fail(chain, element, program, batches, Past(block, self.state, kept.last))
         self.alive = self.alive & ~broken
         self._keep(moved, kept, block, steps, draws)
@@ -124,12 +124,13 @@ class Chains:
         self.state = self._with_stand_ins(moved)
         first, last = steps.kept_before(block.start), steps.kept_before(block.stop)
         if draws.latest is not None:
-            new = kept.positions.cpu()
+            new = self._engine.to_params(kept.positions).cpu()
             if not bool(self.alive.all()):
                 new = new.where(self.alive[:, None, None], torch.nan)
             draws.latest.append(new)
         elif steps.positions:
-            draws.positions[self.alive, first:last] = kept.positions.cpu()[self.alive]
+            params = self._engine.to_params(kept.positions).cpu()
+            draws.positions[self.alive, first:last] = params[self.alive]
         draws.log_joint[self.alive, first:last] = kept.log_joint.double().cpu()[self.alive]
         self.count = block.stop
         self.log_joint = float(kept.last.cpu()[self.alive].mean())

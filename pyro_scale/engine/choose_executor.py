@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core.exclusive import exclusive
+from pyro_scale.core.step_inputs import Fixed
 from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batch, Batches, WholeData
 from pyro_scale.engine.agreement import check
@@ -25,7 +26,7 @@ from pyro_scale.engine.compile.views import NotALoop
 from pyro_scale.engine.compile.why_not import why_not
 from pyro_scale.engine.executors import ChainByChain, CompiledLoop, OneByOne, Program, eager
 from pyro_scale.engine.inputs import StepInputs
-from pyro_scale.engine.reuse import Blueprint, Earlier, arrange
+from pyro_scale.engine.reuse import Blueprint, Earlier, arrange, whitening_of
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, CompileWarning
 
@@ -92,7 +93,7 @@ def program_for(
                 return program
             blueprint = _blueprint(engine, batches, as_it_is, state, block)
             earlier.keep(blueprint, engine, batches, state, block)
-            return blueprint.program(batches)
+            return blueprint.program(engine, batches)
     except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
         warn(
             CompileWarning,
@@ -117,7 +118,7 @@ def _blueprint(
 
     def checked(by_column: bool) -> Blueprint:
         blueprint = _compile(engine, batches, state, block, by_column)
-        check(blueprint.program(batches), as_it_is, engine, state, block)
+        check(blueprint.program(engine, batches), as_it_is, engine, state, block)
         return blueprint
 
     if isinstance(batches, WholeData):
@@ -149,7 +150,7 @@ def _compile(
     graph = trace(*_as_function(engine, batch, state, noise, values))
     if on_processor:
         position = next(place for place, leaf in enumerate(leaves) if leaf is state.position)
-        sources = batches.sources(block.changing)
+        sources = [*map(Fixed, whitening_of(engine)), *batches.sources(block.changing)]
         inputs = inputs_of(len(leaves), position, len(values) + 1, sources)
         try:
             loop = compile_loop(graph, inputs, threads=None if single else 1)
@@ -164,8 +165,11 @@ def _compile(
             )
     call = compile_function(graph)
 
-    def one_by_one(batches: Batches, constants: Sequence[Tensor]) -> Program:
-        program = OneByOne(_compiled_step(call, state_spec, batches, constants), "compiled step")
+    def one_by_one(
+        batches: Batches, constants: Sequence[Tensor], whitening: Sequence[Tensor]
+    ) -> Program:
+        step = _compiled_step(call, state_spec, batches, constants, whitening)
+        program = OneByOne(step, "compiled step")
         return program if all_at_once else ChainByChain(program)
 
     return Blueprint(one_by_one, graph.constants, by_column)
@@ -175,23 +179,27 @@ def _as_function(
     engine: Engine, batch: Batch, state: Any, noise: Tensor, values: Mapping[str, Tensor]
 ) -> tuple[Callable[..., list[Tensor]], list[Tensor]]:
     """(A step as a function of flat tensors, examples of them): the state's leaves, the
-    hyperparameters' values, the noise and the batch's tensors in; the next state's leaves and the
-    log joint `[chains]` out."""
+    hyperparameters' values, the noise, the whitening's and the batch's tensors in; the next state's
+    leaves and the log joint `[chains]` out."""
     leaves, state_spec = pytree.tree_flatten(state)
+    whitening = engine.whitening
 
     def step(*flat: Tensor) -> list[Tensor]:
         remaining = iter(flat)
         state_in = pytree.tree_unflatten([next(remaining) for _ in leaves], state_spec)
         values_in = {name: next(remaining) for name in values}
-        noise_in = next(remaining)
-        moved, evaluation = engine.step(
+        noise_in, mover = next(remaining), engine
+        if whitening is not None:
+            given = whitening.with_tensors([next(remaining) for _ in whitening.tensors])
+            mover = dataclasses.replace(engine, whitening=given)
+        moved, evaluation = mover.step(
             state_in, batch.with_tensors(list(remaining)), noise_in, values_in
         )
         return [*pytree.tree_leaves(moved), evaluation.log_joint]
 
     # make_fx knows tensors by identity: one that came twice, or that the model holds too,
     # would silently be taken for the other
-    changing = [*leaves, *values.values(), noise]
+    changing = [*leaves, *values.values(), noise, *whitening_of(engine)]
     own = [leaf.contiguous() for leaf in batch.tensors] if batch.per_chain else batch.tensors
     return step, [
         *(leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in changing),
@@ -204,11 +212,13 @@ def _compiled_step(
     state_spec: Any,
     batches: Batches,
     constants: Sequence[Tensor],
+    whitening: Sequence[Tensor],
 ) -> Callable[..., tuple[Any, Tensor]]:
     def step(state: Any, values: Any, noise: Tensor, changing: Any) -> tuple[Any, Tensor]:
         batch = batches.batch(batches.fixed, changing)
         own = [leaf.contiguous() for leaf in batch.tensors] if batch.per_chain else batch.tensors
-        inputs = [*pytree.tree_leaves(state), *values.values(), noise.contiguous(), *own]
+        changed = [*pytree.tree_leaves(state), *values.values(), noise.contiguous()]
+        inputs = [*changed, *whitening, *own]
         *moved, log_joint = call([*inputs, *constants])
         return pytree.tree_unflatten(moved, state_spec), log_joint
 

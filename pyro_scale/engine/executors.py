@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core.exclusive import exclusive
-from pyro_scale.core.step_inputs import Gathered, PerStep, Source
+from pyro_scale.core.step_inputs import Fixed, Gathered, PerStep, Source
 from pyro_scale.data.batches import Batches
 from pyro_scale.engine.compile.cpp_loop import Loop
 from pyro_scale.engine.inputs import StepInputs
@@ -112,6 +112,7 @@ class CompiledLoop:
     all_at_once: bool
     batches: Batches
     constants: Sequence[Tensor]
+    whitening: Sequence[Tensor] = ()
     name: str = "compiled loop"
 
     def run(self, state: Any, block: StepInputs, left: int, every: int) -> tuple[Any, Kept]:
@@ -121,7 +122,10 @@ class CompiledLoop:
         moved, positions, log_joints, last = self.loop.run(
             leaves,
             [*columns, self._by_group(block.noise)],
-            [self._source(source) for source in self.batches.sources(block.changing)],
+            [
+                *map(Fixed, self.whitening),
+                *(self._source(source) for source in self.batches.sources(block.changing)),
+            ],
             self.constants,
             left,
             every,

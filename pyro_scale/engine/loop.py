@@ -123,7 +123,8 @@ def simulate(
                 if inspect is not None and block.stop >= next_inspected:
                     next_inspected = _RARER * block.stop
                     _, _, changing = block.at(len(block) - 1)
-                    inspect(chains.state.position, batches.batch(batches.fixed, changing))
+                    params = engine.to_params(chains.state.position)
+                    inspect(params, batches.batch(batches.fixed, changing))
                 if draws.kinetic is not None and block.stop in looks:
                     now = {name: column[block.stop - 1] for name, column in values.items()}
                     energy = engine.kinetic(chains.state, now)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from pyro_scale.engine.step import Engine
 
 #: Bytes of a constant, such as a number in the model's code, that is kept though nobody holds it.
 _SMALL = 2**16
+#: Puts a program together.
+Build: TypeAlias = Callable[[Batches, Sequence[Tensor], Sequence[Tensor]], Program]
 
 
 @dataclass(frozen=True)
@@ -30,19 +32,25 @@ class Blueprint:
     """A compiled step without what it works on.
 
     Attributes:
-        build: (batches, constants) -> the program.
+        build: (batches, constants, the whitening's tensors) -> the program.
         constants: what the step reads besides its arguments.
         by_column: how it takes narrow tables.
     """
 
-    build: Callable[[Batches, Sequence[Tensor]], Program]
+    build: Build
     constants: Sequence[Constant]
     by_column: bool
 
-    def program(self, batches: Batches) -> Program:
+    def program(self, engine: Engine, batches: Batches) -> Program:
         """The step's program on batches."""
         constants = [constant.tensor for constant in self.constants]
-        return self.build(arrange(batches, self.by_column), constants)
+        return self.build(arrange(batches, self.by_column), constants, whitening_of(engine))
+
+
+def whitening_of(engine: Engine) -> list[Tensor]:
+    """The tensors of an engine's whitening, as compiled steps take them."""
+    whitening = engine.whitening
+    return [] if whitening is None else [tensor.contiguous() for tensor in whitening.tensors]
 
 
 def arrange(batches: Batches, by_column: bool) -> Batches:
@@ -60,7 +68,7 @@ class _Kept:
         facts: what the blueprint is for.
     """
 
-    build: Callable[[Batches, Sequence[Tensor]], Program]
+    build: Build
     constants: Sequence[Callable[[], Tensor | None]]
     by_column: bool
     facts: Any
@@ -98,7 +106,7 @@ class Earlier:
         constants = [tensor for again in kept.constants if (tensor := again()) is not None]
         if len(constants) < len(kept.constants):
             return None
-        program = kept.build(arrange(batches, kept.by_column), constants)
+        program = kept.build(arrange(batches, kept.by_column), constants, whitening_of(engine))
         with contextlib.suppress(RuntimeError):  # a matrix that cannot be factorized at that point
             if agrees(program, as_it_is, engine, state, block):
                 return program
@@ -110,10 +118,11 @@ def _facts(engine: Engine, batches: Batches, state: Any, block: StepInputs) -> A
     values, noise, changing = block.at(0)
     batch = batches.batch(batches.fixed, changing)
     leaves, state_spec = pytree.tree_flatten(state)
-    inputs = [*leaves, *values.values(), noise, *batch.tensors]
+    inputs = [*leaves, *values.values(), noise, *whitening_of(engine), *batch.tensors]
     held = [leaf for leaf in pytree.tree_leaves(batches.fixed) if isinstance(leaf, Tensor)]
     return (
-        (type(engine.kernel), engine.layout, engine.num_latents, engine.vectorized),
+        (type(engine.kernel), type(engine.whitening), engine.layout, engine.num_latents),
+        engine.vectorized,
         (engine.num_data, state_spec, list(values), torch.get_num_threads()),
         [type(source) for source in batches.sources(changing)],
         [_geometry(tensor) for tensor in inputs],

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
+from pyro_scale.core.whitening import Whitening
 from pyro_scale.data.batches import Batch
 
 
@@ -41,13 +42,15 @@ class Density(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """A log posterior on one batch, for one chain, as a kernel sees it."""
+    """A log posterior on one batch, for one chain, as a kernel sees it: a function of whitened
+    coordinates where there is a whitening."""
 
     density: Density
     layout: Layout
     arguments: rows.Arguments
     indices: Tensor | None
     vectorized: bool
+    whitening: Whitening | None = None
 
     @property
     def num_data(self) -> int:
@@ -57,8 +60,27 @@ class Target:
     def grad(self, position: Tensor) -> tuple[Tensor, Any]:
         """(Gradient of the log joint over N at the position [D], the evaluation)."""
         grad = self.density.grad if self.vectorized else self.density.plain_grad
-        gradient, evaluation = grad(self.layout.unflatten(position), self.arguments, self.indices)
-        return self.layout.flatten(gradient) / self.density.num_data, evaluation
+        params = self.layout.unflatten(to_params(self.whitening, position))
+        by_site, evaluation = grad(params, self.arguments, self.indices)
+        gradient = self.layout.flatten(by_site) / self.density.num_data
+        return _leading(self.whitening, "pull_back", gradient), evaluation
+
+
+def to_params(whitening: Whitening | None, positions: Tensor) -> Tensor:
+    """Positions `[..., D]` of chains as unconstrained params."""
+    return _leading(whitening, "to_params", positions)
+
+
+def _leading(whitening: Whitening | None, way: str, vectors: Tensor) -> Tensor:
+    """One of a whitening's maps, of vectors' leading elements; it leaves the others, which are
+    points."""
+    if whitening is None:
+        return vectors
+    size = len(whitening.tensors[0])
+    mapped = getattr(whitening, way)(vectors[..., :size])
+    if size == vectors.shape[-1]:
+        return mapped
+    return torch.cat([mapped, vectors[..., size:]], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -79,6 +101,8 @@ class Engine:
             or functorch's gradient refuses.
         known_noise: the variance of the minibatch gradient of the log joint over N, `[D]`, which
             is taken off the injected noise; None leaves that whole.
+        whitening: the map from the coordinates that the kernel moves in to latents; None where it
+            moves latents themselves.
     """
 
     kernel: Any
@@ -87,10 +111,12 @@ class Engine:
     num_latents: int
     vectorized: bool = True
     known_noise: Tensor | None = None
+    whitening: Whitening | None = None
 
     def init(self, positions: Tensor, noise: Tensor, values: Mapping[str, Tensor]) -> Any:
-        """The state of chains at positions `[chains, D]`, given noise `[chains, latents]`."""
+        """The state of chains at params `[chains, D]`, given noise `[chains, latents]`."""
         values = self.kernel_values(values)
+        positions = _leading(self.whitening, "to_whitened", positions)
 
         def init(position: Tensor, noise: Tensor) -> Any:
             return self.kernel.init(position, values, noise)
@@ -104,13 +130,14 @@ class Engine:
         values = self.subtract_known_noise(self.kernel_values(values))
 
         def update(arguments: Any, indices: Any, state: Any, noise: Tensor) -> tuple[Any, Any]:
-            return self.kernel.update(state, self._target(arguments, indices), values, noise)
+            target = self._target(arguments, indices, self.whitening)
+            return self.kernel.update(state, target, values, noise)
 
         state, evaluation = self._over_chains(update, batch, state, self.pad(noise))
         return self._share_points(state), evaluation
 
     def evaluate(self, positions: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(Each chain's log joint at its position, its gradient over N, `[chains, D]`), the way
+        """(Each chain's log joint at its params, its gradient over N, `[chains, D]`), the way
         that a step evaluates them."""
 
         def at(arguments: Any, indices: Any, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +147,7 @@ class Engine:
         return self._over_chains(at, batch, positions)
 
     def gradient(self, positions: Tensor, batch: Batch) -> Tensor:
-        """The gradient of each chain's log joint over N at its position, `[chains, D]`."""
+        """The gradient of each chain's log joint over N at its params, `[chains, D]`."""
 
         def evaluate(arguments: Any, indices: Any, position: Tensor) -> Tensor:
             return self._target(arguments, indices).grad(position)[0]
@@ -131,8 +158,13 @@ class Engine:
         """Each chain's kinetic temperature p^2 / m over the one asked for, on average over each
         latent site's elements, `[chains, latent sites]`, of a state with a momentum."""
         values, device = self.kernel_values(values), state.momentum.device
-        unit = (values["mass"] * values["temperature"]).expand(self.layout.size)
-        energy = state.momentum.double().square() / unit.to(device)
+        unit = (values["mass"] * values["temperature"]).expand(self.layout.size).to(device)
+        momentum = state.momentum
+        if self.whitening is not None:  # of the params' velocities
+            momentum = _leading(self.whitening, "push_forward", momentum)
+            variance, rest = self.whitening.variance, self.layout.size - self.num_latents
+            unit = unit * torch.nn.functional.pad(variance, (0, rest), value=1.0)
+        energy = momentum.double().square() / unit
         places = list(self.layout.slices().values())[: self.num_latent_sites]
         return torch.stack([energy[:, place].mean(1) for place in places], 1).cpu()
 
@@ -151,8 +183,14 @@ class Engine:
         """Whether there are points, which tie the chains together."""
         return self.num_latents < self.layout.size
 
-    def _target(self, arguments: Any, indices: Tensor | None) -> Target:
-        return Target(self.density, self.layout, arguments, indices, self.vectorized)
+    def to_params(self, positions: Tensor) -> Tensor:
+        """Unconstrained params `[..., D]` where states are at these positions."""
+        return to_params(self.whitening, positions)
+
+    def _target(
+        self, arguments: Any, indices: Tensor | None, whitening: Whitening | None = None
+    ) -> Target:
+        return Target(self.density, self.layout, arguments, indices, self.vectorized, whitening)
 
     def _over_chains(self, function: Callable[..., Any], batch: Batch, *states: Any) -> Any:
         """function(arguments, indices, *states) for every chain; states are `[chains, ...]`."""
