@@ -38,6 +38,9 @@ class Purpose(IntEnum):
     CURVATURE = 6
     APPROXIMATION = 7
     SHADOW = 8
+    SEARCH = 9
+    WINDOW = 10
+    PILOT = 11
 
 
 def choose_seed(seed: int | None) -> int:

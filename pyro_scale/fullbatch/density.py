@@ -83,6 +83,34 @@ class FullDataDensity:
             total += hessian(slope, here)
         return total
 
+    def derivatives(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(The log joint, its gradient [D], its Hessian [D, D]), all over N, in one pass."""
+        value, gradient = position.new_zeros(()), torch.zeros_like(position)
+        matrix = position.new_zeros(self.layout.size, self.layout.size)
+        for chunk, kept in self._pieces():
+            here = position.detach().requires_grad_()
+            with torch.enable_grad():
+                part = self._part(here, chunk, kept)
+                (slope,) = torch.autograd.grad(part, here, create_graph=True)
+            value, gradient = value + part.detach(), gradient + slope.detach()
+            matrix += hessian(slope, here)
+        return value, gradient, matrix
+
+    def values(self, positions: Tensor) -> Tensor:
+        """The log joint over N at each position, `[positions]`."""
+        total = positions.new_zeros(len(positions))
+        with torch.no_grad():
+            for chunk, kept in self._pieces():
+
+                def part(position: Tensor, chunk: Chunk = chunk, kept: int = kept) -> Tensor:
+                    return self._part(position, chunk, kept)
+
+                try:
+                    total = total + torch.vmap(part)(positions)
+                except (RuntimeError, NotImplementedError):
+                    total = total + torch.stack([part(position) for position in positions])
+        return total
+
     def hessian_diagonal(self, position: Tensor) -> Tensor:
         """Its diagonal, [D], without the matrix."""
         total = torch.zeros_like(position)

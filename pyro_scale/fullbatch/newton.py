@@ -1,0 +1,135 @@
+"""Newton's method in a trust region: modes of log densities in whatever units they come.
+
+Each step maximizes the quadratic model of the log joint inside of a ball, exactly (Moré and
+Sorensen, Computing a trust region step, SIAM J. Sci. Stat. Comput. 1983).  The ball is one of
+elements over their own curvatures, so that a change of units changes nothing, and a direction in
+which the log joint is not concave is a way to go, not an obstacle.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.fullbatch.density import FullDataDensity
+
+#: Steps at most; each takes a Hessian.
+_MOST_STEPS = 200
+#: The radius at first and at most, in sds for the root of each element; and below which a step is
+#: nothing but rounding.
+_RADIUS, _LARGEST, _SMALLEST = 1.0, 1e8, 1e-12
+#: The gain that the quadratic model still promises, in nats, at what counts as a mode.
+_NEAR = 1e-6
+#: Curvatures below this part of the largest count as that.
+_FLATTEST = 1e-12
+#: Of the actual gain over the promised one: the least to take a step, to widen the region.
+_TAKEN, _GOOD = 1e-4, 0.75
+
+
+class Ascent(NamedTuple):
+    """Where Newton's method ended.
+
+    Attributes:
+        position: the end, [D].
+        value: the log joint there, in nats.
+        precision: minus the Hessian there, [D, D], in nats.
+        is_mode: whether the log joint is concave there, and nothing is left to gain.
+        path: where it was on its way, `[steps, D]`.
+    """
+
+    position: Tensor
+    value: float
+    precision: Tensor
+    is_mode: bool
+    path: Tensor
+
+
+def ascend(density: FullDataDensity, start: Tensor, places: Tensor | None = None) -> Ascent:
+    """The way up from a start, [D], in the precision of its dtype.
+
+    Args:
+        density: the log joint of all rows.
+        start: where it begins, and ends if the log joint is not finite there.
+        places: of the elements that move; all by default.
+    """
+    num_data = density.log_posterior.num_data
+    moving = torch.arange(len(start)) if places is None else places
+    position, radius, path = start, _RADIUS * len(moving) ** 0.5, [start]
+    look = _look(density, position, moving, num_data)
+    if look is None:
+        nothing = torch.zeros(len(moving), len(moving), dtype=torch.float64)
+        return Ascent(start, -float("inf"), nothing, False, start[None])
+    value, slope, curvature = look
+    units = curvature.diagonal().abs().clamp(min=1e-300)
+    is_mode = False
+    for _ in range(_MOST_STEPS):
+        units = torch.maximum(units * 0.5, curvature.diagonal().abs())  # of each element, 1 / sd^2
+        units = units.clamp(min=_FLATTEST * float(units.max()))
+        scale = units.rsqrt()
+        lengths, axes = torch.linalg.eigh(scale[:, None] * curvature * scale)
+        along = axes.mT @ (scale * slope)
+        if lengths.min() > 0 and float((along.square() / lengths).sum()) / 2 < _NEAR:
+            is_mode = True
+            break
+        while radius > _SMALLEST:
+            step = _within(lengths, along, radius)
+            promised = float(along @ step - (lengths * step.square()).sum() / 2)
+            there = position.clone()
+            there[moving] += (scale * (axes @ step)).to(position)
+            ahead = _look(density, there, moving, num_data)
+            gained = ahead[0] - value if ahead is not None else -float("inf")
+            rounding = 8 * torch.finfo(start.dtype).eps * abs(value)
+            if gained >= _TAKEN * promised or (promised < rounding and gained > -rounding):
+                break
+            radius = min(radius, float(step.norm())) / 4
+        else:
+            break
+        if gained > _GOOD * promised:
+            radius = min(max(radius, 3 * float(step.norm())), _LARGEST)
+        assert ahead is not None
+        position = there
+        value, slope, curvature = ahead
+        path.append(position)
+        if promised < rounding:
+            is_mode = bool(lengths.min() > 0)
+            break
+    return Ascent(position, value, curvature, is_mode, torch.stack(path))
+
+
+def _look(
+    density: FullDataDensity, position: Tensor, places: Tensor, num_data: int
+) -> tuple[float, Tensor, Tensor] | None:
+    """(The log joint, its gradient, minus its Hessian) in nats and float64; None where one is not
+    finite."""
+    value, gradient, hessian = density.derivatives(position)
+    if not bool(torch.isfinite(value) and torch.isfinite(hessian).all()):
+        return None
+    if not bool(torch.isfinite(gradient).all()):
+        return None
+    curvature = -num_data * hessian[places][:, places].double()
+    return num_data * float(value), num_data * gradient[places].double(), curvature
+
+
+def _within(lengths: Tensor, along: Tensor, radius: float) -> Tensor:
+    """The step of norm at most `radius` with the largest gain, in the axes of the curvature."""
+    least = max(0.0, -float(lengths.min()))
+    if lengths.min() > 0:
+        step = along / lengths
+        if step.norm() <= radius:
+            return step
+    low, high = least, least + float(along.norm()) / radius + 1e-300
+    for _ in range(100):
+        shift = (low + high) / 2
+        denominator = lengths + shift
+        step = along / denominator.clamp(min=1e-300)
+        low, high = (shift, high) if step.norm() > radius else (low, shift)
+        if high - low <= 1e-10 * high:
+            break
+    step = along / (lengths + high).clamp(min=1e-300)
+    short = radius**2 - float(step.square().sum())
+    if lengths.min() < 0 and short > 1e-3 * radius**2:  # nothing to gain along the steepest axis
+        step = step.clone()
+        step[0] += short**0.5
+    return step

@@ -1,0 +1,170 @@
+"""The posterior's modes, each chain's search its own, and a Gaussian to start from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.gaussian import Dense
+from pyro_scale.core.rng import Purpose, generator
+from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.fullbatch.newton import Ascent, ascend
+
+#: Modes apart by fewer sds and nats than these are one.
+_SDS, _NATS = 3.0, 2.0
+#: Nats of evidence below the best mode at which none of the posterior is there.
+_NEGLIGIBLE = 10.0
+#: Curvatures below this part of the largest count as that: flat directions.
+_FLATTEST = 1e-10
+#: Points on the ways up whose Gaussians are compared where there is no mode, and draws of each.
+_PLACES, _DRAWS = 24, 64
+#: Nats that a Gaussian may be away from the posterior, for each dimension and in all, before
+#: another one is looked for.
+_APART = 0.5
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A mode, or what stands for one.
+
+    Attributes:
+        gaussian: around it.
+        log_evidence: by Laplace's approximation, in nats.
+        searches: which searches led there.
+    """
+
+    gaussian: Dense
+    log_evidence: float
+    searches: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Modes:
+    """What searches from several points found.
+
+    Attributes:
+        modes: the best first; one Gaussian that stands for all where there is none.
+        found: whether they are modes.
+        searches: how many there were.
+        gap: nats by which the first one's Gaussian differs from the posterior (its
+            Kullback-Leibler divergence from it), as far as draws of the Gaussian tell.
+        evaluations: passes through the data, a Hessian counted as one for each dimension.
+    """
+
+    modes: tuple[Mode, ...]
+    found: bool
+    searches: int
+    gap: float
+    evaluations: int
+
+    @property
+    def best(self) -> Mode:
+        """The mode of most evidence."""
+        return self.modes[0]
+
+    def starting_points(self, num_chains: int) -> list[Dense]:
+        """The Gaussian that each chain starts from: that of its own search, unless nothing of the
+        posterior is there."""
+        least = self.best.log_evidence - _NEGLIGIBLE
+        own = {
+            search: mode.gaussian
+            for mode in self.modes
+            for search in mode.searches
+            if mode.log_evidence > least
+        }
+        searches = max(1, self.searches)
+        return [own.get(chain % searches, self.best.gaussian) for chain in range(num_chains)]
+
+
+def find_modes(density: FullDataDensity, starts: Tensor, temperature: float, seed: int) -> Modes:
+    """Searches from each of the starts, `[searches, D]`, for the modes of log joint / temperature.
+
+    Where the log density has none (a funnel, an improper posterior), or its Gaussian is far from
+    the posterior, the best Gaussian at a point on the ways up stands for it, by the evidence lower
+    bound: that of Pathfinder (Zhang, Carpenter, Gelman and Vehtari, JMLR 2022), with Hessians.
+    """
+    ascents = [ascend(density, start) for start in starts]
+    evaluations = sum(len(each.path) for each in ascents) * (1 + starts.shape[1])
+    modes = _distinct([(i, each) for i, each in enumerate(ascents) if each.is_mode], temperature)
+    gap, stand_in = math.inf, None
+    if modes:
+        bound, evidence = _bound(density, modes[0].gaussian, temperature, seed)
+        gap = evidence - bound
+    if gap > _APART * starts.shape[1] + 1:
+        every = torch.cat([each.path for each in ascents])
+        chosen = every[torch.linspace(0, len(every) - 1, _PLACES).round().long().unique()]
+        evaluations += len(chosen) * (1 + starts.shape[1])
+        stand_in = _best_on_the_way(density, chosen, temperature, seed)
+    if stand_in is not None and (not modes or stand_in[0] > bound):
+        everything = tuple(range(len(starts)))
+        mode = Mode(stand_in[1], stand_in[0], everything)
+        return Modes((mode,), False, len(starts), stand_in[2] - stand_in[0], evaluations)
+    return Modes(tuple(modes), bool(modes), len(starts), gap, evaluations)
+
+
+def _distinct(found: Sequence[tuple[int, Ascent]], temperature: float) -> list[Mode]:
+    """Modes, the best first, without those that are another one's."""
+    modes: list[Mode] = []
+    for search, ascent in sorted(found, key=lambda each: -each[1].value):
+        gaussian = _gaussian(ascent.position, ascent.precision, temperature)
+        half_log_det = float(gaussian.log_det) / 2
+        constant = len(ascent.position) / 2 * math.log(2 * math.pi)
+        evidence = ascent.value / temperature + half_log_det + constant
+        for place, mode in enumerate(modes):
+            away = (gaussian.mean - mode.gaussian.mean)[:, None]
+            sds = torch.linalg.solve_triangular(mode.gaussian.scale_tril, away, upper=False).norm()
+            if float(sds) < _SDS and abs(evidence - mode.log_evidence) < _NATS:
+                modes[place] = Mode(mode.gaussian, mode.log_evidence, (*mode.searches, search))
+                break
+        else:
+            modes.append(Mode(gaussian, evidence, (search,)))
+    modes.sort(key=lambda mode: -mode.log_evidence)
+    return modes
+
+
+def _gaussian(position: Tensor, precision: Tensor, temperature: float) -> Dense:
+    """The Gaussian of a curvature: where that is negative, of its size; in float64."""
+    scale = precision.diagonal().abs().clamp(min=1e-300).rsqrt()
+    lengths, axes = torch.linalg.eigh(scale[:, None] * precision * scale)
+    lengths = lengths.abs().clamp(min=_FLATTEST * float(lengths.abs().max()))
+    root = scale[:, None] * axes * (temperature / lengths).sqrt()
+    _, triangle = torch.linalg.qr(root.mT)
+    factor = triangle.mT * triangle.diagonal().sign()
+    return Dense(position.double(), factor)
+
+
+def _bound(
+    density: FullDataDensity, gaussian: Dense, temperature: float, seed: int
+) -> tuple[float, float]:
+    """(The evidence lower bound of a Gaussian, the log evidence by importance), by its draws."""
+    source = generator(seed, 0, Purpose.SEARCH)
+    noise = torch.randn(_DRAWS, len(gaussian.mean), generator=source, dtype=torch.float64)
+    draws = gaussian.sample(noise).to(density.layout.dtype)
+    num_data = density.log_posterior.num_data
+    values = density.values(draws).double() * num_data / temperature
+    constant = len(gaussian.mean) * math.log(2 * math.pi)
+    log_density = -(noise.square().sum(1) + gaussian.log_det + constant) / 2
+    ratio = (values - log_density).nan_to_num(-math.inf, -math.inf, -math.inf)
+    bound = float(ratio.mean())
+    return bound, float(torch.logsumexp(ratio, 0)) - math.log(_DRAWS)
+
+
+def _best_on_the_way(
+    density: FullDataDensity, places: Tensor, temperature: float, seed: int
+) -> tuple[float, Dense, float] | None:
+    """(The evidence lower bound, the Gaussian, the log evidence) of the best of some points."""
+    best = None
+    num_data = density.log_posterior.num_data
+    for place in places:
+        hessian = density.hessian(place).double()
+        if not bool(torch.isfinite(hessian).all()):
+            continue
+        gaussian = _gaussian(place, -hessian * num_data, temperature)
+        bound, evidence = _bound(density, gaussian, temperature, seed)
+        if math.isfinite(bound) and (best is None or bound > best[0]):
+            best = bound, gaussian, evidence
+    return best

@@ -1,0 +1,141 @@
+"""The bias of a step size, measured before the run by a coupled run at half of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.autocorrelation import autocorrelation_time
+from pyro_scale.core.rng import Purpose, derived_seed
+from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.run.problem import Problem
+
+#: Draws of a pilot, a chain; and steps, in autocorrelation times and at least.
+_DRAWS, _TIMES, _LEAST = 512, 60.0, 512
+#: The bias that a step size may have: of a mean, in posterior sds, and of an sd, in itself: two
+#: fifths of what a run is judged by.
+MEAN_BIAS, SD_BIAS = 0.04, 0.02
+#: Standard errors by which a bias is surely there.
+_ERRORS = 2.0
+#: Pilots, at most; and what a step size is multiplied by, at least and at most.
+_MOST_PILOTS, _SHORTEST, _LONGEST = 5, 0.4, 0.8
+#: Parts of each chain whose means tell the standard error.
+_PARTS = 4
+
+
+class Bias(NamedTuple):
+    """By how much a step size is too long, element by element of the latents, `[d]`.
+
+    Attributes:
+        mean: what is too much in the mean, in posterior sds.
+        mean_mcse: its standard error.
+        log_sd: what is too much in the logarithm of the sd.
+        log_sd_mcse: its standard error.
+    """
+
+    mean: Tensor
+    mean_mcse: Tensor
+    log_sd: Tensor
+    log_sd_mcse: Tensor
+
+    @property
+    def excess(self) -> float:
+        """How many times too large what is surely there is."""
+        means = (self.mean.abs() - _ERRORS * self.mean_mcse) / MEAN_BIAS
+        sds = (self.log_sd.abs() - _ERRORS * self.log_sd_mcse) / SD_BIAS
+        return float(torch.maximum(means, sds).max())
+
+
+class Pilot(NamedTuple):
+    """What pilots have come to.
+
+    Attributes:
+        problem: with the step size, and the chains' positions after them.
+        steps: taken by each chain, those of coupled runs included.
+        bias: of the step size; None where all coupled runs broke.
+        time: steps per independent draw, of the slowest element or its square.
+        draws: of the last pilot, `[chains, draws, D]`.
+    """
+
+    problem: Problem
+    steps: int
+    bias: Bias | None
+    time: float
+    draws: Tensor
+
+
+#: Runs chains: (problem, steps, seed, whether at half the step on the same noise) -> draws.
+CoupledRun = Callable[[Problem, Steps, int, bool], Draws]
+
+
+def pilot(problem: Problem, run: CoupledRun, time: float, adapts: bool, order: int) -> Pilot:
+    """Shortens the step size until its bias is small.
+
+    Args:
+        problem: chains in their stationary law.
+        run: takes steps.
+        time: steps per independent draw, about.
+        adapts: whether the step size may change.
+        order: the power of lr with which the bias falls.
+    """
+    total, length = 0, max(_LEAST, math.ceil(_TIMES * time))
+    bias, draws, every = None, None, 1
+    for number in range(_MOST_PILOTS):
+        every = max(1, length // _DRAWS)
+        steps = Steps(length // every, 0, every)
+        seed = derived_seed(problem.seed, number, Purpose.PILOT)
+        own, half = run(problem, steps, seed, False), run(problem, steps, seed, True)
+        for ran in (own, half):
+            if ran.error is not None:
+                raise ran.error
+        total += own.num_steps + half.num_steps
+        both = [chain for chain in own.finished if chain in half.finished]
+        if len(both) == len(own.positions):
+            draws = own.positions
+            latents = problem.engine.num_latents
+            one, other = (ran.positions[..., :latents].double() for ran in (own, half))
+            bias = _bias(one, other, order)
+            problem = _moved(problem, own)
+            factor = bias.excess ** (-1 / order) if bias.excess > 1 else 1.0
+        else:
+            factor = 0.5
+        if factor == 1 or not adapts:
+            break
+        factor = min(max(factor, _SHORTEST), _LONGEST)
+        lr = float(problem.engine.kernel.lr) * factor
+        problem = problem.with_engine(kernel=dataclasses.replace(problem.engine.kernel, lr=lr))
+        length = math.ceil(length / factor)
+    if draws is None:
+        return Pilot(problem, total, None, math.inf, problem.positions[:, None])
+    z = draws[..., : problem.engine.num_latents].double()
+    center = z.mean((0, 1))
+    times = torch.maximum(autocorrelation_time(z), autocorrelation_time((z - center).square()))
+    return Pilot(problem, total, bias, float(times.max()) * every, draws)
+
+
+def _moved(problem: Problem, draws: Draws) -> Problem:
+    last = draws.positions[:, -1].to(problem.positions)
+    return dataclasses.replace(problem, positions=last)
+
+
+def _bias(own: Tensor, half: Tensor, order: int) -> Bias:
+    """From draws at a step and at half of it on the same noise, `[chains, draws, d]`."""
+    center = (own + half).mean((0, 1)) / 2
+    sd = half.flatten(0, 1).std(0).clamp(min=1e-300)
+    factor = 2.0**order / (2.0**order - 1)  # of the bias over its difference to that at half
+    squares = ((own - center).square() - (half - center).square()) / (2 * sd.square())
+    mean, mean_mcse = _mean_of((own - half) / sd)
+    log_sd, log_sd_mcse = _mean_of(squares)
+    return Bias(*(factor * each for each in (mean, mean_mcse, log_sd, log_sd_mcse)))
+
+
+def _mean_of(series: Tensor) -> tuple[Tensor, Tensor]:
+    """(Mean, standard error) over draws `[chains, draws, d]`, by batch means."""
+    count = series.shape[1] // _PARTS * _PARTS
+    parts = series[:, :count].unflatten(1, (_PARTS, -1)).mean(2).flatten(0, 1)
+    return parts.mean(0), parts.std(0) / len(parts) ** 0.5

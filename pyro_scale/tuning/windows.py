@@ -1,0 +1,217 @@
+"""Warm-up in windows: chains move, and what they have seen becomes their geometry.
+
+As in Stan's warm-up, but for all chains together: after each window the covariance of its draws
+takes the whitening's place, until a window's draws have the geometry that it was run with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.autocorrelation import autocorrelation_time, split_r_hat
+from pyro_scale.core.rng import Purpose, derived_seed
+from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening, Whitening
+from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.run.problem import Problem
+
+#: Steps of the first window, and how many windows there are at most, each twice as long.
+_FIRST, _MOST_WINDOWS = 256, 9
+#: Draws of a window, a chain; and the part of a window that is left out.
+_DRAWS, _LEFT_OUT = 256, 0.25
+#: Windows agree where no direction's sd changes by more than this factor beyond chance, and R-hat
+#: is below this.
+_MOST_CHANGE, _MOST_R_HAT = 1.25, 1.1
+#: The factor by which a window may change a direction's sd.
+_LARGEST_CHANGE = 3.0
+#: Times a window is run again with half the step, or none of it is believed.
+_MOST_HALVINGS = 8
+#: Draws at which the curvature is looked at, and the part of them in which a step must be well
+#: within what is stable.
+_LOOKS, _MOST_STEEP = 32, 0.9
+#: Nats below the best draw, for each dimension and in all, where the posterior is not.
+_NATS_EACH, _NATS = 10.0, 20.0
+
+
+@dataclass(frozen=True)
+class Window:
+    """What the windows of a warm-up have come to.
+
+    Attributes:
+        problem: with the geometry, the step size and the chains' positions after them.
+        steps: taken by each chain.
+        hessians: at how many places the curvature was looked at.
+        agrees: whether the last window's draws have the geometry that it was run with.
+        r_hat: the largest, of whitened elements.
+        change: the largest factor of a direction's sd.
+        time: steps per independent draw, of whitened elements and their squares, at most.
+        draws: of the last window, of params, `[chains, draws, D]`.
+    """
+
+    problem: Problem
+    steps: int
+    hessians: int
+    agrees: bool
+    r_hat: float
+    change: float
+    time: float
+    draws: Tensor
+
+
+#: Runs chains: (problem, steps, seed) -> draws.
+Run = Callable[[Problem, Steps, int], Draws]
+
+
+def warm_up(problem: Problem, run: Run, density: FullDataDensity | None) -> Window | None:
+    """Windows until they agree, or there are no more; None where all chains break at any step.
+
+    Args:
+        problem: chains at their starts, with a first geometry and the longest step size.
+        run: takes steps.
+        density: of all rows; None where geometry and step size are set, and windows only tell how
+            long they take.
+    """
+    total = hessians = halvings = 0
+    longest, length, window = float(problem.engine.kernel.lr) if density else 1.0, _FIRST, None
+    for number in range(_MOST_WINDOWS + _MOST_HALVINGS):
+        every = max(1, length // _DRAWS)
+        steps = Steps(length // every, 0, every)
+        draws = run(problem, steps, derived_seed(problem.seed, number, Purpose.WINDOW))
+        if draws.error is not None:
+            raise draws.error
+        total += draws.num_steps
+        sound = _sound_chains(problem, draws)
+        if len(sound) < len(draws.positions) and density is not None:
+            halvings += 1
+            if halvings > _MOST_HALVINGS:
+                return None
+            longest = float(problem.engine.kernel.lr) / 2
+            problem = _with_lr(_restart(problem, draws, sound), longest)
+            continue
+        if not sound:
+            return None
+        window = _learn(problem, draws, sound, every, adapts=density is not None)
+        if density is not None:
+            lr = min(longest, _stable_lr(density, window))
+            window = dataclasses.replace(window, problem=_with_lr(window.problem, lr))
+            hessians += _LOOKS
+        window = dataclasses.replace(window, steps=total, hessians=hessians)
+        problem = window.problem
+        if window.agrees or length >= _FIRST * 2 ** (_MOST_WINDOWS - 1):
+            break
+        length *= 2
+    return window
+
+
+def to_whitened(whitening: Whitening, params: Tensor) -> Tensor:
+    """Params `[..., d]` in whitened coordinates, in double precision."""
+    doubled = whitening.with_tensors([tensor.double() for tensor in whitening.tensors])
+    return doubled.to_whitened(params)
+
+
+def _with_lr(problem: Problem, lr: float) -> Problem:
+    return problem.with_engine(kernel=dataclasses.replace(problem.engine.kernel, lr=lr))
+
+
+def _sound_chains(problem: Problem, draws: Draws) -> list[int]:
+    """The chains that have neither broken nor gone where the posterior is not."""
+    depth = _NATS + _NATS_EACH * problem.engine.num_latents
+    kept = draws.log_joint[draws.finished]
+    if not len(kept):
+        return []
+    late = kept[:, int(_LEFT_OUT * kept.shape[1]) :]
+    sound = kept.amax(1) - late.amin(1) < depth
+    if problem.data.batch_size is not None:  # estimates of it scatter
+        sound = torch.ones_like(sound)
+    return [chain for chain, good in zip(draws.finished, sound.tolist(), strict=True) if good]
+
+
+def _restart(problem: Problem, draws: Draws, sound: list[int]) -> Problem:
+    """Sound chains go on; the others begin where one of those is, or halfway to the center."""
+    positions, whitening = problem.positions.clone(), problem.engine.whitening
+    for chain in range(len(positions)):
+        if sound:
+            positions[chain] = draws.positions[sound[chain % len(sound)], -1].to(positions)
+        elif whitening is not None:
+            center = whitening.tensors[0]
+            positions[chain, : len(center)] = (positions[chain, : len(center)] + center) / 2
+    for chain in sound:
+        positions[chain] = draws.positions[chain, -1].to(positions)
+    return dataclasses.replace(problem, positions=positions)
+
+
+def _learn(problem: Problem, draws: Draws, sound: list[int], every: int, adapts: bool) -> Window:
+    """What the draws of a window say."""
+    engine, old = problem.engine, problem.engine.whitening
+    kept = draws.positions[sound]
+    kept = kept[:, int(_LEFT_OUT * kept.shape[1]) :]
+    params = kept[..., : engine.num_latents].double()
+    z = params if old is None else to_whitened(old, params)
+    times = torch.maximum(autocorrelation_time(z), autocorrelation_time(z.square()))
+    r_hat = float(split_r_hat(z).max())
+    positions = problem.positions.clone()
+    positions[sound] = draws.positions[sound, -1].to(positions)
+    problem, change = dataclasses.replace(problem, positions=positions), 1.0
+    if adapts and old is not None:
+        count = z.shape[0] * z.shape[1] / float(times.mean())
+        change, new = _update(old, z * problem.log_posterior.num_data**0.5, count)
+        center = z.flatten(0, 1).mean(0).to(old.tensors[0])
+        problem = problem.with_engine(
+            whitening=new.with_tensors([old.to_params(center), *new.tensors[1:]])
+        )
+    agrees = r_hat < _MOST_R_HAT and change < _MOST_CHANGE
+    time = float(times.max()) * every
+    return Window(problem, 0, 0, agrees, r_hat, change, time, kept)
+
+
+def _update(old: Whitening, z: Tensor, count: float) -> tuple[float, Whitening]:
+    """(The largest factor by which a direction's sd changes beyond chance, the new geometry about
+    the old center).
+
+    Args:
+        old: the geometry of the window.
+        z: its draws in that, `[chains, draws, d]`, of variance 1 where the geometry is right.
+        count: how many independent ones they are worth.
+    """
+    flat = z.flatten(0, 1)
+    size = flat.shape[1]
+    if isinstance(old, DenseWhitening):
+        share, chance = count / (count + size + 1), 1 + 2 * (size / count) ** 0.5
+        covariance = torch.cov(flat.mT).reshape(size, size)
+        eye = torch.eye(size, dtype=flat.dtype)
+        lengths, axes = torch.linalg.eigh(share * covariance + (1 - share) * eye)
+        bounded = lengths.clamp(_LARGEST_CHANGE**-2, _LARGEST_CHANGE**2)
+        root = torch.linalg.cholesky((axes * bounded) @ axes.mT)
+        factor = (old.factor.double() @ root).to(old.factor)
+        new: Whitening = DenseWhitening(old.center, factor)
+    else:
+        assert isinstance(old, DiagonalWhitening)
+        share, chance = count / (count + 2), 1.0
+        lengths = share * flat.var(0) + 1 - share
+        bounded = lengths.clamp(_LARGEST_CHANGE**-2, _LARGEST_CHANGE**2)
+        new = DiagonalWhitening(old.center, old.scale * bounded.sqrt().to(old.scale))
+    chance += 3 / count**0.5  # of sds, and Marchenko and Pastur's edges of a covariance's
+    sds = lengths.clamp(min=1e-300).sqrt()
+    return float(torch.maximum(sds, 1 / sds).max()) / chance**share, new
+
+
+def _stable_lr(density: FullDataDensity, window: Window) -> float:
+    """The step size that is half of what is stable at all but the steepest of the draws."""
+    problem, flat = window.problem, window.draws.flatten(0, 1)
+    whitening = problem.engine.whitening
+    assert whitening is not None
+    lengths = []
+    for place in torch.linspace(0, len(flat) - 1, _LOOKS).round().long():
+        curvature = -density.hessian(flat[place].to(problem.positions))
+        if bool(torch.isfinite(curvature).all()):
+            whitened = whitening.pull_back(whitening.pull_back(curvature).mT).double()
+            lengths.append(float(torch.linalg.eigvalsh(whitened).max()))
+    if not lengths:
+        return math.inf
+    return max(1e-12, float(torch.tensor(lengths).quantile(_MOST_STEEP))) ** -0.5
