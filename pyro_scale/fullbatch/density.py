@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,10 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
-from pyro_scale.data.sources import Data
+from pyro_scale.core.rng import Purpose, generator
+from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.fullbatch.chunks import Chunk, chunks_of
+from pyro_scale.fullbatch.chunks import Chunk, chunks_of, is_row_wise
 from pyro_scale.model.derivatives import hessian, hessian_diagonal
 from pyro_scale.model.log_posterior import LogPosterior
 
@@ -53,13 +56,28 @@ class FullDataDensity:
 
     Attributes:
         log_posterior: the target, understood.
-        data: all rows.
+        data: all rows, or those that stand for all.
         layout: of a position.
+        num_rows: how many rows the data have, where they stand for all.
     """
 
     log_posterior: LogPosterior
     data: Data
     layout: Layout
+    num_rows: int | None = None
+
+    def of_some_rows(self, most: int, seed: int) -> FullDataDensity:
+        """The log density as some rows have it, drawn at random; the same where there are no more,
+        or where they cannot be drawn."""
+        num_data = self.log_posterior.num_data
+        if not isinstance(self.data, TensorData) or not is_row_wise(self.log_posterior):
+            return self
+        if num_data <= most or rows.count(self.data.arguments) != num_data:
+            return self
+        source = generator(seed, 0, Purpose.SEARCH)
+        chosen = torch.randperm(num_data, generator=source)[:most].sort().values
+        arguments = rows.take(self.data.arguments, chosen.to(rows.device(self.data.arguments)))
+        return dataclasses.replace(self, data=TensorData(arguments, num_data), num_rows=most)
 
     def grad(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """(The log joint over N, its gradient over N, [D]).
@@ -219,9 +237,10 @@ class FullDataDensity:
         """A chunk's share of the log joint over N, of so many rows that are its own."""
         params, num_data = self.layout.unflatten(position), self.log_posterior.num_data
         evaluation = self.log_posterior(params, chunk.arguments, chunk.indices)
-        rows = evaluation.log_lik[chunk.keep].sum()
+        in_all = self.num_rows or num_data
+        log_lik = evaluation.log_lik[chunk.keep].sum() * (num_data / in_all)
         nothing = 0 * position.square().sum()  # so that a flat or linear one has derivatives, too
-        return (evaluation.log_prior * (kept / num_data) + rows) / num_data + nothing
+        return (evaluation.log_prior * (kept / in_all) + log_lik) / num_data + nothing
 
     def _pieces(self) -> Iterator[tuple[Chunk, int]]:
         seen, num_data = 0, self.log_posterior.num_data
@@ -229,7 +248,7 @@ class FullDataDensity:
             kept = chunk.num_new
             yield chunk, kept
             seen += kept
-        if seen != num_data:
+        if seen != (self.num_rows or num_data):
             raise DataError(
                 f"the data hold {seen} rows, not N = {num_data}: what needs all of them "
                 "(a mode, its curvature, lr='auto') cannot be had from a part"

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
-from pyro_scale.core.rng import choose_seed
+from pyro_scale.core.gaussian import Dense, Diagonal
+from pyro_scale.core.rng import NoiseStream, choose_seed
 from pyro_scale.core.schedules import Cyclical, Schedule
 from pyro_scale.core.validation import as_count, as_flag
 from pyro_scale.core.warn import warn, without_vmap_warnings
@@ -35,7 +36,8 @@ from pyro_scale.infer.method import Method
 from pyro_scale.kernels import Kernel
 from pyro_scale.posterior.collect import collect, warn_of_short_warmup
 from pyro_scale.posterior.sinks import ToDisk, ToMoments, sink_for
-from pyro_scale.run.config import RunConfig, Store
+from pyro_scale.run.config import AUTO, RunConfig, Store
+from pyro_scale.run.extend import extended, is_enough
 from pyro_scale.run.limits import check_equal_weights, check_length, check_memory
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 from pyro_scale.run.resume import Journal, identity_of
@@ -43,10 +45,15 @@ from pyro_scale.run.run import RunPlan, Trajectory
 from pyro_scale.run.shared_starts import check_superchains, with_shared_starts
 from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.storage.files import FilePath
+from pyro_scale.tuning.choose import Asked, Simulate, choose
 from pyro_scale.tuning.tune import Tuning, tune
 
 #: How often a step size that was chosen is halved, where a chain diverges.
 _MOST_HALVINGS = 8
+#: How often draws are looked at, each time at twice as many steps.
+_MOST_LOOKS = 8
+#: Steps from one draw to the next that a step size is chosen for, before that is known.
+_NOMINAL_THINNING = 10
 
 
 class Sampler(Method):
@@ -66,15 +73,19 @@ class Sampler(Method):
             never does.
         control_variates: True finds the mode and replaces the minibatch gradient by its
             difference to the one at the mode.  A dict of constrained values by site names that
-            point.  A step then needs two gradients of a batch.
+            point.  A step then needs two gradients of a batch.  `"auto"` does so where the step
+            size is chosen and steps take minibatches.
+        precondition: the coordinates that chains move in.  `"auto"` whitens the posterior, by a
+            matrix up to 500 dimensions (`"dense"`) and by elements beyond (`"diag"`): first by
+            the curvature at the mode, then by what chains see in warm-up.  So lr and friction mean
+            the same on every posterior.  A fit (`Laplace`, `VI`) gives its Gaussian.  None moves
+            parameters themselves, and is what `"auto"` means where lr or mass is a number.
         subtract_noise: whether the injected noise is reduced by the gradient noise of minibatches,
             estimated at the mode; by element, and not below zero.  Batches are then drawn with
             replacement.
 
-    `lr="auto"` approximates the posterior by a Gaussian at the mode and chooses the step size with
-    the least predicted error of posterior means and log sds, for the run's number of steps and up
-    to 1,000 dimensions.  If a chain diverges, the step size is halved and the run starts again.
-    `kernel.lr` and `diagnostics().attrs["lr_choice"]` say what was chosen and why.
+    Whatever is `"auto"` is chosen at the start of a run, by its data, seed and draws alone; what is
+    set is never changed.  `report()` says what was chosen and why, and how far to trust the draws.
 
     Raises:
         ArgumentError: a hyperparameter that the kernel does not have, or out of its range.
@@ -88,19 +99,25 @@ class Sampler(Method):
         self,
         model: Any,
         *,
-        init_strategy: Any = None,
+        init_strategy: Any = "auto",
         num_data: int | None = None,
         compile: bool | Literal["auto"] = "auto",
-        control_variates: bool | Mapping[str, Tensor] = False,
+        precondition: Any = "auto",
+        control_variates: bool | Mapping[str, Tensor] | Literal["auto"] = "auto",
         subtract_noise: bool = False,
         **hyperparameters: Any,
     ):
-        super().__init__(model, init_strategy=init_strategy, num_data=num_data)
+        starts = None if _is_auto(init_strategy) else init_strategy
+        super().__init__(model, init_strategy=starts, num_data=num_data)
         check_compile(compile)
         self._compile, self._earlier = compile, Earlier()
-        if not isinstance(control_variates, bool | Mapping) or control_variates == {}:
+        is_auto = _is_auto(control_variates)
+        if not is_auto and (
+            not isinstance(control_variates, bool | Mapping) or control_variates == {}
+        ):
             raise ArgumentError(
-                f"control_variates={control_variates!r}: pass True, or a dict of constrained values"
+                f"control_variates={control_variates!r}: pass True, False, 'auto' or a dict of "
+                "constrained values"
             )
         theory = self.kernel_class.theory
         subtract_noise = as_flag("subtract_noise", subtract_noise)
@@ -110,7 +127,7 @@ class Sampler(Method):
             raise ArgumentError(
                 f"subtract_noise: {type(self).__name__} adapts to the noise of minibatches itself"
             )
-        if subtract_noise and control_variates:
+        if subtract_noise and control_variates and not is_auto:
             raise ArgumentError("subtract_noise: control_variates leave no noise to subtract")
         self._control_variates, self._subtract_noise = control_variates, subtract_noise
         fields = [field.name for field in dataclasses.fields(self.kernel_class)]
@@ -120,16 +137,20 @@ class Sampler(Method):
                 raise CallError(
                     f"{type(self).__name__} has no hyperparameter '{name}'; it has {fields}: {hint}"
                 )
-        self._chooses_lr = isinstance(hyperparameters.get("lr"), str)
-        if self._chooses_lr:
-            if hyperparameters["lr"] != "auto":
-                raise ArgumentError(f"lr={hyperparameters['lr']!r}: pass a number or 'auto'")
-            if theory is None:
-                raise ArgumentError(
-                    f"lr='auto': {self.kernel_class.__name__} has no theory to choose by; pass a "
-                    "number"
-                )
-            hyperparameters["lr"] = 1.0  # until it is chosen
+        self._chosen = {name for name, value in hyperparameters.items() if _is_auto(value)}
+        for name, value in hyperparameters.items():
+            if isinstance(value, str) and value != AUTO:
+                raise ArgumentError(f"{name}={value!r}: pass a number or 'auto'")
+        if "lr" in self._chosen and theory is None:
+            raise ArgumentError(
+                f"lr='auto': {self.kernel_class.__name__} has no theory to choose by; pass a number"
+            )
+        self._precondition = self._as_precondition(precondition, hyperparameters)
+        if is_auto and ("lr" not in self._chosen or subtract_noise):
+            self._control_variates = False
+        defaults = {field.name: field.default for field in dataclasses.fields(self.kernel_class)}
+        defaults["lr"] = 1.0  # until it is chosen
+        hyperparameters |= {name: defaults[name] for name in self._chosen}
         self.kernel = self.kernel_class(**hyperparameters)
 
     @classmethod
@@ -156,17 +177,51 @@ class Sampler(Method):
                 raise ArgumentError(f"{name}: from_sgd sets it; leave it out")
         return cls(model, **same, **others)
 
+    def _as_precondition(self, precondition: Any, hyperparameters: Mapping[str, Any]) -> Any:
+        """The coordinates that chains move in: `"auto"`, a kind of them, a Gaussian or None.
+
+        Raises:
+            ArgumentError: what is no such thing; coordinates in which other arguments mean nothing.
+        """
+        name = self.kernel_class.__name__
+        by_site = [key for key, value in hyperparameters.items() if isinstance(value, Mapping)]
+        has_mass = hyperparameters.get("mass", 1.0) != 1.0 or "mass" in by_site
+        if _is_auto(precondition):
+            by_hand = "lr" not in self._chosen or has_mass or by_site
+            adapts = "precondition" not in self.kernel_class.settings
+            return None if by_hand or not self.kernel_class.whitens or not adapts else AUTO
+        if precondition is None:
+            return None
+        if not self.kernel_class.whitens:
+            raise ArgumentError(
+                f"precondition: {name} has a preconditioner of its own; leave it out"
+            )
+        if has_mass or by_site:
+            raise ArgumentError(
+                f"precondition={precondition!r} moves chains in other coordinates than the sites', "
+                f"where {'mass' if has_mass else by_site[0]} has no meaning: leave one of them out"
+            )
+        if isinstance(precondition, str) and precondition in ("dense", "diag"):
+            return precondition
+        gaussian = getattr(precondition, "gaussian", None)
+        if isinstance(gaussian, Dense | Diagonal):
+            return gaussian
+        raise ArgumentError(
+            f"precondition={precondition!r}: pass 'auto', 'dense', 'diag', None, or a fit of all "
+            "sites that has been run (Laplace, VI, EKF)"
+        )
+
     @without_vmap_warnings()
     def run(
         self,
         data: Any,
         *,
-        num_samples: int,
-        warmup_steps: int = 0,
-        thinning: int = 1,
-        num_chains: int = 1,
+        num_samples: int = 1000,
+        warmup_steps: int | Literal["auto"] = "auto",
+        thinning: int | Literal["auto"] = "auto",
+        num_chains: int = 4,
         superchains: int | None = None,
-        batch_size: int | None = None,
+        batch_size: int | Literal["auto"] | None = "auto",
         sampling: Sampling | None = None,
         share_batches: bool = False,
         seed: int | None = None,
@@ -180,13 +235,19 @@ class Sampler(Method):
         """Runs `warmup_steps + num_samples * thinning` steps and keeps every thinning-th state
         after warm-up.
 
+        With nothing but data, that is 1,000 nearly independent draws of each of four chains, as
+        far as `report()` can tell.
+
         Args:
             data: a `DataLoader` (any iterable with `.dataset`), or the model's own arguments: a
                 tensor, a tuple by position, a dict by name; None for a model without arguments.
                 Tensors are rows.
             num_samples: draws to keep, per chain.
-            warmup_steps: steps before the first that may be kept.
-            thinning: steps from one draw to the next.  With shuffled batches, choose a number
+            warmup_steps: steps before the first that may be kept.  `"auto"` goes on until chains
+                agree and have the geometry that they are run with.
+            thinning: steps from one draw to the next.  `"auto"` takes an autocorrelation time, and
+                twice as many, up to seven times, while effective draws are under half of all.
+                With shuffled batches, choose a number
                 coprime with the steps of an epoch.  Otherwise draws always fall at the same few
                 places of an epoch, where minibatch noise differs from its average.
             num_chains: chains, each with its own start, noise and minibatches.
@@ -194,7 +255,8 @@ class Sampler(Method):
                 `diagnostics()` then has nested R-hat, which works for many short chains
                 (Margossian et al. 2024).  Take 16 or more: with 4, starts that account for a
                 fifth of the variance are detected in a third of runs.
-            batch_size: rows a step, for tensors; all of them by default.  A loader has its own.
+            batch_size: rows a step, for tensors; None for all of them, as `"auto"` takes.  A
+                loader has its own.
             sampling: `"shuffle"` goes through the rows in a new order each epoch,
                 `"replacement"` draws them anew at every step, `"symmetric"` goes through whole
                 batches forwards and then backwards.  `"shuffle"` by default; `"replacement"` for
@@ -235,29 +297,27 @@ class Sampler(Method):
             PyroScaleWarning: the run was interrupted from the keyboard; it holds the draws so far.
         """
         config = self._config(
-            Steps(
-                as_count("num_samples", num_samples),
-                as_count("warmup_steps", warmup_steps, least=0),
-                as_count("thinning", thinning),
-                self.kernel.lr.keeps if isinstance(self.kernel.lr, Cyclical) else None,
-            ),
-            as_count("num_chains", num_chains),
-            superchains,
-            batch_size,
-            sampling,
-            as_flag("share_batches", share_batches),
-            store,
-            memory_budget,
-            progress,
+            num_samples=as_count("num_samples", num_samples),
+            warmup_steps=_count_or_auto("warmup_steps", warmup_steps, least=0),
+            thinning=_count_or_auto("thinning", thinning),
+            num_chains=as_count("num_chains", num_chains),
+            superchains=superchains,
+            batch_size=None if _is_auto(batch_size) else batch_size,
+            sampling=sampling,
+            share_batches=as_flag("share_batches", share_batches),
+            store=store,
+            memory_budget=memory_budget,
+            progress=progress,
         )
         journal = Journal.open(checkpoint, checkpoint_every, resume)
         seed = choose_seed(journal.seed(seed))
         problem = self._problem(data, config, seed)
         facts = self._facts(problem, config, journal)
-        with sink_for(store, problem, config.steps.num_samples, journal.last is not None) as sink:
+        with sink_for(store, problem, config.num_samples, journal.last is not None) as sink:
             self._result = self._stepping = self._plan = None
             self._why_none = Method._why_none
-            trajectory = self._execute(self._tune(problem, config), journal, facts, sink)
+            plan = self._tune(problem, config)
+            trajectory = self._execute(plan, config, journal, facts, sink)
             error = self._collect(trajectory, config, sink)
         self._report(trajectory, error, journal, sink)
         return self
@@ -265,28 +325,42 @@ class Sampler(Method):
     # ------------------------------------------------------------------ the stages of a run
 
     def _config(
-        self,
-        steps: Steps,
-        num_chains: int,
-        superchains: int | None,
-        batch_size: int | None,
-        sampling: Sampling | None,
-        share_batches: bool,
-        store: Store,
-        memory_budget: int | None,
-        progress: bool,
+        self, *, superchains: int | None, sampling: Sampling | None, **asked: Any
     ) -> RunConfig:
         """What was asked for; it refuses arguments."""
+        num_chains, kernel = asked["num_chains"], self.kernel
         if superchains is not None:
             superchains = check_superchains(superchains, num_chains, self._init_strategy)
-        asked = steps.warmup_steps + steps.num_samples * steps.thinning
-        check_length(steps.num_samples, num_chains, asked)
-        sampling = self._sampling(sampling, batch_size is not None)
-        columns = self.kernel.columns(steps.total)  # which refuses values out of range
-        if store is False:
-            check_equal_weights(self.kernel.lr, columns["lr"][steps.kept])
-        how = batch_size, sampling, share_batches, store, memory_budget, progress
-        return RunConfig(steps, num_chains, superchains, *how)
+        config = RunConfig(
+            superchains=superchains,
+            sampling=self._sampling(sampling, asked["batch_size"] is not None),
+            keeps=kernel.lr.keeps if isinstance(kernel.lr, Cyclical) else None,
+            **asked,
+        )
+        steps = config.steps
+        if steps is None:
+            self._check_constant()
+        least = Steps(config.num_samples, config.warmup_steps or 0, config.thinning or 1)
+        length = least.warmup_steps + least.num_samples * least.thinning
+        check_length(config.num_samples, num_chains, length)
+        columns = kernel.columns((steps or least).total)  # which refuses values out of range
+        if config.store is False and steps is not None:
+            check_equal_weights(kernel.lr, columns["lr"][steps.kept])
+        return config
+
+    def _check_constant(self) -> None:
+        """Refuses schedules in runs whose length is not known.
+
+        Raises:
+            ArgumentError: it names the hyperparameter.
+        """
+        for name, value in self.kernel.hyperparameters().items():
+            parts = value.values() if isinstance(value, Mapping) else [value]
+            if any(callable(part) for part in parts):
+                raise ArgumentError(
+                    f"{name} is a schedule, which needs to know how long the run is: pass "
+                    "warmup_steps= and thinning= as numbers"
+                )
 
     def _problem(self, data: Any, config: RunConfig, seed: int) -> Problem:
         """The model on the data, understood, with chains at their starts; it refuses models."""
@@ -295,7 +369,7 @@ class Sampler(Method):
         if config.superchains is not None:
             problem = with_shared_starts(problem, config.superchains)
         if config.store is None:
-            check_memory(problem.positions, config.steps.num_samples, config.memory_budget)
+            check_memory(problem.positions, config.num_samples, config.memory_budget)
         return problem
 
     def _facts(self, problem: Problem, config: RunConfig, journal: Journal) -> dict[str, Any]:
@@ -306,32 +380,75 @@ class Sampler(Method):
         kept = "nowhere" if store is False else "memory" if store is None else "a store"
         about = {"method": type(self).__name__, "draws in": kept, **config.facts}
         facts = identity_of(problem, about, self._asked_hyperparameters())
-        if self._chooses_lr or store is False:  # which depend on the run's length
-            facts["num_samples"] = config.steps.num_samples
-        journal.check_same_run(facts, config.steps.num_samples)
+        by_length = "lr" in self._chosen and self._precondition is None
+        if by_length or store is False:  # which depend on the run's length
+            facts["num_samples"] = config.num_samples
+        journal.check_same_run(facts, config.num_samples)
         return facts
 
     def _tune(self, problem: Problem, config: RunConfig) -> RunPlan:
-        """The plan of the run, with what is found out at the mode."""
-        tuning = Tuning(self._chooses_lr, self._control_variates, self._subtract_noise)
-        problem, choice = tune(problem, tuning, config.steps, config.sampling)
-        return RunPlan.of(problem, config, self._compile, self._earlier, choice)
+        """The plan of the run, with all that is to be chosen."""
+        chooses_lr, in_batches = "lr" in self._chosen, problem.data.batch_size is not None
+        anchor = in_batches if isinstance(self._control_variates, str) else self._control_variates
+        whitens, steps = self._precondition is not None, config.steps
+        choice: dict[str, Any] = {}
+        if not whitens:
+            nominal = steps or Steps(config.num_samples, config.num_samples, _NOMINAL_THINNING)
+            tuning = Tuning(chooses_lr, anchor, self._subtract_noise)
+            problem, choice = tune(problem, tuning, nominal, config.sampling)
+        if steps is None or whitens:
+            asked = Asked(
+                lr=chooses_lr,
+                friction="friction" in self._chosen,
+                precondition=self._precondition,
+                starts=self._init_strategy is None,
+                anchor=anchor if whitens else False,
+                subtract_noise=self._subtract_noise and whitens,
+                num_samples=config.num_samples,
+                warmup_steps=config.warmup_steps,
+                thinning=config.thinning,
+            )
+            chosen = choose(problem, asked, config.sampling, self._simulation(config))
+            problem, steps, choice = chosen.problem, chosen.steps, {**choice, **chosen.attrs}
+        assert steps is not None
+        compile = True if config.steps is None and _is_auto(self._compile) else self._compile
+        return RunPlan.of(problem, config, steps, compile, self._earlier, choice)
+
+    def _simulation(self, config: RunConfig) -> Simulate:
+        """What takes the steps of warm-up."""
+        compile = True if _is_auto(self._compile) else self._compile
+
+        def simulate(
+            problem: Problem,
+            steps: Steps,
+            seed: int,
+            columns: Mapping[str, Tensor],
+            noise: NoiseStream | None = None,
+        ) -> Draws:
+            problem = dataclasses.replace(problem, seed=seed)
+            how = config.sampling, config.share_batches, compile, False
+            plan = RunPlan(problem, columns, steps, *how, self._earlier)
+            return plan.execute(f"{type(self).__name__}, warm-up", noise=noise).draws
+
+        return simulate
 
     def _execute(
         self,
         plan: RunPlan,
+        config: RunConfig,
         journal: Journal,
         facts: Mapping[str, Any],
         sink: ToDisk | ToMoments | None,
     ) -> Trajectory:
         """What comes of the plan: a step size that was chosen is halved as long as a chain
-        diverges."""
+        diverges; where the thinning is to be chosen, it is doubled as long as draws are too
+        dependent."""
         for halvings in range(journal.halvings):
             plan = plan.halved(halvings + 1)
         halvings = journal.halvings
         while True:
-            retries = self._chooses_lr and halvings < _MOST_HALVINGS
-            chosen = f", lr={plan.kernel.lr:.2g}" if self._chooses_lr else ""
+            retries = "lr" in self._chosen and halvings < _MOST_HALVINGS
+            chosen = f", lr={plan.kernel.lr:.2g}" if "lr" in self._chosen else ""
             chains = len(plan.problem.positions)
             title = f"{type(self).__name__}{chosen}, {chains} chain{'s' * (chains > 1)}"
             with journal.writer(facts, halvings) as checkpoints:
@@ -343,9 +460,16 @@ class Sampler(Method):
                     sink=sink,
                 )
             if not retries or not trajectory.diverged or trajectory.draws.error is not None:
-                return trajectory
+                break
             halvings += 1
             plan = plan.halved(halvings)
+        looks = 1
+        while config.thinning is None and sink is None and looks < _MOST_LOOKS:
+            if trajectory.draws.error is not None or is_enough(trajectory):
+                break
+            looks += 1
+            trajectory = extended(trajectory, title)
+        return trajectory
 
     def _collect(
         self, trajectory: Trajectory, config: RunConfig, sink: ToDisk | ToMoments | None
@@ -360,7 +484,8 @@ class Sampler(Method):
             kept = min(kept, there)  # the disk may be full
         if not draws.finished or not kept:
             return draws.error
-        attrs = {**self._attrs(), **plan.choice, **config.facts, "num_samples": kept}
+        facts = {**config.facts, "thinning": plan.steps.thinning}
+        attrs = {**self._attrs(), **facts, **plan.choice, "num_samples": kept}
         self._plan = dataclasses.replace(plan, finished=tuple(draws.finished))
         # at once: what is found out about it can be interrupted
         self._result = collect(problem, draws, plan.columns, attrs, sink)
@@ -418,9 +543,11 @@ class Sampler(Method):
     def _asked_hyperparameters(self) -> dict[str, Any]:
         """The hyperparameters as they were asked for, before any was chosen."""
         asked = dict(self.kernel.hyperparameters())
-        if self._chooses_lr:
-            asked["lr"] = "auto"
+        asked |= dict.fromkeys(self._chosen, AUTO)
+        precondition = self._precondition
+        kind = precondition if isinstance(precondition, str) else type(precondition).__name__
         return asked | {
+            "precondition": kind,
             "control_variates": self._control_variates,
             "subtract_noise": self._subtract_noise,
         }
@@ -458,10 +585,11 @@ class Sampler(Method):
             ArgumentError: an option that needs the whole data.
             NonFiniteError: the state became NaN or infinite.
         """
-        if self._chooses_lr or self._control_variates or self._subtract_noise:
+        if self._chosen or self._control_variates or self._subtract_noise or self._precondition:
             raise ArgumentError(
-                "step() sees one batch at a time, but lr='auto', control_variates and "
-                "subtract_noise need the whole data: use run"
+                "step() sees one batch at a time, but what is 'auto' is chosen from the whole "
+                "data, and control_variates and subtract_noise need it: pass numbers (lr=, "
+                "friction=), or use run"
             )
         if self._stepping is None:
             data = batch_as_data(self.model, self._num_data, args, kwargs)
@@ -544,6 +672,17 @@ class Sampler(Method):
 def _on_average(plan: RunPlan, draws: Draws) -> dict[str, Tensor]:
     """The hyperparameters' values, over the draws."""
     return {name: column[draws.kept_steps].mean(0) for name, column in plan.columns.items()}
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == AUTO
+
+
+def _count_or_auto(name: str, value: Any, least: int = 1) -> int | None:
+    """A count; None where it is to be chosen."""
+    if _is_auto(value):
+        return None
+    return as_count(name, value, least=least, hint=", or 'auto'")
 
 
 def _any_broke(draws: Draws) -> bool:

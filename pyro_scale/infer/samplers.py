@@ -17,8 +17,10 @@ Rate: TypeAlias = float | Schedule
 BySite: TypeAlias = Rate | Mapping[str, Rate]
 #: By site, also a tensor of the site's unconstrained shape.
 Mass: TypeAlias = Rate | Mapping[str, Rate | Tensor]
-#: A step size, or `"auto"`, which finds one at the mode.
+#: A step size, or `"auto"`, which finds one.
 StepSize: TypeAlias = BySite | Literal["auto"]
+#: A friction; `"auto"` is 1, at which all directions relax about as fast as the step size allows.
+Friction: TypeAlias = BySite | Literal["auto"]
 
 
 class Options(TypedDict, total=False):
@@ -27,7 +29,8 @@ class Options(TypedDict, total=False):
     init_strategy: Any
     num_data: int | None
     compile: bool | Literal["auto"]
-    control_variates: bool | Mapping[str, Tensor]
+    precondition: Any
+    control_variates: bool | Mapping[str, Tensor] | Literal["auto"]
     subtract_noise: bool
 
 
@@ -41,11 +44,11 @@ class BAOA(Sampler):
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         lr: the step size (about the square root of SGD's), or `"auto"`.
-        friction: the rate at which momentum decays.
+        friction: the rate at which momentum decays; `"auto"` is 1.
         mass: of the momentum.
         temperature: 1 is the posterior, 0 is SGD with momentum.
-        options: `init_strategy`, `num_data`, `compile`, `control_variates`, `subtract_noise`;
-            `Sampler` says what they are.
+        options: `init_strategy`, `num_data`, `compile`, `precondition`, `control_variates`,
+            `subtract_noise`; `Sampler` says what they are.
 
     Raises:
         ArgumentError: a hyperparameter out of its range.
@@ -62,8 +65,8 @@ class BAOA(Sampler):
         self,
         model: Any,
         *,
-        lr: StepSize,
-        friction: BySite = 1.0,
+        lr: StepSize = "auto",
+        friction: Friction = "auto",
         mass: Mass = 1.0,
         temperature: Rate = 1.0,
         **options: Unpack[Options],
@@ -82,11 +85,11 @@ class SGHMC(Sampler):
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         lr: the step size (the square root of SGD's), or `"auto"`.
-        friction: the rate at which momentum decays.
+        friction: the rate at which momentum decays; `"auto"` is 1.
         mass: of the momentum.
         temperature: 1 is the posterior, 0 is SGD with momentum.
-        options: `init_strategy`, `num_data`, `compile`, `control_variates`, `subtract_noise`;
-            `Sampler` says what they are.
+        options: `init_strategy`, `num_data`, `compile`, `precondition`, `control_variates`,
+            `subtract_noise`; `Sampler` says what they are.
 
     Raises:
         ArgumentError: a hyperparameter out of its range.
@@ -102,8 +105,8 @@ class SGHMC(Sampler):
         self,
         model: Any,
         *,
-        lr: StepSize,
-        friction: BySite = 1.0,
+        lr: StepSize = "auto",
+        friction: Friction = "auto",
         mass: Mass = 1.0,
         temperature: Rate = 1.0,
         **options: Unpack[Options],
@@ -122,8 +125,8 @@ class SGLD(Sampler):
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         lr: the step size, SGD's, or `"auto"`.
         temperature: 1 is the posterior, 0 is SGD.
-        options: `init_strategy`, `num_data`, `compile`, `control_variates`, `subtract_noise`;
-            `Sampler` says what they are.
+        options: `init_strategy`, `num_data`, `compile`, `precondition`, `control_variates`,
+            `subtract_noise`; `Sampler` says what they are.
 
     Raises:
         ArgumentError: a hyperparameter out of its range.
@@ -136,7 +139,12 @@ class SGLD(Sampler):
     kernel_class = kernels.SGLD
 
     def __init__(
-        self, model: Any, *, lr: StepSize, temperature: Rate = 1.0, **options: Unpack[Options]
+        self,
+        model: Any,
+        *,
+        lr: StepSize = "auto",
+        temperature: Rate = 1.0,
+        **options: Unpack[Options],
     ):
         super().__init__(model, lr=lr, temperature=temperature, **options)
 
@@ -152,11 +160,11 @@ class SGNHT(Sampler):
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         lr: the step size (about the square root of SGD's), or `"auto"`.
-        friction: the rate at which momentum decays without minibatches.
+        friction: the rate at which momentum decays without minibatches; `"auto"` is 1.
         mass: of the momentum.
         temperature: 1 is the posterior, 0 is SGD with momentum.
-        options: `init_strategy`, `num_data`, `compile`, `control_variates`, `subtract_noise`;
-            `Sampler` says what they are.
+        options: `init_strategy`, `num_data`, `compile`, `precondition`, `control_variates`,
+            `subtract_noise`; `Sampler` says what they are.
 
     Raises:
         ArgumentError: a hyperparameter out of its range.
@@ -172,8 +180,8 @@ class SGNHT(Sampler):
         self,
         model: Any,
         *,
-        lr: StepSize,
-        friction: Rate = 1.0,
+        lr: StepSize = "auto",
+        friction: Rate | Literal["auto"] = "auto",
         mass: Mass = 1.0,
         temperature: Rate = 1.0,
         **options: Unpack[Options],
@@ -191,11 +199,11 @@ class UBU(Sampler):
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         lr: the step size (about the square root of SGD's), or `"auto"`.
-        friction: the rate at which momentum decays.
+        friction: the rate at which momentum decays; `"auto"` is 1.
         mass: of the momentum.
         temperature: 1 is the posterior, 0 switches the noise off.
-        options: `init_strategy`, `num_data`, `compile`, `control_variates`, `subtract_noise`;
-            `Sampler` says what they are.
+        options: `init_strategy`, `num_data`, `compile`, `precondition`, `control_variates`,
+            `subtract_noise`; `Sampler` says what they are.
 
     Raises:
         ArgumentError: a hyperparameter out of its range.
@@ -213,8 +221,8 @@ class UBU(Sampler):
         self,
         model: Any,
         *,
-        lr: StepSize,
-        friction: BySite = 1.0,
+        lr: StepSize = "auto",
+        friction: Friction = "auto",
         mass: Mass = 1.0,
         temperature: Rate = 1.0,
         **options: Unpack[Options],
@@ -237,8 +245,8 @@ class pSGLD(Sampler):
         forgetting: the weight of the newest gradient in the mean square, at most 1; by default it
             falls with the steps, (1 + step)^-0.7 / 2, so that the preconditioner settles.
         damping: what keeps steps finite where gradients vanish.
-        options: `init_strategy`, `num_data`, `compile`, `control_variates`, `subtract_noise`;
-            `Sampler` says what they are.
+        options: `init_strategy`, `num_data`, `compile`, `precondition`, `control_variates`,
+            `subtract_noise`; `Sampler` says what they are.
 
     Raises:
         ArgumentError: a hyperparameter out of its range.
@@ -254,7 +262,7 @@ class pSGLD(Sampler):
         self,
         model: Any,
         *,
-        lr: StepSize,
+        lr: StepSize = "auto",
         temperature: Rate = 1.0,
         forgetting: Rate = kernels.pSGLD.forgetting,
         damping: Rate = kernels.pSGLD.damping,

@@ -69,6 +69,8 @@ class Kernel(Hyperparameters):
     per_site: ClassVar[tuple[str, ...]] = ("lr",)
     #: How rows are drawn unless the user says otherwise.
     sampling: ClassVar[Literal["shuffle", "replacement"]] = "shuffle"
+    #: Whether it may move in whitened coordinates: it has no preconditioner of its own.
+    whitens: ClassVar[bool] = True
     #: What is known of the method without running it, if anything.
     theory: ClassVar[Theory | None] = None
 

@@ -83,6 +83,7 @@ class pSGLD(Kernel):
     forgetting: Hyper = _FALLING
     damping: Hyper = 1e-5
 
+    whitens: ClassVar[bool] = False
     may_be_zero: ClassVar[tuple[str, ...]] = ("temperature", "forgetting")
     theory: ClassVar[Theory | None] = _Preconditioned()
 

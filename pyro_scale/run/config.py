@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,6 +10,8 @@ from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Steps
 from pyro_scale.storage.files import FilePath
 
+#: What is to be chosen.
+AUTO: Literal["auto"] = "auto"
 #: Where draws go: None is memory, a path is a Zarr store, False is nowhere.
 Store = FilePath | Literal[False] | None
 
@@ -18,7 +21,10 @@ class RunConfig:
     """What a run was asked for.
 
     Attributes:
-        steps: how many there are, and which are kept.
+        num_samples: draws of each chain.
+        warmup_steps: before the first draw; None where that is to be chosen.
+        thinning: steps from one draw to the next; None likewise.
+        keeps: whether a step may be kept once warm-up is over; None if all may.
         num_chains: how many chains.
         superchains: how many groups of them share a start; None where each has its own.
         batch_size: rows a step, for tensors; None for all, or the loader's.
@@ -29,7 +35,10 @@ class RunConfig:
         progress: whether a bar is shown.
     """
 
-    steps: Steps
+    num_samples: int
+    warmup_steps: int | None
+    thinning: int | None
+    keeps: Callable[[int], bool] | None
     num_chains: int
     superchains: int | None
     batch_size: int | None
@@ -40,11 +49,18 @@ class RunConfig:
     progress: bool
 
     @property
+    def steps(self) -> Steps | None:
+        """How many there are and which are kept; None where that is to be chosen."""
+        if self.warmup_steps is None or self.thinning is None:
+            return None
+        return Steps(self.num_samples, self.warmup_steps, self.thinning, self.keeps)
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What of it is among a run's facts, and has to be alike for another to go on with it."""
         facts: dict[str, Any] = {
-            "warmup_steps": self.steps.warmup_steps,
-            "thinning": self.steps.thinning,
+            "warmup_steps": AUTO if self.warmup_steps is None else self.warmup_steps,
+            "thinning": AUTO if self.thinning is None else self.thinning,
             "num_chains": self.num_chains,
             "sampling": self.sampling,
             "share_batches": int(self.share_batches),

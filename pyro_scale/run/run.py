@@ -57,7 +57,7 @@ class RunPlan:
         compile: whether steps become one program.
         progress: whether a bar is shown.
         earlier: what the same object has compiled before.
-        choice: why the step size is what it is, in words.
+        choice: what was chosen and why, in words and numbers.
         finished: the chains that reached the end, once they have.
     """
 
@@ -69,7 +69,7 @@ class RunPlan:
     compile: bool | Literal["auto"]
     progress: bool
     earlier: Earlier
-    choice: Mapping[str, str] = field(default_factory=dict)
+    choice: Mapping[str, Any] = field(default_factory=dict)
     finished: tuple[int, ...] = ()
 
     @classmethod
@@ -77,12 +77,13 @@ class RunPlan:
         cls,
         problem: Problem,
         config: RunConfig,
+        steps: Steps,
         compile: bool | Literal["auto"],
         earlier: Earlier,
-        choice: Mapping[str, str],
+        choice: Mapping[str, Any],
     ) -> RunPlan:
         """The plan of a run on a problem, as it was asked for."""
-        steps, columns = config.steps, problem.engine.kernel.columns(config.steps.total)
+        columns = problem.engine.kernel.columns(steps.total)
         how = config.sampling, config.share_batches, compile, config.progress
         return cls(problem, columns, steps, *how, earlier, choice)
 

@@ -12,22 +12,28 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Gaussian
 from pyro_scale.core.rng import Purpose, RefinedNoise, generator
+from pyro_scale.core.validation import evenly
 from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening, Whitening
+from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.kernels import Kernel
 from pyro_scale.kernels.gaussian import GaussianChain
-from pyro_scale.run.problem import Problem
+from pyro_scale.kernels.hyperparameters import Values
+from pyro_scale.run.problem import Problem, position_of
+from pyro_scale.tuning.gradient_noise import most_noise
 from pyro_scale.tuning.modes import Modes, find_modes
 from pyro_scale.tuning.pilot import Pilot, pilot
+from pyro_scale.tuning.step_size import check
+from pyro_scale.tuning.tune import with_control_variates, with_known_noise
 from pyro_scale.tuning.windows import Window, warm_up
 
 #: What chains move in: coordinates whitened by a matrix or by elements, or latents themselves.
@@ -48,6 +54,12 @@ _MOST_HALVINGS = 40
 _LONGEST_LR, _SD_BIAS = 0.5, 0.015
 #: The friction in whitened coordinates: about that which lets all directions relax fastest.
 FRICTION = 1.0
+#: What minibatches may add to the temperature, in the direction where they add most.
+_MOST_HEAT = 0.04
+#: Rows that searches for modes and looks at the curvature take.
+_MOST_ROWS = 20_000
+#: Draws at which the noise of minibatches is looked at.
+_PLACES = 4
 #: Steps from one draw to the next, at most.
 _MOST_THINNING = 4096
 
@@ -64,6 +76,8 @@ class Asked:
         friction: whether the friction is.
         precondition: the geometry.
         starts: whether chains' starts are.
+        anchor: whether there are control variates, or where their anchor is.
+        subtract_noise: whether gradient noise is taken off the injected noise.
         num_samples: draws of each chain.
         warmup_steps: steps before the first; None where they are to be chosen.
         thinning: steps from one draw to the next; None likewise.
@@ -73,6 +87,8 @@ class Asked:
     friction: bool
     precondition: Precondition
     starts: bool
+    anchor: bool | Mapping[str, Tensor]
+    subtract_noise: bool
     num_samples: int
     warmup_steps: int | None
     thinning: int | None
@@ -84,101 +100,192 @@ class Choice:
 
     Attributes:
         problem: chains in their stationary law, with kernel and geometry.
-        steps: which draws are kept, numbered from the end of warm-up.
+        steps: of the run; where warm-up was chosen it is over.
         modes: of the posterior, where they were looked for.
         window: the last of warm-up.
-        pilot: of the step size.
-        evaluations: gradients that it took, of all chains together.
-        reasons: of each choice, in words.
+        pilot: of the step size, where it was chosen.
+        evaluations: gradients of all rows, or of a batch, that it took.
+        attrs: numbers and words for the run's facts.
     """
 
     problem: Problem
     steps: Steps
     modes: Modes | None
-    window: Window | None
+    window: Window
     pilot: Pilot | None
     evaluations: int
-    reasons: Mapping[str, str]
+    attrs: Mapping[str, Any]
 
 
-def choose(problem: Problem, asked: Asked, density: FullDataDensity, simulate: Simulate) -> Choice:
+def choose(problem: Problem, asked: Asked, sampling: Sampling, simulate: Simulate) -> Choice:
     """Chooses what is to be chosen, and warms the chains up.
 
     Raises:
         ArgumentError: chains break at any step size; there is no step size to choose.
     """
-    modes, evaluations = None, 0
-    whitens = asked.precondition is not None
-    if whitens:
-        problem, modes = _with_geometry(problem, asked, density)
+    modes, density, evaluations = None, None, 0
+    if asked.precondition is not None:
+        check(problem)
+        whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
+        density = whole.of_some_rows(_MOST_ROWS, problem.seed)
+        problem, modes = _with_geometry(problem, asked, density, whole)
         evaluations += 0 if modes is None else modes.evaluations
+        problem = _with_anchor(problem, asked, whole)
         problem = problem.with_engine(kernel=_kernel(problem.engine.kernel, asked))
-    chains, reasons = len(problem.positions), {}
+        if asked.lr:
+            problem = _cooled(problem, problem.positions, sampling)
+        if asked.subtract_noise:
+            problem = with_known_noise(problem, _center(problem), sampling)
 
     def run(problem: Problem, steps: Steps, seed: int) -> Draws:
         return simulate(problem, steps, seed, problem.engine.kernel.columns(steps.total))
 
     def coupled(problem: Problem, steps: Steps, seed: int, halved: bool) -> Draws:
-        if not halved:
-            return run(problem, steps, seed)
-        steps = Steps(steps.num_samples, 0, 2 * steps.thinning)
-        columns = dict(problem.engine.kernel.columns(steps.total))
-        columns["lr"] = columns["lr"] / 2
-        positions, shape = (
-            problem.positions,
-            (problem.engine.kernel.normals, problem.engine.num_latents),
+        return (
+            _at_half_step(problem, steps, seed, simulate) if halved else run(problem, steps, seed)
         )
-        noise = RefinedNoise(seed, chains, shape, positions.dtype, positions.device)
-        return simulate(problem, steps, seed, columns, noise)
 
-    adapts = whitens and asked.lr
-    window = warm_up(problem, run, density if whitens else None)
+    window = warm_up(problem, run, density if asked.lr else None)
     if window is None:
         raise ArgumentError(
-            "every chain becomes NaN or infinite in warm-up, at any step size that was tried: start "
-            "elsewhere (init_strategy=), or bring the sites to one scale"
+            "every chain becomes NaN or infinite in warm-up, at any step size that was tried: "
+            "start elsewhere (init_strategy=), or bring the sites to one scale"
         )
-    problem, tried, time = window.problem, None, window.time
+    chains, problem, tried, time = len(problem.positions), window.problem, None, window.time
     evaluations += chains * window.steps + window.hessians * len(problem.positions[0])
-    if adapts:
+    if density is not None and asked.lr:
+        if asked.anchor is True:
+            problem = _with_anchor(problem, asked, whole)
+        problem = _cooled(problem, _some(window.draws), sampling)
         theory = problem.engine.kernel.theory
-        tried = pilot(
-            problem, coupled, window.time, asked.lr, 1 if theory is None else theory.order
-        )
+        tried = pilot(problem, coupled, time, True, 1 if theory is None else theory.order)
         problem, time = tried.problem, tried.time
         evaluations += chains * tried.steps
-    thinning = asked.thinning or min(_MOST_THINNING, max(1, round(time)))
-    steps = Steps(asked.num_samples, 0, thinning)
-    return Choice(problem, steps, modes, window, tried, evaluations, reasons)
+    thinning = asked.thinning or min(_MOST_THINNING, max(1, math.ceil(time)))
+    steps = Steps(asked.num_samples, asked.warmup_steps or 0, thinning)
+    taken = window.steps + (0 if tried is None else tried.steps)
+    attrs = {"lr_choice": _reason(problem, modes, window, tried), "thinning": thinning}
+    if asked.warmup_steps is None:
+        attrs["warmup_steps"] = taken
+    return Choice(problem, steps, modes, window, tried, evaluations, attrs)
+
+
+def _at_half_step(problem: Problem, steps: Steps, seed: int, simulate: Simulate) -> Draws:
+    """As many draws at half the step size, on the same path of noise."""
+    engine, positions = problem.engine, problem.positions
+    steps = Steps(steps.num_samples, 0, 2 * steps.thinning)
+    columns = dict(engine.kernel.columns(steps.total))
+    columns["lr"] = columns["lr"] / 2
+    shape = engine.kernel.normals, engine.num_latents
+    noise = RefinedNoise(seed, len(positions), shape, positions.dtype, positions.device)
+    return simulate(problem, steps, seed, columns, noise)
 
 
 def _with_geometry(
-    problem: Problem, asked: Asked, density: FullDataDensity
+    problem: Problem, asked: Asked, density: FullDataDensity, whole: FullDataDensity
 ) -> tuple[Problem, Modes | None]:
-    """Chains at their starts, in whitened coordinates."""
+    """Chains at their starts, in whitened coordinates.
+
+    Args:
+        problem: chains where the user, or the library, would have them start.
+        asked: for what.
+        density: of some rows, where searches begin.
+        whole: of all rows, where they end.
+    """
     num_data, like = problem.log_posterior.num_data, problem.positions
-    temperature = float(problem.engine.kernel.values(0)["temperature"])
-    if not isinstance(asked.precondition, str):
-        gaussian = asked.precondition
-        assert gaussian is not None
-        modes = None
-    else:
-        modes = find_modes(density, _search_starts(problem), temperature, problem.seed)
+    modes, gaussian = None, asked.precondition
+    if isinstance(gaussian, str):
+        starts = _search_starts(problem) if asked.starts else like[:_MOST_SEARCHES]
+        temperature = float(problem.engine.kernel.values(0)["temperature"])
+        modes = find_modes(density, starts, temperature, problem.seed)
         gaussian = modes.best.gaussian
+        if density is not whole:
+            gaussian = _polished(gaussian, whole, temperature, like)
+            modes = dataclasses.replace(modes, modes=(modes.best._replace(gaussian=gaussian),))
+    assert gaussian is not None
     is_dense = asked.precondition == "dense" or (
-        asked.precondition == "auto" and len(gaussian.mean) <= _DENSE
+        asked.precondition != "diag" and len(gaussian.mean) <= _DENSE
     )
-    is_dense = is_dense or (isinstance(asked.precondition, Dense))
     problem = problem.with_engine(whitening=_whitening(gaussian, is_dense, num_data, like))
     if asked.starts:
         problem = dataclasses.replace(problem, positions=_starts(problem, density, modes, gaussian))
     return problem, modes
 
 
+def _polished(gaussian: Dense, whole: FullDataDensity, temperature: float, like: Tensor) -> Dense:
+    """The Gaussian at the mode of all rows, which is near."""
+    precision = gaussian.precision * temperature
+    places = torch.arange(len(gaussian.mean))
+    position, _ = whole.newton_refine(
+        gaussian.mean.to(like), lambda _: precision.to(like) / whole.log_posterior.num_data, places
+    )
+    return Dense(position.double(), gaussian.scale_tril)
+
+
+def _center(problem: Problem) -> Tensor:
+    """The center of the geometry, as a position."""
+    whitening = problem.engine.whitening
+    assert whitening is not None
+    return whitening.tensors[0]
+
+
+def _some(draws: Tensor) -> Tensor:
+    """Few of the draws `[chains, draws, D]`, from everywhere, `[few, D]`."""
+    flat = draws.flatten(0, 1)
+    return flat[evenly(len(flat), _PLACES)]
+
+
+def _with_anchor(problem: Problem, asked: Asked, whole: FullDataDensity) -> Problem:
+    """With control variates at the center of the geometry, or where they were asked for."""
+    if problem.data.batch_size is None or asked.anchor is False:
+        return problem
+    if isinstance(asked.anchor, Mapping):
+        return with_control_variates(
+            problem, whole, position_of(problem, asked.anchor, "control_variates")
+        )
+    return with_control_variates(problem, whole, _center(problem))
+
+
+def _cooled(problem: Problem, positions: Tensor, sampling: Sampling) -> Problem:
+    """With a step size at which minibatches hardly heat."""
+    kernel = problem.engine.kernel
+    theory = kernel.theory
+    if problem.data.batch_size is None or theory is None or not theory.heated:
+        return problem
+    noise = most_noise(problem, positions, sampling)
+    if noise is None:
+        return problem
+    values = problem.engine.kernel_values(kernel.values(0))
+    added = theory.added_temperature(values, torch.tensor(noise, dtype=torch.float64))
+    heat = float((added / values["temperature"]).max())
+    lr = float(kernel.lr) * min(1.0, _MOST_HEAT / max(heat, 1e-300))
+    return problem.with_engine(kernel=dataclasses.replace(kernel, lr=lr))
+
+
+def _reason(problem: Problem, modes: Modes | None, window: Window, tried: Pilot | None) -> str:
+    """Why the step size is what it is."""
+    lr = float(problem.engine.kernel.lr)
+    if tried is None:
+        return f"lr={lr:.3g}, as it was set; warm-up took {window.steps} steps"
+    bias = tried.bias
+    told = "its bias could not be measured"
+    if bias is not None:
+        told = (
+            f"a coupled run at half of it puts its bias at {float(bias.mean.abs().max()):.2g} sds "
+            f"in means and {100 * float(bias.log_sd.abs().max()):.2g}% in sds at most"
+        )
+    return f"lr={lr:.3g} in whitened coordinates: {told}"
+
+
 def _search_starts(problem: Problem) -> Tensor:
-    """Where searches for modes begin: chains' own starts."""
-    count = max(_FEWEST_SEARCHES, min(len(problem.positions), _MOST_SEARCHES))
-    return problem.positions[: min(count, len(problem.positions))]
+    """Where searches for modes begin: chains' own starts, and more where chains are few."""
+    starts, log_posterior = list(problem.positions[:_MOST_SEARCHES]), problem.log_posterior
+    first = problem.data.first()
+    for chain in range(len(starts), _FEWEST_SEARCHES):
+        init = log_posterior.default_init(chain)
+        params = log_posterior.start(first, problem.seed, chain, init)
+        starts.append(problem.engine.layout.flatten(params))
+    return torch.stack(starts)
 
 
 def _whitening(gaussian: Gaussian, is_dense: bool, num_data: int, like: Tensor) -> Whitening:
@@ -213,7 +320,8 @@ def _starts(
 def _kernel(kernel: Kernel, asked: Asked) -> Kernel:
     """With the friction of whitened coordinates, and the longest step size there."""
     if asked.friction and hasattr(kernel, "friction"):
-        kernel = dataclasses.replace(kernel, friction=FRICTION)
+        own: dict[str, Any] = {"friction": FRICTION}
+        kernel = dataclasses.replace(kernel, **own)
     if asked.lr:
         kernel = dataclasses.replace(kernel, lr=longest_lr(kernel))
     return kernel
@@ -226,7 +334,7 @@ def longest_lr(kernel: Kernel) -> float:
     one, none = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     for lr in torch.linspace(0, -3, 61, dtype=torch.float64):
         length = min(_LONGEST_LR * 10 ** float(lr), theory.largest_lr)
-        values = kernel.per_datum(dataclasses.replace(kernel, lr=length).values(0), 1)
+        values: Values = dataclasses.replace(kernel, lr=length).values(0)
         values = {**values, "temperature": torch.ones((), dtype=torch.float64)}
         settled, values, _ = theory.linearize(kernel, values, none)
         chain = GaussianChain.of(settled, values, one)

@@ -27,6 +27,9 @@ _AT_ONCE = 2**22
 #: Batches from which the noise of a run is estimated, rows at one draw, and the fewest draws.
 NOISE_BATCHES, _NOISE_ROWS, _FEWEST_PLACES = 128, 64, 4
 
+#: Rows from which the noise along the worst direction is estimated.
+_ROWS = 4096
+
 #: One chain's batch: the model's arguments, and indices for one that subsamples by itself.
 OwnBatch = tuple[Arguments, Tensor | None]
 
@@ -147,14 +150,18 @@ def gradient_noise(
         for i in range(0, len(run_batches), each)
     ]
 
-    def variance_of(density: Density) -> Tensor | None:
-        """The mean over positions: the rows of some of them at a time are in memory."""
+    def variance_of(density: Density, heats: bool = False) -> Tensor | None:
+        """The mean over positions: the rows of some of them at a time are in memory; in the
+        direction that an element of whitened chains is heated from."""
         parts = []
         for block in torch.arange(len(at)).split(max(1, _AT_ONCE // in_rows)):
             batches_there = [own[place] for place in block]
             gradients = row_gradients(problem, density, at[block], batches_there)
             if gradients is None:
                 return None
+            if heats and engine.whitening is not None:
+                along = engine.whitening.push_forward(engine.whitening.pull_back(gradients))
+                gradients = along / engine.whitening.variance.sqrt()
             variance = gradient_variance(gradients, size, log_posterior.num_data, sampling)
             parts.append(variance.cpu() * len(block) / len(at))
         return torch.stack(parts).sum(0)
@@ -165,7 +172,34 @@ def gradient_noise(
     if isinstance(engine.density, ControlVariates):
         without = variance_of(log_posterior)
         reduction = None if without is None else without / variance
-    return GradientNoise(_inflation(engine, values, variance), variance, reduction)
+    heating = variance if engine.whitening is None else variance_of(engine.density, heats=True)
+    assert heating is not None
+    return GradientNoise(_inflation(engine, values, heating), variance, reduction)
+
+
+def most_noise(problem: Problem, positions: Tensor, sampling: Sampling) -> float | None:
+    """The variance of the minibatch gradient over N, in the direction of the whitened coordinates
+    where it is largest; None where rows have no gradients of their own.
+
+    Args:
+        problem: with its geometry, and its density, which may have control variates.
+        positions: of the posterior, `[positions, D]`.
+        sampling: how rows are drawn.
+    """
+    size, whitening = problem.data.batch_size, problem.engine.whitening
+    assert size is not None
+    batches = problem.batches(1, sampling)
+    run_batches = batches_from(batches, 0, -(-_ROWS // (size * len(positions))))
+    own = [[batch.of_chain(0) for batch in run_batches]] * len(positions)
+    gradients = row_gradients(problem, problem.engine.density, positions, own)
+    if gradients is None:
+        return None
+    if whitening is not None:
+        gradients = whitening.pull_back(gradients)
+    centered = (gradients - gradients.mean(1, keepdim=True)).flatten(0, 1).double()
+    all_different = 0.0 if sampling == "replacement" else size / problem.log_posterior.num_data
+    largest = float(torch.linalg.matrix_norm(centered, 2)) ** 2 / len(centered)
+    return largest / size * (1 - all_different)
 
 
 def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,7 @@ _PLACES, _DRAWS = 24, 64
 _APART = 0.5
 
 
-@dataclass(frozen=True)
-class Mode:
+class Mode(NamedTuple):
     """A mode, or what stands for one.
 
     Attributes:

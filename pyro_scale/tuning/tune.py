@@ -58,9 +58,9 @@ def tune(
     density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
     mode, choice = _mode(problem, density, tuning.control_variates), {}
     if tuning.control_variates:
-        problem = _with_control_variates(problem, density, mode)
+        problem = with_control_variates(problem, density, mode)
     if tuning.subtract_noise:
-        problem = _with_known_noise(problem, mode, sampling)
+        problem = with_known_noise(problem, mode, sampling)
     if tuning.lr:
         chosen = step_size.choose(problem, density, mode, steps, sampling)
         _warn_of_a_large_error(chosen, bool(tuning.control_variates))
@@ -91,7 +91,8 @@ def _mode(
     return density.mode(problem.positions[0], _WITHOUT_MODE)
 
 
-def _with_control_variates(problem: Problem, density: FullDataDensity, anchor: Tensor) -> Problem:
+def with_control_variates(problem: Problem, density: FullDataDensity, anchor: Tensor) -> Problem:
+    """The problem with control variates at an anchor, [D]."""
     log_posterior, layout = problem.log_posterior, problem.engine.layout
     _, gradient = density.grad(anchor)
     total = {
@@ -102,7 +103,7 @@ def _with_control_variates(problem: Problem, density: FullDataDensity, anchor: T
     )
 
 
-def _with_known_noise(problem: Problem, mode: Tensor, sampling: Sampling) -> Problem:
+def with_known_noise(problem: Problem, mode: Tensor, sampling: Sampling) -> Problem:
     """The problem with the noise of minibatches at the mode known."""
     log_posterior, engine = problem.log_posterior, problem.engine
     size = problem.data.batch_size
@@ -118,6 +119,8 @@ def _with_known_noise(problem: Problem, mode: Tensor, sampling: Sampling) -> Pro
             "subtract_noise needs the gradient of single rows, which this model does not give: "
             "leave it out and lower lr"
         )
+    if engine.whitening is not None:
+        rows = engine.whitening.pull_back(rows)
     variance = gradient_variance(rows, size, log_posterior.num_data, sampling)
     return problem.with_engine(known_noise=engine.pad(variance))
 

@@ -1,0 +1,66 @@
+"""Goes on with a finished trajectory at twice the thinning.
+
+Every second draw stays, and as many new ones come: what the run would be, had it been planned so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pyro_scale.core.autocorrelation import autocorrelation_time, split_r_hat
+from pyro_scale.core.validation import evenly
+from pyro_scale.engine.checkpoint import Checkpoint, RunState
+from pyro_scale.engine.draws import Steps
+from pyro_scale.run.run import Trajectory
+
+#: The part of draws that has to be independent, and the R-hat of chains that agree.
+_LEAST_ESS, _MOST_R_HAT = 0.5, 1.01
+#: Elements that are looked at.
+_MOST_ELEMENTS = 1000
+
+
+def is_enough(trajectory: Trajectory) -> bool:
+    """Whether draws are independent enough, and chains agree: of means, and of squares."""
+    draws, finished = trajectory.draws, trajectory.draws.finished
+    latents = trajectory.problem.engine.num_latents
+    if draws.positions.shape[1] < 4 or not finished:
+        return True
+    chosen = evenly(latents, _MOST_ELEMENTS)
+    kept = draws.positions[finished][..., chosen].double()
+    squares = (kept - kept.mean((0, 1))).square()
+    time = max(float(autocorrelation_time(each).max()) for each in (kept, squares))
+    r_hat = float(split_r_hat(kept).max()) if len(finished) > 1 else 1.0
+    return time <= 1 / _LEAST_ESS and r_hat <= _MOST_R_HAT
+
+
+def extended(trajectory: Trajectory, title: str) -> Trajectory:
+    """The trajectory at twice the thinning."""
+    plan, draws = trajectory.plan, trajectory.draws
+    steps = Steps(plan.steps.num_samples, plan.steps.warmup_steps, 2 * plan.steps.thinning)
+    plan = dataclasses.replace(
+        plan, steps=steps, columns=plan.problem.engine.kernel.columns(steps.total)
+    )
+    alive = torch.ones(len(draws.positions), dtype=torch.bool)
+    alive[[failure.chain for failure in draws.failures]] = False
+    run_state = RunState(
+        draws.num_steps, pytree.tree_leaves(draws.state), alive, tuple(draws.failures)
+    )
+    last = Checkpoint(
+        number=0,
+        parts=(),
+        facts={},
+        run_state=run_state,
+        batches=trajectory.batches.position(draws.num_steps),
+        positions=draws.positions[:, 1::2],
+        log_joint=draws.log_joint[:, 1::2],
+        kinetic=None,
+        look_every=1,
+        program=draws.program,
+    )
+    longer = plan.execute(title, last=last)
+    longer.draws.seconds += draws.seconds
+    longer.draws.compile_seconds += draws.compile_seconds
+    return longer
