@@ -74,5 +74,9 @@ class BiasWarning(PyroScaleWarning):
     """Draws or steps are known, or predicted, to be off the posterior."""
 
 
+class VerdictWarning(PyroScaleWarning):
+    """A run that was tuned by itself is not known to be right; `report()` says why."""
+
+
 class ApproximationWarning(PyroScaleWarning):
     """An approximation or an estimate does not fit well enough to be trusted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from pyro_scale.diagnostics.kinetic_temperature import kinetic
@@ -42,6 +43,7 @@ def measure(
         result,
         gradient_noise=noise,
         virial=None if heat is None else heat.parts,
+        element_temperatures=None if heat is None else torch.stack([heat.of_elements, heat.errors]),
         kinetic=kinetic(problem, draws, values, noise, heat),
     )
     return measured, error

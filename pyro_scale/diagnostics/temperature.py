@@ -29,7 +29,7 @@ from pyro_scale.storage.lazy_draws import Positions, spread
 
 #: Draws whose gradients are taken: the most, the most times rows times D, and the least; and how
 #: many are enough to take all rows.
-_MOST, _MOST_WORK, _LEAST, _ENOUGH = 1000, 2**28, 32, 200
+_MOST, _MOST_WORK, _LEAST, _ENOUGH = 4000, 2**28, 32, 200
 #: Draws where the model goes one by one.
 _ONE_BY_ONE = 64
 #: Numbers of params and rows in memory at once, with some room for what is made of a row.
@@ -44,12 +44,14 @@ class Virial(NamedTuple):
             mean over a site's elements, and that of its steepest element; its mean over draws is
             the temperature.
         of_elements: the mean of each element's part, `[D]`.
+        errors: the standard error of that, as of independent draws, `[D]`.
         mean_square: of the gradient of the log joint over N, `[D]`.
         whole: whether gradients were of all rows, without noise.
     """
 
     parts: Tensor
     of_elements: Tensor
+    errors: Tensor
     mean_square: Tensor
     whole: bool
 
@@ -90,7 +92,7 @@ def virial(
     center = total / (chains * len(chosen))
     slices = [layout.slices()[name] for name in problem.log_posterior.latents]
     steepest = _largest(noise, slices) if noise is not None and noise.any() else None
-    found, elements, squares = [], [], []
+    found, elements, spreads, squares = [], [], [], []
     for places in blocks:
         draws = positions[every, places].flatten(0, 1)
         taken = batches.take(step, step + len(places))
@@ -105,9 +107,12 @@ def virial(
         of_sites = torch.stack([of_sites, parts[:, steepest].double()], -1)
         found.append(of_sites.unflatten(0, (chains, len(places))))
         elements.append(parts.double().sum(0))
+        spreads.append(parts.double().square().sum(0))
     count = chains * len(chosen)
-    of_elements, mean_square = (torch.stack(sums).sum(0) / count for sums in (elements, squares))
-    return Virial(torch.cat(found, 1), of_elements, mean_square, whole)
+    sums = (torch.stack(each).sum(0) / count for each in (elements, spreads, squares))
+    of_elements, variance, mean_square = sums
+    errors = ((variance - of_elements.square()).clamp(min=0) / count).sqrt()
+    return Virial(torch.cat(found, 1), of_elements, errors, mean_square, whole)
 
 
 def _largest(numbers: Tensor, slices: Sequence[slice]) -> Tensor:

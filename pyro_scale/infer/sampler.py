@@ -20,6 +20,7 @@ from pyro_scale.diagnostics import crash_dump
 from pyro_scale.diagnostics.divergence import all_stopped, explosion, message
 from pyro_scale.diagnostics.post_run import measure
 from pyro_scale.diagnostics.step_size_bias import step_size_bias
+from pyro_scale.diagnostics.verdict import Report, report
 from pyro_scale.engine.choose_executor import check_compile
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.reuse import Earlier
@@ -30,6 +31,7 @@ from pyro_scale.errors import (
     FileError,
     NonFiniteError,
     PyroScaleWarning,
+    VerdictWarning,
 )
 from pyro_scale.infer.call_checks import unknown_argument
 from pyro_scale.infer.method import Method
@@ -45,7 +47,7 @@ from pyro_scale.run.run import RunPlan, Trajectory
 from pyro_scale.run.shared_starts import check_superchains, with_shared_starts
 from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.storage.files import FilePath
-from pyro_scale.tuning.choose import Asked, Simulate, choose
+from pyro_scale.tuning.choose import Asked, Choice, Simulate, choose
 from pyro_scale.tuning.tune import Tuning, tune
 
 #: How often a step size that was chosen is halved, where a chain diverges.
@@ -92,8 +94,9 @@ class Sampler(Method):
     """
 
     kernel_class: ClassVar[type[Kernel]]
-    #: How the run was run.
+    #: How the run was run, and what was chosen before it.
     _plan: RunPlan | None = None
+    _choice: Choice | None = None
 
     def __init__(
         self,
@@ -315,7 +318,7 @@ class Sampler(Method):
         facts = self._facts(problem, config, journal)
         with sink_for(store, problem, config.num_samples, journal.last is not None) as sink:
             self._result = self._stepping = self._plan = None
-            self._why_none = Method._why_none
+            self._why_none, self._choice = Method._why_none, None
             plan = self._tune(problem, config)
             trajectory = self._execute(plan, config, journal, facts, sink)
             error = self._collect(trajectory, config, sink)
@@ -410,6 +413,7 @@ class Sampler(Method):
             )
             chosen = choose(problem, asked, config.sampling, self._simulation(config))
             problem, steps, choice = chosen.problem, chosen.steps, {**choice, **chosen.attrs}
+            self._choice = chosen
         assert steps is not None
         compile = True if config.steps is None and _is_auto(self._compile) else self._compile
         return RunPlan.of(problem, config, steps, compile, self._earlier, choice)
@@ -490,6 +494,11 @@ class Sampler(Method):
         # at once: what is found out about it can be interrupted
         self._result = collect(problem, draws, plan.columns, attrs, sink)
         self._result, error = measure(trajectory, self._result, _on_average(plan, draws))
+        if sink is None and plan.kernel.values(0)["temperature"] > 0:
+            told = report(self._result, self._choice).to_json()
+            self._result = dataclasses.replace(
+                self._result, attrs={**self._result.attrs, "report": told}
+            )
         error = draws.error or error
         if isinstance(sink, ToDisk):
             try:
@@ -518,6 +527,10 @@ class Sampler(Method):
             raise NonFiniteError(told)
         if explosion_message := explosion(self._results()):
             warn(BiasWarning, explosion_message)
+        elif self._choice is not None:
+            found = self.report() if "report" in self._results().attrs else None
+            if found is not None and found.verdict != "yes":
+                warn(VerdictWarning, f"{found.headline}; report() says more")
         else:
             values, warmup_steps = _on_average(plan, draws), plan.steps.warmup_steps
             warn_of_short_warmup(problem, self._results(), values, warmup_steps)
@@ -601,6 +614,24 @@ class Sampler(Method):
         result = collect(self._stepping.problem, draws, values, self._attrs())
         self._result, self._plan = dataclasses.replace(result, data=None), None
         return float(draws.log_joint)
+
+    def report(self) -> Report:
+        """What the run chose and why, how far to trust its draws, and what to do if not.
+
+        `str(report)` is the text, `.verdict` is `"yes"`, `"no"` or `"unknown"`, `.to_frame()` has a
+        row for each site and check.
+
+        Raises:
+            NotRunError: nothing has been run.
+            ArgumentError: draws of `step()`, at temperature 0, or that were not kept.
+        """
+        attrs = self._draws().attrs
+        if "report" not in attrs:
+            raise ArgumentError(
+                "report: there are no checks of draws of step(), at temperature 0, or of a store; "
+                "diagnostics() tells what is known"
+            )
+        return Report.from_json(attrs["report"])
 
     def step_size_bias(self, *, num_samples: int | None = None) -> Any:
         """How far the run is off because its step is finite and its batches are small: a

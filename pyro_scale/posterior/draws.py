@@ -44,6 +44,8 @@ class Result:
         gradient_noise: what minibatches did; None where that is not known.
         virial: some draws' part in the temperature, `[chains, some, latent sites, 2]`, on average
             over a site's elements and at the steepest one; None where that is not known.
+        element_temperatures: each element's temperature and its standard error, `[2, D]`; None
+            where they are not known.
         kinetic: what momenta did; None for a method without.
         online: what draws came to that were not kept.
         chains: the chains' numbers; None where they are all that were started.
@@ -57,6 +59,7 @@ class Result:
     attrs: dict[str, Any] = field(default_factory=dict)
     gradient_noise: GradientNoise | None = None
     virial: Tensor | None = None
+    element_temperatures: Tensor | None = None
     kinetic: Kinetic | None = None
     online: OnlineSamples | None = None
     chains: Sequence[int] | None = None

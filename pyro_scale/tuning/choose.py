@@ -106,6 +106,7 @@ class Choice:
         pilot: of the step size, where it was chosen.
         evaluations: gradients of all rows, or of a batch, that it took.
         attrs: numbers and words for the run's facts.
+        reasons: of each choice, in words.
     """
 
     problem: Problem
@@ -115,6 +116,7 @@ class Choice:
     pilot: Pilot | None
     evaluations: int
     attrs: Mapping[str, Any]
+    reasons: Mapping[str, str]
 
 
 def choose(problem: Problem, asked: Asked, sampling: Sampling, simulate: Simulate) -> Choice:
@@ -164,10 +166,11 @@ def choose(problem: Problem, asked: Asked, sampling: Sampling, simulate: Simulat
     thinning = asked.thinning or min(_MOST_THINNING, max(1, math.ceil(time)))
     steps = Steps(asked.num_samples, asked.warmup_steps or 0, thinning)
     taken = window.steps + (0 if tried is None else tried.steps)
-    attrs = {"lr_choice": _reason(problem, modes, window, tried), "thinning": thinning}
+    reasons = _reasons(problem, modes, window, tried, thinning)
+    attrs: dict[str, Any] = {"lr_choice": reasons["step size"], "thinning": thinning}
     if asked.warmup_steps is None:
         attrs["warmup_steps"] = taken
-    return Choice(problem, steps, modes, window, tried, evaluations, attrs)
+    return Choice(problem, steps, modes, window, tried, evaluations, attrs, reasons)
 
 
 def _at_half_step(problem: Problem, steps: Steps, seed: int, simulate: Simulate) -> Draws:
@@ -262,19 +265,34 @@ def _cooled(problem: Problem, positions: Tensor, sampling: Sampling) -> Problem:
     return problem.with_engine(kernel=dataclasses.replace(kernel, lr=lr))
 
 
-def _reason(problem: Problem, modes: Modes | None, window: Window, tried: Pilot | None) -> str:
-    """Why the step size is what it is."""
-    lr = float(problem.engine.kernel.lr)
-    if tried is None:
-        return f"lr={lr:.3g}, as it was set; warm-up took {window.steps} steps"
-    bias = tried.bias
-    told = "its bias could not be measured"
-    if bias is not None:
-        told = (
-            f"a coupled run at half of it puts its bias at {float(bias.mean.abs().max()):.2g} sds "
-            f"in means and {100 * float(bias.log_sd.abs().max()):.2g}% in sds at most"
+def _reasons(
+    problem: Problem, modes: Modes | None, window: Window, tried: Pilot | None, thinning: int
+) -> dict[str, str]:
+    """What was chosen, and why."""
+    engine = problem.engine
+    kernel, whitening, found = engine.kernel, engine.whitening, {}
+    if modes is not None:
+        one = "a Gaussian on the way up, as there is no mode or its Gaussian does not fit"
+        found["start"] = (
+            f"draws at twice the sd around {'the mode' if modes.found else one}, which "
+            f"{modes.searches} searches found"
         )
-    return f"lr={lr:.3g} in whitened coordinates: {told}"
+    if whitening is not None:
+        by = "a matrix" if isinstance(whitening, DenseWhitening) else "elements"
+        found["geometry"] = f"whitened by {by}, from the draws of {window.steps} steps of warm-up"
+    lr = float(kernel.lr)
+    if tried is None:
+        found["step size"] = f"lr={lr:.3g}, as it was set"
+    elif tried.bias is None:
+        found["step size"] = f"lr={lr:.3g}; its bias could not be measured"
+    else:
+        found["step size"] = (
+            f"lr={lr:.3g} in whitened coordinates: by a coupled run at half of it, the bias is "
+            f"{float(tried.bias.mean.abs().max()):.2g} sds in means and "
+            f"{100 * float(tried.bias.log_sd.abs().max()):.2g}% in sds at most"
+        )
+    found["thinning"] = f"{thinning} steps from one draw to the next, about as many as they need"
+    return found
 
 
 def _search_starts(problem: Problem) -> Tensor:

@@ -17,11 +17,17 @@ from pyro_scale.run.problem import Problem
 
 #: Draws of a pilot, a chain; and steps, in autocorrelation times and at least.
 _DRAWS, _TIMES, _LEAST = 512, 60.0, 512
+#: And at most.
+_LONGEST_PILOT = 4096
 #: The bias that a step size may have: of a mean, in posterior sds, and of an sd, in itself: two
 #: fifths of what a run is judged by.
 MEAN_BIAS, SD_BIAS = 0.04, 0.02
 #: Standard errors by which a bias is surely there.
 _ERRORS = 2.0
+#: Those of which a bias is known: within as many errors it is inside of what a run is judged by.
+MEAN_TOLERANCE, SD_TOLERANCE = 0.1, 0.05
+#: What a step size is multiplied by where its bias is not known: paths that part are too long.
+_SHORTER = 0.7
 #: Pilots, at most; and what a step size is multiplied by, at least and at most.
 _MOST_PILOTS, _SHORTEST, _LONGEST = 5, 0.4, 0.8
 #: Parts of each chain whose means tell the standard error.
@@ -49,6 +55,12 @@ class Bias(NamedTuple):
         means = (self.mean.abs() - _ERRORS * self.mean_mcse) / MEAN_BIAS
         sds = (self.log_sd.abs() - _ERRORS * self.log_sd_mcse) / SD_BIAS
         return float(torch.maximum(means, sds).max())
+
+    @property
+    def is_known(self) -> Tensor:
+        """Whether it is known to be inside of what a run is judged by, `[d]`."""
+        means = self.mean.abs() + _ERRORS * self.mean_mcse < MEAN_TOLERANCE
+        return means & (self.log_sd.abs() + _ERRORS * self.log_sd_mcse < SD_TOLERANCE)
 
 
 class Pilot(NamedTuple):
@@ -83,7 +95,7 @@ def pilot(problem: Problem, run: CoupledRun, time: float, adapts: bool, order: i
         adapts: whether the step size may change.
         order: the power of lr with which the bias falls.
     """
-    total, length = 0, max(_LEAST, math.ceil(_TIMES * time))
+    total, length = 0, min(_LONGEST_PILOT, max(_LEAST, math.ceil(_TIMES * time)))
     bias, draws, every = None, None, 1
     for number in range(_MOST_PILOTS):
         every = max(1, length // _DRAWS)
@@ -102,6 +114,8 @@ def pilot(problem: Problem, run: CoupledRun, time: float, adapts: bool, order: i
             bias = _bias(one, other, order)
             problem = _moved(problem, own)
             factor = bias.excess ** (-1 / order) if bias.excess > 1 else 1.0
+            if factor == 1 and not bool(bias.is_known.all()):
+                factor = _SHORTER
         else:
             factor = 0.5
         if factor == 1 or not adapts:
@@ -109,7 +123,7 @@ def pilot(problem: Problem, run: CoupledRun, time: float, adapts: bool, order: i
         factor = min(max(factor, _SHORTEST), _LONGEST)
         lr = float(problem.engine.kernel.lr) * factor
         problem = problem.with_engine(kernel=dataclasses.replace(problem.engine.kernel, lr=lr))
-        length = math.ceil(length / factor)
+        length = min(_LONGEST_PILOT, math.ceil(length / factor))
     if draws is None:
         return Pilot(problem, total, None, math.inf, problem.positions[:, None])
     z = draws[..., : problem.engine.num_latents].double()

@@ -22,7 +22,7 @@ from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.problem import Problem
 
 #: Steps of the first window, and how many windows there are at most, each twice as long.
-_FIRST, _MOST_WINDOWS = 256, 9
+_FIRST, _MOST_WINDOWS = 256, 7
 #: Draws of a window, a chain; and the part of a window that is left out.
 _DRAWS, _LEFT_OUT = 256, 0.25
 #: Windows agree where no direction's sd changes by more than this factor beyond chance, and R-hat

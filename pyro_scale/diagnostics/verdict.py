@@ -1,0 +1,263 @@
+"""How far to trust a run: evidence by site, and a verdict in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import NormalDist
+from typing import Any, Literal, TypeAlias
+
+from pyro_scale.diagnostics.convergence import mixing, some_elements
+from pyro_scale.posterior.draws import Result
+from pyro_scale.tuning.choose import Choice
+from pyro_scale.tuning.pilot import MEAN_TOLERANCE, SD_TOLERANCE
+
+#: Whether means and sds are within a tenth of a posterior sd, and 5%.
+Verdict: TypeAlias = Literal["yes", "no", "unknown"]
+
+#: R-hat up to which chains agree, and above which they surely do not; the part of draws that must
+#: be effective; and the part of a site's draws that may be off by chance before they are few.
+_AGREE, _DISAGREE, _EFFECTIVE = 1.01, 1.05, 0.5
+#: How often chance makes some element of a right run fail a check.
+_FAMILY_WISE = 0.01
+#: Of the temperature, where sds are within 5%.
+_TEMPERATURE = ((1 - SD_TOLERANCE) ** 2, (1 + SD_TOLERANCE) ** 2)
+#: What minibatches may add to the temperature.
+_MOST_HEAT = 1.1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check of one site.
+
+    Attributes:
+        site: whose; empty for the whole run.
+        check: what was looked at.
+        verdict: of the check.
+        told: what was found, with figures.
+        advice: what to try.
+    """
+
+    site: str
+    check: str
+    verdict: Verdict
+    told: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run chose, and how far to trust its draws.
+
+    `str(report)` is the text, whose first line is the verdict; `report.verdict` is `"yes"`, `"no"`
+    or `"unknown"`; `to_frame()` has a row for each site.  Yes means that every check says that
+    posterior means are within 0.1 posterior sds and sds within 5%, Monte Carlo errors apart.  What
+    could not be checked is unknown.
+
+    Attributes:
+        verdict: of the run.
+        findings: of every check, those that fail first.
+        choices: what was chosen, in words.
+    """
+
+    verdict: Verdict
+    findings: tuple[Finding, ...]
+    choices: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def headline(self) -> str:
+        """The verdict in one line."""
+        if self.verdict == "yes":
+            return (
+                "YES: every check puts posterior means within 0.1 sds and sds within 5% of the "
+                "posterior's"
+            )
+        first = next(f for f in self.findings if f.verdict == self.verdict)
+        where = f"site '{first.site}': " if first.site else ""
+        advice = f"; try: {first.advice}" if first.advice else ""
+        kind = "NO" if self.verdict == "no" else "NOT KNOWN"
+        return f"{kind}: {where}{first.told}{advice}"
+
+    def to_frame(self) -> Any:
+        """A DataFrame, one row a site and check."""
+        import pandas
+
+        return pandas.DataFrame([asdict(finding) for finding in self.findings])
+
+    def of_site(self, name: str) -> Verdict:
+        """The verdict on one site: that of the run's own checks counts for all."""
+        return worst([f.verdict for f in self.findings if f.site in ("", name)])
+
+    def to_json(self) -> str:
+        """The report as text that `from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """The report that `to_json` wrote."""
+        held = json.loads(text)
+        return cls(held["verdict"], tuple(Finding(**f) for f in held["findings"]), held["choices"])
+
+    def __str__(self) -> str:
+        lines = [self.headline, ""]
+        lines += [f"{name}: {told}" for name, told in self.choices.items()]
+        lines.append("")
+        for verdict, title in (("no", "off"), ("unknown", "not known"), ("yes", "checked")):
+            for finding in self.findings:
+                if finding.verdict == verdict:
+                    where = f"{finding.site}: " if finding.site else ""
+                    lines.append(f"[{title}] {finding.check}: {where}{finding.told}")
+        return "\n".join(lines)
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """No, if any is; else unknown, if any is."""
+    kinds: tuple[Verdict, ...] = ("no", "unknown")
+    return next((kind for kind in kinds if kind in verdicts), "yes")
+
+
+def report(result: Result, choice: Choice | None) -> Report:
+    """What is known of a run.
+
+    Args:
+        result: of the run.
+        choice: what was chosen before it; None where everything was set.
+    """
+    findings = [
+        *_mixing(result),
+        *_temperatures(result),
+        *_heating(result),
+        *_bias(result, choice),
+        *_warmup(choice),
+    ]
+    order = {"no": 0, "unknown": 1, "yes": 2}
+    findings.sort(key=lambda finding: order[finding.verdict])
+    verdict = worst([finding.verdict for finding in findings])
+    return Report(verdict, tuple(findings), {} if choice is None else choice.reasons)
+
+
+def _mixing(result: Result) -> list[Finding]:
+    """Whether chains agree, and how many draws they are worth."""
+    sites = list(result.log_posterior.latents)
+    chains, draws = result.positions.shape[:2]
+    if draws < 4:
+        return [Finding("", "mixing", "unknown", f"{draws} draws a chain say nothing of it")]
+    table = mixing({name: some_elements(result, name) for name in sites})
+    found, least = [], _EFFECTIVE * chains * draws
+    for name, row in table.iterrows():
+        ess = min(row.ess_bulk, row.ess_tail)
+        told = f"R-hat {row.r_hat:.3f}, {ess:.0f} effective draws of {chains * draws}"
+        advice = "a larger max_rows=, or another parametrization (poutine.reparam)"
+        verdict: Verdict = "yes"
+        if chains < 2:
+            verdict, advice = "unknown", "num_chains=4: one chain alone cannot tell"
+        elif not row.r_hat <= _DISAGREE or not ess >= least / 2:
+            verdict = "no"
+        elif row.r_hat > _AGREE or ess < least:
+            verdict = "unknown"
+        found.append(Finding(str(name), "mixing", verdict, told, advice))
+    return found
+
+
+def _family_wise(count: int) -> float:
+    """Standard errors that no element of so many goes beyond by chance."""
+    return -NormalDist().inv_cdf(_FAMILY_WISE / 2 / max(1, count))
+
+
+def _temperatures(result: Result) -> list[Finding]:
+    """The virial temperature of each site's element that is furthest off."""
+    if result.element_temperatures is None:
+        return []
+    asked = float(result.attrs.get("temperature", 1.0))
+    if asked == 0:
+        return []
+    means, errors = (each / asked for each in result.element_temperatures)
+    slices = result.layout.slices()
+    latents = list(result.log_posterior.latents)
+    far = _family_wise(sum(slices[n].stop - slices[n].start for n in latents))
+    found = []
+    for name in latents:
+        mean, error = means[slices[name]], errors[slices[name]]
+        low, high = mean - far * error, mean + far * error
+        outside = (low > _TEMPERATURE[1]) | (high < _TEMPERATURE[0])
+        place = int(((mean - 1).abs() - far * error).argmax())
+        told = (
+            f"virial temperature {float(mean[place]):.3f} +- {float(error[place]):.2g} at its "
+            "element that is furthest off (1 is right)"
+        )
+        advice = "smaller steps (lr=), or larger batches"
+        verdict: Verdict = "no" if bool(outside.any()) else "yes"
+        found.append(Finding(name, "temperature", verdict, told, advice))
+    return found
+
+
+def _heating(result: Result) -> list[Finding]:
+    """What minibatches add to the temperature, to first order in the step size."""
+    if int(result.attrs.get("batch_size", 0)) >= int(result.attrs["num_data"]):
+        return []
+    noise = result.gradient_noise
+    if noise is None or noise.inflation is None:
+        told = "the noise of minibatches is not known for this model or method"
+        return [Finding("", "minibatch heat", "unknown", told, "batch_size=None")]
+    found, slices = [], result.layout.slices()
+    for name in result.log_posterior.latents:
+        most = float(noise.inflation[slices[name]].max())
+        told = f"minibatches multiply the temperature by up to {most:.3g}"
+        verdict: Verdict = "yes" if most <= _MOST_HEAT else "no"
+        advice = "larger batches (batch_size=), control_variates=True, or a smaller lr"
+        found.append(Finding(name, "minibatch heat", verdict, told, advice))
+    return found
+
+
+def _bias(result: Result, choice: Choice | None) -> list[Finding]:
+    """What the step size does to means and sds, by the coupled run."""
+    if choice is None or choice.pilot is None:
+        told = "the bias of a step size that was set is not measured: step_size_bias() does"
+        return [Finding("", "step size", "unknown", told, "lr='auto', or step_size_bias()")]
+    bias = choice.pilot.bias
+    if bias is None:
+        told = "every coupled run became NaN or infinite"
+        return [Finding("", "step size", "unknown", told, "another parametrization")]
+    found, slices = [], result.layout.slices()
+    for name in result.log_posterior.latents:
+        part = [each[slices[name]] for each in bias]
+        mean, mean_mcse, log_sd, log_sd_mcse = part
+        far = _family_wise(len(bias.mean))
+        surely = (mean.abs() - far * mean_mcse > MEAN_TOLERANCE) | (
+            log_sd.abs() - far * log_sd_mcse > SD_TOLERANCE
+        )
+        known = bias.is_known[slices[name]]
+        place = int((log_sd.abs() + log_sd_mcse).argmax())
+        told = (
+            f"bias of means up to {float(mean.abs().max()):.2g} sds, of sds "
+            f"{100 * float(log_sd[place].abs()):.2g} +- {100 * float(log_sd_mcse[place]):.2g}%"
+        )
+        verdict: Verdict = "yes"
+        if bool(surely.any()):
+            verdict = "no"
+        elif not bool(known.all()):
+            verdict = "unknown"
+        found.append(Finding(name, "step size", verdict, told, "another parametrization"))
+    return found
+
+
+def _warmup(choice: Choice | None) -> list[Finding]:
+    """Whether warm-up settled, and what the searches for modes found."""
+    if choice is None:
+        return []
+    window, found = choice.window, []
+    told = (
+        f"after {window.steps} steps R-hat is {window.r_hat:.3f} and no sd changes by more than "
+        f"{window.change:.2f} times"
+    )
+    verdict: Verdict = "yes" if window.agrees else "unknown"
+    found.append(Finding("", "warm-up", verdict, told, "another parametrization"))
+    if choice.modes is not None and len(choice.modes.modes) > 1:
+        below = [
+            f"{choice.modes.best.log_evidence - mode.log_evidence:.1f}"
+            for mode in choice.modes.modes[1:]
+        ]
+        told = f"{len(below) + 1} modes; the others have {', '.join(below)} nats less evidence"
+        found.append(Finding("", "modes", "yes", told))
+    return found
