@@ -81,12 +81,16 @@ def check_densities(sites: Mapping[str, Site]) -> None:
             ) from error
 
 
+class NotFiniteStartError(SiteError):
+    """A log density is NaN or infinite where the model was started; it may not be elsewhere."""
+
+
 def check_terms(terms: Mapping[str, Term]) -> None:
     """NaN or infinite log densities."""
     for term in terms.values():
         if not bool(torch.isfinite(term.log_prob).all()):
             what = "NaN" if bool(torch.isnan(term.log_prob).any()) else "infinite"
-            raise SiteError(
+            raise NotFiniteStartError(
                 f"site '{term.name}': its log density is {what} on the first batch, at the start; "
                 "check the data for NaN and scale them, or start elsewhere with init_strategy="
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.model import derivatives
-from pyro_scale.model.checks import check_starts
+from pyro_scale.model.checks import NotFiniteStartError, check_starts
 from pyro_scale.model.function import function_model
 from pyro_scale.model.init_strategies import init_to_module, init_to_reset, uniform
 from pyro_scale.model.model_info import ModelInfo
@@ -35,6 +36,10 @@ from pyro_scale.model.recorder import Recorder, Simulator
 from pyro_scale.model.scaling import Evaluation, Prior
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import terms_of
+
+#: How many starts of a chain are tried: of a model that half of all starts break, 20 fail once in
+#: a million.
+MOST_STARTS = 20
 
 Params = Mapping[str, Tensor]
 
@@ -294,13 +299,22 @@ class LogPosterior:
     def prepare(
         self, arguments: Arguments, init: InitFunction | None = None, seed: int = 0
     ) -> None:
-        """Understands the model on a first batch; does nothing the second time."""
-        if self._model_info is not None:
-            return
-        with own_generator(derived_seed(seed, 0, Purpose.INIT)):
-            if self._model_info is None:  # of another thread
-                init = init or self.default_init(0)
-                self._model_info = self._preflight(self._program, arguments, init, self._num_data)
+        """Understands the model on a first batch; does nothing the second time.
+
+        A start where the log density is not finite is drawn again, as Pyro does.
+        """
+        init = init or self.default_init(0)
+        for attempt in range(MOST_STARTS):
+            if self._model_info is not None:
+                return
+            last = attempt == MOST_STARTS - 1
+            with (
+                own_generator(derived_seed(seed, 0, Purpose.INIT, attempt)),
+                contextlib.nullcontext() if last else contextlib.suppress(NotFiniteStartError),
+            ):
+                if self._model_info is None:  # of another thread
+                    info = self._preflight(self._program, arguments, init, self._num_data)
+                    self._model_info = info
 
     def renew(self, num_data: int | None) -> LogPosterior:
         """The same, before it has seen a batch; `num_data` counts where it has none itself."""

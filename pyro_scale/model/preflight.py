@@ -265,6 +265,13 @@ class _Recipe:
         return [Probe(terms_of(r.sites), o) for r, o in zip(runs, origins, strict=True)], runs
 
 
+#: What to do where data and model are of two dtypes.
+_ONE_DTYPE = (
+    "numbers that the model makes are of torch's default dtype: pass data of the same (x.float()), "
+    "or call torch.set_default_dtype(torch.float64) first"
+)
+
+
 def _first_run(
     program: Program,
     arguments: Arguments,
@@ -282,6 +289,8 @@ def _first_run(
         own_plate(recorder.sites, count)
         check_plate_size(recorder.sites, count, num_data, error)
         error.add_note(f"raised by the model on its first batch: {rows.described(arguments)}")
+        if "dtype" in str(error) or "scalar type" in str(error):
+            error.add_note(_ONE_DTYPE)
         raise
     if not any(site.kind == "latent" for site in recorder.sites.values()):
         raise ModelError(

@@ -17,12 +17,8 @@ from pyro_scale.data.batches import Batch
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.kernels import Hyperparameters
-from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.log_posterior import MOST_STARTS, LogPosterior
 from pyro_scale.model.preflight import InitFunction
-
-#: How many starts of a chain are tried: of a model that half of all starts break, 20 fail once in
-#: a million.
-_MOST_STARTS = 20
 
 
 def initialize(
@@ -169,7 +165,7 @@ def _find_usable_starts(
     engine, (values, gradient) = first_evaluation(engine, positions, *others)
     finite = torch.isfinite(values)
     usable = finite & torch.isfinite(gradient).all(1)
-    for attempt in range(1, _MOST_STARTS):
+    for attempt in range(1, MOST_STARTS):
         if redraw is None or bool(usable.all()):
             break
         drawn = positions.clone()

@@ -114,6 +114,29 @@ def test_a_model_without_a_finite_start_names_the_site():
         ps.NUTS(model).run(None, **QUIET)
 
 
+def test_a_start_outside_of_the_support_is_drawn_again():
+    """As Pyro's samplers do: of a half-normal by a factor half of all starts are outside."""
+
+    def model():
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        pyro.factor("positive", torch.where(a > 0, 0.0, -math.inf))
+
+    for seed in range(8):
+        draws = ps.NUTS(model).run(None, **{**QUIET, "seed": seed}).get_samples()["a"]
+        assert bool((draws > 0).all())
+
+
+def test_data_of_another_dtype_get_an_error_that_says_what_to_do():
+    def model(x):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=x[:, 0])
+
+    with pytest.raises(RuntimeError) as raised:
+        ps.NUTS(model).run(torch.randn(9, 2).double(), **QUIET)
+    assert any("x.float()" in note for note in raised.value.__notes__)
+
+
 def test_versions_and_interfaces_that_are_not_known_get_a_python_function(monkeypatch):
     """And the same draws."""
     few = {"num_samples": 50, "warmup_steps": 50, "num_chains": 2, **QUIET}

@@ -71,6 +71,7 @@ def trace(function: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor])
         traced = make_fx(outputs, tracing_mode="real", decomposition_table=_DECOMPOSITIONS)
         module = traced(*examples)
     _spread_failures(module)
+    _write_dtypes(module)
     constants = _lift_constants(module)
     return Graph(module, constants, [*examples, *(each.tensor for each in constants)], dtypes)
 
@@ -99,6 +100,19 @@ _DECOMPOSITIONS = {
     torch.ops.aten.cumsum.default: _accumulate(operator.add),
     torch.ops.aten.cumprod.default: _accumulate(operator.mul),
 }
+
+
+def _write_dtypes(module: fx.GraphModule) -> None:
+    """Writes down the dtype of tensors that the function makes without naming one, such as
+    torch.eye(3): the default may be another when the graph is compiled."""
+    for node in module.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or node.all_input_nodes:
+            continue
+        takes_dtype = any(argument.name == "dtype" for argument in schema.arguments)
+        if takes_dtype and node.kwargs.get("dtype") is None:
+            node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
+    module.recompile()
 
 
 def _spread_failures(module: fx.GraphModule) -> None:
