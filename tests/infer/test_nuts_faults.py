@@ -133,7 +133,7 @@ def test_data_of_another_dtype_get_an_error_that_says_what_to_do():
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs=x[:, 0])
 
     with pytest.raises(RuntimeError) as raised:
-        ps.NUTS(model).run(torch.randn(9, 2).double(), **QUIET)
+        ps.NUTS(model).run(torch.randn(9, 2).half(), **QUIET)
     assert any("x.float()" in note for note in raised.value.__notes__)
 
 
