@@ -34,7 +34,6 @@ ELSEWHERE = {
     "rng_key": "seed=",
     "progress_bar": "progress=",
     "disable_progbar": "progress=False",
-    "max_seconds": "Control-C, which ends a run and keeps its draws",
 }
 
 #: An attribute that other libraries look for -> what to call instead.

@@ -80,6 +80,7 @@ class NUTS(Method):
         "thinning": "nothing: draws of NUTS are few and nearly independent",
         "store": "fit.save(path) after the run, for draws that memory holds",
         "checkpoint": "fit.save(path) after the run, for draws that memory holds",
+        "max_seconds": "Control-C, which ends a run and keeps its draws",
         "resume": "another run with another seed: adaptation is not taken up",
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
@@ -29,6 +30,7 @@ from pyro_scale.errors import (
     BiasWarning,
     CallError,
     FileError,
+    ModelError,
     NonFiniteError,
     PyroScaleWarning,
     VerdictWarning,
@@ -38,8 +40,9 @@ from pyro_scale.infer.method import Method
 from pyro_scale.kernels import Kernel
 from pyro_scale.posterior.collect import collect, warn_of_short_warmup
 from pyro_scale.posterior.sinks import ToDisk, ToMoments, sink_for
+from pyro_scale.run.budget import Budget
 from pyro_scale.run.config import AUTO, RunConfig, Store
-from pyro_scale.run.extend import extended, is_enough
+from pyro_scale.run.extend import cut_short, extended, is_enough
 from pyro_scale.run.limits import check_equal_weights, check_length, check_memory
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 from pyro_scale.run.resume import Journal, identity_of
@@ -52,6 +55,8 @@ from pyro_scale.tuning.tune import Tuning, tune
 
 #: How often a step size that was chosen is halved, where a chain diverges.
 _MOST_HALVINGS = 8
+#: Rows that are few enough to take all of them at every step, and a batch of more.
+_FEW_ROWS, _BATCH = 20_000, 1024
 #: How often draws are looked at, each time at twice as many steps.
 _MOST_LOOKS = 8
 #: Steps from one draw to the next that a step size is chosen for, before that is known.
@@ -229,6 +234,8 @@ class Sampler(Method):
         share_batches: bool = False,
         seed: int | None = None,
         progress: bool = True,
+        max_rows: int | None = None,
+        max_seconds: float | None = None,
         checkpoint: FilePath | None = None,
         checkpoint_every: float = 60.0,
         resume: FilePath | None = None,
@@ -258,8 +265,9 @@ class Sampler(Method):
                 `diagnostics()` then has nested R-hat, which works for many short chains
                 (Margossian et al. 2024).  Take 16 or more: with 4, starts that account for a
                 fifth of the variance are detected in a third of runs.
-            batch_size: rows a step, for tensors; None for all of them, as `"auto"` takes.  A
-                loader has its own.
+            batch_size: rows a step, for tensors; None for all of them.  `"auto"` takes all of up to
+                20,000, and 1,024 of more if lr is chosen and the model stands it: with control
+                variates, that is cheaper.  A loader has its own.
             sampling: `"shuffle"` goes through the rows in a new order each epoch,
                 `"replacement"` draws them anew at every step, `"symmetric"` goes through whole
                 batches forwards and then backwards.  `"shuffle"` by default; `"replacement"` for
@@ -268,6 +276,11 @@ class Sampler(Method):
                 correlates the chains, and R-hat and ESS do not detect it.
             seed: the same seed gives the same draws; drawn from torch's generator by default.
             progress: whether to show a progress bar.
+            max_rows: gradients of single rows that all chains together may take, warm-up
+                included, where lengths are `"auto"`: 200,000 passes through the data a chain by
+                default.  What is not reached by then is in the report.
+            max_seconds: after which the run ends, with the draws that there are; where it ends
+                then depends on the machine.
             checkpoint: a directory to write the run into, so that it survives a crash.
             checkpoint_every: seconds from one checkpoint to the next: what a crash costs at most.
             resume: the directory of an interrupted run, to continue it with the same call.  On one
@@ -305,13 +318,14 @@ class Sampler(Method):
             thinning=_count_or_auto("thinning", thinning),
             num_chains=as_count("num_chains", num_chains),
             superchains=superchains,
-            batch_size=None if _is_auto(batch_size) else batch_size,
+            batch_size=batch_size,
             sampling=sampling,
             share_batches=as_flag("share_batches", share_batches),
             store=store,
             memory_budget=memory_budget,
             progress=progress,
         )
+        budget = Budget.of(max_rows, max_seconds)
         journal = Journal.open(checkpoint, checkpoint_every, resume)
         seed = choose_seed(journal.seed(seed))
         problem = self._problem(data, config, seed)
@@ -319,8 +333,8 @@ class Sampler(Method):
         with sink_for(store, problem, config.num_samples, journal.last is not None) as sink:
             self._result = self._stepping = self._plan = None
             self._why_none, self._choice = Method._why_none, None
-            plan = self._tune(problem, config)
-            trajectory = self._execute(plan, config, journal, facts, sink)
+            plan = self._tune(problem, config, budget)
+            trajectory = self._execute(plan, config, budget, journal, facts, sink)
             error = self._collect(trajectory, config, sink)
         self._report(trajectory, error, journal, sink)
         return self
@@ -336,7 +350,7 @@ class Sampler(Method):
             superchains = check_superchains(superchains, num_chains, self._init_strategy)
         config = RunConfig(
             superchains=superchains,
-            sampling=self._sampling(sampling, asked["batch_size"] is not None),
+            sampling=self._sampling(sampling, asked["batch_size"] not in (None, AUTO)),
             keeps=kernel.lr.keeps if isinstance(kernel.lr, Cyclical) else None,
             **asked,
         )
@@ -367,8 +381,19 @@ class Sampler(Method):
 
     def _problem(self, data: Any, config: RunConfig, seed: int) -> Problem:
         """The model on the data, understood, with chains at their starts; it refuses models."""
-        opened = open_data(data, config.batch_size, self._num_data, module_device(self.model))
-        problem = self._prepare(opened, opened.num_data, config.num_chains, seed)
+        size = None if config.batch_size == AUTO else config.batch_size
+        device = module_device(self.model)
+        opened = open_data(data, size, self._num_data, device)
+        tunes = (
+            config.batch_size == AUTO and "lr" in self._chosen and self._precondition is not None
+        )
+        problem = None
+        if tunes and opened.batch_size is None and (opened.num_data or 0) > _FEW_ROWS:
+            in_batches = open_data(data, _BATCH, self._num_data, device)
+            with contextlib.suppress(ModelError, ArgumentError):  # a model of all rows together
+                problem = self._prepare(in_batches, opened.num_data, config.num_chains, seed)
+        if problem is None:
+            problem = self._prepare(opened, opened.num_data, config.num_chains, seed)
         if config.superchains is not None:
             problem = with_shared_starts(problem, config.superchains)
         if config.store is None:
@@ -389,7 +414,7 @@ class Sampler(Method):
         journal.check_same_run(facts, config.num_samples)
         return facts
 
-    def _tune(self, problem: Problem, config: RunConfig) -> RunPlan:
+    def _tune(self, problem: Problem, config: RunConfig, budget: Budget) -> RunPlan:
         """The plan of the run, with all that is to be chosen."""
         chooses_lr, in_batches = "lr" in self._chosen, problem.data.batch_size is not None
         anchor = in_batches if isinstance(self._control_variates, str) else self._control_variates
@@ -411,7 +436,8 @@ class Sampler(Method):
                 warmup_steps=config.warmup_steps,
                 thinning=config.thinning,
             )
-            chosen = choose(problem, asked, config.sampling, self._simulation(config))
+            simulate = self._simulation(config)
+            chosen = choose(problem, asked, config.sampling, simulate, budget)
             problem, steps, choice = chosen.problem, chosen.steps, {**choice, **chosen.attrs}
             self._choice = chosen
         assert steps is not None
@@ -440,6 +466,7 @@ class Sampler(Method):
         self,
         plan: RunPlan,
         config: RunConfig,
+        budget: Budget,
         journal: Journal,
         facts: Mapping[str, Any],
         sink: ToDisk | ToMoments | None,
@@ -458,7 +485,9 @@ class Sampler(Method):
             with journal.writer(facts, halvings) as checkpoints:
                 trajectory = plan.execute(
                     title,
-                    stop=_any_broke if retries else None,
+                    stop=lambda draws, retries=retries: (
+                        budget.is_over or (retries and bool(draws.failures))
+                    ),
                     last=journal.last if halvings == journal.halvings else None,
                     checkpoints=checkpoints,
                     sink=sink,
@@ -467,9 +496,12 @@ class Sampler(Method):
                 break
             halvings += 1
             plan = plan.halved(halvings)
-        looks = 1
+        trajectory, looks = cut_short(trajectory), 1
+        most_steps = budget.steps(plan.problem) - int(plan.choice.get("warmup_steps", 0))
         while config.thinning is None and sink is None and looks < _MOST_LOOKS:
-            if trajectory.draws.error is not None or is_enough(trajectory):
+            if trajectory.draws.error is not None or is_enough(trajectory) or budget.is_over:
+                break
+            if 2 * trajectory.plan.steps.total > most_steps:
                 break
             looks += 1
             trajectory = extended(trajectory, title)
@@ -714,10 +746,6 @@ def _count_or_auto(name: str, value: Any, least: int = 1) -> int | None:
     if _is_auto(value):
         return None
     return as_count(name, value, least=least, hint=", or 'auto'")
-
-
-def _any_broke(draws: Draws) -> bool:
-    return bool(draws.failures)
 
 
 def _in_words(hyper: Any) -> float | str:

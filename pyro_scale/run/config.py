@@ -27,7 +27,7 @@ class RunConfig:
         keeps: whether a step may be kept once warm-up is over; None if all may.
         num_chains: how many chains.
         superchains: how many groups of them share a start; None where each has its own.
-        batch_size: rows a step, for tensors; None for all, or the loader's.
+        batch_size: rows a step, for tensors; None for all, or the loader's; or to be chosen.
         sampling: how rows are drawn.
         share_batches: whether all chains have the same.
         store: where draws go.
@@ -41,7 +41,7 @@ class RunConfig:
     keeps: Callable[[int], bool] | None
     num_chains: int
     superchains: int | None
-    batch_size: int | None
+    batch_size: int | Literal["auto"] | None
     sampling: Sampling
     share_batches: bool
     store: Store

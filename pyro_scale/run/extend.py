@@ -36,6 +36,15 @@ def is_enough(trajectory: Trajectory) -> bool:
     return time <= 1 / _LEAST_ESS and r_hat <= _MOST_R_HAT
 
 
+def cut_short(trajectory: Trajectory) -> Trajectory:
+    """The trajectory with the draws that there are, if it was ended before its time."""
+    draws = trajectory.draws
+    kept = trajectory.plan.steps.kept_before(draws.num_steps)
+    if draws.num_steps >= trajectory.plan.steps.total or not draws.positions.shape[2]:
+        return trajectory
+    return trajectory._replace(draws=draws.first(kept))
+
+
 def extended(trajectory: Trajectory, title: str) -> Trajectory:
     """The trajectory at twice the thinning."""
     plan, draws = trajectory.plan, trajectory.draws

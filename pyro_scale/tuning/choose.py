@@ -28,13 +28,14 @@ from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.kernels import Kernel
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
+from pyro_scale.run.budget import Budget, rows_a_step
 from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.tuning.gradient_noise import most_noise
 from pyro_scale.tuning.modes import Modes, find_modes
-from pyro_scale.tuning.pilot import Pilot, pilot
+from pyro_scale.tuning.pilot import LEAST_PILOT, Pilot, pilot
 from pyro_scale.tuning.step_size import check
 from pyro_scale.tuning.tune import with_control_variates, with_known_noise
-from pyro_scale.tuning.windows import Window, warm_up
+from pyro_scale.tuning.windows import FIRST_WINDOW, Window, warm_up
 
 #: What chains move in: coordinates whitened by a matrix or by elements, or latents themselves.
 Precondition: TypeAlias = Literal["auto", "dense", "diag"] | Gaussian | None
@@ -60,8 +61,6 @@ _MOST_HEAT = 0.04
 _MOST_ROWS = 20_000
 #: Draws at which the noise of minibatches is looked at.
 _PLACES = 4
-#: Steps from one draw to the next, at most.
-_MOST_THINNING = 4096
 
 #: Runs chains: (problem, values, steps, seed, noise) -> draws.
 Simulate = Callable[..., Draws]
@@ -119,11 +118,14 @@ class Choice:
     reasons: Mapping[str, str]
 
 
-def choose(problem: Problem, asked: Asked, sampling: Sampling, simulate: Simulate) -> Choice:
+def choose(
+    problem: Problem, asked: Asked, sampling: Sampling, simulate: Simulate, budget: Budget
+) -> Choice:
     """Chooses what is to be chosen, and warms the chains up.
 
     Raises:
-        ArgumentError: chains break at any step size; there is no step size to choose.
+        ArgumentError: chains break at any step size; there is no step size to choose; the budget
+            is too small for a warm-up.
     """
     modes, density, evaluations = None, None, 0
     if asked.precondition is not None:
@@ -147,7 +149,15 @@ def choose(problem: Problem, asked: Asked, sampling: Sampling, simulate: Simulat
             _at_half_step(problem, steps, seed, simulate) if halved else run(problem, steps, seed)
         )
 
-    window = warm_up(problem, run, density if asked.lr else None)
+    most_steps = budget.steps(problem)
+    least = FIRST_WINDOW + LEAST_PILOT + asked.num_samples
+    if most_steps < least:
+        needed = least * len(problem.positions) * rows_a_step(problem)
+        raise ArgumentError(
+            f"max_rows={budget.max_rows:,} is {most_steps:,} steps a chain, and warm-up and draws "
+            f"take {least:,} at least: pass max_rows={needed:,} or more, or fewer num_samples"
+        )
+    window = warm_up(problem, run, density if asked.lr else None, most_steps // 2, budget)
     if window is None:
         raise ArgumentError(
             "every chain becomes NaN or infinite in warm-up, at any step size that was tried: "
@@ -160,12 +170,15 @@ def choose(problem: Problem, asked: Asked, sampling: Sampling, simulate: Simulat
             problem = _with_anchor(problem, asked, whole)
         problem = _cooled(problem, _some(window.draws), sampling)
         theory = problem.engine.kernel.theory
-        tried = pilot(problem, coupled, time, True, 1 if theory is None else theory.order)
+        order = 1 if theory is None else theory.order
+        left = most_steps // 2 - window.steps
+        tried = pilot(problem, coupled, time, order, left, budget)
         problem, time = tried.problem, tried.time
         evaluations += chains * tried.steps
-    thinning = asked.thinning or min(_MOST_THINNING, max(1, math.ceil(time)))
-    steps = Steps(asked.num_samples, asked.warmup_steps or 0, thinning)
     taken = window.steps + (0 if tried is None else tried.steps)
+    most = max(1, (most_steps - taken) // asked.num_samples)
+    thinning = asked.thinning or min(most, max(1, math.ceil(time)))
+    steps = Steps(asked.num_samples, asked.warmup_steps or 0, thinning)
     reasons = _reasons(problem, modes, window, tried, thinning)
     attrs: dict[str, Any] = {"lr_choice": reasons["step size"], "thinning": thinning}
     if asked.warmup_steps is None:

@@ -13,12 +13,13 @@ from torch import Tensor
 from pyro_scale.core.autocorrelation import autocorrelation_time
 from pyro_scale.core.rng import Purpose, derived_seed
 from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
 
 #: Draws of a pilot, a chain; and steps, in autocorrelation times and at least.
-_DRAWS, _TIMES, _LEAST = 512, 60.0, 512
+_DRAWS, _TIMES, LEAST_PILOT = 512, 60.0, 512
 #: And at most.
-_LONGEST_PILOT = 4096
+_LONGEST_PILOT = 2**15
 #: The bias that a step size may have: of a mean, in posterior sds, and of an sd, in itself: two
 #: fifths of what a run is judged by.
 MEAN_BIAS, SD_BIAS = 0.04, 0.02
@@ -26,7 +27,8 @@ MEAN_BIAS, SD_BIAS = 0.04, 0.02
 _ERRORS = 2.0
 #: Those of which a bias is known: within as many errors it is inside of what a run is judged by.
 MEAN_TOLERANCE, SD_TOLERANCE = 0.1, 0.05
-#: What a step size is multiplied by where its bias is not known: paths that part are too long.
+#: What a step size is multiplied by where coupled paths part, so that nothing is known of its bias:
+#: it is too long where it is stiffest.
 _SHORTER = 0.7
 #: Pilots, at most; and what a step size is multiplied by, at least and at most.
 _MOST_PILOTS, _SHORTEST, _LONGEST = 5, 0.4, 0.8
@@ -57,6 +59,13 @@ class Bias(NamedTuple):
         return float(torch.maximum(means, sds).max())
 
     @property
+    def is_vague(self) -> bool:
+        """Whether paths have parted: a bias twice as large as may be would not be seen."""
+        return bool(
+            (self.mean_mcse > MEAN_TOLERANCE).any() | (self.log_sd_mcse > SD_TOLERANCE).any()
+        )
+
+    @property
     def is_known(self) -> Tensor:
         """Whether it is known to be inside of what a run is judged by, `[d]`."""
         means = self.mean.abs() + _ERRORS * self.mean_mcse < MEAN_TOLERANCE
@@ -85,18 +94,22 @@ class Pilot(NamedTuple):
 CoupledRun = Callable[[Problem, Steps, int, bool], Draws]
 
 
-def pilot(problem: Problem, run: CoupledRun, time: float, adapts: bool, order: int) -> Pilot:
+def pilot(
+    problem: Problem, run: CoupledRun, time: float, order: int, most_steps: int, budget: Budget
+) -> Pilot:
     """Shortens the step size until its bias is small.
 
     Args:
         problem: chains in their stationary law.
         run: takes steps.
         time: steps per independent draw, about.
-        adapts: whether the step size may change.
         order: the power of lr with which the bias falls.
+        most_steps: of each chain.
+        budget: whose time may be over.
     """
-    total, length = 0, min(_LONGEST_PILOT, max(_LEAST, math.ceil(_TIMES * time)))
+    total, length = 0, min(_LONGEST_PILOT, max(LEAST_PILOT, math.ceil(_TIMES * time)))
     bias, draws, every = None, None, 1
+    lengthened = False
     for number in range(_MOST_PILOTS):
         every = max(1, length // _DRAWS)
         steps = Steps(length // every, 0, every)
@@ -114,13 +127,19 @@ def pilot(problem: Problem, run: CoupledRun, time: float, adapts: bool, order: i
             bias = _bias(one, other, order)
             problem = _moved(problem, own)
             factor = bias.excess ** (-1 / order) if bias.excess > 1 else 1.0
-            if factor == 1 and not bool(bias.is_known.all()):
+            if factor == 1 and bias.is_vague:
                 factor = _SHORTER
+            elif factor == 1 and not bool(bias.is_known.all()) and not lengthened:
+                lengthened, length = True, min(_LONGEST_PILOT, 2 * length)
+                if total + 3 * length <= most_steps:
+                    continue
         else:
             factor = 0.5
-        if factor == 1 or not adapts:
+        if factor == 1:
             break
         factor = min(max(factor, _SHORTEST), _LONGEST)
+        if total + 3 * length / factor > most_steps or budget.is_over:
+            break
         lr = float(problem.engine.kernel.lr) * factor
         problem = problem.with_engine(kernel=dataclasses.replace(problem.engine.kernel, lr=lr))
         length = min(_LONGEST_PILOT, math.ceil(length / factor))

@@ -19,10 +19,11 @@ from pyro_scale.core.rng import Purpose, derived_seed
 from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening, Whitening
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
 
 #: Steps of the first window, and how many windows there are at most, each twice as long.
-_FIRST, _MOST_WINDOWS = 256, 7
+FIRST_WINDOW, _MOST_WINDOWS = 256, 7
 #: Draws of a window, a chain; and the part of a window that is left out.
 _DRAWS, _LEFT_OUT = 256, 0.25
 #: Windows agree where no direction's sd changes by more than this factor beyond chance, and R-hat
@@ -68,7 +69,9 @@ class Window:
 Run = Callable[[Problem, Steps, int], Draws]
 
 
-def warm_up(problem: Problem, run: Run, density: FullDataDensity | None) -> Window | None:
+def warm_up(
+    problem: Problem, run: Run, density: FullDataDensity | None, most_steps: int, budget: Budget
+) -> Window | None:
     """Windows until they agree, or there are no more; None where all chains break at any step.
 
     Args:
@@ -76,9 +79,15 @@ def warm_up(problem: Problem, run: Run, density: FullDataDensity | None) -> Wind
         run: takes steps.
         density: of all rows; None where geometry and step size are set, and windows only tell how
             long they take.
+        most_steps: of each chain.
+        budget: whose time may be over.
     """
     total = hessians = halvings = 0
-    longest, length, window = float(problem.engine.kernel.lr) if density else 1.0, _FIRST, None
+    longest, length, window = (
+        float(problem.engine.kernel.lr) if density else 1.0,
+        FIRST_WINDOW,
+        None,
+    )
     for number in range(_MOST_WINDOWS + _MOST_HALVINGS):
         every = max(1, length // _DRAWS)
         steps = Steps(length // every, 0, every)
@@ -101,9 +110,12 @@ def warm_up(problem: Problem, run: Run, density: FullDataDensity | None) -> Wind
             lr = min(longest, _stable_lr(density, window))
             window = dataclasses.replace(window, problem=_with_lr(window.problem, lr))
             hessians += _LOOKS
+            longest = min(at_first, 2 * longest)  # what broke was perhaps the way there
         window = dataclasses.replace(window, steps=total, hessians=hessians)
         problem = window.problem
-        if window.agrees or length >= _FIRST * 2 ** (_MOST_WINDOWS - 1):
+        if window.agrees or length >= FIRST_WINDOW * 2 ** (_MOST_WINDOWS - 1):
+            break
+        if total + 2 * length > most_steps or budget.is_over:
             break
         length *= 2
     return window

@@ -1,0 +1,66 @@
+"""How much work a run may take: gradient rows, and seconds."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from pyro_scale.core.validation import as_count
+from pyro_scale.errors import ArgumentError
+from pyro_scale.model.control_variates import ControlVariates
+from pyro_scale.run.problem import Problem
+
+#: Passes through the data that a chain takes at most, unless the caller says otherwise.
+_MOST_PASSES = 200_000
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a run may take.
+
+    Attributes:
+        max_rows: gradients of single rows, of all chains together; None for 200,000 passes
+            through the data a chain.
+        max_seconds: from the first step of warm-up on; None for any.
+        deadline: on the monotonic clock, when that is over.
+    """
+
+    max_rows: int | None
+    max_seconds: float | None
+    deadline: float
+
+    @classmethod
+    def of(cls, max_rows: Any, max_seconds: Any) -> Budget:
+        """What was asked for; the clock starts.
+
+        Raises:
+            ArgumentError: no count; no positive number.
+        """
+        if max_rows is not None:
+            max_rows = as_count("max_rows", max_rows)
+        if max_seconds is None:
+            return cls(max_rows, None, math.inf)
+        is_number = isinstance(max_seconds, int | float) and not isinstance(max_seconds, bool)
+        if not is_number or not max_seconds > 0:
+            raise ArgumentError(f"max_seconds={max_seconds!r}: pass a number of seconds above 0")
+        return cls(max_rows, float(max_seconds), time.monotonic() + max_seconds)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is."""
+        return time.monotonic() > self.deadline
+
+    def steps(self, problem: Problem) -> int:
+        """How many steps each chain may take."""
+        rows = rows_a_step(problem)
+        if self.max_rows is not None:
+            return self.max_rows // (rows * len(problem.positions))
+        return _MOST_PASSES * max(1, problem.log_posterior.num_data // rows)
+
+
+def rows_a_step(problem: Problem) -> int:
+    """Rows whose gradients a step of one chain takes."""
+    gradients = 2 if isinstance(problem.engine.density, ControlVariates) else 1
+    return gradients * max(1, problem.data.batch_size or problem.log_posterior.num_data)
