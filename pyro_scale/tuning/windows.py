@@ -83,11 +83,8 @@ def warm_up(
         budget: whose time may be over.
     """
     total = hessians = halvings = 0
-    longest, length, window = (
-        float(problem.engine.kernel.lr) if density else 1.0,
-        FIRST_WINDOW,
-        None,
-    )
+    at_first, length = float(problem.engine.kernel.lr), FIRST_WINDOW
+    longest, window = at_first, None
     for number in range(_MOST_WINDOWS + _MOST_HALVINGS):
         every = max(1, length // _DRAWS)
         steps = Steps(length // every, 0, every)
