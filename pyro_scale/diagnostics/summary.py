@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_scale.core.online_moments import Moments
 from pyro_scale.diagnostics.convergence import some_elements
+from pyro_scale.diagnostics.verdict import Report
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.export import to_inference_data
@@ -25,8 +26,8 @@ _LEVELS = 0.05, 0.5, 0.95
 def summary(result: Result, var_names: list[str] | None) -> Any:
     """ArviZ's table; a large site is one row, with its worst R-hat and least ESS.
 
-    Where draws have weights, means and sds are weighted, and the rest is of draws that are
-    repeated or left out in proportion.
+    A run that has a report has its verdict in the last column.  Where draws have weights, means and
+    sds are weighted, and the rest is of draws that are repeated or left out in proportion.
     """
     import pandas
 
@@ -46,7 +47,12 @@ def summary(result: Result, var_names: list[str] | None) -> Any:
             moments = weighted_moments(values, weights)
             table["mean"], table["sd"] = (moment.round(decimals=3).tolist() for moment in moments)
         tables.append(table)
-    return pandas.concat(tables)[table.columns]
+    table = pandas.concat(tables)[table.columns]
+    if "report" in result.attrs:
+        told = Report.from_json(result.attrs["report"])
+        sites = [str(row).partition("[")[0].strip() for row in table.index]
+        table["verdict"] = [told.of_site(site) for site in sites]
+    return table
 
 
 def _as_arviz_has_it(result: Result, name: str, values: Tensor) -> Any:

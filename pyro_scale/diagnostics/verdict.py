@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,6 +10,7 @@ from statistics import NormalDist
 from typing import Any, Literal, TypeAlias
 
 from pyro_scale.diagnostics.convergence import mixing, some_elements
+from pyro_scale.model.hierarchy import centered_latents
 from pyro_scale.posterior.draws import Result
 from pyro_scale.tuning.choose import Choice
 from pyro_scale.tuning.pilot import MEAN_TOLERANCE, SD_TOLERANCE
@@ -131,10 +133,34 @@ def report(result: Result, choice: Choice | None) -> Report:
         *_bias(result, choice),
         *_warmup(choice),
     ]
+    if any(finding.verdict != "yes" for finding in findings):
+        findings = _with_advice(result, findings)
     order = {"no": 0, "unknown": 1, "yes": 2}
     findings.sort(key=lambda finding: order[finding.verdict])
     verdict = worst([finding.verdict for finding in findings])
     return Report(verdict, tuple(findings), {} if choice is None else choice.reasons)
+
+
+def _with_advice(result: Result, findings: list[Finding]) -> list[Finding]:
+    """The findings; where a latent is centered, they say so, and what to do."""
+    if result.data is None:
+        return findings
+    params = result.layout.unflatten(result.positions[0, -1])
+    centered = centered_latents(result.log_posterior, params, result.data.first())
+    involved = {name: site for site, parents in centered.items() for name in (site, *parents)}
+
+    def advised(finding: Finding) -> Finding:
+        site = involved.get(finding.site) or next(iter(centered), None)
+        if site is None or finding.verdict == "yes" or (finding.site and not involved):
+            return finding
+        parents = " and ".join(f"'{parent}'" for parent in centered[site])
+        advice = (
+            f"a non-centered '{site}', whose prior's scale is {parents}: pyro.poutine.reparam(model"
+            f", {{'{site}': pyro.infer.reparam.LocScaleReparam(0)}})"
+        )
+        return dataclasses.replace(finding, advice=advice)
+
+    return [advised(finding) for finding in findings]
 
 
 def _mixing(result: Result) -> list[Finding]:

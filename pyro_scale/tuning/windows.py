@@ -83,7 +83,8 @@ def warm_up(
         budget: whose time may be over.
     """
     total = hessians = halvings = 0
-    at_first, length = float(problem.engine.kernel.lr), FIRST_WINDOW
+    at_first = 1.0 if density is None else float(problem.engine.kernel.lr)
+    length = FIRST_WINDOW
     longest, window = at_first, None
     for number in range(_MOST_WINDOWS + _MOST_HALVINGS):
         every = max(1, length // _DRAWS)

@@ -1,0 +1,53 @@
+"""Which latents are centered: their prior's scale is a function of other latents.
+
+Of such a pair little data make a funnel, which no step size fits (Betancourt and Girolami,
+Hamiltonian Monte Carlo for hierarchical models, 2015).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.rows import Arguments
+from pyro_scale.model.log_posterior import LogPosterior, Params
+
+#: By how much a latent is moved, unconstrained, to see what depends on it.
+_MOVE = 0.5
+
+
+def centered_latents(
+    log_posterior: LogPosterior, params: Params, arguments: Arguments
+) -> dict[str, list[str]]:
+    """Latents of location-scale families, by name, with the latents that their scale depends on.
+
+    Args:
+        log_posterior: the model, understood.
+        params: unconstrained values of all latents.
+        arguments: a batch.
+    """
+    latents, indices = list(log_posterior.latents), log_posterior.first_indices()
+    with torch.no_grad():
+        here = _scales(log_posterior.run(params, arguments, indices).sites, latents)
+        parents: dict[str, list[str]] = {}
+        for parent in latents:
+            moved = {**params, parent: params[parent] + _MOVE}
+            there = _scales(log_posterior.run(moved, arguments, indices).sites, latents)
+            for name, scale in there.items():
+                if name != parent and not torch.equal(scale, here[name]):
+                    parents.setdefault(name, []).append(parent)
+    return parents
+
+
+def _scales(sites: Any, latents: list[str]) -> dict[str, Tensor]:
+    """The scales of the latents that have a location and a scale."""
+    found = {}
+    for name in latents:
+        fn = sites[name].fn
+        while hasattr(fn, "base_dist") and not hasattr(fn, "scale"):
+            fn = fn.base_dist
+        if hasattr(fn, "loc") and isinstance(getattr(fn, "scale", None), Tensor):
+            found[name] = fn.scale
+    return found
