@@ -22,8 +22,8 @@ _MOST_STEPS = 200
 _RADIUS, _LARGEST, _SMALLEST = 1.0, 1e8, 1e-12
 #: The gain that the quadratic model still promises, in nats, at what counts as a mode.
 _NEAR = 1e-6
-#: Curvatures below this part of the largest count as that.
-_FLATTEST = 1e-12
+#: Curvatures below this part of the gradient's square count as that.
+_FLATTEST = 1e-8
 #: Of the actual gain over the promised one: the least to take a step, to widen the region.
 _TAKEN, _GOOD = 1e-4, 0.75
 
@@ -62,11 +62,10 @@ def ascend(density: FullDataDensity, start: Tensor, places: Tensor | None = None
         nothing = torch.zeros(len(moving), len(moving), dtype=torch.float64)
         return Ascent(start, -float("inf"), nothing, False, start[None])
     value, slope, curvature = look
-    units = curvature.diagonal().abs().clamp(min=1e-300)
+    units = _units(slope, curvature)
     is_mode = False
     for _ in range(_MOST_STEPS):
-        units = torch.maximum(units * 0.5, curvature.diagonal().abs())  # of each element, 1 / sd^2
-        units = units.clamp(min=_FLATTEST * float(units.max()))
+        units = torch.maximum(units / 2, _units(slope, curvature))
         scale = units.rsqrt()
         lengths, axes = torch.linalg.eigh(scale[:, None] * curvature * scale)
         along = axes.mT @ (scale * slope)
@@ -96,6 +95,12 @@ def ascend(density: FullDataDensity, start: Tensor, places: Tensor | None = None
             is_mode = bool(lengths.min() > 0)
             break
     return Ascent(position, value, curvature, is_mode, torch.stack(path))
+
+
+def _units(slope: Tensor, curvature: Tensor) -> Tensor:
+    """One over the square of a length for each element, as its own curvature has it."""
+    own = torch.maximum(curvature.diagonal().abs(), _FLATTEST * slope.square())
+    return torch.where(own > 0, own, 1.0)
 
 
 def _look(

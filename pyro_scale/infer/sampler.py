@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
-from pyro_scale.core.gaussian import Dense, Diagonal
 from pyro_scale.core.rng import NoiseStream, choose_seed
 from pyro_scale.core.schedules import Cyclical, Schedule
 from pyro_scale.core.validation import as_count, as_flag
@@ -39,6 +38,7 @@ from pyro_scale.infer.call_checks import unknown_argument
 from pyro_scale.infer.method import Method
 from pyro_scale.kernels import Kernel
 from pyro_scale.posterior.collect import collect, warn_of_short_warmup
+from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.posterior.sinks import ToDisk, ToMoments, sink_for
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.config import AUTO, RunConfig, Store
@@ -211,9 +211,10 @@ class Sampler(Method):
             )
         if isinstance(precondition, str) and precondition in ("dense", "diag"):
             return precondition
-        gaussian = getattr(precondition, "gaussian", None)
-        if isinstance(gaussian, Dense | Diagonal):
-            return gaussian
+        if isinstance(precondition, Method) and isinstance(precondition.__dict__.get("_fit"), Fit):
+            fit: Fit = precondition.__dict__["_fit"]
+            if fit.gaussians and fit.sites == tuple(fit.log_posterior.latents):
+                return fit.gaussians[0]
         raise ArgumentError(
             f"precondition={precondition!r}: pass 'auto', 'dense', 'diag', None, or a fit of all "
             "sites that has been run (Laplace, VI, EKF)"

@@ -150,14 +150,16 @@ def choose(
         )
 
     most_steps = budget.steps(problem)
-    least = FIRST_WINDOW + LEAST_PILOT + asked.num_samples
+    reserve = asked.num_samples + (3 * LEAST_PILOT if asked.lr else 0)
+    least = FIRST_WINDOW + reserve
     if most_steps < least:
         needed = least * len(problem.positions) * rows_a_step(problem)
         raise ArgumentError(
             f"max_rows={budget.max_rows:,} is {most_steps:,} steps a chain, and warm-up and draws "
             f"take {least:,} at least: pass max_rows={needed:,} or more, or fewer num_samples"
         )
-    window = warm_up(problem, run, density if asked.lr else None, most_steps // 2, budget)
+    for_windows = max(FIRST_WINDOW, (most_steps - reserve) // 2)
+    window = warm_up(problem, run, density if asked.lr else None, for_windows, budget)
     if window is None:
         raise ArgumentError(
             "every chain becomes NaN or infinite in warm-up, at any step size that was tried: "
@@ -171,7 +173,7 @@ def choose(
         problem = _cooled(problem, _some(window.draws), sampling)
         theory = problem.engine.kernel.theory
         order = 1 if theory is None else theory.order
-        left = most_steps // 2 - window.steps
+        left = max(3 * LEAST_PILOT, (most_steps - asked.num_samples - window.steps) // 2)
         tried = pilot(problem, coupled, time, order, left, budget)
         problem, time = tried.problem, tried.time
         evaluations += chains * tried.steps
@@ -309,14 +311,16 @@ def _reasons(
 
 
 def _search_starts(problem: Problem) -> Tensor:
-    """Where searches for modes begin: chains' own starts, and more where chains are few."""
+    """Where searches for modes begin: chains' own starts, or opposite of the one before; and more
+    where chains are few."""
     starts, log_posterior = list(problem.positions[:_MOST_SEARCHES]), problem.log_posterior
     first = problem.data.first()
     for chain in range(len(starts), _FEWEST_SEARCHES):
         init = log_posterior.default_init(chain)
         params = log_posterior.start(first, problem.seed, chain, init)
         starts.append(problem.engine.layout.flatten(params))
-    return torch.stack(starts)
+    # uniform starts are symmetric about 0: on the other side, they find other modes
+    return torch.stack([-starts[i - 1] if i % 2 else start for i, start in enumerate(starts)])
 
 
 def _whitening(gaussian: Gaussian, is_dense: bool, num_data: int, like: Tensor) -> Whitening:

@@ -107,7 +107,8 @@ def pilot(
         most_steps: of each chain.
         budget: whose time may be over.
     """
-    total, length = 0, min(_LONGEST_PILOT, max(LEAST_PILOT, math.ceil(_TIMES * time)))
+    total, length = 0, max(LEAST_PILOT, math.ceil(_TIMES * time))
+    length = min(_LONGEST_PILOT, length, most_steps // 3)
     bias, draws, every = None, None, 1
     lengthened = False
     for number in range(_MOST_PILOTS):

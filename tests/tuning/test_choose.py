@@ -1,0 +1,177 @@
+"""Runs with nothing set, on posteriors that are known."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from reference import double, normals
+
+import pyro_scale as ps
+from pyro_scale.errors import ArgumentError, NonFiniteError, VerdictWarning
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+QUIET = {"seed": 0, "progress": False}
+#: A Gaussian of three correlated elements in units from 1e-4 to 1e4.
+SCALES = double(1e-4, 1.0, 1e4)
+CORRELATION = double([1.0, 0.95, 0.5], [0.95, 1.0, 0.6], [0.5, 0.6, 1.0])
+MEAN = 5 * SCALES
+ROOT = SCALES[:, None] * torch.linalg.cholesky(CORRELATION)
+
+
+def gaussian():
+    pyro.sample("x", dist.MultivariateNormal(MEAN, scale_tril=ROOT))
+
+
+def line(x, y):
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 10.0).to_event(1))
+    with pyro.plate("rows", len(x)):
+        pyro.sample("y", dist.Normal(x @ beta, 1.0), obs=y)
+
+
+X = torch.stack([torch.ones(200), 20 + normals(200, seed=0)], 1)
+Y = X @ double(1.0, 2.0) + normals(200, seed=1)
+
+
+def exact_line():
+    """(Mean, sds) of beta."""
+    precision = X.T @ X + torch.eye(2) / 100
+    return torch.linalg.solve(precision, X.T @ Y), precision.inverse().diagonal().sqrt()
+
+
+def check(draws, mean, sd, ess):
+    """Of so many effective draws: 4.5 standard errors, which chance exceeds once in 10^5."""
+    z = (draws.mean(0) - mean) / sd * ess**0.5
+    log_sd = (draws.std(0) / sd).log() * (2 * ess) ** 0.5
+    assert float(z.abs().max()) < 4.5
+    assert float(log_sd.abs().max()) < 4.5 + 0.02 * (2 * ess) ** 0.5  # the step's own, at most
+
+
+@pytest.mark.parametrize("method", [ps.BAOA, ps.SGHMC, ps.UBU, ps.SGNHT, ps.SGLD])
+def test_every_sampler_is_right_with_nothing_set(method):
+    run = method(gaussian).run(None, **QUIET)
+    report = run.report()
+    ess = float(run.diagnostics()["ess_bulk"].min())
+    check(run.get_samples()["x"], MEAN, SCALES, ess)
+    assert report.verdict == "yes", str(report)
+    assert ess > 2000
+    assert set(run.summary()["verdict"]) == {"yes"}
+
+
+def test_minibatches_are_right_with_nothing_set():
+    run = ps.BAOA(line).run((X, Y), batch_size=20, **QUIET)
+    ess = float(run.diagnostics()["ess_bulk"].min())
+    check(run.get_samples()["beta"], *exact_line(), ess)
+    assert run.report().verdict == "yes", str(run.report())
+    assert "variance_reduction" in run.diagnostics()  # by control variates
+
+
+def test_choices_do_not_depend_on_the_number_of_draws():
+    def run(num_samples):
+        sampler = ps.BAOA(line, compile=False)
+        return sampler.run((X, Y), num_samples=num_samples, **QUIET)
+
+    few, many = run(100), run(150)
+    assert few.kernel == many.kernel
+    few, many = (each.get_samples(group_by_chain=True)["beta"] for each in (few, many))
+    assert torch.equal(few, many[:, :100])
+
+
+def test_what_is_set_is_not_changed():
+    run = ps.BAOA(line, lr=0.2, friction=2.0, precondition="dense", compile=False)
+    run.run((X, Y), num_samples=50, warmup_steps=10, thinning=3, **QUIET)
+    assert (run.kernel.lr, run.kernel.friction) == (0.2, 2.0)
+    steps = run._result.sample_stats["step"][0]
+    assert steps.tolist() == list(range(12, 12 + 150, 3))
+    alone = ps.BAOA(line, friction=2.0, compile=False).run((X, Y), num_samples=50, **QUIET)
+    assert alone.kernel.friction == 2.0
+
+
+def test_a_number_for_lr_moves_the_parameters_themselves():
+    """As ever: without a geometry of its own, bit for bit."""
+    how = {"num_samples": 20, "warmup_steps": 5, "thinning": 2, **QUIET}
+    one = ps.BAOA(line, lr=0.01).run((X, Y), **how)
+    other = ps.BAOA(line, lr=0.01, friction=1.0, precondition=None).run((X, Y), **how)
+    assert torch.equal(one.get_samples()["beta"], other.get_samples()["beta"])
+
+
+def test_a_fit_gives_its_geometry():
+    fit = ps.Laplace(line, structure="dense").run((X, Y), progress=False)
+    run = ps.BAOA(line, precondition=fit).run((X, Y), **QUIET)
+    check(run.get_samples()["beta"], *exact_line(), float(run.diagnostics()["ess_bulk"].min()))
+
+
+def test_a_run_that_is_not_right_says_so_and_why():
+    """Of a funnel, a centered hierarchy: no, with the site and what to do about it."""
+
+    def centered():
+        tau = pyro.sample("tau", dist.HalfCauchy(5.0))
+        pyro.sample("theta", dist.Normal(torch.zeros(4), tau).to_event(1))
+
+    with pytest.warns(VerdictWarning, match=r"LocScaleReparam") as told:
+        run = ps.BAOA(centered).run(None, max_rows=400_000, **QUIET)
+    assert any("'theta'" in str(each.message) for each in told)
+    assert run.report().verdict != "yes"
+    assert str(run.report()).startswith(("NO", "NOT KNOWN"))
+
+
+def test_two_modes_are_seen():
+    def two():
+        x = pyro.sample("x", dist.Normal(torch.zeros(2), 10.0).to_event(1))
+        far = torch.stack([-(x - 5).square().sum(), -(x + 5).square().sum()])
+        pyro.factor("two", torch.logsumexp(10 * far, 0))
+
+    with pytest.warns(VerdictWarning, match="R-hat"):
+        run = ps.BAOA(two).run(None, max_rows=400_000, **QUIET)
+    assert run.report().verdict == "no"
+    assert "2 modes" in str(run.report())
+
+
+def test_the_report_is_saved(tmp_path):
+    run = ps.BAOA(line, compile=False).run((X, Y), num_samples=100, **QUIET)
+    run.save(tmp_path / "run")
+    again = ps.BAOA.load(tmp_path / "run", line)
+    assert again.report() == run.report()
+    frame = again.report().to_frame()
+    assert list(frame.columns) == ["site", "check", "verdict", "told", "advice"]
+
+
+def test_work_is_bounded():
+    with pytest.raises(ArgumentError, match=r"max_rows=1,000 is 1 steps a chain.*pass max_rows="):
+        ps.BAOA(line).run((X, Y), max_rows=1000, **QUIET)
+    run = ps.BAOA(line, compile=False).run((X, Y), max_rows=2_400_000, **QUIET)
+    attrs = run._result.attrs
+    steps = attrs["warmup_steps"] + 1000 * attrs["thinning"]
+    assert steps * 4 * 200 <= 2_400_000
+    begun = ps.BAOA(line, compile=False).run((X, Y), max_seconds=1e-3, **QUIET)
+    assert begun.report().verdict != "yes"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"lr": lambda step: 0.1}, "lr is a schedule, which needs to know"),
+        ({"mass": 2.0, "precondition": "dense"}, "mass has no meaning"),
+        ({"precondition": "full"}, "precondition='full'"),
+        ({"precondition": ps.Laplace(line)}, "a fit of all sites that has been run"),
+        ({"lr": "automatic"}, "pass a number or 'auto'"),
+        ({"control_variates": "yes"}, "control_variates='yes'"),
+    ],
+)
+def test_bad_arguments(arguments, match):
+    with pytest.raises(ArgumentError, match=match):
+        ps.BAOA(line, **arguments).run((X, Y), **QUIET)
+
+
+def test_steps_need_numbers():
+    with pytest.raises(ArgumentError, match="what is 'auto' is chosen from the whole data"):
+        ps.BAOA(line, num_data=200).step(X, Y)
+
+
+def test_a_model_that_breaks_everywhere_says_what_to_do():
+    def narrow():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("walls", torch.where(x.abs() < 1e-3, 0.0, -torch.inf))
+
+    with pytest.raises((ArgumentError, NonFiniteError, ps.errors.SiteError)):
+        ps.BAOA(narrow, compile=False).run(None, num_samples=50, **QUIET)
