@@ -119,14 +119,16 @@ def worst(verdicts: Sequence[Verdict]) -> Verdict:
     return next((kind for kind in kinds if kind in verdicts), "yes")
 
 
-def report(result: Result, choice: Choice | None) -> Report:
+def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
     """What is known of a run.
 
     Args:
         result: of the run.
         choice: what was chosen before it; None where everything was set.
+        num_samples: draws of each chain that were asked for.
     """
     findings = [
+        *_length(result, num_samples),
         *_mixing(result),
         *_temperatures(result),
         *_heating(result),
@@ -139,6 +141,15 @@ def report(result: Result, choice: Choice | None) -> Report:
     findings.sort(key=lambda finding: order[finding.verdict])
     verdict = worst([finding.verdict for finding in findings])
     return Report(verdict, tuple(findings), {} if choice is None else choice.reasons)
+
+
+def _length(result: Result, num_samples: int) -> list[Finding]:
+    """Whether the run has come to its end."""
+    kept = result.sample_stats["lp"].shape[1]
+    if kept == num_samples:
+        return []
+    told = f"it ended after {kept:,} of {num_samples:,} draws a chain"
+    return [Finding("", "length", "unknown", told, "more max_seconds=, or resume=")]
 
 
 def _with_advice(result: Result, findings: list[Finding]) -> list[Finding]:

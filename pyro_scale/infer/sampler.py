@@ -498,6 +498,15 @@ class Sampler(Method):
             halvings += 1
             plan = plan.halved(halvings)
         trajectory, looks = cut_short(trajectory), 1
+        if (
+            budget.is_over
+            and not trajectory.draws.error
+            and not trajectory.draws.log_joint.shape[1]
+        ):
+            raise ArgumentError(
+                f"max_seconds={budget.max_seconds:g} were over before the first draw was kept: "
+                "pass more"
+            )
         most_steps = budget.steps(plan.problem) - int(plan.choice.get("warmup_steps", 0))
         while config.thinning is None and sink is None and looks < _MOST_LOOKS:
             if trajectory.draws.error is not None or is_enough(trajectory) or budget.is_over:

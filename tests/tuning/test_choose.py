@@ -1,5 +1,7 @@
 """Runs with nothing set, on posteriors that are known."""
 
+import itertools
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -8,6 +10,7 @@ from reference import double, normals
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, NonFiniteError, VerdictWarning
+from pyro_scale.run import budget
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -136,14 +139,20 @@ def test_the_report_is_saved(tmp_path):
     assert list(frame.columns) == ["site", "check", "verdict", "told", "advice"]
 
 
-def test_work_is_bounded():
+def test_work_is_bounded(monkeypatch):
     with pytest.raises(ArgumentError, match=r"max_rows=1,000 is 1 steps a chain.*pass max_rows="):
         ps.BAOA(line).run((X, Y), max_rows=1000, **QUIET)
     run = ps.BAOA(line, compile=False).run((X, Y), max_rows=2_400_000, **QUIET)
     attrs = run._result.attrs
     steps = attrs["warmup_steps"] + 1000 * attrs["thinning"]
     assert steps * 4 * 200 <= 2_400_000
-    begun = ps.BAOA(line, compile=False).run((X, Y), max_seconds=1e-3, **QUIET)
+    with pytest.raises(ArgumentError, match=r"max_seconds=0.001 were over"):
+        ps.BAOA(line, compile=False).run((X, Y), max_seconds=1e-3, **QUIET)
+    looks = itertools.count()
+    over = property(lambda budget: next(looks) > 10)  # windows and pilots look first
+    monkeypatch.setattr(budget.Budget, "is_over", over)
+    begun = ps.BAOA(line, compile=False).run((X, Y), max_seconds=1e9, **QUIET)
+    assert len(begun.get_samples()["beta"]) < 4000
     assert begun.report().verdict != "yes"
 
 
