@@ -498,11 +498,8 @@ class Sampler(Method):
             halvings += 1
             plan = plan.halved(halvings)
         trajectory, looks = cut_short(trajectory), 1
-        if (
-            budget.is_over
-            and not trajectory.draws.error
-            and not trajectory.draws.log_joint.shape[1]
-        ):
+        draws = trajectory.draws
+        if budget.is_over and draws.error is None and not draws.log_joint.shape[1]:
             raise ArgumentError(
                 f"max_seconds={budget.max_seconds:g} were over before the first draw was kept: "
                 "pass more"
@@ -537,10 +534,9 @@ class Sampler(Method):
         self._result = collect(problem, draws, plan.columns, attrs, sink)
         self._result, error = measure(trajectory, self._result, _on_average(plan, draws))
         if sink is None and plan.kernel.values(0)["temperature"] > 0:
-            told = report(self._result, self._choice).to_json()
-            self._result = dataclasses.replace(
-                self._result, attrs={**self._result.attrs, "report": told}
-            )
+            found = report(self._result, self._choice, config.num_samples)
+            attrs = self._result.attrs | {"report": found.to_json()}
+            self._result = dataclasses.replace(self._result, attrs=attrs)
         error = draws.error or error
         if isinstance(sink, ToDisk):
             try:
