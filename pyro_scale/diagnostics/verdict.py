@@ -284,9 +284,11 @@ def _warmup(choice: Choice | None) -> list[Finding]:
     if choice is None:
         return []
     window, found = choice.window, []
+    change = "by no more than chance"
+    if window.change > 1:
+        change = f"{window.change:.2f} times more in some direction's sd than by chance"
     told = (
-        f"after {window.steps} steps R-hat is {window.r_hat:.3f} and no sd changes by more than "
-        f"{window.change:.2f} times"
+        f"after {window.steps:,} steps R-hat is {window.r_hat:.3f}, the geometry changes {change}"
     )
     verdict: Verdict = "yes" if window.agrees else "unknown"
     found.append(Finding("", "warm-up", verdict, told, "another parametrization"))
