@@ -372,9 +372,10 @@ class Sampler(Method):
         Raises:
             ArgumentError: it names the hyperparameter.
         """
+        defaults = {field.name: field.default for field in dataclasses.fields(self.kernel)}
         for name, value in self.kernel.hyperparameters().items():
             parts = value.values() if isinstance(value, Mapping) else [value]
-            if any(callable(part) for part in parts):
+            if value is not defaults[name] and any(callable(part) for part in parts):
                 raise ArgumentError(
                     f"{name} is a schedule, which needs to know how long the run is: pass "
                     "warmup_steps= and thinning= as numbers"
@@ -533,7 +534,7 @@ class Sampler(Method):
         # at once: what is found out about it can be interrupted
         self._result = collect(problem, draws, plan.columns, attrs, sink)
         self._result, error = measure(trajectory, self._result, _on_average(plan, draws))
-        if sink is None and plan.kernel.values(0)["temperature"] > 0:
+        if not isinstance(sink, ToMoments) and plan.kernel.values(0)["temperature"] > 0:
             found = report(self._result, self._choice, config.num_samples)
             attrs = self._result.attrs | {"report": found.to_json()}
             self._result = dataclasses.replace(self._result, attrs=attrs)
@@ -666,8 +667,8 @@ class Sampler(Method):
         attrs = self._draws().attrs
         if "report" not in attrs:
             raise ArgumentError(
-                "report: there are no checks of draws of step(), at temperature 0, or of a store; "
-                "diagnostics() tells what is known"
+                "report: there are no checks of draws of step(), at temperature 0, or that were "
+                "not kept; diagnostics() tells what is known"
             )
         return Report.from_json(attrs["report"])
 

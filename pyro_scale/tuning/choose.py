@@ -167,10 +167,11 @@ def choose(
         )
     chains, problem, tried, time = len(problem.positions), window.problem, None, window.time
     evaluations += chains * window.steps + window.hessians * len(problem.positions[0])
-    if density is not None and asked.lr:
-        if asked.anchor is True:
-            problem = _with_anchor(problem, asked, whole)
-        problem = _cooled(problem, _some(window.draws), sampling)
+    if asked.lr:
+        if density is not None:
+            if asked.anchor is True:
+                problem = _with_anchor(problem, asked, whole)
+            problem = _cooled(problem, _some(window.draws), sampling)
         theory = problem.engine.kernel.theory
         order = 1 if theory is None else theory.order
         left = max(3 * LEAST_PILOT, (most_steps - asked.num_samples - window.steps) // 2)
@@ -302,7 +303,8 @@ def _reasons(
         found["step size"] = f"lr={lr:.3g}; its bias could not be measured"
     else:
         found["step size"] = (
-            f"lr={lr:.3g} in whitened coordinates: by a coupled run at half of it, the bias is "
+            f"lr={lr:.3g}{' in whitened coordinates' if whitening is not None else ''}: by a "
+            "coupled run at half of it, the bias is "
             f"{float(tried.bias.mean.abs().max()):.2g} sds in means and "
             f"{100 * float(tried.bias.log_sd.abs().max()):.2g}% in sds at most"
         )

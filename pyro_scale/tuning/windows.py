@@ -93,7 +93,7 @@ def warm_up(
         if draws.error is not None:
             raise draws.error
         total += draws.num_steps
-        sound = _sound_chains(problem, draws)
+        sound = draws.finished if density is None else _sound_chains(problem, draws)
         if len(sound) < len(draws.positions) and density is not None:
             halvings += 1
             if halvings > _MOST_HALVINGS:
