@@ -31,7 +31,7 @@ from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.run.budget import Budget, rows_a_step
 from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.tuning.gradient_noise import most_noise
-from pyro_scale.tuning.modes import Modes, find_modes
+from pyro_scale.tuning.modes import Modes, find_modes, flat_direction
 from pyro_scale.tuning.pilot import LEAST_PILOT, Pilot, pilot
 from pyro_scale.tuning.step_size import check
 from pyro_scale.tuning.tune import with_control_variates, with_known_noise
@@ -161,9 +161,10 @@ def choose(
     for_windows = max(FIRST_WINDOW, (most_steps - reserve) // 2)
     window = warm_up(problem, run, density if asked.lr else None, for_windows, budget)
     if window is None:
+        flat = "" if density is None else flat_direction(density, problem.positions[0])
         raise ArgumentError(
-            "every chain becomes NaN or infinite in warm-up, at any step size that was tried: "
-            "start elsewhere (init_strategy=), or bring the sites to one scale"
+            f"every chain becomes NaN or infinite in warm-up, at any step size that was tried{flat}"
+            ": give the sites proper priors, or start elsewhere (init_strategy=)"
         )
     chains, problem, tried, time = len(problem.positions), window.problem, None, window.time
     evaluations += chains * window.steps + window.hessians * len(problem.positions[0])

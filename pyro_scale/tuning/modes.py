@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense
 from pyro_scale.core.rng import Purpose, generator
+from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.newton import Ascent, ascend
 
@@ -21,6 +22,8 @@ _SDS, _NATS = 3.0, 2.0
 _NEGLIGIBLE = 10.0
 #: Curvatures below this part of the largest count as that: flat directions.
 _FLATTEST = 1e-10
+#: And below this, there is one.
+_FLAT = 1e-6
 #: Points on the ways up whose Gaussians are compared where there is no mode, and draws of each.
 _PLACES, _DRAWS = 24, 64
 #: Nats that a Gaussian may be away from the posterior, for each dimension and in all, before
@@ -86,6 +89,9 @@ def find_modes(density: FullDataDensity, starts: Tensor, temperature: float, see
     Where the log density has none (a funnel, an improper posterior), or its Gaussian is far from
     the posterior, the best Gaussian at a point on the ways up stands for it, by the evidence lower
     bound: that of Pathfinder (Zhang, Carpenter, Gelman and Vehtari, JMLR 2022), with Hessians.
+
+    Raises:
+        ArgumentError: there is neither a mode nor a Gaussian.
     """
     ascents = [ascend(density, start) for start in starts]
     evaluations = sum(len(each.path) for each in ascents) * (1 + starts.shape[1])
@@ -99,11 +105,31 @@ def find_modes(density: FullDataDensity, starts: Tensor, temperature: float, see
         chosen = every[torch.linspace(0, len(every) - 1, _PLACES).round().long().unique()]
         evaluations += len(chosen) * (1 + starts.shape[1])
         stand_in = _best_on_the_way(density, chosen, temperature, seed)
+    if stand_in is None and not modes:
+        raise ArgumentError(
+            f"no Gaussian fits the posterior anywhere on the way up from {len(starts)} starts"
+            f"{flat_direction(density, ascents[0].position)}: give the sites proper priors, or "
+            "start elsewhere (init_strategy=)"
+        )
     if stand_in is not None and (not modes or stand_in[0] > bound):
         everything = tuple(range(len(starts)))
         mode = Mode(stand_in[1], stand_in[0], everything)
         return Modes((mode,), False, len(starts), stand_in[2] - stand_in[0], evaluations)
     return Modes(tuple(modes), bool(modes), len(starts), gap, evaluations)
+
+
+def flat_direction(density: FullDataDensity, position: Tensor) -> str:
+    """The site along which the log density hardly curves at all, in words; none if there is none."""
+    precision = -density.hessian(position).double()
+    if not bool(torch.isfinite(precision).all()):
+        return ""
+    scale = precision.diagonal().abs().rsqrt().clamp(max=1e150)
+    lengths, axes = torch.linalg.eigh(scale[:, None] * precision * scale)
+    flattest = int(lengths.abs().argmin())
+    if float(lengths[flattest].abs()) > _FLAT * float(lengths.abs().max()):
+        return ""
+    site = density.layout.site_at(int(axes[:, flattest].abs().argmax()))
+    return f" (the log density hardly changes in a direction of site '{site}')"
 
 
 def _distinct(found: Sequence[tuple[int, Ascent]], temperature: float) -> list[Mode]:
