@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from numbers import Integral
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
 from pyro_scale.errors import ArgumentError
 
+#: What is to be chosen.
+AUTO: Final[Literal["auto"]] = "auto"
 _MOST = 2**53
+
+
+def is_auto(value: Any) -> bool:
+    """Whether a value is to be chosen: other values, such as tensors, may refuse comparison."""
+    return isinstance(value, str) and value == AUTO
 
 
 def as_count(name: str, value: object, least: int = 1, hint: str = "") -> int:

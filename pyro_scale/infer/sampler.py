@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
-from pyro_scale.core.rng import NoiseStream, choose_seed
+from pyro_scale.core.rng import choose_seed
 from pyro_scale.core.schedules import Cyclical, Schedule
-from pyro_scale.core.validation import as_count, as_flag
+from pyro_scale.core.validation import AUTO, as_count, as_flag, is_auto
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.row_sampler import Sampling, check_sampling
@@ -36,13 +36,13 @@ from pyro_scale.errors import (
 )
 from pyro_scale.infer.call_checks import unknown_argument
 from pyro_scale.infer.method import Method
+from pyro_scale.infer.precondition import as_precondition
 from pyro_scale.kernels import Kernel
 from pyro_scale.posterior.collect import collect, warn_of_short_warmup
-from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.posterior.sinks import ToDisk, ToMoments, sink_for
 from pyro_scale.run.budget import Budget
-from pyro_scale.run.config import AUTO, RunConfig, Store
-from pyro_scale.run.extend import cut_short, extended, is_enough
+from pyro_scale.run.config import RunConfig, Store
+from pyro_scale.run.execute import execute
 from pyro_scale.run.limits import check_equal_weights, check_length, check_memory
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 from pyro_scale.run.resume import Journal, identity_of
@@ -50,17 +50,11 @@ from pyro_scale.run.run import RunPlan, Trajectory
 from pyro_scale.run.shared_starts import check_superchains, with_shared_starts
 from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.storage.files import FilePath
-from pyro_scale.tuning.choose import Asked, Choice, Simulate, choose
-from pyro_scale.tuning.tune import Tuning, tune
+from pyro_scale.tuning.choose import Choice
+from pyro_scale.tuning.plan import Settings, plan_run
 
-#: How often a step size that was chosen is halved, where a chain diverges.
-_MOST_HALVINGS = 8
 #: Rows that are few enough to take all of them at every step, and a batch of more.
 _FEW_ROWS, _BATCH = 20_000, 1024
-#: How often draws are looked at, each time at twice as many steps.
-_MOST_LOOKS = 8
-#: Steps from one draw to the next that a step size is chosen for, before that is known.
-_NOMINAL_THINNING = 10
 
 
 class Sampler(Method):
@@ -115,12 +109,12 @@ class Sampler(Method):
         subtract_noise: bool = False,
         **hyperparameters: Any,
     ):
-        starts = None if _is_auto(init_strategy) else init_strategy
+        starts = None if is_auto(init_strategy) else init_strategy
         super().__init__(model, init_strategy=starts, num_data=num_data)
         check_compile(compile)
         self._compile, self._earlier = compile, Earlier()
-        is_auto = _is_auto(control_variates)
-        if not is_auto and (
+        anchors_itself = is_auto(control_variates)
+        if not anchors_itself and (
             not isinstance(control_variates, bool | Mapping) or control_variates == {}
         ):
             raise ArgumentError(
@@ -135,7 +129,7 @@ class Sampler(Method):
             raise ArgumentError(
                 f"subtract_noise: {type(self).__name__} adapts to the noise of minibatches itself"
             )
-        if subtract_noise and control_variates and not is_auto:
+        if subtract_noise and control_variates and not anchors_itself:
             raise ArgumentError("subtract_noise: control_variates leave no noise to subtract")
         self._control_variates, self._subtract_noise = control_variates, subtract_noise
         fields = [field.name for field in dataclasses.fields(self.kernel_class)]
@@ -145,7 +139,7 @@ class Sampler(Method):
                 raise CallError(
                     f"{type(self).__name__} has no hyperparameter '{name}'; it has {fields}: {hint}"
                 )
-        self._chosen = {name for name, value in hyperparameters.items() if _is_auto(value)}
+        self._chosen = {name for name, value in hyperparameters.items() if is_auto(value)}
         for name, value in hyperparameters.items():
             if isinstance(value, str) and value != AUTO:
                 raise ArgumentError(f"{name}={value!r}: pass a number or 'auto'")
@@ -153,8 +147,10 @@ class Sampler(Method):
             raise ArgumentError(
                 f"lr='auto': {self.kernel_class.__name__} has no theory to choose by; pass a number"
             )
-        self._precondition = self._as_precondition(precondition, hyperparameters)
-        if is_auto and ("lr" not in self._chosen or subtract_noise):
+        self._precondition = as_precondition(
+            precondition, self.kernel_class, hyperparameters, self._chosen
+        )
+        if anchors_itself and ("lr" not in self._chosen or subtract_noise):
             self._control_variates = False
         defaults = {field.name: field.default for field in dataclasses.fields(self.kernel_class)}
         defaults["lr"] = 1.0  # until it is chosen
@@ -184,41 +180,6 @@ class Sampler(Method):
             if name in same:
                 raise ArgumentError(f"{name}: from_sgd sets it; leave it out")
         return cls(model, **same, **others)
-
-    def _as_precondition(self, precondition: Any, hyperparameters: Mapping[str, Any]) -> Any:
-        """The coordinates that chains move in: `"auto"`, a kind of them, a Gaussian or None.
-
-        Raises:
-            ArgumentError: what is no such thing; coordinates in which other arguments mean nothing.
-        """
-        name = self.kernel_class.__name__
-        by_site = [key for key, value in hyperparameters.items() if isinstance(value, Mapping)]
-        has_mass = hyperparameters.get("mass", 1.0) != 1.0 or "mass" in by_site
-        if _is_auto(precondition):
-            by_hand = "lr" not in self._chosen or has_mass or by_site
-            adapts = "precondition" not in self.kernel_class.settings
-            return None if by_hand or not self.kernel_class.whitens or not adapts else AUTO
-        if precondition is None:
-            return None
-        if not self.kernel_class.whitens:
-            raise ArgumentError(
-                f"precondition: {name} has a preconditioner of its own; leave it out"
-            )
-        if has_mass or by_site:
-            raise ArgumentError(
-                f"precondition={precondition!r} moves chains in other coordinates than the sites', "
-                f"where {'mass' if has_mass else by_site[0]} has no meaning: leave one of them out"
-            )
-        if isinstance(precondition, str) and precondition in ("dense", "diag"):
-            return precondition
-        if isinstance(precondition, Method) and isinstance(precondition.__dict__.get("_fit"), Fit):
-            fit: Fit = precondition.__dict__["_fit"]
-            if fit.gaussians and fit.sites == tuple(fit.log_posterior.latents):
-                return fit.gaussians[0]
-        raise ArgumentError(
-            f"precondition={precondition!r}: pass 'auto', 'dense', 'diag', None, or a fit of all "
-            "sites that has been run (Laplace, VI, EKF)"
-        )
 
     @without_vmap_warnings()
     def run(
@@ -334,8 +295,9 @@ class Sampler(Method):
         with sink_for(store, problem, config.num_samples, journal.last is not None) as sink:
             self._result = self._stepping = self._plan = None
             self._why_none, self._choice = Method._why_none, None
-            plan = self._tune(problem, config, budget)
-            trajectory = self._execute(plan, config, budget, journal, facts, sink)
+            plan, self._choice = plan_run(problem, config, self._settings, self._earlier, budget)
+            name, may_halve = type(self).__name__, "lr" in self._chosen
+            trajectory = execute(plan, name, may_halve, config, budget, journal, facts, sink)
             error = self._collect(trajectory, config, sink)
         self._report(trajectory, error, journal, sink)
         return self
@@ -365,6 +327,19 @@ class Sampler(Method):
         if config.store is False and steps is not None:
             check_equal_weights(kernel.lr, columns["lr"][steps.kept])
         return config
+
+    @property
+    def _settings(self) -> Settings:
+        """What of the constructor's arguments says what is to be chosen."""
+        return Settings(
+            name=type(self).__name__,
+            chosen=frozenset(self._chosen),
+            precondition=self._precondition,
+            control_variates=self._control_variates,
+            subtract_noise=self._subtract_noise,
+            starts=self._init_strategy is None,
+            compile=self._compile,
+        )
 
     def _check_constant(self) -> None:
         """Refuses schedules in runs whose length is not known.
@@ -415,105 +390,6 @@ class Sampler(Method):
             facts["num_samples"] = config.num_samples
         journal.check_same_run(facts, config.num_samples)
         return facts
-
-    def _tune(self, problem: Problem, config: RunConfig, budget: Budget) -> RunPlan:
-        """The plan of the run, with all that is to be chosen."""
-        chooses_lr, in_batches = "lr" in self._chosen, problem.data.batch_size is not None
-        anchor = in_batches if isinstance(self._control_variates, str) else self._control_variates
-        whitens, steps = self._precondition is not None, config.steps
-        choice: dict[str, Any] = {}
-        if not whitens:
-            nominal = steps or Steps(config.num_samples, config.num_samples, _NOMINAL_THINNING)
-            tuning = Tuning(chooses_lr, anchor, self._subtract_noise)
-            problem, choice = tune(problem, tuning, nominal, config.sampling)
-        if steps is None or whitens:
-            asked = Asked(
-                lr=chooses_lr,
-                friction="friction" in self._chosen,
-                precondition=self._precondition,
-                starts=self._init_strategy is None,
-                anchor=anchor if whitens else False,
-                subtract_noise=self._subtract_noise and whitens,
-                num_samples=config.num_samples,
-                warmup_steps=config.warmup_steps,
-                thinning=config.thinning,
-            )
-            simulate = self._simulation(config)
-            chosen = choose(problem, asked, config.sampling, simulate, budget)
-            problem, steps, choice = chosen.problem, chosen.steps, {**choice, **chosen.attrs}
-            self._choice = chosen
-        assert steps is not None
-        compile = True if config.steps is None and _is_auto(self._compile) else self._compile
-        return RunPlan.of(problem, config, steps, compile, self._earlier, choice)
-
-    def _simulation(self, config: RunConfig) -> Simulate:
-        """What takes the steps of warm-up."""
-        compile = True if _is_auto(self._compile) else self._compile
-
-        def simulate(
-            problem: Problem,
-            steps: Steps,
-            seed: int,
-            columns: Mapping[str, Tensor],
-            noise: NoiseStream | None = None,
-        ) -> Draws:
-            problem = dataclasses.replace(problem, seed=seed)
-            how = config.sampling, config.share_batches, compile, False
-            plan = RunPlan(problem, columns, steps, *how, self._earlier)
-            return plan.execute(f"{type(self).__name__}, warm-up", noise=noise).draws
-
-        return simulate
-
-    def _execute(
-        self,
-        plan: RunPlan,
-        config: RunConfig,
-        budget: Budget,
-        journal: Journal,
-        facts: Mapping[str, Any],
-        sink: ToDisk | ToMoments | None,
-    ) -> Trajectory:
-        """What comes of the plan: a step size that was chosen is halved as long as a chain
-        diverges; where the thinning is to be chosen, it is doubled as long as draws are too
-        dependent."""
-        for halvings in range(journal.halvings):
-            plan = plan.halved(halvings + 1)
-        halvings = journal.halvings
-        while True:
-            retries = "lr" in self._chosen and halvings < _MOST_HALVINGS
-            chosen = f", lr={plan.kernel.lr:.2g}" if "lr" in self._chosen else ""
-            chains = len(plan.problem.positions)
-            title = f"{type(self).__name__}{chosen}, {chains} chain{'s' * (chains > 1)}"
-            with journal.writer(facts, halvings) as checkpoints:
-                trajectory = plan.execute(
-                    title,
-                    stop=lambda draws, retries=retries: (
-                        budget.is_over or (retries and bool(draws.failures))
-                    ),
-                    last=journal.last if halvings == journal.halvings else None,
-                    checkpoints=checkpoints,
-                    sink=sink,
-                )
-            if not retries or not trajectory.diverged or trajectory.draws.error is not None:
-                break
-            halvings += 1
-            plan = plan.halved(halvings)
-        trajectory, looks = cut_short(trajectory), 1
-        draws = trajectory.draws
-        if budget.is_over and draws.error is None and not draws.log_joint.shape[1]:
-            raise ArgumentError(
-                f"max_seconds={budget.max_seconds:g} were over before the first draw was kept: "
-                "pass more"
-            )
-        most_steps = budget.steps(plan.problem) - int(plan.choice.get("warmup_steps", 0))
-        while config.thinning is None and sink is None and looks < _MOST_LOOKS:
-            if trajectory.draws.error is not None or is_enough(trajectory) or budget.is_over:
-                break
-            if 2 * trajectory.plan.steps.total > most_steps:
-                break
-            looks += 1
-            trajectory = extended(trajectory, title)
-        return trajectory
 
     def _collect(
         self, trajectory: Trajectory, config: RunConfig, sink: ToDisk | ToMoments | None
@@ -744,13 +620,9 @@ def _on_average(plan: RunPlan, draws: Draws) -> dict[str, Tensor]:
     return {name: column[draws.kept_steps].mean(0) for name, column in plan.columns.items()}
 
 
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == AUTO
-
-
 def _count_or_auto(name: str, value: Any, least: int = 1) -> int | None:
     """A count; None where it is to be chosen."""
-    if _is_auto(value):
+    if is_auto(value):
         return None
     return as_count(name, value, least=least, hint=", or 'auto'")
 

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pyro_scale.core.validation import AUTO
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Steps
 from pyro_scale.storage.files import FilePath
 
-#: What is to be chosen.
-AUTO: Literal["auto"] = "auto"
 #: Where draws go: None is memory, a path is a Zarr store, False is nowhere.
 Store = FilePath | Literal[False] | None
 

@@ -119,7 +119,7 @@ def find_modes(density: FullDataDensity, starts: Tensor, temperature: float, see
 
 
 def flat_direction(density: FullDataDensity, position: Tensor) -> str:
-    """The site along which the log density hardly curves at all, in words; none if there is none."""
+    """The site along which the log density hardly curves, in words; none if there is none."""
     precision = -density.hessian(position).double()
     if not bool(torch.isfinite(precision).all()):
         return ""

@@ -1,0 +1,57 @@
+"""The coordinates that chains move in, as they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pyro_scale.core.validation import AUTO, is_auto
+from pyro_scale.errors import ArgumentError
+from pyro_scale.infer.method import Method
+from pyro_scale.kernels import Kernel
+from pyro_scale.posterior.gaussians import Fit
+from pyro_scale.tuning.choose import Precondition
+
+
+def as_precondition(
+    asked: Any,
+    kernel_class: type[Kernel],
+    hyperparameters: Mapping[str, Any],
+    chosen: set[str],
+) -> Precondition:
+    """`"auto"`, a kind of coordinates, a fit's Gaussian, or None for the parameters themselves.
+
+    Args:
+        asked: what the user passed.
+        kernel_class: the method.
+        hyperparameters: that were passed.
+        chosen: those that are to be chosen.
+
+    Raises:
+        ArgumentError: what is no such thing; coordinates in which other arguments mean nothing.
+    """
+    by_site = [name for name, value in hyperparameters.items() if isinstance(value, Mapping)]
+    has_mass = hyperparameters.get("mass", 1.0) != 1.0 or "mass" in by_site
+    if is_auto(asked):
+        by_hand = "lr" not in chosen or has_mass or by_site or not kernel_class.whitens
+        return None if by_hand else AUTO
+    if asked is None:
+        return None
+    if not kernel_class.whitens:
+        raise ArgumentError(
+            f"precondition: {kernel_class.__name__} has a preconditioner of its own; leave it out"
+        )
+    if has_mass or by_site:
+        raise ArgumentError(
+            f"precondition={asked!r} moves chains in other coordinates than the sites', where "
+            f"{'mass' if has_mass else by_site[0]} has no meaning: leave one of them out"
+        )
+    if asked == "dense" or asked == "diag":
+        return asked
+    fit = asked.__dict__.get("_fit") if isinstance(asked, Method) else None
+    if isinstance(fit, Fit) and fit.gaussians and fit.sites == tuple(fit.log_posterior.latents):
+        return fit.gaussians[0]
+    raise ArgumentError(
+        f"precondition={asked!r}: pass 'auto', 'dense', 'diag', None, or a fit of all sites that "
+        "has been run (Laplace, VI, EKF)"
+    )

@@ -1,0 +1,98 @@
+"""Executes a plan, and does so again where a chain diverges or draws are too dependent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pyro_scale.engine.draws import Draws, Sink
+from pyro_scale.errors import ArgumentError
+from pyro_scale.run.budget import Budget
+from pyro_scale.run.config import RunConfig
+from pyro_scale.run.extend import cut_short, extended, is_enough
+from pyro_scale.run.resume import Journal
+from pyro_scale.run.run import RunPlan, Trajectory
+
+#: How often a step size that was chosen is halved, where a chain diverges.
+_MOST_HALVINGS = 8
+#: How often draws are looked at, each time at twice as many steps.
+_MOST_LOOKS = 8
+
+
+def execute(
+    plan: RunPlan,
+    name: str,
+    may_halve: bool,
+    config: RunConfig,
+    budget: Budget,
+    journal: Journal,
+    facts: Mapping[str, Any],
+    sink: Sink | None,
+) -> Trajectory:
+    """What comes of a plan.
+
+    A step size that was chosen is halved as long as a chain diverges.  A thinning that is to be
+    chosen is doubled as long as draws are too dependent, unless they go into a sink.
+
+    Args:
+        plan: of the run.
+        name: of the method.
+        may_halve: whether the step size was chosen.
+        config: what was asked for.
+        budget: of the run.
+        journal: where it is written, and what it goes on from.
+        facts: of the run, for its checkpoints.
+        sink: where draws go instead of memory.
+
+    Raises:
+        ArgumentError: the time was over before the first draw.
+    """
+    for halvings in range(journal.halvings):
+        plan = plan.halved(halvings + 1)
+    halvings = journal.halvings
+    while True:
+        retries = may_halve and halvings < _MOST_HALVINGS
+        chosen = f", lr={plan.kernel.lr:.2g}" if may_halve else ""
+        chains = len(plan.problem.positions)
+        title = f"{name}{chosen}, {chains} chain{'s' * (chains > 1)}"
+
+        def is_over(draws: Draws, retries: bool = retries) -> bool:
+            return budget.is_over or (retries and bool(draws.failures))
+
+        with journal.writer(facts, halvings) as checkpoints:
+            trajectory = plan.execute(
+                title,
+                stop=is_over,
+                last=journal.last if halvings == journal.halvings else None,
+                checkpoints=checkpoints,
+                sink=sink,
+            )
+        if not retries or not trajectory.diverged or trajectory.draws.error is not None:
+            break
+        halvings += 1
+        plan = plan.halved(halvings)
+    trajectory = cut_short(trajectory)
+    draws = trajectory.draws
+    if budget.is_over and draws.error is None and not draws.log_joint.shape[1]:
+        raise ArgumentError(
+            f"max_seconds={budget.max_seconds:g} were over before the first draw was kept: pass "
+            "more"
+        )
+    if config.thinning is None and sink is None:
+        most_steps = budget.steps(plan.problem) - int(plan.choice.get("warmup_steps", 0))
+        trajectory = _extended_while_dependent(trajectory, title, most_steps, budget)
+    return trajectory
+
+
+def _extended_while_dependent(
+    trajectory: Trajectory, title: str, most_steps: int, budget: Budget
+) -> Trajectory:
+    """The trajectory at twice the thinning, as often as that is needed and can be had."""
+    for _ in range(1, _MOST_LOOKS):
+        longer = 2 * trajectory.plan.steps.total
+        if trajectory.draws.error is not None or longer > most_steps or budget.is_over:
+            break
+        if is_enough(trajectory):
+            break
+        trajectory = extended(trajectory, title)
+    return trajectory

@@ -1,0 +1,101 @@
+"""From a problem to the plan of its run: what is to be chosen is chosen here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from pyro_scale.core.rng import NoiseStream
+from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.engine.reuse import Earlier
+from pyro_scale.run.budget import Budget
+from pyro_scale.run.config import RunConfig
+from pyro_scale.run.problem import Problem
+from pyro_scale.run.run import RunPlan
+from pyro_scale.tuning.choose import Asked, Choice, Precondition, Simulate, choose
+from pyro_scale.tuning.tune import Tuning, tune
+
+#: Steps from one draw to the next that a step size is chosen for without a geometry, before that
+#: is known.
+_NOMINAL_THINNING = 10
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a method says of what is to be chosen.
+
+    Attributes:
+        name: of the method.
+        chosen: hyperparameters that are.
+        precondition: the coordinates that chains move in.
+        control_variates: whether there are any, or where their anchor is, or `"auto"`.
+        subtract_noise: whether gradient noise is taken off the injected noise.
+        starts: whether chains' starts are.
+        compile: whether steps become one program.
+    """
+
+    name: str
+    chosen: frozenset[str]
+    precondition: Precondition
+    control_variates: bool | Mapping[str, Tensor] | Literal["auto"]
+    subtract_noise: bool
+    starts: bool
+    compile: bool | Literal["auto"]
+
+
+def plan_run(
+    problem: Problem, config: RunConfig, settings: Settings, earlier: Earlier, budget: Budget
+) -> tuple[RunPlan, Choice | None]:
+    """(The plan of a run, what was chosen for it in warm-up, if anything was)."""
+    lr, steps = "lr" in settings.chosen, config.steps
+    anchor = settings.control_variates
+    if isinstance(anchor, str):
+        anchor = problem.data.batch_size is not None
+    whitens, noted, choice = settings.precondition is not None, dict[str, Any](), None
+    if not whitens:
+        nominal = steps or Steps(config.num_samples, config.num_samples, _NOMINAL_THINNING)
+        tuning = Tuning(lr, anchor, settings.subtract_noise)
+        problem, reasons = tune(problem, tuning, nominal, config.sampling)
+        noted |= reasons
+    # with lengths to choose, a run repays compilation
+    compiles = settings.compile if isinstance(settings.compile, bool) else True
+    if steps is None or whitens:
+        asked = Asked(
+            lr=lr,
+            friction="friction" in settings.chosen,
+            precondition=settings.precondition,
+            starts=settings.starts,
+            anchor=anchor if whitens else False,
+            subtract_noise=settings.subtract_noise and whitens,
+            num_samples=config.num_samples,
+            warmup_steps=config.warmup_steps,
+            thinning=config.thinning,
+        )
+        title = f"{settings.name}, warm-up"
+        simulate = _simulation(title, config, compiles, earlier)
+        choice = choose(problem, asked, config.sampling, simulate, budget)
+        problem, steps = choice.problem, choice.steps
+        noted |= choice.attrs
+    compile = compiles if config.steps is None else settings.compile
+    return RunPlan.of(problem, config, steps, compile, earlier, noted), choice
+
+
+def _simulation(title: str, config: RunConfig, compile: bool, earlier: Earlier) -> Simulate:
+    """What takes the steps of warm-up."""
+
+    def simulate(
+        problem: Problem,
+        steps: Steps,
+        seed: int,
+        columns: Mapping[str, Tensor],
+        noise: NoiseStream | None = None,
+    ) -> Draws:
+        how = config.sampling, config.share_batches, compile, False
+        plan = RunPlan(dataclasses.replace(problem, seed=seed), columns, steps, *how, earlier)
+        return plan.execute(title, noise=noise).draws
+
+    return simulate
