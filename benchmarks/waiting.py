@@ -80,7 +80,16 @@ def _main() -> None:
         mcmc = ours.sampler(model, 0.01)
         tensors = tuple(torch.from_numpy(a) for a in data)
         start = time.perf_counter()
-        mcmc.run(tensors, batch_size=32, num_samples=20, thinning=5, seed=0, progress=False)
+        mcmc.run(
+            tensors,
+            batch_size=32,
+            num_samples=20,
+            warmup_steps=0,
+            thinning=5,
+            num_chains=1,
+            seed=0,
+            progress=False,
+        )
         whole = time.perf_counter() - start
         sampling = mcmc.to_arviz(log_likelihood=False).posterior.attrs["sampling_time"]
         seconds.append(whole - sampling)

@@ -76,7 +76,7 @@ def main():
 
     print("\nThe MAP, by the same sampler without noise:")
     mode = ps.BAOA(model, lr=0.6, friction=0.15, temperature=0.0)
-    mode.run(train, num_samples=1, warmup_steps=2000, seed=0)
+    mode.run(train, num_samples=1, warmup_steps=2000, thinning=1, num_chains=1, seed=0)
     print(f"\nOn {len(test[0])} held-out rows      accuracy   mean log predictive density")
     for name, fit in {"posterior": mcmc, "MAP": mode}.items():
         accuracy, log_density = score(fit, test)

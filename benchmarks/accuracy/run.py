@@ -106,7 +106,10 @@ def sample(
         site: value.expand(CHAINS, *value.shape) for site, value in posterior.start(data).items()
     }
     mcmc = getattr(ps, sampler)(
-        posterior.model, lr=AUTO if lr == AUTO else float(lr), init_strategy=start
+        posterior.model,
+        lr=AUTO if lr == AUTO else float(lr),
+        precondition=None,
+        init_strategy=start,
     )
     try:
         mcmc.run(

@@ -65,7 +65,7 @@ def sampler(
 
     def sample(steps: int) -> object:
         mcmc = method(model, lr=0.03, friction=3.0, compile=True)
-        last = {"num_samples": 1, "warmup_steps": steps - 1, "num_chains": chains}
+        last = {"num_samples": 1, "warmup_steps": steps - 1, "thinning": 1, "num_chains": chains}
         return mcmc.run((x, y), batch_size=BATCH, seed=0, progress=False, **last)
 
     return sample

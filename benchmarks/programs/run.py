@@ -4,7 +4,7 @@
     --limit 120     seconds a program
 
 Each program in `examples/` is tried as a new user would, with the same numbers for all:
-`ps.explain(model, data)`, then `ps.BAOA(model, lr="auto").run(data, ...)`, `summary()` and
+`ps.explain(model, data)`, then `ps.BAOA(model).run(data, seed=0)`, `summary()` and
 `diagnostics()`.  It runs in a process of its own, so that one that hangs does not stop the rest.
 
 What comes of it is held against what the program declares:
@@ -43,7 +43,7 @@ from program import Program, elements, names
 import pyro_scale as ps
 
 HERE = Path(__file__).parent
-SETTINGS = {"num_samples": 1000, "warmup_steps": 5000, "thinning": 10, "num_chains": 4, "seed": 0}
+SETTINGS = {"seed": 0}
 MEAN_TOLERANCE, SD_TOLERANCE = 0.1, 0.05  # in sds; relative
 GOOD = ("right", "refused rightly")
 
@@ -81,8 +81,7 @@ def attempt(name: str) -> Try:
     with warnings.catch_warnings(record=True) as caught:
         try:
             ps.explain(program.model, program.data)
-            mcmc = ps.BAOA(program.model, lr="auto")
-            mcmc.run(program.data, progress=False, **SETTINGS)
+            mcmc = ps.BAOA(program.model).run(program.data, progress=False, **SETTINGS)
             draws = mcmc.get_samples(group_by_chain=True)
             mcmc.summary()
             r_hat = float(mcmc.diagnostics()["r_hat"].max())
@@ -184,7 +183,7 @@ def table(tries: Iterable[Try]) -> str:
             f"Of {len(tries)} programs {good} come out as they have to at the first try: {sums}.",
             "",
             f"Made by `make programs`, which `run.py` explains: `ps.explain(model, data)`, then "
-            f'`ps.BAOA(model, lr="auto").run(data, {settings})`. Seconds are those of a machine '
+            f"`ps.BAOA(model).run(data, {settings})`. Seconds are those of a machine "
             "that did other things beside.",
             "",
             "| " + " | ".join(head) + " |",

@@ -167,7 +167,9 @@ def ensemble() -> dict[str, Any]:
     chains = ps.SGHMC.from_sgd(
         wells.posterior(), lr=0.01, momentum=0.9, temperature=0.0, init_strategy=begin, compile=True
     )
-    chains.run(None, num_samples=1, thinning=500, num_chains=1000, seed=0, progress=False)
+    chains.run(
+        None, num_samples=1, warmup_steps=0, thinning=500, num_chains=1000, seed=0, progress=False
+    )
     members = chains.get_samples()["x"]
     position = begin["x"].clone().requires_grad_()
     optimizer = torch.optim.SGD([position], lr=0.01, momentum=0.9)

@@ -121,7 +121,7 @@ class Entry(NamedTuple):
 
 
 QUIET: dict[str, Any] = {"seed": 0, "progress": False}
-SAMPLED = {"num_samples": 2000, "num_chains": 8, **QUIET}
+SAMPLED = {"num_samples": 2000, "warmup_steps": 0, "thinning": 1, "num_chains": 8, **QUIET}
 #: On all rows; on all where chains are slow; and on 32 rows, drawn anew at each step.
 WHOLE = {**SAMPLED, "warmup_steps": 2000, "thinning": 10}
 SLOWLY = {**SAMPLED, "warmup_steps": 5000, "thinning": 20}

@@ -139,13 +139,15 @@ def serial(
     **options: Any,
 ) -> Run:
     """One chain; the paper's settings unless others are given."""
-    sampler = method(model, lr=lr, init_strategy=zeros(), compile=True, **options)
+    where = {"precondition": None}  # as the paper has it, no other coordinates
+    sampler = method(model, lr=lr, **where, init_strategy=zeros(), compile=True, **options)
     return timed(
         sampler,
         {"warmup_steps": 0, "thinning": 1},
         num_samples=DRAWS,
         warmup_steps=WARMUP,
         thinning=thinning,
+        num_chains=1,
         batch_size=batch_size,
         seed=seed,
     )
@@ -160,11 +162,13 @@ def parallel(
     **options: Any,
 ) -> Run:
     """The last states of 5,000 chains, in one call."""
-    sampler = method(model, lr=lr, init_strategy=zeros(CHAINS), compile=True, **options)
+    where = {"precondition": None}  # as the paper has it, no other coordinates
+    sampler = method(model, lr=lr, **where, init_strategy=zeros(CHAINS), compile=True, **options)
     return timed(
         sampler,
         {"thinning": 1},
         num_samples=1,
+        warmup_steps=0,
         thinning=steps,
         num_chains=CHAINS,
         batch_size=batch_size,
@@ -348,7 +352,14 @@ CONTENDERS: dict[str, tuple[Callable[[int], Run], Sequence[int]]] = {
         PARALLEL_SEEDS,
     ),
     "ours parallel SGHMC, 32, auto, control variates": (
-        partial(parallel, ps.SGHMC, batch_size=BATCH, lr="auto", control_variates=True),
+        partial(
+            parallel,
+            ps.SGHMC,
+            batch_size=BATCH,
+            lr="auto",
+            precondition=None,
+            control_variates=True,
+        ),
         PARALLEL_SEEDS,
     ),
     "ours parallel BAOA, 32, auto, control variates": (

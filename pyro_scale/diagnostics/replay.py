@@ -85,7 +85,8 @@ def replay(path: files.FilePath, model: Any) -> Replay:
         >>> import pyro_scale as ps
         >>> def model():
         ...     pyro.sample("w", dist.Normal(0.0, 0.1))
-        >>> sampler, steps = ps.SGLD(model, lr=1.0), {"num_samples": 100, "progress": False}
+        >>> sampler = ps.SGLD(model, lr=1.0)
+        >>> steps = {"num_samples": 100, "warmup_steps": 0, "thinning": 1, "progress": False}
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     with contextlib.suppress(ps.errors.NonFiniteError):
         ...         _ = sampler.run(None, **steps, seed=0, checkpoint=directory)

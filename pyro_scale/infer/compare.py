@@ -96,7 +96,7 @@ def compare(
         ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
         >>> y, quiet = torch.linspace(-1, 2, 30), {"seed": 0, "progress": False}
         >>> sampler = ps.BAOA(model, lr=0.3).run(
-        ...     y, num_samples=500, warmup_steps=100, num_chains=2, **quiet)
+        ...     y, num_samples=500, warmup_steps=100, thinning=1, num_chains=2, **quiet)
         >>> fits = {"BAOA": sampler, "Laplace": ps.Laplace(model).run(y, **quiet)}
         >>> compared = ps.compare(fits, data=torch.tensor([0.0, 0.5, 1.0]))
         >>> compared.reference

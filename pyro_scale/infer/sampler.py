@@ -586,7 +586,7 @@ class Sampler(Method):
             >>> def model():
             ...     pyro.sample("x", dist.Normal(0.0, 1.0))
             >>> sampler = ps.BAOA(model, lr=0.5)
-            >>> how = {"num_samples": 500, "warmup_steps": 50, "num_chains": 4, "seed": 0}
+            >>> how = {"num_samples": 500, "warmup_steps": 50, "thinning": 1, "seed": 0}
             >>> table = sampler.run(None, **how, progress=False).step_size_bias()
             >>> bool(abs(table.sd_inflation["x"] - 1) < 0.1)  # of a Gaussian BAOA has none
             True
