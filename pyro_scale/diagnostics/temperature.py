@@ -111,7 +111,8 @@ def virial(
     count = chains * len(chosen)
     sums = (torch.stack(each).sum(0) / count for each in (elements, spreads, squares))
     of_elements, variance, mean_square = sums
-    errors = ((variance - of_elements.square()).clamp(min=0) / count).sqrt()
+    # of a Gaussian a part has variance 2; of few draws, small means come with small spreads
+    errors = ((variance - of_elements.square()).clamp(min=2) / count).sqrt()
     return Virial(torch.cat(found, 1), of_elements, errors, mean_square, whole)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from pyro_scale.core.gaussian import Dense, Gaussian
+from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
 from pyro_scale.core.rng import Purpose, RefinedNoise, generator
 from pyro_scale.core.validation import evenly
 from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening, Whitening
@@ -28,12 +28,13 @@ from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.kernels import Kernel
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
+from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.run.budget import Budget, rows_a_step
 from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.tuning.gradient_noise import most_noise
-from pyro_scale.tuning.modes import Modes, find_modes, flat_direction
+from pyro_scale.tuning.modes import Modes, find_diagonal_modes, find_modes, flat_direction
 from pyro_scale.tuning.pilot import LEAST_PILOT, Pilot, pilot
-from pyro_scale.tuning.step_size import check
+from pyro_scale.tuning.step_size import check_target
 from pyro_scale.tuning.tune import with_control_variates, with_known_noise
 from pyro_scale.tuning.windows import FIRST_WINDOW, Window, warm_up
 
@@ -129,7 +130,8 @@ def choose(
     """
     modes, density, evaluations = None, None, 0
     if asked.precondition is not None:
-        check(problem)
+        check_target(problem)
+        _check_no_network(problem)
         whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
         density = whole.of_some_rows(_MOST_ROWS, problem.seed)
         problem, modes = _with_geometry(problem, asked, density, whole)
@@ -217,7 +219,10 @@ def _with_geometry(
     if isinstance(gaussian, str):
         starts = _search_starts(problem) if asked.starts else like[:_MOST_SEARCHES]
         temperature = float(problem.engine.kernel.values(0)["temperature"])
-        modes = find_modes(density, starts, temperature, problem.seed)
+        if len(like[0]) <= _DENSE or asked.precondition == "dense":
+            modes = find_modes(density, starts, temperature, problem.seed)
+        else:
+            modes = find_diagonal_modes(density, starts, temperature)
         gaussian = modes.best.gaussian
         if density is not whole:
             gaussian = _polished(gaussian, whole, temperature, like)
@@ -232,14 +237,33 @@ def _with_geometry(
     return problem, modes
 
 
-def _polished(gaussian: Dense, whole: FullDataDensity, temperature: float, like: Tensor) -> Dense:
+def _polished(
+    gaussian: Gaussian, whole: FullDataDensity, temperature: float, like: Tensor
+) -> Gaussian:
     """The Gaussian at the mode of all rows, which is near."""
+    if isinstance(gaussian, Diagonal):
+        return Diagonal(whole.lbfgs(gaussian.mean.to(like), "").position.double(), gaussian.sd)
     precision = gaussian.precision * temperature
     places = torch.arange(len(gaussian.mean))
     position, _ = whole.newton_refine(
         gaussian.mean.to(like), lambda _: precision.to(like) / whole.log_posterior.num_data, places
     )
     return Dense(position.double(), gaussian.scale_tril)
+
+
+def _check_no_network(problem: Problem) -> None:
+    """Refuses networks, whose weights have no one mode that a geometry could be taken from.
+
+    Raises:
+        ArgumentError: it has more weights than a matrix would whiten.
+    """
+    sites = problem.log_posterior.model_info.sites.values()
+    is_network = any(WEIGHT in site.infer for site in sites if site.kind == "latent")
+    if is_network and problem.engine.layout.size > _DENSE:
+        raise ArgumentError(
+            f"lr='auto': a network of {problem.engine.layout.size:,} weights is not tuned by "
+            "itself: pass a number for lr, from the learning rate that trains it (BAOA.from_sgd)"
+        )
 
 
 def _center(problem: Problem) -> Tensor:

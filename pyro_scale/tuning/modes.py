@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.core.gaussian import Dense
+from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
 from pyro_scale.core.rng import Purpose, generator
-from pyro_scale.errors import ArgumentError
+from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.newton import Ascent, ascend
 
@@ -22,6 +23,8 @@ _SDS, _NATS = 3.0, 2.0
 _NEGLIGIBLE = 10.0
 #: Curvatures below this part of the largest count as that: flat directions.
 _FLATTEST = 1e-10
+#: Passes of a search by L-BFGS, about.
+_LBFGS_PASSES = 100
 #: And below this, there is one.
 _FLAT = 1e-6
 #: Points on the ways up whose Gaussians are compared where there is no mode, and draws of each.
@@ -40,7 +43,7 @@ class Mode(NamedTuple):
         searches: which searches led there.
     """
 
-    gaussian: Dense
+    gaussian: Gaussian
     log_evidence: float
     searches: tuple[int, ...]
 
@@ -69,7 +72,7 @@ class Modes:
         """The mode of most evidence."""
         return self.modes[0]
 
-    def starting_points(self, num_chains: int) -> list[Dense]:
+    def starting_points(self, num_chains: int) -> list[Gaussian]:
         """The Gaussian that each chain starts from: that of its own search, unless nothing of the
         posterior is there."""
         least = self.best.log_evidence - _NEGLIGIBLE
@@ -98,7 +101,9 @@ def find_modes(density: FullDataDensity, starts: Tensor, temperature: float, see
     modes = _distinct([(i, each) for i, each in enumerate(ascents) if each.is_mode], temperature)
     gap, stand_in = math.inf, None
     if modes:
-        bound, evidence = _bound(density, modes[0].gaussian, temperature, seed)
+        best = modes[0].gaussian
+        assert isinstance(best, Dense)
+        bound, evidence = _bound(density, best, temperature, seed)
         gap = evidence - bound
     if gap > _APART * starts.shape[1] + 1:
         every = torch.cat([each.path for each in ascents])
@@ -116,6 +121,36 @@ def find_modes(density: FullDataDensity, starts: Tensor, temperature: float, see
         mode = Mode(stand_in[1], stand_in[0], everything)
         return Modes((mode,), False, len(starts), stand_in[2] - stand_in[0], evaluations)
     return Modes(tuple(modes), bool(modes), len(starts), gap, evaluations)
+
+
+def find_diagonal_modes(density: FullDataDensity, starts: Tensor, temperature: float) -> Modes:
+    """The same in many dimensions: by L-BFGS, and with Gaussians of independent elements.
+
+    Where it ends stands for a mode, even if it is none: warm-up goes on from there.
+    """
+    num_data, modes = density.log_posterior.num_data, []
+    for search, start in enumerate(starts):
+        with contextlib.suppress(ArgumentError, DataError):
+            position = density.lbfgs(start, "").position
+            precision = -num_data * density.hessian_diagonal(position).double()
+            precision = precision.abs().clamp(min=_FLATTEST * float(precision.abs().max()))
+            gaussian = Diagonal.of_precision(position.double(), precision / temperature)
+            value = float(density.values(position[None])) * num_data / temperature
+            modes.append(Mode(gaussian, value + float(gaussian.log_det) / 2, (search,)))
+    if not modes:
+        raise ArgumentError(
+            f"no mode could be reached from {len(starts)} starts: give the sites proper priors, or "
+            "start elsewhere (init_strategy=)"
+        )
+    modes.sort(key=lambda mode: -mode.log_evidence)
+    best, others = modes[0], modes[1:]
+    away = [(m.gaussian.mean - best.gaussian.mean) / best.gaussian.variance.sqrt() for m in others]
+    same = [float(sds.abs().max()) < _SDS for sds in away]
+    searches = [m.searches[0] for m, is_same in zip(others, same, strict=True) if is_same]
+    distinct = [m for m, is_same in zip(others, same, strict=True) if not is_same]
+    modes = [best._replace(searches=(*best.searches, *searches)), *distinct]
+    passes = 2 * _LBFGS_PASSES * len(starts) + len(starts[0])
+    return Modes(tuple(modes), True, len(starts), math.nan, passes)
 
 
 def flat_direction(density: FullDataDensity, position: Tensor) -> str:
@@ -141,6 +176,7 @@ def _distinct(found: Sequence[tuple[int, Ascent]], temperature: float) -> list[M
         constant = len(ascent.position) / 2 * math.log(2 * math.pi)
         evidence = ascent.value / temperature + half_log_det + constant
         for place, mode in enumerate(modes):
+            assert isinstance(mode.gaussian, Dense)
             away = (gaussian.mean - mode.gaussian.mean)[:, None]
             sds = torch.linalg.solve_triangular(mode.gaussian.scale_tril, away, upper=False).norm()
             if float(sds) < _SDS and abs(evidence - mode.log_evidence) < _NATS:

@@ -70,11 +70,11 @@ class Modes:
     scale: Tensor
 
 
-def check(problem: Problem) -> None:
-    """Refuses what no step size can be chosen for, before the mode is looked for.
+def check_target(problem: Problem) -> None:
+    """Refuses what there is no step size to choose for.
 
     Raises:
-        ArgumentError: temperature 0; points; too many dimensions.
+        ArgumentError: temperature 0; points.
     """
     engine = problem.engine
     if engine.kernel.values(0)["temperature"] == 0:
@@ -87,11 +87,19 @@ def check(problem: Problem) -> None:
             "lr='auto' is for models whose parameters are all latents: this one has "
             f"{list(problem.log_posterior.points)}; pass a number for lr"
         )
-    if engine.layout.size > _MOST_DIMENSIONS:
+
+
+def check(problem: Problem) -> None:
+    """Refuses what no step size can be chosen for, before the mode is looked for.
+
+    Raises:
+        ArgumentError: temperature 0; points; too many dimensions.
+    """
+    check_target(problem)
+    if problem.engine.layout.size > _MOST_DIMENSIONS:
         raise ArgumentError(
             f"lr='auto' needs the Hessian at the mode, and has room for {_MOST_DIMENSIONS} "
-            f"dimensions; the model has {engine.layout.size}: pass a number for lr, for a network "
-            "from the learning rate that trains it (BAOA.from_sgd)"
+            f"dimensions; the model has {problem.engine.layout.size}: pass a number for lr"
         )
 
 
