@@ -22,6 +22,8 @@ _MOST_STEPS = 200
 _RADIUS, _LARGEST, _SMALLEST = 1.0, 1e8, 1e-12
 #: The gain that the quadratic model still promises, in nats, at what counts as a mode.
 _NEAR = 1e-6
+#: The same where no more can be told for rounding; and steps that are taken without telling.
+_ROUNDED, _MOST_STALLED = 0.1, 20
 #: Curvatures below this part of the gradient's square count as that.
 _FLATTEST = 1e-8
 #: Of the actual gain over the promised one: the least to take a step, to widen the region.
@@ -63,7 +65,7 @@ def ascend(density: FullDataDensity, start: Tensor, places: Tensor | None = None
         return Ascent(start, -float("inf"), nothing, False, start[None])
     value, slope, curvature = look
     units = _units(slope, curvature)
-    is_mode = False
+    is_mode, stalled = False, 0
     for _ in range(_MOST_STEPS):
         units = torch.maximum(units / 2, _units(slope, curvature))
         scale = units.rsqrt()
@@ -72,6 +74,9 @@ def ascend(density: FullDataDensity, start: Tensor, places: Tensor | None = None
         if lengths.min() > 0 and float((along.square() / lengths).sum()) / 2 < _NEAR:
             is_mode = True
             break
+        if len(path) == 1:  # where it is steep, an sd is no distance
+            far = along / lengths.abs().clamp(min=_FLATTEST * float(lengths.abs().max()))
+            radius = min(max(radius, float(far.norm())), _LARGEST)
         while radius > _SMALLEST:
             step = _within(lengths, along, radius)
             promised = float(along @ step - (lengths * step.square()).sum() / 2)
@@ -92,8 +97,10 @@ def ascend(density: FullDataDensity, start: Tensor, places: Tensor | None = None
         value, slope, curvature = ahead
         path.append(position)
         if promised < rounding:
-            is_mode = bool(lengths.min() > 0)
-            break
+            stalled += 1
+            is_mode = bool(lengths.min() > 0) and promised < _ROUNDED
+            if is_mode or stalled > _MOST_STALLED:
+                break
     return Ascent(position, value, curvature, is_mode, torch.stack(path))
 
 

@@ -23,6 +23,8 @@ _SDS, _NATS = 3.0, 2.0
 _NEGLIGIBLE = 10.0
 #: Curvatures below this part of the largest count as that: flat directions.
 _FLATTEST = 1e-10
+#: Parts of a start from which a search begins, one after another.
+_NEARER = 1.0, 0.25, 0.0625
 #: Passes of a search by L-BFGS, about.
 _LBFGS_PASSES = 100
 #: And below this, there is one.
@@ -96,7 +98,7 @@ def find_modes(density: FullDataDensity, starts: Tensor, temperature: float, see
     Raises:
         ArgumentError: there is neither a mode nor a Gaussian.
     """
-    ascents = [ascend(density, start) for start in starts]
+    ascents = [_search(density, start) for start in starts]
     evaluations = sum(len(each.path) for each in ascents) * (1 + starts.shape[1])
     modes = _distinct([(i, each) for i, each in enumerate(ascents) if each.is_mode], temperature)
     gap, stand_in = math.inf, None
@@ -121,6 +123,17 @@ def find_modes(density: FullDataDensity, starts: Tensor, temperature: float, see
         mode = Mode(stand_in[1], stand_in[0], everything)
         return Modes((mode,), False, len(starts), stand_in[2] - stand_in[0], evaluations)
     return Modes(tuple(modes), bool(modes), len(starts), gap, evaluations)
+
+
+def _search(density: FullDataDensity, start: Tensor) -> Ascent:
+    """The way up from a start, or from nearer to 0 where it leads to no mode: far out a log density
+    may be too steep for its derivatives to be told from rounding."""
+    ascents = []
+    for shrinkage in _NEARER:
+        ascents.append(ascend(density, start * shrinkage))
+        if ascents[-1].is_mode:
+            return ascents[-1]
+    return max(ascents, key=lambda ascent: ascent.value)
 
 
 def find_diagonal_modes(density: FullDataDensity, starts: Tensor, temperature: float) -> Modes:
