@@ -155,6 +155,8 @@ class Sampler(Method):
         defaults["lr"] = 1.0  # until it is chosen
         hyperparameters |= {name: defaults[name] for name in self._chosen}
         self.kernel = self.kernel_class(**hyperparameters)
+        if self._precondition is None:  # where the friction is the kernel's default
+            self._chosen.discard("friction")
 
     @classmethod
     def from_sgd(
