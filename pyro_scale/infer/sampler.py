@@ -50,6 +50,8 @@ from pyro_scale.storage.files import FilePath
 from pyro_scale.tuning.choose import Asked, Choice, Simulate, choose
 from pyro_scale.tuning.tune import Tuning, tune
 
+#: The hyperparameters that can be chosen.
+_CHOSEN = ("lr", "friction")
 #: How often a step size that was chosen is halved, where a chain diverges.
 _MOST_HALVINGS = 8
 #: How often draws are looked at, each time at twice as many steps.
@@ -142,8 +144,9 @@ class Sampler(Method):
                 )
         self._chosen = {name for name, value in hyperparameters.items() if _is_auto(value)}
         for name, value in hyperparameters.items():
-            if isinstance(value, str) and value != AUTO:
-                raise ArgumentError(f"{name}={value!r}: pass a number or 'auto'")
+            also = " or 'auto'" if name in _CHOSEN else ""
+            if isinstance(value, str) and not (also and value == AUTO):
+                raise ArgumentError(f"{name}={value!r}: pass a number{also}")
         if "lr" in self._chosen and theory is None:
             raise ArgumentError(
                 f"lr='auto': {self.kernel_class.__name__} has no theory to choose by; pass a number"
