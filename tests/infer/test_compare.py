@@ -172,7 +172,7 @@ def test_sites_of_a_row_belong_together(monkeypatch):
 
 
 def test_draws_with_weights_count_as_much():
-    fit = run(ps.SGLD(regression(), lr=lambda step: 0.5 / (1 + step)), num_samples=300)
+    fit = run(ps.SGLD(regression(), lr=lambda step: 0.5 / (1 + step)), num_samples=300, **ONE_CHAIN)
     table = ps.compare({"SGLD": fit, "dense": fitted("dense")}, reference="dense").table
     weights, w = fit._result.weights[0], fit.get_samples()["w"]
     mean = (weights[:, None] * w).sum(0) / weights.sum()

@@ -828,10 +828,10 @@ def test_a_failed_run_forgets_the_run_before():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ps.BAOA(one_column), r"BAOA needs a step size: pass lr='auto'"),
+        (lambda: ps.BAOA(), r"BAOA: missing a required argument: 'model'"),
         (
             lambda: ps.BAOA(one_column, step_size=0.1),
-            r"no hyperparameter .step_size.: here it is lr=",
+            r"no hyperparameter .step_size.; it has .*: here it is lr=",
         ),
         (lambda: ps.BAOA(one_column, lr=0.1, options={}), r"no hyperparameter .options.; it has"),
         (lambda: ps.BAOA(one_column, lr=0), r"lr=0: pass a number > 0"),
@@ -853,13 +853,26 @@ def test_bad_constructor_arguments_are_refused(make, message):
         make()
 
 
+def test_a_step_size_that_is_left_out_is_chosen():
+    """Left out, or named: all arguments of the constructor are "auto"."""
+    names = ("lr", "friction", "precondition", "control_variates", "init_strategy")
+    samplers = [ps.BAOA(one_column, **given) for given in ({}, dict.fromkeys(names, "auto"))]
+    draws = [
+        sampler.run(normals(20), num_samples=20, seed=0, **QUIET).get_samples()["w"]
+        for sampler in samplers
+    ]
+    assert torch.equal(*draws)
+    assert samplers[0].kernel.lr == samplers[1].kernel.lr
+
+
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "3", None])
 @pytest.mark.parametrize("name", ["num_samples", "thinning", "num_chains", "warmup_steps"])
 def test_bad_counts_are_refused(name, value):
     if (name, value) == ("warmup_steps", 0):
         return
     sampler = ps.BAOA(one_column, lr=0.1)
-    with pytest.raises(ArgumentError, match=rf"^{name}={value!r}: pass an int >= [01]$"):
+    also = ", or 'auto'" if name in ("thinning", "warmup_steps") else ""
+    with pytest.raises(ArgumentError, match=rf"^{name}={value!r}: pass an int >= [01]{also}$"):
         sampler.run(normals(5), **{**ONE_CHAIN, "num_samples": 3, name: value, **QUIET})
 
 
