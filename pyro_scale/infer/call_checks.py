@@ -100,8 +100,6 @@ def _explain(
         else:
             hint = "pass the others by name"
         return f"{title} takes {len(places) - 1} positional argument(s), not {len(args)}: {hint}"
-    if own and "lr" in parameters and "lr" not in kwargs:
-        return f"{title} needs a step size: pass lr='auto', or a number"
     return f"{title}: {error}"
 
 

@@ -53,6 +53,8 @@ from pyro_scale.storage.files import FilePath
 from pyro_scale.tuning.choose import Choice
 from pyro_scale.tuning.plan import Settings, plan_run
 
+#: The hyperparameters that can be chosen.
+_CHOSEN = ("lr", "friction")
 #: Rows that are few enough to take all of them at every step, and a batch of more.
 _FEW_ROWS, _BATCH = 20_000, 1024
 
@@ -141,8 +143,9 @@ class Sampler(Method):
                 )
         self._chosen = {name for name, value in hyperparameters.items() if is_auto(value)}
         for name, value in hyperparameters.items():
-            if isinstance(value, str) and value != AUTO:
-                raise ArgumentError(f"{name}={value!r}: pass a number or 'auto'")
+            also = " or 'auto'" if name in _CHOSEN else ""
+            if isinstance(value, str) and not (also and value == AUTO):
+                raise ArgumentError(f"{name}={value!r}: pass a number{also}")
         if "lr" in self._chosen and theory is None:
             raise ArgumentError(
                 f"lr='auto': {self.kernel_class.__name__} has no theory to choose by; pass a number"
@@ -156,6 +159,8 @@ class Sampler(Method):
         defaults["lr"] = 1.0  # until it is chosen
         hyperparameters |= {name: defaults[name] for name in self._chosen}
         self.kernel = self.kernel_class(**hyperparameters)
+        if self._precondition is None:  # where the friction is the kernel's default
+            self._chosen.discard("friction")
 
     @classmethod
     def from_sgd(

@@ -14,6 +14,9 @@ import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, NonFiniteError
 
 QUIET = {"progress": False, "seed": 0}
+#: Every state is a draw, from the first.
+EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
+ONE_CHAIN = {**EVERY_STEP, "num_chains": 1}
 X = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1)
 
@@ -25,7 +28,8 @@ def model(x, y=None):
 
 
 def run(**how):
-    return ps.BAOA(model, lr=0.1, compile=False).run((X, Y), **{"num_samples": 5, **QUIET, **how})
+    settings = {"num_samples": 5, **ONE_CHAIN, **QUIET, **how}
+    return ps.BAOA(model, lr=0.1, compile=False).run((X, Y), **settings)
 
 
 WRONG = {
@@ -122,7 +126,7 @@ def test_torch_does_not_ask_for_issues_to_be_filed(recwarn):
             pyro.sample("y", dist.Normal(places.float(), 1.0), obs=y)
 
     ps.explain(one_by_one, Y)
-    ps.BAOA(one_by_one, lr=0.01).run(Y, num_samples=3, **QUIET)
+    ps.BAOA(one_by_one, lr=0.01).run(Y, num_samples=3, **ONE_CHAIN, **QUIET)
     assert not [each for each in recwarn if "performance drop" in str(each.message)]
 
 
@@ -148,7 +152,7 @@ def test_time_steps_are_one_line_and_bounds_are_no_tensors():
 
 def test_a_run_is_a_few_lines_of_a_log(capfd):
     sampler = ps.BAOA(model, lr=0.1, compile=False)
-    sampler.run((X, Y), num_samples=600, seed=0, progress=True)
+    sampler.run((X, Y), num_samples=600, seed=0, progress=True, **ONE_CHAIN)
     lines = capfd.readouterr().err.replace("\r", "\n").split("\n")
     assert 2 < len([line for line in lines if line.strip()]) < 16
 
@@ -162,7 +166,7 @@ def two_modes(x):
 def test_only_of_networks_it_is_said_that_predictions_count():
     starts = {"w": torch.tensor([2.0, -2.0])}
     sampler = ps.BAOA(two_modes, lr=0.02, compile=False, init_strategy=starts)
-    sampler.run(2 + X[:, 0] / 10, num_samples=250, num_chains=2, **QUIET)
+    sampler.run(2 + X[:, 0] / 10, num_samples=250, num_chains=2, **EVERY_STEP, **QUIET)
     _, said = told(sampler.diagnostics)
     assert any("do not agree" in each for each in said)
     assert not any("network" in each for each in said)
@@ -175,7 +179,7 @@ def test_only_of_networks_it_is_said_that_predictions_count():
 
     starts = {"weight": torch.tensor([[[3.0, 3.0]], [[-3.0, -3.0]]]), "bias": torch.zeros(2, 1)}
     slow = ps.BAOA(regression, lr=1e-5, compile=False, init_strategy=starts)
-    slow.run((X, Y), num_samples=250, num_chains=2, **QUIET)
+    slow.run((X, Y), num_samples=250, num_chains=2, **EVERY_STEP, **QUIET)
     _, said = told(slow.diagnostics)
     assert any("of a network, ask what its predictions do" in each for each in said)
 
@@ -187,5 +191,5 @@ def test_a_gradient_that_is_nan_at_the_start_is_not_the_steps_fault():
             pyro.sample("x", dist.Normal((w - w).abs().sqrt(), 1.0), obs=x)
 
     with pytest.raises(NonFiniteError, match="the gradient is not finite at the start") as error:
-        ps.BAOA(flat, lr=1e-6, compile=False).run(X[:, 0], num_samples=5, **QUIET)
+        ps.BAOA(flat, lr=1e-6, compile=False).run(X[:, 0], num_samples=5, **ONE_CHAIN, **QUIET)
     assert "try lr" not in str(error.value)

@@ -23,7 +23,9 @@ def regression(x, y):
 RUNS = {
     "shuffled": lambda: ps.BAOA(regression, lr=0.05, compile=False),
     "anew": lambda: ps.SGNHT(regression, lr=0.05, compile=False),
-    "at the mode": lambda: ps.SGLD(regression, lr="auto", control_variates=True, compile=False),
+    "at the mode": lambda: ps.SGLD(
+        regression, lr="auto", precondition=None, control_variates=True, compile=False
+    ),
     "free motion": lambda: ps.UBU(regression, lr=0.05, compile=False),
 }
 #: The last draw of the second chain: both weights, and the sd; the last ELBO.

@@ -30,6 +30,9 @@ from pyro_scale.errors import ArgumentError, NotRunError
 pytestmark = pytest.mark.usefixtures("float64")
 
 QUIET = {"progress": False}
+#: Every state is a draw, from the first.
+EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
+ONE_CHAIN = {**EVERY_STEP, "num_chains": 1}
 SIZE, DRAWS = 12, 1000
 X = normals(SIZE, 2, seed=1)
 GROUP = torch.arange(SIZE) % 3
@@ -423,7 +426,7 @@ CALLS = {
     "mass": lambda fit: fit.mass(),
     "as_prior": lambda fit: fit.as_prior(),
     "as a start": lambda fit: ps.BAOA(mixed, lr=0.1, init_strategy=fit).run(
-        DATA, num_samples=1, **QUIET
+        DATA, num_samples=1, **ONE_CHAIN, **QUIET
     ),
 }
 
@@ -557,7 +560,7 @@ def test_mass_is_the_precision_over_n_at_temperature_one(row):
     shapes = {**SHAPES, "p": (2,), "L": (3,), "share": (3, 1)}
     assert {name: tuple(value.shape) for name, value in mass.items()} == shapes
     close(torch.cat([value.reshape(-1) for value in mass.values()]), expected)
-    ps.BAOA(mixed, lr=0.01, mass=mass).run(DATA, num_samples=1, seed=0, **QUIET)
+    ps.BAOA(mixed, lr=0.01, mass=mass).run(DATA, num_samples=1, seed=0, **ONE_CHAIN, **QUIET)
 
 
 def test_what_needs_a_density_is_refused_at_temperature_zero():
@@ -579,7 +582,7 @@ def still(method, fit, num_chains, seed=8, **arguments):
     method = method(mixed, init_strategy=fit, **arguments)
     settings = {"num_chains": num_chains, "seed": seed, **QUIET}
     if issubclass(method.__class__, ps.Sampler):
-        method.run(DATA, num_samples=1, **settings)
+        method.run(DATA, num_samples=1, **EVERY_STEP, **settings)
         return unconstrained(method.get_samples())
     method.run(DATA, num_steps=1, **settings)
     return method.fit.centers[:, :FREE]

@@ -31,6 +31,9 @@ X, Y = linear_data(60)
 NEW_X, NEW_Y = linear_data(90)
 NEW_X, NEW_Y = NEW_X[60:], NEW_Y[60:]
 QUIET = {"seed": 0, "progress": False}
+#: Every state is a draw, from the first.
+EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
+ONE_CHAIN = {**EVERY_STEP, "num_chains": 1}
 
 
 def run(method, data=(X, Y), **how):
@@ -46,8 +49,16 @@ def fitted(name):
         "BAOA": lambda: run(ps.BAOA(regression(), lr=0.3), **long),
         "short": lambda: run(ps.BAOA(regression(), lr=0.3), **{**long, "num_samples": 300}),
         "hot": lambda: run(ps.BAOA(regression(), lr=0.3, temperature=1.5), **long),
-        "brief": lambda: run(ps.BAOA(regression(), lr=0.3), num_samples=30, warmup_steps=500),
-        "stuck": lambda: run(ps.SGLD(regression(), lr=1e-5), num_samples=50, num_chains=2),
+        "brief": lambda: run(
+            ps.BAOA(regression(), lr=0.3),
+            num_samples=30,
+            warmup_steps=500,
+            thinning=1,
+            num_chains=1,
+        ),
+        "stuck": lambda: run(
+            ps.SGLD(regression(), lr=1e-5), num_samples=50, num_chains=2, **EVERY_STEP
+        ),
         "dense": lambda: run(ps.Laplace(regression(), structure="dense")),
         "diagonal": lambda: run(ps.Laplace(regression(), structure="diag")),
         "MAP": lambda: run(ps.MAP(regression()), num_steps=2000),
@@ -161,7 +172,7 @@ def test_sites_of_a_row_belong_together(monkeypatch):
 
 
 def test_draws_with_weights_count_as_much():
-    fit = run(ps.SGLD(regression(), lr=lambda step: 0.5 / (1 + step)), num_samples=300)
+    fit = run(ps.SGLD(regression(), lr=lambda step: 0.5 / (1 + step)), num_samples=300, **ONE_CHAIN)
     table = ps.compare({"SGLD": fit, "dense": fitted("dense")}, reference="dense").table
     weights, w = fit._result.weights[0], fit.get_samples()["w"]
     mean = (weights[:, None] * w).sum(0) / weights.sum()
@@ -244,7 +255,9 @@ def test_it_refuses_an_unknown_reference_and_what_has_not_run():
 
 
 def test_it_names_the_run_that_kept_no_draws():
-    kept = ps.BAOA(regression(), lr=0.3).run((X, Y), num_samples=9, store=False, progress=False)
+    kept = ps.BAOA(regression(), lr=0.3).run(
+        (X, Y), num_samples=9, store=False, progress=False, **ONE_CHAIN
+    )
     with pytest.raises(ArgumentError, match=r"methods\['b'\]: the run kept no draws"):
         ps.compare({"a": fitted("dense"), "b": kept})
 

@@ -27,6 +27,9 @@ from pyro_scale.errors import ArgumentError, NonFiniteError, NotRunError, PyroSc
 SAMPLERS = [ps.BAOA, ps.SGHMC, ps.SGLD]  # with a law in closed form
 METHODS = [row.sampler for row in TABLE]
 QUIET = {"progress": False}
+#: Every state is a draw, from the first.
+EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
+ONE_CHAIN = {**EVERY_STEP, "num_chains": 1}
 
 
 def close(actual, expected, rtol=1e-12):
@@ -75,7 +78,7 @@ def test_stationary_variance_on_the_whole_data(method, num_data, temperature):
     e^-6.  The steps are large: the factors are 1, 1.5 and 2 (N = 20) or 1, 1.4 and 1.7."""
     y, lr = normals(20, 2000), 0.8
     sampler = method(normal_mean, lr=lr, temperature=temperature, num_data=num_data)
-    sampler.run(y, num_samples=10, warmup_steps=60, thinning=15, seed=1, **QUIET)
+    sampler.run(y, num_samples=10, warmup_steps=60, thinning=15, seed=1, num_chains=1, **QUIET)
     size = num_data or len(y)
     precision = PRIOR + size
     expected = temperature / precision * stationary_factor(method, lr, precision / size)
@@ -91,7 +94,7 @@ def test_a_model_without_arguments_samples_its_prior(method):
 
     lr = 0.3
     sampler = method(model, lr=lr)
-    sampler.run(None, num_samples=6, warmup_steps=60, thinning=25, seed=1, **QUIET)
+    sampler.run(None, num_samples=6, warmup_steps=60, thinning=25, seed=1, num_chains=1, **QUIET)
     expected = 0.25 * stationary_factor(method, lr, 4.0)
     assert abs(z_of_variance(sampler.get_samples()["w"] - 1, expected)) < 4.4
 
@@ -103,7 +106,7 @@ def test_from_function_is_a_log_posterior_per_datum():
         lambda params, batch: -0.5 * params["w"].square().sum(), start, num_data=50
     )
     sampler = ps.BAOA(density, lr=0.8)
-    sampler.run(None, num_samples=6, warmup_steps=60, thinning=15, seed=1, **QUIET)
+    sampler.run(None, num_samples=6, warmup_steps=60, thinning=15, seed=1, num_chains=1, **QUIET)
     assert abs(z_of_variance(sampler.get_samples()["w"], 1 / 50)) < 4.4
 
 
@@ -129,7 +132,7 @@ class TestGradientNoise:
             num_chains=self.chains,
             sampling=sampling,
             seed=2,
-            **steps,
+            **{**EVERY_STEP, **steps},
             **QUIET,
         )
 
@@ -172,14 +175,14 @@ class TestGradientNoise:
 )
 def test_the_whole_data_every_step_has_no_gradient_noise(data, kwargs, num_data):
     sampler = ps.BAOA(one_column, lr=0.1, num_data=num_data)
-    sampler.run(data, num_samples=10, seed=0, **kwargs, **QUIET)
+    sampler.run(data, num_samples=10, seed=0, **ONE_CHAIN, **kwargs, **QUIET)
     assert sampler.diagnostics().loc["w", "minibatch_heating"] == 1.0
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_no_warning_and_no_inflation_where_there_is_none(temperature, recwarn):
     sampler = ps.BAOA(one_column, lr=0.01, temperature=temperature)
-    sampler.run(TestGradientNoise.y, num_samples=30, batch_size=39, seed=0, **QUIET)
+    sampler.run(TestGradientNoise.y, num_samples=30, batch_size=39, seed=0, **ONE_CHAIN, **QUIET)
     table = sampler.diagnostics()
     assert not [w for w in recwarn if "temperature" in str(w.message)]
     if temperature == 0:
@@ -197,7 +200,9 @@ def noise_of(seed, num_chains=3, num_samples=20, size=4000):
         pyro.sample("w", dist.Normal(torch.zeros(size).double(), 1.0).to_event(1))
 
     sampler = ps.SGLD(model, lr=1.0)
-    sampler.run(None, num_samples=num_samples, num_chains=num_chains, seed=seed, **QUIET)
+    sampler.run(
+        None, num_samples=num_samples, num_chains=num_chains, seed=seed, **EVERY_STEP, **QUIET
+    )
     return sampler.get_samples(group_by_chain=True)["w"] / 2**0.5
 
 
@@ -226,7 +231,7 @@ def regression(x):
 
 
 def grouped(method, num_chains=4, data=ROWS, model=regression, **kwargs):
-    settings = {"num_samples": 12, "batch_size": 7, "seed": 3, **QUIET, **kwargs}
+    settings = {"num_samples": 12, "batch_size": 7, "seed": 3, **EVERY_STEP, **QUIET, **kwargs}
     sampler = method(model, lr={ps.SGLD: 0.002, ps.pSGLD: 0.01}.get(method, 0.1))
     return sampler.run(data, num_chains=num_chains, **settings).get_samples(group_by_chain=True)
 
@@ -270,7 +275,9 @@ def test_same_seed_same_draws(method):
 
 def test_no_seed_draws_one_from_torchs_generator_and_records_it():
     def run(seed=None):
-        sampler = ps.BAOA(regression, lr=0.1).run(ROWS, num_samples=3, seed=seed, **QUIET)
+        sampler = ps.BAOA(regression, lr=0.1).run(
+            ROWS, num_samples=3, seed=seed, **ONE_CHAIN, **QUIET
+        )
         return sampler.get_samples()["w"], sampler.to_arviz().attrs["seed"]
 
     pyro.set_rng_seed(5)
@@ -289,7 +296,7 @@ def test_a_run_leaves_torchs_generator_and_pyros_store_alone():
     torch.manual_seed(8)
     before = torch.get_rng_state()
     sampler = ps.BAOA(regression, lr=0.5)
-    sampler.run(ROWS, num_samples=4, num_chains=2, batch_size=7, seed=0, **QUIET)
+    sampler.run(ROWS, num_samples=4, num_chains=2, batch_size=7, seed=0, **EVERY_STEP, **QUIET)
     sampler.get_samples()
     sampler.to_arviz()
     with pytest.warns(UserWarning, match="minibatches"):
@@ -301,7 +308,9 @@ def test_a_run_leaves_torchs_generator_and_pyros_store_alone():
 def test_a_second_run_starts_afresh():
     sampler = ps.BAOA(regression, lr=0.1)
     runs = [
-        sampler.run(ROWS, num_samples=5, batch_size=7, seed=3, **QUIET).get_samples()["w"]
+        sampler.run(ROWS, num_samples=5, batch_size=7, seed=3, **ONE_CHAIN, **QUIET).get_samples()[
+            "w"
+        ]
         for _ in range(2)
     ]
     assert torch.equal(*runs)
@@ -313,8 +322,10 @@ def test_shared_batches_are_chain_zeros():
     sampler = ps.SGLD(one_column, lr=0.1, temperature=0, init_strategy={"w": torch.ones(3)})
     settings = {"num_samples": 9, "num_chains": 3, "batch_size": 4, "seed": 0, **QUIET}
     y = normals(20)
-    own = sampler.run(y, **settings).get_samples(group_by_chain=True)["w"]
-    shared = sampler.run(y, share_batches=True, **settings).get_samples(group_by_chain=True)["w"]
+    own = sampler.run(y, **EVERY_STEP, **settings).get_samples(group_by_chain=True)["w"]
+    shared = sampler.run(y, share_batches=True, **EVERY_STEP, **settings).get_samples(
+        group_by_chain=True
+    )["w"]
     close(shared, own[:1].expand(3, -1))
     assert (own[0] - own[1]).abs().max() > 0.01
 
@@ -342,7 +353,7 @@ def test_schedules_see_step_numbers_from_zero_with_warmup_included():
 
     start = {"w": double(2.0)}
     sampler = ps.SGLD(model, lr=lr, temperature=0, init_strategy=start)
-    sampler.run(None, num_samples=4, warmup_steps=3, thinning=2, seed=0, **QUIET)
+    sampler.run(None, num_samples=4, warmup_steps=3, thinning=2, seed=0, num_chains=1, **QUIET)
     path = torch.cumprod(double(*(1 - lr(step) for step in range(11))), 0) * 2.0
     close(sampler.get_samples()["w"], path[[4, 6, 8, 10]])
     stats = sampler.to_arviz().sample_stats
@@ -357,7 +368,7 @@ def test_a_temperature_schedule_switches_the_noise_off():
         pyro.sample("w", dist.Normal(torch.zeros(()).double(), 1.0))
 
     sampler = ps.SGLD(model, lr=0.5, temperature=lambda step: 1.0 if step < 5 else 0.0)
-    sampler.run(None, num_samples=10, seed=0, **QUIET)
+    sampler.run(None, num_samples=10, seed=0, **ONE_CHAIN, **QUIET)
     w = sampler.get_samples()["w"]
     close(w[5:], w[4:-1] / 2)
     assert (w[1:5] - w[:4] / 2).abs().min() > 1e-3
@@ -373,7 +384,7 @@ def test_temperature_zero_is_an_ensemble_of_sgd_with_momentum(method):
     sampler = method(
         regression, lr=lr, friction=friction, temperature=0, num_data=90, init_strategy=starts
     )
-    sampler.run(ROWS, num_samples=12, num_chains=3, seed=0, **QUIET)
+    sampler.run(ROWS, num_samples=12, num_chains=3, seed=0, **EVERY_STEP, **QUIET)
     draws = sampler.get_samples(group_by_chain=True)
 
     def loss(w, log_s):
@@ -434,7 +445,7 @@ def test_steps_are_a_run(method):
     torch.manual_seed(4)
     stepped = method(regression, lr=0.1, num_data=len(ROWS))
     values = [stepped.step(ROWS) for _ in range(7)]
-    sampler.run(ROWS, num_samples=7, seed=seed, **QUIET)
+    sampler.run(ROWS, num_samples=7, seed=seed, **ONE_CHAIN, **QUIET)
     for name, value in sampler.get_samples().items():
         close(stepped.get_samples()[name], value[-1:])
     close(torch.tensor(sampler.to_arviz().sample_stats.lp.values[0]), double(*values))
@@ -467,7 +478,7 @@ def test_step_names_the_failure():
 def starts(model, init_strategy, num_chains=3, data=None, seed=0):
     """Where chains start: after one step too small to matter, without noise."""
     sampler = ps.SGLD(model, lr=1e-15, temperature=0, init_strategy=init_strategy)
-    sampler.run(data, num_samples=1, num_chains=num_chains, seed=seed, **QUIET)
+    sampler.run(data, num_samples=1, num_chains=num_chains, seed=seed, **EVERY_STEP, **QUIET)
     return {k: v[:, 0] for k, v in sampler.get_samples(group_by_chain=True).items()}
 
 
@@ -646,7 +657,7 @@ def test_points_move_by_their_mean_gradient_at_temperature_zero():
     pyro.clear_param_store()
     start = {"w": double(-1.0, 3.0)}
     sampler = ps.SGHMC(model, lr=lr, temperature=0, num_data=40, init_strategy=start)
-    sampler.run(y, num_samples=8, num_chains=2, seed=0, **QUIET)
+    sampler.run(y, num_samples=8, num_chains=2, seed=0, **EVERY_STEP, **QUIET)
 
     w = start["w"].clone().requires_grad_()
     u = torch.tensor(2.0).double().log().requires_grad_()
@@ -681,7 +692,7 @@ def test_points_have_no_noise_at_any_temperature(method):
     def run(temperature):
         pyro.clear_param_store()
         sampler = method(model, lr=0.1, temperature=temperature)
-        sampler.run(None, num_samples=10, num_chains=3, seed=0, **QUIET)
+        sampler.run(None, num_samples=10, num_chains=3, seed=0, **EVERY_STEP, **QUIET)
         return sampler.params["p"]
 
     close(run(temperature=1.0), run(temperature=0.0))
@@ -697,7 +708,7 @@ def test_param_starts_at_the_stores_value():
 
     pyro.clear_param_store()
     pyro.param("s", torch.tensor(0.7, dtype=torch.float64), constraint=constraints.positive)
-    sampler = ps.SGLD(model, lr=1e-15).run(normals(10), num_samples=1, seed=0, **QUIET)
+    sampler = ps.SGLD(model, lr=1e-15).run(normals(10), num_samples=1, seed=0, **ONE_CHAIN, **QUIET)
     close(sampler.params["s"], 0.7)
     pyro.clear_param_store()
 
@@ -720,7 +731,9 @@ def test_weights_of_a_module_are_points_unless_they_are_frozen():
     net = Net()
     bias = net.linear.bias.detach().clone()
     x, y = torch.randn(20, 2), torch.full((20,), 9.0)
-    sampler = ps.BAOA(net, lr=0.2).run((x, y), num_samples=40, num_chains=2, seed=0, **QUIET)
+    sampler = ps.BAOA(net, lr=0.2).run(
+        (x, y), num_samples=40, num_chains=2, seed=0, **EVERY_STEP, **QUIET
+    )
     assert list(sampler.params) == ["linear.bias"]
     assert torch.equal(net.linear.bias.detach(), bias)
     sampler.write_params()
@@ -746,7 +759,8 @@ def quartic(y):
 def run_quartic(num_samples=20, second=1e3, num_chains=3, **kwargs):
     given = {"w": torch.zeros(3).double()[:num_chains], "v": double(0.1, second, 0.3)[:num_chains]}
     sampler = ps.BAOA(quartic, lr=0.4, init_strategy=given)
-    settings = {"num_samples": num_samples, "num_chains": num_chains, "seed": 1, **QUIET, **kwargs}
+    settings = {"num_samples": num_samples, "num_chains": num_chains, "seed": 1, **EVERY_STEP}
+    settings |= {**QUIET, **kwargs}
     try:
         return sampler.run(normals(8), **settings), None
     except NonFiniteError as error:
@@ -789,21 +803,21 @@ def test_the_only_chain_breaks_at_once():
     given = {"w": double(0.0), "v": double(1e3)}
     sampler = ps.BAOA(model, lr=0.4, init_strategy=given)
     with pytest.raises(NonFiniteError, match=r"chain 0 at step \d, site 'v'.*init_strategy"):
-        sampler.run(normals(8), num_samples=10_000, seed=1, **QUIET)
+        sampler.run(normals(8), num_samples=10_000, seed=1, **ONE_CHAIN, **QUIET)
     assert len(calls) < 100
     with pytest.raises(NotRunError, match="BAOA has no draws: all chains of the run stopped"):
         sampler.get_samples()
     with pytest.raises(PyroScaleError):  # before a step was taken
-        sampler.run(normals(8), batch_size=9, num_samples=3, **QUIET)
+        sampler.run(normals(8), batch_size=9, num_samples=3, **ONE_CHAIN, **QUIET)
 
 
 def test_a_failed_run_forgets_the_run_before():
-    sampler = ps.BAOA(quartic, lr=0.1).run(normals(8), num_samples=3, seed=0, **QUIET)
+    sampler = ps.BAOA(quartic, lr=0.1).run(normals(8), num_samples=3, seed=0, **ONE_CHAIN, **QUIET)
     with pytest.raises(PyroScaleError):
-        sampler.run(normals(8), batch_size=9, num_samples=3, **QUIET)
+        sampler.run(normals(8), batch_size=9, num_samples=3, **ONE_CHAIN, **QUIET)
     sampler.kernel = ps.kernels.BAOA(lr=1e200)
     with pytest.raises(NonFiniteError):
-        sampler.run(normals(8), num_samples=3, seed=0, **QUIET)
+        sampler.run(normals(8), num_samples=3, seed=0, **ONE_CHAIN, **QUIET)
     with pytest.raises(NotRunError):
         sampler.get_samples()
 
@@ -814,10 +828,10 @@ def test_a_failed_run_forgets_the_run_before():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ps.BAOA(one_column), r"BAOA needs a step size: pass lr='auto'"),
+        (lambda: ps.BAOA(), r"BAOA: missing a required argument: 'model'"),
         (
             lambda: ps.BAOA(one_column, step_size=0.1),
-            r"no hyperparameter .step_size.: here it is lr=",
+            r"no hyperparameter .step_size.; it has .*: here it is lr=",
         ),
         (lambda: ps.BAOA(one_column, lr=0.1, options={}), r"no hyperparameter .options.; it has"),
         (lambda: ps.BAOA(one_column, lr=0), r"lr=0: pass a number > 0"),
@@ -839,21 +853,34 @@ def test_bad_constructor_arguments_are_refused(make, message):
         make()
 
 
+def test_a_step_size_that_is_left_out_is_chosen():
+    """Left out, or named: all arguments of the constructor are "auto"."""
+    names = ("lr", "friction", "precondition", "control_variates", "init_strategy")
+    samplers = [ps.BAOA(one_column, **given) for given in ({}, dict.fromkeys(names, "auto"))]
+    draws = [
+        sampler.run(normals(20), num_samples=20, seed=0, **QUIET).get_samples()["w"]
+        for sampler in samplers
+    ]
+    assert torch.equal(*draws)
+    assert samplers[0].kernel.lr == samplers[1].kernel.lr
+
+
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "3", None])
 @pytest.mark.parametrize("name", ["num_samples", "thinning", "num_chains", "warmup_steps"])
 def test_bad_counts_are_refused(name, value):
     if (name, value) == ("warmup_steps", 0):
         return
     sampler = ps.BAOA(one_column, lr=0.1)
-    with pytest.raises(ArgumentError, match=rf"^{name}={value!r}: pass an int >= [01]$"):
-        sampler.run(normals(5), **{"num_samples": 3, name: value, **QUIET})
+    also = ", or 'auto'" if name in ("thinning", "warmup_steps") else ""
+    with pytest.raises(ArgumentError, match=rf"^{name}={value!r}: pass an int >= [01]{also}$"):
+        sampler.run(normals(5), **{**ONE_CHAIN, "num_samples": 3, name: value, **QUIET})
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, "a", True, 2**63])
 def test_bad_seeds_are_refused(seed):
     sampler = ps.BAOA(one_column, lr=0.1)
     with pytest.raises(ArgumentError, match=rf"seed={seed!r}: pass an int"):
-        sampler.run(normals(5), num_samples=3, seed=seed, **QUIET)
+        sampler.run(normals(5), num_samples=3, seed=seed, **ONE_CHAIN, **QUIET)
 
 
 def test_a_schedule_out_of_range_is_refused_before_any_step():
@@ -865,7 +892,7 @@ def test_a_schedule_out_of_range_is_refused_before_any_step():
 
     sampler = ps.BAOA(model, lr=lambda step: 0.5 - 0.1 * step)
     with pytest.raises(ArgumentError, match=r"lr=.* at step 5: pass a number > 0"):
-        sampler.run(normals(5), num_samples=3, warmup_steps=7, **QUIET)
+        sampler.run(normals(5), num_samples=3, warmup_steps=7, thinning=1, num_chains=1, **QUIET)
     assert not calls
 
 
@@ -887,9 +914,9 @@ def test_results_before_a_run_are_refused():
 
 def test_a_log_posterior_takes_n_from_the_data():
     sampler = ps.BAOA(ps.LogPosterior(one_column), lr=0.1)
-    sampler.run(normals(20), batch_size=5, num_samples=2, seed=0, **QUIET)
+    sampler.run(normals(20), batch_size=5, num_samples=2, seed=0, **ONE_CHAIN, **QUIET)
     plain = ps.BAOA(one_column, lr=0.1)
-    plain.run(normals(20), batch_size=5, num_samples=2, seed=0, **QUIET)
+    plain.run(normals(20), batch_size=5, num_samples=2, seed=0, **ONE_CHAIN, **QUIET)
     assert torch.equal(sampler.get_samples()["w"], plain.get_samples()["w"])
 
 
@@ -909,7 +936,7 @@ def test_the_inflation_is_known_for_batches_of_one_row():
 
     sampler = ps.BAOA(model, lr=0.1)
     data, kwargs = y, {"batch_size": 1, "sampling": "replacement", "num_samples": 50}
-    sampler.run(data, warmup_steps=50, seed=0, **kwargs, **QUIET)
+    sampler.run(data, warmup_steps=50, thinning=1, num_chains=1, seed=0, **kwargs, **QUIET)
     with pytest.warns(UserWarning, match="multiplies the temperature"):
         reported = float(sampler.diagnostics()["minibatch_heating"].iloc[0])
     expected = 1 + 0.1 * 200 * float(y.var()) / 2

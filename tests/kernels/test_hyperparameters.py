@@ -22,6 +22,9 @@ from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError
 
 QUIET = {"progress": False}
+#: Every state is a draw, from the first.
+EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
+ONE_CHAIN = {**EVERY_STEP, "num_chains": 1}
 ROWS = normals(30, 2, seed=5)
 SIZE = len(ROWS)
 
@@ -80,7 +83,7 @@ def test_from_sgd_at_temperature_zero_is_an_ensemble_of_sgd_runs(row, momentum):
         regression, lr=0.02, **given, temperature=0, init_strategy=STARTS
     )
     assert type(sampler) is row.sampler
-    draws = sampler.run(ROWS, **BATCHED).get_samples(group_by_chain=True)
+    draws = sampler.run(ROWS, **EVERY_STEP, **BATCHED).get_samples(group_by_chain=True)
     rows = RowIndices(4, 3, SIZE, 7, "shuffle").span(0, 25)
     for chain in range(3):
         expected = optimized(
@@ -99,7 +102,7 @@ def test_from_sgd_takes_the_constructors_other_arguments():
     assert sampler.kernel.lr == pytest.approx(0.1, rel=1e-14)
     assert sampler.kernel.friction == pytest.approx(1.0, rel=1e-14)
     assert sampler.kernel.temperature == 0.25
-    sampler.run(ROWS, num_samples=2, seed=0, **QUIET)
+    sampler.run(ROWS, num_samples=2, seed=0, **ONE_CHAIN, **QUIET)
     assert sampler.to_arviz().attrs["num_data"] == 70
 
 
@@ -154,7 +157,7 @@ EACH = {
 def test_sites_are_parameter_groups():
     """SGHMC at temperature 0: each element with its own learning rate and momentum."""
     sampler = ps.SGHMC(regression, temperature=0, init_strategy=STARTS, **EACH)
-    sampler.run(ROWS, num_samples=15, num_chains=3, seed=0, **QUIET)
+    sampler.run(ROWS, num_samples=15, num_chains=3, seed=0, **EVERY_STEP, **QUIET)
     draws = sampler.get_samples(group_by_chain=True)
 
     def make(w, log_s):
@@ -174,7 +177,9 @@ def test_sites_are_parameter_groups():
 def run(row, **hyperparameters):
     values = {"lr": row.lr / 4, **row.others, **hyperparameters}
     sampler = row.sampler(regression, init_strategy=STARTS, **values)
-    return sampler.run(ROWS, num_samples=12, num_chains=3, batch_size=7, seed=2, **QUIET)
+    return sampler.run(
+        ROWS, num_samples=12, num_chains=3, batch_size=7, seed=2, **EVERY_STEP, **QUIET
+    )
 
 
 @pytest.mark.parametrize("row", TABLE, ids=by_name)
@@ -205,7 +210,7 @@ def test_sites_left_out_have_the_default(row):
 
 def test_what_a_run_says_of_its_sites():
     sampler = ps.SGHMC(regression, temperature=0.5, **EACH)
-    sampler.run(ROWS, num_samples=4, num_chains=2, seed=0, **QUIET)
+    sampler.run(ROWS, num_samples=4, num_chains=2, seed=0, **EVERY_STEP, **QUIET)
     stats = sampler.to_arviz().sample_stats
     columns = {f"{name}_{site}" for name in EACH for site in ("w", "s")}
     assert set(stats) == {"lp", "step", "temperature", *columns}
@@ -228,7 +233,7 @@ def test_what_a_run_says_of_its_sites():
 def test_dicts_that_do_not_fit_the_model_are_refused(given, message):
     sampler = ps.BAOA(regression, **{"lr": 0.1, **given})
     with pytest.raises(ArgumentError, match=message):
-        sampler.run(ROWS, num_samples=2, **QUIET)
+        sampler.run(ROWS, num_samples=2, **ONE_CHAIN, **QUIET)
 
 
 @pytest.mark.parametrize("row", TABLE, ids=by_name)
@@ -318,9 +323,9 @@ def test_a_first_exploration_is_the_path_at_temperature_zero():
         return sampler, settings
 
     sampler, settings = first(lr=cycle)
-    sampler.run(ROWS, num_samples=1, **settings)
+    sampler.run(ROWS, num_samples=1, **EVERY_STEP, **settings)
     cold, settings = first(lr=cycle.__call__, temperature=0)
-    cold.run(ROWS, num_samples=16, **settings)
+    cold.run(ROWS, num_samples=16, **EVERY_STEP, **settings)
     drawn = sampler.get_samples(group_by_chain=True)["w"][:, 0]
     quiet = cold.get_samples(group_by_chain=True)["w"][:, 15]
     noise = NoiseStream(6, 3, (1, 2), torch.float64, torch.device("cpu")).at(15)[:, 0]
@@ -362,11 +367,11 @@ def test_draws_at_one_step_size_have_no_weights():
         decreasing(lambda step: 0.1),
         decreasing({"w": 0.1}),
         ps.SGLD(normal_mean, lr=0.1, temperature=lambda step: 1 / (1 + step)).run(
-            ROWS, num_samples=9, seed=0, **QUIET
+            ROWS, num_samples=9, seed=0, **ONE_CHAIN, **QUIET
         ),
         # warm restarts sample every cycle anew
         ps.SGLD(normal_mean, lr=Cyclical(0.2, 4, 0.5, 0.0)).run(
-            ROWS, num_samples=9, seed=0, **QUIET
+            ROWS, num_samples=9, seed=0, **ONE_CHAIN, **QUIET
         ),
     ]
     assert all("weight" not in sampler.to_arviz().sample_stats for sampler in constant)

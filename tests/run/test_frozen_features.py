@@ -13,6 +13,8 @@ from pyro_scale.run import frozen_features
 
 N, B = 37, 8
 QUIET = {"progress": False, "seed": 0}
+#: Every state is a draw, from the first.
+EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
 GENERATOR = torch.Generator().manual_seed(3)
 X = torch.randn(N, 2, 6, 6, generator=GENERATOR).double()
 SEQUENCE = torch.randn(N, 5, 4, generator=GENERATOR).double()
@@ -108,7 +110,7 @@ def left(*args):
 def draws(monkeypatch, taken_out, model, data, method=ps.BAOA, settings=None, **kwargs):
     """The fit, and whether a base was taken out."""
     monkeypatch.setattr(frozen_features, "frozen_base", frozen_base if taken_out else left)
-    kwargs = {"num_samples": 12, "num_chains": 3, **QUIET, **kwargs}
+    kwargs = {"num_samples": 12, "num_chains": 3, **EVERY_STEP, **QUIET, **kwargs}
     fit = method(model, lr=0.1, compile=False, **(settings or {})).run(data, **kwargs)
     return fit, fit.diagnostics().attrs["frozen_base"].startswith("run once")
 
@@ -203,7 +205,7 @@ def test_compiled_it_is_the_same(monkeypatch):
     expected, _ = draws(monkeypatch, False, model, (X, LABELS), **steps)
     monkeypatch.setattr(frozen_features, "frozen_base", frozen_base)
     fit = ps.BAOA(model, lr=0.1, compile=True)
-    fit.run((X, LABELS), num_samples=12, **steps, **QUIET)
+    fit.run((X, LABELS), num_samples=12, **EVERY_STEP, **steps, **QUIET)
     assert fit.to_arviz(log_likelihood=False).sample_stats.attrs["program"] == "compiled loop"
     for name, value in expected.get_samples().items():
         torch.testing.assert_close(fit.get_samples()[name], value, rtol=1e-9, atol=1e-9)
@@ -227,7 +229,9 @@ def test_the_base_runs_once_for_every_row(monkeypatch):
 
     monkeypatch.setattr(frozen_features, "frozen_base", spied)
     fit = ps.BAOA(classifier(net, "2"), lr=0.1, compile=False)
-    fit.run((SEQUENCE[:, 0], LABELS), num_samples=50, num_chains=8, batch_size=B, **QUIET)
+    fit.run(
+        (SEQUENCE[:, 0], LABELS), num_samples=50, num_chains=8, batch_size=B, **EVERY_STEP, **QUIET
+    )
     assert sum(rows) == B + -(-N // B) * B  # the first batch besides
 
 

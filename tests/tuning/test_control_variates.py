@@ -28,6 +28,9 @@ from pyro_scale.tuning.tune import Tuning, tune
 pytestmark = pytest.mark.usefixtures("float64")
 
 QUIET = {"progress": False}
+#: Every state is a draw, from the first.
+EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
+ONE_CHAIN = {**EVERY_STEP, "num_chains": 1}
 N, B = 24, 6
 X = normals(N, 2, seed=1)
 Y = X @ double(0.7, -1.2) + 0.5 * normals(N, seed=2)
@@ -206,12 +209,12 @@ def test_an_anchor_may_name_parameters_too():
 def test_anchors_that_do_not_fit_are_refused(anchor, message):
     sampler = ps.BAOA(hierarchical, lr=0.01, control_variates=anchor)
     with pytest.raises(ArgumentError, match=message):
-        sampler.run((X, Y), batch_size=B, num_samples=2, seed=0, **QUIET)
+        sampler.run((X, Y), batch_size=B, num_samples=2, seed=0, **ONE_CHAIN, **QUIET)
 
 
 @pytest.mark.parametrize("anchor", ["mode", 1, [double(0.0)], None, {}])
 def test_anchors_of_another_kind_are_refused(anchor):
-    with pytest.raises(ArgumentError, match=r"control_variates=.*pass True, or a dict"):
+    with pytest.raises(ArgumentError, match=r"control_variates=.*True, False, .auto. or a dict"):
         ps.BAOA(hierarchical, lr=0.01, control_variates=anchor)
 
 
@@ -221,7 +224,7 @@ def test_anchors_of_another_kind_are_refused(anchor):
 def ran(method, model, data, seed=4, **kwargs):
     hyperparameters = {k: kwargs.pop(k) for k in list(kwargs) if k in HYPERPARAMETERS}
     sampler = method(model, **hyperparameters)
-    return sampler.run(data, seed=seed, **QUIET, **kwargs)
+    return sampler.run(data, seed=seed, **QUIET, **ONE_CHAIN | kwargs)
 
 
 HYPERPARAMETERS = {"lr", "control_variates", "subtract_noise", "compile", "friction", "mass"}
@@ -293,7 +296,7 @@ def test_every_method_goes_with_them(row):
         control_variates=True,
         init_strategy={name: value[None] for name, value in mode.items()},
     )
-    sampler.run((X, Y), batch_size=B, num_samples=30, seed=4, **QUIET)
+    sampler.run((X, Y), batch_size=B, num_samples=30, seed=4, **ONE_CHAIN, **QUIET)
     noise = sampler._results().gradient_noise
     assert float(noise.reduction.min()) > 5
 
@@ -318,7 +321,7 @@ def test_the_reduction_that_is_reported_is_the_rows_own():
         init_strategy={"w": place.expand(2, 2).clone()},
     )
     steps = {"num_samples": 20, "num_chains": 2, "seed": 0}
-    sampler.run((X, LABELS), batch_size=N // 2, **steps, **QUIET)
+    sampler.run((X, LABELS), batch_size=N // 2, **EVERY_STEP, **steps, **QUIET)
     here, there = ((LABELS - torch.sigmoid(X @ w))[:, None] * X for w in (place, anchor))
     share = 1 / (N // 2) * (1 - 0.5)
     share = share * 72 / 71
@@ -342,7 +345,7 @@ def test_without_control_variates_there_is_no_reduction():
 @pytest.mark.parametrize("asked", [{"control_variates": True}, {"subtract_noise": True}])
 def test_step_sees_no_whole_data(asked):
     sampler = ps.SGLD(logistic, lr=0.01, num_data=N, **asked)
-    with pytest.raises(ArgumentError, match="need the whole data: use run"):
+    with pytest.raises(ArgumentError, match=r"whole data, and .* subtract_noise need it.*use run"):
         sampler.step(X[:B], LABELS[:B])
 
 
@@ -405,7 +408,9 @@ def test_the_inflation_is_known_to_rounding(row):
         }
         added = LR * noise / (2 * FRICTION * MASS)
     sampler = row.sampler(two_sites, temperature=0.7, **hyperparameters)
-    sampler.run(PAIRS, batch_size=32, num_samples=20, seed=0, sampling="shuffle", **QUIET)
+    sampler.run(
+        PAIRS, batch_size=32, num_samples=20, seed=0, sampling="shuffle", **ONE_CHAIN, **QUIET
+    )
     found = sampler._results().gradient_noise
     close(found.variance, noise, 1e-9)
     close(found.inflation, 1 + added / (0.7 / 64), 1e-9)
@@ -603,7 +608,13 @@ class TestWhereTheNoiseIsTooMuch:
 
     def run(self, lr_b):
         return self.sampler(lr_b).run(
-            self.y, batch_size=8, sampling="replacement", num_samples=20, seed=1, **QUIET
+            self.y,
+            batch_size=8,
+            sampling="replacement",
+            num_samples=20,
+            seed=1,
+            **ONE_CHAIN,
+            **QUIET,
         )
 
     def test_a_warning_names_the_site_and_how_much_lower_lr_must_be(self):
@@ -659,8 +670,8 @@ def test_no_noise_is_subtracted_that_batches_cancel_themselves():
     sampler = ps.SGLD(normal_mean, lr=0.05, subtract_noise=True)
     for sampling in ("shuffle", "symmetric"):
         with pytest.raises(ArgumentError, match=rf"subtract_noise with sampling='{sampling}'"):
-            sampler.run(y, batch_size=25, num_samples=2, sampling=sampling, **QUIET)
-    sampler.run(y, batch_size=25, num_samples=2, seed=0, **QUIET)
+            sampler.run(y, batch_size=25, num_samples=2, sampling=sampling, **ONE_CHAIN, **QUIET)
+    sampler.run(y, batch_size=25, num_samples=2, seed=0, **ONE_CHAIN, **QUIET)
     assert sampler.diagnostics().attrs["sampling"] == "replacement"
 
 
@@ -674,7 +685,7 @@ def test_points_have_no_noise_to_subtract():
 def test_the_whole_data_have_no_noise_to_subtract():
     sampler = ps.BAOA(logistic, lr=0.1, subtract_noise=True)
     with pytest.raises(ArgumentError, match="the whole data at every step has no noise"):
-        sampler.run((X, LABELS), num_samples=2, seed=0, **QUIET)
+        sampler.run((X, LABELS), num_samples=2, seed=0, **ONE_CHAIN, **QUIET)
 
 
 def test_control_variates_leave_no_noise_to_subtract():
@@ -690,4 +701,4 @@ def test_a_model_without_rows_has_no_noise_that_is_known():
     )
     sampler = ps.BAOA(function, lr=0.1, subtract_noise=True)
     with pytest.raises(ArgumentError, match="subtract_noise needs the gradient of single rows"):
-        sampler.run((Y,), batch_size=B, num_samples=2, seed=0, **QUIET)
+        sampler.run((Y,), batch_size=B, num_samples=2, seed=0, **ONE_CHAIN, **QUIET)

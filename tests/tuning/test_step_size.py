@@ -26,6 +26,11 @@ from pyro_scale.tuning import step_size
 pytestmark = pytest.mark.usefixtures("float64")
 
 QUIET = {"progress": False}
+#: Every state is a draw, from the first.
+EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
+ONE_CHAIN = {**EVERY_STEP, "num_chains": 1}
+#: Latents as they are, moved by the gradients of batches as they are.
+PLAIN = {"precondition": None, "control_variates": False}
 SEEDS = range(5)
 #: 10^-4 ... 10 in half decades.
 GRID = [10 ** (-4 + i / 2) for i in range(11)]
@@ -336,8 +341,10 @@ def test_the_error_of_sgld_in_closed_form():
 
 def ran(model=linear, data=None, seed=0, lr="auto", method=ps.BAOA, **kwargs):
     problem = PROBLEMS["linear"]()
-    steps = {"num_samples": 400, "warmup_steps": 100, "batch_size": problem.batch_size}
-    sampler = method(model, lr=lr, **{k: kwargs.pop(k) for k in OPTIONS & kwargs.keys()})
+    steps = {"num_samples": 400, "batch_size": problem.batch_size}
+    steps = ONE_CHAIN | steps | {"warmup_steps": 100}
+    options = {k: kwargs.pop(k) for k in OPTIONS & kwargs.keys()}
+    sampler = method(model, lr=lr, **PLAIN | options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         data = (problem.x, problem.y) if data is None else data
@@ -393,10 +400,10 @@ def test_draws_are_those_of_the_number_that_was_chosen():
 @pytest.mark.slow
 def test_a_second_run_chooses_afresh():
     """Longer runs pay for smaller steps; going back gives the first choice back."""
-    sampler, found = ps.SGLD(normal_mean, lr="auto"), []
+    sampler, found = ps.SGLD(normal_mean, lr="auto", **PLAIN), []
     steps = {"batch_size": 8, "sampling": "replacement"}
     for count in (60, 1200, 60):
-        sampler.run(PAIRS, num_samples=count, seed=0, **steps, **QUIET)
+        sampler.run(PAIRS, num_samples=count, seed=0, **ONE_CHAIN, **steps, **QUIET)
         found.append(sampler.kernel.lr)
     assert found[0] == found[2]
     assert found[1] < found[0] / 2
@@ -431,7 +438,9 @@ def test_float32_and_whole_data_and_no_data():
     function = ps.LogPosterior.from_function(
         lambda params, batch: -0.5 * params["w"].square().sum(), {"w": double(0.1)}, 40
     )
-    sampler = ps.BAOA(function, lr="auto").run(None, num_samples=500, seed=1, **QUIET)
+    sampler = ps.BAOA(function, lr="auto", **PLAIN).run(
+        None, num_samples=500, seed=1, **ONE_CHAIN, **QUIET
+    )
     assert float(sampler.get_samples()["w"].std()) == pytest.approx(40**-0.5, rel=0.3)
 
 
@@ -458,8 +467,8 @@ def of_cliff(start, method=ps.SGLD, num_chains=1):
     function = ps.LogPosterior.from_function(cliff, {"w": torch.zeros(1)}, 10_000)
     starts = torch.full((num_chains, 1), start)
     starts[1:] = 0.0
-    sampler = method(function, lr="auto", init_strategy={"w": starts})
-    return sampler.run(None, num_samples=300, num_chains=num_chains, seed=0, **QUIET)
+    sampler = method(function, lr="auto", init_strategy={"w": starts}, **PLAIN)
+    return sampler.run(None, num_samples=300, num_chains=num_chains, seed=0, **EVERY_STEP, **QUIET)
 
 
 @pytest.mark.parametrize("method", [ps.SGLD, ps.SGHMC, ps.BAOA])
@@ -486,7 +495,7 @@ def test_a_number_is_not_halved():
     function = ps.LogPosterior.from_function(cliff, {"w": torch.zeros(1)}, 10_000)
     sampler = ps.SGLD(function, lr=0.5, init_strategy={"w": double(12.0)[None]})
     with pytest.raises(NonFiniteError):
-        sampler.run(None, num_samples=300, seed=0, **QUIET)
+        sampler.run(None, num_samples=300, seed=0, **ONE_CHAIN, **QUIET)
 
 
 # ------------------------------------------------------------------ what is refused
@@ -500,7 +509,12 @@ def test_other_words_are_refused(word):
 
 @pytest.mark.parametrize(
     "hyperparameters",
-    [{"lr": {"w": "auto"}}, {"lr": 0.1, "friction": "auto"}, {"lr": 0.1, "mass": "auto"}],
+    [
+        {"lr": {"w": "auto"}},
+        {"lr": 0.1, "friction": {"w": "auto"}},
+        {"lr": 0.1, "mass": "auto"},
+        {"lr": 0.1, "temperature": "auto"},
+    ],
 )
 def test_nothing_else_is_chosen(hyperparameters):
     with pytest.raises(ArgumentError, match=r"='auto': pass a number"):
@@ -518,7 +532,9 @@ def test_more_than_a_thousand_dimensions_are_refused():
 
     y = normals(20, seed=1)
     with pytest.raises(ArgumentError, match=r"room for 1000 dimensions; the model has 1001"):
-        ps.BAOA(wide(1001), lr="auto").run(y, batch_size=5, num_samples=2, seed=0, **QUIET)
+        ps.BAOA(wide(1001), lr="auto", **PLAIN).run(
+            y, batch_size=5, num_samples=2, seed=0, **ONE_CHAIN, **QUIET
+        )
 
 
 def test_parameters_without_a_prior_are_refused():
@@ -528,9 +544,9 @@ def test_parameters_without_a_prior_are_refused():
         with pyro.plate("data", len(y)):
             pyro.sample("y", dist.Normal(w + b, 1.0), obs=y)
 
-    sampler = ps.BAOA(model, lr="auto")
+    sampler = ps.BAOA(model, lr="auto", **PLAIN)
     with pytest.raises(ArgumentError, match=r"all latents: this one has \['b'\]; pass a number"):
-        sampler.run(normals(20, seed=1), batch_size=5, num_samples=2, seed=0, **QUIET)
+        sampler.run(normals(20, seed=1), batch_size=5, num_samples=2, seed=0, **ONE_CHAIN, **QUIET)
 
 
 def test_models_without_gradients_of_rows_are_refused():
@@ -539,6 +555,8 @@ def test_models_without_gradients_of_rows_are_refused():
         {"w": double(0.0)},
         num_data=20,
     )
-    sampler = ps.BAOA(function, lr="auto")
+    sampler = ps.BAOA(function, lr="auto", **PLAIN)
     with pytest.raises(ArgumentError, match=r"needs the gradient of single rows.*pass a number"):
-        sampler.run((normals(20, seed=1),), batch_size=5, num_samples=2, seed=0, **QUIET)
+        sampler.run(
+            (normals(20, seed=1),), batch_size=5, num_samples=2, seed=0, **ONE_CHAIN, **QUIET
+        )
