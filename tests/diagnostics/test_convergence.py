@@ -141,7 +141,14 @@ def test_a_step_that_was_chosen_gets_more_steps_for_advice():
 
 
 def exploding(method=ps.SGLD, lr=300.0, num_samples=70, **how):
-    how = {"num_samples": num_samples, "batch_size": 10, **how}
+    how = {
+        "num_samples": num_samples,
+        "warmup_steps": 0,
+        "thinning": 1,
+        "num_chains": 1,
+        "batch_size": 10,
+        **how,
+    }
     return warned.told(method(sign, lr=lr).run, (X, Y), **QUIET, **how)
 
 
@@ -183,7 +190,7 @@ def five():
 )
 def test_chains_on_their_way_to_infinity_have_exploded(method, lr, how):
     """Just above the stable range: 2 of SGLD and BAOA, 1.236 of SGHMC."""
-    how = {**QUIET, "num_samples": 60, "num_chains": 4, **how}
+    how = {**QUIET, "num_samples": 60, "warmup_steps": 0, "thinning": 1, "num_chains": 4, **how}
     fit, said = warned.told(method(five, lr=lr).run, None, **how)
     assert fit._result.positions.abs().max() < 1e13
     for (exploded,) in (said, warned.told(fit.diagnostics)[1]):
