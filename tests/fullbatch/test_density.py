@@ -281,7 +281,9 @@ def function_of(density):
         pytest.param(lambda w: w.exp().sum(), id="exponential"),
     ],
 )
-@pytest.mark.parametrize("asked", [{"lr": "auto"}, {"lr": 0.1, "control_variates": True}])
+@pytest.mark.parametrize(
+    "asked", [{"lr": "auto", "precondition": None}, {"lr": 0.1, "control_variates": True}]
+)
 def test_no_mode_is_said_so(density, asked):
     sampler = ps.BAOA(function_of(density), **asked)
     with pytest.raises(ArgumentError, match="no mode of the posterior could be found"):
@@ -290,7 +292,15 @@ def test_no_mode_is_said_so(density, asked):
         )
 
 
-@pytest.mark.parametrize("asked", ["lr", "control_variates"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"lr": "auto", "precondition": None},
+        {"lr": 0.01, "control_variates": True},
+    ],
+    ids=["all", "lr", "control_variates"],
+)
 @pytest.mark.parametrize(
     ("data", "kwargs"),
     [
@@ -303,8 +313,7 @@ def test_no_mode_is_said_so(density, asked):
 )
 def test_a_part_of_the_data_is_refused(data, kwargs, asked):
     """The data hold 23 rows (the stream 19), whereas N is 200."""
-    hyperparameters = {"lr": "auto"} if asked == "lr" else {"lr": 0.01, "control_variates": True}
-    sampler = ps.BAOA(of_rows, num_data=200, **hyperparameters)
+    sampler = ps.BAOA(of_rows, num_data=200, **asked)
     with pytest.raises(DataError, match=r"the data hold (19|23) rows, not N = 200"):
         sampler.run(
             data,
