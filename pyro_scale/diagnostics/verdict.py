@@ -206,7 +206,8 @@ def _temperatures(result: Result) -> list[Finding]:
     """The virial temperature of each site's element that is furthest off."""
     if result.element_temperatures is None:
         return []
-    asked = float(result.attrs.get("temperature", 1.0))
+    column = result.sample_stats.get("temperature")
+    asked = 1.0 if column is None else float(column.mean())
     if asked == 0:
         return []
     means, errors = (each / asked for each in result.element_temperatures)
