@@ -637,11 +637,12 @@ class Sampler(Method):
             ArgumentError: an option that needs the whole data.
             NonFiniteError: the state became NaN or infinite.
         """
-        if self._chosen or self._control_variates or self._subtract_noise or self._precondition:
+        needs_all = self._control_variates or self._subtract_noise or self._precondition
+        if "lr" in self._chosen or needs_all:
             raise ArgumentError(
-                "step() sees one batch at a time, but what is 'auto' is chosen from the whole "
-                "data, and control_variates and subtract_noise need it: pass numbers (lr=, "
-                "friction=), or use run"
+                "step() sees one batch at a time, but lr='auto' is chosen from the whole data, and "
+                "precondition, control_variates and subtract_noise need it: pass a number for lr "
+                "and leave these out, or use run"
             )
         if self._stepping is None:
             data = batch_as_data(self.model, self._num_data, args, kwargs)
