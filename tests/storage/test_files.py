@@ -165,7 +165,8 @@ class RowByRow(Dataset):
 
 
 def fitted(model=regression, data=(X, Y), method=ps.BAOA, lr=0.05, **kwargs):
-    others = {name: kwargs.pop(name) for name in ("control_variates",) if name in kwargs}
+    options = ("control_variates", "precondition")
+    others = {name: kwargs.pop(name) for name in options if name in kwargs}
     settings = {
         "num_samples": 8,
         "warmup_steps": 0,
@@ -209,7 +210,13 @@ CASES = {
     ),
     "by name": (lambda: fitted(data={"y": Y, "x": X}, batch_size=5), regression, (X, Y), (X,)),
     "one draw": (lambda: fitted(num_samples=1), regression, (X, Y), (X,)),
-    "automatic lr": (lambda: fitted(batch_size=5, lr="auto"), regression, (X, Y), (X,)),
+    "automatic lr": (
+        lambda: fitted(batch_size=5, lr="auto", precondition=None),
+        regression,
+        (X, Y),
+        (X,),
+    ),
+    "chosen coordinates": (lambda: fitted(batch_size=5, lr="auto"), regression, (X, Y), (X,)),
     "by site": (
         lambda: fitted(lr={"w": 0.1, "s": lambda step: 0.1 / (1 + step)}, batch_size=5),
         regression,

@@ -434,7 +434,8 @@ def test_the_store_of_another_run_is_refused(tmp_path):
 
 def test_a_store_that_is_gone_is_an_error_and_nothing_else(tmp_path):
     sampler = ps.BAOA(regression, lr=0.05, compile=False)
-    how = {"batch_size": 5, "num_chains": 3, **stored.QUIET}
+    steps = {"warmup_steps": 0, "thinning": 1}
+    how = {**steps, "batch_size": 5, "num_chains": 3, **stored.QUIET}
     where = at("store", tmp_path)
     sampler.run((X, Y), num_samples=10, checkpoint=tmp_path / "run", **how, **where)
     moved = shutil.move(where["store"], tmp_path / "elsewhere.zarr")
@@ -857,12 +858,13 @@ def test_a_budget_is_a_number_of_bytes(value):
 
 def test_a_refusal_takes_no_draws_away(tmp_path):
     sampler = ps.BAOA(regression, lr=0.05, compile=False)
-    sampler.run((X, Y), num_samples=10, warmup_steps=0, thinning=1, num_chains=1, **stored.QUIET)
+    how = {"num_samples": 10, "warmup_steps": 0, "thinning": 1, "num_chains": 1, **stored.QUIET}
+    sampler.run((X, Y), **how)
     held = draws_of(sampler)
     (tmp_path / "file").write_text("")
     for wrong in ({"store": tmp_path / "file"}, {"memory_budget": 1}, {"store": 3}):
         with pytest.raises(PyroScaleError):
-            sampler.run((X, Y), num_samples=10, **stored.QUIET, **wrong)
+            sampler.run((X, Y), **how, **wrong)
         same(draws_of(sampler), held)
 
 
