@@ -535,9 +535,12 @@ class Sampler(Method):
         self._result = collect(problem, draws, plan.columns, attrs, sink)
         self._result, error = measure(trajectory, self._result, _on_average(plan, draws))
         if not isinstance(sink, ToMoments) and plan.kernel.values(0)["temperature"] > 0:
-            found = report(self._result, self._choice, config.num_samples)
-            attrs = self._result.attrs | {"report": found.to_json()}
-            self._result = dataclasses.replace(self._result, attrs=attrs)
+            try:
+                found = report(self._result, self._choice, config.num_samples)
+                attrs = self._result.attrs | {"report": found.to_json()}
+                self._result = dataclasses.replace(self._result, attrs=attrs)
+            except (Exception, KeyboardInterrupt) as raised:  # the data may be gone
+                error = error or raised
         error = draws.error or error
         if isinstance(sink, ToDisk):
             try:
