@@ -83,7 +83,9 @@ def test_what_a_batch_decides_is_found_on_other_batches(name, how):
     with pytest.raises(PlateError, match=f"site '{site}'"):
         ps.explain(model, data, **size)
     with pytest.raises(PlateError, match=f"site '{site}'"):
-        ps.BAOA(model, lr=0.01, compile=False).run(data, num_samples=1, **size, **QUIET)
+        ps.BAOA(model, lr=0.01, compile=False).run(
+            data, num_samples=1, warmup_steps=0, thinning=1, num_chains=1, **size, **QUIET
+        )
 
 
 class Sorted(IterableDataset):
