@@ -321,8 +321,8 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_draws_and_the_last_one(
 
     monkeypatch.setattr(checkpoint.files, "write", full)
     sampler = CASES["BAOA"][0]()
+    how = {**STEPS, **IN_BATCHES, **QUIET}
     with pytest.raises(FileError, match="No space left"):
-        how = {**STEPS, **IN_BATCHES, **QUIET}
         sampler.run((X, Y), checkpoint=tmp_path, checkpoint_every=0, **how)
     kept = sampler.get_samples(group_by_chain=True)["w"]
     assert torch.equal(kept, whole.get_samples(group_by_chain=True)["w"][:, : kept.shape[1]])

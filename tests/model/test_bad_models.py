@@ -612,9 +612,9 @@ def test_a_models_own_error_says_what_the_batch_was():
     log_posterior = ps.LogPosterior(regression(nn.Linear(2, 2).float()), num_data=N)
     with pytest.raises(RuntimeError, match="dtype") as raised:
         log_posterior.init(0, *rows_of(B))
-    assert raised.value.__notes__ == [
-        "raised by the model on its first batch: 0 is float64 [4, 2], 1 is float64 [4]"
-    ]
+    told, advice = raised.value.__notes__
+    assert told == "raised by the model on its first batch: 0 is float64 [4, 2], 1 is float64 [4]"
+    assert advice.startswith("numbers that the model makes are of torch's default dtype: pass data")
 
 
 @pytest.mark.parametrize(
