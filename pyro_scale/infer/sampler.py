@@ -416,9 +416,12 @@ class Sampler(Method):
         self._result = collect(problem, draws, plan.columns, attrs, sink)
         self._result, error = measure(trajectory, self._result, _on_average(plan, draws))
         if not isinstance(sink, ToMoments) and plan.kernel.values(0)["temperature"] > 0:
-            found = report(self._result, self._choice, config.num_samples)
-            attrs = self._result.attrs | {"report": found.to_json()}
-            self._result = dataclasses.replace(self._result, attrs=attrs)
+            try:
+                found = report(self._result, self._choice, config.num_samples)
+                attrs = self._result.attrs | {"report": found.to_json()}
+                self._result = dataclasses.replace(self._result, attrs=attrs)
+            except (Exception, KeyboardInterrupt) as raised:  # the data may be gone
+                error = error or raised
         error = draws.error or error
         if isinstance(sink, ToDisk):
             try:
@@ -518,11 +521,12 @@ class Sampler(Method):
             ArgumentError: an option that needs the whole data.
             NonFiniteError: the state became NaN or infinite.
         """
-        if self._chosen or self._control_variates or self._subtract_noise or self._precondition:
+        needs_all = self._control_variates or self._subtract_noise or self._precondition
+        if "lr" in self._chosen or needs_all:
             raise ArgumentError(
-                "step() sees one batch at a time, but what is 'auto' is chosen from the whole "
-                "data, and control_variates and subtract_noise need it: pass numbers (lr=, "
-                "friction=), or use run"
+                "step() sees one batch at a time, but lr='auto' is chosen from the whole data, and "
+                "precondition, control_variates and subtract_noise need it: pass a number for lr "
+                "and leave these out, or use run"
             )
         if self._stepping is None:
             data = batch_as_data(self.model, self._num_data, args, kwargs)

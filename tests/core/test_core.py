@@ -135,6 +135,9 @@ class TestRandomness:
             "CURVATURE": 6,
             "APPROXIMATION": 7,
             "SHADOW": 8,
+            "SEARCH": 9,
+            "WINDOW": 10,
+            "PILOT": 11,
         }
         assert derived_seed(0, 0, Purpose.NOISE) == 5950159816103605179
         assert derived_seed(7, 3, Purpose.BATCHES, block=2) == 2521211164429912937

@@ -434,7 +434,9 @@ def test_batches_of_numpy_arrays_are_refused():
     with pytest.raises(DataError, match="tensor"):
         ps.explain(normal_mean, given)
     with pytest.raises(DataError, match="tensor"):
-        ps.BAOA(normal_mean, lr=0.1).run(given, num_samples=2, progress=False)
+        ps.BAOA(normal_mean, lr=0.1).run(
+            given, num_samples=2, warmup_steps=0, thinning=1, num_chains=1, progress=False
+        )
 
 
 def padded(rows):
@@ -479,7 +481,16 @@ def test_unknown_sampling_is_refused(kind, sampling):
     sampler = ps.BAOA(normal_mean, lr=0.1)
     known = r"\('shuffle', 'replacement', 'symmetric'\)"
     with pytest.raises(ArgumentError, match=rf"sampling={sampling!r}: pass one of {known}"):
-        sampler.run(data, num_samples=2, batch_size=size, sampling=sampling, progress=False)
+        sampler.run(
+            data,
+            num_samples=2,
+            warmup_steps=0,
+            thinning=1,
+            num_chains=1,
+            batch_size=size,
+            sampling=sampling,
+            progress=False,
+        )
 
 
 @pytest.mark.parametrize(("method", "default"), [(ps.BAOA, "shuffle"), (ps.SGNHT, "replacement")])
@@ -487,7 +498,15 @@ def test_no_sampling_is_the_methods_own(method, default):
     data = torch.arange(1.0, N + 1), torch.ones(N)
     runs = [
         method(normal_mean, lr=0.01).run(
-            data, num_samples=9, batch_size=B, seed=0, progress=False, **kwargs
+            data,
+            num_samples=9,
+            warmup_steps=0,
+            thinning=1,
+            num_chains=1,
+            batch_size=B,
+            seed=0,
+            progress=False,
+            **kwargs,
         )
         for kwargs in ({}, {"sampling": None}, {"sampling": default}, {"sampling": "symmetric"})
     ]
@@ -502,7 +521,13 @@ def test_a_stream_cannot_be_drawn_with_replacement():
     sampler = ps.BAOA(normal_mean, lr=0.01)
     with pytest.raises(ArgumentError, match=r"sampling='replacement' needs data.*by index"):
         sampler.run(
-            DataLoader(SizedStream(), B), num_samples=2, sampling="replacement", progress=False
+            DataLoader(SizedStream(), B),
+            num_samples=2,
+            warmup_steps=0,
+            thinning=1,
+            num_chains=1,
+            sampling="replacement",
+            progress=False,
         )
 
 

@@ -56,7 +56,14 @@ def run(dataset, after=-1, num_chains=1, **options):
     loader = stateful.StatefulDataLoader(dataset, batch_size=BATCH)
     sampler = ps.BAOA(Interrupted(after), lr=0.05, compile=False)
     return sampler.run(
-        loader, num_samples=350, num_chains=num_chains, seed=0, progress=False, **options
+        loader,
+        num_samples=350,
+        warmup_steps=0,
+        thinning=1,
+        num_chains=num_chains,
+        seed=0,
+        progress=False,
+        **options,
     )
 
 

@@ -124,7 +124,8 @@ def test_chains_without_noise_may_end_anywhere():
 
 def test_a_step_that_was_chosen_gets_more_steps_for_advice():
     """At the step that would not heat, so few would be off by more."""
-    sampler = ps.SGLD(sign, lr="auto", init_strategy={"w": 4.0 * double(-1.0, 1.0, 1.0, -1.0)})
+    starts = {"w": 4.0 * double(-1.0, 1.0, 1.0, -1.0)}
+    sampler = ps.SGLD(sign, lr="auto", precondition=None, init_strategy=starts)
     fit = run(sampler, (X, Y), batch_size=1, num_samples=40, warmup_steps=0)
     positions = fit._result.positions + 50 * torch.arange(4)[:, None, None]
     virial = 9.0 + 0.1 * normals(4, 40, 1, 1).expand(-1, -1, -1, 2)
@@ -141,7 +142,14 @@ def test_a_step_that_was_chosen_gets_more_steps_for_advice():
 
 
 def exploding(method=ps.SGLD, lr=300.0, num_samples=70, **how):
-    how = {"num_samples": num_samples, "batch_size": 10, **how}
+    how = {
+        "num_samples": num_samples,
+        "warmup_steps": 0,
+        "thinning": 1,
+        "num_chains": 1,
+        "batch_size": 10,
+        **how,
+    }
     return warned.told(method(sign, lr=lr).run, (X, Y), **QUIET, **how)
 
 
@@ -183,7 +191,7 @@ def five():
 )
 def test_chains_on_their_way_to_infinity_have_exploded(method, lr, how):
     """Just above the stable range: 2 of SGLD and BAOA, 1.236 of SGHMC."""
-    how = {**QUIET, "num_samples": 60, "num_chains": 4, **how}
+    how = {**QUIET, "num_samples": 60, "warmup_steps": 0, "thinning": 1, "num_chains": 4, **how}
     fit, said = warned.told(method(five, lr=lr).run, None, **how)
     assert fit._result.positions.abs().max() < 1e13
     for (exploded,) in (said, warned.told(fit.diagnostics)[1]):
@@ -199,7 +207,8 @@ def rising(step):
 def test_chains_from_afar_have_not_exploded(lr, start):
     """They are hotter by far, but first and not last."""
     sampler = ps.BAOA(five, lr=lr, init_strategy={"x": torch.full((4, 5), start)})
-    fit, said = warned.told(sampler.run, None, **QUIET, num_samples=200, num_chains=4)
+    how = {"num_samples": 200, "warmup_steps": 0, "thinning": 1, "num_chains": 4}
+    fit, said = warned.told(sampler.run, None, **QUIET, **how)
     assert (fit._result.virial.mean() > 100) == (start > 1)
     assert not [each for each in said if "exploded" in each]
 

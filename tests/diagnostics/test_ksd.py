@@ -115,7 +115,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 def run(method, data=(X, Y), **how):
-    how = {"num_samples": 300, "warmup_steps": 300, "thinning": 3, **how}
+    how = {"num_samples": 300, "num_chains": 1, "warmup_steps": 300, "thinning": 3, **how}
     return quiet(method.run, data, **QUIET, **how)
 
 

@@ -88,7 +88,7 @@ def test_all_rows_are_those_of_the_closed_form(fitted):
 @pytest.mark.parametrize("model", [linear, subsampling])
 def test_all_rows_are_those_of_arviz(model):
     sampler = ps.BAOA(model, lr=0.3, friction=1.0)
-    sampler.run((X, Y), num_samples=300, num_chains=3, warmup_steps=100, **QUIET)
+    sampler.run((X, Y), num_samples=300, thinning=1, num_chains=3, warmup_steps=100, **QUIET)
     found, theirs = sampler.loo(), arviz.loo(sampler.to_arviz(), pointwise=True)
     assert found.elpd == pytest.approx(elpd_of(theirs), rel=1e-10)
     # ArviZ 1 divides the sum of squares by one less than the number of rows
@@ -100,7 +100,7 @@ def test_all_rows_are_those_of_arviz(model):
 
 def test_a_row_is_left_out_with_all_its_sites():
     sampler = ps.BAOA(two_sites, lr=0.1, friction=1.0)
-    sampler.run((X, Y), num_samples=300, warmup_steps=100, **QUIET)
+    sampler.run((X, Y), num_samples=300, thinning=1, num_chains=1, warmup_steps=100, **QUIET)
     both = sum(sampler.log_likelihood().values())
     log_ratios = -both
     weights = (log_ratios - torch.logsumexp(log_ratios, 0)).exp()
@@ -136,7 +136,7 @@ def test_as_many_rows_as_there_are_are_all(fitted):
 
 @pytest.mark.parametrize("num_rows", [None, 30])
 def test_loaders_and_own_subsamples_give_the_same(num_rows):
-    how = {"num_samples": 50, "warmup_steps": 20, **QUIET}
+    how = {"num_samples": 50, "thinning": 1, "num_chains": 1, "warmup_steps": 20, **QUIET}
     starts = {"lr": 0.1, "compile": False}
     tensors = ps.BAOA(linear, **starts).run((X, Y), batch_size=64, **how)
     loader = DataLoader(TensorDataset(X, Y), batch_size=64)
@@ -174,12 +174,16 @@ def test_what_cannot_be_left_out_is_refused(fitted):
     def nothing():
         pyro.sample("w", dist.Normal(0.0, 1.0))
 
-    sampler = ps.BAOA(nothing, lr=0.1).run(None, num_samples=50, **QUIET)
+    sampler = ps.BAOA(nothing, lr=0.1).run(
+        None, num_samples=50, warmup_steps=0, thinning=1, num_chains=1, **QUIET
+    )
     with pytest.raises(ArgumentError, match="no data site"):
         sampler.loo()
     with pytest.raises(ArgumentError, match="only one row"):
         fitted.loo(data=(X[:1], Y[:1]))
-    few = ps.BAOA(linear, lr=0.1).run((X, Y), num_samples=5, **QUIET)
+    few = ps.BAOA(linear, lr=0.1).run(
+        (X, Y), num_samples=5, warmup_steps=0, thinning=1, num_chains=1, **QUIET
+    )
     with pytest.raises(ArgumentError, match="5 draws are too few to weigh: 20"):
         few.loo()
 

@@ -105,7 +105,9 @@ def two_modes():
 
 
 def run(method, data=None, **how):
-    return warned.quiet(method.run, data, **{"num_chains": 8, "superchains": 2, **QUIET, **how})
+    steps = {"warmup_steps": 0, "thinning": 1}
+    how = {"num_chains": 8, "superchains": 2, **steps, **QUIET, **how}
+    return warned.quiet(method.run, data, **how)
 
 
 def told(fit):

@@ -29,7 +29,14 @@ from pyro_scale.storage import files
 N, B = 60, 10
 X = normals(N, 2, seed=1)
 Y = X @ double(1.0, -0.5) + 0.3 * normals(N, seed=2)
-QUIET = {"progress": False, "num_samples": 300, "seed": 3}
+QUIET = {
+    "progress": False,
+    "num_samples": 300,
+    "warmup_steps": 0,
+    "thinning": 1,
+    "num_chains": 1,
+    "seed": 3,
+}
 IN_BATCHES = {**QUIET, "batch_size": B}
 
 
@@ -414,7 +421,7 @@ def test_a_checkpoint_directory_holds_it(tmp_path):
     for file in found:
         checked(message, regression, tmp_path / file) if file[-1] in map(str, first) else None
     with pytest.raises(NonFiniteError) as resumed:  # the run is over, and stays so
-        sampler.run((X, Y), **IN_BATCHES, num_chains=6, resume=tmp_path)
+        sampler.run((X, Y), **{**IN_BATCHES, "num_chains": 6}, resume=tmp_path)
     assert path_in(str(resumed.value)) == path_in(message)
     assert sorted(file.name for file in tmp_path.glob("crash-dump-*")) == found
 
@@ -513,7 +520,7 @@ def test_only_the_run_that_is_given_up_is_written(monkeypatch):
     monkeypatch.setattr("pyro_scale.infer.sampler._MOST_HALVINGS", 1)
     written = []
     monkeypatch.setattr(crash_dump.files, "write", lambda path, *_: written.append(path))
-    message = broken(ps.SGLD(cliff, lr="auto"))
+    message = broken(ps.SGLD(cliff, lr="auto", precondition=None))
     assert len(written) == 1
     assert "crash-dump-0" in message
 

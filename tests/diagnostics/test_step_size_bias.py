@@ -278,7 +278,7 @@ def test_what_is_left_of_noise_taken_off():
 
 @pytest.mark.slow
 def test_a_chosen_step_is_taken_again():
-    sampler = run(ps.BAOA(location, lr="auto"), (Y,), batch_size=B)
+    sampler = run(ps.BAOA(location, lr="auto", precondition=None), (Y,), batch_size=B)
     lr = sampler.kernel.lr
     table, _ = told(sampler.step_size_bias)
     assert sampler.kernel.lr == lr

@@ -23,7 +23,15 @@ def first_steps(program):
     """The preflight, and two eager steps."""
     ps.explain(program.model, program.data)
     mcmc = ps.BAOA(program.model, lr=1e-6, compile=False)
-    return mcmc.run(program.data, num_samples=2, seed=0, progress=False)
+    return mcmc.run(
+        program.data,
+        num_samples=2,
+        warmup_steps=0,
+        thinning=1,
+        num_chains=1,
+        seed=0,
+        progress=False,
+    )
 
 
 @pytest.mark.parametrize("name", names())

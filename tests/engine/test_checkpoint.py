@@ -25,12 +25,13 @@ from warned import without_replay
 import pyro_scale as ps
 from pyro_scale.engine import checkpoint, loop, progress
 from pyro_scale.errors import ArgumentError, FileError, NonFiniteError
+from pyro_scale.run.run import RunPlan
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore")]
 
 N, B = 60, 8
 QUIET = {"seed": 3, "progress": False}
-STEPS = {"num_samples": 40, "warmup_steps": 11, "thinning": 3}
+STEPS = {"num_samples": 40, "warmup_steps": 11, "thinning": 3, "num_chains": 1}
 
 
 def rows(count=N):
@@ -149,7 +150,11 @@ CASES = {
         (X, Y),
         IN_BATCHES,
     ),
-    "a chosen step": (lambda: ps.BAOA(regression, lr="auto", compile=False), (X, Y), IN_BATCHES),
+    "a chosen step": (
+        lambda: ps.BAOA(regression, lr="auto", precondition=None, compile=False),
+        (X, Y),
+        IN_BATCHES,
+    ),
     "own subsamples": (lambda: ps.BAOA(subsampling, **SMALL), (X, Y), {"num_chains": 2}),
     "points": (lambda: ps.BAOA(with_point, **SMALL), (X, Y), IN_BATCHES),
     "frozen base": (lambda: ps.BAOA(head(), **SMALL), (X, Y), IN_BATCHES),
@@ -316,8 +321,9 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_draws_and_the_last_one(
 
     monkeypatch.setattr(checkpoint.files, "write", full)
     sampler = CASES["BAOA"][0]()
+    how = {**STEPS, **IN_BATCHES, **QUIET}
     with pytest.raises(FileError, match="No space left"):
-        sampler.run((X, Y), checkpoint=tmp_path, checkpoint_every=0, **STEPS, **IN_BATCHES, **QUIET)
+        sampler.run((X, Y), checkpoint=tmp_path, checkpoint_every=0, **how)
     kept = sampler.get_samples(group_by_chain=True)["w"]
     assert torch.equal(kept, whole.get_samples(group_by_chain=True)["w"][:, : kept.shape[1]])
     monkeypatch.undo()
@@ -351,7 +357,7 @@ def test_a_chain_that_stopped_stays_so(tmp_path, cut, monkeypatch):
     def sampler():
         return ps.SGLD(cliff, lr=5.0, compile=False, init_strategy={"w": torch.zeros(6)})
 
-    how = {"batch_size": B, "num_chains": 6, **STEPS, **QUIET}
+    how = {**STEPS, "batch_size": B, "num_chains": 6, **QUIET}
     whole, part = sampler(), sampler()
     with pytest.raises(NonFiniteError) as expected:
         whole.run((X, Y), **how)
@@ -482,7 +488,7 @@ KINDS = {
 def test_the_kind_of_data_counts(then, now, tmp_path, monkeypatch):
     """Though the first batch is the same, the later ones would be others."""
     monkeypatch.setattr(Noisy, "__getitem__", Plain.__getitem__)
-    how = {**QUIET, "num_samples": 3}
+    how = {**STEPS, **QUIET, "num_samples": 3, "warmup_steps": 0, "thinning": 1}
 
     def ran(kind, **where):
         data, options = KINDS[kind]
@@ -575,7 +581,7 @@ def test_schedules_of_ours_are_compared(tmp_path):
     run("cycles", checkpoint=tmp_path)
     method = ps.SGHMC(regression, lr=ps.schedules.Cyclical(0.03, 50), compile=False)
     with pytest.raises(FileError, match=r"is another run .*cycle_steps"):
-        method.run((X, Y), resume=tmp_path, **STEPS, **IN_BATCHES, **QUIET)
+        method.run((X, Y), resume=tmp_path, **{**STEPS, **IN_BATCHES, **QUIET})
 
 
 def test_a_step_that_was_chosen_is_for_its_number_of_steps(tmp_path):
@@ -756,8 +762,12 @@ def test_an_interrupt_ends_the_search_for_a_step_size_too(monkeypatch):
         self.alive = torch.tensor([False, True])
         self.count = block.stop
 
+    def unstopped(self, *args, stop, **kwargs):
+        return execute(self, *args, **kwargs)
+
+    execute = RunPlan.execute
     monkeypatch.setattr(loop.Chains, "move", broken)
-    monkeypatch.setattr("pyro_scale.infer.sampler._any_broke", lambda draws: False)
+    monkeypatch.setattr(RunPlan, "execute", unstopped)
     with pytest.raises(NonFiniteError):
-        CASES["a chosen step"][0]().run((X, Y), **STEPS, **IN_BATCHES, **QUIET)
+        CASES["a chosen step"][0]().run((X, Y), **{**STEPS, **IN_BATCHES, **QUIET})
     assert begun == [0]

@@ -45,7 +45,15 @@ def logistic(x, y):
 
 
 def ran(model, compile, data=(X, Y), method=ps.BAOA, lr=0.2, **kwargs):
-    chosen = {"num_samples": 200, "num_chains": 2, "seed": 0, "batch_size": 7, "progress": False}
+    chosen = {
+        "num_samples": 200,
+        "warmup_steps": 0,
+        "thinning": 1,
+        "num_chains": 2,
+        "seed": 0,
+        "batch_size": 7,
+        "progress": False,
+    }
     return method(model, lr=lr, compile=compile).run(data, **{**chosen, **kwargs})
 
 
@@ -390,7 +398,15 @@ def outcome(model, compile, data, **kwargs):
     """(The sampler, what its error says, but for a file's name)."""
     method = kwargs.pop("method", ps.BAOA)
     sampler = method(model, compile=compile, **kwargs.pop("hypers", {"lr": 0.2}))
-    chosen = {"num_samples": 150, "num_chains": 6, "seed": 1, "progress": False, **kwargs}
+    chosen = {
+        "num_samples": 150,
+        "warmup_steps": 0,
+        "thinning": 1,
+        "num_chains": 6,
+        "seed": 1,
+        "progress": False,
+        **kwargs,
+    }
     with pytest.raises(NonFiniteError) as caught:
         sampler.run(data, **chosen)
     return sampler, without_replay(str(caught.value))
@@ -638,7 +654,15 @@ def test_what_leaves_torch_is_not_frozen():
     draws = []
     for compile in (True, False):
         sampler = ps.BAOA(model, lr=0.1, compile=compile)
-        settings = {"num_samples": 20, "batch_size": 5, "seed": 0, "progress": False}
+        settings = {
+            "num_samples": 20,
+            "warmup_steps": 0,
+            "thinning": 1,
+            "num_chains": 1,
+            "batch_size": 5,
+            "seed": 0,
+            "progress": False,
+        }
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             draws.append(sampler.run((x, y), **settings).get_samples()["w"])
@@ -670,7 +694,16 @@ def test_a_gpu_gives_what_its_eager_steps_give():
 
     draws = [
         ps.BAOA(model, lr=0.1, compile=compile)
-        .run((x, y), num_samples=50, batch_size=8, num_chains=3, seed=0, progress=False)
+        .run(
+            (x, y),
+            num_samples=50,
+            warmup_steps=0,
+            thinning=1,
+            batch_size=8,
+            num_chains=3,
+            seed=0,
+            progress=False,
+        )
         .get_samples()["w"]
         for compile in (True, False)
     ]

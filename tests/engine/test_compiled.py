@@ -45,7 +45,15 @@ def close(actual, expected, tolerance=1e-10):
 
 def ran(make, compile, data, **kwargs):
     """A finished sampler."""
-    chosen = {"num_samples": STEPS, "num_chains": 2, "seed": 0, "progress": False, **kwargs}
+    chosen = {
+        "num_samples": STEPS,
+        "warmup_steps": 0,
+        "thinning": 1,
+        "num_chains": 2,
+        "seed": 0,
+        "progress": False,
+        **kwargs,
+    }
     return make(compile=compile).run(data, **chosen)
 
 
@@ -705,7 +713,13 @@ def test_a_factorization_that_fails_ends_its_chain_at_the_same_step():
         sampler = ps.BAOA(near_the_edge, lr=0.5, compile=compile, init_strategy=starts)
         with pytest.raises(NonFiniteError) as caught:
             sampler.run(
-                torch.full((3, 2), 0.3), num_samples=200, num_chains=4, seed=1, progress=False
+                torch.full((3, 2), 0.3),
+                num_samples=200,
+                warmup_steps=0,
+                thinning=1,
+                num_chains=4,
+                seed=1,
+                progress=False,
             )
         ends.append(re.findall(r"chain (\d) at step (\d+)", str(caught.value)))
     assert ends[0] == ends[1]
@@ -747,7 +761,14 @@ def test_a_second_run_takes_its_own_data_and_seed():
     fast, slow = (ps.BAOA(logistic, lr=0.3, compile=c) for c in (True, False))
     other = rows(seed=7)
     for data, seed, size in [((X, Y), 0, B), (other, 0, B), (other, 1, B), (other, 1, 4)]:
-        kwargs = {"num_samples": STEPS, "batch_size": size, "num_chains": 2, "progress": False}
+        kwargs = {
+            "num_samples": STEPS,
+            "warmup_steps": 0,
+            "thinning": 1,
+            "batch_size": size,
+            "num_chains": 2,
+            "progress": False,
+        }
         for sampler in (fast, slow):
             sampler.run(data, seed=seed, **kwargs)
         same(fast, slow)
@@ -759,7 +780,14 @@ def test_a_second_run_takes_its_own_data_and_seed():
 def test_data_written_to_between_two_runs_are_read_anew():
     x, y = X.clone(), Y.clone()
     sampler = ps.BAOA(logistic, lr=0.3, compile=True)
-    kwargs = {"num_samples": STEPS, "seed": 0, "progress": False}
+    kwargs = {
+        "num_samples": STEPS,
+        "warmup_steps": 0,
+        "thinning": 1,
+        "num_chains": 1,
+        "seed": 0,
+        "progress": False,
+    }
     before = sampler.run((x, y), **kwargs)._results()
     x.neg_()
     after = sampler.run((x, y), **kwargs)._results()

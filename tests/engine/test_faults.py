@@ -81,7 +81,14 @@ def no_room(disk):
 def test_checkpoints_fill_the_disk(disk):
     """The draws until then are kept, and the checkpoint before goes on, once there is room."""
     sampler = ps.BAOA(wide, lr=0.05, compile=False)
-    how = {"num_samples": 1200, "batch_size": 5, **QUIET}
+    how = {
+        "num_samples": 1200,
+        "warmup_steps": 0,
+        "thinning": 1,
+        "num_chains": 1,
+        "batch_size": 5,
+        **QUIET,
+    }
     with pytest.raises(FileError, match=r"cannot be written \(No space left on device\)") as raised:
         sampler.run(X, checkpoint=disk / "run", checkpoint_every=0, **how)
     whole = wide_run(1200)
@@ -110,7 +117,15 @@ def test_draws_fill_the_disk(chunk, disk, tmp_path, monkeypatch):
     monkeypatch.setattr(sinks, "_MOST_DRAWS", chunk)
     monkeypatch.setattr(sinks, "_FILE_BYTES", 2**19)
     sampler = ps.BAOA(wide, lr=0.05, compile=False)
-    how = {"num_samples": 1200, "batch_size": 5, "store": disk / "draws.zarr", **QUIET}
+    how = {
+        "num_samples": 1200,
+        "warmup_steps": 0,
+        "thinning": 1,
+        "num_chains": 1,
+        "batch_size": 5,
+        "store": disk / "draws.zarr",
+        **QUIET,
+    }
     with pytest.raises(FileError, match=r"cannot be written \(.*No space left") as raised:
         sampler.run(X, checkpoint=tmp_path / "run", checkpoint_every=0, **how)
     said = raised.value.__notes__[-1]
@@ -205,7 +220,7 @@ def gone(code):
     raise Gone("the rows are gone")
 
 
-LOADED = {"num_samples": 40, "num_chains": 2, **QUIET}
+LOADED = {"num_samples": 40, "warmup_steps": 0, "thinning": 1, "num_chains": 2, **QUIET}
 
 
 def from_loader(dataset, **kwargs):
@@ -295,7 +310,14 @@ def test_a_model_that_raises_at_a_later_step_leaves_what_there_was(kept, tmp_pat
 
     where = {"memory": None, "store": tmp_path / "draws.zarr", "nowhere": False}[kept]
     sampler = ps.BAOA(model, lr=0.05, compile=False)
-    how = {"num_samples": 200, "num_chains": 2, "batch_size": 5, **QUIET}
+    how = {
+        "num_samples": 200,
+        "warmup_steps": 0,
+        "thinning": 1,
+        "num_chains": 2,
+        "batch_size": 5,
+        **QUIET,
+    }
     with pytest.raises(Refused, match="no more") as raised:
         sampler.run((X, Y), checkpoint=tmp_path / "run", checkpoint_every=0, store=where, **how)
     whole = fitted(num_samples=200, num_chains=2)
@@ -332,6 +354,8 @@ def test_a_run_that_ends_early_leaves_no_thread(monkeypatch):
 
     monkeypatch.setattr(loop.Chains, "move", broken)
     with pytest.raises(ValueError, match="the end") as error:
-        ps.BAOA(wide, lr=0.05, compile=False).run(X, num_samples=5000, batch_size=5, **QUIET)
+        ps.BAOA(wide, lr=0.05, compile=False).run(
+            X, num_samples=5000, warmup_steps=0, thinning=1, num_chains=1, batch_size=5, **QUIET
+        )
     assert error.traceback  # which is held
     assert not [t for t in threading.enumerate() if t.name.startswith("pyro_scale-block")]

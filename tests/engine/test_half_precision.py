@@ -27,7 +27,12 @@ def test_a_gaussian_posterior_is_right(dtype, compile):
     precision = 1 + x.double().square().sum()
     mean, sd = float((x.double() * y.double()).sum() / precision), float(precision**-0.5)
     sampler = ps.BAOA(model, lr=0.5, compile=compile)
-    how = {"num_samples": 400 if not compile else 4000, "warmup_steps": 100, "num_chains": 4}
+    how = {
+        "num_samples": 400 if not compile else 4000,
+        "thinning": 1,
+        "warmup_steps": 100,
+        "num_chains": 4,
+    }
     sampler.run((x, y), **how, seed=0, progress=False)
     draws = sampler.get_samples()["w"]
     assert draws.dtype is torch.float32

@@ -57,7 +57,8 @@ def ran(method, data=(X, Y), **how):
     how = {"seed": 0, "batch_size": B, "progress": False} | how
     if isinstance(method, ps.MAP | ps.VI):
         return method.run(data, num_steps=30, **how).trace
-    return method.run(data, **({"num_samples": 20} | how))._results().positions
+    steps = {"num_samples": 20, "warmup_steps": 0, "thinning": 1, "num_chains": 1}
+    return method.run(data, **(steps | how))._results().positions
 
 
 HOW = [

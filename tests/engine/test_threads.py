@@ -17,7 +17,15 @@ import pyro_scale as ps
 N, B, PAIRS = 60, 10, 10
 X = normals(N, 2, seed=1).float()
 Y = X @ torch.tensor([1.0, -0.5]) + 0.3 * normals(N, seed=2).float()
-HOW = {"num_samples": 30, "warmup_steps": 10, "batch_size": B, "seed": 3, "progress": False}
+HOW = {
+    "num_samples": 30,
+    "thinning": 1,
+    "num_chains": 1,
+    "warmup_steps": 10,
+    "batch_size": B,
+    "seed": 3,
+    "progress": False,
+}
 
 
 def regression(x, y=None):

@@ -281,14 +281,26 @@ def function_of(density):
         pytest.param(lambda w: w.exp().sum(), id="exponential"),
     ],
 )
-@pytest.mark.parametrize("asked", [{"lr": "auto"}, {"lr": 0.1, "control_variates": True}])
+@pytest.mark.parametrize(
+    "asked", [{"lr": "auto", "precondition": None}, {"lr": 0.1, "control_variates": True}]
+)
 def test_no_mode_is_said_so(density, asked):
     sampler = ps.BAOA(function_of(density), **asked)
     with pytest.raises(ArgumentError, match="no mode of the posterior could be found"):
-        sampler.run(None, num_samples=2, seed=0, progress=False)
+        sampler.run(
+            None, num_samples=2, warmup_steps=0, thinning=1, num_chains=1, seed=0, progress=False
+        )
 
 
-@pytest.mark.parametrize("asked", ["lr", "control_variates"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"lr": "auto", "precondition": None},
+        {"lr": 0.01, "control_variates": True},
+    ],
+    ids=["all", "lr", "control_variates"],
+)
 @pytest.mark.parametrize(
     ("data", "kwargs"),
     [
@@ -301,10 +313,18 @@ def test_no_mode_is_said_so(density, asked):
 )
 def test_a_part_of_the_data_is_refused(data, kwargs, asked):
     """The data hold 23 rows (the stream 19), whereas N is 200."""
-    hyperparameters = {"lr": "auto"} if asked == "lr" else {"lr": 0.01, "control_variates": True}
-    sampler = ps.BAOA(of_rows, num_data=200, **hyperparameters)
+    sampler = ps.BAOA(of_rows, num_data=200, **asked)
     with pytest.raises(DataError, match=r"the data hold (19|23) rows, not N = 200"):
-        sampler.run(data, num_samples=2, seed=0, progress=False, **kwargs)
+        sampler.run(
+            data,
+            num_samples=2,
+            warmup_steps=0,
+            thinning=1,
+            num_chains=1,
+            seed=0,
+            progress=False,
+            **kwargs,
+        )
 
 
 def test_a_stream_that_says_more_than_it_holds_is_refused():

@@ -46,7 +46,9 @@ def test_a_log_posterior_inside_of_a_function_counts_once():
     assert float(nested[1].log_joint) == pytest.approx(float(own[1].log_joint), rel=1e-14)
     torch.testing.assert_close(nested[0]["w"], own[0]["w"], rtol=1e-13, atol=1e-13)
     draws = [
-        ps.SGLD(each, lr=0.1, compile=False).run((X, Y), num_samples=20, **QUIET).get_samples()["w"]
+        ps.SGLD(each, lr=0.1, compile=False)
+        .run((X, Y), num_samples=20, warmup_steps=0, thinning=1, num_chains=1, **QUIET)
+        .get_samples()["w"]
         for each in (log_posterior, around)
     ]
     assert draws[0].shape == draws[1].shape
@@ -156,7 +158,15 @@ def test_with_the_whole_data_local_latents_are_like_any_other(plate, size):
     sampler = ps.BAOA(model, lr=0.3, compile=False)
     starts = {"mu": mean[:1].expand(400), "theta": mean[1:].expand(400, N)}
     sampler = ps.BAOA(model, lr=0.3, compile=False, init_strategy=starts)
-    sampler.run((Y, SDS), batch_size=size, num_samples=1, warmup_steps=80, num_chains=400, **QUIET)
+    sampler.run(
+        (Y, SDS),
+        batch_size=size,
+        num_samples=1,
+        thinning=1,
+        warmup_steps=80,
+        num_chains=400,
+        **QUIET,
+    )
     draws = sampler.get_samples()
     both = torch.cat([draws["mu"][:, None], draws["theta"]], 1)
     assert ((both.mean(0) - mean) / (covariance.diagonal() / 400).sqrt()).abs().max() < 4.4
@@ -247,7 +257,11 @@ def test_what_half_of_the_rows_cannot_be_run_on_is_run_on_all(model, batch):
         expected = -elbo.loss(pyro.condition(model, values), lambda *_: None, *batch)
     found = float(log_posterior(params, batch).log_joint - jacobian)
     assert found == pytest.approx(expected, rel=1e-10)
-    assert ps.BAOA(model, lr=0.01).run(batch, num_samples=3, **QUIET).get_samples()
+    assert (
+        ps.BAOA(model, lr=0.01)
+        .run(batch, num_samples=3, warmup_steps=0, thinning=1, num_chains=1, **QUIET)
+        .get_samples()
+    )
 
 
 def test_on_minibatches_they_are_refused():

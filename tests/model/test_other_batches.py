@@ -83,7 +83,9 @@ def test_what_a_batch_decides_is_found_on_other_batches(name, how):
     with pytest.raises(PlateError, match=f"site '{site}'"):
         ps.explain(model, data, **size)
     with pytest.raises(PlateError, match=f"site '{site}'"):
-        ps.BAOA(model, lr=0.01, compile=False).run(data, num_samples=1, **size, **QUIET)
+        ps.BAOA(model, lr=0.01, compile=False).run(
+            data, num_samples=1, warmup_steps=0, thinning=1, num_chains=1, **size, **QUIET
+        )
 
 
 class Sorted(IterableDataset):
@@ -102,7 +104,14 @@ def test_a_stream_is_looked_at_as_it_comes(name):
     model, y, site = BY_BATCH[name]
     sampler = ps.BAOA(model, lr=0.01, compile=False)
     with pytest.raises(PlateError, match=f"site '{site}'"):
-        sampler.run(DataLoader(Sorted(y), batch_size=B), num_samples=100, **QUIET)
+        sampler.run(
+            DataLoader(Sorted(y), batch_size=B),
+            num_samples=100,
+            warmup_steps=0,
+            thinning=1,
+            num_chains=1,
+            **QUIET,
+        )
 
 
 RIGHT = {
@@ -129,7 +138,9 @@ def test_what_rows_decide_passes(name, dtype):
 def test_the_draws_are_those_of_a_run_that_was_not_looked_at(monkeypatch):
     def draws():
         sampler = ps.BAOA(RIGHT["rows alone"], lr=0.05, compile=False)
-        return sampler.run((X, Y), batch_size=B, num_samples=70, **QUIET).get_samples()["w"]
+        return sampler.run(
+            (X, Y), batch_size=B, num_samples=70, warmup_steps=0, thinning=1, num_chains=1, **QUIET
+        ).get_samples()["w"]
 
     looked_at = draws()
     monkeypatch.setattr("pyro_scale.run.run.is_checked", lambda known: False)
@@ -178,7 +189,9 @@ def test_rows_that_a_model_takes_by_itself_pass():
             pyro.sample("y", dist.Normal(w * x[i], 1.0), obs=y[i])
 
     assert ps.explain(model, (COLUMN, Y)).batch_size == B
-    ps.BAOA(model, lr=0.01, compile=False).run((COLUMN, Y), num_samples=70, **QUIET)
+    ps.BAOA(model, lr=0.01, compile=False).run(
+        (COLUMN, Y), num_samples=70, warmup_steps=0, thinning=1, num_chains=1, **QUIET
+    )
 
 
 def inducing(x, y):
@@ -200,7 +213,16 @@ def inducing(x, y):
 def test_rounding_is_not_taken_for_the_rows(dtype):
     x = normals(N, seed=4).to(dtype)
     sampler = ps.BAOA(inducing, lr=1e-6, compile=False)
-    sampler.run((x, Y.to(dtype)), batch_size=B, num_samples=1, progress=False, seed=1)
+    sampler.run(
+        (x, Y.to(dtype)),
+        batch_size=B,
+        num_samples=1,
+        warmup_steps=0,
+        thinning=1,
+        num_chains=1,
+        progress=False,
+        seed=1,
+    )
 
     def years(x, y):
         """Cancels but for a few digits in float32."""
@@ -248,7 +270,13 @@ def test_a_row_outside_of_the_support_is_named(model, value, y, batch_size):
 
 def ran(method, model, data, batch_size):
     return method(model, lr=0.01, compile=False).run(
-        data, batch_size=batch_size, num_samples=1, **QUIET
+        data,
+        batch_size=batch_size,
+        num_samples=1,
+        warmup_steps=0,
+        thinning=1,
+        num_chains=1,
+        **QUIET,
     )
 
 

@@ -687,7 +687,13 @@ def test_temperature_of_the_data_is_theirs_alone():
 def test_a_constant_scale_that_equals_n_over_b_is_kept_and_questioned():
     with pytest.warns(UserWarning, match="site 'y': .* equals N/B = 3; it is kept.*remove it"):
         ps.SGLD(own_scale_that_equals_n_over_b, lr=1e-3).run(
-            data(), batch_size=B, num_samples=1, progress=False
+            data(),
+            batch_size=B,
+            num_samples=1,
+            warmup_steps=0,
+            thinning=1,
+            num_chains=1,
+            progress=False,
         )
     warned = ps.explain(own_scale_that_equals_n_over_b, data(), batch_size=B).warnings
     assert len(warned) == 1

@@ -10,7 +10,14 @@ from pyro_scale.errors import NonFiniteError
 from pyro_scale.storage import files
 
 Y = torch.tensor([0.5, 1.2, 2.0])
-HOW = {"num_samples": 300, "num_chains": 2, "seed": 0, "progress": False}
+HOW = {
+    "num_samples": 300,
+    "warmup_steps": 0,
+    "thinning": 1,
+    "num_chains": 2,
+    "seed": 0,
+    "progress": False,
+}
 
 
 def nan_outside():
@@ -75,7 +82,9 @@ def test_only_steps_that_lead_to_draws_are_looked_at():
 
     start = {"w": torch.tensor([60.0])}
     sampler = ps.SGLD(hole, lr=0.2, compile=False, init_strategy=start)
-    sampler.run(None, num_samples=50, warmup_steps=100, seed=0, progress=False)
+    sampler.run(
+        None, num_samples=50, thinning=1, num_chains=1, warmup_steps=100, seed=0, progress=False
+    )
     assert sampler.get_samples()["w"].abs().max() < 6
 
 

@@ -162,7 +162,15 @@ def drawn_from(family, out=()):
 
 
 def run(model, data, method=ps.BAOA, lr=0.05, **kwargs):
-    settings = {"num_samples": 3, "num_chains": 3, "seed": 0, "progress": False, **kwargs}
+    settings = {
+        "num_samples": 3,
+        "warmup_steps": 0,
+        "thinning": 1,
+        "num_chains": 3,
+        "seed": 0,
+        "progress": False,
+        **kwargs,
+    }
     return method(model, lr=lr).run(data, **settings)
 
 

@@ -55,7 +55,15 @@ def regression(x, y=None):
 
 
 def fitted(model=regression, data=(X, Y), method=ps.BAOA, lr=0.1, temperature=1.0, **kwargs):
-    settings = {"num_samples": 10, "num_chains": 3, "seed": 0, **QUIET, **kwargs}
+    settings = {
+        "num_samples": 10,
+        "warmup_steps": 0,
+        "thinning": 1,
+        "num_chains": 3,
+        "seed": 0,
+        **QUIET,
+        **kwargs,
+    }
     return method(model, lr=lr, temperature=temperature).run(data, **settings)
 
 
@@ -152,7 +160,9 @@ def test_summary_is_arvizs_with_large_sites_in_one_row():
     small = fit.get_samples()["small"]
     assert table.loc["small[1]", "mean"] == pytest.approx(float(small[:, 1].mean()), abs=6e-4)
     assert table.loc["small[1]", "sd"] == pytest.approx(float(small[:, 1].std()), abs=6e-4)
-    pandas.testing.assert_frame_equal(fit.summary(["big"]), whole)
+    big = fit.summary(["big"])
+    assert set(big.pop("verdict")) == {fit.report().of_site("big")}
+    pandas.testing.assert_frame_equal(big, whole)
     assert list(fit.summary(var_names=["small"]).index) == ["small[0]", "small[1]"]
 
 
@@ -204,7 +214,15 @@ def shared(temperature, share=True):
     """Three chains from one start."""
     start = {"w": torch.ones(3, 2).double(), "s": torch.ones(3).double()}
     fit = ps.SGLD(regression, lr=0.01, temperature=temperature, init_strategy=start)
-    settings = {"batch_size": 3, "num_chains": 3, "num_samples": 60, "seed": 0, **QUIET}
+    settings = {
+        "batch_size": 3,
+        "num_chains": 3,
+        "num_samples": 60,
+        "warmup_steps": 0,
+        "thinning": 1,
+        "seed": 0,
+        **QUIET,
+    }
     fit.run((X, Y), share_batches=share, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of the noise of batches
@@ -375,7 +393,7 @@ def test_predictions_have_the_exact_predictive_moments():
     two new rows share their draw of w, so that they covary by 1/13."""
     y = normals(3, 2000, seed=4)
     fit = ps.BAOA(normal_mean, lr=0.3)
-    fit.run(y, num_samples=8, warmup_steps=80, thinning=25, seed=1, **QUIET)
+    fit.run(y, num_samples=8, num_chains=1, warmup_steps=80, thinning=25, seed=1, **QUIET)
     torch.manual_seed(0)
     drawn = fit.predict(torch.zeros(2, 2000).double())["y"]
     assert drawn.shape == (8, 2, 2000)
@@ -618,7 +636,9 @@ def test_arviz_reads_writes_and_plots(tmp_path):
 
 def test_attrs_of_a_schedule_go_through_netcdf(tmp_path):
     fit = ps.SGLD(one_mean, lr=lambda step: 0.01 / (1 + step))
-    idata = fit.run(Y, num_samples=4, seed=0, **QUIET).to_arviz()
+    idata = fit.run(
+        Y, num_samples=4, warmup_steps=0, thinning=1, num_chains=1, seed=0, **QUIET
+    ).to_arviz()
     assert idata.attrs["lr"] == "schedule"
     idata.to_netcdf(str(tmp_path / "schedule.nc"))
     close(idata.sample_stats.lr.values[0], double(*(0.01 / (1 + k) for k in range(4))))
@@ -629,7 +649,11 @@ def test_a_model_without_data_has_posterior_and_stats_alone():
     def model():
         pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
 
-    idata = ps.BAOA(model, lr=0.3).run(None, num_samples=3, seed=0, **QUIET).to_arviz()
+    idata = (
+        ps.BAOA(model, lr=0.3)
+        .run(None, num_samples=3, warmup_steps=0, thinning=1, num_chains=1, seed=0, **QUIET)
+        .to_arviz()
+    )
     assert groups_of(idata) == {"posterior", "sample_stats"}
 
 

@@ -122,7 +122,14 @@ def test_nothing_is_lost_on_the_way(case, kept, chains):
     directory = Path(tempfile.mkdtemp())
     try:
         fit = ps.BAOA(model, lr=0.02, compile=False)
-        how = {"num_samples": 5, "num_chains": chains, "batch_size": 4, "seed": 0}
+        how = {
+            "num_samples": 5,
+            "warmup_steps": 0,
+            "thinning": 1,
+            "num_chains": chains,
+            "batch_size": 4,
+            "seed": 0,
+        }
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sinks, "_MOST_DRAWS", 2)
             store = directory / "draws.zarr" if kept == "store" else None

@@ -69,6 +69,7 @@ def draws_of(density, num_data, name, temperature=1.0, shape=(2,), num_samples=2
     sampler.run(
         None,
         num_samples=num_samples,
+        warmup_steps=0,
         thinning=every,
         num_chains=CHAINS,
         seed=1,
@@ -141,7 +142,9 @@ class TestDoubleWell:
             lambda params, batch: wells(params["w"]), {"w": torch.zeros(2)}, 1
         )
         sampler = ps.BAOA(function, lr=0.15, temperature=0.0, init_strategy={"w": starts})
-        sampler.run(None, num_samples=1, thinning=600, num_chains=21, seed=0, **QUIET)
+        sampler.run(
+            None, num_samples=1, warmup_steps=0, thinning=600, num_chains=21, seed=0, **QUIET
+        )
         ends = sampler.get_samples()["w"]
         x = ends[:, 0]
         assert float((4 * x * (1 - x * x) + 0.3).abs().max()) < 1e-9
@@ -178,7 +181,9 @@ class TestSkewedWell:
         y = self.y
         method, hyperparameters, every = SAMPLERS[name]
         sampler = method(rates, temperature=temperature, **hyperparameters)
-        sampler.run(y, num_samples=2, thinning=every, num_chains=CHAINS, seed=2, **QUIET)
+        sampler.run(
+            y, num_samples=2, warmup_steps=0, thinning=every, num_chains=CHAINS, seed=2, **QUIET
+        )
         r = sampler.get_samples()["r"]
         shape = torch.full_like(r, 3.0) / temperature
         chi_square(torch.special.gammainc(shape, r * (1 + y.sum(0)) / temperature))
@@ -209,7 +214,9 @@ def test_sgld_has_the_law_of_its_own_chain(lr):
     )
     sampler = ps.SGLD(function, lr=lr)
     every = round(12 / lr)
-    sampler.run(None, num_samples=6, thinning=every, num_chains=CHAINS, seed=3, **QUIET)
+    sampler.run(
+        None, num_samples=6, warmup_steps=0, thinning=every, num_chains=CHAINS, seed=3, **QUIET
+    )
     draws = sampler.get_samples()["w"]
     place = ((draws - grid[0]) / width).clamp(0, len(grid) - 1.001)
     left = place.floor().long()

@@ -19,7 +19,14 @@ from pyro_scale.errors import FileError, NonFiniteError, NotRunError
 from pyro_scale.storage import files
 from pyro_scale.storage.zarr_store import DrawStore
 
-HOW = {"num_samples": 40, "num_chains": 2, "seed": 0, "progress": False}
+HOW = {
+    "num_samples": 40,
+    "warmup_steps": 0,
+    "thinning": 1,
+    "num_chains": 2,
+    "seed": 0,
+    "progress": False,
+}
 
 
 def normal():

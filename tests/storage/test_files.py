@@ -165,8 +165,17 @@ class RowByRow(Dataset):
 
 
 def fitted(model=regression, data=(X, Y), method=ps.BAOA, lr=0.05, **kwargs):
-    others = {name: kwargs.pop(name) for name in ("control_variates",) if name in kwargs}
-    settings = {"num_samples": 8, "num_chains": 3, "seed": 0, **QUIET, **kwargs}
+    options = ("control_variates", "precondition")
+    others = {name: kwargs.pop(name) for name in options if name in kwargs}
+    settings = {
+        "num_samples": 8,
+        "warmup_steps": 0,
+        "thinning": 1,
+        "num_chains": 3,
+        "seed": 0,
+        **QUIET,
+        **kwargs,
+    }
     return method(model, lr=lr, **others).run(data, **settings)
 
 
@@ -201,7 +210,13 @@ CASES = {
     ),
     "by name": (lambda: fitted(data={"y": Y, "x": X}, batch_size=5), regression, (X, Y), (X,)),
     "one draw": (lambda: fitted(num_samples=1), regression, (X, Y), (X,)),
-    "automatic lr": (lambda: fitted(batch_size=5, lr="auto"), regression, (X, Y), (X,)),
+    "automatic lr": (
+        lambda: fitted(batch_size=5, lr="auto", precondition=None),
+        regression,
+        (X, Y),
+        (X,),
+    ),
+    "chosen coordinates": (lambda: fitted(batch_size=5, lr="auto"), regression, (X, Y), (X,)),
     "by site": (
         lambda: fitted(lr={"w": 0.1, "s": lambda step: 0.1 / (1 + step)}, batch_size=5),
         regression,
@@ -266,7 +281,16 @@ CASES = {
 
 def fitted_compiled():
     fit = ps.BAOA(regression, lr=0.05, compile=True)
-    return fit.run((X, Y), batch_size=5, num_samples=8, num_chains=2, seed=0, **QUIET)
+    return fit.run(
+        (X, Y),
+        batch_size=5,
+        num_samples=8,
+        warmup_steps=0,
+        thinning=1,
+        num_chains=2,
+        seed=0,
+        **QUIET,
+    )
 
 
 def same(actual, expected):
@@ -418,7 +442,7 @@ def test_chains_that_finished_are_saved(tmp_path):
     start["w"][1] = 1e150
     fit = ps.SGLD(regression, lr=0.05, init_strategy=start)
     with pytest.raises(NonFiniteError):
-        fit.run((X, Y), num_samples=8, num_chains=3, seed=0, **QUIET)
+        fit.run((X, Y), num_samples=8, warmup_steps=0, thinning=1, num_chains=3, seed=0, **QUIET)
     fit.save(tmp_path / "run.ps")
     after = ps.SGLD.load(tmp_path / "run.ps", regression)
     assert after.get_samples(group_by_chain=True)["w"].shape == (2, 8, 2)
@@ -458,7 +482,10 @@ def test_nothing_is_saved_before_a_run(tmp_path):
 def test_what_was_loaded_is_not_run(tmp_path):
     fitted().save(tmp_path / "run.ps")
     after = ps.BAOA.load(tmp_path / "run.ps", regression)
-    for go_on in (lambda: after.run((X, Y), num_samples=2), lambda: after.step(X, Y)):
+    for go_on in (
+        lambda: after.run((X, Y), num_samples=2, warmup_steps=0, thinning=1, num_chains=1),
+        lambda: after.step(X, Y),
+    ):
         with pytest.raises(NotRunError, match=r"make a new one, BAOA\(model, ...\)"):
             go_on()
     with pytest.raises(ArgumentError, match=r"a file keeps no data: .*data="):

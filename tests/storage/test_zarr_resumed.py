@@ -135,7 +135,7 @@ def test_a_loader_that_breaks_leaves_what_there_was(kept, after, tmp_path):
     where = at(kept, tmp_path)
     whole = from_loader(10**9, num_samples=20, **at(kept, tmp_path / "whole"))
     sampler = ps.BAOA(regression, lr=0.05, compile=False)
-    how = {"num_samples": 20, "num_chains": 3, **stored.QUIET}
+    how = {"num_samples": 20, "warmup_steps": 0, "thinning": 1, "num_chains": 3, **stored.QUIET}
     loader = DataLoader(Breaks(after), batch_size=5)
     with pytest.raises(OSError, match="the disk is gone") as raised:
         sampler.run(loader, checkpoint=tmp_path / "run", checkpoint_every=0, **how, **where)
@@ -262,7 +262,14 @@ def test_a_full_disk_costs_what_had_not_been_written_and_says_how_much(tmp_path,
         await put(self, key, *args, **kwargs)
 
     monkeypatch.setattr(zarr.storage.LocalStore, "set", full)
-    how = {"num_samples": 31, "num_chains": 3, "batch_size": 5, **stored.QUIET}
+    how = {
+        "num_samples": 31,
+        "warmup_steps": 0,
+        "thinning": 1,
+        "num_chains": 3,
+        "batch_size": 5,
+        **stored.QUIET,
+    }
     with pytest.raises(FileError, match="No space left on device") as raised:
         sampler.run((X, Y), **how, **at("store", tmp_path))
     said = re.search(
@@ -427,7 +434,8 @@ def test_the_store_of_another_run_is_refused(tmp_path):
 
 def test_a_store_that_is_gone_is_an_error_and_nothing_else(tmp_path):
     sampler = ps.BAOA(regression, lr=0.05, compile=False)
-    how = {"batch_size": 5, "num_chains": 3, **stored.QUIET}
+    steps = {"warmup_steps": 0, "thinning": 1}
+    how = {**steps, "batch_size": 5, "num_chains": 3, **stored.QUIET}
     where = at("store", tmp_path)
     sampler.run((X, Y), num_samples=10, checkpoint=tmp_path / "run", **how, **where)
     moved = shutil.move(where["store"], tmp_path / "elsewhere.zarr")
@@ -837,7 +845,9 @@ def test_by_default_half_of_the_machine_is_for_draws(monkeypatch):
 def test_it_is_refused_before_any_step(monkeypatch):
     monkeypatch.setattr(loop.Chains, "move", None)
     with pytest.raises(ArgumentError, match="num_samples=1,000,000,000,000"):
-        ps.BAOA(regression, lr=0.1).run((X, Y), num_samples=10**12, progress=False)
+        ps.BAOA(regression, lr=0.1).run(
+            (X, Y), num_samples=10**12, warmup_steps=0, thinning=1, num_chains=1, progress=False
+        )
 
 
 @pytest.mark.parametrize("value", [-1, "1GB", 0.5, True, float("nan")])
@@ -848,12 +858,13 @@ def test_a_budget_is_a_number_of_bytes(value):
 
 def test_a_refusal_takes_no_draws_away(tmp_path):
     sampler = ps.BAOA(regression, lr=0.05, compile=False)
-    sampler.run((X, Y), num_samples=10, **stored.QUIET)
+    how = {"num_samples": 10, "warmup_steps": 0, "thinning": 1, "num_chains": 1, **stored.QUIET}
+    sampler.run((X, Y), **how)
     held = draws_of(sampler)
     (tmp_path / "file").write_text("")
     for wrong in ({"store": tmp_path / "file"}, {"memory_budget": 1}, {"store": 3}):
         with pytest.raises(PyroScaleError):
-            sampler.run((X, Y), num_samples=10, **stored.QUIET, **wrong)
+            sampler.run((X, Y), **how, **wrong)
         same(draws_of(sampler), held)
 
 

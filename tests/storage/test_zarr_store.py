@@ -124,7 +124,8 @@ CASES = {
     "weights": ({"method": ps.SGLD, "lr": falling}, (X[:4],)),
     "cycles": ({"method": ps.SGHMC, "lr": CYCLES}, (X[:4],)),
     "by site": ({"lr": {"w": 0.05, "s": 0.02}}, (X[:4],)),
-    "a chosen step": ({"lr": "auto"}, (X[:4],)),
+    "a chosen step": ({"lr": "auto", "precondition": None}, (X[:4],)),
+    "chosen coordinates": ({"lr": "auto"}, (X[:4],)),
     "no momentum": ({"method": ps.SGLD}, (X[:4],)),
     "a file more than full": ({"num_samples": 29}, (X[:4],)),
     "full files": ({"num_samples": 28}, (X[:4],)),
@@ -241,7 +242,16 @@ def with_broken_chains(model=cliff, **kwargs):
     start = {"w": torch.zeros(6), "s": torch.ones(6)}
     fit = ps.SGLD(model, lr=0.3, compile=False, init_strategy=start)
     with pytest.raises(NonFiniteError) as raised:
-        fit.run((X, Y), batch_size=5, num_samples=31, num_chains=6, **QUIET, **kwargs)
+        fit.run(
+            (X, Y),
+            batch_size=5,
+            num_samples=31,
+            warmup_steps=0,
+            thinning=1,
+            num_chains=6,
+            **QUIET,
+            **kwargs,
+        )
     return fit, str(raised.value)
 
 
@@ -278,7 +288,16 @@ def test_where_the_draws_of_chains_are_that_all_stopped(tmp_path, float64):
     path = tmp_path / "draws.zarr"
     fit = ps.SGLD(cliff, lr=0.3, compile=False, init_strategy={"w": 1.9 * torch.ones(2)})
     with pytest.raises(NonFiniteError):
-        fit.run((X, Y), batch_size=5, num_samples=10_000, num_chains=2, store=path, **QUIET)
+        fit.run(
+            (X, Y),
+            batch_size=5,
+            num_samples=10_000,
+            warmup_steps=0,
+            thinning=1,
+            num_chains=2,
+            store=path,
+            **QUIET,
+        )
     with pytest.raises(NotRunError) as raised:
         fit.get_samples()
     assert f"their draws up to then are in the store '{path}'" in str(raised.value)

@@ -34,9 +34,18 @@ def of_two_params(x, y):
 
 
 def fitted(model=regression, data=(X, Y), method=ps.BAOA, lr=0.05, **kwargs):
-    compiled = kwargs.pop("compile", False)
-    settings = {"num_samples": 31, "num_chains": 3, "batch_size": 5, **QUIET, **kwargs}
-    return method(model, lr=lr, compile=compiled).run(data, **settings)
+    options = {name: kwargs.pop(name) for name in ("compile", "precondition") if name in kwargs}
+    options = {"compile": False, **options}
+    settings = {
+        "num_samples": 31,
+        "warmup_steps": 0,
+        "thinning": 1,
+        "num_chains": 3,
+        "batch_size": 5,
+        **QUIET,
+        **kwargs,
+    }
+    return method(model, lr=lr, **options).run(data, **settings)
 
 
 def draws_of(fit, **kwargs):

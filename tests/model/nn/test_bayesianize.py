@@ -162,7 +162,9 @@ def test_what_is_frozen_stays_and_the_callers_network_too(chosen, training):
     assert {path: m.training for path, m in bayesian._net.named_modules()} == before["training"]
     inner = state(bayesian._net)
     sampler = ps.SGHMC(classifier(bayesian), lr=0.05, compile=False)
-    sampler.run((X, Y), num_samples=60, batch_size=B, num_chains=2, **QUIET)
+    sampler.run(
+        (X, Y), num_samples=60, warmup_steps=0, thinning=1, batch_size=B, num_chains=2, **QUIET
+    )
     assert sampler.params == {}
     assert set(sampler.get_samples()) == set(bayesian.priors())
     sampler.predict(X, Y)
@@ -199,7 +201,7 @@ def test_points_move_along_their_gradient(chains):
     bayesian = ps.bayesianize(made.net, PRIOR, include="2", rest="point")
     model = classifier(bayesian)
     fit = ps.SGHMC.from_sgd(model, lr=lr, temperature=0)
-    fit.run(made.data, num_samples=1, num_chains=chains, **QUIET)
+    fit.run(made.data, num_samples=1, warmup_steps=0, thinning=1, num_chains=chains, **QUIET)
     log_posterior = ps.LogPosterior(model, num_data=N)
     log_posterior.prepare(made.data)
     start = made.net[0].weight.detach()
@@ -232,7 +234,9 @@ def test_predictions_are_at_the_points():
     made = case("MLP")
     bayesian = ps.bayesianize(made.net, PRIOR, include="2", rest="point")
     fit = ps.BAOA(classifier(bayesian), lr=0.1, compile=False)
-    fit.run(made.data, num_samples=4, batch_size=B, **QUIET)
+    fit.run(
+        made.data, num_samples=4, warmup_steps=0, thinning=1, num_chains=1, batch_size=B, **QUIET
+    )
     draws = fit.get_samples()
     assert set(draws) == {"2.weight", "2.bias"}
     last = fit.params | {name: values[-1] for name, values in draws.items()}
@@ -481,7 +485,7 @@ def test_init_to_module_starts_all_chains_there():
     net = mlp()
     model = classifier(ps.bayesianize(net, PRIOR, exclude="0.bias"))
     sampler = ps.SGLD(model, lr=1e-12, temperature=0, init_strategy=ps.init_to_module)
-    sampler.run((X, Y), num_samples=1, num_chains=3, **QUIET)
+    sampler.run((X, Y), num_samples=1, warmup_steps=0, thinning=1, num_chains=3, **QUIET)
     found = sampler.get_samples()
     assert list(found) == ["0.weight", "2.weight", "2.bias"]
     for name, value in found.items():
@@ -686,7 +690,9 @@ def test_old_weight_norm_is_refused_or_works():
         return
     for _ in range(2):
         sampler = ps.SGHMC(model, lr=0.05, compile=False)
-        sampler.run((X, Y), num_samples=2, num_chains=2, **QUIET).predict(X, Y)
+        sampler.run(
+            (X, Y), num_samples=2, warmup_steps=0, thinning=1, num_chains=2, **QUIET
+        ).predict(X, Y)
 
 
 class Dropping(nn.Module):
@@ -747,7 +753,15 @@ def test_networks_in_train_mode_are_refused_by_submodule(kind):
         ps.bayesianize(net), hugging_face if kind in ("Bert", "GPT-2") else Case(net, ()).call
     )
     with pytest.raises(ModelError, match=f"(?s){message}"):
-        ps.BAOA(model, lr=0.1).run((*inputs, Y), num_samples=1, batch_size=B, **QUIET)
+        ps.BAOA(model, lr=0.1).run(
+            (*inputs, Y),
+            num_samples=1,
+            warmup_steps=0,
+            thinning=1,
+            num_chains=1,
+            batch_size=B,
+            **QUIET,
+        )
     with pytest.raises(ModelError, match=f"(?s){message}"):
         ps.LogPosterior(model, num_data=N).init(0, *inputs, Y)
     assert_same(state(net), before)
@@ -771,4 +785,6 @@ def test_a_network_called_inside_of_the_datas_plate_is_refused():
             pyro.sample("y", dist.Categorical(logits=bayesian(x)), obs=y)
 
     with pytest.raises(SiteError, match=r"site '0.weight'.*plate"):
-        ps.BAOA(model, lr=0.1).run((X, Y), num_samples=1, batch_size=B, **QUIET)
+        ps.BAOA(model, lr=0.1).run(
+            (X, Y), num_samples=1, warmup_steps=0, thinning=1, num_chains=1, batch_size=B, **QUIET
+        )

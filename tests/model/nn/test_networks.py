@@ -147,7 +147,15 @@ def test_predictions_are_the_plain_networks_with_a_draw_for_its_weights(kind):
     bayesian = ps.bayesianize(made.net, dist.Normal(0.0, SD))
     for call in made.call, reading(made.call):
         sampler = ps.SGHMC(classifier(bayesian, call), lr=0.05, compile=False)
-        sampler.run(made.data, num_samples=2, num_chains=2, batch_size=B, **QUIET)
+        sampler.run(
+            made.data,
+            num_samples=2,
+            warmup_steps=0,
+            thinning=1,
+            num_chains=2,
+            batch_size=B,
+            **QUIET,
+        )
         samplers.append(sampler)
     close(*(sampler._results().positions for sampler in samplers))
     assert samplers[1]._results().attrs["program"] == "eager, chain by chain"
@@ -414,7 +422,9 @@ def test_a_deep_ensemble_is_sgd_from_every_start():
     made, chains, steps = case("MLP"), 8, 40
     model = classifier(ps.bayesianize(made.net, dist.Normal(0.0, SD)))
     ensemble = ps.SGHMC.from_sgd(model, lr=0.5, momentum=0.9, temperature=0)
-    ensemble.run(made.data, num_samples=1, warmup_steps=steps - 1, num_chains=chains, **QUIET)
+    ensemble.run(
+        made.data, num_samples=1, thinning=1, warmup_steps=steps - 1, num_chains=chains, **QUIET
+    )
     found = ensemble.get_samples(group_by_chain=True)
     log_posterior = ps.LogPosterior(model, num_data=N)
     log_posterior.prepare(made.data)
@@ -444,7 +454,7 @@ def test_warm_starts(kind):
     if kind == "Laplace":
         fit = ps.Laplace(model, structure="dense").run(made.data, mode=fit, **QUIET)
     sampler = ps.SGHMC(model, lr=1e-9, init_strategy=fit)
-    sampler.run(made.data, num_samples=1, num_chains=2, **QUIET)
+    sampler.run(made.data, num_samples=1, warmup_steps=0, thinning=1, num_chains=2, **QUIET)
     starts = fit.starts(2, 0)
     found = sampler.get_samples()
     assert set(found) == {"2.weight", "2.bias"}
@@ -460,7 +470,15 @@ def test_a_part_of_a_network_is_compiled(rest):
     bayesian = ps.bayesianize(made.net, dist.Normal(0.0, SD), include="2", rest=rest)
     make = functools.partial(ps.BAOA, classifier(bayesian), lr=0.1)
     fast, slow = (
-        make(compile=compile).run(made.data, num_samples=50, num_chains=2, batch_size=B, **QUIET)
+        make(compile=compile).run(
+            made.data,
+            num_samples=50,
+            warmup_steps=0,
+            thinning=1,
+            num_chains=2,
+            batch_size=B,
+            **QUIET,
+        )
         for compile in (True, False)
     )
     assert fast._results().attrs["program"] == "compiled loop"
