@@ -126,7 +126,7 @@ class FullDataDensity:
                 try:
                     total = total + torch.vmap(part)(positions)
                 except (RuntimeError, NotImplementedError):
-                    total = total + torch.stack([part(position) for position in positions])
+                    total = total + torch.stack([_or_nan(part, each) for each in positions])
         return total
 
     def hessian_diagonal(self, position: Tensor) -> Tensor:
@@ -253,6 +253,14 @@ class FullDataDensity:
                 f"the data hold {seen} rows, not N = {num_data}: what needs all of them "
                 "(a mode, its curvature, lr='auto') cannot be had from a part"
             )
+
+
+def _or_nan(function: Callable[[Tensor], Tensor], position: Tensor) -> Tensor:
+    """The function there; NaN where a matrix of the model's cannot be factorized."""
+    try:
+        return function(position)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        return position.new_tensor(torch.nan)
 
 
 def no_mode(otherwise: str) -> ArgumentError:

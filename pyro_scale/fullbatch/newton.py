@@ -114,8 +114,11 @@ def _look(
     density: FullDataDensity, position: Tensor, places: Tensor, num_data: int
 ) -> tuple[float, Tensor, Tensor] | None:
     """(The log joint, its gradient, minus its Hessian) in nats and float64; None where one is not
-    finite."""
-    value, gradient, hessian = density.derivatives(position)
+    finite, or a matrix of the model's cannot be factorized."""
+    try:
+        value, gradient, hessian = density.derivatives(position)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        return None
     if not bool(torch.isfinite(value) and torch.isfinite(hessian).all()):
         return None
     if not bool(torch.isfinite(gradient).all()):

@@ -8,6 +8,7 @@ autocorrelation         ->  a thinning at which draws are nearly independent
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -371,9 +372,10 @@ def _starts(
         away = _DISPERSION * (own.sample(noise) - own.mean).to(positions)
         lowest = float(density.values(center[None])) - (_DEEP_EACH * len(away) + _DEEP) / num_data
         for _ in range(_MOST_HALVINGS):
-            value, gradient = density.grad(center + away)
-            if float(value) > lowest and bool(torch.isfinite(gradient).all()):
-                break
+            with contextlib.suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+                value, gradient = density.grad(center + away)
+                if float(value) > lowest and bool(torch.isfinite(gradient).all()):
+                    break
             away = away / 2
         positions[chain] = center + away
     return positions
