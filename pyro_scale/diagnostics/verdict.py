@@ -167,7 +167,7 @@ def _with_advice(result: Result, findings: list[Finding]) -> list[Finding]:
         parents = " and ".join(f"'{parent}'" for parent in centered[site])
         advice = (
             f"a non-centered '{site}', whose prior's scale is {parents}: pyro.poutine.reparam(model"
-            f", {{'{site}': pyro.infer.reparam.LocScaleReparam(0)}})"
+            f", {{'{site}': pyro.infer.reparam.LocScaleReparam(0.0)}})"
         )
         return dataclasses.replace(finding, advice=advice)
 
