@@ -20,17 +20,18 @@ class Progress:
     (stderr is no terminal, nor a notebook's) it is some ten lines.
 
     Args:
-        total: steps.
+        total: steps; None where that is not known beforehand.
         title: what is run.
         show: False for no bar at all.
     """
 
-    def __init__(self, total: int, title: str, show: bool):
+    def __init__(self, total: int | None, title: str, show: bool):
         self._title = title
         self._is_logged = not sys.stderr.isatty() and not _IN_A_NOTEBOOK
         rarely: dict[str, Any] = {}
         if self._is_logged:
-            rarely = {"miniters": total / _LINES, "mininterval": 0, "maxinterval": math.inf}
+            every = math.inf if total is None else total / _LINES
+            rarely = {"miniters": every, "mininterval": 0, "maxinterval": math.inf}
         self._bar = tqdm(total=total, desc=title, disable=not show, unit="step", **rarely)
 
     def say(self, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -106,17 +107,21 @@ class RunPlan:
             choice={**self.choice, "lr_choice": why},
         )
 
-    def execute(self, title: str, seed: int | None = None, **how: Any) -> Trajectory:
+    def execute(
+        self, title: str, seed: int | None = None, bar: Progress | None = None, **how: Any
+    ) -> Trajectory:
         """Takes the steps.
 
         Args:
             title: of the progress bar.
             seed: of what is drawn besides batches; that of the problem by default.
+            bar: one that is there already.
             how: where it goes on from and where draws go, for `simulate`.
         """
         problem = with_frozen_features(self.problem)
         batches = problem.batches(len(problem.positions), self.sampling, self.share_batches)
-        with Progress(self.steps.total, title, self.progress) as bar:
+        own = bar or Progress(self.steps.total, title, self.progress)
+        with contextlib.nullcontext(own) if bar else own as shown:
             draws = simulate(
                 problem.engine,
                 problem.positions,
@@ -125,7 +130,7 @@ class RunPlan:
                 self.steps,
                 problem.seed if seed is None else seed,
                 self.compile,
-                bar,
+                shown,
                 self.earlier,
                 inspect=_inspection(problem),
                 **how,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_scale.core.rng import NoiseStream
 from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.config import RunConfig
@@ -76,15 +77,20 @@ def plan_run(
             thinning=config.thinning,
         )
         title = f"{settings.name}, warm-up"
-        simulate = _simulation(title, config, compiles, earlier)
-        choice = choose(problem, asked, config.sampling, simulate, budget)
+        with Progress(None, title, config.progress) as bar:
+            simulate = _simulation(bar, config, compiles, earlier)
+            try:
+                choice = choose(problem, asked, config.sampling, simulate, budget)
+            except KeyboardInterrupt as interrupt:
+                interrupt.add_note(f"{title}: no draws have been kept")
+                raise
         problem, steps = choice.problem, choice.steps
         noted |= choice.attrs
     compile = compiles if config.steps is None else settings.compile
     return RunPlan.of(problem, config, steps, compile, earlier, noted), choice
 
 
-def _simulation(title: str, config: RunConfig, compile: bool, earlier: Earlier) -> Simulate:
+def _simulation(bar: Progress, config: RunConfig, compile: bool, earlier: Earlier) -> Simulate:
     """What takes the steps of warm-up."""
 
     def simulate(
@@ -96,6 +102,6 @@ def _simulation(title: str, config: RunConfig, compile: bool, earlier: Earlier) 
     ) -> Draws:
         how = config.sampling, config.share_batches, compile, False
         plan = RunPlan(dataclasses.replace(problem, seed=seed), columns, steps, *how, earlier)
-        return plan.execute(title, noise=noise).draws
+        return plan.execute("", bar=bar, noise=noise).draws
 
     return simulate
