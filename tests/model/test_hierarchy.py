@@ -1,0 +1,34 @@
+"""Centered latents are those whose prior's scale is a function of other latents."""
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.infer.reparam import LocScaleReparam
+
+from pyro_scale.model.hierarchy import centered_latents
+from pyro_scale.model.log_posterior import LogPosterior
+
+
+def schools(y):
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    tau = pyro.sample("tau", dist.HalfCauchy(5.0))
+    nu = pyro.sample("nu", dist.Gamma(2.0, 0.1))
+    with pyro.plate("schools", len(y)):
+        theta = pyro.sample("theta", dist.StudentT(nu, mu, tau))
+        pyro.sample("y", dist.Normal(theta, 10.0), obs=y)
+
+
+def found(model):
+    y = torch.tensor([28.0, 8.0, -3.0])
+    log_posterior = LogPosterior(model, num_data=3)
+    log_posterior.prepare((y,))
+    return centered_latents(log_posterior, log_posterior.start((y,), seed=0), (y,))
+
+
+def test_the_scale_and_not_the_location_counts():
+    assert found(schools) == {"theta": ["tau"]}
+
+
+def test_what_is_advised_leaves_none():
+    mended = pyro.poutine.reparam(schools, {"theta": LocScaleReparam(0.0, shape_params=["df"])})
+    assert found(mended) == {}
