@@ -114,7 +114,7 @@ def check_tensors(arguments: Arguments) -> None:
         if not isinstance(leaf, Tensor) and getattr(leaf, "ndim", 0) > 0:
             raise DataError(
                 f"argument {name} is a {type(leaf).__name__}, not a tensor, so its rows would not "
-                "be taken by minibatch: pass torch.as_tensor of it"
+                "be known as rows: pass torch.as_tensor of it, in the dtype of the model (.float())"
             )
 
 
