@@ -9,7 +9,10 @@ from dataclasses import asdict, dataclass, field
 from statistics import NormalDist
 from typing import Any, Literal, TypeAlias
 
-from pyro_scale.diagnostics.convergence import mixing, some_elements
+import torch
+
+from pyro_scale.core.autocorrelation import mixing_of
+from pyro_scale.diagnostics.convergence import some_elements
 from pyro_scale.model.hierarchy import centered_latents
 from pyro_scale.posterior.draws import Result
 from pyro_scale.tuning.choose import Choice
@@ -21,6 +24,8 @@ Verdict: TypeAlias = Literal["yes", "no", "unknown"]
 #: R-hat up to which chains agree, and above which they surely do not; the part of draws that must
 #: be effective; and the part of a site's draws that may be off by chance before they are few.
 _AGREE, _DISAGREE, _EFFECTIVE = 1.01, 1.05, 0.5
+#: Draws of a chain below which nothing is said of it.
+_FEWEST = 8
 #: How often chance makes some element of a right run fail a check.
 _FAMILY_WISE = 0.01
 #: Of the temperature, where sds are within 5%.
@@ -178,22 +183,22 @@ def _mixing(result: Result) -> list[Finding]:
     """Whether chains agree, and how many draws they are worth."""
     sites = list(result.log_posterior.latents)
     chains, draws = result.positions.shape[:2]
-    if draws < 4:
+    if draws < _FEWEST:
         return [Finding("", "mixing", "unknown", f"{draws} draws a chain say nothing of it")]
-    table = mixing({name: some_elements(result, name) for name in sites})
     found, least = [], _EFFECTIVE * chains * draws
-    for name, row in table.iterrows():
-        ess = min(row.ess_bulk, row.ess_tail)
-        told = f"R-hat {row.r_hat:.3f}, {ess:.0f} effective draws of {chains * draws}"
+    for name in sites:
+        r_hats, bulk, tail = mixing_of(some_elements(result, name))
+        r_hat, ess = float(r_hats.max()), float(torch.minimum(bulk, tail).min())
+        told = f"R-hat {r_hat:.3f}, {ess:.0f} effective draws of {chains * draws}"
         advice = "a larger max_rows=, or another parametrization (poutine.reparam)"
         verdict: Verdict = "yes"
         if chains < 2:
             verdict, advice = "unknown", "num_chains=4: one chain alone cannot tell"
-        elif not row.r_hat <= _DISAGREE or not ess >= least / 2:
+        elif not r_hat <= _DISAGREE or not ess >= least / 2:
             verdict = "no"
-        elif row.r_hat > _AGREE or ess < least:
+        elif r_hat > _AGREE or ess < least:
             verdict = "unknown"
-        found.append(Finding(str(name), "mixing", verdict, told, advice))
+        found.append(Finding(name, "mixing", verdict, told, advice))
     return found
 
 

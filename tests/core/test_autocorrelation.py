@@ -5,7 +5,7 @@ import pytest
 import torch
 from reference import normals
 
-from pyro_scale.core.autocorrelation import autocorrelation_time, split_r_hat
+from pyro_scale.core.autocorrelation import autocorrelation_time, mixing_of, split_r_hat
 
 
 def autoregression(rho, chains=8, draws=4000, seed=0):
@@ -47,3 +47,18 @@ def test_what_does_not_move_is_no_trouble():
     still = torch.full((4, 100, 2), 0.1, dtype=torch.float64)
     assert autocorrelation_time(still).tolist() == [1.0, 1.0]
     assert split_r_hat(still).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy", "ties", "drifting"])
+def test_mixing_is_arvizs(kind):
+    draws = autoregression(0.6, 4, 500, seed=5)
+    draws = {
+        "normal": draws,
+        "heavy": draws.sinh() ** 3,
+        "ties": (2 * draws).round(),
+        "drifting": draws + torch.linspace(0, 1, 500),
+    }[kind]
+    r_hat, bulk, tail = (float(each) for each in mixing_of(draws[..., None]))
+    assert r_hat == pytest.approx(float(arviz.rhat(draws.numpy())), abs=2e-3)
+    assert bulk == pytest.approx(float(arviz.ess(draws.numpy(), method="bulk")), rel=0.05)
+    assert tail == pytest.approx(float(arviz.ess(draws.numpy(), method="tail")), rel=0.05)

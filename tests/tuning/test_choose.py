@@ -173,7 +173,7 @@ def test_bad_arguments(arguments, match):
 
 
 def test_steps_need_numbers():
-    with pytest.raises(ArgumentError, match="what is 'auto' is chosen from the whole data"):
+    with pytest.raises(ArgumentError, match="lr='auto' is chosen from the whole data"):
         ps.BAOA(line, num_data=200).step(X, Y)
 
 
