@@ -1,10 +1,10 @@
-# `make demo`, `test`, `matrix`, `bench`, `accuracy`, `approximations`, `networks`, `programs`: each makes .venv if it is missing.
+# `make demo`, `test`, `matrix`, `bench`, `accuracy`, `untuned`, `approximations`, `networks`, `programs`: each makes .venv if it is missing.
 
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test matrix bench accuracy approximations networks programs lint types notebooks clean
+.PHONY: demo test matrix bench accuracy untuned approximations networks programs lint types notebooks clean
 
 demo: .venv/installed
 	$(BIN)/python -W ignore::FutureWarning examples/demo.py
@@ -27,6 +27,10 @@ bench: .venv/installed-bench
 
 accuracy: .venv/installed
 	$(BIN)/python benchmarks/accuracy/run.py
+
+untuned: .venv/installed
+	$(BIN)/python benchmarks/accuracy/untuned.py
+	$(BIN)/python benchmarks/accuracy/untuned.py --batches
 
 approximations: .venv/installed-bench
 	$(BIN)/python -W ignore benchmarks/approximations/run.py

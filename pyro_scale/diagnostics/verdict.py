@@ -13,7 +13,7 @@ import torch
 
 from pyro_scale.core.autocorrelation import mixing_of
 from pyro_scale.diagnostics.convergence import some_elements
-from pyro_scale.model.hierarchy import centered_latents
+from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.posterior.draws import Result
 from pyro_scale.tuning.choose import Choice
 from pyro_scale.tuning.pilot import MEAN_TOLERANCE, SD_TOLERANCE
@@ -169,11 +169,7 @@ def _with_advice(result: Result, findings: list[Finding]) -> list[Finding]:
         site = involved.get(finding.site) or next(iter(centered), None)
         if site is None or finding.verdict == "yes" or (finding.site and not involved):
             return finding
-        parents = " and ".join(f"'{parent}'" for parent in centered[site])
-        advice = (
-            f"a non-centered '{site}', whose prior's scale is {parents}: pyro.poutine.reparam(model"
-            f", {{'{site}': pyro.infer.reparam.LocScaleReparam(0.0)}})"
-        )
+        advice = how_to_non_center(site, centered[site])
         return dataclasses.replace(finding, advice=advice)
 
     return [advised(finding) for finding in findings]

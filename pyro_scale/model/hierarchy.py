@@ -41,6 +41,15 @@ def centered_latents(
     return parents
 
 
+def how_to_non_center(site: str, parents: list[str]) -> str:
+    """What to do about a centered latent, in words."""
+    names = " and ".join(f"'{parent}'" for parent in parents)
+    return (
+        f"a non-centered '{site}', whose prior's scale is {names}: pyro.poutine.reparam(model, "
+        f"{{'{site}': pyro.infer.reparam.LocScaleReparam(0.0)}})"
+    )
+
+
 def _scales(sites: Any, latents: list[str]) -> dict[str, Tensor]:
     """The scales of the latents that have a location and a scale."""
     found = {}

@@ -29,6 +29,7 @@ from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.kernels import Kernel
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
+from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.run.budget import Budget, rows_a_step
 from pyro_scale.run.problem import Problem, position_of
@@ -164,11 +165,7 @@ def choose(
     for_windows = max(FIRST_WINDOW, (most_steps - reserve) // 2)
     window = warm_up(problem, run, density if asked.lr else None, for_windows, budget)
     if window is None:
-        flat = "" if density is None else flat_direction(density, problem.positions[0])
-        raise ArgumentError(
-            f"every chain becomes NaN or infinite in warm-up, at any step size that was tried{flat}"
-            ": give the sites proper priors, or start elsewhere (init_strategy=)"
-        )
+        raise _no_warm_up(problem, density)
     chains, problem, tried, time = len(problem.positions), window.problem, None, window.time
     evaluations += chains * window.steps + window.hessians * len(problem.positions[0])
     if asked.lr:
@@ -191,6 +188,21 @@ def choose(
     if asked.warmup_steps is None:
         attrs["warmup_steps"] = taken
     return Choice(problem, steps, modes, window, tried, evaluations, attrs, reasons)
+
+
+def _no_warm_up(problem: Problem, density: FullDataDensity | None) -> ArgumentError:
+    """What to say where no step size is stable."""
+    position = problem.positions[0]
+    flat = "" if density is None else flat_direction(density, position)
+    advice = "give the sites proper priors, or start elsewhere (init_strategy=)"
+    log_posterior, params = problem.log_posterior, problem.engine.layout.unflatten(position)
+    centered = centered_latents(log_posterior, params, problem.data.first())
+    for site, parents in list(centered.items())[:1]:
+        advice = f"try {how_to_non_center(site, parents)}"
+    return ArgumentError(
+        "every chain becomes NaN or infinite in warm-up, at any step size that was tried"
+        f"{flat}: {advice}"
+    )
 
 
 def _at_half_step(problem: Problem, steps: Steps, seed: int, simulate: Simulate) -> Draws:
