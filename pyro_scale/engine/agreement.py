@@ -78,7 +78,7 @@ def _agree(
     for before, after, expected in zip(*leaves, strict=True):
         compared.append((after - before, expected - before, before))
     return all(
-        _close(given, expected, part, roundings * float(size.abs().amax()))
+        _close(given, expected, part, roundings * float(size.abs().nan_to_num(0, 0).amax()))
         for given, expected, size in compared
     )
 
