@@ -26,8 +26,8 @@ _LEVELS = 0.05, 0.5, 0.95
 def summary(result: Result, var_names: list[str] | None) -> Any:
     """ArviZ's table; a large site is one row, with its worst R-hat and least ESS.
 
-    A run that has a report has its verdict in the last column.  Where draws have weights, means and
-    sds are weighted, and the rest is of draws that are repeated or left out in proportion.
+    A run that chose something has its verdict in the last column.  Where draws have weights, means
+    and sds are weighted, and the rest is of draws that are repeated or left out in proportion.
     """
     import pandas
 
@@ -50,8 +50,9 @@ def summary(result: Result, var_names: list[str] | None) -> Any:
     table = pandas.concat(tables)[table.columns]
     if "report" in result.attrs:
         told = Report.from_json(result.attrs["report"])
-        sites = [str(row).partition("[")[0].strip() for row in table.index]
-        table["verdict"] = [told.of_site(site) for site in sites]
+        if told.choices:
+            sites = [str(row).partition("[")[0].strip() for row in table.index]
+            table["verdict"] = [told.of_site(site) for site in sites]
     return table
 
 

@@ -129,6 +129,14 @@ class FullDataDensity:
                     total = total + torch.stack([_or_nan(part, each) for each in positions])
         return total
 
+    def hessian_times(self, position: Tensor, vector: Tensor) -> Tensor:
+        """The Hessian over N times a vector, [D], without the matrix."""
+        total = torch.zeros_like(position)
+        for slope, here in self._slopes(position):
+            (product,) = torch.autograd.grad(slope, here, vector)
+            total += product
+        return total
+
     def hessian_diagonal(self, position: Tensor) -> Tensor:
         """Its diagonal, [D], without the matrix."""
         total = torch.zeros_like(position)

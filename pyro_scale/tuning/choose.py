@@ -60,8 +60,9 @@ _LONGEST_LR, _SD_BIAS = 0.5, 0.015
 FRICTION = 1.0
 #: What minibatches may add to the temperature, in the direction where they add most.
 _MOST_HEAT = 0.04
-#: Rows that searches for modes and looks at the curvature take.
-_MOST_ROWS = 20_000
+#: Rows that searches for modes and looks at the curvature take: at most and at least, and rows
+#: times dimensions, each of which a Hessian goes back through them for.
+_MOST_ROWS, _LEAST_ROWS, _MOST_WORK = 20_000, 2_000, 2**20
 #: Draws at which the noise of minibatches is looked at.
 _PLACES = 4
 
@@ -135,7 +136,8 @@ def choose(
         check_target(problem)
         _check_no_network(problem)
         whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-        density = whole.of_some_rows(_MOST_ROWS, problem.seed)
+        affordable = max(_LEAST_ROWS, _MOST_WORK // whole.layout.size)
+        density = whole.of_some_rows(min(_MOST_ROWS, affordable), problem.seed)
         problem, modes = _with_geometry(problem, asked, density, whole)
         evaluations += 0 if modes is None else modes.evaluations
         problem = _with_anchor(problem, asked, whole)

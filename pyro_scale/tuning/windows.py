@@ -36,6 +36,10 @@ _MOST_HALVINGS = 8
 #: Draws at which the curvature is looked at, and the part of them in which a step must be well
 #: within what is stable.
 _LOOKS, _MOST_STEEP = 32, 0.9
+#: Dimensions from which on there are fewer looks, each of which costs as many gradients.
+_WIDE, _FEW_LOOKS = 64, 8
+#: Steps of the power method.
+_POWERS = 8
 #: Nats below the best draw, for each dimension and in all, where the posterior is not.
 _NATS_EACH, _NATS = 10.0, 20.0
 
@@ -107,7 +111,7 @@ def warm_up(
         if density is not None:
             lr = min(longest, _stable_lr(density, window))
             window = dataclasses.replace(window, problem=_with_lr(window.problem, lr))
-            hessians += _LOOKS
+            hessians += _num_looks(problem)
             longest = min(at_first, 2 * longest)  # what broke was perhaps the way there
         window = dataclasses.replace(window, steps=total, hessians=hessians)
         problem = window.problem
@@ -216,12 +220,37 @@ def _stable_lr(density: FullDataDensity, window: Window) -> float:
     problem, flat = window.problem, window.draws.flatten(0, 1)
     whitening = problem.engine.whitening
     assert whitening is not None
-    lengths = []
-    for place in torch.linspace(0, len(flat) - 1, _LOOKS).round().long():
-        curvature = -density.hessian(flat[place].to(problem.positions))
-        if bool(torch.isfinite(curvature).all()):
-            whitened = whitening.pull_back(whitening.pull_back(curvature).mT).double()
-            lengths.append(float(torch.linalg.eigvalsh(whitened).max()))
-    if not lengths:
+    places = torch.linspace(0, len(flat) - 1, _num_looks(problem)).round().long()
+    steepest = _steepest if isinstance(whitening, DenseWhitening) else _steepest_by_products
+    lengths = [steepest(density, whitening, flat[place].to(problem.positions)) for place in places]
+    finite = [length for length in lengths if math.isfinite(length)]
+    if not finite:
         return math.inf
-    return max(1e-12, float(torch.tensor(lengths).quantile(_MOST_STEEP))) ** -0.5
+    return max(1e-12, float(torch.tensor(finite).quantile(_MOST_STEEP))) ** -0.5
+
+
+def _num_looks(problem: Problem) -> int:
+    """At how many places the curvature is looked at after a window."""
+    return _LOOKS if problem.engine.num_latents < _WIDE else _FEW_LOOKS
+
+
+def _steepest(density: FullDataDensity, whitening: Whitening, position: Tensor) -> float:
+    """The largest curvature over N at a position, in whitened coordinates."""
+    curvature = -density.hessian(position)
+    if not bool(torch.isfinite(curvature).all()):
+        return math.nan
+    whitened = whitening.pull_back(whitening.pull_back(curvature).mT).double()
+    return float(torch.linalg.eigvalsh(whitened).max())
+
+
+def _steepest_by_products(
+    density: FullDataDensity, whitening: Whitening, position: Tensor
+) -> float:
+    """The same from below, by the power method on products with the Hessian."""
+    vector, length = torch.ones_like(position), math.nan
+    for _ in range(_POWERS):
+        vector = vector / vector.norm()
+        product = -density.hessian_times(position, whitening.push_forward(vector))
+        moved = whitening.pull_back(product)
+        length, vector = float(vector @ moved), moved
+    return length
