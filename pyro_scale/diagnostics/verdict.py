@@ -26,12 +26,15 @@ Verdict: TypeAlias = Literal["yes", "no", "unknown"]
 _AGREE, _DISAGREE, _EFFECTIVE = 1.01, 1.05, 0.5
 #: Draws of a chain below which nothing is said of it.
 _FEWEST = 8
+#: And in all, from which on chains surely disagree.
+_MANY = 400
 #: How often chance makes some element of a right run fail a check.
 _FAMILY_WISE = 0.01
 #: Of the temperature, where sds are within 5%.
 _TEMPERATURE = ((1 - SD_TOLERANCE) ** 2, (1 + SD_TOLERANCE) ** 2)
-#: What minibatches may add to the temperature.
-_MOST_HEAT = 1.1
+#: What minibatches may multiply the temperature by, and by what they surely do too much, as the
+#: factor is an estimate from some rows.
+_MOST_HEAT, _SURELY_HOT = 1.1, 1.25
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,7 @@ def _mixing(result: Result) -> list[Finding]:
         if chains < 2:
             verdict, advice = "unknown", "num_chains=4: one chain alone cannot tell"
         elif not r_hat <= _DISAGREE or not ess >= least / 2:
-            verdict = "no"
+            verdict = "no" if chains * draws >= _MANY else "unknown"  # of few, it may be chance
         elif r_hat > _AGREE or ess < least:
             verdict = "unknown"
         found.append(Finding(name, "mixing", verdict, told, advice))
@@ -243,7 +246,8 @@ def _heating(result: Result) -> list[Finding]:
     for name in result.log_posterior.latents:
         most = float(noise.inflation[slices[name]].max())
         told = f"minibatches multiply the temperature by up to {most:.3g}"
-        verdict: Verdict = "yes" if most <= _MOST_HEAT else "no"
+        verdict: Verdict = "yes" if most <= _MOST_HEAT else "unknown"
+        verdict = verdict if most <= _SURELY_HOT else "no"
         advice = "larger batches (batch_size=), control_variates=True, or a smaller lr"
         found.append(Finding(name, "minibatch heat", verdict, told, advice))
     return found
@@ -300,5 +304,9 @@ def _warmup(choice: Choice | None) -> list[Finding]:
             for mode in choice.modes.modes[1:]
         ]
         told = f"{len(below) + 1} modes; the others have {', '.join(below)} nats less evidence"
-        found.append(Finding("", "modes", "yes", told))
+        missed = choice.modes.unvisited(len(choice.problem.positions))
+        if missed:
+            told += f"; no chain started from {len(missed)} of them"
+        seen: Verdict = "unknown" if missed else "yes"
+        found.append(Finding("", "modes", seen, told, "more chains (num_chains=8)"))
     return found

@@ -98,7 +98,9 @@ def ascend(density: FullDataDensity, start: Tensor, places: Tensor | None = None
         path.append(position)
         if promised < rounding:
             stalled += 1
-            is_mode = bool(lengths.min() > 0) and promised < _ROUNDED
+            # of a whole step, and not of one that a wall keeps short
+            is_mode = bool(lengths.min() > 0)
+            is_mode = is_mode and float((along.square() / lengths).sum()) / 2 < _ROUNDED
             if is_mode or stalled > _MOST_STALLED:
                 break
     return Ascent(position, value, curvature, is_mode, torch.stack(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pyro_scale.core.gaussian import Dense, Diagonal
 from pyro_scale.core.validation import AUTO, is_auto
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.method import Method
@@ -50,7 +51,10 @@ def as_precondition(
         return asked
     fit = asked.__dict__.get("_fit") if isinstance(asked, Method) else None
     if isinstance(fit, Fit) and fit.gaussians and fit.sites == tuple(fit.log_posterior.latents):
-        return fit.gaussians[0]
+        gaussian = fit.gaussians[0]
+        if isinstance(gaussian, Dense):
+            return Dense(gaussian.mean.double(), gaussian.scale_tril.double())
+        return Diagonal(gaussian.mean.double(), gaussian.sd.double())
     raise ArgumentError(
         f"precondition={asked!r}: pass 'auto', 'dense', 'diag', None, or a fit of all sites that "
         "has been run (Laplace, VI, EKF)"

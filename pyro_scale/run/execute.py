@@ -94,5 +94,5 @@ def _extended_while_dependent(
             break
         if is_enough(trajectory):
             break
-        trajectory = extended(trajectory, title)
+        trajectory = cut_short(extended(trajectory, title, lambda _: budget.is_over))
     return trajectory

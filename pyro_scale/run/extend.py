@@ -6,6 +6,7 @@ Every second draw stays, and as many new ones come: what the run would be, had i
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch.utils import _pytree as pytree
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core.autocorrelation import autocorrelation_time, split_r_hat
 from pyro_scale.core.validation import evenly
 from pyro_scale.engine.checkpoint import Checkpoint, RunState
-from pyro_scale.engine.draws import Steps
+from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.run.run import Trajectory
 
 #: The part of draws that has to be independent, and the R-hat of chains that agree.
@@ -45,8 +46,10 @@ def cut_short(trajectory: Trajectory) -> Trajectory:
     return trajectory._replace(draws=draws.first(kept))
 
 
-def extended(trajectory: Trajectory, title: str) -> Trajectory:
-    """The trajectory at twice the thinning."""
+def extended(
+    trajectory: Trajectory, title: str, stop: Callable[[Draws], bool] | None = None
+) -> Trajectory:
+    """The trajectory at twice the thinning, unless it is stopped on the way."""
     plan, draws = trajectory.plan, trajectory.draws
     steps = Steps(plan.steps.num_samples, plan.steps.warmup_steps, 2 * plan.steps.thinning)
     plan = dataclasses.replace(
@@ -69,7 +72,7 @@ def extended(trajectory: Trajectory, title: str) -> Trajectory:
         look_every=1,
         program=draws.program,
     )
-    longer = plan.execute(title, last=last)
+    longer = plan.execute(title, last=last, stop=stop)
     longer.draws.seconds += draws.seconds
     longer.draws.compile_seconds += draws.compile_seconds
     return longer

@@ -179,11 +179,13 @@ def choose(
         order = 1 if theory is None else theory.order
         left = max(3 * LEAST_PILOT, (most_steps - asked.num_samples - window.steps) // 2)
         tried = pilot(problem, coupled, time, order, left, budget)
-        problem, time = tried.problem, tried.time
+        problem = tried.problem
+        time = tried.time if math.isfinite(tried.time) else time
         evaluations += chains * tried.steps
     taken = window.steps + (0 if tried is None else tried.steps)
     most = max(1, (most_steps - taken) // asked.num_samples)
-    thinning = asked.thinning or min(most, max(1, math.ceil(time)))
+    needed = max(1, math.ceil(time)) if math.isfinite(time) else most
+    thinning = asked.thinning or min(most, needed)
     steps = Steps(asked.num_samples, asked.warmup_steps or 0, thinning)
     reasons = _reasons(problem, modes, window, tried, thinning)
     attrs: dict[str, Any] = {"lr_choice": reasons["step size"], "thinning": thinning}
@@ -240,8 +242,12 @@ def _with_geometry(
             modes = find_diagonal_modes(density, starts, temperature)
         gaussian = modes.best.gaussian
         if density is not whole:
-            gaussian = _polished(gaussian, whole, temperature, like)
-            modes = dataclasses.replace(modes, modes=(modes.best._replace(gaussian=gaussian),))
+            polished = [
+                mode._replace(gaussian=_polished(mode.gaussian, whole, temperature, like))
+                for mode in modes.modes
+            ]
+            modes = dataclasses.replace(modes, modes=tuple(polished))
+            gaussian = modes.best.gaussian
     assert gaussian is not None
     is_dense = asked.precondition == "dense" or (
         asked.precondition != "diag" and len(gaussian.mean) <= _DENSE

@@ -85,7 +85,21 @@ class Modes:
             if mode.log_evidence > least
         }
         searches = max(1, self.searches)
-        return [own.get(chain % searches, self.best.gaussian) for chain in range(num_chains)]
+        chosen = [own.get(chain % searches, self.best.gaussian) for chain in range(num_chains)]
+        left = [g for g in own.values() if not any(g is each for each in chosen)]
+        for place, gaussian in enumerate(left[: num_chains - 1]):  # of searches that no chain has
+            chosen[-1 - place] = gaussian
+        return chosen
+
+    def unvisited(self, num_chains: int) -> list[Mode]:
+        """Modes with something of the posterior from which none of so many chains starts."""
+        least = self.best.log_evidence - _NEGLIGIBLE
+        starts = self.starting_points(num_chains)
+        return [
+            mode
+            for mode in self.modes
+            if mode.log_evidence > least and not any(mode.gaussian is each for each in starts)
+        ]
 
 
 def find_modes(density: FullDataDensity, starts: Tensor, temperature: float, seed: int) -> Modes:
@@ -107,7 +121,7 @@ def find_modes(density: FullDataDensity, starts: Tensor, temperature: float, see
         assert isinstance(best, Dense)
         bound, evidence = _bound(density, best, temperature, seed)
         gap = evidence - bound
-    if gap > _APART * starts.shape[1] + 1:
+    if not gap <= _APART * starts.shape[1] + 1:  # nor where it is not known
         every = torch.cat([each.path for each in ascents])
         chosen = every[torch.linspace(0, len(every) - 1, _PLACES).round().long().unique()]
         evaluations += len(chosen) * (1 + starts.shape[1])
@@ -185,6 +199,8 @@ def _distinct(found: Sequence[tuple[int, Ascent]], temperature: float) -> list[M
     modes: list[Mode] = []
     for search, ascent in sorted(found, key=lambda each: -each[1].value):
         gaussian = _gaussian(ascent.position, ascent.precision, temperature)
+        if not bool(torch.isfinite(gaussian.scale_tril).all()):
+            continue
         half_log_det = float(gaussian.log_det) / 2
         constant = len(ascent.position) / 2 * math.log(2 * math.pi)
         evidence = ascent.value / temperature + half_log_det + constant

@@ -97,3 +97,13 @@ def test_a_start_that_is_not_finite_is_where_it_ends():
     found = ascend(density_of(model), double(-11.0))
     assert not found.is_mode
     assert found.value == -math.inf
+
+
+def test_a_wall_is_no_mode():
+    """Up to where it is not a number there is more to gain, however short the last step was."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("wall", torch.where(x < 1, 30 * x, torch.nan))
+
+    assert not ascend(density_of(model), double(0.0)).is_mode

@@ -184,3 +184,21 @@ def test_a_model_that_breaks_everywhere_says_what_to_do():
 
     with pytest.raises((ArgumentError, NonFiniteError, ps.errors.SiteError)):
         ps.BAOA(narrow, compile=False).run(None, num_samples=50, **QUIET)
+
+
+def test_modes_that_some_rows_show_are_polished_and_kept():
+    def mirrored(y):
+        a = pyro.sample("a", dist.Normal(0.0, 3.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(a.abs(), 1.0), obs=y)
+
+    y = 3 + normals(25_000, seed=0)
+    with pytest.warns(VerdictWarning):
+        run = ps.BAOA(mirrored, compile=False).run(y, num_samples=50, max_rows=2 * 10**7, **QUIET)
+    assert "2 modes" in str(run.report())
+    assert run.report().verdict == "no"
+
+
+def test_few_draws_are_no_reason_for_a_no():
+    run = ps.BAOA(line, compile=False).run((X, Y), num_samples=9, **QUIET)
+    assert run.report().verdict != "no"

@@ -113,3 +113,11 @@ def test_elements_by_l_bfgs():
     (mode,) = found.modes
     close(mode.gaussian.mean, torch.linalg.solve(precision, x.T @ y / 0.25), 1e-5)
     close(mode.gaussian.sd, precision.diagonal().rsqrt(), 1e-5)
+
+
+def test_chains_start_from_every_mode_that_counts_if_there_are_as_many():
+    found = searched(two(1.0, 3.0))
+    for num_chains, missed in ((1, 1), (2, 0), (5, 0)):
+        assert len(found.unvisited(num_chains)) == missed
+    assert found.starting_points(1) == [found.best.gaussian]
+    assert searched(two(1.0, 30.0)).unvisited(1) == []
