@@ -100,12 +100,12 @@ Rows = tuple[Tensor, Tensor, Tensor, Tensor, float]
 Scores = dict[str, float]
 
 
-def fit(rows: Rows, sampling: Sampling, choice: Choice, seed: int) -> Scores:
-    """The scores of one split, and what they cost."""
-    x, y, x_test, y_test, unit = rows
-    torch.manual_seed(seed)
+def model_of(
+    num_inputs: int, floor: float, choice: Choice
+) -> tuple[Callable[..., Tensor], dict[str, float]]:
+    """(The network as a Pyro model, the unit of each weight's prior sd)."""
     net = nn.Sequential(
-        nn.Linear(x.shape[1], WIDTH),
+        nn.Linear(num_inputs, WIDTH),
         nn.ReLU(),
         nn.Linear(WIDTH, WIDTH),
         nn.ReLU(),
@@ -120,12 +120,29 @@ def fit(rows: Rows, sampling: Sampling, choice: Choice, seed: int) -> Scores:
 
     def model(x: Tensor, y: Tensor | None = None) -> Tensor:
         mean, scale = net(x).unbind(-1)
-        scale = sampling.floor + nn.functional.softplus(scale)
+        scale = floor + nn.functional.softplus(scale)
         df = choice.freedom
         of_row = dist.StudentT(df, mean, scale) if df else dist.Normal(mean, scale)
         with pyro.plate("rows", len(x)):
             return pyro.sample("y", of_row, obs=y)
 
+    return model, units
+
+
+def scores_of(method: Any, rows: Rows) -> tuple[float, float]:
+    """RMSE and LL of the test rows, in the output's unit."""
+    _, _, x_test, y_test, unit = rows
+    log_lik = method.log_likelihood((x_test, y_test))["y"]
+    mean = method.predict(x_test, reduce="mean")["y"]
+    density = ps.metrics.log_predictive_density(log_lik).mean()
+    return float(ps.metrics.rmse(mean, y_test)) * unit, float(density) - math.log(unit)
+
+
+def fit(rows: Rows, sampling: Sampling, choice: Choice, seed: int) -> Scores:
+    """The scores of one split, and what they cost."""
+    x, y = rows[:2]
+    torch.manual_seed(seed)
+    model, units = model_of(x.shape[1], sampling.floor, choice)
     begun, cpu = time.perf_counter(), time.process_time()
     common: Any = {"num_chains": CHAINS, "seed": seed, "progress": False}
     start = ps.MAP(model, optimizer=torchopt.adam(0.01), compile=True)
@@ -138,15 +155,9 @@ def fit(rows: Rows, sampling: Sampling, choice: Choice, seed: int) -> Scores:
     thinning = (sampling.steps - warmup) // DRAWS
     mcmc.run((x, y), num_samples=DRAWS, warmup_steps=warmup, thinning=thinning, **common)
 
-    def scores(method: Any) -> tuple[float, float]:
-        log_lik = method.log_likelihood((x_test, y_test))["y"]
-        mean = method.predict(x_test, reduce="mean")["y"]
-        density = ps.metrics.log_predictive_density(log_lik).mean()
-        return float(ps.metrics.rmse(mean, y_test)) * unit, float(density) - math.log(unit)
-
-    rmse, ll = scores(mcmc)
+    rmse, ll = scores_of(mcmc, rows)
     cost = {"seconds": time.perf_counter() - begun, "cpu_seconds": time.process_time() - cpu}
-    ensemble = dict(zip(("ensemble_rmse", "ensemble_ll"), scores(start), strict=True))
+    ensemble = dict(zip(("ensemble_rmse", "ensemble_ll"), scores_of(start, rows), strict=True))
     return {"rmse": rmse, "ll": ll, **cost, **ensemble}
 
 

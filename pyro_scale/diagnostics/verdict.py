@@ -11,21 +11,27 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from pyro_scale.core import rows
 from pyro_scale.core.autocorrelation import mixing_of
-from pyro_scale.diagnostics.convergence import some_elements
+from pyro_scale.core.validation import evenly
+from pyro_scale.data.sources import TensorData
+from pyro_scale.diagnostics.convergence import mixing_of_predictions, some_elements
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.posterior.draws import Result
-from pyro_scale.tuning.choose import Choice
+from pyro_scale.tuning.choice import Choice
 from pyro_scale.tuning.pilot import MEAN_TOLERANCE, SD_TOLERANCE
 
-#: Whether means and sds are within a tenth of a posterior sd, and 5%.
-Verdict: TypeAlias = Literal["yes", "no", "unknown"]
+#: Whether means and sds are within a tenth of a posterior sd, and 5%; or whether draws are those of
+#: an ensemble, which is not the posterior.
+Verdict: TypeAlias = Literal["yes", "no", "unknown", "ensemble"]
 
 #: R-hat up to which chains agree, and above which they surely do not; the part of draws that must
 #: be effective; and the part of a site's draws that may be off by chance before they are few.
 _AGREE, _DISAGREE, _EFFECTIVE = 1.01, 1.05, 0.5
 #: Draws of a chain below which nothing is said of it.
 _FEWEST = 8
+#: Training rows whose predictions tell whether a network's chains agree.
+_PREDICTED = 200
 #: And in all, from which on chains surely disagree.
 _MANY = 400
 #: How often chance makes some element of a right run fail a check.
@@ -60,10 +66,11 @@ class Finding:
 class Report:
     """What a run chose, and how far to trust its draws.
 
-    `str(report)` is the text, whose first line is the verdict; `report.verdict` is `"yes"`, `"no"`
-    or `"unknown"`; `to_frame()` has a row for each site.  Yes means that every check says that
-    posterior means are within 0.1 posterior sds and sds within 5%, Monte Carlo errors apart.  What
-    could not be checked is unknown.
+    `str(report)` is the text, whose first line is the verdict; `report.verdict` is `"yes"`, `"no"`,
+    `"unknown"` or `"ensemble"`; `to_frame()` has a row for each site.  Yes means that every check
+    says that posterior means are within 0.1 posterior sds and sds within 5%, Monte Carlo errors
+    apart.  What could not be checked is unknown.  An ensemble is of networks whose chains do not
+    agree in what they predict, or of temperature 0.
 
     Attributes:
         verdict: of the run.
@@ -86,7 +93,9 @@ class Report:
         first = next(f for f in self.findings if f.verdict == self.verdict)
         where = f"site '{first.site}': " if first.site else ""
         advice = f"; try: {first.advice}" if first.advice else ""
-        kind = "NO" if self.verdict == "no" else "NOT KNOWN"
+        kind = {"no": "NO", "unknown": "NOT KNOWN", "ensemble": "ENSEMBLE, not posterior"}[
+            self.verdict
+        ]
         return f"{kind}: {where}{first.told}{advice}"
 
     def to_frame(self) -> Any:
@@ -113,7 +122,8 @@ class Report:
         lines = [self.headline, ""]
         lines += [f"{name}: {told}" for name, told in self.choices.items()]
         lines.append("")
-        for verdict, title in (("no", "off"), ("unknown", "not known"), ("yes", "checked")):
+        titles = {"ensemble": "ensemble", "no": "off", "unknown": "not known", "yes": "checked"}
+        for verdict, title in titles.items():
             for finding in self.findings:
                 if finding.verdict == verdict:
                     where = f"{finding.site}: " if finding.site else ""
@@ -122,8 +132,8 @@ class Report:
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
-    """No, if any is; else unknown, if any is."""
-    kinds: tuple[Verdict, ...] = ("no", "unknown")
+    """Ensemble, if any is; else no, if any is; else unknown, if any is."""
+    kinds: tuple[Verdict, ...] = ("ensemble", "no", "unknown")
     return next((kind for kind in kinds if kind in verdicts), "yes")
 
 
@@ -135,9 +145,14 @@ def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
         choice: what was chosen before it; None where everything was set.
         num_samples: draws of each chain that were asked for.
     """
+    trained = None if choice is None else choice.trained
+    if "temperature" in result.attrs and result.attrs["temperature"] == 0:
+        chains, told = result.num_chains, f"at temperature 0, after {trained:,} steps of training"
+        finding = Finding("", "temperature", "ensemble", f"{chains} points, one a chain, {told}")
+        return Report("ensemble", (finding,), {} if choice is None else choice.reasons)
     findings = [
         *_length(result, num_samples),
-        *_mixing(result),
+        *(_mixing(result) if trained is None else _agreement(result)),
         *_temperatures(result),
         *_heating(result),
         *_bias(result, choice),
@@ -145,7 +160,7 @@ def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
     ]
     if any(finding.verdict != "yes" for finding in findings):
         findings = _with_advice(result, findings)
-    order = {"no": 0, "unknown": 1, "yes": 2}
+    order = {"ensemble": 0, "no": 1, "unknown": 2, "yes": 3}
     findings.sort(key=lambda finding: order[finding.verdict])
     verdict = worst([finding.verdict for finding in findings])
     return Report(verdict, tuple(findings), {} if choice is None else choice.reasons)
@@ -199,6 +214,22 @@ def _mixing(result: Result) -> list[Finding]:
             verdict = "unknown"
         found.append(Finding(name, "mixing", verdict, told, advice))
     return found
+
+
+def _agreement(result: Result) -> list[Finding]:
+    """Whether a network's chains agree in what they predict for some of their rows: weights have
+    equivalent modes."""
+    advice = "nothing, if an ensemble will do; a larger warmup_steps= and thinning="
+    check, arguments = "predictions", None if result.data is None else result.data.first()
+    if result.num_chains < 2 or result.positions.shape[1] < _FEWEST or arguments is None:
+        return [Finding("", check, "ensemble", "too few chains or draws to tell more", advice)]
+    if isinstance(result.data, TensorData):
+        arguments = result.data.arguments
+    places = evenly(rows.count(arguments) or 0, _PREDICTED)
+    r_hat = float(mixing_of_predictions(result, rows.take(arguments, places)).r_hat.max())
+    told = f"R-hat of {len(places)} training rows' predictions is {r_hat:.3f}"
+    verdict: Verdict = "yes" if r_hat < _DISAGREE else "ensemble"
+    return [Finding("", check, verdict, told, advice)]
 
 
 def _family_wise(count: int) -> float:
@@ -256,7 +287,7 @@ def _heating(result: Result) -> list[Finding]:
 def _bias(result: Result, choice: Choice | None) -> list[Finding]:
     """What the step size does to means and sds, by the coupled run."""
     if choice is None or choice.pilot is None:
-        told = "the bias of a step size that was set is not measured: step_size_bias() does"
+        told = "the bias of this step size was not measured: step_size_bias() does"
         return [Finding("", "step size", "unknown", told, "lr='auto', or step_size_bias()")]
     bias = choice.pilot.bias
     if bias is None:
@@ -287,7 +318,7 @@ def _bias(result: Result, choice: Choice | None) -> list[Finding]:
 
 def _warmup(choice: Choice | None) -> list[Finding]:
     """Whether warm-up settled, and what the searches for modes found."""
-    if choice is None:
+    if choice is None or choice.window is None:
         return []
     window, found = choice.window, []
     change = "by no more than chance"

@@ -11,7 +11,7 @@ from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.method import Method
 from pyro_scale.kernels import Kernel
 from pyro_scale.posterior.gaussians import Fit
-from pyro_scale.tuning.choose import Precondition
+from pyro_scale.tuning.choice import Precondition
 
 
 def as_precondition(

@@ -50,13 +50,16 @@ from pyro_scale.run.run import RunPlan, Trajectory
 from pyro_scale.run.shared_starts import check_superchains, with_shared_starts
 from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.storage.files import FilePath
-from pyro_scale.tuning.choose import Choice
+from pyro_scale.tuning.choice import Choice
 from pyro_scale.tuning.plan import Settings, plan_run
+from pyro_scale.tuning.training import is_network
 
 #: The hyperparameters that can be chosen.
 _CHOSEN = ("lr", "friction")
 #: Rows that are few enough to take all of them at every step, and a batch of more.
 _FEW_ROWS, _BATCH = 20_000, 1024
+#: A batch of networks, which are trained at first.
+_NETWORK_BATCH = 128
 
 
 class Sampler(Method):
@@ -302,7 +305,7 @@ class Sampler(Method):
             self._why_none, self._choice = Method._why_none, None
             plan, self._choice = plan_run(problem, config, self._settings, self._earlier, budget)
             name, may_halve = type(self).__name__, "lr" in self._chosen
-            trajectory = execute(plan, name, may_halve, config, budget, journal, facts, sink)
+            trajectory = execute(plan, name, may_halve, budget, journal, facts, sink)
             error = self._collect(trajectory, config, sink)
         self._report(trajectory, error, journal, sink)
         return self
@@ -376,6 +379,11 @@ class Sampler(Method):
                 problem = self._prepare(in_batches, opened.num_data, config.num_chains, seed)
         if problem is None:
             problem = self._prepare(opened, opened.num_data, config.num_chains, seed)
+        is_large = problem.log_posterior.num_data > _NETWORK_BATCH
+        if tunes and opened.batch_size is None and is_large and is_network(problem):
+            in_batches = open_data(data, _NETWORK_BATCH, self._num_data, device)
+            with contextlib.suppress(ModelError, ArgumentError):
+                problem = self._prepare(in_batches, opened.num_data, config.num_chains, seed)
         if config.superchains is not None:
             problem = with_shared_starts(problem, config.superchains)
         if config.store is None:
@@ -415,7 +423,8 @@ class Sampler(Method):
         # at once: what is found out about it can be interrupted
         self._result = collect(problem, draws, plan.columns, attrs, sink)
         self._result, error = measure(trajectory, self._result, _on_average(plan, draws))
-        if not isinstance(sink, ToMoments) and plan.kernel.values(0)["temperature"] > 0:
+        is_hot = bool(plan.kernel.values(0)["temperature"] > 0)
+        if not isinstance(sink, ToMoments) and (is_hot or self._choice is not None):
             try:
                 found = report(self._result, self._choice, config.num_samples)
                 attrs = self._result.attrs | {"report": found.to_json()}
@@ -452,7 +461,8 @@ class Sampler(Method):
             warn(BiasWarning, explosion_message)
         elif self._choice is not None:
             found = self.report() if "report" in self._results().attrs else None
-            if found is not None and found.verdict != "yes":
+            is_known = self._results().attrs.get("temperature") == 0  # by who asked for it
+            if found is not None and found.verdict != "yes" and not is_known:
                 warn(VerdictWarning, f"{found.headline}; report() says more")
         else:
             values, warmup_steps = _on_average(plan, draws), plan.steps.warmup_steps

@@ -22,7 +22,6 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, NonFiniteError
 from pyro_scale.infer.approximation import Approximation, Structure
-from pyro_scale.infer.early_stopping import EarlyStopping, got_worse, has_converged, still_rises
 from pyro_scale.kernels.optimizer import is_pure
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
@@ -30,6 +29,7 @@ from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.run.frozen_features import with_frozen_features
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 from pyro_scale.run.single_step import Stepping, batch_as_data
+from pyro_scale.tuning.early_stopping import EarlyStopping, got_worse, has_converged, still_rises
 
 #: The least steps of a window in which the objective is averaged.
 _WINDOW = 100

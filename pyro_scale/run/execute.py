@@ -8,7 +8,6 @@ from typing import Any
 from pyro_scale.engine.draws import Draws, Sink
 from pyro_scale.errors import ArgumentError
 from pyro_scale.run.budget import Budget
-from pyro_scale.run.config import RunConfig
 from pyro_scale.run.extend import cut_short, extended, is_enough
 from pyro_scale.run.resume import Journal
 from pyro_scale.run.run import RunPlan, Trajectory
@@ -23,7 +22,6 @@ def execute(
     plan: RunPlan,
     name: str,
     may_halve: bool,
-    config: RunConfig,
     budget: Budget,
     journal: Journal,
     facts: Mapping[str, Any],
@@ -38,7 +36,6 @@ def execute(
         plan: of the run.
         name: of the method.
         may_halve: whether the step size was chosen.
-        config: what was asked for.
         budget: of the run.
         journal: where it is written, and what it goes on from.
         facts: of the run, for its checkpoints.
@@ -78,7 +75,7 @@ def execute(
             f"max_seconds={budget.max_seconds:g} were over before the first draw was kept: pass "
             "more"
         )
-    if config.thinning is None and sink is None:
+    if plan.extends and sink is None:
         most_steps = budget.steps(plan.problem) - int(plan.choice.get("warmup_steps", 0))
         trajectory = _extended_while_dependent(trajectory, title, most_steps, budget)
     return trajectory

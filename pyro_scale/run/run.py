@@ -59,6 +59,7 @@ class RunPlan:
         progress: whether a bar is shown.
         earlier: what the same object has compiled before.
         choice: what was chosen and why, in words and numbers.
+        extends: whether it goes on at twice the thinning while draws are too dependent.
         finished: the chains that reached the end, once they have.
     """
 
@@ -71,6 +72,7 @@ class RunPlan:
     progress: bool
     earlier: Earlier
     choice: Mapping[str, Any] = field(default_factory=dict)
+    extends: bool = False
     finished: tuple[int, ...] = ()
 
     @classmethod

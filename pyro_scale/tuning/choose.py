@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,18 +29,15 @@ from pyro_scale.kernels import Kernel
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
-from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.run.budget import Budget, rows_a_step
 from pyro_scale.run.problem import Problem, position_of
+from pyro_scale.tuning.choice import Asked, Choice, Simulate
 from pyro_scale.tuning.gradient_noise import most_noise
 from pyro_scale.tuning.modes import Modes, find_diagonal_modes, find_modes, flat_direction
 from pyro_scale.tuning.pilot import LEAST_PILOT, Pilot, pilot
 from pyro_scale.tuning.step_size import check_target
 from pyro_scale.tuning.tune import with_control_variates, with_known_noise
 from pyro_scale.tuning.windows import FIRST_WINDOW, Window, warm_up
-
-#: What chains move in: coordinates whitened by a matrix or by elements, or latents themselves.
-Precondition: TypeAlias = Literal["auto", "dense", "diag"] | Gaussian | None
 
 #: Dimensions up to which a matrix whitens, unless one is asked for.
 _DENSE = 500
@@ -66,61 +62,6 @@ _MOST_ROWS, _LEAST_ROWS, _MOST_WORK = 20_000, 2_000, 2**20
 #: Draws at which the noise of minibatches is looked at.
 _PLACES = 4
 
-#: Runs chains: (problem, values, steps, seed, noise) -> draws.
-Simulate = Callable[..., Draws]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is to be chosen.
-
-    Attributes:
-        lr: whether the step size is.
-        friction: whether the friction is.
-        precondition: the geometry.
-        starts: whether chains' starts are.
-        anchor: whether there are control variates, or where their anchor is.
-        subtract_noise: whether gradient noise is taken off the injected noise.
-        num_samples: draws of each chain.
-        warmup_steps: steps before the first; None where they are to be chosen.
-        thinning: steps from one draw to the next; None likewise.
-    """
-
-    lr: bool
-    friction: bool
-    precondition: Precondition
-    starts: bool
-    anchor: bool | Mapping[str, Tensor]
-    subtract_noise: bool
-    num_samples: int
-    warmup_steps: int | None
-    thinning: int | None
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was chosen, and how.
-
-    Attributes:
-        problem: chains in their stationary law, with kernel and geometry.
-        steps: of the run; where warm-up was chosen it is over.
-        modes: of the posterior, where they were looked for.
-        window: the last of warm-up.
-        pilot: of the step size, where it was chosen.
-        evaluations: gradients of all rows, or of a batch, that it took.
-        attrs: numbers and words for the run's facts.
-        reasons: of each choice, in words.
-    """
-
-    problem: Problem
-    steps: Steps
-    modes: Modes | None
-    window: Window
-    pilot: Pilot | None
-    evaluations: int
-    attrs: Mapping[str, Any]
-    reasons: Mapping[str, str]
-
 
 def choose(
     problem: Problem, asked: Asked, sampling: Sampling, simulate: Simulate, budget: Budget
@@ -134,7 +75,6 @@ def choose(
     modes, density, evaluations = None, None, 0
     if asked.precondition is not None:
         check_target(problem)
-        _check_no_network(problem)
         whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
         affordable = max(_LEAST_ROWS, _MOST_WORK // whole.layout.size)
         density = whole.of_some_rows(min(_MOST_ROWS, affordable), problem.seed)
@@ -270,21 +210,6 @@ def _polished(
         gaussian.mean.to(like), lambda _: precision.to(like) / whole.log_posterior.num_data, places
     )
     return Dense(position.double(), gaussian.scale_tril)
-
-
-def _check_no_network(problem: Problem) -> None:
-    """Refuses networks, whose weights have no one mode that a geometry could be taken from.
-
-    Raises:
-        ArgumentError: it has more weights than a matrix would whiten.
-    """
-    sites = problem.log_posterior.model_info.sites.values()
-    is_network = any(WEIGHT in site.infer for site in sites if site.kind == "latent")
-    if is_network and problem.engine.layout.size > _DENSE:
-        raise ArgumentError(
-            f"lr='auto': a network of {problem.engine.layout.size:,} weights is not tuned by "
-            "itself: pass a number for lr, from the learning rate that trains it (BAOA.from_sgd)"
-        )
 
 
 def _center(problem: Problem) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +17,9 @@ from pyro_scale.run.budget import Budget
 from pyro_scale.run.config import RunConfig
 from pyro_scale.run.problem import Problem
 from pyro_scale.run.run import RunPlan
-from pyro_scale.tuning.choose import Asked, Choice, Precondition, Simulate, choose
+from pyro_scale.tuning.choice import Asked, Choice, Precondition, Simulate
+from pyro_scale.tuning.choose import choose
+from pyro_scale.tuning.training import Optimize, is_network, train
 from pyro_scale.tuning.tune import Tuning, tune
 
 #: Steps from one draw to the next that a step size is chosen for without a geometry, before that
@@ -56,15 +58,16 @@ def plan_run(
     anchor = settings.control_variates
     if isinstance(anchor, str):
         anchor = problem.data.batch_size is not None
-    whitens, noted, choice = settings.precondition is not None, dict[str, Any](), None
-    if not whitens:
+    noted, choice, trains = dict[str, Any](), None, is_trained(problem, settings)
+    whitens = settings.precondition is not None and not trains
+    if not whitens and not trains:
         nominal = steps or Steps(config.num_samples, config.num_samples, _NOMINAL_THINNING)
         tuning = Tuning(lr, anchor, settings.subtract_noise)
         problem, reasons = tune(problem, tuning, nominal, config.sampling)
         noted |= reasons
     # with lengths to choose, a run repays compilation
     compiles = settings.compile if isinstance(settings.compile, bool) else True
-    if steps is None or whitens:
+    if steps is None or whitens or trains:
         asked = Asked(
             lr=lr,
             friction="friction" in settings.chosen,
@@ -79,15 +82,27 @@ def plan_run(
         title = f"{settings.name}, warm-up"
         with Progress(None, title, config.progress) as bar:
             simulate = _simulation(bar, config, compiles, earlier)
+            optimize = _optimization(bar, config, compiles, earlier)
             try:
-                choice = choose(problem, asked, config.sampling, simulate, budget)
+                if trains:
+                    choice = train(problem, asked, optimize, simulate, budget)
+                else:
+                    choice = choose(problem, asked, config.sampling, simulate, budget)
             except KeyboardInterrupt as interrupt:
                 interrupt.add_note(f"{title}: no draws have been kept")
                 raise
         problem, steps = choice.problem, choice.steps
         noted |= choice.attrs
     compile = compiles if config.steps is None else settings.compile
-    return RunPlan.of(problem, config, steps, compile, earlier, noted), choice
+    plan = RunPlan.of(problem, config, steps, compile, earlier, noted)
+    return dataclasses.replace(plan, extends=config.thinning is None and not trains), choice
+
+
+def is_trained(problem: Problem, settings: Settings) -> bool:
+    """Whether chains start from what an optimizer ends with, as there is no mode to start from."""
+    is_cold = problem.engine.kernel.values(0)["temperature"] == 0
+    auto = settings.precondition == "auto"
+    return "lr" in settings.chosen and auto and (bool(is_cold) or is_network(problem))
 
 
 def _simulation(bar: Progress, config: RunConfig, compile: bool, earlier: Earlier) -> Simulate:
@@ -105,3 +120,17 @@ def _simulation(bar: Progress, config: RunConfig, compile: bool, earlier: Earlie
         return plan.execute("", bar=bar, noise=noise).draws
 
     return simulate
+
+
+def _optimization(bar: Progress, config: RunConfig, compile: bool, earlier: Earlier) -> Optimize:
+    """What trains."""
+
+    def optimize(
+        problem: Problem, steps: Steps, seed: int, stop: Callable[[Draws], bool], every: int
+    ) -> Draws:
+        columns = problem.engine.kernel.columns(steps.total)
+        how = config.sampling, config.share_batches, compile, False
+        plan = RunPlan(dataclasses.replace(problem, seed=seed), columns, steps, *how, earlier)
+        return plan.execute("", bar=bar, stop=stop, check_every=every).draws
+
+    return optimize

@@ -21,6 +21,7 @@ from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
+from pyro_scale.tuning.curvature import steepest_by_products
 
 #: Steps of the first window, and how many windows there are at most, each twice as long.
 FIRST_WINDOW, _MOST_WINDOWS = 256, 7
@@ -38,8 +39,6 @@ _MOST_HALVINGS = 8
 _LOOKS, _MOST_STEEP = 32, 0.9
 #: Dimensions from which on there are fewer looks, each of which costs as many gradients.
 _WIDE, _FEW_LOOKS = 64, 8
-#: Steps of the power method.
-_POWERS = 8
 #: Nats below the best draw, for each dimension and in all, where the posterior is not.
 _NATS_EACH, _NATS = 10.0, 20.0
 
@@ -221,7 +220,7 @@ def _stable_lr(density: FullDataDensity, window: Window) -> float:
     whitening = problem.engine.whitening
     assert whitening is not None
     places = torch.linspace(0, len(flat) - 1, _num_looks(problem)).round().long()
-    steepest = _steepest if isinstance(whitening, DenseWhitening) else _steepest_by_products
+    steepest = _steepest if isinstance(whitening, DenseWhitening) else steepest_by_products
     lengths = [steepest(density, whitening, flat[place].to(problem.positions)) for place in places]
     finite = [length for length in lengths if math.isfinite(length)]
     if not finite:
@@ -241,16 +240,3 @@ def _steepest(density: FullDataDensity, whitening: Whitening, position: Tensor) 
         return math.nan
     whitened = whitening.pull_back(whitening.pull_back(curvature).mT).double()
     return float(torch.linalg.eigvalsh(whitened).max())
-
-
-def _steepest_by_products(
-    density: FullDataDensity, whitening: Whitening, position: Tensor
-) -> float:
-    """The same from below, by the power method on products with the Hessian."""
-    vector, length = torch.ones_like(position), math.nan
-    for _ in range(_POWERS):
-        vector = vector / vector.norm()
-        product = -density.hessian_times(position, whitening.push_forward(vector))
-        moved = whitening.pull_back(product)
-        length, vector = float(vector @ moved), moved
-    return length

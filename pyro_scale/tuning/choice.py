@@ -1,0 +1,77 @@
+"""What is to be chosen, and what was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor
+
+from pyro_scale.core.gaussian import Gaussian
+from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.run.problem import Problem
+from pyro_scale.tuning.modes import Modes
+from pyro_scale.tuning.pilot import Pilot
+from pyro_scale.tuning.windows import Window
+
+#: What chains move in: coordinates whitened by a matrix or by elements, or latents themselves.
+Precondition: TypeAlias = Literal["auto", "dense", "diag"] | Gaussian | None
+
+#: Runs chains: (problem, values, steps, seed, noise) -> draws.
+Simulate = Callable[..., Draws]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be chosen.
+
+    Attributes:
+        lr: whether the step size is.
+        friction: whether the friction is.
+        precondition: the geometry.
+        starts: whether chains' starts are.
+        anchor: whether there are control variates, or where their anchor is.
+        subtract_noise: whether gradient noise is taken off the injected noise.
+        num_samples: draws of each chain.
+        warmup_steps: steps before the first; None where they are to be chosen.
+        thinning: steps from one draw to the next; None likewise.
+    """
+
+    lr: bool
+    friction: bool
+    precondition: Precondition
+    starts: bool
+    anchor: bool | Mapping[str, Tensor]
+    subtract_noise: bool
+    num_samples: int
+    warmup_steps: int | None
+    thinning: int | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and how.
+
+    Attributes:
+        problem: chains in their stationary law, with kernel and geometry.
+        steps: of the run; where warm-up was chosen it is over.
+        modes: of the posterior, where they were looked for.
+        window: the last of warm-up; None where chains were trained.
+        pilot: of the step size, where it was chosen.
+        evaluations: gradients of all rows, or of a batch, that it took.
+        attrs: numbers and words for the run's facts.
+        reasons: of each choice, in words.
+        trained: steps of an optimizer that each chain's start took; None where posteriors have a
+            geometry.
+    """
+
+    problem: Problem
+    steps: Steps
+    modes: Modes | None
+    window: Window | None
+    pilot: Pilot | None
+    evaluations: int
+    attrs: Mapping[str, Any]
+    reasons: Mapping[str, str]
+    trained: int | None = None

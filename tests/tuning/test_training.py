@@ -1,0 +1,116 @@
+"""Networks and temperature 0 with nothing set: trained starts, and what is said of the draws."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from reference import normals
+from torch import nn
+
+import pyro_scale as ps
+from pyro_scale import kernels
+from pyro_scale.errors import NonFiniteError, VerdictWarning
+from pyro_scale.tuning.training import _largest_stable
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+QUIET = {"seed": 0, "progress": False}
+X = normals(200, 3, seed=0)
+LABELS = (X[:, 0] * X[:, 1] > 0).long()
+NOISE = 0.3
+
+
+def line(x, y):
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("rows", len(x)):
+        pyro.sample("y", dist.Normal(x @ beta, NOISE), obs=y)
+
+
+def classifier():
+    torch.manual_seed(0)
+    layers = nn.Linear(3, 40), nn.ReLU(), nn.Linear(40, 20), nn.ReLU(), nn.Linear(20, 2)
+    net = ps.bayesianize(nn.Sequential(*layers))
+
+    def model(x, y=None):
+        logits = net(x)
+        with pyro.plate("rows", len(x)):
+            return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+    return model
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("method", [ps.BAOA, ps.SGLD, ps.SGNHT])
+def test_temperature_0_ends_at_the_mode_with_a_draw_a_chain(method):
+    y = X @ torch.tensor([1.0, -0.5, 0.2]) + NOISE * normals(200, seed=1)
+    run = method(line, temperature=0).run((X, y), **QUIET)
+    found = run.get_samples()["beta"]
+    precision = X.T @ X / NOISE**2 + torch.eye(3)
+    away = found - torch.linalg.solve(precision, X.T @ y / NOISE**2)
+    nats = ((away @ precision) * away).sum(1) / 2
+    assert found.shape == (4, 3)
+    assert float(nats.max()) < 0.5  # the loss falls by no more
+    assert run.report().verdict == "ensemble"
+    assert run.report().headline.startswith("ENSEMBLE, not posterior: 4 points")
+
+
+def test_a_network_is_trained_and_then_sampled_and_called_an_ensemble():
+    with pytest.warns(VerdictWarning, match="ENSEMBLE, not posterior: R-hat of 200 training rows"):
+        run = ps.BAOA(classifier()).run((X, LABELS), num_samples=200, **QUIET)
+    probabilities = run.predict(X, reduce="mean")["y"]
+    assert float(ps.metrics.accuracy(probabilities, LABELS)) > 0.95
+    assert run.get_samples(group_by_chain=True)["0.weight"].shape[:2] == (4, 200)
+    assert "steps of Adam" in run.report().choices["start"]
+    assert set(run.summary().verdict) == {"ensemble"}
+
+
+def test_a_start_that_is_given_is_not_trained():
+    sampler = ps.BAOA(classifier(), init_strategy=ps.init_to_module)
+    run = sampler.run((X, LABELS), num_samples=20, max_rows=200_000, **QUIET)
+    assert run.report().choices["start"] == "as it was given"
+
+
+def test_a_network_whose_chains_agree_in_predictions_is_no_ensemble():
+    """600 weights of a linear layer have a Gaussian posterior, 560 directions of it the prior."""
+    wide, spread = normals(40, 600, seed=2), 0.05
+    y = wide[:, 0] + NOISE * normals(40, seed=3)
+    prior = dist.Normal(0.0, spread)
+    net = ps.bayesianize(nn.Linear(600, 1, bias=False), prior=prior)
+
+    def model(x, y=None):
+        mean = net(x)[:, 0]
+        with pyro.plate("rows", len(x)):
+            return pyro.sample("y", dist.Normal(mean, NOISE), obs=y)
+
+    run = ps.BAOA(model).run((wide, y), **QUIET)
+    report = run.report()
+    checked = next(f for f in report.findings if f.check == "predictions")
+    assert checked.verdict == "yes", checked.told
+    assert report.verdict != "ensemble"
+    gram = spread**2 * wide @ wide.T
+    gain = torch.linalg.solve(gram + NOISE**2 * torch.eye(40), gram).T
+    predicted = run.get_samples()["weight"][:, 0] @ wide.T
+    sd = (gram - gain @ gram).diagonal().sqrt()
+    away = (predicted.mean(0) - gain @ y) / sd
+    assert float(away.abs().max()) < 0.4  # at least 100 effective draws: 4 standard errors
+    assert float((predicted.std(0) / sd).log().abs().max()) < 0.3
+
+
+@pytest.mark.parametrize("precision", [0.01, 3.0, 1e4])
+def test_the_largest_stable_step_is_that_of_a_gaussian(precision):
+    of_momentum = _largest_stable(kernels.BAOA(lr=1.0), precision) * precision**0.5
+    without = _largest_stable(kernels.SGLD(lr=1.0), precision) * precision
+    assert 2 / 1.1 <= of_momentum <= 2 or precision == 0.01  # no more than 10
+    assert 2 / 1.1 <= without <= 2 or precision == 0.01
+
+
+def test_training_that_breaks_says_so():
+    def model(x, y=None):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        mean = torch.where(weight.abs().sum() > 4, torch.nan, 1.0) * (x @ weight)
+        with pyro.plate("rows", len(x)):
+            return pyro.sample("y", dist.Normal(mean, NOISE), obs=y)
+
+    start = {"weight": torch.full((4, 3), 1.33)}
+    with pytest.raises(NonFiniteError, match="while it was trained: scale the data"):
+        ps.BAOA(model, temperature=0, init_strategy=start).run((X, 100 * X[:, 0]), **QUIET)
