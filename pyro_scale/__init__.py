@@ -14,6 +14,7 @@ from pyro_scale.infer.explain import explain
 from pyro_scale.infer.laplace import Laplace
 from pyro_scale.infer.map import MAP
 from pyro_scale.infer.nuts import NUTS
+from pyro_scale.infer.sample import sample
 from pyro_scale.infer.sampler import Sampler
 from pyro_scale.infer.samplers import BAOA, SGHMC, SGLD, SGNHT, UBU, pSGLD
 from pyro_scale.infer.versions import show_versions
@@ -53,6 +54,7 @@ __all__ = [
     "pSGLD",
     "replace_batchnorm",
     "replay",
+    "sample",
     "schedules",
     "show_versions",
     "weight_decay",

@@ -235,8 +235,8 @@ class Sampler(Method):
                 `diagnostics()` then has nested R-hat, which works for many short chains
                 (Margossian et al. 2024).  Take 16 or more: with 4, starts that account for a
                 fifth of the variance are detected in a third of runs.
-            batch_size: rows a step, for tensors; None for all of them.  `"auto"` takes all of up to
-                20,000, and 1,024 of more if lr is chosen and the model stands it: with control
+            batch_size: rows a step, for tensors; None for all of them.  `"auto"` takes 128 for
+                networks that it trains.  Of other models it takes all of up to 20,000, and 1,024 of more if lr is chosen and the model stands it: with control
                 variates, that is cheaper.  A loader has its own.
             sampling: `"shuffle"` goes through the rows in a new order each epoch,
                 `"replacement"` draws them anew at every step, `"symmetric"` goes through whole
@@ -552,12 +552,13 @@ class Sampler(Method):
     def report(self) -> Report:
         """What the run chose and why, how far to trust its draws, and what to do if not.
 
-        `str(report)` is the text, `.verdict` is `"yes"`, `"no"` or `"unknown"`, `.to_frame()` has a
-        row for each site and check.
+        `str(report)` is the text, `.verdict` is `"yes"`, `"no"`, `"unknown"` or
+        `"ensemble"`, `.to_frame()` has a row for each site and check.
 
         Raises:
             NotRunError: nothing has been run.
-            ArgumentError: draws of `step()`, at temperature 0, or that were not kept.
+            ArgumentError: draws of `step()`, at temperature 0 with a number for lr, or that were
+                not kept.
         """
         attrs = self._draws().attrs
         if "report" not in attrs:

@@ -1,0 +1,65 @@
+"""`ps.sample`: the method is chosen by the work that it is, not by the clock."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from reference import normals
+from torch import nn
+
+import pyro_scale as ps
+from pyro_scale.errors import ArgumentError
+
+QUIET = {"seed": 0, "progress": False}
+X = normals(400, 2, seed=0).float()
+Y = X @ torch.tensor([1.0, -0.5]) + normals(400, seed=1).float()
+
+
+def line(x, y):
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("rows", len(x)):
+        pyro.sample("y", dist.Normal(x @ beta, 1.0), obs=y)
+
+
+def check(run):
+    """Means and sds of beta, within 6 standard errors of 1,000 effective draws."""
+    precision = (X.T @ X + torch.eye(2)).double()
+    mean = torch.linalg.solve(precision, (X.T @ Y).double())
+    sd = precision.inverse().diagonal().sqrt()
+    draws = run.get_samples()["beta"].double()
+    assert float(((draws.mean(0) - mean) / sd).abs().max()) < 6 / 1000**0.5
+    assert float((draws.std(0) / sd).log().abs().max()) < 6 / 2000**0.5
+
+
+def test_small_data_are_sampled_exactly():
+    pytest.importorskip("nutpie")
+    run = ps.sample(line, (X, Y), **QUIET)
+    assert isinstance(run, ps.NUTS)
+    assert run.diagnostics().attrs["sample"].startswith("NUTS, which is exact")
+    check(run)
+
+
+def test_without_the_time_for_nuts_it_is_baoa():
+    run = ps.sample(line, (X, Y), seconds=2.0, **QUIET)
+    assert isinstance(run, ps.BAOA)
+    why = run.diagnostics().attrs["sample"]
+    assert "NUTS would take longer than seconds=2 (NUTS about" in why or "pyro-scale[nuts]" in why
+
+
+def test_a_network_is_an_ensemble():
+    net = ps.bayesianize(nn.Sequential(nn.Linear(2, 200), nn.Tanh(), nn.Linear(200, 2)))
+
+    def model(x, y=None):
+        logits = net(x)
+        with pyro.plate("rows", len(x)):
+            return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+    run = ps.sample(model, (X, (Y > 0).long()), num_samples=50, **QUIET)
+    assert "the model is a network" in run.diagnostics().attrs["sample"]
+    assert run.report().verdict in ("ensemble", "unknown", "no")
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, "60", True])
+def test_seconds_are_a_number_above_0(seconds):
+    with pytest.raises(ArgumentError, match="seconds="):
+        ps.sample(line, (X, Y), seconds=seconds, **QUIET)
