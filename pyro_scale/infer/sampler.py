@@ -51,7 +51,7 @@ from pyro_scale.run.shared_starts import check_superchains, with_shared_starts
 from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.storage.files import FilePath
 from pyro_scale.tuning.choice import Choice
-from pyro_scale.tuning.plan import Settings, plan_run
+from pyro_scale.tuning.plan import Settings, is_trained, plan_run
 from pyro_scale.tuning.training import is_network
 
 #: The hyperparameters that can be chosen.
@@ -236,8 +236,9 @@ class Sampler(Method):
                 (Margossian et al. 2024).  Take 16 or more: with 4, starts that account for a
                 fifth of the variance are detected in a third of runs.
             batch_size: rows a step, for tensors; None for all of them.  `"auto"` takes 128 for
-                networks that it trains.  Of other models it takes all of up to 20,000, and 1,024 of more if lr is chosen and the model stands it: with control
-                variates, that is cheaper.  A loader has its own.
+                networks that it trains.  Of other models it takes all of up to 20,000, and 1,024
+                of more if lr is chosen and the model stands it: with control variates, that is
+                cheaper.  A loader has its own.
             sampling: `"shuffle"` goes through the rows in a new order each epoch,
                 `"replacement"` draws them anew at every step, `"symmetric"` goes through whole
                 batches forwards and then backwards.  `"shuffle"` by default; `"replacement"` for
@@ -255,8 +256,9 @@ class Sampler(Method):
             checkpoint_every: seconds from one checkpoint to the next: what a crash costs at most.
             resume: the directory of an interrupted run, to continue it with the same call.  On one
                 machine the draws are bit for bit those of an uninterrupted run.  A larger
-                `num_samples` extends a finished run (not with lr="auto" or store=False, which
-                depend on its length).  Another model, other data or settings are refused;
+                `num_samples` extends a finished run (not of a network or with
+                precondition=None where lr is "auto", nor with store=False, which depend on its
+                length).  Another model, other data or settings are refused;
                 functions, and a loader's rows beyond its first batch, cannot be compared.
             store: the path of a Zarr store, for draws that do not fit into memory.  It is written
                 during the run and can be read meanwhile.  A crash or a full disk costs the draws
@@ -398,7 +400,8 @@ class Sampler(Method):
         kept = "nowhere" if store is False else "memory" if store is None else "a store"
         about = {"method": type(self).__name__, "draws in": kept, **config.facts}
         facts = identity_of(problem, about, self._asked_hyperparameters())
-        by_length = "lr" in self._chosen and self._precondition is None
+        trains = is_trained(problem, self._settings)
+        by_length = trains or ("lr" in self._chosen and self._precondition is None)
         if by_length or store is False:  # which depend on the run's length
             facts["num_samples"] = config.num_samples
         journal.check_same_run(facts, config.num_samples)

@@ -9,7 +9,7 @@ from torch import nn
 
 import pyro_scale as ps
 from pyro_scale import kernels
-from pyro_scale.errors import NonFiniteError, VerdictWarning
+from pyro_scale.errors import FileError, NonFiniteError, VerdictWarning
 from pyro_scale.tuning.training import _largest_stable
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -68,6 +68,15 @@ def test_a_start_that_is_given_is_not_trained():
     sampler = ps.BAOA(classifier(), init_strategy=ps.init_to_module)
     run = sampler.run((X, LABELS), num_samples=20, max_rows=200_000, **QUIET)
     assert run.report().choices["start"] == "as it was given"
+
+
+def test_a_resumed_network_has_the_same_draws_and_does_not_grow(tmp_path):
+    how = {"warmup_steps": 100, **QUIET}
+    whole = ps.BAOA(classifier()).run((X, LABELS), num_samples=40, checkpoint=tmp_path, **how)
+    again = ps.BAOA(classifier()).run((X, LABELS), num_samples=40, resume=tmp_path, **how)
+    assert torch.equal(whole.get_samples()["0.weight"], again.get_samples()["0.weight"])
+    with pytest.raises(FileError, match="num_samples"):
+        ps.BAOA(classifier()).run((X, LABELS), num_samples=80, resume=tmp_path, **how)
 
 
 def test_a_network_whose_chains_agree_in_predictions_is_no_ensemble():
