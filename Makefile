@@ -41,6 +41,7 @@ networks: .venv/installed
 	$(BIN)/python -W ignore benchmarks/networks/digits.py
 	$(BIN)/python -W ignore benchmarks/networks/ood.py
 	$(BIN)/python -W ignore benchmarks/networks/uci.py
+	$(BIN)/python -W ignore benchmarks/networks/untuned.py
 	$(BIN)/python benchmarks/networks/report.py
 
 programs: .venv/installed
