@@ -85,7 +85,7 @@ class FullDataDensity:
         Raises:
             DataError: the data do not hold N rows.
         """
-        value, gradient = position.new_zeros(()), torch.zeros_like(position)
+        value, gradient = _no_nats(position), torch.zeros_like(position)
         for chunk, kept in self._pieces():
             here = position.detach().requires_grad_()
             with torch.enable_grad():
@@ -103,7 +103,7 @@ class FullDataDensity:
 
     def derivatives(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(The log joint, its gradient [D], its Hessian [D, D]), all over N, in one pass."""
-        value, gradient = position.new_zeros(()), torch.zeros_like(position)
+        value, gradient = _no_nats(position), torch.zeros_like(position)
         matrix = position.new_zeros(self.layout.size, self.layout.size)
         for chunk, kept in self._pieces():
             here = position.detach().requires_grad_()
@@ -114,9 +114,14 @@ class FullDataDensity:
             matrix += hessian(slope, here)
         return value, gradient, matrix
 
+    @property
+    def passes(self) -> int:
+        """Gradients of all rows that value, gradient and Hessian cost together."""
+        return 1 + self.layout.size
+
     def values(self, positions: Tensor) -> Tensor:
         """The log joint over N at each position, `[positions]`."""
-        total = positions.new_zeros(len(positions))
+        total = _no_nats(positions).repeat(len(positions))
         with torch.no_grad():
             for chunk, kept in self._pieces():
 
@@ -202,7 +207,11 @@ class FullDataDensity:
         return LbfgsRun(best, first, slope)
 
     def newton_refine(
-        self, position: Tensor, precision: Callable[[Tensor], Tensor], places: Tensor
+        self,
+        position: Tensor,
+        precision: Callable[[Tensor], Tensor],
+        places: Tensor,
+        near: float = 0.0,
     ) -> tuple[Tensor, float]:
         """(A position [D] near a mode after steps of Newton's method, for as long as they bring it
         nearer; the square of its distance from there, in sds).
@@ -213,6 +222,7 @@ class FullDataDensity:
             position: where to start.
             precision: position -> minus the Hessian over N, or what stands for it, [d, d].
             places: of the d elements that move.
+            near: the square of the distance at which it may stop.
         """
         distance, num_data = float("inf"), self.log_posterior.num_data
         _, slope = self.grad(position)
@@ -228,7 +238,10 @@ class FullDataDensity:
             if not left < distance:
                 return position, distance
             position, slope, distance = position + step, there, left
-            if step.norm() <= _ROUNDINGS * torch.finfo(step.dtype).eps * position.norm():
+            if (
+                left <= near
+                or step.norm() <= _ROUNDINGS * torch.finfo(step.dtype).eps * position.norm()
+            ):
                 break
         return position, distance
 
@@ -246,7 +259,10 @@ class FullDataDensity:
         params, num_data = self.layout.unflatten(position), self.log_posterior.num_data
         evaluation = self.log_posterior(params, chunk.arguments, chunk.indices)
         in_all = self.num_rows or num_data
-        log_lik = evaluation.log_lik[chunk.keep].sum() * (num_data / in_all)
+        rows_sum = evaluation.log_lik[chunk.keep].sum(
+            dtype=torch.float64
+        )  # many nats, small changes
+        log_lik = rows_sum * (num_data / in_all)
         nothing = 0 * position.square().sum()  # so that a flat or linear one has derivatives, too
         return (evaluation.log_prior * (kept / in_all) + log_lik) / num_data + nothing
 
@@ -261,6 +277,11 @@ class FullDataDensity:
                 f"the data hold {seen} rows, not N = {num_data}: what needs all of them "
                 "(a mode, its curvature, lr='auto') cannot be had from a part"
             )
+
+
+def _no_nats(like: Tensor) -> Tensor:
+    """Zero, in float64: of a total of many rows, the changes are small."""
+    return torch.zeros((), dtype=torch.float64, device=like.device)
 
 
 def _or_nan(function: Callable[[Tensor], Tensor], position: Tensor) -> Tensor:

@@ -20,10 +20,9 @@ _MOST_STEPS = 200
 #: The radius at first and at most, in sds for the root of each element; and below which a step is
 #: nothing but rounding.
 _RADIUS, _LARGEST, _SMALLEST = 1.0, 1e8, 1e-12
-#: The gain that the quadratic model still promises, in nats, at what counts as a mode.
-_NEAR = 1e-6
-#: The same where no more can be told for rounding; and steps that are taken without telling.
-_ROUNDED, _MOST_STALLED = 0.1, 20
+#: The gain that the quadratic model still promises, in nats, at what counts as a mode, unless
+#: rounding is larger; and steps that are taken without telling what they gain.
+_NEAR, _MOST_STALLED = 1e-6, 20
 #: Curvatures below this part of the gradient's square count as that.
 _FLATTEST = 1e-8
 #: Of the actual gain over the promised one: the least to take a step, to widen the region.
@@ -48,30 +47,37 @@ class Ascent(NamedTuple):
     path: Tensor
 
 
-def ascend(density: FullDataDensity, start: Tensor, places: Tensor | None = None) -> Ascent:
+def ascend(
+    density: FullDataDensity,
+    start: Tensor,
+    near: float = _NEAR,
+    most_steps: int = _MOST_STEPS,
+) -> Ascent:
     """The way up from a start, [D], in the precision of its dtype.
 
     Args:
         density: the log joint of all rows.
         start: where it begins, and ends if the log joint is not finite there.
-        places: of the elements that move; all by default.
+        near: the gain that is still promised, in nats, at what counts as a mode.
+        most_steps: how many there are at most.
     """
     num_data = density.log_posterior.num_data
-    moving = torch.arange(len(start)) if places is None else places
-    position, radius, path = start, _RADIUS * len(moving) ** 0.5, [start]
-    look = _look(density, position, moving, num_data)
+    position, radius, path = start, _RADIUS * len(start) ** 0.5, [start]
+    look = _look(density, position, num_data)
     if look is None:
-        nothing = torch.zeros(len(moving), len(moving), dtype=torch.float64)
+        nothing = torch.zeros(len(start), len(start), dtype=torch.float64)
         return Ascent(start, -float("inf"), nothing, False, start[None])
     value, slope, curvature = look
     units = _units(slope, curvature)
     is_mode, stalled = False, 0
-    for _ in range(_MOST_STEPS):
+    for _ in range(most_steps):
         units = torch.maximum(units / 2, _units(slope, curvature))
         scale = units.rsqrt()
         lengths, axes = torch.linalg.eigh(scale[:, None] * curvature * scale)
         along = axes.mT @ (scale * slope)
-        if lengths.min() > 0 and float((along.square() / lengths).sum()) / 2 < _NEAR:
+        rounding = 8 * torch.finfo(start.dtype).eps * abs(value)
+        left = float((along.square() / lengths).sum()) / 2
+        if lengths.min() > 0 and left < max(near, rounding):
             is_mode = True
             break
         if len(path) == 1:  # where it is steep, an sd is no distance
@@ -80,11 +86,9 @@ def ascend(density: FullDataDensity, start: Tensor, places: Tensor | None = None
         while radius > _SMALLEST:
             step = _within(lengths, along, radius)
             promised = float(along @ step - (lengths * step.square()).sum() / 2)
-            there = position.clone()
-            there[moving] += (scale * (axes @ step)).to(position)
-            ahead = _look(density, there, moving, num_data)
+            there = position + (scale * (axes @ step)).to(position)
+            ahead = _look(density, there, num_data)
             gained = ahead[0] - value if ahead is not None else -float("inf")
-            rounding = 8 * torch.finfo(start.dtype).eps * abs(value)
             if gained >= _TAKEN * promised or (promised < rounding and gained > -rounding):
                 break
             radius = min(radius, float(step.norm())) / 4
@@ -96,13 +100,9 @@ def ascend(density: FullDataDensity, start: Tensor, places: Tensor | None = None
         position = there
         value, slope, curvature = ahead
         path.append(position)
-        if promised < rounding:
-            stalled += 1
-            # of a whole step, and not of one that a wall keeps short
-            is_mode = bool(lengths.min() > 0)
-            is_mode = is_mode and float((along.square() / lengths).sum()) / 2 < _ROUNDED
-            if is_mode or stalled > _MOST_STALLED:
-                break
+        stalled += gained < _TAKEN * promised
+        if stalled > _MOST_STALLED:
+            break
     return Ascent(position, value, curvature, is_mode, torch.stack(path))
 
 
@@ -113,7 +113,7 @@ def _units(slope: Tensor, curvature: Tensor) -> Tensor:
 
 
 def _look(
-    density: FullDataDensity, position: Tensor, places: Tensor, num_data: int
+    density: FullDataDensity, position: Tensor, num_data: int
 ) -> tuple[float, Tensor, Tensor] | None:
     """(The log joint, its gradient, minus its Hessian) in nats and float64; None where one is not
     finite, or a matrix of the model's cannot be factorized."""
@@ -125,8 +125,8 @@ def _look(
         return None
     if not bool(torch.isfinite(gradient).all()):
         return None
-    curvature = -num_data * hessian[places][:, places].double()
-    return num_data * float(value), num_data * gradient[places].double(), curvature
+    curvature = -num_data * hessian.double()
+    return num_data * float(value), num_data * gradient.double(), curvature
 
 
 def _within(lengths: Tensor, along: Tensor, radius: float) -> Tensor:

@@ -51,17 +51,17 @@ def precision_at(
     params = layout.unflatten(position)
     free = {name: params[name] for name in sites}
     held = {name: value for name, value in params.items() if name not in free}
-    total = None
+    total, scale = None, log_posterior.num_data / (density.num_rows or log_posterior.num_data)
     for place, chunk in enumerate(chunks_of(log_posterior, density.data, num_rows)):
         if total is None:
-            total = prior_precision(log_posterior, free, chunk.arguments, held, dense)
+            total = prior_precision(log_posterior, free, chunk.arguments, held, dense) / scale
         curvature = Curvature(
             log_posterior, kind, seed=derived_seed(seed, place, Purpose.CURVATURE)
         )
         for block in curvature.blocks(free, chunk.arguments, chunk.indices, held, chunk.keep):
             block.add_to(total)
     assert total is not None  # there is data
-    return total
+    return total.mul_(scale)  # some rows stand for all
 
 
 def gaussian_at(

@@ -47,7 +47,7 @@ def as_precondition(
             f"precondition={asked!r} moves chains in other coordinates than the sites', where "
             f"{'mass' if has_mass else by_site[0]} has no meaning: leave one of them out"
         )
-    if asked == "dense" or asked == "diag":
+    if asked == "dense" or asked == "low_rank" or asked == "diag":
         return asked
     fit = asked.__dict__.get("_fit") if isinstance(asked, Method) else None
     if isinstance(fit, Fit) and fit.gaussians and fit.sites == tuple(fit.log_posterior.latents):
@@ -56,6 +56,6 @@ def as_precondition(
             return Dense(gaussian.mean.double(), gaussian.scale_tril.double())
         return Diagonal(gaussian.mean.double(), gaussian.sd.double())
     raise ArgumentError(
-        f"precondition={asked!r}: pass 'auto', 'dense', 'diag', None, or a fit of all sites that "
-        "has been run (Laplace, VI, EKF)"
+        f"precondition={asked!r}: pass 'auto', 'dense', 'low_rank', 'diag', None, or a fit of all "
+        "sites that has been run (Laplace, VI, EKF)"
     )

@@ -82,7 +82,8 @@ class Sampler(Method):
             point.  A step then needs two gradients of a batch.  `"auto"` does so where the step
             size is chosen and steps take minibatches.
         precondition: the coordinates that chains move in.  `"auto"` whitens the posterior, by a
-            matrix up to 500 dimensions (`"dense"`) and by elements beyond (`"diag"`): first by
+            matrix up to 500 dimensions (`"dense"`), by elements and the 48 directions that stand
+            out beyond (`"low_rank"`), or by elements alone (`"diag"`): first by
             the curvature at the mode, then by what chains see in warm-up.  So lr and friction mean
             the same on every posterior.  A fit (`Laplace`, `VI`) gives its Gaussian.  None moves
             parameters themselves, and is what `"auto"` means where lr or mass is a number.

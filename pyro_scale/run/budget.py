@@ -62,5 +62,6 @@ class Budget:
 
 def rows_a_step(problem: Problem) -> int:
     """Rows whose gradients a step of one chain takes."""
-    gradients = 2 if isinstance(problem.engine.density, ControlVariates) else 1
+    density = problem.engine.density
+    gradients = density.gradients_a_row if isinstance(density, ControlVariates) else 1
     return gradients * max(1, problem.data.batch_size or problem.log_posterior.num_data)

@@ -25,18 +25,22 @@ from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.fullbatch.gauss_newton import anchored
 from pyro_scale.kernels import Kernel
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
+from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.run.budget import Budget, rows_a_step
 from pyro_scale.run.problem import Problem, position_of
-from pyro_scale.tuning.choice import Asked, Choice, Simulate
+from pyro_scale.tuning.choice import Asked, Choice, Precondition, Simulate
 from pyro_scale.tuning.gradient_noise import most_noise
+from pyro_scale.tuning.low_rank import with_axes
+from pyro_scale.tuning.many_rows import find_modes_of_many_rows
 from pyro_scale.tuning.modes import Modes, find_diagonal_modes, find_modes, flat_direction
 from pyro_scale.tuning.pilot import LEAST_PILOT, Pilot, pilot
 from pyro_scale.tuning.step_size import check_target
-from pyro_scale.tuning.tune import with_control_variates, with_known_noise
+from pyro_scale.tuning.tune import with_control_variates, with_curvature, with_known_noise
 from pyro_scale.tuning.windows import FIRST_WINDOW, Window, warm_up
 
 #: Dimensions up to which a matrix whitens, unless one is asked for.
@@ -60,7 +64,7 @@ _MOST_HEAT = 0.04
 #: times dimensions, each of which a Hessian goes back through them for.
 _MOST_ROWS, _LEAST_ROWS, _MOST_WORK = 20_000, 2_000, 2**20
 #: Draws at which the noise of minibatches is looked at.
-_PLACES = 4
+_PLACES = 64
 
 
 def choose(
@@ -79,11 +83,13 @@ def choose(
         affordable = max(_LEAST_ROWS, _MOST_WORK // whole.layout.size)
         density = whole.of_some_rows(min(_MOST_ROWS, affordable), problem.seed)
         problem, modes = _with_geometry(problem, asked, density, whole)
+        if modes is not None and isinstance(modes.best.gaussian, Dense) and density is not whole:
+            density = _anchored(density, modes.best.gaussian, problem)
         evaluations += 0 if modes is None else modes.evaluations
         problem = _with_anchor(problem, asked, whole)
         problem = problem.with_engine(kernel=_kernel(problem.engine.kernel, asked))
         if asked.lr:
-            problem = _cooled(problem, problem.positions, sampling)
+            problem = _cooled(problem, _typical(problem), sampling, whole)
         if asked.subtract_noise:
             problem = with_known_noise(problem, _center(problem), sampling)
 
@@ -114,7 +120,11 @@ def choose(
         if density is not None:
             if asked.anchor is True:
                 problem = _with_anchor(problem, asked, whole)
-            problem = _cooled(problem, _some(window.draws), sampling)
+            if problem.data.batch_size is not None:  # what is noisy at first may not be so here
+                kernel = problem.engine.kernel
+                lr = min(longest_lr(kernel), window.stable_lr)
+                problem = problem.with_engine(kernel=dataclasses.replace(kernel, lr=lr))
+            problem = _cooled(problem, _some(window.draws), sampling, whole)
         theory = problem.engine.kernel.theory
         order = 1 if theory is None else theory.order
         left = max(3 * LEAST_PILOT, (most_steps - asked.num_samples - window.steps) // 2)
@@ -173,43 +183,51 @@ def _with_geometry(
     """
     num_data, like = problem.log_posterior.num_data, problem.positions
     modes, gaussian = None, asked.precondition
+    temperature = float(problem.engine.kernel.values(0)["temperature"])
     if isinstance(gaussian, str):
         starts = _search_starts(problem) if asked.starts else like[:_MOST_SEARCHES]
-        temperature = float(problem.engine.kernel.values(0)["temperature"])
-        if len(like[0]) <= _DENSE or asked.precondition == "dense":
-            modes = find_modes(density, starts, temperature, problem.seed)
+        if _kind(gaussian, len(like[0])) == "dense":
+            find = find_modes if density is whole else find_modes_of_many_rows
+            modes = find(whole, starts, temperature, problem.seed)
         else:
             modes = find_diagonal_modes(density, starts, temperature)
+            if density is not whole:
+                refined = [
+                    mode._replace(gaussian=_on_all_rows(mode.gaussian, whole, like))
+                    for mode in modes.modes
+                ]
+                modes = dataclasses.replace(modes, modes=tuple(refined))
         gaussian = modes.best.gaussian
-        if density is not whole:
-            polished = [
-                mode._replace(gaussian=_polished(mode.gaussian, whole, temperature, like))
-                for mode in modes.modes
-            ]
-            modes = dataclasses.replace(modes, modes=tuple(polished))
-            gaussian = modes.best.gaussian
     assert gaussian is not None
-    is_dense = asked.precondition == "dense" or (
-        asked.precondition != "diag" and len(gaussian.mean) <= _DENSE
-    )
-    problem = problem.with_engine(whitening=_whitening(gaussian, is_dense, num_data, like))
+    kind = _kind(asked.precondition, len(gaussian.mean))
+    whitening = _whitening(gaussian, kind == "dense", num_data, like)
+    if kind == "low_rank" and isinstance(whitening, DiagonalWhitening):
+        whitening = with_axes(whitening, density, temperature)
+    problem = problem.with_engine(whitening=whitening)
     if asked.starts:
         problem = dataclasses.replace(problem, positions=_starts(problem, density, modes, gaussian))
     return problem, modes
 
 
-def _polished(
-    gaussian: Gaussian, whole: FullDataDensity, temperature: float, like: Tensor
-) -> Gaussian:
-    """The Gaussian at the mode of all rows, which is near."""
-    if isinstance(gaussian, Diagonal):
-        return Diagonal(whole.lbfgs(gaussian.mean.to(like), "").position.double(), gaussian.sd)
-    precision = gaussian.precision * temperature
-    places = torch.arange(len(gaussian.mean))
-    position, _ = whole.newton_refine(
-        gaussian.mean.to(like), lambda _: precision.to(like) / whole.log_posterior.num_data, places
-    )
-    return Dense(position.double(), gaussian.scale_tril)
+def _kind(asked: Precondition, size: int) -> str:
+    """The form of the geometry, of so many dimensions."""
+    if asked == "auto":
+        return "dense" if size <= _DENSE else "low_rank"
+    if isinstance(asked, str):
+        return asked
+    return "dense" if isinstance(asked, Dense) and size <= _DENSE else "diag"
+
+
+def _on_all_rows(gaussian: Gaussian, whole: FullDataDensity, like: Tensor) -> Gaussian:
+    """The Gaussian of independent elements at the mode of all rows, which is near."""
+    assert isinstance(gaussian, Diagonal)
+    return Diagonal(whole.lbfgs(gaussian.mean.to(like), "").position.double(), gaussian.sd)
+
+
+def _anchored(some: FullDataDensity, gaussian: Dense, problem: Problem) -> FullDataDensity:
+    """The density of some rows with the curvature of all at the mode."""
+    temperature = float(problem.engine.kernel.values(0)["temperature"])
+    return anchored(some, gaussian.mean.to(problem.positions), gaussian.precision * temperature)
 
 
 def _center(problem: Problem) -> Tensor:
@@ -217,6 +235,15 @@ def _center(problem: Problem) -> Tensor:
     whitening = problem.engine.whitening
     assert whitening is not None
     return whitening.tensors[0]
+
+
+def _typical(problem: Problem) -> Tensor:
+    """Draws of the Gaussian that the geometry is of, `[few, D]`."""
+    whitening, positions = problem.engine.whitening, problem.positions
+    assert whitening is not None
+    source = generator(problem.seed, 0, Purpose.SEARCH, 1)
+    z = torch.randn(_PLACES, len(whitening.tensors[0]), generator=source, dtype=torch.float64)
+    return whitening.to_params((z / problem.log_posterior.num_data**0.5).to(positions))
 
 
 def _some(draws: Tensor) -> Tensor:
@@ -233,23 +260,45 @@ def _with_anchor(problem: Problem, asked: Asked, whole: FullDataDensity) -> Prob
         return with_control_variates(
             problem, whole, position_of(problem, asked.anchor, "control_variates")
         )
-    return with_control_variates(problem, whole, _center(problem))
+    before = problem.engine.density
+    problem = with_control_variates(problem, whole, _center(problem))
+    if isinstance(before, ControlVariates) and before.curvature is not None:
+        return with_curvature(problem, whole) or problem
+    return problem
 
 
-def _cooled(problem: Problem, positions: Tensor, sampling: Sampling) -> Problem:
-    """With a step size at which minibatches hardly heat."""
-    kernel = problem.engine.kernel
-    theory = kernel.theory
+def _cooled(
+    problem: Problem, positions: Tensor, sampling: Sampling, whole: FullDataDensity
+) -> Problem:
+    """With a step size at which minibatches hardly heat; with control variates of second order
+    where that allows longer steps, for all that they cost."""
+    theory = problem.engine.kernel.theory
     if problem.data.batch_size is None or theory is None or not theory.heated:
         return problem
-    noise = most_noise(problem, positions, sampling)
+    share = _cool_share(problem, positions, sampling)
+    if share < 1 and isinstance(problem.engine.density, ControlVariates):
+        curved = None
+        if len(positions[0]) <= _DENSE and problem.engine.density.curvature is None:
+            curved = with_curvature(problem, whole)
+        if curved is not None:
+            of_curved = _cool_share(curved, positions, sampling)
+            if of_curved / rows_a_step(curved) > share / rows_a_step(problem):
+                problem, share = curved, of_curved
+    kernel = problem.engine.kernel
+    return problem.with_engine(kernel=dataclasses.replace(kernel, lr=float(kernel.lr) * share))
+
+
+def _cool_share(problem: Problem, positions: Tensor, sampling: Sampling) -> float:
+    """The part of the step size at which minibatches add no more heat than they may; 1 where that
+    is all of it, or not known."""
+    kernel, noise = problem.engine.kernel, most_noise(problem, positions, sampling)
     if noise is None:
-        return problem
+        return 1.0
     values = problem.engine.kernel_values(kernel.values(0))
-    added = theory.added_temperature(values, torch.tensor(noise, dtype=torch.float64))
+    assert kernel.theory is not None
+    added = kernel.theory.added_temperature(values, torch.tensor(noise, dtype=torch.float64))
     heat = float((added / values["temperature"]).max())
-    lr = float(kernel.lr) * min(1.0, _MOST_HEAT / max(heat, 1e-300))
-    return problem.with_engine(kernel=dataclasses.replace(kernel, lr=lr))
+    return min(1.0, _MOST_HEAT / max(heat, 1e-300))
 
 
 def _reasons(
@@ -265,7 +314,10 @@ def _reasons(
             f"{modes.searches} searches found"
         )
     if whitening is not None:
-        by = "a matrix" if isinstance(whitening, DenseWhitening) else "elements"
+        by = "elements"
+        if not isinstance(whitening, DiagonalWhitening):
+            is_dense = isinstance(whitening, DenseWhitening)
+            by = "a matrix" if is_dense else "elements and a few directions"
         found["geometry"] = f"whitened by {by}, from the draws of {window.steps} steps of warm-up"
     lr = float(kernel.lr)
     if tried is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from pyro_scale.data.batches import Batches, batches_from
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.step import Density, Engine
 from pyro_scale.errors import BiasWarning
+from pyro_scale.fullbatch.chunks import chunks_of, is_row_wise
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.run.measurements import GradientNoise
 from pyro_scale.run.problem import Problem
@@ -181,6 +183,9 @@ def most_noise(problem: Problem, positions: Tensor, sampling: Sampling) -> float
     """The variance of the minibatch gradient over N, in the direction of the whitened coordinates
     where it is largest; None where rows have no gradients of their own.
 
+    Every row counts, at one of the positions: rows that are few may have a direction to
+    themselves.
+
     Args:
         problem: with its geometry, and its density, which may have control variates.
         positions: of the posterior, `[positions, D]`.
@@ -188,18 +193,43 @@ def most_noise(problem: Problem, positions: Tensor, sampling: Sampling) -> float
     """
     size, whitening = problem.data.batch_size, problem.engine.whitening
     assert size is not None
-    batches = problem.batches(1, sampling)
-    run_batches = batches_from(batches, 0, -(-_ROWS // (size * len(positions))))
-    own = [[batch.of_chain(0) for batch in run_batches]] * len(positions)
-    gradients = row_gradients(problem, problem.engine.density, positions, own)
-    if gradients is None:
+    num_data, num_latents = problem.log_posterior.num_data, problem.engine.num_latents
+    second, count = torch.zeros(num_latents, num_latents, dtype=torch.float64), 0
+    for gradients in _every_row(problem, positions):
+        whitened = gradients if whitening is None else whitening.pull_back(gradients)
+        second += (whitened.mT @ whitened).to(second)
+        count += len(whitened)
+    if not count:
         return None
-    if whitening is not None:
-        gradients = whitening.pull_back(gradients)
-    centered = (gradients - gradients.mean(1, keepdim=True)).flatten(0, 1).double()
-    all_different = 0.0 if sampling == "replacement" else size / problem.log_posterior.num_data
-    largest = float(torch.linalg.matrix_norm(centered, 2)) ** 2 / len(centered)
+    all_different = 0.0 if sampling == "replacement" else size / num_data
+    largest = float(torch.linalg.eigvalsh(second / count)[-1])
     return largest / size * (1 - all_different)
+
+
+def _every_row(problem: Problem, positions: Tensor) -> Iterator[Tensor]:
+    """Gradients of all rows, `[rows, latents]` at a time, each at one of the positions; those of
+    one batch where the model takes no single rows; nothing where rows have none."""
+    log_posterior, engine = problem.log_posterior, problem.engine
+    layout, num_rows = engine.layout, max(1, _AT_ONCE // engine.layout.size)
+
+    def of_row(position: Tensor, row: Arguments) -> Tensor:
+        gradients = engine.density.row_gradients(layout.unflatten(position), row)
+        return torch.cat([gradients[name].reshape(-1) for name in log_posterior.latents])
+
+    if log_posterior.model_info.own_plate is None and is_row_wise(log_posterior):
+        with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):
+            for chunk in chunks_of(log_posterior, problem.data, num_rows):
+                single = rows.map_rows(lambda leaf: leaf[:, None], chunk.arguments)
+                at = positions[torch.arange(chunk.num_rows) % len(positions)]
+                yield torch.vmap(of_row, in_dims=(0, rows.vmap_dims(single, 0)))(at, single)
+            return
+    size = problem.log_posterior.model_info.batch_size
+    batches = batches_from(problem.batches(1, "shuffle"), 0, -(-_ROWS // size))
+    own = [[batch.of_chain(0)] for batch in batches]
+    places = positions[torch.arange(len(own)) % len(positions)]
+    gradients = row_gradients(problem, engine.density, places, own)
+    if gradients is not None:
+        yield gradients.flatten(0, 1)
 
 
 def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -> Tensor | None:

@@ -113,7 +113,7 @@ def find_modes(density: FullDataDensity, starts: Tensor, temperature: float, see
         ArgumentError: there is neither a mode nor a Gaussian.
     """
     ascents = [_search(density, start) for start in starts]
-    evaluations = sum(len(each.path) for each in ascents) * (1 + starts.shape[1])
+    evaluations = sum(len(each.path) for each in ascents) * density.passes
     modes = _distinct([(i, each) for i, each in enumerate(ascents) if each.is_mode], temperature)
     gap, stand_in = math.inf, None
     if modes:
@@ -124,7 +124,7 @@ def find_modes(density: FullDataDensity, starts: Tensor, temperature: float, see
     if not gap <= _APART * starts.shape[1] + 1:  # nor where it is not known
         every = torch.cat([each.path for each in ascents])
         chosen = every[torch.linspace(0, len(every) - 1, _PLACES).round().long().unique()]
-        evaluations += len(chosen) * (1 + starts.shape[1])
+        evaluations += len(chosen) * density.passes
         stand_in = _best_on_the_way(density, chosen, temperature, seed)
     if stand_in is None and not modes:
         raise ArgumentError(
@@ -196,25 +196,35 @@ def flat_direction(density: FullDataDensity, position: Tensor) -> str:
 
 def _distinct(found: Sequence[tuple[int, Ascent]], temperature: float) -> list[Mode]:
     """Modes, the best first, without those that are another one's."""
-    modes: list[Mode] = []
-    for search, ascent in sorted(found, key=lambda each: -each[1].value):
-        gaussian = _gaussian(ascent.position, ascent.precision, temperature)
-        if not bool(torch.isfinite(gaussian.scale_tril).all()):
+    return merged([mode_at(ascent, temperature, (search,)) for search, ascent in found])
+
+
+def mode_at(ascent: Ascent, temperature: float, searches: tuple[int, ...]) -> Mode:
+    """The Gaussian where an ascent ended, and its evidence."""
+    gaussian = _gaussian(ascent.position, ascent.precision, temperature)
+    constant = len(ascent.position) / 2 * math.log(2 * math.pi)
+    evidence = ascent.value / temperature + float(gaussian.log_det) / 2 + constant
+    return Mode(gaussian, evidence, searches)
+
+
+def merged(modes: Sequence[Mode]) -> list[Mode]:
+    """Modes whose Gaussian is finite, the best first; equal ones count once, with the searches of
+    all."""
+    distinct: list[Mode] = []
+    for mode in sorted(modes, key=lambda mode: -mode.log_evidence):
+        assert isinstance(mode.gaussian, Dense)
+        if not bool(torch.isfinite(mode.gaussian.scale_tril).all()):
             continue
-        half_log_det = float(gaussian.log_det) / 2
-        constant = len(ascent.position) / 2 * math.log(2 * math.pi)
-        evidence = ascent.value / temperature + half_log_det + constant
-        for place, mode in enumerate(modes):
-            assert isinstance(mode.gaussian, Dense)
-            away = (gaussian.mean - mode.gaussian.mean)[:, None]
-            sds = torch.linalg.solve_triangular(mode.gaussian.scale_tril, away, upper=False).norm()
-            if float(sds) < _SDS and abs(evidence - mode.log_evidence) < _NATS:
-                modes[place] = Mode(mode.gaussian, mode.log_evidence, (*mode.searches, search))
+        for place, other in enumerate(distinct):
+            assert isinstance(other.gaussian, Dense)
+            away = (mode.gaussian.mean - other.gaussian.mean)[:, None]
+            sds = torch.linalg.solve_triangular(other.gaussian.scale_tril, away, upper=False).norm()
+            if float(sds) < _SDS and abs(mode.log_evidence - other.log_evidence) < _NATS:
+                distinct[place] = other._replace(searches=(*other.searches, *mode.searches))
                 break
         else:
-            modes.append(Mode(gaussian, evidence, (search,)))
-    modes.sort(key=lambda mode: -mode.log_evidence)
-    return modes
+            distinct.append(mode)
+    return distinct
 
 
 def _gaussian(position: Tensor, precision: Tensor, temperature: float) -> Dense:

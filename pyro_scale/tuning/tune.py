@@ -13,9 +13,12 @@ from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import batches_from
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Steps
-from pyro_scale.errors import ArgumentError, BiasWarning
+from pyro_scale.errors import ArgumentError, BiasWarning, ModelError, SiteError
 from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.model.control_variates import ControlVariates
+from pyro_scale.fullbatch.precision import precision_at
+from pyro_scale.model.control_variates import AnchorCurvature, ControlVariates
+from pyro_scale.model.curvature.observations import Exact, observations_of
+from pyro_scale.model.curvature.prior_hessian import prior_precision
 from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.tuning import step_size
 from pyro_scale.tuning.gradient_noise import gradient_variance, row_gradients
@@ -101,6 +104,28 @@ def with_control_variates(problem: Problem, density: FullDataDensity, anchor: Te
     return problem.with_engine(
         density=ControlVariates(log_posterior, layout.unflatten(anchor), total)
     )
+
+
+def with_curvature(problem: Problem, density: FullDataDensity) -> Problem | None:
+    """The problem whose control variates have the likelihood's curvature at their anchor, too;
+    None where the model has none that single batches give as well."""
+    log_posterior, first = problem.log_posterior, problem.data.first()
+    first_order = problem.engine.density
+    assert isinstance(first_order, ControlVariates)
+    anchor, names = first_order.anchor, density.layout.names
+    try:
+        observed = observations_of(log_posterior, anchor, first, None, "ggn", 1)
+        exact = tuple(each for each in observed if isinstance(each, Exact))
+        if len(exact) < len(observed) or log_posterior.model_info.own_plate is not None:
+            return None
+        position = density.layout.flatten(anchor)
+        total = precision_at(density, position, names, "ggn", dense=True)
+        total = total - prior_precision(log_posterior, anchor, first, None, dense=True)
+        curved = dataclasses.replace(first_order, curvature=AnchorCurvature(total, exact))
+        curved.grad(anchor, first)
+    except (ModelError, SiteError, RuntimeError, NotImplementedError):
+        return None
+    return problem.with_engine(density=curved)
 
 
 def with_known_noise(problem: Problem, mode: Tensor, sampling: Sampling) -> Problem:

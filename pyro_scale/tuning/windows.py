@@ -16,12 +16,18 @@ from torch import Tensor
 
 from pyro_scale.core.autocorrelation import autocorrelation_time, split_r_hat
 from pyro_scale.core.rng import Purpose, derived_seed
-from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening, Whitening
+from pyro_scale.core.whitening import (
+    DenseWhitening,
+    DiagonalWhitening,
+    LowRankWhitening,
+    Whitening,
+)
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.curvature import steepest_by_products
+from pyro_scale.tuning.low_rank import learned as learn_low_rank
 
 #: Steps of the first window, and how many windows there are at most, each twice as long.
 FIRST_WINDOW, _MOST_WINDOWS = 256, 7
@@ -55,6 +61,7 @@ class Window:
         r_hat: the largest, of whitened elements.
         change: the largest factor of a direction's sd.
         time: steps per independent draw, of whitened elements and their squares, at most.
+        stable_lr: the step size that is half of what is stable.
         draws: of the last window, of params, `[chains, draws, D]`.
     """
 
@@ -65,6 +72,7 @@ class Window:
     r_hat: float
     change: float
     time: float
+    stable_lr: float
     draws: Tensor
 
 
@@ -108,8 +116,9 @@ def warm_up(
             return None
         window = _learn(problem, draws, sound, every, adapts=density is not None)
         if density is not None:
-            lr = min(longest, _stable_lr(density, window))
-            window = dataclasses.replace(window, problem=_with_lr(window.problem, lr))
+            stable = _stable_lr(density, window)
+            moved = _with_lr(window.problem, min(longest, stable))
+            window = dataclasses.replace(window, problem=moved, stable_lr=stable)
             hessians += _num_looks(problem)
             longest = min(at_first, 2 * longest)  # what broke was perhaps the way there
         window = dataclasses.replace(window, steps=total, hessians=hessians)
@@ -180,7 +189,7 @@ def _learn(problem: Problem, draws: Draws, sound: list[int], every: int, adapts:
         )
     agrees = r_hat < _MOST_R_HAT and change < _MOST_CHANGE
     time = float(times.max()) * every
-    return Window(problem, 0, 0, agrees, r_hat, change, time, kept)
+    return Window(problem, 0, 0, agrees, r_hat, change, time, math.inf, kept)
 
 
 def _update(old: Whitening, z: Tensor, count: float) -> tuple[float, Whitening]:
@@ -203,6 +212,9 @@ def _update(old: Whitening, z: Tensor, count: float) -> tuple[float, Whitening]:
         root = torch.linalg.cholesky((axes * bounded) @ axes.mT)
         factor = (old.factor.double() @ root).to(old.factor)
         new: Whitening = DenseWhitening(old.center, factor)
+    elif isinstance(old, LowRankWhitening):
+        share, chance = count / (count + 2), 1.0
+        lengths, new = learn_low_rank(old, flat, count, _LARGEST_CHANGE)
     else:
         assert isinstance(old, DiagonalWhitening)
         share, chance = count / (count + 2), 1.0

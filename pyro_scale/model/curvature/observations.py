@@ -76,6 +76,10 @@ class Exact:
     def width(self) -> int:
         return self.known.shape[1] * self.known.shape[2]
 
+    def of_rows(self, sites: Mapping[str, Site]) -> Exact:
+        """The same of the rows, and at the params, of another run."""
+        return _exact(sites[self.name], self.rule, self.arguments)
+
     def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
         fn = _broadcast(sites[self.name])
         base = fisher.base_of(fn)
@@ -215,10 +219,16 @@ def _observation(site: Site, rule: Rule, kind: str, num_draws: int) -> Observati
         if kind == "monte_carlo" or not arguments:
             raise fisher.NoInformation(type(base).__name__)
         _check_num_outputs(site, base, sum(arguments[name][0].numel() for name in names))
-        information = fisher.information(base, names)
+        return _exact(site, rule, names)
     except fisher.NoInformation:
         return _draw(site, rule, num_draws if kind == "monte_carlo" else max(num_draws, _DRAWS))
-    of_rows = _rows_first(fn, rule, base, information, 2)
+
+
+def _exact(site: Site, rule: Rule, names: tuple[str, ...]) -> Exact:
+    """A site's Fisher information in some of its distribution's arguments."""
+    fn = _broadcast(site)
+    base = fisher.base_of(fn)
+    of_rows = _rows_first(fn, rule, base, fisher.information(base, names), 2)
     weights = _weights(site, rule, len(base.batch_shape)) * fisher.mask_of(fn)
     everywhere = weights * of_rows.new_ones(base.batch_shape)
     of_rows = of_rows * _rows_first(fn, rule, base, everywhere, 0)[..., None, None]

@@ -1,0 +1,86 @@
+"""Modes of posteriors given many rows, from few passes through them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.gaussian import Dense
+from pyro_scale.fullbatch.density import NEAR, FullDataDensity
+from pyro_scale.fullbatch.gauss_newton import with_gauss_newton
+from pyro_scale.fullbatch.newton import ascend
+from pyro_scale.tuning.modes import Mode, Modes, find_modes, merged, mode_at
+
+#: Rows that searches take, and the factor by which they grow from one stage to the next.
+_SEARCH_ROWS, _GROWTH = 20_000, 16
+#: Newton's steps of a stage at most.
+_MOST_STEPS = 20
+#: The gain that is still promised for each dimension, in nats, where a stage ends: the next one's
+#: mode is further away than that.
+_STAGE_NEAR = 0.1
+
+
+def find_modes_of_many_rows(
+    whole: FullDataDensity, starts: Tensor, temperature: float, seed: int
+) -> Modes:
+    """The modes given all rows: searched for by some that stand for all, then followed as rows are
+    added.
+
+    Rows grow sixteenfold at a time, so that each mode is near the one before.  Steps through all of
+    them take their gradients alone, with the curvature of the stage before; theirs is taken where
+    those end.
+
+    Args:
+        whole: the log density given all rows.
+        starts: where searches begin, `[searches, D]`.
+        temperature: of the posterior.
+        seed: draws the rows.
+
+    Raises:
+        ArgumentError: there is neither a mode nor a Gaussian.
+    """
+    num_rows, num_data, size = _SEARCH_ROWS, whole.log_posterior.num_data, starts.shape[1]
+    density = with_gauss_newton(whole.of_some_rows(num_rows, seed))
+    modes = find_modes(density, starts, temperature, seed)
+    passes = modes.evaluations * num_rows / num_data
+    followed, found = list(modes.modes), modes.found
+    while num_rows < num_data:
+        is_last = _GROWTH * num_rows > num_data
+        num_rows = num_data if is_last else _GROWTH * num_rows
+        near = NEAR / 2 if is_last else _STAGE_NEAR
+        density, ascents = with_gauss_newton(whole.of_some_rows(num_rows, seed)), []
+        for mode in followed:
+            position = mode.gaussian.mean.to(starts)
+            if is_last:
+                position, steps = _refine(whole, mode, position, temperature)
+                passes += steps
+            ascents.append(ascend(density, position, near * size, _MOST_STEPS))
+        passes += density.passes * num_rows / num_data * sum(len(each.path) for each in ascents)
+        found = all(ascent.is_mode for ascent in ascents)
+        pairs = zip(ascents, followed, strict=True)
+        followed = merged([mode_at(end, temperature, mode.searches) for end, mode in pairs])
+    return dataclasses.replace(
+        modes, modes=tuple(followed), found=found, evaluations=math.ceil(passes)
+    )
+
+
+def _refine(
+    whole: FullDataDensity, mode: Mode, position: Tensor, temperature: float
+) -> tuple[Tensor, int]:
+    """(A position nearer to the mode of all rows, the passes that it took), by the curvature of
+    the mode of some of them."""
+    assert isinstance(mode.gaussian, Dense)
+    matrix = (mode.gaussian.precision * temperature).to(position) / whole.log_posterior.num_data
+    passes = 0
+
+    def precision(_: Tensor) -> Tensor:
+        nonlocal passes
+        passes += 1
+        return matrix
+
+    places = torch.arange(len(position))
+    position, _ = whole.newton_refine(position, precision, places, NEAR * len(position))
+    return position, 1 + passes

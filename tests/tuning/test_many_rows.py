@@ -1,0 +1,319 @@
+"""What a posterior given many rows takes: control variates of second order, their noise in every
+direction, and modes that are followed from some rows to all."""
+
+import dataclasses
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+from reference import close, double, normals
+
+import pyro_scale as ps
+from pyro_scale import kernels
+from pyro_scale.core.whitening import DenseWhitening
+from pyro_scale.data.open import open_data
+from pyro_scale.engine.draws import Steps
+from pyro_scale.engine.reuse import Earlier
+from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.fullbatch.gauss_newton import anchored, with_gauss_newton
+from pyro_scale.run.problem import as_log_posterior, prepare
+from pyro_scale.run.run import RunPlan
+from pyro_scale.tuning import many_rows
+from pyro_scale.tuning.gradient_noise import most_noise
+from pyro_scale.tuning.many_rows import find_modes_of_many_rows
+from pyro_scale.tuning.modes import find_modes
+from pyro_scale.tuning.tune import with_control_variates, with_curvature
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+N, B, GROUPS = 240, 12, 4
+X = normals(N, 2, seed=1)
+GROUP = torch.arange(N) % GROUPS
+SHARES = torch.sigmoid(X @ double(0.7, -1.2) + double(-1.0, 0.0, 0.5, 1.0)[GROUP])
+Y = (normals(N, seed=2).sigmoid() < SHARES).double()
+
+
+def groups(x, group, y):
+    """A hierarchical logistic regression."""
+    s = pyro.sample("s", dist.HalfNormal(1.0))
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+    with pyro.plate("groups", GROUPS):
+        a = pyro.sample("a", dist.Normal(0.0, s))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Bernoulli(logits=a[group] + x @ w), obs=y)
+
+
+def line(x, group, y):
+    """Linear and Gaussian, with a known sd: rows' gradients are linear."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+    with pyro.plate("data", len(x)), poutine.scale(scale=0.5):
+        pyro.sample("y", dist.Normal(x @ w, 0.7), obs=y)
+
+
+def curved(x, group, y):
+    """Not canonical, two sites a row, one of them masked."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+    s = pyro.sample("s", dist.LogNormal(0.3, 0.6))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal((x @ w).tanh(), s), obs=y)
+        pyro.sample("z", dist.Poisson((x @ w).exp()).mask(group == 0), obs=group.double())
+
+
+def problem_of(model, data=(X, GROUP, Y), batch_size=B, chains=1):
+    opened = open_data(data, batch_size)
+    log_posterior = as_log_posterior(model, opened.num_data)
+    return prepare(log_posterior, opened, kernels.BAOA(lr=0.1), None, chains, 3)
+
+
+def density_of(problem):
+    return FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
+
+
+def second_order(model, anchor=None):
+    """The problem with control variates of second order."""
+    problem = problem_of(model)
+    density = density_of(problem)
+    place = normals(problem.engine.layout.size, seed=7) / 3 if anchor is None else anchor
+    return with_curvature(with_control_variates(problem, density, place), density)
+
+
+def away_from(problem, distance, seed=8):
+    layout = problem.engine.layout
+    anchor = layout.flatten(problem.engine.density.anchor)
+    return layout.unflatten(anchor + distance * normals(layout.size, seed=seed))
+
+
+def partition():
+    return [(X[rows], GROUP[rows], Y[rows]) for rows in torch.arange(N).split(B)]
+
+
+def gradients(density, params, way="grad"):
+    """Of each batch of a partition, by site."""
+    parts = [getattr(density, way)(params, batch)[0] for batch in partition()]
+    return {name: torch.stack([part[name] for part in parts]) for name in params}
+
+
+@pytest.mark.parametrize("way", ["grad", "plain_grad"])
+@pytest.mark.parametrize("model", [groups, line, curved])
+def test_the_mean_over_a_partition_is_the_whole_gradient(model, way):
+    """Anywhere, and whatever the curvature is worth there."""
+    problem = second_order(model)
+    for distance in (0.0, 0.1, 2.0):
+        params = away_from(problem, distance)
+        whole, _ = problem.log_posterior.grad(params, (X, GROUP, Y))
+        for name, each in gradients(problem.engine.density, params, way).items():
+            close(each.mean(0), whole[name], 1e-11)
+
+
+def test_a_quadratic_log_likelihood_has_no_noise_left():
+    """Far from the anchor, too: every batch has the gradient of all rows."""
+    problem = second_order(line)
+    params = away_from(problem, 5.0)
+    whole, _ = problem.log_posterior.grad(params, (X, GROUP, Y))
+    for each in gradients(problem.engine.density, params)["w"]:
+        close(each, whole["w"], 1e-10)
+    first = dataclasses.replace(problem.engine.density, curvature=None)
+    assert float(gradients(first, params)["w"].std(0).min()) > 10
+
+
+def test_what_is_left_of_the_noise_is_of_second_order():
+    """Half as far from the anchor it is a quarter; of the first order, a half."""
+    problem = second_order(groups)
+    density = problem.engine.density
+    for each, power in ((density, 2), (dataclasses.replace(density, curvature=None), 1)):
+        far, near = (
+            gradients(each, away_from(problem, d))["a"].std(0).norm() for d in (0.02, 0.01)
+        )
+        assert float(far / near) == pytest.approx(2**power, rel=0.03)
+
+
+def test_what_is_left_of_each_row_is_known():
+    """g_i(theta) - g_i(a) + p_i (1 - p_i) x_i x_i' (theta - a), by hand."""
+    problem = second_order(groups)
+    density = problem.engine.density
+    params = away_from(problem, 0.5)
+    left = density.row_gradients(params, (X[:20], GROUP[:20], Y[:20]))
+    one_hot = torch.nn.functional.one_hot(GROUP, GROUPS).double()
+    features = torch.cat([one_hot, X], 1)[:20]
+
+    def of(params):
+        coefficients = torch.cat([params["a"], params["w"]])
+        return coefficients, torch.sigmoid(features @ coefficients)
+
+    (here, p), (there, q) = of(params), of(density.anchor)
+    rows = (q - p + q * (1 - q) * (features @ (here - there)))[:, None] * features
+    close(left["a"], rows[:, :GROUPS], 1e-12)
+    close(left["w"], rows[:, GROUPS:], 1e-12)
+    close(left["s"], torch.zeros(20))
+
+
+def test_chains_move_with_them_compiled_as_eager():
+    problem = second_order(groups)
+    problem = dataclasses.replace(problem, positions=problem.positions.repeat(2, 1) / 4)
+    columns, draws = problem.engine.kernel.columns(60), []
+    for compile in (True, False):
+        plan = RunPlan(problem, columns, Steps(60), "shuffle", False, compile, False, Earlier())
+        draws.append(plan.execute("").draws)
+    assert "compiled" in draws[0].program
+    assert draws[1].program == "eager"
+    close(draws[0].positions, draws[1].positions, 1e-10)
+
+
+def test_models_without_a_distribution_of_their_rows_have_none():
+    def factor(x, group, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.factor("y", -((y - x @ w) ** 2))
+
+    assert second_order(factor) is None
+
+
+# ------------------------------------------------------------------ the noise that is left
+
+
+def test_the_noise_is_that_of_the_noisiest_direction():
+    """The largest eigenvalue of the rows' second moments, by dense arithmetic."""
+    problem = second_order(groups)
+    size = problem.engine.layout.size
+    factor = normals(size, size, seed=4).tril() + 3 * torch.eye(size)
+    place = problem.engine.layout.flatten(away_from(problem, 0.3))
+    for each in (problem, without_curvature(problem)):
+        whitened = each.with_engine(whitening=DenseWhitening(place, factor))
+        by_site = each.engine.density.row_gradients(away_from(problem, 0.3), (X, GROUP, Y))
+        rows = torch.cat([by_site[name].reshape(N, -1) for name in problem.engine.layout.names], 1)
+        second = factor.T @ rows.T @ rows @ factor / N
+        largest = float(torch.linalg.eigvalsh(second)[-1])
+        for sampling, share in (("replacement", 1.0), ("shuffle", 1 - B / N)):
+            noise = most_noise(whitened, place[None], sampling)
+            assert noise == pytest.approx(share * largest / B, rel=1e-9)
+
+
+def without_curvature(problem):
+    return problem.with_engine(density=dataclasses.replace(problem.engine.density, curvature=None))
+
+
+def test_one_row_of_many_is_seen():
+    """A group of one row has a direction that no sample of rows is likely to show."""
+    count = 20_000
+    group = torch.zeros(count, dtype=torch.long)
+    group[12_345] = 1
+
+    def rare(group, y):
+        with pyro.plate("groups", 2):
+            a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(group)):
+            pyro.sample("y", dist.Poisson(a[group].exp()), obs=y)
+
+    problem = problem_of(rare, (group, torch.ones(count)), 50)
+    problem = with_control_variates(problem, density_of(problem), torch.zeros(2))
+    scales = torch.tensor([1.0, count**0.5])  # of one's own prior, and of many rows
+    problem = problem.with_engine(whitening=DenseWhitening(torch.zeros(2), torch.diag(scales)))
+    noise = most_noise(problem, double(0.0, 0.5)[None], "replacement")
+    assert noise == pytest.approx((1 - double(0.5).exp().item()) ** 2 / 50, rel=1e-6)
+
+
+# ------------------------------------------------------------------ the curvature of some rows
+
+
+def test_some_rows_stand_for_all():
+    """Their Gauss-Newton matrix is that of a quadratic log likelihood's Hessian."""
+    density = density_of(problem_of(line)).of_some_rows(40, 1)
+    place = double(0.3, -0.2)
+    close(with_gauss_newton(density).hessian(place), density.hessian(place), 1e-12)
+    (x, _, _), expected = density.data.arguments, 0.5 * N / 40 / 0.7**2
+    close(-N * density.hessian(place), expected * x.T @ x + torch.eye(2) / 4, 1e-12)
+
+
+def test_a_model_without_such_a_matrix_has_its_hessian():
+    def factor(x, group, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.factor("y", -((y - x @ w) ** 2))
+
+    density = density_of(problem_of(factor))
+    assert with_gauss_newton(density) is density
+
+
+def test_an_anchored_density_has_the_curvature_of_all_rows_at_its_anchor():
+    whole = density_of(problem_of(groups))
+    place = normals(whole.layout.size, seed=5) / 3
+    some = whole.of_some_rows(60, 1)
+    density = anchored(some, place, -N * whole.hessian(place))
+    close(density.hessian(place), whole.hessian(place), 1e-12)
+    other = place + 0.1
+    expected = some.hessian(other) - some.hessian(place) + whole.hessian(place)
+    close(density.hessian(other), expected, 1e-12)
+
+
+# ------------------------------------------------------------------ modes
+
+
+@pytest.mark.parametrize("model", [groups, line, curved])
+def test_modes_are_those_of_all_rows(model, monkeypatch):
+    """Followed from 20 rows to 240, they end where a search through all rows ends."""
+    monkeypatch.setattr(many_rows, "_SEARCH_ROWS", 20)
+    monkeypatch.setattr(many_rows, "_GROWTH", 4)
+    problem = problem_of(model, chains=4)
+    whole = density_of(problem)
+    exact = find_modes(whole, problem.positions, 1.0, 0)
+    found = find_modes_of_many_rows(whole, problem.positions, 1.0, 0)
+    assert found.found
+    assert len(found.modes) == len(exact.modes) == 1
+    away = found.best.gaussian.mean - exact.best.gaussian.mean
+    sds = exact.best.gaussian.covariance.diagonal().sqrt()
+    assert float((away / sds).norm()) < 0.1 * whole.layout.size**0.5
+    matrix = -N * with_gauss_newton(whole).hessian(found.best.gaussian.mean)
+    close(found.best.gaussian.precision, matrix, 1e-8)
+
+
+def test_all_modes_are_followed(monkeypatch):
+    monkeypatch.setattr(many_rows, "_SEARCH_ROWS", 20)
+
+    def two(y):
+        x = pyro.sample("x", dist.Normal(0.0, 3.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(x.square(), 2.0), obs=y)
+
+    problem = problem_of(two, (1 + normals(N, seed=3),), chains=4)
+    whole = density_of(problem)
+    found = find_modes_of_many_rows(whole, double([-2.0], [-1.0], [1.5], [2.0]), 1.0, 0)
+    assert found.found
+    assert sorted(mode.searches for mode in found.modes) == [(0, 1), (2, 3)]
+    ends = sorted(float(mode.gaussian.mean) for mode in found.modes)
+    assert len(ends) == 2
+    assert ends[0] == pytest.approx(-ends[1], abs=1e-2)
+
+
+# ------------------------------------------------------------------ runs
+
+
+@pytest.mark.slow
+def test_a_hierarchy_of_rare_groups_is_right_from_minibatches():
+    """30,000 rows in 40 groups, of 2 to 8,000 rows: means and sds are those of exact draws, and
+    draws are not bought with tiny steps."""
+    count, num_groups = 30_000, 40
+    sizes = torch.logspace(0.4, 3.9, num_groups).long()
+    group = torch.repeat_interleave(torch.arange(num_groups), sizes)
+    group = torch.cat([group, torch.full((max(0, count - len(group)),), num_groups - 1)])
+    offsets = normals(num_groups, seed=5) / 2
+    y = (normals(len(group), seed=6).sigmoid() < torch.sigmoid(offsets[group] - 1)).double()
+
+    def model(group, y):
+        m = pyro.sample("m", dist.Normal(0.0, 2.0))
+        s = pyro.sample("s", dist.HalfNormal(1.0))
+        with pyro.plate("groups", num_groups):
+            a = pyro.sample("a", dist.Normal(m, s))
+        with pyro.plate("data", len(group)):
+            pyro.sample("y", dist.Bernoulli(logits=a[group]), obs=y)
+
+    mcmc = ps.BAOA(model).run((group, y), seed=0, progress=False)
+    assert mcmc.report().verdict == "yes"
+    assert mcmc._results().attrs["batch_size"] < count
+    assert mcmc._results().attrs["thinning"] <= 30
+    exact = ps.NUTS(model).run((group, y), seed=0, progress=False)
+    for name, draws in exact.get_samples().items():
+        mine = mcmc.get_samples()[name]
+        assert float(((mine.mean(0) - draws.mean(0)) / draws.std(0)).abs().max()) < 0.15
+        assert float((mine.std(0) / draws.std(0) - 1).abs().max()) < 0.1
