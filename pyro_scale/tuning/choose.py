@@ -31,6 +31,7 @@ from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.run.budget import Budget, rows_a_step
 from pyro_scale.run.problem import Problem, position_of
+from pyro_scale.tuning import acceptance
 from pyro_scale.tuning.choice import Asked, Choice, Simulate
 from pyro_scale.tuning.gradient_noise import most_noise
 from pyro_scale.tuning.modes import Modes, find_diagonal_modes, find_modes, flat_direction
@@ -81,7 +82,8 @@ def choose(
         problem, modes = _with_geometry(problem, asked, density, whole)
         evaluations += 0 if modes is None else modes.evaluations
         problem = _with_anchor(problem, asked, whole)
-        problem = problem.with_engine(kernel=_kernel(problem.engine.kernel, asked))
+        kernel = _kernel(problem.engine.kernel, asked, problem.engine.num_latents)
+        problem = problem.with_engine(kernel=kernel)
         if asked.lr:
             problem = _cooled(problem, problem.positions, sampling)
         if asked.subtract_noise:
@@ -110,7 +112,7 @@ def choose(
         raise _no_warm_up(problem, density)
     chains, problem, tried, time = len(problem.positions), window.problem, None, window.time
     evaluations += chains * window.steps + window.hessians * len(problem.positions[0])
-    if asked.lr:
+    if asked.lr and not problem.engine.kernel.adjusted:
         if density is not None:
             if asked.anchor is True:
                 problem = _with_anchor(problem, asked, whole)
@@ -268,7 +270,12 @@ def _reasons(
         by = "a matrix" if isinstance(whitening, DenseWhitening) else "elements"
         found["geometry"] = f"whitened by {by}, from the draws of {window.steps} steps of warm-up"
     lr = float(kernel.lr)
-    if tried is None:
+    if kernel.adjusted and window.acceptance is not None:
+        found["step size"] = (
+            f"lr={lr:.3g} in whitened coordinates, for {acceptance.TARGET:.0%} of proposals to be "
+            f"accepted ({window.acceptance:.0%} in the last window of warm-up)"
+        )
+    elif tried is None:
         found["step size"] = f"lr={lr:.3g}, as it was set"
     elif tried.bias is None:
         found["step size"] = f"lr={lr:.3g}; its bias could not be measured"
@@ -326,13 +333,15 @@ def _starts(
     return positions
 
 
-def _kernel(kernel: Kernel, asked: Asked) -> Kernel:
-    """With the friction of whitened coordinates, and the longest step size there."""
-    if asked.friction and hasattr(kernel, "friction"):
+def _kernel(kernel: Kernel, asked: Asked, size: int) -> Kernel:
+    """With the friction of whitened coordinates, and the longest step size there, of so many
+    dimensions."""
+    if asked.friction and hasattr(kernel, "friction") and not kernel.adjusted:
         own: dict[str, Any] = {"friction": FRICTION}
         kernel = dataclasses.replace(kernel, **own)
     if asked.lr:
-        kernel = dataclasses.replace(kernel, lr=longest_lr(kernel))
+        lr = acceptance.first_lr(size) if kernel.adjusted else longest_lr(kernel)
+        kernel = dataclasses.replace(kernel, lr=lr)
     return kernel
 
 
