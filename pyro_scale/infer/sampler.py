@@ -56,6 +56,7 @@ from pyro_scale.run.run import RunPlan, Trajectory
 from pyro_scale.run.shared_starts import check_superchains, with_shared_starts
 from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.storage.files import FilePath
+from pyro_scale.tuning.adjust import acceptance_rate
 from pyro_scale.tuning.choice import Choice
 from pyro_scale.tuning.plan import Settings, is_trained, plan_run
 from pyro_scale.tuning.training import is_network
@@ -449,8 +450,7 @@ class Sampler(Method):
         facts = {**config.facts, "thinning": plan.steps.thinning}
         attrs = {**self._attrs(), **facts, **plan.choice, "num_samples": kept}
         if plan.kernel.adjusted:
-            accepted = draws.state.accepted[draws.finished].double().mean()
-            attrs["acceptance_rate"] = float(accepted) / draws.num_steps
+            attrs["acceptance_rate"] = acceptance_rate(draws)
         self._plan = dataclasses.replace(plan, finished=tuple(draws.finished))
         # at once: what is found out about it can be interrupted
         self._result = collect(problem, draws, plan.columns, attrs, sink)
@@ -565,8 +565,8 @@ class Sampler(Method):
         """
         if self.kernel.adjusted:
             raise ArgumentError(
-                f"step() sees one batch at a time, but {type(self).__name__} compares log joints of "
-                "all rows: use run, or BAOA"
+                f"step() sees one batch at a time, but {type(self).__name__} compares log joints "
+                "of all rows: use run, or BAOA"
             )
         needs_all = self._control_variates or self._subtract_noise or self._precondition
         if "lr" in self._chosen or needs_all:

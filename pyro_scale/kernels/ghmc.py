@@ -17,8 +17,8 @@ from pyro_scale.kernels.splitting import drift, kick, ornstein_uhlenbeck
 from pyro_scale.kernels.theory import UnderdampedTheory
 from pyro_scale.kernels.underdamped import Underdamped
 
-#: What the slice variable moves by in a step.  On five models (benchmarks/exact) 0.03, 0.1 and 0.3
-#: give about the same effective draws a gradient.
+#: What the slice variable moves by in a step.  On six models of benchmarks/exact 0.03 and 0.1 give
+#: about the same effective draws a gradient.
 _SLICE_STEP = 0.1
 
 

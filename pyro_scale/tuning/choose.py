@@ -31,7 +31,7 @@ from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.run.budget import Budget, rows_a_step
 from pyro_scale.run.problem import Problem, position_of
-from pyro_scale.tuning import acceptance
+from pyro_scale.tuning.adjust import adjust, without_adjustment
 from pyro_scale.tuning.choice import Asked, Choice, Simulate
 from pyro_scale.tuning.gradient_noise import most_noise
 from pyro_scale.tuning.modes import Modes, find_diagonal_modes, find_modes, flat_direction
@@ -82,8 +82,7 @@ def choose(
         problem, modes = _with_geometry(problem, asked, density, whole)
         evaluations += 0 if modes is None else modes.evaluations
         problem = _with_anchor(problem, asked, whole)
-        kernel = _kernel(problem.engine.kernel, asked, problem.engine.num_latents)
-        problem = problem.with_engine(kernel=kernel)
+        problem = problem.with_engine(kernel=_kernel(problem.engine.kernel, asked))
         if asked.lr:
             problem = _cooled(problem, problem.positions, sampling)
         if asked.subtract_noise:
@@ -107,29 +106,40 @@ def choose(
             f"take {least:,} at least: pass max_rows={needed:,} or more, or fewer num_samples"
         )
     for_windows = max(FIRST_WINDOW, (most_steps - reserve) // 2)
+    kernel, adjusts = problem.engine.kernel, asked.lr and problem.engine.kernel.adjusted
+    if adjusts:  # a chain that rejects all proposals would stay where it starts
+        problem = problem.with_engine(kernel=_kernel(without_adjustment(kernel), asked))
     window = warm_up(problem, run, density if asked.lr else None, for_windows, budget)
     if window is None:
         raise _no_warm_up(problem, density)
     chains, problem, tried, time = len(problem.positions), window.problem, None, window.time
     evaluations += chains * window.steps + window.hessians * len(problem.positions[0])
-    if asked.lr and not problem.engine.kernel.adjusted:
+    adjusted = None
+    left = max(3 * LEAST_PILOT, (most_steps - asked.num_samples - window.steps) // 2)
+    if adjusts:
+        stable = float(problem.engine.kernel.lr)
+        adjusted = adjust(problem.with_engine(kernel=kernel), run, stable, left, budget)
+        problem, time = adjusted.problem, adjusted.time
+        evaluations += chains * adjusted.steps
+    elif asked.lr:
         if density is not None:
             if asked.anchor is True:
                 problem = _with_anchor(problem, asked, whole)
             problem = _cooled(problem, _some(window.draws), sampling)
         theory = problem.engine.kernel.theory
         order = 1 if theory is None else theory.order
-        left = max(3 * LEAST_PILOT, (most_steps - asked.num_samples - window.steps) // 2)
         tried = pilot(problem, coupled, time, order, left, budget)
         problem = tried.problem
         time = tried.time if math.isfinite(tried.time) else time
         evaluations += chains * tried.steps
-    taken = window.steps + (0 if tried is None else tried.steps)
+    taken = window.steps + sum(each.steps for each in (tried, adjusted) if each is not None)
     most = max(1, (most_steps - taken) // asked.num_samples)
     needed = max(1, math.ceil(time)) if math.isfinite(time) else most
     thinning = asked.thinning or min(most, needed)
     steps = Steps(asked.num_samples, asked.warmup_steps or 0, thinning)
     reasons = _reasons(problem, modes, window, tried, thinning)
+    if adjusted is not None:
+        reasons["step size"] = adjusted.reason
     attrs: dict[str, Any] = {"lr_choice": reasons["step size"], "thinning": thinning}
     if asked.warmup_steps is None:
         attrs["warmup_steps"] = taken
@@ -270,12 +280,7 @@ def _reasons(
         by = "a matrix" if isinstance(whitening, DenseWhitening) else "elements"
         found["geometry"] = f"whitened by {by}, from the draws of {window.steps} steps of warm-up"
     lr = float(kernel.lr)
-    if kernel.adjusted and window.acceptance is not None:
-        found["step size"] = (
-            f"lr={lr:.3g} in whitened coordinates, for {acceptance.TARGET:.0%} of proposals to be "
-            f"accepted ({window.acceptance:.0%} in the last window of warm-up)"
-        )
-    elif tried is None:
+    if tried is None:
         found["step size"] = f"lr={lr:.3g}, as it was set"
     elif tried.bias is None:
         found["step size"] = f"lr={lr:.3g}; its bias could not be measured"
@@ -333,15 +338,13 @@ def _starts(
     return positions
 
 
-def _kernel(kernel: Kernel, asked: Asked, size: int) -> Kernel:
-    """With the friction of whitened coordinates, and the longest step size there, of so many
-    dimensions."""
+def _kernel(kernel: Kernel, asked: Asked) -> Kernel:
+    """With the friction of whitened coordinates, and the longest step size there."""
     if asked.friction and hasattr(kernel, "friction") and not kernel.adjusted:
         own: dict[str, Any] = {"friction": FRICTION}
         kernel = dataclasses.replace(kernel, **own)
-    if asked.lr:
-        lr = acceptance.first_lr(size) if kernel.adjusted else longest_lr(kernel)
-        kernel = dataclasses.replace(kernel, lr=lr)
+    if asked.lr and not kernel.adjusted:
+        kernel = dataclasses.replace(kernel, lr=longest_lr(kernel))
     return kernel
 
 

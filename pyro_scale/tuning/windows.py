@@ -21,7 +21,6 @@ from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
-from pyro_scale.tuning import acceptance
 from pyro_scale.tuning.curvature import steepest_by_products
 
 #: Steps of the first window, and how many windows there are at most, each twice as long.
@@ -57,8 +56,6 @@ class Window:
         change: the largest factor of a direction's sd.
         time: steps per independent draw, of whitened elements and their squares, at most.
         draws: of the last window, of params, `[chains, draws, D]`.
-        acceptance: the part of proposals that were accepted in the last window, where the step size
-            was chosen by it.
     """
 
     problem: Problem
@@ -69,7 +66,6 @@ class Window:
     change: float
     time: float
     draws: Tensor
-    acceptance: float | None = None
 
 
 #: Runs chains: (problem, steps, seed) -> draws.
@@ -101,12 +97,6 @@ def warm_up(
             raise draws.error
         total += draws.num_steps
         sound = draws.finished if density is None else _sound_chains(problem, draws)
-        adjusts = density is not None and problem.engine.kernel.adjusted
-        accepted = acceptance.rate(draws) if adjusts else 1.0
-        if adjusts and accepted < acceptance.LEAST and halvings < _MOST_HALVINGS:
-            halvings += 1
-            problem = _with_lr(_restart(problem, draws, sound), acceptance.next_lr(problem, accepted))
-            continue
         if len(sound) < len(draws.positions) and density is not None:
             halvings += 1
             if halvings > _MOST_HALVINGS:
@@ -117,16 +107,7 @@ def warm_up(
         if not sound:
             return None
         window = _learn(problem, draws, sound, every, adapts=density is not None)
-        if adjusts:
-            lr = acceptance.next_lr(problem, accepted)
-            is_settled = acceptance.is_near(accepted)
-            window = dataclasses.replace(
-                window,
-                problem=_with_lr(window.problem, lr),
-                agrees=window.agrees and is_settled,
-                acceptance=accepted,
-            )
-        elif density is not None:
+        if density is not None:
             lr = min(longest, _stable_lr(density, window))
             window = dataclasses.replace(window, problem=_with_lr(window.problem, lr))
             hessians += _num_looks(problem)
