@@ -62,9 +62,9 @@ def sample(
         progress: whether to show a progress bar.
 
     Returns:
-        `NUTS`, `GHMC` or `BAOA`, after its run.  `get_samples()`, `summary()` and `to_arviz()` read it;
-        its `attrs["sample"]` in `diagnostics()` says which method it is, why, and what the other
-        one would have cost.
+        `NUTS`, `GHMC` or `BAOA`, after its run.  `get_samples()`, `summary()` and `to_arviz()` read
+        it; its `attrs["sample"]` in `diagnostics()` says which method it is, why, and what the
+        other one would have cost.
 
     Raises:
         ArgumentError: `seconds` is no number above 0; and what the methods raise.
