@@ -16,7 +16,7 @@ from pyro_scale.infer.map import MAP
 from pyro_scale.infer.nuts import NUTS
 from pyro_scale.infer.sample import sample
 from pyro_scale.infer.sampler import Sampler
-from pyro_scale.infer.samplers import BAOA, SGHMC, SGLD, SGNHT, UBU, pSGLD
+from pyro_scale.infer.samplers import BAOA, GHMC, SGHMC, SGLD, SGNHT, UBU, pSGLD
 from pyro_scale.infer.versions import show_versions
 from pyro_scale.infer.vi import IVON, VI
 from pyro_scale.model.curvature.ggn import Curvature
@@ -30,6 +30,7 @@ from pyro_scale.model.scaling import Evaluation
 __all__ = [
     "BAOA",
     "EKF",
+    "GHMC",
     "IVON",
     "MAP",
     "NUTS",

@@ -117,12 +117,19 @@ def normal() -> None:
     pyro.sample("x", dist.Normal(torch.zeros(50), 1.0).to_event(1))
 
 
+def _normals(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+AXES = torch.linalg.qr(_normals(100, 100))[0]
+WALK_STEPS, WALK_NOISE = _normals(2, 100)
+WALK = (0.3 * WALK_STEPS).cumsum(0) + 0.5 * WALK_NOISE
+
+
 def rotated() -> None:
     """Variances from 0.01 to 100, along axes that no diagonal mass sees."""
-    source = torch.Generator().manual_seed(0)
-    axes = torch.linalg.qr(torch.randn(100, 100, generator=source))[0]
     x = pyro.sample("x", dist.Normal(torch.zeros(100), 1.0).to_event(1))
-    squares = (x @ axes).square()
+    squares = (x @ AXES).square()
     pyro.factor("rotated", (squares - squares / torch.logspace(-2, 2, 100)).sum() / 2)
 
 
@@ -140,13 +147,10 @@ def funnel() -> None:
 
 def level() -> None:
     """A random walk of 100 steps, non-centered."""
-    source = torch.Generator().manual_seed(0)
-    walk = (0.3 * torch.randn(100, generator=source)).cumsum(0)
-    y = walk + 0.5 * torch.randn(100, generator=source)
     drift, noise = (pyro.sample(name, dist.HalfNormal(1.0)) for name in ("drift", "noise"))
     steps = pyro.sample("steps", dist.Normal(torch.zeros(100), 1.0).to_event(1))
     levels = torch.ones(100, 100).tril() @ (drift * steps)
-    pyro.sample("y", dist.Normal(levels, noise).to_event(1), obs=y)
+    pyro.sample("y", dist.Normal(levels, noise).to_event(1), obs=WALK)
 
 
 def of_problems(name: str) -> tuple[Any, Any, int]:

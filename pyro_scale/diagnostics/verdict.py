@@ -286,6 +286,10 @@ def _heating(result: Result) -> list[Finding]:
 
 def _bias(result: Result, choice: Choice | None) -> list[Finding]:
     """What the step size does to means and sds, by the coupled run."""
+    if "acceptance_rate" in result.attrs:
+        rate = float(result.attrs["acceptance_rate"])
+        told = f"no step size biases the draws: {rate:.0%} of proposals were accepted"
+        return [Finding("", "step size", "yes", told)]
     if choice is None or choice.pilot is None:
         told = "the bias of this step size was not measured: step_size_bias() does"
         return [Finding("", "step size", "unknown", told, "lr='auto', or step_size_bias()")]

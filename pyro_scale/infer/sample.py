@@ -15,7 +15,7 @@ from pyro_scale.data.sources import TensorData
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.nuts import NUTS
-from pyro_scale.infer.samplers import BAOA
+from pyro_scale.infer.samplers import BAOA, GHMC
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.run.problem import as_log_posterior, module_device, prepare
 from pyro_scale.tuning.training import is_network
@@ -23,8 +23,9 @@ from pyro_scale.tuning.training import is_network
 #: Numbers of the data that a gradient goes through in a second, and seconds of one without data:
 #: of one core, fixed, so that a choice depends on the problem and not on the machine.
 _RATE, _LEAST = 1e8, 2e-5
-#: Gradients of a draw of NUTS, and its draws of warm-up; steps of a draw of BAOA, and of warm-up.
-_LEAPFROGS, _WARMUP, _THINNING, _STEPS = 16, 1000, 5, 5000
+#: Gradients of a draw of NUTS, and its draws of warm-up; steps of a draw of BAOA, and of warm-up;
+#: steps of a draw of GHMC.
+_LEAPFROGS, _WARMUP, _THINNING, _STEPS, _ADJUSTED = 16, 1000, 5, 5000, 10
 #: Rows of two gradients of a minibatch, and rows from which on there are minibatches.
 _BATCH, _MANY_ROWS = 2 * 1024, 20_000
 #: Seconds that compilation may take on top.
@@ -46,9 +47,10 @@ def sample(
 
     A network is trained and sampled as an ensemble.  Anything else is sampled exactly, by NUTS on
     all rows, where that takes no longer than `seconds` by the numbers that its gradients go
-    through; else by BAOA, with minibatches of many rows, which ends after `seconds`.  The estimates
-    are of a fixed reference machine and good to an order of magnitude: the same problem gets the
-    same method everywhere.
+    through; else by BAOA, with minibatches of many rows, which ends after `seconds`.  Where nutpie
+    is not installed GHMC takes the place of NUTS, for data that are tensors and models without
+    `pyro.param`.  The estimates are of a fixed reference machine and good to an order of magnitude:
+    the same problem gets the same method everywhere.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
@@ -60,9 +62,9 @@ def sample(
         progress: whether to show a progress bar.
 
     Returns:
-        `NUTS` or `BAOA`, after its run.  `get_samples()`, `summary()` and `to_arviz()` read it;
-        its `attrs["sample"]` in `diagnostics()` says which method it is, why, and what the other
-        one would have cost.
+        `NUTS`, `GHMC` or `BAOA`, after its run.  `get_samples()`, `summary()` and `to_arviz()` read
+        it; its `attrs["sample"]` in `diagnostics()` says which method it is, why, and what the
+        other one would have cost.
 
     Raises:
         ArgumentError: `seconds` is no number above 0; and what the methods raise.
@@ -97,6 +99,8 @@ def sample(
     a_step = gradient(_BATCH if num_data > _MANY_ROWS else num_data)
     approximate = num_chains * (_STEPS + _THINNING * num_samples) * a_step
     costs = f"NUTS about {exact:.2g} s, BAOA about {approximate:.2g} s"
+    adjusted = num_chains * (_STEPS + _ADJUSTED * num_samples) * gradient(num_data)
+    can_adjust = problem.data.batch_size is None and not problem.engine.has_points
     how: dict[str, Any] = {
         "num_samples": num_samples,
         "num_chains": num_chains,
@@ -106,6 +110,11 @@ def sample(
     if is_network(problem):
         why = f"BAOA from trained starts, as the model is a network ({costs})"
     elif importlib.util.find_spec("nutpie") is None:
+        costs = f"GHMC about {adjusted:.2g} s, BAOA about {approximate:.2g} s"
+        if can_adjust and adjusted <= seconds:
+            why = f"GHMC, which is exact, as NUTS needs pyro-scale[nuts] ({costs})"
+            exactly = GHMC(model).run(data, max_seconds=seconds + _COMPILATION, **how)
+            return _explained(exactly, why)
         why = f"BAOA, as NUTS needs pyro-scale[nuts] ({costs})"
     elif exact > seconds:
         why = f"BAOA, as NUTS would take longer than seconds={seconds:g} ({costs})"

@@ -44,12 +44,19 @@ from pyro_scale.run.budget import Budget
 from pyro_scale.run.config import RunConfig, Store
 from pyro_scale.run.execute import execute
 from pyro_scale.run.limits import check_equal_weights, check_length, check_memory
-from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
+from pyro_scale.run.problem import (
+    Problem,
+    as_log_posterior,
+    check_can_adjust,
+    module_device,
+    prepare,
+)
 from pyro_scale.run.resume import Journal, identity_of
 from pyro_scale.run.run import RunPlan, Trajectory
 from pyro_scale.run.shared_starts import check_superchains, with_shared_starts
 from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.storage.files import FilePath
+from pyro_scale.tuning.adjust import acceptance_rate
 from pyro_scale.tuning.choice import Choice
 from pyro_scale.tuning.plan import Settings, is_trained, plan_run
 from pyro_scale.tuning.training import is_network
@@ -129,6 +136,14 @@ class Sampler(Method):
             )
         theory = self.kernel_class.theory
         subtract_noise = as_flag("subtract_noise", subtract_noise)
+        if self.kernel_class.adjusted:
+            if subtract_noise or (control_variates and not anchors_itself):
+                asked = "subtract_noise" if subtract_noise else "control_variates"
+                raise ArgumentError(
+                    f"{asked}: {type(self).__name__} takes all rows at every step, whose gradients "
+                    "have no noise: leave it out, or use BAOA"
+                )
+            control_variates = anchors_itself = False
         if subtract_noise and theory is None:
             raise ArgumentError(f"subtract_noise: {self.kernel_class.__name__} has no theory")
         if subtract_noise and theory is not None and not theory.heated:
@@ -157,6 +172,11 @@ class Sampler(Method):
         self._precondition = as_precondition(
             precondition, self.kernel_class, hyperparameters, self._chosen
         )
+        if self.kernel_class.adjusted and "lr" in self._chosen and self._precondition is None:
+            raise ArgumentError(
+                f"lr='auto': {type(self).__name__} finds it in whitened coordinates: leave "
+                "precondition and mass out, or pass a number for lr"
+            )
         if anchors_itself and ("lr" not in self._chosen or subtract_noise):
             self._control_variates = False
         defaults = {field.name: field.default for field in dataclasses.fields(self.kernel_class)}
@@ -372,8 +392,13 @@ class Sampler(Method):
         size = None if config.batch_size == AUTO else config.batch_size
         device = module_device(self.model)
         opened = open_data(data, size, self._num_data, device)
+        if self.kernel.adjusted and size is not None and size == opened.num_data:
+            opened = open_data(data, None, self._num_data, device)
         tunes = (
-            config.batch_size == AUTO and "lr" in self._chosen and self._precondition is not None
+            config.batch_size == AUTO
+            and "lr" in self._chosen
+            and self._precondition is not None
+            and not self.kernel.adjusted
         )
         problem = None
         if tunes and opened.batch_size is None and (opened.num_data or 0) > _FEW_ROWS:
@@ -387,6 +412,8 @@ class Sampler(Method):
             in_batches = open_data(data, _NETWORK_BATCH, self._num_data, device)
             with contextlib.suppress(ModelError, ArgumentError):
                 problem = self._prepare(in_batches, opened.num_data, config.num_chains, seed)
+        if self.kernel.adjusted:
+            check_can_adjust(problem, type(self).__name__)
         if config.superchains is not None:
             problem = with_shared_starts(problem, config.superchains)
         if config.store is None:
@@ -423,6 +450,8 @@ class Sampler(Method):
             return draws.error
         facts = {**config.facts, "thinning": plan.steps.thinning}
         attrs = {**self._attrs(), **facts, **plan.choice, "num_samples": kept}
+        if plan.kernel.adjusted:
+            attrs["acceptance_rate"] = acceptance_rate(draws)
         self._plan = dataclasses.replace(plan, finished=tuple(draws.finished))
         # at once: what is found out about it can be interrupted
         self._result = collect(problem, draws, plan.columns, attrs, sink)
@@ -535,6 +564,11 @@ class Sampler(Method):
             ArgumentError: an option that needs the whole data.
             NonFiniteError: the state became NaN or infinite.
         """
+        if self.kernel.adjusted:
+            raise ArgumentError(
+                f"step() sees one batch at a time, but {type(self).__name__} compares log joints "
+                "of all rows: use run, or BAOA"
+            )
         needs_all = self._control_variates or self._subtract_noise or self._precondition
         if "lr" in self._chosen or needs_all:
             raise ArgumentError(
@@ -619,6 +653,11 @@ class Sampler(Method):
         if self._plan is None:
             raise ArgumentError(
                 "step_size_bias runs the sampler again, but step() keeps no data: use run"
+            )
+        if self._plan.kernel.adjusted:
+            raise ArgumentError(
+                f"step_size_bias: {type(self).__name__} accepts or rejects, so that no step size "
+                "biases it: there is nothing to measure"
             )
         if num_samples is not None:
             num_samples = as_count("num_samples", num_samples)

@@ -75,6 +75,51 @@ class BAOA(Sampler):
         super().__init__(model, **own, **options)
 
 
+class GHMC(Sampler):
+    """Generalized Hamiltonian Monte Carlo: one leapfrog step at a time, accepted or rejected.
+
+    Use this where all rows fit into every step and draws have to be exact, as NUTS's are, without
+    an extra library.  No step size biases it, so the step is as long as nine in ten proposals are
+    accepted.  One gradient of all rows and one normal a step.  Minibatches are refused: use BAOA.
+    `pyro_scale.kernels.GHMC` has the equations.
+
+    Log joints are compared with each other: where they are beyond some 10^5 nats, write the model
+    in float64.
+
+    Args:
+        model: a Pyro model, a `PyroModule` or a `LogPosterior`, without `pyro.param` sites.
+        lr: the step size, or `"auto"`.
+        friction: the rate at which momentum decays; `"auto"` is 0.5.
+        mass: of the momentum.
+        temperature: 1 is the posterior; above 0.
+        options: `init_strategy`, `num_data`, `compile`, `precondition`; `Sampler` says what they
+            are.
+
+    Raises:
+        ArgumentError: a hyperparameter out of its range; control variates, or noise to subtract.
+        CallError: an argument that there is not.
+
+    References: Horowitz, A generalized guided Monte Carlo algorithm, Physics Letters B 1991; Neal,
+    Non-reversibly updating a uniform [0, 1] value for Metropolis accept/reject decisions,
+    arXiv 2001.11950, 2020.
+    """
+
+    kernel_class = kernels.GHMC
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        lr: StepSize = "auto",
+        friction: Friction = "auto",
+        mass: Mass = 1.0,
+        temperature: Rate = 1.0,
+        **options: Unpack[Options],
+    ):
+        own = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
+        super().__init__(model, **own, **options)
+
+
 class SGHMC(Sampler):
     """Stochastic gradient Hamiltonian Monte Carlo.
 

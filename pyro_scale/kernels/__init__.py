@@ -1,6 +1,7 @@
 """One file per method: pure functions on vectors, which know no Pyro and no data."""
 
 from pyro_scale.kernels.baoa import BAOA
+from pyro_scale.kernels.ghmc import GHMC
 from pyro_scale.kernels.hyperparameters import Hyperparameters
 from pyro_scale.kernels.ivon import IVON
 from pyro_scale.kernels.kernel import Kernel, Target
@@ -14,6 +15,7 @@ from pyro_scale.kernels.vi import VI, FullRank, MeanField
 
 __all__ = [
     "BAOA",
+    "GHMC",
     "IVON",
     "MAP",
     "SGHMC",

@@ -71,6 +71,9 @@ class Kernel(Hyperparameters):
     sampling: ClassVar[Literal["shuffle", "replacement"]] = "shuffle"
     #: Whether it may move in whitened coordinates: it has no preconditioner of its own.
     whitens: ClassVar[bool] = True
+    #: Whether proposals are accepted or rejected, so that no step size biases the draws.  A step
+    #: then takes all rows, and the state counts the `accepted` proposals.
+    adjusted: ClassVar[bool] = False
     #: What is known of the method without running it, if anything.
     theory: ClassVar[Theory | None] = None
 

@@ -53,8 +53,8 @@ def collect(
             else {name: column}
         )
         stats |= {label: each.expand(log_joint.shape) for label, each in of_sites.items()}
-    weight = _weights(columns["lr"][draws.kept_steps])
-    if weight is not None and not isinstance(problem.engine.kernel.lr, Cyclical):
+    weight, kernel = _weights(columns["lr"][draws.kept_steps]), problem.engine.kernel
+    if weight is not None and not (isinstance(kernel.lr, Cyclical) or kernel.adjusted):
         stats["weight"] = weight.expand(log_joint.shape)
     times = {
         "sampling_time": draws.seconds,

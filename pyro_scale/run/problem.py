@@ -124,6 +124,31 @@ def check_all_rows(log_posterior: LogPosterior, data: Data, params: Mapping[str,
     check_batches(log_posterior, params, data.first(), data.spread(_OTHER_BATCHES))
 
 
+def check_can_adjust(problem: Problem, name: str) -> None:
+    """Checks that proposals can be accepted or rejected: by the log joint of all rows, and of each
+    chain alone.
+
+    Args:
+        problem: of the run.
+        name: of the method.
+
+    Raises:
+        ArgumentError: steps take minibatches; there are points, which chains share.
+    """
+    if problem.data.batch_size is not None:
+        raise ArgumentError(
+            f"{name} accepts or rejects by the log joint of all rows, and a step would take "
+            f"{problem.data.batch_size:,} of {problem.log_posterior.num_data:,}: pass the data as "
+            "tensors with batch_size=None, or use BAOA, which takes minibatches"
+        )
+    if problem.engine.has_points:
+        site = next(iter(problem.log_posterior.points))
+        raise ArgumentError(
+            f"{name} has no steps for param '{site}', which all chains share: give it a prior, or "
+            "use BAOA"
+        )
+
+
 def position_of(problem: Problem, values: Mapping[str, Tensor], argument: str) -> Tensor:
     """Constrained values of all sites, passed as some argument, as a position [D]; points that
     are not among them stay as they are.

@@ -8,63 +8,39 @@ autocorrelation         ->  a thinning at which draws are nearly independent
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
-from pyro_scale.core.rng import Purpose, RefinedNoise, generator
-from pyro_scale.core.validation import evenly
-from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening, Whitening
+from pyro_scale.core.rng import RefinedNoise
+from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.fullbatch.gauss_newton import anchored
 from pyro_scale.kernels import Kernel
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
-from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.run.budget import Budget, rows_a_step
-from pyro_scale.run.problem import Problem, position_of
-from pyro_scale.tuning.choice import Asked, Choice, Precondition, Simulate
-from pyro_scale.tuning.gradient_noise import most_noise
-from pyro_scale.tuning.low_rank import with_axes
-from pyro_scale.tuning.many_rows import find_modes_of_many_rows
-from pyro_scale.tuning.modes import Modes, find_diagonal_modes, find_modes, flat_direction
+from pyro_scale.run.problem import Problem
+from pyro_scale.tuning.adjust import adjust, without_adjustment
+from pyro_scale.tuning.choice import Asked, Choice, Simulate
+from pyro_scale.tuning.geometry import with_geometry
+from pyro_scale.tuning.heat import center_of, cooled, some_of, typical, with_anchor
+from pyro_scale.tuning.modes import Modes, flat_direction
 from pyro_scale.tuning.pilot import LEAST_PILOT, Pilot, pilot
 from pyro_scale.tuning.step_size import check_target
-from pyro_scale.tuning.tune import with_control_variates, with_curvature, with_known_noise
+from pyro_scale.tuning.tune import with_known_noise
 from pyro_scale.tuning.windows import FIRST_WINDOW, Window, warm_up
 
-#: Dimensions up to which a matrix whitens, unless one is asked for.
-_DENSE = 500
-#: Searches for modes: the fewest and the most.
-_FEWEST_SEARCHES, _MOST_SEARCHES = 4, 8
-#: How far chains start from the mode, in its Gaussian's sds.
-_DISPERSION = 2.0
-#: Nats below the mode, for each dimension and in all, at which no chain starts.
-_DEEP_EACH, _DEEP = 4.0, 10.0
-#: Times that a start is moved to halfway from the mode, and the part of it that is then left.
-_MOST_HALVINGS = 40
 #: The step size in whitened coordinates: at most this, and none whose law of a standard normal has
 #: an sd that is off by more.
 _LONGEST_LR, _SD_BIAS = 0.5, 0.015
 #: The friction in whitened coordinates: about that which lets all directions relax fastest.
 FRICTION = 1.0
-#: What minibatches may add to the temperature, in the direction where they add most.
-_MOST_HEAT = 0.04
-#: Rows that searches for modes and looks at the curvature take: at most and at least, and rows
-#: times dimensions, each of which a Hessian goes back through them for.
-_MOST_ROWS, _LEAST_ROWS, _MOST_WORK = 20_000, 2_000, 2**20
-#: Draws at which the noise of minibatches is looked at.
-_PLACES = 64
 
 
 def choose(
@@ -80,18 +56,14 @@ def choose(
     if asked.precondition is not None:
         check_target(problem)
         whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-        affordable = max(_LEAST_ROWS, _MOST_WORK // whole.layout.size)
-        density = whole.of_some_rows(min(_MOST_ROWS, affordable), problem.seed)
-        problem, modes = _with_geometry(problem, asked, density, whole)
-        if modes is not None and isinstance(modes.best.gaussian, Dense) and density is not whole:
-            density = _anchored(density, modes.best.gaussian, problem)
+        problem, modes, density = with_geometry(problem, asked, whole)
         evaluations += 0 if modes is None else modes.evaluations
-        problem = _with_anchor(problem, asked, whole)
+        problem = with_anchor(problem, asked, whole)
         problem = problem.with_engine(kernel=_kernel(problem.engine.kernel, asked))
         if asked.lr:
-            problem = _cooled(problem, _typical(problem), sampling, whole)
+            problem = cooled(problem, typical(problem), sampling, whole)
         if asked.subtract_noise:
-            problem = with_known_noise(problem, _center(problem), sampling)
+            problem = with_known_noise(problem, center_of(problem), sampling)
 
     def run(problem: Problem, steps: Steps, seed: int) -> Draws:
         return simulate(problem, steps, seed, problem.engine.kernel.columns(steps.total))
@@ -111,33 +83,44 @@ def choose(
             f"take {least:,} at least: pass max_rows={needed:,} or more, or fewer num_samples"
         )
     for_windows = max(FIRST_WINDOW, (most_steps - reserve) // 2)
+    kernel, adjusts = problem.engine.kernel, asked.lr and problem.engine.kernel.adjusted
+    if adjusts:  # a chain that rejects all proposals would stay where it starts
+        problem = problem.with_engine(kernel=_kernel(without_adjustment(kernel), asked))
     window = warm_up(problem, run, density if asked.lr else None, for_windows, budget)
     if window is None:
         raise _no_warm_up(problem, density)
     chains, problem, tried, time = len(problem.positions), window.problem, None, window.time
     evaluations += chains * window.steps + window.hessians * len(problem.positions[0])
-    if asked.lr:
+    adjusted = None
+    left = max(3 * LEAST_PILOT, (most_steps - asked.num_samples - window.steps) // 2)
+    if adjusts:
+        stable = float(problem.engine.kernel.lr)
+        adjusted = adjust(problem.with_engine(kernel=kernel), run, stable, left, budget)
+        problem, time = adjusted.problem, adjusted.time
+        evaluations += chains * adjusted.steps
+    elif asked.lr:
         if density is not None:
             if asked.anchor is True:
-                problem = _with_anchor(problem, asked, whole)
+                problem = with_anchor(problem, asked, whole)
             if problem.data.batch_size is not None:  # what is noisy at first may not be so here
                 kernel = problem.engine.kernel
                 lr = min(longest_lr(kernel), window.stable_lr)
                 problem = problem.with_engine(kernel=dataclasses.replace(kernel, lr=lr))
-            problem = _cooled(problem, _some(window.draws), sampling, whole)
+            problem = cooled(problem, some_of(window.draws), sampling, whole)
         theory = problem.engine.kernel.theory
         order = 1 if theory is None else theory.order
-        left = max(3 * LEAST_PILOT, (most_steps - asked.num_samples - window.steps) // 2)
         tried = pilot(problem, coupled, time, order, left, budget)
         problem = tried.problem
         time = tried.time if math.isfinite(tried.time) else time
         evaluations += chains * tried.steps
-    taken = window.steps + (0 if tried is None else tried.steps)
+    taken = window.steps + sum(each.steps for each in (tried, adjusted) if each is not None)
     most = max(1, (most_steps - taken) // asked.num_samples)
     needed = max(1, math.ceil(time)) if math.isfinite(time) else most
     thinning = asked.thinning or min(most, needed)
     steps = Steps(asked.num_samples, asked.warmup_steps or 0, thinning)
     reasons = _reasons(problem, modes, window, tried, thinning)
+    if adjusted is not None:
+        reasons["step size"] = adjusted.reason
     attrs: dict[str, Any] = {"lr_choice": reasons["step size"], "thinning": thinning}
     if asked.warmup_steps is None:
         attrs["warmup_steps"] = taken
@@ -168,137 +151,6 @@ def _at_half_step(problem: Problem, steps: Steps, seed: int, simulate: Simulate)
     shape = engine.kernel.normals, engine.num_latents
     noise = RefinedNoise(seed, len(positions), shape, positions.dtype, positions.device)
     return simulate(problem, steps, seed, columns, noise)
-
-
-def _with_geometry(
-    problem: Problem, asked: Asked, density: FullDataDensity, whole: FullDataDensity
-) -> tuple[Problem, Modes | None]:
-    """Chains at their starts, in whitened coordinates.
-
-    Args:
-        problem: chains where the user, or the library, would have them start.
-        asked: for what.
-        density: of some rows, where searches begin.
-        whole: of all rows, where they end.
-    """
-    num_data, like = problem.log_posterior.num_data, problem.positions
-    modes, gaussian = None, asked.precondition
-    temperature = float(problem.engine.kernel.values(0)["temperature"])
-    if isinstance(gaussian, str):
-        starts = _search_starts(problem) if asked.starts else like[:_MOST_SEARCHES]
-        if _kind(gaussian, len(like[0])) == "dense":
-            find = find_modes if density is whole else find_modes_of_many_rows
-            modes = find(whole, starts, temperature, problem.seed)
-        else:
-            modes = find_diagonal_modes(density, starts, temperature)
-            if density is not whole:
-                refined = [
-                    mode._replace(gaussian=_on_all_rows(mode.gaussian, whole, like))
-                    for mode in modes.modes
-                ]
-                modes = dataclasses.replace(modes, modes=tuple(refined))
-        gaussian = modes.best.gaussian
-    assert gaussian is not None
-    kind = _kind(asked.precondition, len(gaussian.mean))
-    whitening = _whitening(gaussian, kind == "dense", num_data, like)
-    if kind == "low_rank" and isinstance(whitening, DiagonalWhitening):
-        whitening = with_axes(whitening, density, temperature)
-    problem = problem.with_engine(whitening=whitening)
-    if asked.starts:
-        problem = dataclasses.replace(problem, positions=_starts(problem, density, modes, gaussian))
-    return problem, modes
-
-
-def _kind(asked: Precondition, size: int) -> str:
-    """The form of the geometry, of so many dimensions."""
-    if asked == "auto":
-        return "dense" if size <= _DENSE else "low_rank"
-    if isinstance(asked, str):
-        return asked
-    return "dense" if isinstance(asked, Dense) and size <= _DENSE else "diag"
-
-
-def _on_all_rows(gaussian: Gaussian, whole: FullDataDensity, like: Tensor) -> Gaussian:
-    """The Gaussian of independent elements at the mode of all rows, which is near."""
-    assert isinstance(gaussian, Diagonal)
-    return Diagonal(whole.lbfgs(gaussian.mean.to(like), "").position.double(), gaussian.sd)
-
-
-def _anchored(some: FullDataDensity, gaussian: Dense, problem: Problem) -> FullDataDensity:
-    """The density of some rows with the curvature of all at the mode."""
-    temperature = float(problem.engine.kernel.values(0)["temperature"])
-    return anchored(some, gaussian.mean.to(problem.positions), gaussian.precision * temperature)
-
-
-def _center(problem: Problem) -> Tensor:
-    """The center of the geometry, as a position."""
-    whitening = problem.engine.whitening
-    assert whitening is not None
-    return whitening.tensors[0]
-
-
-def _typical(problem: Problem) -> Tensor:
-    """Draws of the Gaussian that the geometry is of, `[few, D]`."""
-    whitening, positions = problem.engine.whitening, problem.positions
-    assert whitening is not None
-    source = generator(problem.seed, 0, Purpose.SEARCH, 1)
-    z = torch.randn(_PLACES, len(whitening.tensors[0]), generator=source, dtype=torch.float64)
-    return whitening.to_params((z / problem.log_posterior.num_data**0.5).to(positions))
-
-
-def _some(draws: Tensor) -> Tensor:
-    """Few of the draws `[chains, draws, D]`, from everywhere, `[few, D]`."""
-    flat = draws.flatten(0, 1)
-    return flat[evenly(len(flat), _PLACES)]
-
-
-def _with_anchor(problem: Problem, asked: Asked, whole: FullDataDensity) -> Problem:
-    """With control variates at the center of the geometry, or where they were asked for."""
-    if problem.data.batch_size is None or asked.anchor is False:
-        return problem
-    if isinstance(asked.anchor, Mapping):
-        return with_control_variates(
-            problem, whole, position_of(problem, asked.anchor, "control_variates")
-        )
-    before = problem.engine.density
-    problem = with_control_variates(problem, whole, _center(problem))
-    if isinstance(before, ControlVariates) and before.curvature is not None:
-        return with_curvature(problem, whole) or problem
-    return problem
-
-
-def _cooled(
-    problem: Problem, positions: Tensor, sampling: Sampling, whole: FullDataDensity
-) -> Problem:
-    """With a step size at which minibatches hardly heat; with control variates of second order
-    where that allows longer steps, for all that they cost."""
-    theory = problem.engine.kernel.theory
-    if problem.data.batch_size is None or theory is None or not theory.heated:
-        return problem
-    share = _cool_share(problem, positions, sampling)
-    if share < 1 and isinstance(problem.engine.density, ControlVariates):
-        curved = None
-        if len(positions[0]) <= _DENSE and problem.engine.density.curvature is None:
-            curved = with_curvature(problem, whole)
-        if curved is not None:
-            of_curved = _cool_share(curved, positions, sampling)
-            if of_curved / rows_a_step(curved) > share / rows_a_step(problem):
-                problem, share = curved, of_curved
-    kernel = problem.engine.kernel
-    return problem.with_engine(kernel=dataclasses.replace(kernel, lr=float(kernel.lr) * share))
-
-
-def _cool_share(problem: Problem, positions: Tensor, sampling: Sampling) -> float:
-    """The part of the step size at which minibatches add no more heat than they may; 1 where that
-    is all of it, or not known."""
-    kernel, noise = problem.engine.kernel, most_noise(problem, positions, sampling)
-    if noise is None:
-        return 1.0
-    values = problem.engine.kernel_values(kernel.values(0))
-    assert kernel.theory is not None
-    added = kernel.theory.added_temperature(values, torch.tensor(noise, dtype=torch.float64))
-    heat = float((added / values["temperature"]).max())
-    return min(1.0, _MOST_HEAT / max(heat, 1e-300))
 
 
 def _reasons(
@@ -335,55 +187,12 @@ def _reasons(
     return found
 
 
-def _search_starts(problem: Problem) -> Tensor:
-    """Where searches for modes begin: chains' own starts, or opposite of the one before; and more
-    where chains are few."""
-    starts, log_posterior = list(problem.positions[:_MOST_SEARCHES]), problem.log_posterior
-    first = problem.data.first()
-    for chain in range(len(starts), _FEWEST_SEARCHES):
-        init = log_posterior.default_init(chain)
-        params = log_posterior.start(first, problem.seed, chain, init)
-        starts.append(problem.engine.layout.flatten(params))
-    # uniform starts are symmetric about 0: on the other side, they find other modes
-    return torch.stack([-starts[i - 1] if i % 2 else start for i, start in enumerate(starts)])
-
-
-def _whitening(gaussian: Gaussian, is_dense: bool, num_data: int, like: Tensor) -> Whitening:
-    """The map to coordinates in which a Gaussian is isotropic, of variance 1/N."""
-    center, scale = gaussian.mean.to(like), num_data**0.5
-    if is_dense and isinstance(gaussian, Dense):
-        return DenseWhitening(center, (gaussian.scale_tril * scale).to(like))
-    return DiagonalWhitening(center, (gaussian.variance.sqrt() * scale).to(like))
-
-
-def _starts(
-    problem: Problem, density: FullDataDensity, modes: Modes | None, gaussian: Gaussian
-) -> Tensor:
-    """Draws at twice the sd of each chain's own mode, where the posterior is."""
-    positions, num_data = problem.positions.clone(), problem.log_posterior.num_data
-    found = modes.starting_points(len(positions)) if modes else [gaussian] * len(positions)
-    for chain, own in enumerate(found):
-        source = generator(problem.seed, chain, Purpose.INIT, 1)
-        noise = torch.randn(len(own.mean), generator=source, dtype=torch.float64)
-        center = own.mean.to(positions)
-        away = _DISPERSION * (own.sample(noise) - own.mean).to(positions)
-        lowest = float(density.values(center[None])) - (_DEEP_EACH * len(away) + _DEEP) / num_data
-        for _ in range(_MOST_HALVINGS):
-            with contextlib.suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
-                value, gradient = density.grad(center + away)
-                if float(value) > lowest and bool(torch.isfinite(gradient).all()):
-                    break
-            away = away / 2
-        positions[chain] = center + away
-    return positions
-
-
 def _kernel(kernel: Kernel, asked: Asked) -> Kernel:
     """With the friction of whitened coordinates, and the longest step size there."""
-    if asked.friction and hasattr(kernel, "friction"):
+    if asked.friction and hasattr(kernel, "friction") and not kernel.adjusted:
         own: dict[str, Any] = {"friction": FRICTION}
         kernel = dataclasses.replace(kernel, **own)
-    if asked.lr:
+    if asked.lr and not kernel.adjusted:
         kernel = dataclasses.replace(kernel, lr=longest_lr(kernel))
     return kernel
 

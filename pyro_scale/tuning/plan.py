@@ -101,7 +101,7 @@ def plan_run(
 def is_trained(problem: Problem, settings: Settings) -> bool:
     """Whether chains start from what an optimizer ends with, as there is no mode to start from."""
     is_cold = problem.engine.kernel.values(0)["temperature"] == 0
-    auto = settings.precondition == "auto"
+    auto = settings.precondition == "auto" and not problem.engine.kernel.adjusted
     return "lr" in settings.chosen and auto and (bool(is_cold) or is_network(problem))
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from methods import TABLE
+from methods import STOCHASTIC
 from pyro.nn import PyroModule, PyroSample
 from reference import double, normals
 from repetitions import slow_but
@@ -94,12 +94,12 @@ X, Y = rows()
 
 # ------------------------------------------------------------------ kernels
 
-METHODS = [row.sampler for row in TABLE]
+METHODS = [row.sampler for row in STOCHASTIC]
 
 
 def hypers(method, kind):
     """Each value apart from the others, so that no column passes for another."""
-    row = TABLE[METHODS.index(method)]
+    row = STOCHASTIC[METHODS.index(method)]
     if kind == "floats":
         return {"lr": row.lr, "temperature": 1.3, **row.others}
     if kind == "temperature 0":
@@ -134,7 +134,7 @@ def scaled(x, y):
 @pytest.mark.parametrize("method", slow_but([ps.BAOA, ps.SGNHT, ps.pSGLD], ps.BAOA))
 def test_values_by_site(method):
     """Numbers, schedules and tensors, a column or none of the block each."""
-    row = TABLE[METHODS.index(method)]
+    row = STOCHASTIC[METHODS.index(method)]
     falling = ps.schedules.cosine_decay(row.lr, 150, end=row.lr / 5)
     given = {
         "lr": {"w": double(0.05, 0.02, 0.03), "s": lambda step: falling(step) / 10},

@@ -1,11 +1,14 @@
 """`ps.sample`: the method is chosen by the work that it is, not by the clock."""
 
+import importlib.util
+
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from reference import normals
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError
@@ -37,6 +40,32 @@ def test_small_data_are_sampled_exactly():
     assert isinstance(run, ps.NUTS)
     assert run.diagnostics().attrs["sample"].startswith("NUTS, which is exact")
     check(run)
+
+
+def without_nutpie(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+
+def test_without_nutpie_small_data_are_sampled_exactly(monkeypatch):
+    without_nutpie(monkeypatch)
+    run = ps.sample(line, (X, Y), **QUIET)
+    assert isinstance(run, ps.GHMC)
+    why = run.diagnostics().attrs["sample"]
+    assert why.startswith("GHMC, which is exact, as NUTS needs pyro-scale[nuts] (GHMC about")
+    check(run)
+
+
+@pytest.mark.parametrize("case", ["short", "loader"])
+def test_what_is_not_for_ghmc_is_for_baoa(monkeypatch, case):
+    """Too little time for all rows; a loader's batches."""
+    without_nutpie(monkeypatch)
+    data = (X, Y)
+    if case == "loader":
+        data = DataLoader(TensorDataset(X, Y), batch_size=100)
+    seconds = 1.0 if case == "short" else 60.0
+    run = ps.sample(line, data, seconds=seconds, **QUIET)
+    assert isinstance(run, ps.BAOA)
+    assert "BAOA, as NUTS needs pyro-scale[nuts]" in run.diagnostics().attrs["sample"]
 
 
 def test_without_the_time_for_nuts_it_is_baoa():

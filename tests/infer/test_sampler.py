@@ -13,7 +13,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from methods import TABLE
+from methods import STOCHASTIC
 from pyro.infer.autoguide import initialization
 from pyro.nn import PyroModule, PyroSample
 from reference import double, normals
@@ -25,7 +25,7 @@ import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, NonFiniteError, NotRunError, PyroScaleError, SiteError
 
 SAMPLERS = [ps.BAOA, ps.SGHMC, ps.SGLD]  # with a law in closed form
-METHODS = [row.sampler for row in TABLE]
+METHODS = [row.sampler for row in STOCHASTIC]
 QUIET = {"progress": False}
 #: Every state is a draw, from the first.
 EVERY_STEP = {"warmup_steps": 0, "thinning": 1}

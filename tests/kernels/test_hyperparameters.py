@@ -9,7 +9,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from gaussian import Bound
-from methods import TABLE, UNDERDAMPED, by_name
+from methods import STOCHASTIC, by_name
 from reference import double, normals
 from torch import nn
 
@@ -71,7 +71,7 @@ BATCHED = {"num_samples": 25, "num_chains": 3, "seed": 4, "batch_size": 7, **QUI
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.3, None])
-@pytest.mark.parametrize("row", [row for row in TABLE if row.sgd], ids=by_name)
+@pytest.mark.parametrize("row", [row for row in STOCHASTIC if row.sgd], ids=by_name)
 def test_from_sgd_at_temperature_zero_is_an_ensemble_of_sgd_runs(row, momentum):
     """Chains are as many runs of torch's SGD, each on its own minibatches."""
     given = {} if momentum is None else {"momentum": momentum}
@@ -106,7 +106,7 @@ def test_from_sgd_takes_the_constructors_other_arguments():
     assert sampler.to_arviz().attrs["num_data"] == 70
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if not row.sgd], ids=by_name)
+@pytest.mark.parametrize("row", [row for row in STOCHASTIC if not row.sgd], ids=by_name)
 def test_from_sgd_is_refused_where_temperature_zero_is_not_sgd(row):
     with pytest.raises(ArgumentError, match=rf"{row.name} at temperature 0 is not SGD.*BAOA"):
         row.sampler.from_sgd(regression, lr=0.1, momentum=0.9)
@@ -131,7 +131,7 @@ def as_vector(row, name, given, step=0):
     ("row", "name"),
     [
         pytest.param(row, name, id=f"{row.name}-{name}")
-        for row in TABLE
+        for row in STOCHASTIC
         for name in row.kernel.per_site
     ],
 )
@@ -182,7 +182,7 @@ def run(row, **hyperparameters):
     )
 
 
-@pytest.mark.parametrize("row", TABLE, ids=by_name)
+@pytest.mark.parametrize("row", STOCHASTIC, ids=by_name)
 def test_sites_alike_are_one_value_for_all(row):
     plain = run(row).get_samples()
     values = {name: row.others.get(name, row.lr / 4) for name in row.kernel.per_site}
@@ -200,7 +200,7 @@ def test_sites_alike_are_one_value_for_all(row):
         assert (apart["w"] - plain["w"]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("row", UNDERDAMPED, ids=by_name)
+@pytest.mark.parametrize("row", [r for r in STOCHASTIC if r.has_momentum], ids=by_name)
 def test_sites_left_out_have_the_default(row):
     names = [name for name in row.kernel.per_site if name != "lr"]
     given = run(row, **{name: {"s": 0.4} for name in names}).get_samples()
@@ -236,7 +236,7 @@ def test_dicts_that_do_not_fit_the_model_are_refused(given, message):
         sampler.run(ROWS, num_samples=2, **ONE_CHAIN, **QUIET)
 
 
-@pytest.mark.parametrize("row", TABLE, ids=by_name)
+@pytest.mark.parametrize("row", STOCHASTIC, ids=by_name)
 def test_temperatures_by_site_are_refused(row):
     with pytest.raises(ArgumentError, match=r"^temperature is one number for all sites"):
         row.sampler(regression, lr=0.1, temperature={"w": 1.0, "s": 0.0})
@@ -285,7 +285,7 @@ def walked(row, values, steps, seed, chains, start, batch):
 
 
 @pytest.mark.parametrize(("warmup", "thinning", "exploration"), [(0, 1, 0.5), (9, 3, 0.7)])
-@pytest.mark.parametrize("row", TABLE, ids=by_name)
+@pytest.mark.parametrize("row", STOCHASTIC, ids=by_name)
 def test_a_cycle_explores_without_noise_and_samples_with_it(row, warmup, thinning, exploration):
     """Against a loop over steps: 10 steps a cycle, of which the first 5, or 7, are at temperature
     0; of the others, those after warm-up, every thinning-th is kept."""

@@ -2,21 +2,30 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pyro_scale.kernels.gaussian import GaussianChain
 
 
-class Field:
-    """A target with a given gradient (over N)."""
+class Value(NamedTuple):
+    """A log joint, as an evaluation has it."""
 
-    def __init__(self, gradient):
+    log_joint: Any
+
+
+class Field:
+    """A target with a given gradient (over N), and a log joint over N where it is asked for."""
+
+    num_data = 1
+
+    def __init__(self, gradient, log_joint=None):
         self.gradient = gradient
+        self.log_joint = log_joint or (lambda position: torch.zeros((), dtype=position.dtype))
 
     def grad(self, position):
-        return self.gradient(position), torch.zeros(())
+        return self.gradient(position), Value(self.log_joint(position))
 
 
 def hills(x):

@@ -42,12 +42,15 @@ class Row(NamedTuple):
 DAMPED = {"friction": 0.7, "mass": 1.5}
 TABLE = [
     Row(kernels.BAOA, 0.3, DAMPED, sgd=True),
+    Row(kernels.GHMC, 0.3, DAMPED),
     Row(kernels.SGHMC, 0.25, DAMPED, sgd=True),
     Row(kernels.SGLD, 0.3, {}),
     Row(kernels.SGNHT, 0.2, DAMPED),
     Row(kernels.UBU, 0.3, DAMPED),
     Row(kernels.pSGLD, 0.05, {"forgetting": 0.2, "damping": 0.3}),
 ]
+#: Those that take minibatches, and temperature 0.
+STOCHASTIC = [row for row in TABLE if not row.kernel.adjusted]
 METHODS = {row.name: row for row in TABLE}
 UNDERDAMPED = [row for row in TABLE if row.has_momentum]
 

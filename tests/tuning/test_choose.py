@@ -50,7 +50,7 @@ def check(draws, mean, sd, ess):
     assert float(log_sd.abs().max()) < 4.5 + 0.02 * (2 * ess) ** 0.5  # the step's own, at most
 
 
-@pytest.mark.parametrize("method", [ps.BAOA, ps.SGHMC, ps.UBU, ps.SGNHT, ps.SGLD])
+@pytest.mark.parametrize("method", [ps.BAOA, ps.GHMC, ps.SGHMC, ps.UBU, ps.SGNHT, ps.SGLD])
 def test_every_sampler_is_right_with_nothing_set(method):
     run = method(gaussian).run(None, **QUIET)
     report = run.report()

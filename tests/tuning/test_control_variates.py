@@ -9,7 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from methods import METHODS, TABLE, by_name
+from methods import METHODS, STOCHASTIC, by_name
 from reference import Doubled, close, double, normals
 from repetitions import slow_but
 from torch.utils.data import DataLoader, TensorDataset
@@ -230,7 +230,7 @@ def ran(method, model, data, seed=4, **kwargs):
 HYPERPARAMETERS = {"lr", "control_variates", "subtract_noise", "compile", "friction", "mass"}
 
 
-@pytest.mark.parametrize("row", TABLE, ids=by_name)
+@pytest.mark.parametrize("row", STOCHASTIC, ids=by_name)
 def test_a_linear_gaussian_model_has_no_noise_left_anywhere(row):
     """Every batch of a normal mean then has the whole data's gradient, so that chains are those
     of the whole data, for every method."""
@@ -284,7 +284,7 @@ def test_compiled_is_eager(case):
         close(both[0].get_samples()[name], draws, 1e-9)
 
 
-@pytest.mark.parametrize("row", TABLE, ids=by_name)
+@pytest.mark.parametrize("row", STOCHASTIC, ids=by_name)
 def test_every_method_goes_with_them(row):
     """Near the mode, where chains start here, the noise falls to a small part.  There pSGLD's
     first gradients are next to nothing, and its steps 10^5 times lr."""
@@ -389,7 +389,7 @@ def by_site(values):
     return {"a": float(values[0]), "b": float(values[1])}
 
 
-@pytest.mark.parametrize("row", TABLE, ids=by_name)
+@pytest.mark.parametrize("row", STOCHASTIC, ids=by_name)
 def test_the_inflation_is_known_to_rounding(row):
     """B = N/2: every two batches are all rows.  1 + lr N V/(2 friction mass B) by element (SGLD:
     lr N V/(2 B)), times 1 - B/N, as a batch's rows are all different."""
@@ -496,7 +496,7 @@ def stationary_2d(bound, precision, noise):
 
 PRECISION_2D = double([1.3, 0.4], [0.4, 0.7])
 SHARES = double(0.6, 0.25)
-HEATED = [row for row in TABLE if row.kernel.theory.heated]
+HEATED = [row for row in STOCHASTIC if row.kernel.theory.heated]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
@@ -544,7 +544,7 @@ def test_no_less_than_no_noise_is_injected(row):
             assert torch.equal(getattr(cooled, field.name), getattr(bound, field.name))
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if row not in HEATED], ids=by_name)
+@pytest.mark.parametrize("row", [row for row in STOCHASTIC if row not in HEATED], ids=by_name)
 def test_methods_that_adapt_to_the_noise_have_none_to_subtract(row):
     with pytest.raises(ArgumentError, match=r"subtract_noise.*adapts to the noise"):
         row.sampler(logistic, lr=0.1, subtract_noise=True)

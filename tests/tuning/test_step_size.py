@@ -10,7 +10,7 @@ import pytest
 import torch
 from gaussian import Field
 from logistic import PRIOR_SD, Logistic, Problem
-from methods import METHODS, TABLE
+from methods import METHODS, STOCHASTIC
 from reference import double, normals
 
 import pyro_scale as ps
@@ -172,7 +172,7 @@ QUICK = [("logistic", "BAOA"), ("logistic", "pSGLD"), ("linear", "SGLD")]
             marks=() if (name, row.name) in QUICK else pytest.mark.slow,
         )
         for name in PROBLEMS
-        for row in TABLE
+        for row in STOCHASTIC
     ],
 )
 def test_it_is_within_twice_the_best_of_a_grid(name, row):
@@ -184,7 +184,7 @@ def test_it_is_within_twice_the_best_of_a_grid(name, row):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "row"),
-    [pytest.param(name, row, id=f"{name}-{row.name}") for name in PROBLEMS for row in TABLE],
+    [pytest.param(name, row, id=f"{name}-{row.name}") for name in PROBLEMS for row in STOCHASTIC],
 )
 def test_it_is_within_twice_the_best_of_a_grid_at_a_million_gradients(name, row):
     _, _, mine, grid = compare(PROBLEMS[name](), row.kernel(lr=1.0), 10**6)

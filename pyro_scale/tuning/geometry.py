@@ -1,0 +1,136 @@
+"""Where chains start, and the coordinates that they move in."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
+from pyro_scale.core.rng import Purpose, generator
+from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening, Whitening
+from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.fullbatch.gauss_newton import anchored
+from pyro_scale.run.problem import Problem
+from pyro_scale.tuning.choice import Asked, Precondition
+from pyro_scale.tuning.low_rank import with_axes
+from pyro_scale.tuning.many_rows import find_modes_of_many_rows
+from pyro_scale.tuning.modes import Modes, find_diagonal_modes, find_modes
+
+#: Dimensions up to which a matrix whitens, unless one is asked for.
+_DENSE = 500
+#: Searches for modes: the fewest and the most.
+_FEWEST_SEARCHES, _MOST_SEARCHES = 4, 8
+#: How far chains start from the mode, in its Gaussian's sds.
+_DISPERSION = 2.0
+#: Nats below the mode, for each dimension and in all, at which no chain starts.
+_DEEP_EACH, _DEEP = 4.0, 10.0
+#: Times that a start is moved to halfway from the mode, and the part of it that is then left.
+_MOST_HALVINGS = 40
+#: Rows that looks at the curvature take: at most and at least, and rows times dimensions, each of
+#: which a Hessian goes back through them for.
+_MOST_ROWS, _LEAST_ROWS, _MOST_WORK = 20_000, 2_000, 2**20
+
+
+def with_geometry(
+    problem: Problem, asked: Asked, whole: FullDataDensity
+) -> tuple[Problem, Modes | None, FullDataDensity]:
+    """(Chains at their starts, in whitened coordinates; the modes, if they were looked for; the
+    density whose curvature can be looked at often).
+
+    Args:
+        problem: chains where the user, or the library, would have them start.
+        asked: for what.
+        whole: the log density of all rows.
+    """
+    affordable = max(_LEAST_ROWS, _MOST_WORK // whole.layout.size)
+    density = whole.of_some_rows(min(_MOST_ROWS, affordable), problem.seed)
+    num_data, like = problem.log_posterior.num_data, problem.positions
+    modes, gaussian = None, asked.precondition
+    temperature = float(problem.engine.kernel.values(0)["temperature"])
+    if isinstance(gaussian, str):
+        starts = _search_starts(problem) if asked.starts else like[:_MOST_SEARCHES]
+        if _kind(gaussian, len(like[0])) == "dense":
+            find = find_modes if density is whole else find_modes_of_many_rows
+            modes = find(whole, starts, temperature, problem.seed)
+        else:
+            modes = find_diagonal_modes(density, starts, temperature)
+            if density is not whole:
+                refined = [
+                    mode._replace(gaussian=_on_all_rows(mode.gaussian, whole, like))
+                    for mode in modes.modes
+                ]
+                modes = dataclasses.replace(modes, modes=tuple(refined))
+        gaussian = modes.best.gaussian
+    assert gaussian is not None
+    kind = _kind(asked.precondition, len(gaussian.mean))
+    whitening = _whitening(gaussian, kind == "dense", num_data, like)
+    if kind == "low_rank" and isinstance(whitening, DiagonalWhitening):
+        whitening = with_axes(whitening, density, temperature)
+    problem = problem.with_engine(whitening=whitening)
+    if asked.starts:
+        problem = dataclasses.replace(problem, positions=_starts(problem, density, modes, gaussian))
+    if modes is not None and isinstance(modes.best.gaussian, Dense) and density is not whole:
+        mean, precision = modes.best.gaussian.mean, modes.best.gaussian.precision
+        density = anchored(density, mean.to(like), precision * temperature)
+    return problem, modes, density
+
+
+def _kind(asked: Precondition, size: int) -> str:
+    """The form of the geometry, of so many dimensions."""
+    if asked == "auto":
+        return "dense" if size <= _DENSE else "low_rank"
+    if isinstance(asked, str):
+        return asked
+    return "dense" if isinstance(asked, Dense) and size <= _DENSE else "diag"
+
+
+def _on_all_rows(gaussian: Gaussian, whole: FullDataDensity, like: Tensor) -> Gaussian:
+    """The Gaussian of independent elements at the mode of all rows, which is near."""
+    assert isinstance(gaussian, Diagonal)
+    return Diagonal(whole.lbfgs(gaussian.mean.to(like), "").position.double(), gaussian.sd)
+
+
+def _search_starts(problem: Problem) -> Tensor:
+    """Where searches for modes begin: chains' own starts, or opposite of the one before; and more
+    where chains are few."""
+    starts, log_posterior = list(problem.positions[:_MOST_SEARCHES]), problem.log_posterior
+    first = problem.data.first()
+    for chain in range(len(starts), _FEWEST_SEARCHES):
+        init = log_posterior.default_init(chain)
+        params = log_posterior.start(first, problem.seed, chain, init)
+        starts.append(problem.engine.layout.flatten(params))
+    # uniform starts are symmetric about 0: on the other side, they find other modes
+    return torch.stack([-starts[i - 1] if i % 2 else start for i, start in enumerate(starts)])
+
+
+def _whitening(gaussian: Gaussian, is_dense: bool, num_data: int, like: Tensor) -> Whitening:
+    """The map to coordinates in which a Gaussian is isotropic, of variance 1/N."""
+    center, scale = gaussian.mean.to(like), num_data**0.5
+    if is_dense and isinstance(gaussian, Dense):
+        return DenseWhitening(center, (gaussian.scale_tril * scale).to(like))
+    return DiagonalWhitening(center, (gaussian.variance.sqrt() * scale).to(like))
+
+
+def _starts(
+    problem: Problem, density: FullDataDensity, modes: Modes | None, gaussian: Gaussian
+) -> Tensor:
+    """Draws at twice the sd of each chain's own mode, where the posterior is."""
+    positions, num_data = problem.positions.clone(), problem.log_posterior.num_data
+    found = modes.starting_points(len(positions)) if modes else [gaussian] * len(positions)
+    for chain, own in enumerate(found):
+        source = generator(problem.seed, chain, Purpose.INIT, 1)
+        noise = torch.randn(len(own.mean), generator=source, dtype=torch.float64)
+        center = own.mean.to(positions)
+        away = _DISPERSION * (own.sample(noise) - own.mean).to(positions)
+        lowest = float(density.values(center[None])) - (_DEEP_EACH * len(away) + _DEEP) / num_data
+        for _ in range(_MOST_HALVINGS):
+            with contextlib.suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+                value, gradient = density.grad(center + away)
+                if float(value) > lowest and bool(torch.isfinite(gradient).all()):
+                    break
+            away = away / 2
+        positions[chain] = center + away
+    return positions

@@ -1,0 +1,98 @@
+"""The noise of minibatches: control variates against it, and a step size that it hardly heats."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.rng import Purpose, generator
+from pyro_scale.core.validation import evenly
+from pyro_scale.data.row_sampler import Sampling
+from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.model.control_variates import ControlVariates
+from pyro_scale.run.budget import rows_a_step
+from pyro_scale.run.problem import Problem, position_of
+from pyro_scale.tuning.choice import Asked
+from pyro_scale.tuning.gradient_noise import most_noise
+from pyro_scale.tuning.tune import with_control_variates, with_curvature
+
+#: What minibatches may add to the temperature, in the direction where they add most.
+_MOST_HEAT = 0.04
+#: Draws at which the noise of minibatches is looked at.
+_PLACES = 64
+#: Dimensions up to which the likelihood's curvature is held as a matrix.
+_DENSE = 500
+
+
+def center_of(problem: Problem) -> Tensor:
+    """The center of the geometry, as a position."""
+    whitening = problem.engine.whitening
+    assert whitening is not None
+    return whitening.tensors[0]
+
+
+def typical(problem: Problem) -> Tensor:
+    """Draws of the Gaussian that the geometry is of, `[few, D]`."""
+    whitening, positions = problem.engine.whitening, problem.positions
+    assert whitening is not None
+    source = generator(problem.seed, 0, Purpose.SEARCH, 1)
+    z = torch.randn(_PLACES, len(whitening.tensors[0]), generator=source, dtype=torch.float64)
+    return whitening.to_params((z / problem.log_posterior.num_data**0.5).to(positions))
+
+
+def some_of(draws: Tensor) -> Tensor:
+    """Few of the draws `[chains, draws, D]`, from everywhere, `[few, D]`."""
+    flat = draws.flatten(0, 1)
+    return flat[evenly(len(flat), _PLACES)]
+
+
+def with_anchor(problem: Problem, asked: Asked, whole: FullDataDensity) -> Problem:
+    """With control variates at the center of the geometry, or where they were asked for."""
+    if problem.data.batch_size is None or asked.anchor is False:
+        return problem
+    if isinstance(asked.anchor, Mapping):
+        return with_control_variates(
+            problem, whole, position_of(problem, asked.anchor, "control_variates")
+        )
+    before = problem.engine.density
+    problem = with_control_variates(problem, whole, center_of(problem))
+    if isinstance(before, ControlVariates) and before.curvature is not None:
+        return with_curvature(problem, whole) or problem
+    return problem
+
+
+def cooled(
+    problem: Problem, positions: Tensor, sampling: Sampling, whole: FullDataDensity
+) -> Problem:
+    """With a step size at which minibatches hardly heat; with control variates of second order
+    where that allows longer steps, for all that they cost."""
+    theory = problem.engine.kernel.theory
+    if problem.data.batch_size is None or theory is None or not theory.heated:
+        return problem
+    share = _cool_share(problem, positions, sampling)
+    if share < 1 and isinstance(problem.engine.density, ControlVariates):
+        curved = None
+        if len(positions[0]) <= _DENSE and problem.engine.density.curvature is None:
+            curved = with_curvature(problem, whole)
+        if curved is not None:
+            of_curved = _cool_share(curved, positions, sampling)
+            if of_curved / rows_a_step(curved) > share / rows_a_step(problem):
+                problem, share = curved, of_curved
+    kernel = problem.engine.kernel
+    return problem.with_engine(kernel=dataclasses.replace(kernel, lr=float(kernel.lr) * share))
+
+
+def _cool_share(problem: Problem, positions: Tensor, sampling: Sampling) -> float:
+    """The part of the step size at which minibatches add no more heat than they may; 1 where that
+    is all of it, or not known."""
+    kernel, noise = problem.engine.kernel, most_noise(problem, positions, sampling)
+    if noise is None:
+        return 1.0
+    values = problem.engine.kernel_values(kernel.values(0))
+    assert kernel.theory is not None
+    added = kernel.theory.added_temperature(values, torch.tensor(noise, dtype=torch.float64))
+    heat = float((added / values["temperature"]).max())
+    return min(1.0, _MOST_HEAT / max(heat, 1e-300))
