@@ -45,7 +45,7 @@ NOTHING = Errors(math.inf, math.inf, False)
 def truth_of(posterior: Posterior, data: Tensors, known: Mapping[str, Any]) -> dict[str, Any]:
     """Each element's moments: by quadrature, or else from `truth.json`."""
     if posterior.exact is None:
-        return known[posterior.name]["elements"]
+        return known[posterior.same_as or posterior.name]["elements"]
     exact = exact_elements(posterior, data)
     return {name: {"mean": 0.0, "sd": 0.0, **each} for name, each in exact.items()}
 

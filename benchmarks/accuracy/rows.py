@@ -29,8 +29,7 @@ import pyarrow
 import torch
 from entry import Posterior, Tensors
 from judge import NOTHING, judge, truth_of
-from posteriors import POSTERIORS
-from raw_units import RAW_UNITS
+from more import EVERYTHING
 
 import pyro_scale as ps
 from pyro_scale.exact.nutpie_api import Chain
@@ -198,15 +197,14 @@ def main() -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    everything = (*POSTERIORS, *RAW_UNITS)
     known, costs = json.loads((HERE / "truth.json").read_text()), list[Cost]()
-    for posterior in everything:
+    for posterior in EVERYTHING:
         data = posterior.load() if posterior.name.startswith(arguments.only) else None
         if data is None:
             continue
         cost = measure(posterior, data, truth_of(posterior, data, known), arguments.seed)
         print(cost, f"{cost.ratio:.2f}", flush=True)
-        costs = save(cost, [each.name for each in everything])
+        costs = save(cost, [each.name for each in EVERYTHING])
     print(page(costs))
 
 

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from entry import Posterior
 from judge import FAR_MEAN, FAR_SD, NOTHING, judge, truth_of
-from posteriors import POSTERIORS
-from raw_units import RAW_UNITS
+from more import EVERYTHING
 
 import pyro_scale as ps
 
@@ -122,7 +121,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     known, outcomes = json.loads((HERE / "truth.json").read_text()), []
-    for posterior in (*POSTERIORS, *RAW_UNITS):
+    for posterior in EVERYTHING:
         data = posterior.load() if posterior.name.startswith(arguments.only) else None
         if data is None:
             continue
