@@ -2,6 +2,7 @@
 
     --only NAME    only the posteriors whose name starts so; the others' entries are kept
     --seed 0
+    --once         one run of each: the seconds then have compilation in them
 
 `ps.BAOA(model).run(data, seed=seed)` and `ps.NUTS(model).run(data, seed=seed)` (nutpie's defaults:
 1,000 draws of warm-up and 1,000 kept, of four chains) on posteriordb's posteriors.  Gradients of
@@ -73,9 +74,10 @@ class Cost:
         return sum(self.rows.values()) / max(1.0, self.nuts_rows)
 
 
-def timed(run: Callable[[int], Any], seed: int) -> float:
-    """Seconds of a run whose programs are compiled."""
-    run(seed + 1000)
+def timed(run: Callable[[int], Any], seed: int, once: bool) -> float:
+    """Seconds of a run, whose programs are compiled unless it is the only one."""
+    if not once:
+        run(seed + 1000)
     begin = time.perf_counter()
     run(seed)
     return time.perf_counter() - begin
@@ -95,7 +97,9 @@ def rows_by_stage(baoa: Any, chains: int = 4) -> dict[str, float]:
     }
 
 
-def measure(posterior: Posterior, data: Tensors, truth: Mapping[str, Any], seed: int) -> Cost:
+def measure(
+    posterior: Posterior, data: Tensors, truth: Mapping[str, Any], seed: int, once: bool
+) -> Cost:
     """Both runs."""
     quiet: dict[str, Any] = {"progress": False}
     baoa, nuts, leapfrogs = ps.BAOA(posterior.model), ps.NUTS(posterior.model), []
@@ -107,12 +111,12 @@ def measure(posterior: Posterior, data: Tensors, truth: Mapping[str, Any], seed:
         leapfrogs.append(int(steps.sum()))
         return read(self, SimpleNamespace(get_arrow_trace=lambda: trace))
 
-    seconds = timed(lambda seed: baoa.run(data, seed=seed, **quiet), seed)
+    seconds = timed(lambda seed: baoa.run(data, seed=seed, **quiet), seed, once)
     errors = judge(baoa.get_samples(group_by_chain=True), posterior.sites, truth)
     Chain._read = counting  # type: ignore[method-assign]
     nuts_seconds, nuts_errors = float("nan"), NOTHING
     try:
-        nuts_seconds = timed(lambda seed: nuts.run(data, seed=seed, **quiet), seed)
+        nuts_seconds = timed(lambda seed: nuts.run(data, seed=seed, **quiet), seed, once)
         nuts_errors = judge(nuts.get_samples(group_by_chain=True), posterior.sites, truth)
     except ps.errors.PyroScaleError as error:
         print(f"{posterior.name}: NUTS: {error}", flush=True)
@@ -193,6 +197,7 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", metavar="NAME")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--once", action="store_true")
     arguments = parser.parse_args()
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
@@ -202,7 +207,8 @@ def main() -> None:
         data = posterior.load() if posterior.name.startswith(arguments.only) else None
         if data is None:
             continue
-        cost = measure(posterior, data, truth_of(posterior, data, known), arguments.seed)
+        truth = truth_of(posterior, data, known)
+        cost = measure(posterior, data, truth, arguments.seed, arguments.once)
         print(cost, f"{cost.ratio:.2f}", flush=True)
         costs = save(cost, [each.name for each in EVERYTHING])
     print(page(costs))
