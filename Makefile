@@ -1,10 +1,10 @@
-# `make demo`, `test`, `matrix`, `bench`, `accuracy`, `untuned`, `approximations`, `networks`, `programs`: each makes .venv if it is missing.
+# `make demo`, `test`, `matrix`, `bench`, `accuracy`, `untuned`, `verdicts`, `rows`, `approximations`, `networks`, `programs`: each makes .venv if it is missing.
 
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test matrix bench accuracy untuned approximations networks programs lint types notebooks clean
+.PHONY: demo test matrix bench accuracy untuned verdicts rows approximations networks programs lint types notebooks clean
 
 demo: .venv/installed
 	$(BIN)/python -W ignore::FutureWarning examples/demo.py
@@ -31,6 +31,12 @@ accuracy: .venv/installed
 untuned: .venv/installed
 	$(BIN)/python benchmarks/accuracy/untuned.py
 	$(BIN)/python benchmarks/accuracy/untuned.py --batches
+
+verdicts: .venv/installed
+	$(BIN)/python benchmarks/accuracy/verdicts.py
+
+rows: .venv/installed
+	$(BIN)/python benchmarks/accuracy/rows.py
 
 approximations: .venv/installed-bench
 	$(BIN)/python -W ignore benchmarks/approximations/run.py

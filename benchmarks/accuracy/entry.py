@@ -35,6 +35,7 @@ class Posterior:
         sites: whose elements are compared: the published parameters.
         start: constrained values where chains start, for sites that a random start is bad for.
         exact: the tensors -> moments by quadrature, for linear regressions.
+        same_as: the name of a posterior with the same moments, whose reference serves both.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Posterior:
     sites: tuple[str, ...] = ("beta", "sigma")
     start: Callable[[Tensors], dict[str, Tensor]] = no_start
     exact: Callable[[Tensors], Moments] | None = None
+    same_as: str | None = None
 
     @property
     def file(self) -> Path:

@@ -27,6 +27,7 @@ import pyro
 import torch
 from entry import Posterior, Tensors, elements
 from hmc import Chains, Layout, mode
+from more import MORE
 from posteriors import POSTERIORS
 from pyro import poutine
 from pyro.infer.mcmc.util import initialize_model
@@ -160,7 +161,9 @@ def main() -> None:
     torch.set_default_dtype(torch.float64)
     pyro.enable_validation(False)  # which vmap cannot do
     warnings.filterwarnings("ignore", category=FutureWarning)
-    for posterior in POSTERIORS:
+    for posterior in (*POSTERIORS, *MORE):
+        if posterior.same_as is not None:
+            continue
         data = posterior.load() if posterior.name.startswith(arguments.only) else None
         if data is None:
             continue

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 import warnings
 from collections.abc import Mapping
@@ -22,18 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import arviz
 import torch
-from entry import Posterior, elements
-from posteriors import POSTERIORS
-from raw_units import RAW_UNITS
-from truth import exact_elements
+from entry import Posterior
+from judge import FAR_MEAN, FAR_SD, NOTHING, judge, truth_of
+from more import EVERYTHING
 
 import pyro_scale as ps
 
 HERE = Path(__file__).parent
-MEAN, SD, ERRORS = 0.1, 0.05, 3.0
-FAR_MEAN, FAR_SD = 0.25, 0.25
 
 
 @dataclass(frozen=True)
@@ -78,28 +73,13 @@ def run(posterior: Posterior, truth: Mapping[str, Any], seed: int, in_batches: b
         mcmc = ps.BAOA(posterior.model).run(data, seed=seed, progress=False, **size)
     except ps.errors.PyroScaleError as error:
         seconds = time.perf_counter() - begin
-        off = math.inf
-        return Outcome(posterior.name, seed, off, off, False, "raised", 0, seconds, str(error))
+        return Outcome(posterior.name, seed, *NOTHING, "raised", 0, seconds, str(error))
     seconds, attrs, report = time.perf_counter() - begin, mcmc._result.attrs, mcmc.report()
     steps = attrs["warmup_steps"] + attrs["num_samples"] * attrs["thinning"]
     rows = 4 * steps * (2 * size["batch_size"] / len(data[0]) if size else 1)
-    mean = sd = 0.0
-    is_right = True
-    for name, draws in elements(mcmc.get_samples(group_by_chain=True), posterior.sites).items():
-        true, array = truth[name], draws.double().numpy()
-        true_mean, true_sd = (true.get(f"exact_{m}", true[m]) for m in ("mean", "sd"))
-        mean_error = abs(float(array.mean()) - true_mean) / true_sd
-        sd_error = abs(float(array.std()) / true_sd - 1)
-        of_reference = "exact_mean" not in true
-        own = float(arviz.mcse(array)) / true_sd, float(arviz.mcse(array, method="sd")) / true_sd
-        others = (0.0, 0.0)
-        if of_reference:
-            others = (true["mcse"] / true_sd, (2 * true["ess"]) ** -0.5)
-        is_right &= mean_error < MEAN + ERRORS * math.hypot(min(own[0], 0.03), others[0])
-        is_right &= sd_error < SD + ERRORS * math.hypot(min(own[1], 0.02), others[1])
-        mean, sd = max(mean, mean_error), max(sd, sd_error)
+    errors = judge(mcmc.get_samples(group_by_chain=True), posterior.sites, truth)
     kind = report.verdict
-    return Outcome(posterior.name, seed, mean, sd, is_right, kind, rows, seconds, report.headline)
+    return Outcome(posterior.name, seed, *errors, kind, rows, seconds, report.headline)
 
 
 def table(outcomes: list[Outcome], title: str) -> str:
@@ -141,17 +121,13 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     known, outcomes = json.loads((HERE / "truth.json").read_text()), []
-    for posterior in (*POSTERIORS, *RAW_UNITS):
+    for posterior in EVERYTHING:
         data = posterior.load() if posterior.name.startswith(arguments.only) else None
         if data is None:
             continue
         if arguments.batches and (posterior.batch_size is None or len(data[0]) < 100):
             continue
-        truth = exact_elements(posterior, data)
-        if posterior.exact is None:
-            truth = known[posterior.name]["elements"]
-        else:
-            truth = {name: {"mean": 0.0, "sd": 0.0, **each} for name, each in truth.items()}
+        truth = truth_of(posterior, data, known)
         for seed in range(arguments.seeds):
             outcomes.append(run(posterior, truth, seed, arguments.batches))
             print(outcomes[-1], flush=True)

@@ -10,9 +10,10 @@ from statistics import NormalDist
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import Tensor
 
 from pyro_scale.core import rows
-from pyro_scale.core.autocorrelation import mixing_of
+from pyro_scale.core.autocorrelation import autocorrelation_time, mixing_of
 from pyro_scale.core.validation import evenly
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.convergence import mixing_of_predictions, some_elements
@@ -38,6 +39,8 @@ _MANY = 400
 _FAMILY_WISE = 0.01
 #: Of the temperature, where sds are within 5%.
 _TEMPERATURE = ((1 - SD_TOLERANCE) ** 2, (1 + SD_TOLERANCE) ** 2)
+#: Times a normal's that the Monte Carlo error of an sd is where tails are heavy.
+_HEAVY = 2.0
 #: What minibatches may multiply the temperature by, and by what they surely do too much, as the
 #: factor is an estimate from some rows.
 _MOST_HEAT, _SURELY_HOT = 1.1, 1.25
@@ -201,7 +204,8 @@ def _mixing(result: Result) -> list[Finding]:
         return [Finding("", "mixing", "unknown", f"{draws} draws a chain say nothing of it")]
     found, least = [], _EFFECTIVE * chains * draws
     for name in sites:
-        r_hats, bulk, tail = mixing_of(some_elements(result, name))
+        some = some_elements(result, name)
+        r_hats, bulk, tail = mixing_of(some)
         r_hat, ess = float(r_hats.max()), float(torch.minimum(bulk, tail).min())
         told = f"R-hat {r_hat:.3f}, {ess:.0f} effective draws of {chains * draws}"
         advice = "a larger max_rows=, or another parametrization (poutine.reparam)"
@@ -213,7 +217,24 @@ def _mixing(result: Result) -> list[Finding]:
         elif r_hat > _AGREE or ess < least:
             verdict = "unknown"
         found.append(Finding(name, "mixing", verdict, told, advice))
+        found += _tails(name, some)
     return found
+
+
+def _tails(name: str, draws: Tensor) -> list[Finding]:
+    """Whether tails are so heavy that so many draws do not tell an sd, `[chains, draws, some]`."""
+    squares = (draws.double() - draws.double().mean((0, 1))).square()
+    variance, scatter = squares.mean((0, 1)), squares.flatten(0, 1).std(0)
+    count = squares.shape[0] * squares.shape[1] / autocorrelation_time(squares)
+    heaviness = scatter / (2**0.5 * variance.clamp(min=1e-300))  # 1 of a normal
+    error = heaviness / (2 * count) ** 0.5
+    heavy = (error > SD_TOLERANCE) & (heaviness > _HEAVY)
+    if not bool(heavy.any()):
+        return []
+    most = 100 * float(error[heavy].max())
+    told = f"tails are so heavy that the sd has a Monte Carlo error of {most:.0f}%"
+    advice = "more num_samples=, or quantiles in the place of sds"
+    return [Finding(name, "tails", "unknown", told, advice)]
 
 
 def _agreement(result: Result) -> list[Finding]:

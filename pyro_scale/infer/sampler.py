@@ -492,12 +492,12 @@ class Sampler(Method):
             raise NonFiniteError(told)
         if explosion_message := explosion(self._results()):
             warn(BiasWarning, explosion_message)
-        elif self._choice is not None:
+        if self._choice is not None:
             found = self.report() if "report" in self._results().attrs else None
             is_known = self._results().attrs.get("temperature") == 0  # by who asked for it
             if found is not None and found.verdict != "yes" and not is_known:
                 warn(VerdictWarning, f"{found.headline}; report() says more")
-        else:
+        elif not explosion_message:
             values, warmup_steps = _on_average(plan, draws), plan.steps.warmup_steps
             warn_of_short_warmup(problem, self._results(), values, warmup_steps)
 

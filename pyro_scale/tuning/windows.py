@@ -104,7 +104,7 @@ def warm_up(
         if draws.error is not None:
             raise draws.error
         total += draws.num_steps
-        sound = draws.finished if density is None else _sound_chains(problem, draws)
+        sound = draws.finished if density is None else _sound_chains(problem, draws, density)
         if len(sound) < len(draws.positions) and density is not None:
             halvings += 1
             if halvings > _MOST_HALVINGS:
@@ -141,16 +141,20 @@ def _with_lr(problem: Problem, lr: float) -> Problem:
     return problem.with_engine(kernel=dataclasses.replace(problem.engine.kernel, lr=lr))
 
 
-def _sound_chains(problem: Problem, draws: Draws) -> list[int]:
-    """The chains that have neither broken nor gone where the posterior is not."""
+def _sound_chains(problem: Problem, draws: Draws, density: FullDataDensity) -> list[int]:
+    """The chains that have neither broken nor fallen to where the posterior is not."""
     depth = _NATS + _NATS_EACH * problem.engine.num_latents
-    kept = draws.log_joint[draws.finished]
+    kept, latents = draws.log_joint[draws.finished], problem.engine.num_latents
     if not len(kept):
         return []
-    late = kept[:, int(_LEFT_OUT * kept.shape[1]) :]
-    sound = kept.amax(1) - late.amin(1) < depth
-    if problem.data.batch_size is not None:  # estimates of it scatter
-        sound = torch.ones_like(sound)
+    if problem.data.batch_size is None:
+        fallen = (kept.cummax(1).values - kept)[:, int(_LEFT_OUT * kept.shape[1]) :].amax(1)
+    else:  # whose estimates of it scatter
+        ends = draws.positions[draws.finished][:, [0, -1], :latents].to(problem.positions)
+        values = density.values(ends.flatten(0, 1)).double() * problem.log_posterior.num_data
+        values = values.nan_to_num(-math.inf).unflatten(0, (-1, 2))
+        fallen = values[:, 0] - values[:, 1]
+    sound = fallen < depth
     return [chain for chain, good in zip(draws.finished, sound.tolist(), strict=True) if good]
 
 
