@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
 
 from pyro_scale.core.whitening import DiagonalWhitening, LowRankWhitening
@@ -26,6 +25,8 @@ def with_axes(
 ) -> LowRankWhitening:
     """The geometry with the directions in which the curvature at its center is furthest from the
     temperature, by Lanczos' method on products with the Hessian (ARPACK's, through SciPy)."""
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh  # slow to import
+
     center, scale = whitening.center, whitening.scale
     size = len(center)
 
