@@ -40,8 +40,10 @@ from pyro_scale.tuning.early_stopping import EarlyStopping
 
 #: Weights up to which a network is sampled as any other posterior.
 FEW_WEIGHTS = 500
-#: Rows of a batch that networks are trained on, and rows up to which chains take all of them.
-NETWORK_BATCH, FEW_ROWS = 128, 2_000
+#: Rows of a batch that networks are trained on.
+NETWORK_BATCH = 128
+#: Rows times weights up to which chains take all rows at every step.
+_FEW_NUMBERS = 2**22
 #: Epochs between two looks at the loss, and steps at least; training takes four of these or more.
 _EPOCHS, _STEPS = 5, 50
 #: Looks after which training ends, whether the loss still falls or not.
@@ -63,6 +65,11 @@ def is_network(problem: Problem) -> bool:
     """Whether weights of an `nn.Module` are too many to have one mode with a geometry."""
     has_weights = bool(problem.log_posterior.model_info.weights)
     return has_weights and problem.engine.layout.size > FEW_WEIGHTS
+
+
+def is_small(problem: Problem) -> bool:
+    """Whether a network's chains can take all rows at every step."""
+    return problem.log_posterior.num_data * problem.engine.layout.size <= _FEW_NUMBERS
 
 
 def train(
