@@ -50,8 +50,11 @@ _EPOCHS, _STEPS = 5, 50
 _MOST_LOOKS = 60
 #: Rows that the curvature is taken from.
 _ROWS = 2_000
-#: The part of the stable step sizes that is taken, and steps of 10% that the search for it takes.
-_SAFETY, _MOST_STEPS = 0.25, 400
+#: The part of the stable step sizes that is taken: with minibatches, and in units of the prior,
+#: where friction is too small to take off what steeper places heat.
+_SAFETY, _SAFETY_WHITENED = 0.5, 0.25
+#: Steps of 10% that the search for the largest stable step size takes.
+_MOST_STEPS = 400
 #: Steps from the first draw to the last, for each of training.
 _LENGTH = 3
 #: Draws of the last window at which the curvature is looked at, of each chain.
@@ -118,8 +121,8 @@ def train(
         problem = dataclasses.replace(problem, positions=draws.state.position.detach())
     whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
     density = whole.of_some_rows(_ROWS, seed)
-    if temperature > 0:
-        problem = _in_units_of_the_prior(problem, asked)
+    if temperature > 0 and problem.data.batch_size is None:
+        problem = _in_units_of_the_prior(problem)
     problem = _with_stable_lr(problem, density, problem.positions)
     steps = Steps(1, 0, 1)
     if temperature > 0:
@@ -141,12 +144,12 @@ def train(
         steps = Steps(asked.num_samples, 0, thinning)
     told = "until the loss no longer fell" if ended else "while the loss still fell"
     lr, whitening = f"lr={float(problem.engine.kernel.lr):.3g}", problem.engine.whitening
-    of_what = "in whitened coordinates, a quarter" if whitening is not None else "a quarter"
+    part = ", half" if whitening is None else " in whitened coordinates, a quarter"
     reasons = {
         "start": f"{trained:,} steps of Adam from each chain's own start, {told}"
         if asked.starts or temperature == 0
         else "as it was given",
-        "step size": f"{lr} {of_what} of what is stable at the largest curvature that was seen",
+        "step size": f"{lr}{part} of what is stable at the largest curvature that was seen",
     }
     if whitening is not None:
         reasons["geometry"] = "whitened by the prior's sds"
@@ -167,13 +170,13 @@ def _in_batches(problem: Problem) -> Problem:
     return dataclasses.replace(problem, data=TensorData(data.arguments, num_data, NETWORK_BATCH))
 
 
-def _in_units_of_the_prior(problem: Problem, asked: Asked) -> Problem:
+def _in_units_of_the_prior(problem: Problem) -> Problem:
     """In coordinates where the prior over N has curvature 1.
 
-    What the data leave alone then moves as fast as anything else, and relaxes fastest at about a
-    friction of 1.  With minibatches the friction is larger, by the root of N: they heat by its
-    inverse.  The prior's curvature is that at the first chain; an element where it has none, or
-    a negative one, has the mean scale of the others.
+    Directions that the data leave alone relax fastest there at about a friction of 1.  In the
+    parameters' own units that is a small friction, which minibatches would heat by its inverse.
+    The prior's curvature is that at the first chain; an element where it has none, or a negative
+    one, has the mean scale of the others.
     """
     engine, num_data = problem.engine, problem.log_posterior.num_data
     if engine.has_points:  # which have no prior
@@ -184,11 +187,7 @@ def _in_units_of_the_prior(problem: Problem, asked: Asked) -> Problem:
     scale = torch.where(is_known, precision, 1.0).rsqrt() * num_data**0.5
     usual = scale[is_known].log().mean().exp() if bool(is_known.any()) else num_data**0.5
     scale = torch.where(is_known, scale, usual)
-    kernel = engine.kernel
-    if asked.friction and problem.data.batch_size is not None:
-        kernel = dataclasses.replace(kernel, friction=num_data**0.5)
-    whitening = DiagonalWhitening(torch.zeros_like(scale), scale)
-    return problem.with_engine(kernel=kernel, whitening=whitening)
+    return problem.with_engine(whitening=DiagonalWhitening(torch.zeros_like(scale), scale))
 
 
 def _with_stable_lr(problem: Problem, density: FullDataDensity, places: Tensor) -> Problem:
@@ -198,7 +197,8 @@ def _with_stable_lr(problem: Problem, density: FullDataDensity, places: Tensor) 
     lengths = [steepest_by_products(density, whitening, place) for place in places]
     steepest = max([length for length in lengths if math.isfinite(length)], default=1.0)
     kernel = problem.engine.kernel
-    lr = _SAFETY * _largest_stable(kernel, max(steepest, 1e-12))
+    safety = _SAFETY if whitening is None else _SAFETY_WHITENED
+    lr = safety * _largest_stable(kernel, max(steepest, 1e-12))
     longest = getattr(kernel.theory, "largest_lr", math.inf)
     return problem.with_engine(kernel=dataclasses.replace(kernel, lr=min(lr, longest)))
 
