@@ -59,14 +59,12 @@ from pyro_scale.storage.files import FilePath
 from pyro_scale.tuning.adjust import acceptance_rate
 from pyro_scale.tuning.choice import Choice
 from pyro_scale.tuning.plan import Settings, is_trained, plan_run
-from pyro_scale.tuning.training import is_network
+from pyro_scale.tuning.training import NETWORK_BATCH, is_network, is_small
 
 #: The hyperparameters that can be chosen.
 _CHOSEN = ("lr", "friction")
 #: Rows that are few enough to take all of them at every step, and a batch of more.
 _FEW_ROWS, _BATCH = 20_000, 1024
-#: A batch of networks, which are trained at first.
-_NETWORK_BATCH = 128
 
 
 class Sampler(Method):
@@ -256,9 +254,10 @@ class Sampler(Method):
                 `diagnostics()` then has nested R-hat, which works for many short chains
                 (Margossian et al. 2024).  Take 16 or more: with 4, starts that account for a
                 fifth of the variance are detected in a third of runs.
-            batch_size: rows a step, for tensors; None for all of them.  `"auto"` takes 128 for
-                networks that it trains.  Of other models it takes all of up to 20,000, and 1,024
-                of more if lr is chosen and the model stands it: with control variates, that is
+            batch_size: rows a step, for tensors; None for all of them.  `"auto"` trains
+                networks on 128; it samples them on all where rows times weights are at most four
+                million, else on 128.  Of other models it takes all of up to 20,000, and 1,024 of
+                more if lr is chosen and the model stands it: with control variates, that is
                 cheaper.  A loader has its own.
             sampling: `"shuffle"` goes through the rows in a new order each epoch,
                 `"replacement"` draws them anew at every step, `"symmetric"` goes through whole
@@ -407,9 +406,10 @@ class Sampler(Method):
                 problem = self._prepare(in_batches, opened.num_data, config.num_chains, seed)
         if problem is None:
             problem = self._prepare(opened, opened.num_data, config.num_chains, seed)
-        is_large = problem.log_posterior.num_data > _NETWORK_BATCH
-        if tunes and opened.batch_size is None and is_large and is_network(problem):
-            in_batches = open_data(data, _NETWORK_BATCH, self._num_data, device)
+        is_large = is_network(problem) and not is_small(problem)
+        is_large = is_large and problem.log_posterior.num_data > NETWORK_BATCH
+        if tunes and opened.batch_size is None and is_large:
+            in_batches = open_data(data, NETWORK_BATCH, self._num_data, device)
             with contextlib.suppress(ModelError, ArgumentError):
                 problem = self._prepare(in_batches, opened.num_data, config.num_chains, seed)
         if self.kernel.adjusted:

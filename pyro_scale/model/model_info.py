@@ -39,6 +39,7 @@ class ModelInfo:
         is_frozen: whether modules run whose weights are neither latents nor points.
         validated: the sites whose values are checked against their support.
         row_axes: of deterministic sites that follow the batch: the rows' axis, from the right.
+        weights: the latents that are weights of a network's layers.
     """
 
     sites: Mapping[str, Site]
@@ -54,6 +55,7 @@ class ModelInfo:
     row_axes: Mapping[str, int]
     is_frozen: bool = False
     validated: frozenset[str] = frozenset()
+    weights: frozenset[str] = frozenset()
 
 
 def free_dim(sites: Mapping[str, Site]) -> int | None:

@@ -12,7 +12,8 @@ from typing import Any
 import pyro
 import torch
 from pyro.infer.autoguide.initialization import InitMessenger
-from torch import Tensor
+from pyro.nn import PyroModule
+from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from pyro_scale.core import rows
@@ -57,6 +58,8 @@ from pyro_scale.model.sites import points_of_store
 from pyro_scale.model.terms import terms_of
 from pyro_scale.model.write_guard import forbid_writes
 
+#: Layers of networks; any network has one of them.
+_LAYERS = nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention
 #: How far from the first latent values the second ones are, unconstrained.
 _SHIFT = 0.71
 
@@ -87,7 +90,7 @@ def understand(
         with trace_modules() as trace, forbid_writes(program.model, arguments) as copies:
             first = _first_run(program, copies, init, count, num_data)
         program.find_owners(first.points, trace.modules)
-        is_frozen = _is_frozen(first, trace)
+        is_frozen, executed = _is_frozen(first, trace), trace.modules
         check_starts(first.sites)
         check_latent_sizes(first.sites)
         own = own_plate(first.sites, count)
@@ -152,6 +155,7 @@ def understand(
         row_axes=row_axes_of(full.sites, runs, batch_size, own),
         is_frozen=is_frozen,
         validated=frozenset(validated),
+        weights=_weights(full, executed),
     )
 
 
@@ -322,6 +326,14 @@ def _is_frozen(first: Recorder, trace: ModuleTrace) -> bool:
             moving.add(module.weights()[name].data_ptr())
     own = [w for module in trace.modules for w in module.parameters(recurse=False)]
     return any(weight.data_ptr() not in moving for weight in own)
+
+
+def _weights(run: Recorder, executed: list[nn.Module]) -> frozenset[str]:
+    """The latents that are weights of bayesianized networks, or a `PyroSample` of a layer."""
+    latents = [site for site in run.sites.values() if site.kind == "latent"]
+    layers = [m for m in executed if isinstance(m, PyroModule) and isinstance(m, _LAYERS)]
+    names = {layer._pyro_get_fullname(name) for layer in layers for name in layer._pyro_samples}
+    return frozenset(site.name for site in latents if WEIGHT in site.infer or site.name in names)
 
 
 def _check_with_validation(recipe: _Recipe, arguments: Arguments) -> None:

@@ -1,8 +1,12 @@
 """What `"auto"` stands for in networks, and in any model at temperature 0: training.
 
 an optimizer from each chain's own start  ->  a network a chain, whose loss no longer falls
-the curvature where it ended              ->  a step size that is stable there
+the prior where it ended                  ->  coordinates in which the prior is isotropic
+the curvature there                       ->  a step size that is stable
 as many steps as training took            ->  warm-up, and three times as many for the draws
+
+Training takes minibatches, the chains take all rows where these are few: minibatch noise heats most
+where the likelihood is steepest, as along the noise's scale of a regression.
 """
 
 from __future__ import annotations
@@ -15,16 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_scale.core import rows
 from pyro_scale.core.rng import Purpose, derived_seed
+from pyro_scale.core.whitening import DiagonalWhitening
+from pyro_scale.data.sources import TensorData
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import NonFiniteError
+from pyro_scale.fullbatch.chunks import is_row_wise
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.kernels import MAP, Kernel
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.optimizer import as_optimizer
-from pyro_scale.model.init_strategies import WEIGHT
-from pyro_scale.run.budget import Budget
+from pyro_scale.model.curvature.prior_hessian import prior_precision
+from pyro_scale.run.budget import Budget, rows_a_step
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.choice import Asked, Choice, Simulate
 from pyro_scale.tuning.curvature import steepest_by_products
@@ -32,14 +40,21 @@ from pyro_scale.tuning.early_stopping import EarlyStopping
 
 #: Weights up to which a network is sampled as any other posterior.
 FEW_WEIGHTS = 500
+#: Rows of a batch that networks are trained on.
+NETWORK_BATCH = 128
+#: Rows times weights up to which chains take all rows at every step.
+_FEW_NUMBERS = 2**22
 #: Epochs between two looks at the loss, and steps at least; training takes four of these or more.
 _EPOCHS, _STEPS = 5, 50
 #: Looks after which training ends, whether the loss still falls or not.
 _MOST_LOOKS = 60
 #: Rows that the curvature is taken from.
 _ROWS = 2_000
-#: The part of the stable step sizes that is taken, and steps of 10% that the search for it takes.
-_SAFETY, _MOST_STEPS = 0.5, 400
+#: The part of the stable step sizes that is taken: with minibatches, and in units of the prior,
+#: where friction is too small to take off what steeper places heat.
+_SAFETY, _SAFETY_WHITENED = 0.5, 0.25
+#: Steps of 10% that the search for the largest stable step size takes.
+_MOST_STEPS = 400
 #: Steps from the first draw to the last, for each of training.
 _LENGTH = 3
 #: Draws of the last window at which the curvature is looked at, of each chain.
@@ -51,9 +66,13 @@ Optimize = Callable[[Problem, Steps, int, Callable[[Draws], bool], int], Draws]
 
 def is_network(problem: Problem) -> bool:
     """Whether weights of an `nn.Module` are too many to have one mode with a geometry."""
-    sites = problem.log_posterior.model_info.sites.values()
-    has_weights = any(WEIGHT in site.infer for site in sites if site.kind == "latent")
+    has_weights = bool(problem.log_posterior.model_info.weights)
     return has_weights and problem.engine.layout.size > FEW_WEIGHTS
+
+
+def is_small(problem: Problem) -> bool:
+    """Whether a network's chains can take all rows at every step."""
+    return problem.log_posterior.num_data * problem.engine.layout.size <= _FEW_NUMBERS
 
 
 def train(
@@ -63,7 +82,8 @@ def train(
 
     At temperature 0 what training ends with is the one draw of each chain.  Else chains go on from
     there: for as many steps as training took until the first draw, and for three times as many to
-    the last.  A start that was given is taken as trained, unless the temperature is 0.
+    the last, or fewer where the budget ends before.  A start that was given is taken as trained,
+    unless the temperature is 0.
 
     Raises:
         NonFiniteError: a chain's loss became NaN or infinite.
@@ -71,16 +91,17 @@ def train(
     kernel, seed = problem.engine.kernel, problem.seed
     temperature = float(kernel.values(0)["temperature"])
     num_data, size = problem.log_posterior.num_data, problem.engine.layout.size
-    epoch = -(-num_data // (problem.data.batch_size or num_data))
+    learner = _in_batches(problem) if asked.batches and is_network(problem) else problem
+    epoch = -(-num_data // (learner.data.batch_size or num_data))
     stopping = EarlyStopping(max(_EPOCHS * epoch, _STEPS), size)
-    trained, ended = 4 * stopping.window, True
+    trained, ended, taken = 4 * stopping.window, True, 0
     if asked.starts or temperature == 0:
-        most = min(_MOST_LOOKS * stopping.window, max(1, budget.steps(problem) // 2))
+        most = min(_MOST_LOOKS * stopping.window, max(1, budget.steps(learner) // 2))
 
         def stop(draws: Draws) -> bool:
             return budget.is_over or stopping.reached(draws)
 
-        optimizer = problem.with_engine(kernel=MAP(optimizer=as_optimizer(None)))
+        optimizer = learner.with_engine(kernel=MAP(optimizer=as_optimizer(None)))
         draws = optimize(
             optimizer,
             Steps(most, positions=False),
@@ -96,15 +117,19 @@ def train(
                 "trained: scale the data, or start from a trained network "
                 "(init_strategy=ps.init_to_module, or a fit)"
             )
-        trained, ended = draws.num_steps, stopping.reached(draws)
+        trained, ended, taken = draws.num_steps, stopping.reached(draws), draws.num_steps
         problem = dataclasses.replace(problem, positions=draws.state.position.detach())
     whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
     density = whole.of_some_rows(_ROWS, seed)
+    if temperature > 0 and problem.data.batch_size is None:
+        problem = _in_units_of_the_prior(problem)
     problem = _with_stable_lr(problem, density, problem.positions)
-    taken, steps = trained, Steps(1, 0, 1)
+    steps = Steps(1, 0, 1)
     if temperature > 0:
-        every = max(1, trained // _LOOKS)
-        warmup = Steps(-(-(asked.warmup_steps or trained) // every), 0, every)
+        spent = taken * rows_a_step(learner) // rows_a_step(problem)
+        length = max(1, min(trained, (budget.steps(problem) - spent) // (1 + _LENGTH)))
+        every = max(1, length // _LOOKS)
+        warmup = Steps(-(-(asked.warmup_steps or length) // every), 0, every)
         columns = problem.engine.kernel.columns(warmup.total)
         draws = simulate(problem, warmup, derived_seed(seed, 0, Purpose.WINDOW), columns)
         if draws.error is not None:
@@ -115,28 +140,65 @@ def train(
         seen = draws.positions[draws.finished].flatten(0, 1).to(problem.positions)
         problem = _with_stable_lr(problem, density, seen)
         taken += draws.num_steps
-        thinning = asked.thinning or -(-_LENGTH * trained // asked.num_samples)
+        thinning = asked.thinning or -(-_LENGTH * length // asked.num_samples)
         steps = Steps(asked.num_samples, 0, thinning)
     told = "until the loss no longer fell" if ended else "while the loss still fell"
-    lr = f"lr={float(problem.engine.kernel.lr):.3g}"
+    lr, whitening = f"lr={float(problem.engine.kernel.lr):.3g}", problem.engine.whitening
+    part = ", half" if whitening is None else " in whitened coordinates, a quarter"
     reasons = {
         "start": f"{trained:,} steps of Adam from each chain's own start, {told}"
         if asked.starts or temperature == 0
         else "as it was given",
-        "step size": f"{lr}, half of what is stable at the largest curvature that was seen",
+        "step size": f"{lr}{part} of what is stable at the largest curvature that was seen",
     }
+    if whitening is not None:
+        reasons["geometry"] = "whitened by the prior's sds"
     attrs: dict[str, Any] = {"lr_choice": reasons["step size"], "thinning": steps.thinning}
     attrs |= {"warmup_steps": taken, "trained_steps": trained}
     evaluations = taken * len(problem.positions)
     return Choice(problem, steps, None, None, None, evaluations, attrs, reasons, trained=trained)
 
 
+def _in_batches(problem: Problem) -> Problem:
+    """The problem with minibatches, where the data have rows enough and the model takes parts."""
+    data, num_data = problem.data, problem.log_posterior.num_data
+    if not isinstance(data, TensorData) or data.batch_size is not None:
+        return problem
+    is_all = rows.count(data.arguments) == num_data
+    if num_data <= NETWORK_BATCH or not is_all or not is_row_wise(problem.log_posterior):
+        return problem
+    return dataclasses.replace(problem, data=TensorData(data.arguments, num_data, NETWORK_BATCH))
+
+
+def _in_units_of_the_prior(problem: Problem) -> Problem:
+    """In coordinates where the prior over N has curvature 1.
+
+    Directions that the data leave alone relax fastest there at about a friction of 1.  In the
+    parameters' own units that is a small friction, which minibatches would heat by its inverse.
+    The prior's curvature is that at the first chain; an element where it has none, or a negative
+    one, has the mean scale of the others.
+    """
+    engine, num_data = problem.engine, problem.log_posterior.num_data
+    if engine.has_points:  # which have no prior
+        return problem
+    params, arguments = engine.layout.unflatten(problem.positions[0]), problem.data.first()
+    precision = prior_precision(problem.log_posterior, params, arguments, None, False)
+    is_known = torch.isfinite(precision) & (precision > 0)
+    scale = torch.where(is_known, precision, 1.0).rsqrt() * num_data**0.5
+    usual = scale[is_known].log().mean().exp() if bool(is_known.any()) else num_data**0.5
+    scale = torch.where(is_known, scale, usual)
+    return problem.with_engine(whitening=DiagonalWhitening(torch.zeros_like(scale), scale))
+
+
 def _with_stable_lr(problem: Problem, density: FullDataDensity, places: Tensor) -> Problem:
-    """With half of the step size that is stable at the steepest of some places, `[places, D]`."""
-    lengths = [steepest_by_products(density, None, place) for place in places]
+    """With a part of the step size that is stable at the steepest of some places,
+    `[places, D]`."""
+    whitening = problem.engine.whitening
+    lengths = [steepest_by_products(density, whitening, place) for place in places]
     steepest = max([length for length in lengths if math.isfinite(length)], default=1.0)
     kernel = problem.engine.kernel
-    lr = _SAFETY * _largest_stable(kernel, max(steepest, 1e-12))
+    safety = _SAFETY if whitening is None else _SAFETY_WHITENED
+    lr = safety * _largest_stable(kernel, max(steepest, 1e-12))
     longest = getattr(kernel.theory, "largest_lr", math.inf)
     return problem.with_engine(kernel=dataclasses.replace(kernel, lr=min(lr, longest)))
 

@@ -84,7 +84,7 @@ def test_draws_teach_scales_and_slow_directions():
     assert spread(flat)[1] > 30
     for seed in range(2):
         draws = normals(count, SIZE, seed=10 + seed) @ ROOT.mT
-        seen, new = learned(new, new.to_whitened(draws + new.center), count, 3.0)
+        _, new = learned(new, new.to_whitened(draws + new.center), count, 3.0)
     assert spread(new)[1] < 1.5
 
 

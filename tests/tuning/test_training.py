@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.nn import PyroModule, PyroSample
 from reference import normals
 from torch import nn
 
@@ -103,6 +104,73 @@ def test_a_network_whose_chains_agree_in_predictions_is_no_ensemble():
     away = (predicted.mean(0) - gain @ y) / sd
     assert float(away.abs().max()) < 0.4  # at least 100 effective draws: 4 standard errors
     assert float((predicted.std(0) / sd).log().abs().max()) < 0.3
+
+
+def units(rows=300):
+    """(Columns of which half are in a unit 1,000 times as large, the prior's sds, y, a model)."""
+    sds = torch.cat([torch.full((300,), 0.003), torch.full((300,), 3.0)])
+    x = normals(rows, 600, seed=4) * 0.05 / sds
+    y = x[:, 0] * sds[0] + x[:, 300] * sds[300] + NOISE * normals(rows, seed=5)
+    net = nn.Linear(600, 1, bias=False)
+    net = ps.bayesianize(net, prior=lambda name, weight: dist.Normal(torch.zeros(1, 600), sds))
+
+    def model(x, y=None):
+        mean = net(x)[:, 0]
+        with pyro.plate("rows", len(x)):
+            return pyro.sample("y", dist.Normal(mean, NOISE), obs=y)
+
+    return x, sds, y, model
+
+
+def test_weights_have_their_posterior_whatever_their_priors_unit():
+    """300 rows: trained on batches, sampled on all of them, without minibatches' heat."""
+    x, sds, y, model = units()
+    run = ps.BAOA(model).run((x, y), **QUIET)
+    gram = (x * sds.square()) @ x.T
+    gain = torch.linalg.solve(gram + NOISE**2 * torch.eye(len(x)), x * sds.square()).T
+    mean, variance = gain @ y, sds.square() - (gain * (x * sds.square()).T).sum(1)
+    draws = run.get_samples()["weight"][:, 0]
+    away = (draws.mean(0) - mean) / variance.sqrt()
+    widths = (draws.std(0) / variance.sqrt()).log()
+    for half in (slice(0, 300), slice(300, 600)):
+        assert float(away[half].square().mean().sqrt()) < 0.15
+        assert float(widths[half].mean().abs()) < 0.03
+    assert run.report().choices["geometry"] == "whitened by the prior's sds"
+
+
+def test_a_batch_size_and_a_friction_that_are_given_are_kept():
+    x, _, y, model = units()
+    how = {"num_samples": 10, "max_rows": 300_000, **QUIET}
+    run = ps.BAOA(model, friction=20.0).run((x, y), batch_size=50, **how)
+    attrs = run.diagnostics().attrs
+    assert (attrs["batch_size"], attrs["friction"]) == (50, 20.0)
+    assert "geometry" not in run.report().choices
+
+
+class ByHand(PyroModule):
+    """A network of 979 weights that are `PyroSample`s of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        layer = PyroModule[nn.Linear]
+        self.first, self.second, self.last = layer(3, 40), layer(40, 19), layer(19, 2)
+        for each in (self.first, self.second, self.last):
+            for name, weight in list(each.named_parameters()):
+                prior = dist.Normal(0.0, 1.0).expand(weight.shape).to_event(weight.dim())
+                setattr(each, name, PyroSample(prior))
+
+    def forward(self, x, y=None):
+        logits = self.last(self.second(self.first(x).relu()).relu())
+        with pyro.plate("rows", len(x)):
+            return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+
+def test_a_network_with_priors_by_hand_is_one():
+    with pytest.warns(VerdictWarning):
+        run = ps.BAOA(ByHand()).run((X, LABELS), num_samples=100, max_rows=2_000_000, **QUIET)
+    assert "steps of Adam" in run.report().choices["start"]
+    probabilities = run.predict(X, reduce="mean")["y"]
+    assert float(ps.metrics.accuracy(probabilities, LABELS)) > 0.95
 
 
 @pytest.mark.parametrize("precision", [0.01, 3.0, 1e4])
