@@ -40,7 +40,7 @@ from pyro_scale.infer.precondition import as_precondition
 from pyro_scale.kernels import Kernel
 from pyro_scale.posterior.collect import collect, warn_of_short_warmup
 from pyro_scale.posterior.sinks import ToDisk, ToMoments, sink_for
-from pyro_scale.run.budget import Budget
+from pyro_scale.run.budget import Budget, passes_of
 from pyro_scale.run.config import RunConfig, Store
 from pyro_scale.run.execute import execute
 from pyro_scale.run.limits import check_equal_weights, check_length, check_memory
@@ -449,6 +449,8 @@ class Sampler(Method):
         if not draws.finished or not kept:
             return draws.error
         facts = {**config.facts, "thinning": plan.steps.thinning}
+        if self._choice is not None:
+            facts["passes_draws"] = round(passes_of(problem, draws.num_steps), 2)
         attrs = {**self._attrs(), **facts, **plan.choice, "num_samples": kept}
         if plan.kernel.adjusted:
             attrs["acceptance_rate"] = acceptance_rate(draws)

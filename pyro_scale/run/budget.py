@@ -60,6 +60,12 @@ class Budget:
         return _MOST_PASSES * max(1, problem.log_posterior.num_data // rows)
 
 
+def passes_of(problem: Problem, steps: int) -> float:
+    """Passes through the data that so many steps of all chains are worth."""
+    rows = len(problem.positions) * steps * rows_a_step(problem)
+    return rows / problem.log_posterior.num_data
+
+
 def rows_a_step(problem: Problem) -> int:
     """Rows whose gradients a step of one chain takes."""
     density = problem.engine.density

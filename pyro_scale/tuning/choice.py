@@ -62,7 +62,7 @@ class Choice:
         modes: of the posterior, where they were looked for.
         window: the last of warm-up; None where chains were trained.
         pilot: of the step size, where it was chosen.
-        evaluations: gradients of all rows, or of a batch, that it took.
+        passes: gradients of rows that it took, over N, by stage.
         attrs: numbers and words for the run's facts.
         reasons: of each choice, in words.
         trained: steps of an optimizer that each chain's start took; None where posteriors have a
@@ -74,7 +74,7 @@ class Choice:
     modes: Modes | None
     window: Window | None
     pilot: Pilot | None
-    evaluations: int
+    passes: Mapping[str, float]
     attrs: Mapping[str, Any]
     reasons: Mapping[str, str]
     trained: int | None = None

@@ -24,7 +24,7 @@ from pyro_scale.kernels import Kernel
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
-from pyro_scale.run.budget import Budget, rows_a_step
+from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.adjust import adjust, without_adjustment
 from pyro_scale.tuning.choice import Asked, Choice, Simulate
@@ -52,16 +52,16 @@ def choose(
         ArgumentError: chains break at any step size; there is no step size to choose; the budget
             is too small for a warm-up.
     """
-    modes, density, evaluations = None, None, 0
+    modes, density, passes = None, None, dict[str, float]()
     if asked.precondition is not None:
         check_target(problem)
         whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
         problem, modes, density = with_geometry(problem, asked, whole)
-        evaluations += 0 if modes is None else modes.evaluations
+        passes["modes"] = 0 if modes is None else modes.evaluations
         problem = with_anchor(problem, asked, whole)
         problem = problem.with_engine(kernel=_kernel(problem.engine.kernel, asked))
         if asked.lr:
-            problem = cooled(problem, typical(problem), sampling, whole)
+            problem, passes["noise"] = cooled(problem, typical(problem), sampling, whole)
         if asked.subtract_noise:
             problem = with_known_noise(problem, center_of(problem), sampling)
 
@@ -89,15 +89,19 @@ def choose(
     window = warm_up(problem, run, density if asked.lr else None, for_windows, budget)
     if window is None:
         raise _no_warm_up(problem, density)
-    chains, problem, tried, time = len(problem.positions), window.problem, None, window.time
-    evaluations += chains * window.steps + window.hessians * len(problem.positions[0])
+    problem, tried, time = window.problem, None, window.time
+    passes["windows"] = passes_of(problem, window.steps)
+    if density is not None:
+        in_all = problem.log_posterior.num_data
+        share = (density.num_rows or in_all) / in_all
+        passes["curvature"] = window.hessians * len(problem.positions[0]) * share
     adjusted = None
     left = max(3 * LEAST_PILOT, (most_steps - asked.num_samples - window.steps) // 2)
     if adjusts:
         stable = float(problem.engine.kernel.lr)
         adjusted = adjust(problem.with_engine(kernel=kernel), run, stable, left, budget)
         problem, time = adjusted.problem, adjusted.time
-        evaluations += chains * adjusted.steps
+        passes["pilots"] = passes_of(problem, adjusted.steps)
     elif asked.lr:
         if density is not None:
             if asked.anchor is True:
@@ -106,13 +110,14 @@ def choose(
                 kernel = problem.engine.kernel
                 lr = min(longest_lr(kernel), window.stable_lr)
                 problem = problem.with_engine(kernel=dataclasses.replace(kernel, lr=lr))
-            problem = cooled(problem, some_of(window.draws), sampling, whole)
+            problem, again = cooled(problem, some_of(window.draws), sampling, whole)
+            passes["noise"] += again
         theory = problem.engine.kernel.theory
         order = 1 if theory is None else theory.order
         tried = pilot(problem, coupled, time, order, left, budget)
         problem = tried.problem
         time = tried.time if math.isfinite(tried.time) else time
-        evaluations += chains * tried.steps
+        passes["pilots"] = passes_of(problem, tried.steps)
     taken = window.steps + sum(each.steps for each in (tried, adjusted) if each is not None)
     most = max(1, (most_steps - taken) // asked.num_samples)
     needed = max(1, math.ceil(time)) if math.isfinite(time) else most
@@ -122,9 +127,10 @@ def choose(
     if adjusted is not None:
         reasons["step size"] = adjusted.reason
     attrs: dict[str, Any] = {"lr_choice": reasons["step size"], "thinning": thinning}
+    attrs |= {f"passes_{stage}": round(count, 2) for stage, count in passes.items()}
     if asked.warmup_steps is None:
         attrs["warmup_steps"] = taken
-    return Choice(problem, steps, modes, window, tried, evaluations, attrs, reasons)
+    return Choice(problem, steps, modes, window, tried, passes, attrs, reasons)
 
 
 def _no_warm_up(problem: Problem, density: FullDataDensity | None) -> ArgumentError:

@@ -66,23 +66,31 @@ def with_anchor(problem: Problem, asked: Asked, whole: FullDataDensity) -> Probl
 
 def cooled(
     problem: Problem, positions: Tensor, sampling: Sampling, whole: FullDataDensity
-) -> Problem:
-    """With a step size at which minibatches hardly heat; with control variates of second order
-    where that allows longer steps, for all that they cost."""
+) -> tuple[Problem, float]:
+    """(With a step size at which minibatches hardly heat, and with control variates of second order
+    where that allows longer steps, for all that they cost; the passes through the data that it
+    took to know)."""
     theory = problem.engine.kernel.theory
     if problem.data.batch_size is None or theory is None or not theory.heated:
-        return problem
-    share = _cool_share(problem, positions, sampling)
+        return problem, 0.0
+    share, passes = _cool_share(problem, positions, sampling), _gradients_a_row(problem)
     if share < 1 and isinstance(problem.engine.density, ControlVariates):
         curved = None
         if len(positions[0]) <= _DENSE and problem.engine.density.curvature is None:
             curved = with_curvature(problem, whole)
         if curved is not None:
             of_curved = _cool_share(curved, positions, sampling)
+            passes += 1 + _gradients_a_row(curved)
             if of_curved / rows_a_step(curved) > share / rows_a_step(problem):
                 problem, share = curved, of_curved
     kernel = problem.engine.kernel
-    return problem.with_engine(kernel=dataclasses.replace(kernel, lr=float(kernel.lr) * share))
+    kernel = dataclasses.replace(kernel, lr=float(kernel.lr) * share)
+    return problem.with_engine(kernel=kernel), passes
+
+
+def _gradients_a_row(problem: Problem) -> int:
+    """Gradients that a row takes."""
+    return rows_a_step(problem) // (problem.data.batch_size or problem.log_posterior.num_data)
 
 
 def _cool_share(problem: Problem, positions: Tensor, sampling: Sampling) -> float:

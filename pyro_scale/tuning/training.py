@@ -32,7 +32,7 @@ from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.model.curvature.prior_hessian import prior_precision
-from pyro_scale.run.budget import Budget, rows_a_step
+from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.choice import Asked, Choice, Simulate
 from pyro_scale.tuning.curvature import steepest_by_products
@@ -94,7 +94,7 @@ def train(
     learner = _in_batches(problem) if asked.batches and is_network(problem) else problem
     epoch = -(-num_data // (learner.data.batch_size or num_data))
     stopping = EarlyStopping(max(_EPOCHS * epoch, _STEPS), size)
-    trained, ended, taken = 4 * stopping.window, True, 0
+    trained, ended, taken, passes = 4 * stopping.window, True, 0, dict[str, float]()
     if asked.starts or temperature == 0:
         most = min(_MOST_LOOKS * stopping.window, max(1, budget.steps(learner) // 2))
 
@@ -118,6 +118,7 @@ def train(
                 "(init_strategy=ps.init_to_module, or a fit)"
             )
         trained, ended, taken = draws.num_steps, stopping.reached(draws), draws.num_steps
+        passes["training"] = passes_of(learner, taken)
         problem = dataclasses.replace(problem, positions=draws.state.position.detach())
     whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
     density = whole.of_some_rows(_ROWS, seed)
@@ -140,6 +141,7 @@ def train(
         seen = draws.positions[draws.finished].flatten(0, 1).to(problem.positions)
         problem = _with_stable_lr(problem, density, seen)
         taken += draws.num_steps
+        passes["windows"] = passes_of(problem, draws.num_steps)
         thinning = asked.thinning or -(-_LENGTH * length // asked.num_samples)
         steps = Steps(asked.num_samples, 0, thinning)
     told = "until the loss no longer fell" if ended else "while the loss still fell"
@@ -155,8 +157,8 @@ def train(
         reasons["geometry"] = "whitened by the prior's sds"
     attrs: dict[str, Any] = {"lr_choice": reasons["step size"], "thinning": steps.thinning}
     attrs |= {"warmup_steps": taken, "trained_steps": trained}
-    evaluations = taken * len(problem.positions)
-    return Choice(problem, steps, None, None, None, evaluations, attrs, reasons, trained=trained)
+    attrs |= {f"passes_{stage}": round(count, 2) for stage, count in passes.items()}
+    return Choice(problem, steps, None, None, None, passes, attrs, reasons, trained=trained)
 
 
 def _in_batches(problem: Problem) -> Problem:
