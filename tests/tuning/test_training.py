@@ -139,10 +139,11 @@ def test_weights_have_their_posterior_whatever_their_priors_unit():
 
 
 def test_a_batch_size_and_a_friction_that_are_given_are_kept():
-    sampler = ps.BAOA(classifier(), friction=2.0)
-    run = sampler.run((X, LABELS), batch_size=50, num_samples=10, max_rows=300_000, **QUIET)
+    x, _, y, model = units()
+    how = {"num_samples": 10, "max_rows": 300_000, **QUIET}
+    run = ps.BAOA(model, friction=20.0).run((x, y), batch_size=50, **how)
     attrs = run.diagnostics().attrs
-    assert (attrs["batch_size"], attrs["friction"]) == (50, 2.0)
+    assert (attrs["batch_size"], attrs["friction"]) == (50, 20.0)
     assert "geometry" not in run.report().choices
 
 
