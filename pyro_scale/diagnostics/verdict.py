@@ -157,7 +157,7 @@ def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
         *_length(result, num_samples),
         *(_mixing(result) if trained is None else _agreement(result)),
         *_temperatures(result),
-        *_heating(result),
+        *_heating(result, choice),
         *_bias(result, choice),
         *_warmup(choice),
     ]
@@ -286,10 +286,15 @@ def _temperatures(result: Result) -> list[Finding]:
     return found
 
 
-def _heating(result: Result) -> list[Finding]:
-    """What minibatches add to the temperature, to first order in the step size."""
+def _heating(result: Result, choice: Choice | None) -> list[Finding]:
+    """What minibatches add to the temperature, to first order in the step size: by the gradients of
+    all rows where these were looked at, else by those of some batches."""
     if int(result.attrs.get("batch_size", 0)) >= int(result.attrs["num_data"]):
         return []
+    if choice is not None and choice.heat is not None:
+        told = f"minibatches multiply the temperature by {1 + choice.heat:.3g} at most, by all rows"
+        verdict: Verdict = "yes" if 1 + choice.heat <= _MOST_HEAT else "no"
+        return [Finding("", "minibatch heat", verdict, told, "larger batches (batch_size=)")]
     noise = result.gradient_noise
     if noise is None or noise.inflation is None:
         told = "the noise of minibatches is not known for this model or method"
@@ -298,7 +303,7 @@ def _heating(result: Result) -> list[Finding]:
     for name in result.log_posterior.latents:
         most = float(noise.inflation[slices[name]].max())
         told = f"minibatches multiply the temperature by up to {most:.3g}"
-        verdict: Verdict = "yes" if most <= _MOST_HEAT else "unknown"
+        verdict = "yes" if most <= _MOST_HEAT else "unknown"
         verdict = verdict if most <= _SURELY_HOT else "no"
         advice = "larger batches (batch_size=), control_variates=True, or a smaller lr"
         found.append(Finding(name, "minibatch heat", verdict, told, advice))

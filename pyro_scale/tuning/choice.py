@@ -67,6 +67,8 @@ class Choice:
         reasons: of each choice, in words.
         trained: steps of an optimizer that each chain's start took; None where posteriors have a
             geometry.
+        heat: what minibatches add to the temperature at most, over it, by the gradients of all
+            rows; None where that is not known.
     """
 
     problem: Problem
@@ -78,3 +80,4 @@ class Choice:
     attrs: Mapping[str, Any]
     reasons: Mapping[str, str]
     trained: int | None = None
+    heat: float | None = None

@@ -52,7 +52,7 @@ def choose(
         ArgumentError: chains break at any step size; there is no step size to choose; the budget
             is too small for a warm-up.
     """
-    modes, density, passes = None, None, dict[str, float]()
+    modes, density, heat, passes = None, None, None, dict[str, float]()
     if asked.precondition is not None:
         check_target(problem)
         whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
@@ -61,7 +61,7 @@ def choose(
         problem = with_anchor(problem, asked, whole)
         problem = problem.with_engine(kernel=_kernel(problem.engine.kernel, asked))
         if asked.lr:
-            problem, passes["noise"] = cooled(problem, typical(problem), sampling, whole)
+            problem, passes["noise"], heat = cooled(problem, typical(problem), sampling, whole)
         if asked.subtract_noise:
             problem = with_known_noise(problem, center_of(problem), sampling)
 
@@ -110,7 +110,7 @@ def choose(
                 kernel = problem.engine.kernel
                 lr = min(longest_lr(kernel), window.stable_lr)
                 problem = problem.with_engine(kernel=dataclasses.replace(kernel, lr=lr))
-            problem, again = cooled(problem, some_of(window.draws), sampling, whole)
+            problem, again, heat = cooled(problem, some_of(window.draws), sampling, whole)
             passes["noise"] += again
         theory = problem.engine.kernel.theory
         order = 1 if theory is None else theory.order
@@ -130,7 +130,7 @@ def choose(
     attrs |= {f"passes_{stage}": round(count, 2) for stage, count in passes.items()}
     if asked.warmup_steps is None:
         attrs["warmup_steps"] = taken
-    return Choice(problem, steps, modes, window, tried, passes, attrs, reasons)
+    return Choice(problem, steps, modes, window, tried, passes, attrs, reasons, heat=heat)
 
 
 def _no_warm_up(problem: Problem, density: FullDataDensity | None) -> ArgumentError:

@@ -29,9 +29,11 @@ _DISPERSION = 2.0
 _DEEP_EACH, _DEEP = 4.0, 10.0
 #: Times that a start is moved to halfway from the mode, and the part of it that is then left.
 _MOST_HALVINGS = 40
-#: Rows that looks at the curvature take: at most and at least, and rows times dimensions, each of
-#: which a Hessian goes back through them for.
+#: Rows of which all are looked at, at most and at least, and rows times dimensions, each of which a
+#: Hessian goes back through them for.
 _MOST_ROWS, _LEAST_ROWS, _MOST_WORK = 20_000, 2_000, 2**20
+#: The same of some of more rows, which tell the curvature away from the mode.
+_SOME_WORK = 2**17
 
 
 def with_geometry(
@@ -45,9 +47,11 @@ def with_geometry(
         asked: for what.
         whole: the log density of all rows.
     """
-    affordable = max(_LEAST_ROWS, _MOST_WORK // whole.layout.size)
-    density = whole.of_some_rows(min(_MOST_ROWS, affordable), problem.seed)
-    num_data, like = problem.log_posterior.num_data, problem.positions
+    affordable, few = (max(_LEAST_ROWS, w // whole.layout.size) for w in (_MOST_WORK, _SOME_WORK))
+    density, num_data = whole, problem.log_posterior.num_data
+    if num_data > min(_MOST_ROWS, affordable):
+        density = whole.of_some_rows(min(_MOST_ROWS, few), problem.seed)
+    like = problem.positions
     modes, gaussian = None, asked.precondition
     temperature = float(problem.engine.kernel.values(0)["temperature"])
     if isinstance(gaussian, str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,28 +65,45 @@ def with_anchor(problem: Problem, asked: Asked, whole: FullDataDensity) -> Probl
     return problem
 
 
+class Cooled(NamedTuple):
+    """A problem whose step size minibatches hardly heat.
+
+    Attributes:
+        problem: with that step size.
+        passes: through the data that it took.
+        heat: what minibatches add to the temperature there, over it, in the direction where they
+            add most; None where that is not known.
+    """
+
+    problem: Problem
+    passes: float
+    heat: float | None
+
+
 def cooled(
     problem: Problem, positions: Tensor, sampling: Sampling, whole: FullDataDensity
-) -> tuple[Problem, float]:
-    """(With a step size at which minibatches hardly heat, and with control variates of second order
-    where that allows longer steps, for all that they cost; the passes through the data that it
-    took to know)."""
+) -> Cooled:
+    """With a step size at which minibatches hardly heat, and with control variates of second order
+    where that allows longer steps, for all that they cost."""
     theory = problem.engine.kernel.theory
     if problem.data.batch_size is None or theory is None or not theory.heated:
-        return problem, 0.0
-    share, passes = _cool_share(problem, positions, sampling), _gradients_a_row(problem)
+        return Cooled(problem, 0.0, None)
+    heat, passes = _heat(problem, positions, sampling), _gradients_a_row(problem)
+    share = _share(heat)
     if share < 1 and isinstance(problem.engine.density, ControlVariates):
         curved = None
         if len(positions[0]) <= _DENSE and problem.engine.density.curvature is None:
             curved = with_curvature(problem, whole)
         if curved is not None:
-            of_curved = _cool_share(curved, positions, sampling)
+            of_curved = _heat(curved, positions, sampling)
             passes += 1 + _gradients_a_row(curved)
-            if of_curved / rows_a_step(curved) > share / rows_a_step(problem):
-                problem, share = curved, of_curved
+            if _share(of_curved) / rows_a_step(curved) > share / rows_a_step(problem):
+                problem, heat, share = curved, of_curved, _share(of_curved)
     kernel = problem.engine.kernel
     kernel = dataclasses.replace(kernel, lr=float(kernel.lr) * share)
-    return problem.with_engine(kernel=kernel), passes
+    return Cooled(
+        problem.with_engine(kernel=kernel), passes, None if heat is None else heat * share
+    )
 
 
 def _gradients_a_row(problem: Problem) -> int:
@@ -93,14 +111,18 @@ def _gradients_a_row(problem: Problem) -> int:
     return rows_a_step(problem) // (problem.data.batch_size or problem.log_posterior.num_data)
 
 
-def _cool_share(problem: Problem, positions: Tensor, sampling: Sampling) -> float:
-    """The part of the step size at which minibatches add no more heat than they may; 1 where that
-    is all of it, or not known."""
+def _share(heat: float | None) -> float:
+    """The part of a step size at which minibatches heat no more than they may; heat goes as it
+    does."""
+    return 1.0 if heat is None else min(1.0, _MOST_HEAT / max(heat, 1e-300))
+
+
+def _heat(problem: Problem, positions: Tensor, sampling: Sampling) -> float | None:
+    """What minibatches add to the temperature at the kernel's step size, over it."""
     kernel, noise = problem.engine.kernel, most_noise(problem, positions, sampling)
     if noise is None:
-        return 1.0
+        return None
     values = problem.engine.kernel_values(kernel.values(0))
     assert kernel.theory is not None
     added = kernel.theory.added_temperature(values, torch.tensor(noise, dtype=torch.float64))
-    heat = float((added / values["temperature"]).max())
-    return min(1.0, _MOST_HEAT / max(heat, 1e-300))
+    return float((added / values["temperature"]).max())

@@ -32,6 +32,8 @@ MEAN_TOLERANCE, SD_TOLERANCE = 0.1, 0.05
 _SHORTER = 0.7
 #: Pilots, at most; and what a step size is multiplied by, at least and at most.
 _MOST_PILOTS, _SHORTEST, _LONGEST = 5, 0.4, 0.8
+#: Times that a pilot is repeated at twice the length, where its bias is not known.
+_MOST_LENGTHENED = 2
 #: Parts of each chain whose means tell the standard error.
 _PARTS = 4
 
@@ -110,7 +112,7 @@ def pilot(
     total, length = 0, max(LEAST_PILOT, math.ceil(_TIMES * time))
     length = min(_LONGEST_PILOT, length, most_steps // 3)
     bias, draws, every = None, None, 1
-    lengthened = False
+    lengthened = 0
     for number in range(_MOST_PILOTS):
         every = max(1, length // _DRAWS)
         steps = Steps(length // every, 0, every)
@@ -130,8 +132,8 @@ def pilot(
             factor = bias.excess ** (-1 / order) if bias.excess > 1 else 1.0
             if factor == 1 and bias.is_vague:
                 factor = _SHORTER
-            elif factor == 1 and not bool(bias.is_known.all()) and not lengthened:
-                lengthened, length = True, min(_LONGEST_PILOT, 2 * length)
+            elif factor == 1 and not bool(bias.is_known.all()) and lengthened < _MOST_LENGTHENED:
+                lengthened, length = lengthened + 1, min(_LONGEST_PILOT, 2 * length)
                 if total + 3 * length <= most_steps:
                     continue
         else:

@@ -22,6 +22,7 @@ from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.run.run import RunPlan
 from pyro_scale.tuning import many_rows
 from pyro_scale.tuning.gradient_noise import most_noise
+from pyro_scale.tuning.heat import cooled
 from pyro_scale.tuning.many_rows import find_modes_of_many_rows
 from pyro_scale.tuning.modes import find_modes
 from pyro_scale.tuning.tune import with_control_variates, with_curvature
@@ -212,6 +213,34 @@ def test_one_row_of_many_is_seen():
     problem = problem.with_engine(whitening=DenseWhitening(torch.zeros(2), torch.diag(scales)))
     noise = most_noise(problem, double(0.0, 0.5)[None], "replacement")
     assert noise == pytest.approx((1 - double(0.5).exp().item()) ** 2 / 50, rel=1e-6)
+
+
+@pytest.mark.parametrize("width", [0.1, 1.0, 20.0])
+def test_steps_are_as_long_as_the_noise_allows(width):
+    """Longer than the noise of first order would have them, where that is too much."""
+    problem = problem_of(groups)
+    whole, kernel = density_of(problem), kernels.BAOA(lr=0.5, friction=1.0)
+    mode = find_modes(whole, problem.positions, 1.0, 0).best.gaussian
+    mean, whitening = mode.mean, DenseWhitening(mode.mean, width * N**0.5 * mode.scale_tril)
+    first = with_control_variates(problem.with_engine(kernel=kernel), whole, mean)
+    first = first.with_engine(whitening=whitening)
+    places = mean + 0.5 * normals(64, len(mean), seed=9) @ (width * mode.scale_tril).mT
+    found = cooled(first, places, "shuffle", whole)
+
+    def heat(problem):
+        values = problem.engine.kernel_values(problem.engine.kernel.values(0))
+        noise = torch.tensor(most_noise(problem, places, "shuffle"))
+        added = problem.engine.kernel.theory.added_temperature(values, noise)
+        return float((added / values["temperature"]).max())
+
+    chosen = found.problem.engine.kernel.lr
+    assert found.heat == pytest.approx(heat(found.problem), rel=1e-9)
+    assert found.heat <= 0.04 * (1 + 1e-9)
+    assert (chosen == 0.5) == (found.heat < 0.04 * (1 - 1e-9))
+    if heat(first) <= 0.04:
+        assert found.problem.engine.density.curvature is None
+    else:
+        assert chosen >= 0.5 * 0.04 / heat(first) * (1 - 1e-9)
 
 
 # ------------------------------------------------------------------ the curvature of some rows
