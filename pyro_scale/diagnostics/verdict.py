@@ -300,12 +300,13 @@ def _heating(result: Result, choice: Choice | None) -> list[Finding]:
         told = "the noise of minibatches is not known for this model or method"
         return [Finding("", "minibatch heat", "unknown", told, "batch_size=None")]
     found, slices = [], result.layout.slices()
+    more = "" if noise.reduction is not None else "control_variates=True, "
+    advice = f"larger batches (batch_size=), {more}or a smaller lr"
     for name in result.log_posterior.latents:
         most = float(noise.inflation[slices[name]].max())
         told = f"minibatches multiply the temperature by up to {most:.3g}"
         verdict = "yes" if most <= _MOST_HEAT else "unknown"
         verdict = verdict if most <= _SURELY_HOT else "no"
-        advice = "larger batches (batch_size=), control_variates=True, or a smaller lr"
         found.append(Finding(name, "minibatch heat", verdict, told, advice))
     return found
 

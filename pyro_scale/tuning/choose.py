@@ -23,6 +23,7 @@ from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.kernels import Kernel
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
+from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
@@ -177,6 +178,13 @@ def _reasons(
             is_dense = isinstance(whitening, DenseWhitening)
             by = "a matrix" if is_dense else "elements and a few directions"
         found["geometry"] = f"whitened by {by}, from the draws of {window.steps} steps of warm-up"
+    size, density = problem.data.batch_size, engine.density
+    if size is not None:
+        how = "without control variates"
+        if isinstance(density, ControlVariates):
+            order = "first" if density.curvature is None else "second"
+            how = f"with control variates of {order} order"
+        found["minibatches"] = f"{size:,} of {density.num_data:,} rows a step, {how}"
     lr = float(kernel.lr)
     if tried is None:
         found["step size"] = f"lr={lr:.3g}, as it was set"

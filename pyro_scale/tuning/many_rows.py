@@ -12,7 +12,15 @@ from pyro_scale.core.gaussian import Dense
 from pyro_scale.fullbatch.density import NEAR, FullDataDensity
 from pyro_scale.fullbatch.gauss_newton import with_gauss_newton
 from pyro_scale.fullbatch.newton import ascend
-from pyro_scale.tuning.modes import Mode, Modes, find_modes, merged, mode_at
+from pyro_scale.tuning.modes import (
+    Mode,
+    Modes,
+    best_on_the_way,
+    find_modes,
+    merged,
+    mode_at,
+    some_places,
+)
 
 #: Rows that searches take, and the factor by which they grow from one stage to the next.
 _SEARCH_ROWS, _GROWTH = 20_000, 16
@@ -54,11 +62,22 @@ def find_modes_of_many_rows(
         density, ascents = with_gauss_newton(whole.of_some_rows(num_rows, seed)), []
         for mode in followed:
             position = mode.gaussian.mean.to(starts)
-            if is_last:
+            if is_last and found:
                 position, steps = _refine(whole, mode, position, temperature)
                 passes += steps
             ascents.append(ascend(density, position, near * size, _MOST_STEPS))
         passes += density.passes * num_rows / num_data * sum(len(each.path) for each in ascents)
+        if not any(ascent.is_mode for ascent in ascents):
+            # the ways up lead into a funnel: their ends do not stand for the posterior
+            before = torch.stack([mode.gaussian.mean.to(starts) for mode in followed])
+            places = torch.cat([before, some_places(ascents)])
+            passes += len(places) * density.passes * num_rows / num_data
+            stand_in = best_on_the_way(density, places, temperature, seed)
+            if stand_in is not None:
+                searches = tuple(each for mode in followed for each in mode.searches)
+                followed = [Mode(stand_in[1], stand_in[0], searches)]
+            found = False
+            continue
         found = all(ascent.is_mode for ascent in ascents)
         pairs = zip(ascents, followed, strict=True)
         followed = merged([mode_at(end, temperature, mode.searches) for end, mode in pairs])

@@ -122,10 +122,9 @@ def find_modes(density: FullDataDensity, starts: Tensor, temperature: float, see
         bound, evidence = _bound(density, best, temperature, seed)
         gap = evidence - bound
     if not gap <= _APART * starts.shape[1] + 1:  # nor where it is not known
-        every = torch.cat([each.path for each in ascents])
-        chosen = every[torch.linspace(0, len(every) - 1, _PLACES).round().long().unique()]
+        chosen = some_places(ascents)
         evaluations += len(chosen) * density.passes
-        stand_in = _best_on_the_way(density, chosen, temperature, seed)
+        stand_in = best_on_the_way(density, chosen, temperature, seed)
     if stand_in is None and not modes:
         raise ArgumentError(
             f"no Gaussian fits the posterior anywhere on the way up from {len(starts)} starts"
@@ -254,7 +253,13 @@ def _bound(
     return bound, float(torch.logsumexp(ratio, 0)) - math.log(_DRAWS)
 
 
-def _best_on_the_way(
+def some_places(ascents: Sequence[Ascent]) -> Tensor:
+    """Some points on the ways up, `[places, D]`."""
+    every = torch.cat([each.path for each in ascents])
+    return every[torch.linspace(0, len(every) - 1, _PLACES).round().long().unique()]
+
+
+def best_on_the_way(
     density: FullDataDensity, places: Tensor, temperature: float, seed: int
 ) -> tuple[float, Dense, float] | None:
     """(The evidence lower bound, the Gaussian, the log evidence) of the best of some points."""

@@ -1,5 +1,6 @@
 """Runs with nothing set, on posteriors that are known."""
 
+import dataclasses
 import itertools
 
 import pyro
@@ -9,6 +10,7 @@ import torch
 from reference import double, normals
 
 import pyro_scale as ps
+from pyro_scale.diagnostics.verdict import report as verdict_on
 from pyro_scale.errors import ArgumentError, NonFiniteError, VerdictWarning
 from pyro_scale.run import budget
 
@@ -67,6 +69,12 @@ def test_minibatches_are_right_with_nothing_set():
     check(run.get_samples()["beta"], *exact_line(), ess)
     assert run.report().verdict == "yes", str(run.report())
     assert "variance_reduction" in run.diagnostics()  # by control variates
+    told = run.report().choices["minibatches"]
+    assert told == f"20 of {len(X)} rows a step, with control variates of first order"
+    result = run._results()
+    hot = dataclasses.replace(result.gradient_noise, inflation=torch.full((len(X[0]),), 2.0))
+    advice = verdict_on(dataclasses.replace(result, gradient_noise=hot), None, 1000).headline
+    assert advice.endswith("try: larger batches (batch_size=), or a smaller lr")  # they are on
 
 
 def test_choices_do_not_depend_on_the_number_of_draws():

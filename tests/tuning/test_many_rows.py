@@ -318,6 +318,27 @@ def test_all_modes_are_followed(monkeypatch):
     assert ends[0] == pytest.approx(-ends[1], abs=1e-2)
 
 
+def test_where_there_is_no_mode_a_gaussian_stands_for_it_given_all_rows_too(monkeypatch):
+    """Groups that are alike: the log density grows without bounds where their sd is 0."""
+    monkeypatch.setattr(many_rows, "_SEARCH_ROWS", 60)
+
+    def funnel(group, y):
+        s = pyro.sample("s", dist.HalfNormal(1.0))
+        with pyro.plate("groups", GROUPS):
+            a = pyro.sample("a", dist.Normal(0.0, s))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(a[group], 1.0), obs=y)
+
+    y = normals(N, seed=3)
+    y = y - torch.stack([y[each == GROUP].mean() for each in range(GROUPS)])[GROUP]
+    problem = problem_of(funnel, (GROUP, y), chains=4)
+    found = find_modes_of_many_rows(density_of(problem), problem.positions, 1.0, 0)
+    assert not found.found
+    sds = found.best.gaussian.covariance.diagonal().sqrt()
+    assert 0.1 < float(sds[0]) < 3  # of log s
+    assert float(sds[1:].min()) > 0.2 * (GROUPS / N) ** 0.5  # not of the funnel's neck
+
+
 # ------------------------------------------------------------------ runs
 
 
