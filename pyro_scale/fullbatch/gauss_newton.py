@@ -66,6 +66,14 @@ class AnchoredDensity(FullDataDensity):
         """The Hessian over N, [D, D]."""
         return super().hessian(position) + self.shift
 
+    def hessian_times(self, position: Tensor, vector: Tensor) -> Tensor:
+        """The Hessian over N times a vector, [D]."""
+        return super().hessian_times(position, vector) + self.shift @ vector
+
+    def hessian_diagonal(self, position: Tensor) -> Tensor:
+        """Its diagonal, [D]."""
+        return super().hessian_diagonal(position) + self.shift.diagonal()
+
 
 def anchored(some: FullDataDensity, position: Tensor, precision: Tensor) -> AnchoredDensity:
     """The density of some rows with the curvature that all rows have at a position.

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.rng import Purpose, generator
-from pyro_scale.core.validation import evenly
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.model.control_variates import ControlVariates
@@ -36,18 +35,22 @@ def center_of(problem: Problem) -> Tensor:
 
 
 def typical(problem: Problem) -> Tensor:
-    """Draws of the Gaussian that the geometry is of, `[few, D]`."""
-    whitening, positions = problem.engine.whitening, problem.positions
-    assert whitening is not None
+    """Places that are as far from the center as draws are, along every axis of the geometry,
+    `[few, D]`.
+
+    Not draws themselves: a group of one row would be noisy or not by the luck of one number.  With
+    random signs z its noise is what it is on average, where gradients are off by z (to first
+    order).  Where they are off by z^2, E z^4 = 3 is that of signs times 3^(1/4).
+    """
+    engine, positions = problem.engine, problem.positions
+    assert engine.whitening is not None
     source = generator(problem.seed, 0, Purpose.SEARCH, 1)
-    z = torch.randn(_PLACES, len(whitening.tensors[0]), generator=source, dtype=torch.float64)
-    return whitening.to_params((z / problem.log_posterior.num_data**0.5).to(positions))
-
-
-def some_of(draws: Tensor) -> Tensor:
-    """Few of the draws `[chains, draws, D]`, from everywhere, `[few, D]`."""
-    flat = draws.flatten(0, 1)
-    return flat[evenly(len(flat), _PLACES)]
+    signs = (
+        2.0 * torch.randint(2, (_PLACES, len(engine.whitening.tensors[0])), generator=source) - 1
+    )
+    is_curved = isinstance(engine.density, ControlVariates) and engine.density.curvature is not None
+    length = (3**0.25 if is_curved else 1.0) / problem.log_posterior.num_data**0.5
+    return engine.whitening.to_params((length * signs).to(positions))
 
 
 def with_anchor(problem: Problem, asked: Asked, whole: FullDataDensity) -> Problem:
@@ -80,22 +83,20 @@ class Cooled(NamedTuple):
     heat: float | None
 
 
-def cooled(
-    problem: Problem, positions: Tensor, sampling: Sampling, whole: FullDataDensity
-) -> Cooled:
+def cooled(problem: Problem, sampling: Sampling, whole: FullDataDensity) -> Cooled:
     """With a step size at which minibatches hardly heat, and with control variates of second order
     where that allows longer steps, for all that they cost."""
     theory = problem.engine.kernel.theory
     if problem.data.batch_size is None or theory is None or not theory.heated:
         return Cooled(problem, 0.0, None)
-    heat, passes = _heat(problem, positions, sampling), _gradients_a_row(problem)
+    heat, passes = _heat(problem, sampling), _gradients_a_row(problem)
     share = _share(heat)
     if share < 1 and isinstance(problem.engine.density, ControlVariates):
         curved = None
-        if len(positions[0]) <= _DENSE and problem.engine.density.curvature is None:
+        if problem.engine.layout.size <= _DENSE and problem.engine.density.curvature is None:
             curved = with_curvature(problem, whole)
         if curved is not None:
-            of_curved = _heat(curved, positions, sampling)
+            of_curved = _heat(curved, sampling)
             passes += 1 + _gradients_a_row(curved)
             if _share(of_curved) / rows_a_step(curved) > share / rows_a_step(problem):
                 problem, heat, share = curved, of_curved, _share(of_curved)
@@ -117,9 +118,9 @@ def _share(heat: float | None) -> float:
     return 1.0 if heat is None else min(1.0, _MOST_HEAT / max(heat, 1e-300))
 
 
-def _heat(problem: Problem, positions: Tensor, sampling: Sampling) -> float | None:
+def _heat(problem: Problem, sampling: Sampling) -> float | None:
     """What minibatches add to the temperature at the kernel's step size, over it."""
-    kernel, noise = problem.engine.kernel, most_noise(problem, positions, sampling)
+    kernel, noise = problem.engine.kernel, most_noise(problem, typical(problem), sampling)
     if noise is None:
         return None
     values = problem.engine.kernel_values(kernel.values(0))

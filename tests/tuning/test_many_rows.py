@@ -22,7 +22,7 @@ from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.run.run import RunPlan
 from pyro_scale.tuning import many_rows
 from pyro_scale.tuning.gradient_noise import most_noise
-from pyro_scale.tuning.heat import cooled
+from pyro_scale.tuning.heat import cooled, typical
 from pyro_scale.tuning.many_rows import find_modes_of_many_rows
 from pyro_scale.tuning.modes import find_modes
 from pyro_scale.tuning.tune import with_control_variates, with_curvature
@@ -224,12 +224,11 @@ def test_steps_are_as_long_as_the_noise_allows(width):
     mean, whitening = mode.mean, DenseWhitening(mode.mean, width * N**0.5 * mode.scale_tril)
     first = with_control_variates(problem.with_engine(kernel=kernel), whole, mean)
     first = first.with_engine(whitening=whitening)
-    places = mean + 0.5 * normals(64, len(mean), seed=9) @ (width * mode.scale_tril).mT
-    found = cooled(first, places, "shuffle", whole)
+    found = cooled(first, "shuffle", whole)
 
     def heat(problem):
         values = problem.engine.kernel_values(problem.engine.kernel.values(0))
-        noise = torch.tensor(most_noise(problem, places, "shuffle"))
+        noise = torch.tensor(most_noise(problem, typical(problem), "shuffle"))
         added = problem.engine.kernel.theory.added_temperature(values, noise)
         return float((added / values["temperature"]).max())
 
@@ -241,6 +240,33 @@ def test_steps_are_as_long_as_the_noise_allows(width):
         assert found.problem.engine.density.curvature is None
     else:
         assert chosen >= 0.5 * 0.04 / heat(first) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("curved", [False, True])
+def test_the_noise_of_a_rare_row_does_not_hang_on_luck(curved):
+    """One row of 20,000 has a direction to itself.  At places of any seed the noise there is that
+    of draws on average, to the leading order."""
+    count, sd = 20_000, 0.1
+    group = torch.zeros(count, dtype=torch.long)
+    group[12_345] = 1
+
+    def rare(group, y):
+        with pyro.plate("groups", 2):
+            a = pyro.sample("a", dist.Normal(0.0, sd))
+        with pyro.plate("data", len(group)):
+            pyro.sample("y", dist.Poisson(a[group].exp()), obs=y)
+
+    problem = problem_of(rare, (group, torch.ones(count)), 50)
+    problem = with_control_variates(problem, density_of(problem), torch.zeros(2))
+    if curved:
+        problem = with_curvature(problem, density_of(problem))
+    scales = double(count**-0.5, sd) * count**0.5
+    problem = problem.with_engine(whitening=DenseWhitening(torch.zeros(2), torch.diag(scales)))
+    # exp(a) - 1 = a + a^2 / 2: E a^2 = sd^2, E a^4 / 4 = 3 sd^4 / 4
+    square = 3 * sd**4 / 4 if curved else sd**2
+    for seed in range(8):
+        noise = most_noise(problem, typical(dataclasses.replace(problem, seed=seed)), "replacement")
+        assert noise == pytest.approx(square * sd**2 / 50, rel=0.15)
 
 
 # ------------------------------------------------------------------ the curvature of some rows
@@ -274,6 +300,9 @@ def test_an_anchored_density_has_the_curvature_of_all_rows_at_its_anchor():
     other = place + 0.1
     expected = some.hessian(other) - some.hessian(place) + whole.hessian(place)
     close(density.hessian(other), expected, 1e-12)
+    vector = normals(whole.layout.size, seed=6)
+    close(density.hessian_times(other, vector), expected @ vector, 1e-11)
+    close(density.hessian_diagonal(other), expected.diagonal(), 1e-11)
 
 
 # ------------------------------------------------------------------ modes
