@@ -238,10 +238,8 @@ class FullDataDensity:
             if not left < distance:
                 return position, distance
             position, slope, distance = position + step, there, left
-            if (
-                left <= near
-                or step.norm() <= _ROUNDINGS * torch.finfo(step.dtype).eps * position.norm()
-            ):
+            rounding = _ROUNDINGS * torch.finfo(step.dtype).eps * position.norm()
+            if left <= near or step.norm() <= rounding:
                 break
         return position, distance
 
@@ -259,10 +257,9 @@ class FullDataDensity:
         params, num_data = self.layout.unflatten(position), self.log_posterior.num_data
         evaluation = self.log_posterior(params, chunk.arguments, chunk.indices)
         in_all = self.num_rows or num_data
-        rows_sum = evaluation.log_lik[chunk.keep].sum(
-            dtype=torch.float64
-        )  # many nats, small changes
-        log_lik = rows_sum * (num_data / in_all)
+        # a total of many nats, whose changes are small
+        of_rows = evaluation.log_lik[chunk.keep].sum(dtype=torch.float64)
+        log_lik = of_rows * (num_data / in_all)
         nothing = 0 * position.square().sum()  # so that a flat or linear one has derivatives, too
         return (evaluation.log_prior * (kept / in_all) + log_lik) / num_data + nothing
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_scale.core import rows
 from pyro_scale.errors import ModelError, SiteError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.precision import precision_at
@@ -42,8 +43,9 @@ def with_gauss_newton(density: FullDataDensity) -> FullDataDensity:
     """The same density with that matrix; with its Hessian where the model has none."""
     ours = GaussNewtonDensity(**_fields(density))
     few = ours.of_some_rows(1, 0)
+    layout, device = density.layout, rows.device(density.data.first())
     try:
-        few.hessian(torch.zeros(density.layout.size, dtype=density.layout.dtype))
+        few.hessian(torch.zeros(layout.size, dtype=layout.dtype, device=device))
     except (ModelError, SiteError):
         return density
     return ours

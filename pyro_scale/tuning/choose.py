@@ -30,7 +30,7 @@ from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.adjust import adjust, without_adjustment
 from pyro_scale.tuning.choice import Asked, Choice, Simulate
 from pyro_scale.tuning.geometry import with_geometry
-from pyro_scale.tuning.heat import center_of, cooled, with_anchor
+from pyro_scale.tuning.heat import center_of, cool, with_anchor
 from pyro_scale.tuning.modes import Modes, flat_direction
 from pyro_scale.tuning.pilot import LEAST_PILOT, Pilot, pilot
 from pyro_scale.tuning.step_size import check_target
@@ -62,7 +62,7 @@ def choose(
         problem = with_anchor(problem, asked, whole)
         problem = problem.with_engine(kernel=_kernel(problem.engine.kernel, asked))
         if asked.lr:
-            problem, passes["noise"], heat = cooled(problem, sampling, whole)
+            problem, passes["noise"], heat = cool(problem, sampling, whole)
         if asked.subtract_noise:
             problem = with_known_noise(problem, center_of(problem), sampling)
 
@@ -111,7 +111,7 @@ def choose(
                 kernel = problem.engine.kernel
                 lr = min(longest_lr(kernel), window.stable_lr)
                 problem = problem.with_engine(kernel=dataclasses.replace(kernel, lr=lr))
-            problem, again, heat = cooled(problem, sampling, whole)
+            problem, again, heat = cool(problem, sampling, whole)
             passes["noise"] += again
         theory = problem.engine.kernel.theory
         order = 1 if theory is None else theory.order

@@ -208,7 +208,7 @@ def most_noise(problem: Problem, positions: Tensor, sampling: Sampling) -> float
 
 def _every_row(problem: Problem, positions: Tensor) -> Iterator[Tensor]:
     """Gradients of all rows, `[rows, latents]` at a time, each at one of the positions; those of
-    one batch where the model takes no single rows; nothing where rows have none."""
+    some batches where the model takes no single rows; nothing where rows have none."""
     log_posterior, engine = problem.log_posterior, problem.engine
     layout, num_rows = engine.layout, max(1, _AT_ONCE // engine.layout.size)
 

@@ -34,7 +34,7 @@ def center_of(problem: Problem) -> Tensor:
     return whitening.tensors[0]
 
 
-def typical(problem: Problem) -> Tensor:
+def typical_places(problem: Problem) -> Tensor:
     """Places that are as far from the center as draws are, along every axis of the geometry,
     `[few, D]`.
 
@@ -83,7 +83,7 @@ class Cooled(NamedTuple):
     heat: float | None
 
 
-def cooled(problem: Problem, sampling: Sampling, whole: FullDataDensity) -> Cooled:
+def cool(problem: Problem, sampling: Sampling, whole: FullDataDensity) -> Cooled:
     """With a step size at which minibatches hardly heat, and with control variates of second order
     where that allows longer steps, for all that they cost."""
     theory = problem.engine.kernel.theory
@@ -120,7 +120,7 @@ def _share(heat: float | None) -> float:
 
 def _heat(problem: Problem, sampling: Sampling) -> float | None:
     """What minibatches add to the temperature at the kernel's step size, over it."""
-    kernel, noise = problem.engine.kernel, most_noise(problem, typical(problem), sampling)
+    kernel, noise = problem.engine.kernel, most_noise(problem, typical_places(problem), sampling)
     if noise is None:
         return None
     values = problem.engine.kernel_values(kernel.values(0))

@@ -50,7 +50,7 @@ def with_axes(
     return _of_axes(center, scale, torch.from_numpy(axes), sds)
 
 
-def learned(
+def learn(
     old: LowRankWhitening, z: Tensor, count: float, largest: float
 ) -> tuple[Tensor, LowRankWhitening]:
     """(The variances of draws in the old geometry, of elements and along its axes; the new geometry

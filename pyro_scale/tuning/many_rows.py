@@ -51,15 +51,15 @@ def find_modes_of_many_rows(
         ArgumentError: there is neither a mode nor a Gaussian.
     """
     num_rows, num_data, size = _SEARCH_ROWS, whole.log_posterior.num_data, starts.shape[1]
-    density = with_gauss_newton(whole.of_some_rows(num_rows, seed))
-    modes = find_modes(density, starts, temperature, seed)
+    whole = with_gauss_newton(whole)
+    modes = find_modes(whole.of_some_rows(num_rows, seed), starts, temperature, seed)
     passes = modes.evaluations * num_rows / num_data
     followed, found = list(modes.modes), modes.found
     while num_rows < num_data:
         is_last = _GROWTH * num_rows > num_data
         num_rows = num_data if is_last else _GROWTH * num_rows
         near = NEAR / 2 if is_last else _STAGE_NEAR
-        density, ascents = with_gauss_newton(whole.of_some_rows(num_rows, seed)), []
+        density, ascents = whole.of_some_rows(num_rows, seed), []
         for mode in followed:
             position = mode.gaussian.mean.to(starts)
             if is_last and found:

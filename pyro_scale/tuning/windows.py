@@ -27,7 +27,7 @@ from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.curvature import steepest_by_products
-from pyro_scale.tuning.low_rank import learned as learn_low_rank
+from pyro_scale.tuning.low_rank import learn as learn_low_rank
 
 #: Steps of the first window, and how many windows there are at most, each twice as long.
 FIRST_WINDOW, _MOST_WINDOWS = 256, 7

@@ -15,7 +15,7 @@ from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.problem import as_log_posterior, prepare
-from pyro_scale.tuning.low_rank import MOST_AXES, learned, with_axes
+from pyro_scale.tuning.low_rank import MOST_AXES, learn, with_axes
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -69,7 +69,7 @@ def test_lanczos_finds_the_directions_that_stand_out(temperature):
 def test_draws_of_the_geometry_itself_change_nothing_but_by_chance():
     count = 40_000
     z = normals(count, SIZE, seed=3)
-    seen, new = learned(TRUE, z, count, 3.0)
+    seen, new = learn(TRUE, z, count, 3.0)
     assert seen.shape == (SIZE + 3,)
     assert float((seen - 1).abs().max()) < 5 * math.sqrt(2 / count)  # 83 of them: 1 in 20,000
     low, high = spread(new)
@@ -84,7 +84,7 @@ def test_draws_teach_scales_and_slow_directions():
     assert spread(flat)[1] > 30
     for seed in range(2):
         draws = normals(count, SIZE, seed=10 + seed) @ ROOT.mT
-        _, new = learned(new, new.to_whitened(draws + new.center), count, 3.0)
+        _, new = learn(new, new.to_whitened(draws + new.center), count, 3.0)
     assert spread(new)[1] < 1.5
 
 

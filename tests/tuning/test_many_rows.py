@@ -22,7 +22,7 @@ from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.run.run import RunPlan
 from pyro_scale.tuning import many_rows
 from pyro_scale.tuning.gradient_noise import most_noise
-from pyro_scale.tuning.heat import cooled, typical
+from pyro_scale.tuning.heat import cool, typical_places
 from pyro_scale.tuning.many_rows import find_modes_of_many_rows
 from pyro_scale.tuning.modes import find_modes
 from pyro_scale.tuning.tune import with_control_variates, with_curvature
@@ -224,11 +224,11 @@ def test_steps_are_as_long_as_the_noise_allows(width):
     mean, whitening = mode.mean, DenseWhitening(mode.mean, width * N**0.5 * mode.scale_tril)
     first = with_control_variates(problem.with_engine(kernel=kernel), whole, mean)
     first = first.with_engine(whitening=whitening)
-    found = cooled(first, "shuffle", whole)
+    found = cool(first, "shuffle", whole)
 
     def heat(problem):
         values = problem.engine.kernel_values(problem.engine.kernel.values(0))
-        noise = torch.tensor(most_noise(problem, typical(problem), "shuffle"))
+        noise = torch.tensor(most_noise(problem, typical_places(problem), "shuffle"))
         added = problem.engine.kernel.theory.added_temperature(values, noise)
         return float((added / values["temperature"]).max())
 
@@ -265,7 +265,9 @@ def test_the_noise_of_a_rare_row_does_not_hang_on_luck(curved):
     # exp(a) - 1 = a + a^2 / 2: E a^2 = sd^2, E a^4 / 4 = 3 sd^4 / 4
     square = 3 * sd**4 / 4 if curved else sd**2
     for seed in range(8):
-        noise = most_noise(problem, typical(dataclasses.replace(problem, seed=seed)), "replacement")
+        noise = most_noise(
+            problem, typical_places(dataclasses.replace(problem, seed=seed)), "replacement"
+        )
         assert noise == pytest.approx(square * sd**2 / 50, rel=0.15)
 
 
