@@ -129,7 +129,7 @@ def _fresh_batches(problem: Problem, batches: Batches) -> tuple[Batches, int]:
         total = rows.count(problem.data.arguments) or 1
         if total * problem.engine.layout.size * _ENOUGH <= _MOST_WORK:
             return WholeData(problem.data.arguments), total
-    return batches, problem.log_posterior.model_info.batch_size
+    return batches, problem.batch_size
 
 
 def _together(problem: Problem, size: int, chains: int) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import NormalDist
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +17,12 @@ from pyro_scale.core.autocorrelation import autocorrelation_time, mixing_of
 from pyro_scale.core.validation import evenly
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.convergence import mixing_of_predictions, some_elements
+from pyro_scale.diagnostics.finding import Finding, Verdict, worst
+from pyro_scale.diagnostics.modes_seen import modes_seen
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.posterior.draws import Result
 from pyro_scale.tuning.choice import Choice
 from pyro_scale.tuning.pilot import MEAN_TOLERANCE, SD_TOLERANCE
-
-#: Whether means and sds are within a tenth of a posterior sd, and 5%; or whether draws are those of
-#: an ensemble, which is not the posterior.
-Verdict: TypeAlias = Literal["yes", "no", "unknown", "ensemble"]
 
 #: R-hat up to which chains agree, and above which they surely do not; the part of draws that must
 #: be effective; and the part of a site's draws that may be off by chance before they are few.
@@ -44,25 +42,6 @@ _HEAVY = 2.0
 #: What minibatches may multiply the temperature by, and by what they surely do too much, as the
 #: factor is an estimate from some rows.
 _MOST_HEAT, _SURELY_HOT = 1.1, 1.25
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One check of one site.
-
-    Attributes:
-        site: whose; empty for the whole run.
-        check: what was looked at.
-        verdict: of the check.
-        told: what was found, with figures.
-        advice: what to try.
-    """
-
-    site: str
-    check: str
-    verdict: Verdict
-    told: str
-    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,12 +113,6 @@ class Report:
         return "\n".join(lines)
 
 
-def worst(verdicts: Sequence[Verdict]) -> Verdict:
-    """Ensemble, if any is; else no, if any is; else unknown, if any is."""
-    kinds: tuple[Verdict, ...] = ("ensemble", "no", "unknown")
-    return next((kind for kind in kinds if kind in verdicts), "yes")
-
-
 def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
     """What is known of a run.
 
@@ -159,7 +132,7 @@ def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
         *_temperatures(result),
         *_heating(result, choice),
         *_bias(result, choice),
-        *_warmup(choice),
+        *_warmup(result, choice),
     ]
     if any(finding.verdict != "yes" for finding in findings):
         findings = _with_advice(result, findings)
@@ -347,11 +320,11 @@ def _bias(result: Result, choice: Choice | None) -> list[Finding]:
     return found
 
 
-def _warmup(choice: Choice | None) -> list[Finding]:
-    """Whether warm-up settled, and what the searches for modes found."""
+def _warmup(result: Result, choice: Choice | None) -> list[Finding]:
+    """Whether warm-up settled, and whether draws are at all modes that were found."""
     if choice is None or choice.window is None:
         return []
-    window, found = choice.window, []
+    window = choice.window
     change = "by no more than chance"
     if window.change > 1:
         change = f"{window.change:.2f} times more in some direction's sd than by chance"
@@ -359,16 +332,5 @@ def _warmup(choice: Choice | None) -> list[Finding]:
         f"after {window.steps:,} steps R-hat is {window.r_hat:.3f}, the geometry changes {change}"
     )
     verdict: Verdict = "yes" if window.agrees else "unknown"
-    found.append(Finding("", "warm-up", verdict, told, "another parametrization"))
-    if choice.modes is not None and len(choice.modes.modes) > 1:
-        below = [
-            f"{choice.modes.best.log_evidence - mode.log_evidence:.1f}"
-            for mode in choice.modes.modes[1:]
-        ]
-        told = f"{len(below) + 1} modes; the others have {', '.join(below)} nats less evidence"
-        missed = choice.modes.unvisited(len(choice.problem.positions))
-        if missed:
-            told += f"; no chain started from {len(missed)} of them"
-        seen: Verdict = "unknown" if missed else "yes"
-        found.append(Finding("", "modes", seen, told, "more chains (num_chains=8)"))
-    return found
+    found = [Finding("", "warm-up", verdict, told, "another parametrization")]
+    return found if choice.modes is None else [*found, *modes_seen(result, choice.modes)]

@@ -8,6 +8,7 @@ which the log joint is not concave is a way to go, not an obstacle.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,7 @@ def ascend(
     start: Tensor,
     near: float = _NEAR,
     most_steps: int = _MOST_STEPS,
+    check: Callable[[float], None] | None = None,
 ) -> Ascent:
     """The way up from a start, [D], in the precision of its dtype.
 
@@ -60,6 +62,7 @@ def ascend(
         start: where it begins, and ends if the log joint is not finite there.
         near: the gain that is still promised, in nats, at what counts as a mode.
         most_steps: how many there are at most.
+        check: is told of the passes through the rows before each step, and may end them by raising.
     """
     num_data = density.log_posterior.num_data
     position, radius, path = start, _RADIUS * len(start) ** 0.5, [start]
@@ -71,6 +74,8 @@ def ascend(
     units = _units(slope, curvature)
     is_mode, stalled = False, 0
     for _ in range(most_steps):
+        if check is not None:
+            check(len(path) * density.passes)
         units = torch.maximum(units / 2, _units(slope, curvature))
         scale = units.rsqrt()
         lengths, axes = torch.linalg.eigh(scale[:, None] * curvature * scale)

@@ -414,6 +414,8 @@ class Sampler(Method):
                 problem = self._prepare(in_batches, opened.num_data, config.num_chains, seed)
         if self.kernel.adjusted:
             check_can_adjust(problem, type(self).__name__)
+        chooses = config.batch_size == AUTO and opened.batch_size is None
+        problem = dataclasses.replace(problem, chooses_batches=chooses)
         if config.superchains is not None:
             problem = with_shared_starts(problem, config.superchains)
         if config.store is None:

@@ -71,6 +71,7 @@ def collect(
             **attrs,
             **facts_of(problem.log_posterior, problem.seed),
             **times,
+            "batch_size": problem.batch_size,
             "frozen_base": problem.base,
         },
         online=sink.kept(draws) if isinstance(sink, ToMoments) else None,

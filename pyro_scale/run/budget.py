@@ -52,6 +52,28 @@ class Budget:
         """Whether the time is."""
         return time.monotonic() > self.deadline
 
+    def check(self, passes: float, num_data: int) -> None:
+        """Refuses to go on looking for a mode when the time or the rows are over.
+
+        Args:
+            passes: through the data, that have been taken.
+            num_data: N.
+
+        Raises:
+            ArgumentError: it says which.
+        """
+        over = None
+        if self.is_over:
+            over = f"max_seconds={self.max_seconds:g} were"
+        elif self.max_rows is not None and passes * num_data > self.max_rows:
+            over = f"max_rows={self.max_rows:,} were"
+        if over is not None:
+            raise ArgumentError(
+                f"{over} over after {passes:.3g} passes through the data, before a mode of the "
+                "posterior was found to start from: pass more, or say where chains start and how "
+                "they move (init_strategy=, lr= as a number)"
+            )
+
     def steps(self, problem: Problem) -> int:
         """How many steps each chain may take."""
         rows = rows_a_step(problem)

@@ -41,6 +41,7 @@ class Problem:
         seed: of the run.
         features: where batches come from instead, if the engine's density takes something else.
         base: how a network's frozen base is run, in words.
+        chooses_batches: whether the rows of a batch are the library's choice.
     """
 
     log_posterior: LogPosterior
@@ -50,6 +51,17 @@ class Problem:
     seed: int
     features: TensorData | FeatureData | None = None
     base: str = "none"
+    chooses_batches: bool = False
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a batch: B, or N for the whole data."""
+        return self.data.batch_size or self.log_posterior.model_info.batch_size
+
+    def in_batches_of(self, size: int) -> Problem:
+        """The same tensors, so many rows at a time."""
+        assert isinstance(self.data, TensorData)
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, batch_size=size))
 
     def batches(self, num_chains: int, sampling: Sampling, share: bool = False) -> Batches:
         """The chains' batches, as the engine takes them: their own, or the same for all."""

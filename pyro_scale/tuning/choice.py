@@ -37,7 +37,6 @@ class Asked:
         num_samples: draws of each chain.
         warmup_steps: steps before the first; None where they are to be chosen.
         thinning: steps from one draw to the next; None likewise.
-        batches: whether the rows of a batch are.
     """
 
     lr: bool
@@ -49,7 +48,6 @@ class Asked:
     num_samples: int
     warmup_steps: int | None
     thinning: int | None
-    batches: bool
 
 
 @dataclass(frozen=True)

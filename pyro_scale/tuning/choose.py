@@ -30,7 +30,7 @@ from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.adjust import adjust, without_adjustment
 from pyro_scale.tuning.choice import Asked, Choice, Simulate
 from pyro_scale.tuning.geometry import with_geometry
-from pyro_scale.tuning.heat import center_of, cool, with_anchor
+from pyro_scale.tuning.heat import center_of, cool, stays_cool, with_anchor
 from pyro_scale.tuning.modes import Modes, flat_direction
 from pyro_scale.tuning.pilot import LEAST_PILOT, Pilot, pilot
 from pyro_scale.tuning.step_size import check_target
@@ -53,16 +53,18 @@ def choose(
         ArgumentError: chains break at any step size; there is no step size to choose; the budget
             is too small for a warm-up.
     """
-    modes, density, heat, passes = None, None, None, dict[str, float]()
+    _steps_within(budget, problem, asked)
+    modes, density, cooled, passes = None, None, None, dict[str, float]()
     if asked.precondition is not None:
         check_target(problem)
         whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-        problem, modes, density = with_geometry(problem, asked, whole)
+        problem, modes, density = with_geometry(problem, asked, whole, budget)
         passes["modes"] = 0 if modes is None else modes.evaluations
         problem = with_anchor(problem, asked, whole)
         problem = problem.with_engine(kernel=_kernel(problem.engine.kernel, asked))
         if asked.lr:
-            problem, passes["noise"], heat = cool(problem, sampling, whole)
+            cooled = cool(problem, sampling, whole)
+            problem, passes["noise"] = cooled.problem, cooled.passes
         if asked.subtract_noise:
             problem = with_known_noise(problem, center_of(problem), sampling)
 
@@ -74,15 +76,7 @@ def choose(
             _at_half_step(problem, steps, seed, simulate) if halved else run(problem, steps, seed)
         )
 
-    most_steps = budget.steps(problem)
-    reserve = asked.num_samples + (3 * LEAST_PILOT if asked.lr else 0)
-    least = FIRST_WINDOW + reserve
-    if most_steps < least:
-        needed = least * len(problem.positions) * rows_a_step(problem)
-        raise ArgumentError(
-            f"max_rows={budget.max_rows:,} is {most_steps:,} steps a chain, and warm-up and draws "
-            f"take {least:,} at least: pass max_rows={needed:,} or more, or fewer num_samples"
-        )
+    most_steps, reserve = _steps_within(budget, problem, asked)
     for_windows = max(FIRST_WINDOW, (most_steps - reserve) // 2)
     kernel, adjusts = problem.engine.kernel, asked.lr and problem.engine.kernel.adjusted
     if adjusts:  # a chain that rejects all proposals would stay where it starts
@@ -104,21 +98,24 @@ def choose(
         problem, time = adjusted.problem, adjusted.time
         passes["pilots"] = passes_of(problem, adjusted.steps)
     elif asked.lr:
-        if density is not None:
-            if asked.anchor is True:
-                problem = with_anchor(problem, asked, whole)
-            if problem.data.batch_size is not None:  # what is noisy at first may not be so here
-                kernel = problem.engine.kernel
-                lr = min(longest_lr(kernel), window.stable_lr)
-                problem = problem.with_engine(kernel=dataclasses.replace(kernel, lr=lr))
-            problem, again, heat = cool(problem, sampling, whole)
-            passes["noise"] += again
+        if cooled is not None and problem.data.batch_size is not None:
+            # what is noisy at first may not be so here, and the other way round
+            kernel = problem.engine.kernel
+            lr = min(longest_lr(kernel), window.stable_lr)
+            problem = problem.with_engine(kernel=dataclasses.replace(kernel, lr=lr))
+            if not stays_cool(cooled, problem):
+                if asked.anchor is True:
+                    problem = with_anchor(problem, asked, whole)
+                cooled = cool(problem, sampling, whole)
+                problem = cooled.problem
+                passes["noise"] += cooled.passes
         theory = problem.engine.kernel.theory
         order = 1 if theory is None else theory.order
         tried = pilot(problem, coupled, time, order, left, budget)
         problem = tried.problem
         time = tried.time if math.isfinite(tried.time) else time
         passes["pilots"] = passes_of(problem, tried.steps)
+    heat = None if cooled is None else cooled.heat
     taken = window.steps + sum(each.steps for each in (tried, adjusted) if each is not None)
     most = max(1, (most_steps - taken) // asked.num_samples)
     needed = max(1, math.ceil(time)) if math.isfinite(time) else most
@@ -132,6 +129,24 @@ def choose(
     if asked.warmup_steps is None:
         attrs["warmup_steps"] = taken
     return Choice(problem, steps, modes, window, tried, passes, attrs, reasons, heat=heat)
+
+
+def _steps_within(budget: Budget, problem: Problem, asked: Asked) -> tuple[int, int]:
+    """(Steps that each chain may take, how many of them are not for windows).
+
+    Raises:
+        ArgumentError: they are too few for anything.
+    """
+    most_steps = budget.steps(problem)
+    reserve = asked.num_samples + (3 * LEAST_PILOT if asked.lr else 0)
+    least = FIRST_WINDOW + reserve
+    if most_steps < least:
+        needed = least * len(problem.positions) * rows_a_step(problem)
+        raise ArgumentError(
+            f"max_rows={budget.max_rows:,} is {most_steps:,} steps a chain, and warm-up and draws "
+            f"take {least:,} at least: pass max_rows={needed:,} or more, or fewer num_samples"
+        )
+    return most_steps, reserve
 
 
 def _no_warm_up(problem: Problem, density: FullDataDensity | None) -> ArgumentError:

@@ -13,6 +13,7 @@ from pyro_scale.core.rng import Purpose, generator
 from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening, Whitening
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.gauss_newton import anchored
+from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.choice import Asked, Precondition
 from pyro_scale.tuning.low_rank import with_axes
@@ -33,11 +34,11 @@ _MOST_HALVINGS = 40
 #: Hessian goes back through them for.
 _MOST_ROWS, _LEAST_ROWS, _MOST_WORK = 20_000, 2_000, 2**20
 #: The same of some of more rows, which tell the curvature away from the mode.
-_SOME_WORK = 2**17
+_SOME_WORK = 2**16
 
 
 def with_geometry(
-    problem: Problem, asked: Asked, whole: FullDataDensity
+    problem: Problem, asked: Asked, whole: FullDataDensity, budget: Budget
 ) -> tuple[Problem, Modes | None, FullDataDensity]:
     """(Chains at their starts, in whitened coordinates; the modes, if they were looked for; the
     density whose curvature can be looked at often).
@@ -46,6 +47,10 @@ def with_geometry(
         problem: chains where the user, or the library, would have them start.
         asked: for what.
         whole: the log density of all rows.
+        budget: of the run.
+
+    Raises:
+        ArgumentError: there is no mode to be found, or not within the budget.
     """
     affordable, few = (max(_LEAST_ROWS, w // whole.layout.size) for w in (_MOST_WORK, _SOME_WORK))
     density, num_data = whole, problem.log_posterior.num_data
@@ -55,12 +60,16 @@ def with_geometry(
     modes, gaussian = None, asked.precondition
     temperature = float(problem.engine.kernel.values(0)["temperature"])
     if isinstance(gaussian, str):
+
+        def check(passes: float) -> None:
+            budget.check(passes, num_data)
+
         starts = _search_starts(problem) if asked.starts else like[:_MOST_SEARCHES]
         if _kind(gaussian, len(like[0])) == "dense":
             find = find_modes if density is whole else find_modes_of_many_rows
-            modes = find(whole, starts, temperature, problem.seed)
+            modes = find(whole, starts, temperature, problem.seed, check)
         else:
-            modes = find_diagonal_modes(density, starts, temperature)
+            modes = find_diagonal_modes(density, starts, temperature, check)
             if density is not whole:
                 refined = [
                     mode._replace(gaussian=_on_all_rows(mode.gaussian, whole, like))

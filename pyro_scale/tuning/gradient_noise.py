@@ -52,9 +52,9 @@ def row_gradients(
         positions: `[positions, D]`.
         batches: whose rows to use, some at each position.
     """
-    info, layout = problem.log_posterior.model_info, problem.engine.layout
-    has_rows = any(rule.role == "rows" for rule in info.scaling.rules.values())
-    too_many = info.batch_size * layout.size > _MOST_NUMBERS
+    scaling, layout = problem.log_posterior.model_info.scaling, problem.engine.layout
+    has_rows = any(rule.role == "rows" for rule in scaling.rules.values())
+    too_many = problem.batch_size * layout.size > _MOST_NUMBERS
     if not has_rows or too_many:
         return None
     latents = [name for name in layout.names if name in problem.log_posterior.latents]
@@ -69,7 +69,7 @@ def row_gradients(
     pairs = [(position, *batch) for position, some in each_at for batch in some]
     # every row's gradient goes back through a whole batch
     row = layout.size + sum(leaf[0].numel() for leaf in rows.leaves(pairs[0][1]))
-    together = max(1, _AT_ONCE // (info.batch_size**2 * row))
+    together = max(1, _AT_ONCE // (problem.batch_size**2 * row))
     blocks = (pairs[i : i + together] for i in range(0, len(pairs), together))
     gradients = torch.cat([_of_each(of_one, block) for block in blocks])
     return gradients.reshape(len(positions), -1, gradients.shape[-1])
@@ -133,7 +133,7 @@ def gradient_noise(
         sampling: how rows are drawn.
     """
     log_posterior, engine = problem.log_posterior, problem.engine
-    size, num_latents = log_posterior.model_info.batch_size, engine.num_latents
+    size, num_latents = problem.batch_size, engine.num_latents
     if values["temperature"] == 0 or not engine.vectorized:
         return None
     if problem.data.batch_size is None:  # the whole data at every step
@@ -223,8 +223,7 @@ def _every_row(problem: Problem, positions: Tensor) -> Iterator[Tensor]:
                 at = positions[torch.arange(chunk.num_rows) % len(positions)]
                 yield torch.vmap(of_row, in_dims=(0, rows.vmap_dims(single, 0)))(at, single)
             return
-    size = problem.log_posterior.model_info.batch_size
-    batches = batches_from(problem.batches(1, "shuffle"), 0, -(-_ROWS // size))
+    batches = batches_from(problem.batches(1, "shuffle"), 0, -(-_ROWS // problem.batch_size))
     own = [[batch.of_chain(0)] for batch in batches]
     places = positions[torch.arange(len(own)) % len(positions)]
     gradients = row_gradients(problem, engine.density, places, own)

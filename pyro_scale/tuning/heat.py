@@ -1,8 +1,9 @@
-"""The noise of minibatches: control variates against it, and a step size that it hardly heats."""
+"""The noise of minibatches: what keeps it from heating chains, for the fewest gradients of rows."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.rng import Purpose, generator
+from pyro_scale.core.whitening import DenseWhitening
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.model.control_variates import ControlVariates
@@ -21,6 +23,8 @@ from pyro_scale.tuning.tune import with_control_variates, with_curvature
 
 #: What minibatches may add to the temperature, in the direction where they add most.
 _MOST_HEAT = 0.04
+#: What they may add where a larger batch would take it away, and the fewest rows of a batch.
+_LITTLE_HEAT, _FEWEST_ROWS = 0.01, 64
 #: Draws at which the noise of minibatches is looked at.
 _PLACES = 64
 #: Dimensions up to which the likelihood's curvature is held as a matrix.
@@ -84,38 +88,95 @@ class Cooled(NamedTuple):
 
 
 def cool(problem: Problem, sampling: Sampling, whole: FullDataDensity) -> Cooled:
-    """With a step size at which minibatches hardly heat, and with control variates of second order
-    where that allows longer steps, for all that they cost."""
+    """With a step size at which minibatches hardly heat, with control variates of second order
+    where a draw then takes fewer gradients of rows, and with as few rows a batch as will do where
+    that is the library's choice."""
     theory = problem.engine.kernel.theory
     if problem.data.batch_size is None or theory is None or not theory.heated:
         return Cooled(problem, 0.0, None)
-    heat, passes = _heat(problem, sampling), _gradients_a_row(problem)
-    share = _share(heat)
-    if share < 1 and isinstance(problem.engine.density, ControlVariates):
-        curved = None
-        if problem.engine.layout.size <= _DENSE and problem.engine.density.curvature is None:
-            curved = with_curvature(problem, whole)
+    heat = _heat(problem, sampling)
+    passes = _gradients_a_row(problem) + _passes_of_anchor(problem)
+    if _might_need_curvature(problem, heat):
+        curved = with_curvature(problem, whole)
         if curved is not None:
             of_curved = _heat(curved, sampling)
             passes += 1 + _gradients_a_row(curved)
-            if _share(of_curved) / rows_a_step(curved) > share / rows_a_step(problem):
-                problem, heat, share = curved, of_curved, _share(of_curved)
-    kernel = problem.engine.kernel
-    kernel = dataclasses.replace(kernel, lr=float(kernel.lr) * share)
-    return Cooled(
-        problem.with_engine(kernel=kernel), passes, None if heat is None else heat * share
-    )
+            if _rows_a_draw(curved, of_curved) < _rows_a_draw(problem, heat):
+                problem, heat = curved, of_curved
+    kernel, size = problem.engine.kernel, _batch_size(problem, heat)
+    if heat is not None:
+        lr = float(kernel.lr) * _share(heat)
+        problem = problem.with_engine(kernel=dataclasses.replace(kernel, lr=lr))
+        heat *= _share(heat) * problem.batch_size / size
+    if size != problem.batch_size:
+        problem = problem.in_batches_of(size)
+    return Cooled(dataclasses.replace(problem, chooses_batches=False), passes, heat)
+
+
+def stays_cool(cooled: Cooled, problem: Problem) -> bool:
+    """Whether minibatches heat little after warm-up too, for all that the geometry has changed.
+
+    With draws d times as far from the anchor, and directions c times as long, the noise of a
+    gradient of order p is at most c d^p times as large in whitened coordinates.
+    """
+    before, now = cooled.problem.engine, problem.engine
+    anchored, one, other = before.density, before.whitening, now.whitening
+    if cooled.heat is None or not isinstance(anchored, ControlVariates):
+        return False
+    if not (isinstance(one, DenseWhitening) and isinstance(other, DenseWhitening)):
+        return False
+    factor, num_data = one.factor.double(), problem.log_posterior.num_data
+    longer = torch.linalg.solve_triangular(factor, other.factor.double(), upper=False)
+    longest = float(torch.linalg.matrix_norm(longer, 2))
+    way = (other.center - before.layout.flatten(anchored.anchor)[: len(factor)]).double()
+    away = torch.linalg.solve_triangular(factor, way[:, None], upper=False).abs().max()
+    further = longest + float(away) * num_data**0.5
+    order = 1 if anchored.curvature is None else 2
+    return cooled.heat * (longest * further**order) ** 2 <= _LITTLE_HEAT
+
+
+def _passes_of_anchor(problem: Problem) -> int:
+    """Passes through the data for what is known of all rows at an anchor."""
+    density = problem.engine.density
+    if not isinstance(density, ControlVariates):
+        return 0
+    return 1 if density.curvature is None else 2
+
+
+def _might_need_curvature(problem: Problem, heat: float | None) -> bool:
+    """Whether control variates of first order take more than those of second order at best."""
+    density = problem.engine.density
+    if not isinstance(density, ControlVariates) or density.curvature is not None:
+        return False
+    least = _FEWEST_ROWS if problem.chooses_batches else problem.batch_size
+    is_small = problem.engine.layout.size <= _DENSE
+    return is_small and _rows_a_draw(problem, heat) > 2 * _gradients_a_row(problem) * least
+
+
+def _rows_a_draw(problem: Problem, heat: float | None) -> float:
+    """Gradients of rows in the time of one step of the length that it has before it is cooled."""
+    return _gradients_a_row(problem) * _batch_size(problem, heat) / _share(heat)
 
 
 def _gradients_a_row(problem: Problem) -> int:
     """Gradients that a row takes."""
-    return rows_a_step(problem) // (problem.data.batch_size or problem.log_posterior.num_data)
+    return rows_a_step(problem) // problem.batch_size
 
 
 def _share(heat: float | None) -> float:
     """The part of a step size at which minibatches heat no more than they may; heat goes as it
     does."""
     return 1.0 if heat is None else min(1.0, _MOST_HEAT / max(heat, 1e-300))
+
+
+def _batch_size(problem: Problem, heat: float | None) -> int:
+    """Rows of a batch: where they are to be chosen, the power of two from which on minibatches
+    heat little, which goes as one over them."""
+    size = problem.batch_size
+    if not problem.chooses_batches or heat is None:
+        return size
+    least = max(_FEWEST_ROWS, size * heat / _LITTLE_HEAT)
+    return min(size, 2 ** math.ceil(math.log2(least)))
 
 
 def _heat(problem: Problem, sampling: Sampling) -> float | None:

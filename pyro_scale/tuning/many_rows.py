@@ -13,6 +13,7 @@ from pyro_scale.fullbatch.density import NEAR, FullDataDensity
 from pyro_scale.fullbatch.gauss_newton import with_gauss_newton
 from pyro_scale.fullbatch.newton import ascend
 from pyro_scale.tuning.modes import (
+    Check,
     Mode,
     Modes,
     best_on_the_way,
@@ -32,7 +33,11 @@ _STAGE_NEAR = 0.1
 
 
 def find_modes_of_many_rows(
-    whole: FullDataDensity, starts: Tensor, temperature: float, seed: int
+    whole: FullDataDensity,
+    starts: Tensor,
+    temperature: float,
+    seed: int,
+    check: Check | None = None,
 ) -> Modes:
     """The modes given all rows: searched for by some that stand for all, then followed as rows are
     added.
@@ -46,13 +51,15 @@ def find_modes_of_many_rows(
         starts: where searches begin, `[searches, D]`.
         temperature: of the posterior.
         seed: draws the rows.
+        check: is told of the passes through the data, and may end the search by raising.
 
     Raises:
         ArgumentError: there is neither a mode nor a Gaussian.
     """
     num_rows, num_data, size = _SEARCH_ROWS, whole.log_posterior.num_data, starts.shape[1]
     whole = with_gauss_newton(whole)
-    modes = find_modes(whole.of_some_rows(num_rows, seed), starts, temperature, seed)
+    few = whole.of_some_rows(num_rows, seed)
+    modes = find_modes(few, starts, temperature, seed, _of_part(check, 0, num_rows / num_data))
     passes = modes.evaluations * num_rows / num_data
     followed, found = list(modes.modes), modes.found
     while num_rows < num_data:
@@ -65,8 +72,10 @@ def find_modes_of_many_rows(
             if is_last and found:
                 position, steps = _refine(whole, mode, position, temperature)
                 passes += steps
-            ascents.append(ascend(density, position, near * size, _MOST_STEPS))
-        passes += density.passes * num_rows / num_data * sum(len(each.path) for each in ascents)
+            part = num_rows / num_data
+            checked = _of_part(check, passes, part)
+            ascents.append(ascend(density, position, near * size, _MOST_STEPS, checked))
+            passes += density.passes * part * len(ascents[-1].path)
         if not any(ascent.is_mode for ascent in ascents):
             # the ways up lead into a funnel: their ends do not stand for the posterior
             before = torch.stack([mode.gaussian.mean.to(starts) for mode in followed])
@@ -84,6 +93,11 @@ def find_modes_of_many_rows(
     return dataclasses.replace(
         modes, modes=tuple(followed), found=found, evaluations=math.ceil(passes)
     )
+
+
+def _of_part(check: Check | None, passes: float, part: float) -> Check | None:
+    """The check of passes through a part of the rows, after so many through all."""
+    return None if check is None else lambda more: check(passes + part * more)
 
 
 def _refine(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ _PLACES, _DRAWS = 24, 64
 #: Nats that a Gaussian may be away from the posterior, for each dimension and in all, before
 #: another one is looked for.
 _APART = 0.5
+
+
+#: Is told of passes through the data, and raises where they are too many.
+Check: TypeAlias = Callable[[float], None]
 
 
 class Mode(NamedTuple):
@@ -74,16 +78,16 @@ class Modes:
         """The mode of most evidence."""
         return self.modes[0]
 
+    @property
+    def worth_visiting(self) -> tuple[Mode, ...]:
+        """Those where something of the posterior is."""
+        least = self.best.log_evidence - _NEGLIGIBLE
+        return tuple(mode for mode in self.modes if mode.log_evidence > least)
+
     def starting_points(self, num_chains: int) -> list[Gaussian]:
         """The Gaussian that each chain starts from: that of its own search, unless nothing of the
         posterior is there."""
-        least = self.best.log_evidence - _NEGLIGIBLE
-        own = {
-            search: mode.gaussian
-            for mode in self.modes
-            for search in mode.searches
-            if mode.log_evidence > least
-        }
+        own = {search: mode.gaussian for mode in self.worth_visiting for search in mode.searches}
         searches = max(1, self.searches)
         chosen = [own.get(chain % searches, self.best.gaussian) for chain in range(num_chains)]
         left = [g for g in own.values() if not any(g is each for each in chosen)]
@@ -93,27 +97,42 @@ class Modes:
 
     def unvisited(self, num_chains: int) -> list[Mode]:
         """Modes with something of the posterior from which none of so many chains starts."""
-        least = self.best.log_evidence - _NEGLIGIBLE
         starts = self.starting_points(num_chains)
         return [
             mode
-            for mode in self.modes
-            if mode.log_evidence > least and not any(mode.gaussian is each for each in starts)
+            for mode in self.worth_visiting
+            if not any(mode.gaussian is each for each in starts)
         ]
 
 
-def find_modes(density: FullDataDensity, starts: Tensor, temperature: float, seed: int) -> Modes:
+def find_modes(
+    density: FullDataDensity,
+    starts: Tensor,
+    temperature: float,
+    seed: int,
+    check: Check | None = None,
+) -> Modes:
     """Searches from each of the starts, `[searches, D]`, for the modes of log joint / temperature.
 
     Where the log density has none (a funnel, an improper posterior), or its Gaussian is far from
     the posterior, the best Gaussian at a point on the ways up stands for it, by the evidence lower
     bound: that of Pathfinder (Zhang, Carpenter, Gelman and Vehtari, JMLR 2022), with Hessians.
 
+    Args:
+        density: of all rows, or some that stand for them.
+        starts: where searches begin.
+        temperature: of the posterior.
+        seed: of what is drawn.
+        check: is told of the passes through the rows, and may end the search by raising.
+
     Raises:
         ArgumentError: there is neither a mode nor a Gaussian.
     """
-    ascents = [_search(density, start) for start in starts]
-    evaluations = sum(len(each.path) for each in ascents) * density.passes
+    ascents, evaluations = list[Ascent](), 0
+    for start in starts:
+        ascent, passes = _search(density, start, _further(check, evaluations))
+        ascents.append(ascent)
+        evaluations += passes
     modes = _distinct([(i, each) for i, each in enumerate(ascents) if each.is_mode], temperature)
     gap, stand_in = math.inf, None
     if modes:
@@ -138,24 +157,35 @@ def find_modes(density: FullDataDensity, starts: Tensor, temperature: float, see
     return Modes(tuple(modes), bool(modes), len(starts), gap, evaluations)
 
 
-def _search(density: FullDataDensity, start: Tensor) -> Ascent:
-    """The way up from a start, or from nearer to 0 where it leads to no mode: far out a log density
-    may be too steep for its derivatives to be told from rounding."""
-    ascents = []
+def _search(density: FullDataDensity, start: Tensor, check: Check | None) -> tuple[Ascent, int]:
+    """(The way up from a start, or from nearer to 0 where it leads to no mode, the passes that
+    it took): far out a log density may be too steep for its derivatives to be told from rounding.
+    """
+    ascents, passes = list[Ascent](), 0
     for shrinkage in _NEARER:
-        ascents.append(ascend(density, start * shrinkage))
+        ascents.append(ascend(density, start * shrinkage, check=_further(check, passes)))
+        passes += len(ascents[-1].path) * density.passes
         if ascents[-1].is_mode:
-            return ascents[-1]
-    return max(ascents, key=lambda ascent: ascent.value)
+            return ascents[-1], passes
+    return max(ascents, key=lambda ascent: ascent.value), passes
 
 
-def find_diagonal_modes(density: FullDataDensity, starts: Tensor, temperature: float) -> Modes:
+def _further(check: Check | None, passes: float) -> Check | None:
+    """The check of what comes after so many passes."""
+    return None if check is None else lambda more: check(passes + more)
+
+
+def find_diagonal_modes(
+    density: FullDataDensity, starts: Tensor, temperature: float, check: Check | None = None
+) -> Modes:
     """The same in many dimensions: by L-BFGS, and with Gaussians of independent elements.
 
     Where it ends stands for a mode, even if it is none: warm-up goes on from there.
     """
     num_data, modes = density.log_posterior.num_data, []
     for search, start in enumerate(starts):
+        if check is not None:
+            check(2 * _LBFGS_PASSES * search)
         with contextlib.suppress(ArgumentError, DataError):
             position = density.lbfgs(start, "").position
             precision = -num_data * density.hessian_diagonal(position).double()

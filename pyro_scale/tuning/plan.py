@@ -10,7 +10,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from pyro_scale.core.rng import NoiseStream
-from pyro_scale.core.validation import AUTO
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
@@ -79,7 +78,6 @@ def plan_run(
             num_samples=config.num_samples,
             warmup_steps=config.warmup_steps,
             thinning=config.thinning,
-            batches=config.batch_size == AUTO,
         )
         title = f"{settings.name}, warm-up"
         with Progress(None, title, config.progress) as bar:

@@ -91,7 +91,7 @@ def train(
     kernel, seed = problem.engine.kernel, problem.seed
     temperature = float(kernel.values(0)["temperature"])
     num_data, size = problem.log_posterior.num_data, problem.engine.layout.size
-    learner = _in_batches(problem) if asked.batches and is_network(problem) else problem
+    learner = _in_batches(problem) if problem.chooses_batches and is_network(problem) else problem
     epoch = -(-num_data // (learner.data.batch_size or num_data))
     stopping = EarlyStopping(max(_EPOCHS * epoch, _STEPS), size)
     trained, ended, taken, passes = 4 * stopping.window, True, 0, dict[str, float]()
@@ -169,7 +169,7 @@ def _in_batches(problem: Problem) -> Problem:
     is_all = rows.count(data.arguments) == num_data
     if num_data <= NETWORK_BATCH or not is_all or not is_row_wise(problem.log_posterior):
         return problem
-    return dataclasses.replace(problem, data=TensorData(data.arguments, num_data, NETWORK_BATCH))
+    return problem.in_batches_of(NETWORK_BATCH)
 
 
 def _in_units_of_the_prior(problem: Problem) -> Problem:

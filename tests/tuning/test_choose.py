@@ -156,6 +156,10 @@ def test_work_is_bounded(monkeypatch):
     assert steps * 4 * 200 <= 2_400_000
     with pytest.raises(ArgumentError, match=r"max_seconds=0.001 were over"):
         ps.BAOA(line, compile=False).run((X, Y), max_seconds=1e-3, **QUIET)
+    never = property(lambda budget: True)
+    monkeypatch.setattr(budget.Budget, "is_over", never)
+    with pytest.raises(ArgumentError, match=r"max_seconds=9 were over.* before a mode"):
+        ps.BAOA(line, compile=False).run((X, Y), max_seconds=9, **QUIET)
     looks = itertools.count()
     over = property(lambda budget: next(looks) > 10)  # windows and pilots look first
     monkeypatch.setattr(budget.Budget, "is_over", over)
@@ -202,11 +206,22 @@ def test_modes_that_some_rows_show_are_polished_and_kept():
 
     y = 3 + normals(25_000, seed=0)
     with pytest.warns(VerdictWarning):
-        run = ps.BAOA(mirrored, compile=False).run(y, num_samples=50, max_rows=2 * 10**7, **QUIET)
-    assert "2 modes" in str(run.report())
-    assert run.report().verdict != "yes"
+        run = ps.BAOA(mirrored, compile=False).run(y, num_samples=50, **QUIET)
+    assert run.report().verdict == "no"
+    assert "2 modes, at" in str(run.report())
 
 
 def test_few_draws_are_no_reason_for_a_no():
     run = ps.BAOA(line, compile=False).run((X, Y), num_samples=9, **QUIET)
     assert run.report().verdict != "no"
+
+
+def test_searches_without_end_are_bounded_too():
+    """Where the log density rises for ever."""
+
+    def endless():
+        x = pyro.sample("x", dist.ImproperUniform(dist.constraints.real, (20,), (1,)))
+        pyro.factor("up", torch.nn.functional.softplus(x).log1p().sum())
+
+    with pytest.raises(ArgumentError, match=r"max_rows=13,000 were over after"):
+        ps.BAOA(endless, compile=False).run(None, max_rows=13_000, **QUIET)

@@ -18,11 +18,13 @@ from pyro_scale.engine.draws import Steps
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.gauss_newton import anchored, with_gauss_newton
+from pyro_scale.model.control_variates import AnchorCurvature
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.run.run import RunPlan
+from pyro_scale.tuning import heat as heating
 from pyro_scale.tuning import many_rows
 from pyro_scale.tuning.gradient_noise import most_noise
-from pyro_scale.tuning.heat import cool, typical_places
+from pyro_scale.tuning.heat import Cooled, cool, stays_cool, typical_places
 from pyro_scale.tuning.many_rows import find_modes_of_many_rows
 from pyro_scale.tuning.modes import find_modes
 from pyro_scale.tuning.tune import with_control_variates, with_curvature
@@ -218,28 +220,118 @@ def test_one_row_of_many_is_seen():
 @pytest.mark.parametrize("width", [0.1, 1.0, 20.0])
 def test_steps_are_as_long_as_the_noise_allows(width):
     """Longer than the noise of first order would have them, where that is too much."""
-    problem = problem_of(groups)
-    whole, kernel = density_of(problem), kernels.BAOA(lr=0.5, friction=1.0)
-    mode = find_modes(whole, problem.positions, 1.0, 0).best.gaussian
-    mean, whitening = mode.mean, DenseWhitening(mode.mean, width * N**0.5 * mode.scale_tril)
-    first = with_control_variates(problem.with_engine(kernel=kernel), whole, mean)
-    first = first.with_engine(whitening=whitening)
+    first, whole = whitened_at_the_mode(groups, width)
     found = cool(first, "shuffle", whole)
 
-    def heat(problem):
-        values = problem.engine.kernel_values(problem.engine.kernel.values(0))
-        noise = torch.tensor(most_noise(problem, typical_places(problem), "shuffle"))
-        added = problem.engine.kernel.theory.added_temperature(values, noise)
-        return float((added / values["temperature"]).max())
-
     chosen = found.problem.engine.kernel.lr
-    assert found.heat == pytest.approx(heat(found.problem), rel=1e-9)
+    assert found.heat == pytest.approx(heat(found.problem, "shuffle"), rel=1e-9)
     assert found.heat <= 0.04 * (1 + 1e-9)
     assert (chosen == 0.5) == (found.heat < 0.04 * (1 - 1e-9))
-    if heat(first) <= 0.04:
+    if heat(first, "shuffle") <= 0.04:
         assert found.problem.engine.density.curvature is None
     else:
-        assert chosen >= 0.5 * 0.04 / heat(first) * (1 - 1e-9)
+        assert chosen >= 0.5 * 0.04 / heat(first, "shuffle") * (1 - 1e-9)
+
+
+def heat(problem, sampling):
+    """What minibatches add to the temperature, over it."""
+    values = problem.engine.kernel_values(problem.engine.kernel.values(0))
+    noise = torch.tensor(most_noise(problem, typical_places(problem), sampling))
+    added = problem.engine.kernel.theory.added_temperature(values, noise)
+    return float((added / values["temperature"]).max())
+
+
+def whitened_at_the_mode(model, width=1.0, lr=0.5, batch_size=B):
+    """(The problem with control variates at the mode, in units of `width` sds, its log density)."""
+    problem = problem_of(model, batch_size=batch_size)
+    whole, kernel = density_of(problem), kernels.BAOA(lr=lr, friction=1.0)
+    mode = find_modes(whole, problem.positions, 1.0, 0).best.gaussian
+    problem = with_control_variates(problem.with_engine(kernel=kernel), whole, mode.mean)
+    whitening = DenseWhitening(mode.mean, width * N**0.5 * mode.scale_tril)
+    return problem.with_engine(whitening=whitening), whole
+
+
+@pytest.mark.parametrize("width", [0.1, 0.5, 0.7, 1.0])
+def test_a_batch_has_as_few_rows_as_heat_little(width, monkeypatch):
+    """The fewest of powers of two; none is taken where its rows are not for the library to choose,
+    and no more than there were."""
+    monkeypatch.setattr(heating, "_FEWEST_ROWS", 2)
+    problem, whole = whitened_at_the_mode(groups, width, batch_size=128)
+    assert cool(problem, "replacement", whole).problem.batch_size == 128
+    found = cool(dataclasses.replace(problem, chooses_batches=True), "replacement", whole)
+    size, lr = found.problem.batch_size, found.problem.engine.kernel.lr
+    assert found.heat == pytest.approx(heat(found.problem, "replacement"), rel=1e-9)
+    assert size in (2, 4, 8, 16, 32, 64, 128)
+    if size < 128:
+        assert found.heat <= 0.01
+        assert lr == 0.5
+    if size > 2:
+        assert heat(found.problem.in_batches_of(size // 2), "replacement") > 0.01
+
+
+def test_second_order_is_taken_where_it_needs_fewer_rows(monkeypatch):
+    """Even where first order would not shorten the step."""
+    monkeypatch.setattr(heating, "_FEWEST_ROWS", 2)
+    problem, whole = whitened_at_the_mode(groups, 0.7, batch_size=128)
+    assert heat(problem, "replacement") < 0.04
+    assert cool(problem, "replacement", whole).problem.engine.density.curvature is None
+    not_canonical, all_rows = whitened_at_the_mode(curved, 0.7, batch_size=128)
+    chooses = dataclasses.replace(not_canonical, chooses_batches=True)
+    assert cool(chooses, "replacement", all_rows).problem.engine.density.curvature is None
+    problem = dataclasses.replace(problem, chooses_batches=True)
+    found = cool(problem, "replacement", whole).problem
+    assert found.engine.density.curvature is not None
+    of_first = min(128, 128 * heat(problem, "replacement") / 0.01)
+    assert 4 * found.batch_size < 2 * of_first
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("grown", [1.0, 1.5, 3.0])
+@pytest.mark.parametrize("away", [0.0, 0.7, 2.0])
+def test_what_stays_cool_is_known_without_a_look(order, grown, away):
+    """Of one element whose rows' gradients are exactly of first or second order in it, the heat in
+    a new geometry is what the rule has it: it says yes up to the very threshold."""
+    x = normals(N, seed=8)
+
+    def model(x):
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.factor("y", -(x.abs() + 1) * a.square() / 2 if order == 1 else x * a**3 / 6)
+
+    problem = problem_of(model, (x,))
+    problem = problem.with_engine(kernel=kernels.BAOA(lr=0.5, friction=1.0))
+    problem = with_control_variates(problem, density_of(problem), torch.zeros(1))
+    if order == 2:  # the rows have no curvature at the anchor
+        anchor = AnchorCurvature(torch.zeros(1, 1), ())
+        curved = dataclasses.replace(problem.engine.density, curvature=anchor)
+    else:
+        curved = problem.engine.density
+
+    def at(center, scale, density):
+        whitening = DenseWhitening(double(center), double(scale)[None])
+        return problem.with_engine(whitening=whitening, density=density)
+
+    before = at(0.0, 1.0, curved)
+    after = at(away / N**0.5, grown, curved)
+    # typical places are signs, so that the furthest is `grown + away` sds from the anchor
+    further = grown + away
+    for start in (0.9, 1.1):
+        edge = start * 0.01 / (grown * further**order) ** 2
+        assert stays_cool(Cooled(before, 0.0, edge), after) == (start < 1)
+    with_heat = torch.tensor(
+        [most_noise(at(0.0, 1.0, problem.engine.density), double(x)[None] / N**0.5, "replacement")
+         for x in (1.0, further)]
+    )  # fmt: skip
+    assert float(with_heat[1] / with_heat[0]) == pytest.approx(further ** (2 * order), rel=1e-9)
+
+
+def test_nothing_is_known_to_stay_cool_without_control_variates():
+    """Nor where the first look told nothing."""
+    problem, _ = whitened_at_the_mode(groups)
+    plain = problem.with_engine(density=problem.log_posterior)
+    assert stays_cool(Cooled(problem, 0.0, 1e-9), problem)
+    assert not stays_cool(Cooled(problem, 0.0, None), problem)
+    assert not stays_cool(Cooled(plain, 0.0, 1e-9), plain)
 
 
 @pytest.mark.parametrize("curved", [False, True])

@@ -18,14 +18,14 @@ from pyro_scale.tuning.modes import find_diagonal_modes, find_modes
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def searched(model, data=None, search=find_modes, temperature=1.0, chains=4):
+def searched(model, data=None, search=find_modes, temperature=1.0, chains=4, **how):
     opened = open_data(data)
     problem = prepare(
         as_log_posterior(model, opened.num_data), opened, kernels.SGLD(lr=1.0), None, chains, 0
     )
     density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
     more = (0,) if search is find_modes else ()
-    return search(density, problem.positions, temperature, *more)
+    return search(density, problem.positions, temperature, *more, **how)
 
 
 ROOT = double([2.0, 0.0], [1.5, 0.5])
@@ -121,3 +121,28 @@ def test_chains_start_from_every_mode_that_counts_if_there_are_as_many():
         assert len(found.unvisited(num_chains)) == missed
     assert found.starting_points(1) == [found.best.gaussian]
     assert searched(two(1.0, 30.0)).unvisited(1) == []
+
+
+def endless():
+    """A log density that rises for ever, ever more slowly."""
+    x = pyro.sample("x", dist.ImproperUniform(dist.constraints.real, (), ()))
+    pyro.factor("up", torch.nn.functional.softplus(x).log1p())
+
+
+def test_a_search_tells_what_it_takes_and_ends_where_it_is_told_to():
+    """Passes are told before each step, and no step is taken beyond."""
+    told = []
+
+    def check(passes):
+        told.append(passes)
+        if passes > 30:
+            raise ArgumentError("enough")
+
+    with pytest.raises(ArgumentError, match="enough"):
+        searched(endless, check=check)
+    assert told == sorted(told)
+    assert told[-2] <= 30 < told[-1]
+    told.clear()
+    found = searched(gaussian, check=told.append)
+    assert told == sorted(told)
+    assert 0 < max(told) <= found.evaluations

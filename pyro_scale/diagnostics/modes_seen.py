@@ -1,0 +1,94 @@
+"""Whether draws are at every mode that the posterior has."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.gaussian import Dense, Gaussian
+from pyro_scale.diagnostics.finding import Finding, Verdict
+from pyro_scale.posterior.draws import Result
+from pyro_scale.storage.lazy_draws import spread
+from pyro_scale.tuning.modes import Mode, Modes
+
+#: Draws of each chain that are looked at.
+_DRAWS = 500
+#: Draws that a mode must be worth before it is missed where there is none, and the part of the
+#: posterior from which on it surely is.
+_MISSED, _SURELY = 5.0, 0.05
+#: Modes of which it is said where they are.
+_SHOWN = 4
+
+#: What to try.
+_ADVICE = "a model without the other modes (an order, a sign), or more chains (num_chains=8)"
+
+
+def modes_seen(result: Result, modes: Modes) -> list[Finding]:
+    """What there is to say of a posterior of several modes; nothing of one with one.
+
+    A draw is at the mode whose Gaussian, weighed by its evidence, is densest there.  Chains that
+    started at a mode may have left it: for nothing, if it is none, or because they broke and
+    went on from where others were.
+    """
+    kept = modes.worth_visiting
+    if len(kept) < 2:
+        return []
+    places = spread(result.positions, _DRAWS)
+    chains = torch.arange(result.positions.shape[0])[:, None]
+    draws = result.positions[chains, places].flatten(0, 1).double().cpu()
+    evidence = torch.tensor([mode.log_evidence for mode in kept], dtype=torch.float64)
+    densities = torch.stack([_log_density(mode.gaussian, draws) for mode in kept])
+    counts = torch.softmax(densities + evidence[:, None], 0).sum(1)
+    shares = torch.softmax(evidence, 0)
+    unseen = [place for place, count in enumerate(counts.tolist()) if count < 0.5]
+    missed = [place for place in unseen if len(draws) * float(shares[place]) > _MISSED]
+    never = [place for place, mode in enumerate(kept) if _has_no_start(mode, modes, result)]
+    site, element = _where_they_differ(result, kept)
+    at = ", ".join(f"{_value(result, mode, site, element):.4g}" for mode in kept[:_SHOWN])
+    below = ", ".join(f"{float(evidence[0] - each):.1f}" for each in evidence[1:])
+    told = f"{len(kept)} modes, at {at}; the others have {below} nats less evidence"
+    verdict: Verdict = "yes"
+    if missed:
+        most = max(float(shares[place]) for place in missed)
+        verdict = "no" if most > _SURELY else "unknown"
+        told += f"; there is no draw at {len(missed)} of them"
+    elif set(never) & set(unseen):
+        verdict, told = "unknown", f"{told}; no chain started from {len(never)} of them"
+    return [Finding(site, "modes", verdict, told, _ADVICE)]
+
+
+def _has_no_start(mode: Mode, modes: Modes, result: Result) -> bool:
+    """Whether no chain started from a mode."""
+    return any(mode is each for each in modes.unvisited(result.num_chains))
+
+
+def _log_density(gaussian: Gaussian, draws: Tensor) -> Tensor:
+    """At draws `[n, D]`, but for the constant."""
+    away = draws[:, : len(gaussian.mean)] - gaussian.mean.cpu()
+    if isinstance(gaussian, Dense):
+        factor = gaussian.scale_tril.double().cpu()
+        scaled = torch.linalg.solve_triangular(factor, away.mT, upper=False).mT
+    else:
+        scaled = away / gaussian.sd.cpu()
+    return -(scaled.square().sum(1) + float(gaussian.log_det)) / 2
+
+
+def _where_they_differ(result: Result, modes: tuple[Mode, ...]) -> tuple[str, int]:
+    """The site, and its element, at which modes are furthest apart, in the best one's sds."""
+    best = modes[0].gaussian
+    means = torch.stack([mode.gaussian.mean for mode in modes])
+    apart = (means - best.mean).abs().amax(0) / best.variance.sqrt()
+    place = int(apart.argmax())
+    site = result.layout.site_at(place)
+    return site, place - result.layout.slices()[site].start
+
+
+def _value(result: Result, mode: Mode, site: str, element: int) -> float:
+    """A site's element at a mode, as the model has it; the last one where it has fewer."""
+    layout, size = result.layout, len(mode.gaussian.mean)
+    position = result.positions[0, -1].clone()
+    position[:size] = mode.gaussian.mean.to(position)
+    values = result.log_posterior.constrain(layout.unflatten(position))[site].flatten()
+    return float(values[min(element, len(values) - 1)]) if len(values) else math.nan
