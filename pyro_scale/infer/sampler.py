@@ -256,9 +256,9 @@ class Sampler(Method):
                 fifth of the variance are detected in a third of runs.
             batch_size: rows a step, for tensors; None for all of them.  `"auto"` trains
                 networks on 128; it samples them on all where rows times weights are at most four
-                million, else on 128.  Of other models it takes all of up to 20,000, and 1,024 of
-                more if lr is chosen and the model stands it: with control variates, that is
-                cheaper.  A loader has its own.
+                million, else on 128.  Of other models it takes all of up to 20,000.  Of more it
+                takes 64 to 1,024 if lr is chosen and the model stands it: as few as hardly heat,
+                with control variates.  A loader has its own.
             sampling: `"shuffle"` goes through the rows in a new order each epoch,
                 `"replacement"` draws them anew at every step, `"symmetric"` goes through whole
                 batches forwards and then backwards.  `"shuffle"` by default; `"replacement"` for
