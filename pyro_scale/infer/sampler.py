@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
@@ -21,7 +20,6 @@ from pyro_scale.diagnostics.divergence import all_stopped, explosion, message
 from pyro_scale.diagnostics.post_run import measure
 from pyro_scale.diagnostics.step_size_bias import step_size_bias
 from pyro_scale.diagnostics.verdict import Report, report
-from pyro_scale.engine.choose_executor import check_compile
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import (
@@ -29,14 +27,13 @@ from pyro_scale.errors import (
     BiasWarning,
     CallError,
     FileError,
-    ModelError,
     NonFiniteError,
     PyroScaleWarning,
     VerdictWarning,
 )
 from pyro_scale.infer.call_checks import unknown_argument
 from pyro_scale.infer.method import Method
-from pyro_scale.infer.precondition import as_precondition
+from pyro_scale.infer.settings import settings_of
 from pyro_scale.kernels import Kernel
 from pyro_scale.posterior.collect import collect, warn_of_short_warmup
 from pyro_scale.posterior.sinks import ToDisk, ToMoments, sink_for
@@ -57,14 +54,9 @@ from pyro_scale.run.shared_starts import check_superchains, with_shared_starts
 from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.storage.files import FilePath
 from pyro_scale.tuning.adjust import acceptance_rate
+from pyro_scale.tuning.batches import prepare_in_batches
 from pyro_scale.tuning.choice import Choice
-from pyro_scale.tuning.plan import Settings, is_trained, plan_run
-from pyro_scale.tuning.training import NETWORK_BATCH, is_network, is_small
-
-#: The hyperparameters that can be chosen.
-_CHOSEN = ("lr", "friction")
-#: Rows that are few enough to take all of them at every step, and a batch of more.
-_FEW_ROWS, _BATCH = 20_000, 1024
+from pyro_scale.tuning.plan import is_trained, plan_run
 
 
 class Sampler(Method):
@@ -122,35 +114,7 @@ class Sampler(Method):
     ):
         starts = None if is_auto(init_strategy) else init_strategy
         super().__init__(model, init_strategy=starts, num_data=num_data)
-        check_compile(compile)
-        self._compile, self._earlier = compile, Earlier()
-        anchors_itself = is_auto(control_variates)
-        if not anchors_itself and (
-            not isinstance(control_variates, bool | Mapping) or control_variates == {}
-        ):
-            raise ArgumentError(
-                f"control_variates={control_variates!r}: pass True, False, 'auto' or a dict of "
-                "constrained values"
-            )
-        theory = self.kernel_class.theory
-        subtract_noise = as_flag("subtract_noise", subtract_noise)
-        if self.kernel_class.adjusted:
-            if subtract_noise or (control_variates and not anchors_itself):
-                asked = "subtract_noise" if subtract_noise else "control_variates"
-                raise ArgumentError(
-                    f"{asked}: {type(self).__name__} takes all rows at every step, whose gradients "
-                    "have no noise: leave it out, or use BAOA"
-                )
-            control_variates = anchors_itself = False
-        if subtract_noise and theory is None:
-            raise ArgumentError(f"subtract_noise: {self.kernel_class.__name__} has no theory")
-        if subtract_noise and theory is not None and not theory.heated:
-            raise ArgumentError(
-                f"subtract_noise: {type(self).__name__} adapts to the noise of minibatches itself"
-            )
-        if subtract_noise and control_variates and not anchors_itself:
-            raise ArgumentError("subtract_noise: control_variates leave no noise to subtract")
-        self._control_variates, self._subtract_noise = control_variates, subtract_noise
+        self._earlier = Earlier()
         fields = [field.name for field in dataclasses.fields(self.kernel_class)]
         for name in hyperparameters:
             if name not in fields:
@@ -158,31 +122,16 @@ class Sampler(Method):
                 raise CallError(
                     f"{type(self).__name__} has no hyperparameter '{name}'; it has {fields}: {hint}"
                 )
-        self._chosen = {name for name, value in hyperparameters.items() if is_auto(value)}
-        for name, value in hyperparameters.items():
-            also = " or 'auto'" if name in _CHOSEN else ""
-            if isinstance(value, str) and not (also and value == AUTO):
-                raise ArgumentError(f"{name}={value!r}: pass a number{also}")
-        if "lr" in self._chosen and theory is None:
-            raise ArgumentError(
-                f"lr='auto': {self.kernel_class.__name__} has no theory to choose by; pass a number"
-            )
-        self._precondition = as_precondition(
-            precondition, self.kernel_class, hyperparameters, self._chosen
+        self.kernel, self._settings = settings_of(
+            type(self).__name__,
+            self.kernel_class,
+            hyperparameters,
+            precondition,
+            control_variates,
+            subtract_noise,
+            init_strategy,
+            compile,
         )
-        if self.kernel_class.adjusted and "lr" in self._chosen and self._precondition is None:
-            raise ArgumentError(
-                f"lr='auto': {type(self).__name__} finds it in whitened coordinates: leave "
-                "precondition and mass out, or pass a number for lr"
-            )
-        if anchors_itself and ("lr" not in self._chosen or subtract_noise):
-            self._control_variates = False
-        defaults = {field.name: field.default for field in dataclasses.fields(self.kernel_class)}
-        defaults["lr"] = 1.0  # until it is chosen
-        hyperparameters |= {name: defaults[name] for name in self._chosen}
-        self.kernel = self.kernel_class(**hyperparameters)
-        if self._precondition is None:  # where the friction is the kernel's default
-            self._chosen.discard("friction")
 
     @classmethod
     def from_sgd(
@@ -326,7 +275,7 @@ class Sampler(Method):
             self._result = self._stepping = self._plan = None
             self._why_none, self._choice = Method._why_none, None
             plan, self._choice = plan_run(problem, config, self._settings, self._earlier, budget)
-            name, may_halve = type(self).__name__, "lr" in self._chosen
+            name, may_halve = type(self).__name__, "lr" in self._settings.chosen
             trajectory = execute(plan, name, may_halve, budget, journal, facts, sink)
             error = self._collect(trajectory, config, sink)
         self._report(trajectory, error, journal, sink)
@@ -358,19 +307,6 @@ class Sampler(Method):
             check_equal_weights(kernel.lr, columns["lr"][steps.kept])
         return config
 
-    @property
-    def _settings(self) -> Settings:
-        """What of the constructor's arguments says what is to be chosen."""
-        return Settings(
-            name=type(self).__name__,
-            chosen=frozenset(self._chosen),
-            precondition=self._precondition,
-            control_variates=self._control_variates,
-            subtract_noise=self._subtract_noise,
-            starts=self._init_strategy is None,
-            compile=self._compile,
-        )
-
     def _check_constant(self) -> None:
         """Refuses schedules in runs whose length is not known.
 
@@ -388,34 +324,25 @@ class Sampler(Method):
 
     def _problem(self, data: Any, config: RunConfig, seed: int) -> Problem:
         """The model on the data, understood, with chains at their starts; it refuses models."""
+        device, adjusted = module_device(self.model), self.kernel.adjusted
         size = None if config.batch_size == AUTO else config.batch_size
-        device = module_device(self.model)
-        opened = open_data(data, size, self._num_data, device)
-        if self.kernel.adjusted and size is not None and size == opened.num_data:
-            opened = open_data(data, None, self._num_data, device)
-        tunes = (
-            config.batch_size == AUTO
-            and "lr" in self._chosen
-            and self._precondition is not None
-            and not self.kernel.adjusted
-        )
-        problem = None
-        if tunes and opened.batch_size is None and (opened.num_data or 0) > _FEW_ROWS:
-            in_batches = open_data(data, _BATCH, self._num_data, device)
-            with contextlib.suppress(ModelError, ArgumentError):  # a model of all rows together
-                problem = self._prepare(in_batches, opened.num_data, config.num_chains, seed)
-        if problem is None:
-            problem = self._prepare(opened, opened.num_data, config.num_chains, seed)
-        is_large = is_network(problem) and not is_small(problem)
-        is_large = is_large and problem.log_posterior.num_data > NETWORK_BATCH
-        if tunes and opened.batch_size is None and is_large:
-            in_batches = open_data(data, NETWORK_BATCH, self._num_data, device)
-            with contextlib.suppress(ModelError, ArgumentError):
-                problem = self._prepare(in_batches, opened.num_data, config.num_chains, seed)
-        if self.kernel.adjusted:
+        first = open_data(data, size, self._num_data, device)
+
+        def in_batches_of(size: int | None) -> Data:
+            return open_data(data, size, self._num_data, device)
+
+        def prepare(opened: Data) -> Problem:
+            return self._prepare(opened, first.num_data, config.num_chains, seed)
+
+        if config.batch_size == AUTO:
+            whitens = self._settings.precondition is not None
+            tunes = "lr" in self._settings.chosen and whitens and not adjusted
+            problem = prepare_in_batches(prepare, first, in_batches_of, tunes)
+        else:
+            is_all = adjusted and size is not None and size == first.num_data
+            problem = prepare(in_batches_of(None) if is_all else first)
+        if adjusted:
             check_can_adjust(problem, type(self).__name__)
-        chooses = config.batch_size == AUTO and opened.batch_size is None
-        problem = dataclasses.replace(problem, chooses_batches=chooses)
         if config.superchains is not None:
             problem = with_shared_starts(problem, config.superchains)
         if config.store is None:
@@ -431,7 +358,9 @@ class Sampler(Method):
         about = {"method": type(self).__name__, "draws in": kept, **config.facts}
         facts = identity_of(problem, about, self._asked_hyperparameters())
         trains = is_trained(problem, self._settings)
-        by_length = trains or ("lr" in self._chosen and self._precondition is None)
+        by_length = trains or (
+            "lr" in self._settings.chosen and self._settings.precondition is None
+        )
         if by_length or store is False:  # which depend on the run's length
             facts["num_samples"] = config.num_samples
         journal.check_same_run(facts, config.num_samples)
@@ -526,21 +455,21 @@ class Sampler(Method):
     def _asked_hyperparameters(self) -> dict[str, Any]:
         """The hyperparameters as they were asked for, before any was chosen."""
         asked = dict(self.kernel.hyperparameters())
-        asked |= dict.fromkeys(self._chosen, AUTO)
-        precondition = self._precondition
+        asked |= dict.fromkeys(self._settings.chosen, AUTO)
+        precondition = self._settings.precondition
         kind = precondition if isinstance(precondition, str) else type(precondition).__name__
         return asked | {
             "precondition": kind,
-            "control_variates": self._control_variates,
-            "subtract_noise": self._subtract_noise,
+            "control_variates": self._settings.control_variates,
+            "subtract_noise": self._settings.subtract_noise,
         }
 
     def _sampling(self, sampling: Sampling | None, in_batches: bool) -> Sampling:
         """How rows are drawn: as given, or as the method needs it."""
         if sampling is None:
-            return "replacement" if self._subtract_noise else self.kernel.sampling
+            return "replacement" if self._settings.subtract_noise else self.kernel.sampling
         check_sampling(sampling)
-        if sampling != "replacement" and self._subtract_noise:
+        if sampling != "replacement" and self._settings.subtract_noise:
             raise ArgumentError(
                 f"subtract_noise with sampling='{sampling}' would take off noise that batches in "
                 "that order cancel themselves: leave sampling out, or pass 'replacement'"
@@ -573,8 +502,12 @@ class Sampler(Method):
                 f"step() sees one batch at a time, but {type(self).__name__} compares log joints "
                 "of all rows: use run, or BAOA"
             )
-        needs_all = self._control_variates or self._subtract_noise or self._precondition
-        if "lr" in self._chosen or needs_all:
+        needs_all = (
+            self._settings.control_variates
+            or self._settings.subtract_noise
+            or self._settings.precondition
+        )
+        if "lr" in self._settings.chosen or needs_all:
             raise ArgumentError(
                 "step() sees one batch at a time, but lr='auto' is chosen from the whole data, and "
                 "precondition, control_variates and subtract_noise need it: pass a number for lr "
