@@ -7,6 +7,11 @@ of it that shuffling cancels, and a warm-up that was too short.  The condition i
 sufficient.  On a Gaussian it is the variance over that at temperature 1; elsewhere it is a mean
 over directions.
 
+The theorem gives E[-(w - c)_i (A g)_i] = T A_ii as well, g the gradient and A any constant matrix.
+Where chains are whitened, by a covariance C, an element's part is -(w - c)_i (C g)_i / C_ii.  On a
+Gaussian that is the square of its distance from the mean over its variance; its error does not grow
+with correlations, as that of -(w - c)_i g_i does.
+
 A site may be right on average while one of its elements is not.  Long steps and minibatches heat an
 element in proportion to the mean square of its gradient.  So the element where that is largest is
 reported by itself.
@@ -24,6 +29,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core import rows
 from pyro_scale.data.batches import Batches, WholeData
 from pyro_scale.data.sources import OwnSubsamples, TensorData
+from pyro_scale.engine.step import Engine
 from pyro_scale.run.problem import Problem
 from pyro_scale.storage.lazy_draws import Positions, spread
 
@@ -100,7 +106,7 @@ def virial(
         of_draws = pytree.tree_map(lambda leaf: leaf[alive].flatten(0, 1), taken)
         batch = batches.batch(batches.fixed, of_draws)
         gradient = engine.gradient(draws.to(problem.positions.device), batch).cpu()
-        parts = -(draws - center) * gradient * engine.density.num_data
+        parts = -(draws - center) * _along(engine, gradient) * engine.density.num_data
         squares.append(gradient.double().square().sum(0))
         steepest = _largest(squares[0], slices) if steepest is None else steepest
         of_sites = torch.stack([parts[:, place].double().mean(-1) for place in slices], -1)
@@ -114,6 +120,17 @@ def virial(
     # of a Gaussian a part has variance 2; of few draws, small means come with small spreads
     errors = ((variance - of_elements.square()).clamp(min=2) / count).sqrt()
     return Virial(torch.cat(found, 1), of_elements, errors, mean_square, whole)
+
+
+def _along(engine: Engine, gradient: Tensor) -> Tensor:
+    """C g over the diagonal of C, `[draws, D]`, with the covariance C of a run's geometry; g itself
+    where it has none, and of points."""
+    whitening, count = engine.whitening, engine.num_latents
+    if whitening is None:
+        return gradient
+    whitening = whitening.with_tensors([tensor.cpu() for tensor in whitening.tensors])
+    along = whitening.push_forward(whitening.pull_back(gradient[..., :count]))
+    return torch.cat([along / whitening.variance, gradient[..., count:]], -1)
 
 
 def _largest(numbers: Tensor, slices: Sequence[slice]) -> Tensor:

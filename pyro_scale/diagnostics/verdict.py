@@ -37,6 +37,8 @@ _MANY = 400
 _FAMILY_WISE = 0.01
 #: Of the temperature, where sds are within 5%.
 _TEMPERATURE = ((1 - SD_TOLERANCE) ** 2, (1 + SD_TOLERANCE) ** 2)
+#: Times a normal's that the standard error of a temperature is where too little is known of it.
+_WIDE = 2.0
 #: Times a normal's that the Monte Carlo error of an sd is where tails are heavy.
 _HEAVY = 2.0
 #: What minibatches may multiply the temperature by, and by what they surely do too much, as the
@@ -243,6 +245,9 @@ def _temperatures(result: Result) -> list[Finding]:
     slices = result.layout.slices()
     latents = list(result.log_posterior.latents)
     far = _family_wise(sum(slices[n].stop - slices[n].start for n in latents))
+    # a bar that is wider than the tolerance tells nothing, unless draws are but few
+    draws = 1 if result.virial is None else result.virial.shape[0] * result.virial.shape[1]
+    too_wide = max((_TEMPERATURE[1] - 1) / 2, _WIDE * (2 / draws) ** 0.5)
     found = []
     for name in latents:
         mean, error = means[slices[name]], errors[slices[name]]
@@ -255,6 +260,11 @@ def _temperatures(result: Result) -> list[Finding]:
         )
         advice = "smaller steps (lr=), or larger batches"
         verdict: Verdict = "no" if bool(outside.any()) else "yes"
+        if verdict == "yes" and bool((error > too_wide).any()):
+            verdict, advice = "unknown", "more num_samples=, or larger batches (batch_size=)"
+            told = (
+                f"the virial temperature of some element has an error of {float(error.max()):.2g}"
+            )
         found.append(Finding(name, "temperature", verdict, told, advice))
     return found
 

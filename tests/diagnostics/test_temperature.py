@@ -1,5 +1,7 @@
 """The temperature of draws, against closed forms and the variance that it stands for."""
 
+import dataclasses
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -9,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from warned import quiet, told
 
 import pyro_scale as ps
+from pyro_scale.diagnostics.verdict import report as verdict_on
 from pyro_scale.errors import NonFiniteError
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -61,6 +64,36 @@ def test_by_hand_on_another_model():
     own = steepest.flatten(0, 1)
     assert any(torch.allclose(own[:, 0], parts[:, i], rtol=1e-9, atol=1e-9) for i in range(3))
     assert torch.allclose(own[:, 1], parts[:, 3], rtol=1e-9, atol=1e-9)
+
+
+ROOT = torch.tensor([[1.0, 0.0, 0.0], [0.999, 0.02, 0.0], [-3.0, 0.1, 0.2]]).double()
+
+
+def correlated():
+    pyro.sample("x", dist.MultivariateNormal(torch.zeros(3).double(), scale_tril=ROOT))
+
+
+@pytest.mark.parametrize("precondition", ["dense", "diag"])
+def test_elements_of_whitened_chains_are_measured_along_their_covariance(precondition):
+    """By the explicit matrix.  Of a Gaussian that is known, the error is that of a sample variance,
+    which -(w - c) g has not where elements are correlated."""
+    sampler = ps.BAOA(correlated, precondition=precondition, compile=False)
+    fit = quiet(sampler.run, None, num_samples=500, **QUIET)
+    whitening, draws = fit._plan.problem.engine.whitening, fit._result.positions.flatten(0, 1)
+    root = torch.stack([whitening.push_forward(each) for each in torch.eye(3).double()], 1)
+    covariance, away = root @ root.T, draws - draws.mean(0)
+    gradient = -away @ torch.linalg.inv(ROOT @ ROOT.T) - draws.mean(0) @ torch.linalg.inv(
+        ROOT @ ROOT.T
+    )
+    parts = -away * (gradient @ covariance) / covariance.diagonal()
+    means, errors = fit._result.element_temperatures
+    assert torch.allclose(means, parts.mean(0), rtol=1e-8)
+    of_draws = (parts.var(0, correction=0).clamp(min=2) / 2000).sqrt()
+    assert torch.allclose(errors, of_draws, rtol=1e-6)
+    if precondition == "dense":
+        assert float(errors.max()) < 1.2 * (2 / 2000) ** 0.5
+    else:
+        assert float(errors.max()) > 10 * (2 / 2000) ** 0.5
 
 
 @pytest.mark.parametrize(
@@ -193,3 +226,16 @@ def test_it_comes_back_from_a_file(tmp_path):
     fit.save(tmp_path / "run.ps")
     again = ps.SGLD.load(tmp_path / "run.ps", mean_of_normal)
     assert torch.equal(again._result.virial, fit._result.virial)
+
+
+@pytest.mark.parametrize(
+    ("error", "draws", "verdict"),
+    [(0.04, 1000, "yes"), (0.06, 1000, "unknown"), (0.06, 100, "yes"), (0.15, 100, "unknown")],
+)
+def test_a_bar_that_is_wider_than_the_tolerance_tells_nothing(error, draws, verdict):
+    """2 x 0.06 is more than 1.05^2 - 1.  Of 400 draws even a normal has 0.07, which is no fault."""
+    fit = quiet(ps.BAOA(mean_of_normal, compile=False).run, (Y,), num_samples=draws, **QUIET)
+    assert fit.report().of_site("mu") == "yes"
+    temperatures = torch.tensor([[1.0], [error]]).double()
+    result = dataclasses.replace(fit._result, element_temperatures=temperatures)
+    assert verdict_on(result, fit._choice, draws).of_site("mu") == verdict
