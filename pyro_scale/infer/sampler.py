@@ -275,6 +275,9 @@ class Sampler(Method):
             self._result = self._stepping = self._plan = None
             self._why_none, self._choice = Method._why_none, None
             plan, self._choice = plan_run(problem, config, self._settings, self._earlier, budget)
+            if self._choice is not None:
+                spent = sum(self._choice.passes.values())
+                budget = budget.after(spent, problem.log_posterior.num_data)
             name, may_halve = type(self).__name__, "lr" in self._settings.chosen
             trajectory = execute(plan, name, may_halve, budget, journal, facts, sink)
             error = self._collect(trajectory, config, sink)

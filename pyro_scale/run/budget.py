@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from dataclasses import dataclass
@@ -25,11 +26,13 @@ class Budget:
             through the data a chain.
         max_seconds: from the first step of warm-up on; None for any.
         deadline: on the monotonic clock, when that is over.
+        spent: gradients of rows that have been taken.
     """
 
     max_rows: int | None
     max_seconds: float | None
     deadline: float
+    spent: int = 0
 
     @classmethod
     def of(cls, max_rows: Any, max_seconds: Any) -> Budget:
@@ -74,12 +77,17 @@ class Budget:
                 "they move (init_strategy=, lr= as a number)"
             )
 
+    def after(self, passes: float, num_data: int) -> Budget:
+        """What is left after so many passes through N rows."""
+        return dataclasses.replace(self, spent=self.spent + math.ceil(passes * num_data))
+
     def steps(self, problem: Problem) -> int:
         """How many steps each chain may take."""
-        rows = rows_a_step(problem)
-        if self.max_rows is not None:
-            return self.max_rows // (rows * len(problem.positions))
-        return _MOST_PASSES * max(1, problem.log_posterior.num_data // rows)
+        rows, chains = rows_a_step(problem), len(problem.positions)
+        most_rows = self.max_rows
+        if most_rows is None:
+            most_rows = _MOST_PASSES * chains * max(rows, problem.log_posterior.num_data)
+        return max(0, most_rows - self.spent) // (rows * chains)
 
 
 def passes_of(problem: Problem, steps: int) -> float:

@@ -76,15 +76,13 @@ def execute(
             "more"
         )
     if plan.extends and sink is None:
-        most_steps = budget.steps(plan.problem) - int(plan.choice.get("warmup_steps", 0))
-        trajectory = _extended_while_dependent(trajectory, title, most_steps, budget)
+        trajectory = _extended_while_dependent(trajectory, title, budget)
     return trajectory
 
 
-def _extended_while_dependent(
-    trajectory: Trajectory, title: str, most_steps: int, budget: Budget
-) -> Trajectory:
+def _extended_while_dependent(trajectory: Trajectory, title: str, budget: Budget) -> Trajectory:
     """The trajectory at twice the thinning, as often as that is needed and can be had."""
+    most_steps = budget.steps(trajectory.problem)
     for _ in range(1, _MOST_LOOKS):
         longer = 2 * trajectory.plan.steps.total
         if trajectory.draws.error is not None or longer > most_steps or budget.is_over:

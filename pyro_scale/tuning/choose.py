@@ -53,7 +53,7 @@ def choose(
         ArgumentError: chains break at any step size; there is no step size to choose; the budget
             is too small for a warm-up.
     """
-    _steps_within(budget, problem, asked)
+    _check(budget, problem, asked)
     modes, density, cooled, passes = None, None, None, dict[str, float]()
     if asked.precondition is not None:
         check_target(problem)
@@ -76,8 +76,15 @@ def choose(
             _at_half_step(problem, steps, seed, simulate) if halved else run(problem, steps, seed)
         )
 
-    most_steps, reserve = _steps_within(budget, problem, asked)
-    for_windows = max(FIRST_WINDOW, (most_steps - reserve) // 2)
+    def left_over() -> Budget:
+        return budget.after(sum(passes.values()), problem.log_posterior.num_data)
+
+    def for_pilots() -> int:
+        steps = left_over().steps(problem) - asked.num_samples
+        return max(3 * LEAST_PILOT, steps // 2)
+
+    _check(left_over(), problem, asked)
+    for_windows = max(FIRST_WINDOW, (left_over().steps(problem) - _reserve(asked)) // 2)
     kernel, adjusts = problem.engine.kernel, asked.lr and problem.engine.kernel.adjusted
     if adjusts:  # a chain that rejects all proposals would stay where it starts
         problem = problem.with_engine(kernel=_kernel(without_adjustment(kernel), asked))
@@ -91,10 +98,10 @@ def choose(
         share = (density.num_rows or in_all) / in_all
         passes["curvature"] = window.hessians * len(problem.positions[0]) * share
     adjusted = None
-    left = max(3 * LEAST_PILOT, (most_steps - asked.num_samples - window.steps) // 2)
     if adjusts:
         stable = float(problem.engine.kernel.lr)
-        adjusted = adjust(problem.with_engine(kernel=kernel), run, stable, left, budget)
+        tuned = problem.with_engine(kernel=kernel)
+        adjusted = adjust(tuned, run, stable, for_pilots(), budget)
         problem, time = adjusted.problem, adjusted.time
         passes["pilots"] = passes_of(problem, adjusted.steps)
     elif asked.lr:
@@ -111,13 +118,13 @@ def choose(
                 passes["noise"] += cooled.passes
         theory = problem.engine.kernel.theory
         order = 1 if theory is None else theory.order
-        tried = pilot(problem, coupled, time, order, left, budget)
+        tried = pilot(problem, coupled, time, order, for_pilots(), budget)
         problem = tried.problem
         time = tried.time if math.isfinite(tried.time) else time
         passes["pilots"] = passes_of(problem, tried.steps)
     heat = None if cooled is None else cooled.heat
     taken = window.steps + sum(each.steps for each in (tried, adjusted) if each is not None)
-    most = max(1, (most_steps - taken) // asked.num_samples)
+    most = max(1, left_over().steps(problem) // asked.num_samples)
     needed = max(1, math.ceil(time)) if math.isfinite(time) else most
     thinning = asked.thinning or min(most, needed)
     steps = Steps(asked.num_samples, asked.warmup_steps or 0, thinning)
@@ -131,22 +138,24 @@ def choose(
     return Choice(problem, steps, modes, window, tried, passes, attrs, reasons, heat=heat)
 
 
-def _steps_within(budget: Budget, problem: Problem, asked: Asked) -> tuple[int, int]:
-    """(Steps that each chain may take, how many of them are not for windows).
+def _reserve(asked: Asked) -> int:
+    """Steps of each chain that are not for windows."""
+    return asked.num_samples + (3 * LEAST_PILOT if asked.lr else 0)
+
+
+def _check(budget: Budget, problem: Problem, asked: Asked) -> None:
+    """Refuses a budget that is too small for anything.
 
     Raises:
-        ArgumentError: they are too few for anything.
+        ArgumentError: it says how much would do.
     """
-    most_steps = budget.steps(problem)
-    reserve = asked.num_samples + (3 * LEAST_PILOT if asked.lr else 0)
-    least = FIRST_WINDOW + reserve
+    most_steps, least = budget.steps(problem), FIRST_WINDOW + _reserve(asked)
     if most_steps < least:
-        needed = least * len(problem.positions) * rows_a_step(problem)
+        needed = least * len(problem.positions) * rows_a_step(problem) + budget.spent
         raise ArgumentError(
             f"max_rows={budget.max_rows:,} is {most_steps:,} steps a chain, and warm-up and draws "
             f"take {least:,} at least: pass max_rows={needed:,} or more, or fewer num_samples"
         )
-    return most_steps, reserve
 
 
 def _no_warm_up(problem: Problem, density: FullDataDensity | None) -> ArgumentError:

@@ -152,8 +152,11 @@ def test_work_is_bounded(monkeypatch):
         ps.BAOA(line).run((X, Y), max_rows=1000, **QUIET)
     run = ps.BAOA(line, compile=False).run((X, Y), max_rows=2_400_000, **QUIET)
     attrs = run._result.attrs
+    passes = {key: value for key, value in attrs.items() if key.startswith("passes_")}
     steps = attrs["warmup_steps"] + 1000 * attrs["thinning"]
-    assert steps * 4 * 200 <= 2_400_000
+    chains = passes["passes_windows"] + passes["passes_pilots"] + passes["passes_draws"]
+    assert chains == pytest.approx(4 * steps)
+    assert sum(passes.values()) * 200 <= 2_400_000
     with pytest.raises(ArgumentError, match=r"max_seconds=0.001 were over"):
         ps.BAOA(line, compile=False).run((X, Y), max_seconds=1e-3, **QUIET)
     never = property(lambda budget: True)
