@@ -48,6 +48,23 @@ class LbfgsRun(NamedTuple):
     slope: Tensor
 
 
+class Refined(NamedTuple):
+    """Where Newton's method ended, near a mode.
+
+    Attributes:
+        position: the end, [D].
+        distance: the square of its distance from the mode, in sds; infinite where that is not
+            known.
+        value: the log joint over N there.
+        slope: its gradient over N there, [D].
+    """
+
+    position: Tensor
+    distance: float
+    value: float
+    slope: Tensor
+
+
 @dataclass(frozen=True)
 class FullDataDensity:
     """The log joint of all rows over N, and its derivatives, at positions [D].
@@ -212,9 +229,9 @@ class FullDataDensity:
         precision: Callable[[Tensor], Tensor],
         places: Tensor,
         near: float = 0.0,
-    ) -> tuple[Tensor, float]:
-        """(A position [D] near a mode after steps of Newton's method, for as long as they bring it
-        nearer; the square of its distance from there, in sds).
+    ) -> Refined:
+        """A position [D] near a mode after steps of Newton's method, for as long as they bring it
+        nearer.
 
         Near is what the curvature says: a gradient's norm is that of the stiffest direction.
 
@@ -225,23 +242,24 @@ class FullDataDensity:
             near: the square of the distance at which it may stop.
         """
         distance, num_data = float("inf"), self.log_posterior.num_data
-        _, slope = self.grad(position)
+        value, slope = self.grad(position)
         for _ in range(_MOST_NEWTON_STEPS):
             factor, failed = torch.linalg.cholesky_ex(precision(position))
             if bool(failed):
-                return position, distance
+                break
             step = torch.zeros_like(position)
             step[places] = _solve(factor, slope[places])
             distance = num_data * float(slope @ step)
-            _, there = self.grad(position + step)
+            value_there, there = self.grad(position + step)
             left = num_data * float(there[places] @ _solve(factor, there[places]))
             if not left < distance:
-                return position, distance
+                break
             position, slope, distance = position + step, there, left
+            value = value_there
             rounding = _ROUNDINGS * torch.finfo(step.dtype).eps * position.norm()
             if left <= near or step.norm() <= rounding:
                 break
-        return position, distance
+        return Refined(position, distance, float(value), slope)
 
     def _slopes(self, position: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """(The gradient of each chunk with its history, the leaf that it is with respect to)."""

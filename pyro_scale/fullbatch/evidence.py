@@ -136,9 +136,9 @@ class Search:
             self.density.layout.places(self.sites),
         )
         if self.dense or len(places) <= _FEW:
-            mode, _ = self.density.newton_refine(
+            mode = self.density.newton_refine(
                 mode, lambda at: self._precision(at, dense=True) / num_data, places
-            )
+            ).position
         candidate = self.at(mode)
         if not candidate.distance <= NEAR * len(places):
             raise no_mode(_WITHOUT_MODE)

@@ -97,9 +97,9 @@ class MAP(Optimized):
         modes, distances = [], []
         for center in fit.centers:
             near = density.lbfgs(center, "take more steps, or leave structure out").position
-            mode, distance = density.newton_refine(near, precision, places)
-            modes.append(mode)
-            distances.append(distance)
+            refined = density.newton_refine(near, precision, places)
+            modes.append(refined.position)
+            distances.append(refined.distance)
         if max(distances) > NEAR * len(places):
             warn(
                 ApproximationWarning,

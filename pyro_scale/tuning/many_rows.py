@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_scale.core.gaussian import Dense
 from pyro_scale.fullbatch.density import NEAR, FullDataDensity
 from pyro_scale.fullbatch.gauss_newton import with_gauss_newton
-from pyro_scale.fullbatch.newton import ascend
+from pyro_scale.fullbatch.newton import Ascent, ascend
 from pyro_scale.tuning.modes import (
     Check,
     Mode,
@@ -23,8 +23,9 @@ from pyro_scale.tuning.modes import (
     some_places,
 )
 
-#: Rows that searches take, and the factor by which they grow from one stage to the next.
-_SEARCH_ROWS, _GROWTH = 20_000, 16
+#: Rows that searches take: for each dimension, at least and at most; and the factor by which they
+#: grow from one stage to the next.
+_ROWS_EACH, _LEAST_ROWS, _MOST_ROWS, _GROWTH = 500, 5_000, 20_000, 16
 #: Newton's steps of a stage at most.
 _MOST_STEPS = 20
 #: The gain that is still promised for each dimension, in nats, where a stage ends: the next one's
@@ -56,7 +57,8 @@ def find_modes_of_many_rows(
     Raises:
         ArgumentError: there is neither a mode nor a Gaussian.
     """
-    num_rows, num_data, size = _SEARCH_ROWS, whole.log_posterior.num_data, starts.shape[1]
+    num_data, size = whole.log_posterior.num_data, starts.shape[1]
+    num_rows = min(_MOST_ROWS, max(_LEAST_ROWS, _ROWS_EACH * size))
     whole = with_gauss_newton(whole)
     few = whole.of_some_rows(num_rows, seed)
     modes = find_modes(few, starts, temperature, seed, _of_part(check, 0, num_rows / num_data))
@@ -68,14 +70,17 @@ def find_modes_of_many_rows(
         near = NEAR / 2 if is_last else _STAGE_NEAR
         density, ascents = whole.of_some_rows(num_rows, seed), []
         for mode in followed:
-            position = mode.gaussian.mean.to(starts)
+            position, end = mode.gaussian.mean.to(starts), None
             if is_last and found:
-                position, steps = _refine(whole, mode, position, temperature)
+                square = 2 * near * size  # of the distance at which so many nats are left
+                position, end, steps = _refine(whole, mode, position, temperature, square)
                 passes += steps
-            part = num_rows / num_data
-            checked = _of_part(check, passes, part)
-            ascents.append(ascend(density, position, near * size, _MOST_STEPS, checked))
-            passes += density.passes * part * len(ascents[-1].path)
+            if end is None:
+                part = num_rows / num_data
+                checked = _of_part(check, passes, part)
+                end = ascend(density, position, near * size, _MOST_STEPS, checked)
+                passes += density.passes * part * len(end.path)
+            ascents.append(end)
         if not any(ascent.is_mode for ascent in ascents):
             # the ways up lead into a funnel: their ends do not stand for the posterior
             before = torch.stack([mode.gaussian.mean.to(starts) for mode in followed])
@@ -101,13 +106,13 @@ def _of_part(check: Check | None, passes: float, part: float) -> Check | None:
 
 
 def _refine(
-    whole: FullDataDensity, mode: Mode, position: Tensor, temperature: float
-) -> tuple[Tensor, int]:
-    """(A position nearer to the mode of all rows, the passes that it took), by the curvature of
-    the mode of some of them."""
+    whole: FullDataDensity, mode: Mode, position: Tensor, temperature: float, near: float
+) -> tuple[Tensor, Ascent | None, int]:
+    """(A position nearer to the mode of all rows, the end there if it is one, the passes that it
+    took), by the curvature of the mode of some of them."""
     assert isinstance(mode.gaussian, Dense)
-    matrix = (mode.gaussian.precision * temperature).to(position) / whole.log_posterior.num_data
-    passes = 0
+    num_data, passes = whole.log_posterior.num_data, 1
+    matrix = (mode.gaussian.precision * temperature).to(position) / num_data
 
     def precision(_: Tensor) -> Tensor:
         nonlocal passes
@@ -115,5 +120,16 @@ def _refine(
         return matrix
 
     places = torch.arange(len(position))
-    position, _ = whole.newton_refine(position, precision, places, NEAR * len(position))
-    return position, 1 + passes
+    refined = whole.newton_refine(position, precision, places, near)
+    position = refined.position
+    if not refined.distance <= near:
+        return position, None, passes
+    passes += whole.passes - 1
+    curvature = -num_data * whole.hessian(position).double()
+    if not bool(torch.isfinite(curvature).all()) or float(torch.linalg.eigvalsh(curvature)[0]) <= 0:
+        return position, None, passes
+    return (
+        position,
+        Ascent(position, num_data * refined.value, curvature, True, position[None]),
+        passes,
+    )

@@ -405,7 +405,7 @@ def test_an_anchored_density_has_the_curvature_of_all_rows_at_its_anchor():
 @pytest.mark.parametrize("model", [groups, line, curved])
 def test_modes_are_those_of_all_rows(model, monkeypatch):
     """Followed from 20 rows to 240, they end where a search through all rows ends."""
-    monkeypatch.setattr(many_rows, "_SEARCH_ROWS", 20)
+    monkeypatch.setattr(many_rows, "_MOST_ROWS", 20)
     monkeypatch.setattr(many_rows, "_GROWTH", 4)
     problem = problem_of(model, chains=4)
     whole = density_of(problem)
@@ -421,7 +421,7 @@ def test_modes_are_those_of_all_rows(model, monkeypatch):
 
 
 def test_all_modes_are_followed(monkeypatch):
-    monkeypatch.setattr(many_rows, "_SEARCH_ROWS", 20)
+    monkeypatch.setattr(many_rows, "_MOST_ROWS", 20)
 
     def two(y):
         x = pyro.sample("x", dist.Normal(0.0, 3.0))
@@ -443,7 +443,7 @@ def test_all_modes_are_followed(monkeypatch):
 
 def test_where_there_is_no_mode_a_gaussian_stands_for_it_given_all_rows_too(monkeypatch):
     """Groups that are alike: the log density grows without bounds where their sd is 0."""
-    monkeypatch.setattr(many_rows, "_SEARCH_ROWS", 60)
+    monkeypatch.setattr(many_rows, "_MOST_ROWS", 60)
 
     def funnel(group, y):
         s = pyro.sample("s", dist.HalfNormal(1.0))
