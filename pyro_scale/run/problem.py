@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_scale.core import rows
 from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batches, OwnIndices, SharedBatches, WholeData
 from pyro_scale.data.features import FeatureData
@@ -56,10 +57,12 @@ class Problem:
     @property
     def batch_size(self) -> int:
         """Rows of a batch: B, or N for the whole data."""
+        if self.data.batch_size is None and isinstance(self.data, TensorData):
+            return rows.count(self.data.arguments) or self.log_posterior.model_info.batch_size
         return self.data.batch_size or self.log_posterior.model_info.batch_size
 
-    def in_batches_of(self, size: int) -> Problem:
-        """The same tensors, so many rows at a time."""
+    def in_batches_of(self, size: int | None) -> Problem:
+        """The same tensors, so many rows at a time, or all of them."""
         assert isinstance(self.data, TensorData)
         return dataclasses.replace(self, data=dataclasses.replace(self.data, batch_size=size))
 

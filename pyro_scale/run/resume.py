@@ -147,7 +147,7 @@ def identity_of(problem: Problem, attrs: Mapping[str, Any], hyperparameters: Any
         "hyperparameters": {name: _plain(value) for name, value in hyperparameters.items()},
         "num_data": log_posterior.num_data,
         "data": _fingerprint(problem.data),
-        "batch_size": problem.data.batch_size,
+        "batch_size": "auto" if problem.chooses_batches else problem.data.batch_size,
         "sites": {name: f"{list(shape)} {dtype_name(dtype)}" for name, shape, dtype in shapes},
         "seed": problem.seed,
         "version": version("pyro_scale"),

@@ -30,7 +30,7 @@ from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.adjust import adjust, without_adjustment
 from pyro_scale.tuning.choice import Asked, Choice, Simulate
 from pyro_scale.tuning.geometry import with_geometry
-from pyro_scale.tuning.heat import center_of, cool, stays_cool, with_anchor
+from pyro_scale.tuning.heat import center_of, cool, stays_cool, with_anchor, with_fewest_rows
 from pyro_scale.tuning.modes import Modes, flat_direction
 from pyro_scale.tuning.pilot import LEAST_PILOT, Pilot, pilot
 from pyro_scale.tuning.step_size import check_target
@@ -53,7 +53,7 @@ def choose(
         ArgumentError: chains break at any step size; there is no step size to choose; the budget
             is too small for a warm-up.
     """
-    _check(budget, problem, asked)
+    _check(budget, with_fewest_rows(problem), asked)
     modes, density, cooled, passes = None, None, None, dict[str, float]()
     if asked.precondition is not None:
         check_target(problem)
@@ -168,7 +168,8 @@ def _no_warm_up(problem: Problem, density: FullDataDensity | None) -> ArgumentEr
     for site, parents in list(centered.items())[:1]:
         advice = f"try {how_to_non_center(site, parents)}"
     return ArgumentError(
-        "every chain becomes NaN or infinite in warm-up, at any step size that was tried"
+        "in warm-up every chain becomes NaN or infinite, or falls to where the posterior is not, "
+        "at any step size that was tried"
         f"{flat}: {advice}"
     )
 

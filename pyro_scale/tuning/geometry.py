@@ -19,11 +19,10 @@ from pyro_scale.tuning.choice import Asked, Precondition
 from pyro_scale.tuning.low_rank import with_axes
 from pyro_scale.tuning.many_rows import find_modes_of_many_rows
 from pyro_scale.tuning.modes import Modes, find_diagonal_modes, find_modes
+from pyro_scale.tuning.search_starts import MOST_SEARCHES, search_starts
 
 #: Dimensions up to which a matrix whitens, unless one is asked for.
 _DENSE = 500
-#: Searches for modes: the fewest and the most.
-_FEWEST_SEARCHES, _MOST_SEARCHES = 4, 8
 #: How far chains start from the mode, in its Gaussian's sds.
 _DISPERSION = 2.0
 #: Nats below the mode, for each dimension and in all, at which no chain starts.
@@ -64,7 +63,7 @@ def with_geometry(
         def check(passes: float) -> None:
             budget.check(passes, num_data)
 
-        starts = _search_starts(problem) if asked.starts else like[:_MOST_SEARCHES]
+        starts = search_starts(problem, density) if asked.starts else like[:MOST_SEARCHES]
         if _kind(gaussian, len(like[0])) == "dense":
             find = find_modes if density is whole else find_modes_of_many_rows
             modes = find(whole, starts, temperature, problem.seed, check)
@@ -104,19 +103,6 @@ def _on_all_rows(gaussian: Gaussian, whole: FullDataDensity, like: Tensor) -> Ga
     """The Gaussian of independent elements at the mode of all rows, which is near."""
     assert isinstance(gaussian, Diagonal)
     return Diagonal(whole.lbfgs(gaussian.mean.to(like), "").position.double(), gaussian.sd)
-
-
-def _search_starts(problem: Problem) -> Tensor:
-    """Where searches for modes begin: chains' own starts, or opposite of the one before; and more
-    where chains are few."""
-    starts, log_posterior = list(problem.positions[:_MOST_SEARCHES]), problem.log_posterior
-    first = problem.data.first()
-    for chain in range(len(starts), _FEWEST_SEARCHES):
-        init = log_posterior.default_init(chain)
-        params = log_posterior.start(first, problem.seed, chain, init)
-        starts.append(problem.engine.layout.flatten(params))
-    # uniform starts are symmetric about 0: on the other side, they find other modes
-    return torch.stack([-starts[i - 1] if i % 2 else start for i, start in enumerate(starts)])
 
 
 def _whitening(gaussian: Gaussian, is_dense: bool, num_data: int, like: Tensor) -> Whitening:

@@ -103,6 +103,8 @@ def cool(problem: Problem, sampling: Sampling, whole: FullDataDensity) -> Cooled
             passes += 1 + _gradients_a_row(curved)
             if _rows_a_draw(curved, of_curved) < _rows_a_draw(problem, heat):
                 problem, heat = curved, of_curved
+    if problem.chooses_batches and _rows_a_draw(problem, heat) > problem.log_posterior.num_data:
+        return Cooled(_on_all_rows(problem), passes, 0.0)
     kernel, size = problem.engine.kernel, _batch_size(problem, heat)
     if heat is not None:
         lr = float(kernel.lr) * _share(heat)
@@ -110,14 +112,26 @@ def cool(problem: Problem, sampling: Sampling, whole: FullDataDensity) -> Cooled
         heat *= _share(heat) * problem.batch_size / size
     if size != problem.batch_size:
         problem = problem.in_batches_of(size)
-    return Cooled(dataclasses.replace(problem, chooses_batches=False), passes, heat)
+    return Cooled(problem, passes, heat)
+
+
+def _on_all_rows(problem: Problem) -> Problem:
+    """The problem without minibatches, which would shorten the step by more than they save."""
+    return problem.with_engine(density=problem.log_posterior).in_batches_of(None)
+
+
+def with_fewest_rows(problem: Problem) -> Problem:
+    """The problem with the fewest rows a batch that may be chosen for it."""
+    if not problem.chooses_batches or problem.data.batch_size is None:
+        return problem
+    return problem.in_batches_of(min(_FEWEST_ROWS, problem.batch_size))
 
 
 def stays_cool(cooled: Cooled, problem: Problem) -> bool:
     """Whether minibatches heat little after warm-up too, for all that the geometry has changed.
 
-    With draws d times as far from the anchor, and directions c times as long, the noise of a
-    gradient of order p is at most c d^p times as large in whitened coordinates.
+    With directions c times as long, and the center d sds away from the anchor, the noise of a
+    gradient of order p is at most c (c + d)^p times as large in whitened coordinates.
     """
     before, now = cooled.problem.engine, problem.engine
     anchored, one, other = before.density, before.whitening, now.whitening
@@ -129,7 +143,7 @@ def stays_cool(cooled: Cooled, problem: Problem) -> bool:
     longer = torch.linalg.solve_triangular(factor, other.factor.double(), upper=False)
     longest = float(torch.linalg.matrix_norm(longer, 2))
     way = (other.center - before.layout.flatten(anchored.anchor)[: len(factor)]).double()
-    away = torch.linalg.solve_triangular(factor, way[:, None], upper=False).abs().max()
+    away = torch.linalg.solve_triangular(factor, way[:, None], upper=False).norm()
     further = longest + float(away) * num_data**0.5
     order = 1 if anchored.curvature is None else 2
     return cooled.heat * (longest * further**order) ** 2 <= _LITTLE_HEAT
