@@ -15,9 +15,9 @@ from pyro_scale.run.problem import Problem
 
 #: Searches for modes: the fewest and the most.
 _FEWEST_SEARCHES, MOST_SEARCHES = 4, 8
-#: Places that are compared, of the prior and further out; the rows that compare them, and how many
-#: places at a time.
-_PLACES, _ROWS, _AT_ONCE = 128, 2_000, 32
+#: Places that are compared, of the prior and further out, and those of a model that goes one by
+#: one; the rows that compare them, and how many places at a time.
+_PLACES, _ONE_BY_ONE, _ROWS, _AT_ONCE = 128, 16, 2_000, 32
 #: How many times further than (-2, 2) places are at most.
 _FURTHEST = 16.0
 
@@ -53,31 +53,32 @@ def _near_zero(problem: Problem, searches: int) -> Tensor:
 
 def _densest(problem: Problem, density: FullDataDensity, count: int) -> Tensor:
     """At most so many of the places further out, those where the log joint is largest."""
-    places = torch.cat([_further_out(problem), _of_prior(problem)])
+    size = _PLACES if problem.engine.vectorized else _ONE_BY_ONE
+    places = torch.cat([_further_out(problem, size), _of_prior(problem, size)])
     values = torch.cat([density.values(some) for some in places.split(_AT_ONCE)])
     values = values.nan_to_num(-math.inf, -math.inf, -math.inf)
     order = values.argsort(descending=True)[:count]
     return places[order[values[order].isfinite()]]
 
 
-def _further_out(problem: Problem) -> Tensor:
-    """Uniform in each of growing cubes, `[places, D]`."""
+def _further_out(problem: Problem, size: int) -> Tensor:
+    """Uniform in each of growing cubes, `[size, D]`."""
     like = problem.positions
     source = generator(problem.seed, 0, Purpose.SEARCH, 2)
-    unit = torch.rand(_PLACES, like.shape[1], generator=source, dtype=torch.float64)
-    stretch = _FURTHEST ** torch.linspace(0, 1, _PLACES, dtype=torch.float64)
+    unit = torch.rand(size, like.shape[1], generator=source, dtype=torch.float64)
+    stretch = _FURTHEST ** torch.linspace(0, 1, size, dtype=torch.float64)
     return ((4 * unit - 2) * stretch[:, None]).to(like)
 
 
-def _of_prior(problem: Problem) -> Tensor:
-    """Draws of the prior, `[places, D]`; none where it cannot be drawn from."""
+def _of_prior(problem: Problem, size: int) -> Tensor:
+    """Draws of the prior, `[size, D]`; none where it cannot be drawn from."""
     layout, like = problem.engine.layout, problem.positions
     first, nothing = problem.data.first(), like[:0]
     try:
         with without_vmap_warnings():
-            drawn = problem.log_posterior.prior_draws(first, _PLACES, problem.seed)
+            drawn = problem.log_posterior.prior_draws(first, size, problem.seed)
     except (NotImplementedError, RuntimeError, ValueError):  # improper, or out of its support
         return nothing
     rest = layout.unflatten(like[0])
-    params = [rest | {name: each[i] for name, each in drawn.items()} for i in range(_PLACES)]
+    params = [rest | {name: each[i] for name, each in drawn.items()} for i in range(size)]
     return torch.stack([layout.flatten(each) for each in params]).to(like)
