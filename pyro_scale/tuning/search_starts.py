@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_scale.core.rng import Purpose, generator
 from pyro_scale.core.warn import without_vmap_warnings
+from pyro_scale.errors import PyroScaleError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.problem import Problem
 
@@ -77,7 +78,7 @@ def _of_prior(problem: Problem, size: int) -> Tensor:
     try:
         with without_vmap_warnings():
             drawn = problem.log_posterior.prior_draws(first, size, problem.seed)
-    except (NotImplementedError, RuntimeError, ValueError):  # improper, or out of its support
+    except (PyroScaleError, NotImplementedError, RuntimeError, ValueError):  # an improper prior
         return nothing
     rest = layout.unflatten(like[0])
     params = [rest | {name: each[i] for name, each in drawn.items()} for i in range(size)]
