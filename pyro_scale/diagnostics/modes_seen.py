@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
-from pyro_scale.core.gaussian import Dense, Gaussian
 from pyro_scale.diagnostics.finding import Finding, Verdict
 from pyro_scale.posterior.draws import Result
 from pyro_scale.storage.lazy_draws import spread
@@ -20,7 +18,6 @@ _DRAWS = 500
 _MISSED, _SURELY = 5.0, 0.05
 #: Modes of which it is said where they are.
 _SHOWN = 4
-
 #: What to try.
 _ADVICE = "a model without the other modes (an order, a sign), or more chains (num_chains=8)"
 
@@ -35,16 +32,21 @@ def modes_seen(result: Result, modes: Modes) -> list[Finding]:
     kept = modes.worth_visiting
     if len(kept) < 2:
         return []
+    gaussians = [mode.gaussian for mode in kept]
     places = spread(result.positions, _DRAWS)
     chains = torch.arange(result.positions.shape[0])[:, None]
     draws = result.positions[chains, places].flatten(0, 1).double().cpu()
     evidence = torch.tensor([mode.log_evidence for mode in kept], dtype=torch.float64)
-    densities = torch.stack([_log_density(mode.gaussian, draws) for mode in kept])
+    size = len(kept[0].gaussian.mean)
+    densities = torch.stack(
+        [torch.vmap(g.log_prob)(draws[:, :size].to(g.mean)).cpu() for g in gaussians]
+    )
     counts = torch.softmax(densities + evidence[:, None], 0).sum(1)
     shares = torch.softmax(evidence, 0)
     unseen = [place for place, count in enumerate(counts.tolist()) if count < 0.5]
     missed = [place for place in unseen if len(draws) * float(shares[place]) > _MISSED]
-    never = [place for place, mode in enumerate(kept) if _has_no_start(mode, modes, result)]
+    elsewhere = [mode.gaussian for mode in modes.unvisited(result.num_chains)]
+    never = [place for place, g in enumerate(gaussians) if any(g is each for each in elsewhere)]
     site, element = _where_they_differ(result, kept)
     at = ", ".join(f"{_value(result, mode, site, element):.4g}" for mode in kept[:_SHOWN])
     below = ", ".join(f"{float(evidence[0] - each):.1f}" for each in evidence[1:])
@@ -57,22 +59,6 @@ def modes_seen(result: Result, modes: Modes) -> list[Finding]:
     elif set(never) & set(unseen):
         verdict, told = "unknown", f"{told}; no chain started from {len(never)} of them"
     return [Finding(site, "modes", verdict, told, _ADVICE)]
-
-
-def _has_no_start(mode: Mode, modes: Modes, result: Result) -> bool:
-    """Whether no chain started from a mode."""
-    return any(mode is each for each in modes.unvisited(result.num_chains))
-
-
-def _log_density(gaussian: Gaussian, draws: Tensor) -> Tensor:
-    """At draws `[n, D]`, but for the constant."""
-    away = draws[:, : len(gaussian.mean)] - gaussian.mean.cpu()
-    if isinstance(gaussian, Dense):
-        factor = gaussian.scale_tril.double().cpu()
-        scaled = torch.linalg.solve_triangular(factor, away.mT, upper=False).mT
-    else:
-        scaled = away / gaussian.sd.cpu()
-    return -(scaled.square().sum(1) + float(gaussian.log_det)) / 2
 
 
 def _where_they_differ(result: Result, modes: tuple[Mode, ...]) -> tuple[str, int]:

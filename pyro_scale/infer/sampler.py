@@ -129,7 +129,7 @@ class Sampler(Method):
             precondition,
             control_variates,
             subtract_noise,
-            init_strategy,
+            starts is None,
             compile,
         )
 

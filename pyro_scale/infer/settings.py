@@ -28,7 +28,7 @@ def settings_of(
     precondition: Any,
     control_variates: Anchor,
     subtract_noise: bool,
-    init_strategy: Any,
+    starts: bool,
     compile: bool | Literal["auto"],
 ) -> tuple[Kernel, Settings]:
     """(The kernel, with stand-ins where a hyperparameter is to be chosen; what was asked for).
@@ -37,7 +37,8 @@ def settings_of(
         name: of the method.
         kernel_class: its kernel's.
         hyperparameters: that were passed, all of them the kernel's.
-        precondition: as the user passed it, like the others that follow.
+        precondition: as the user passed it, like the others that follow but for `starts`.
+        starts: whether chains' starts are to be chosen.
 
     Raises:
         ArgumentError: a value that means nothing, or nothing beside another one.
@@ -69,7 +70,7 @@ def settings_of(
         precondition=coordinates,
         control_variates=has_anchor,
         subtract_noise=subtract_noise,
-        starts=is_auto(init_strategy) or init_strategy is None,
+        starts=starts,
         compile=compile,
     )
 

@@ -18,6 +18,7 @@ from pyro_scale.tuning.modes import (
     Modes,
     best_on_the_way,
     find_modes,
+    further,
     merged,
     mode_at,
     some_places,
@@ -61,7 +62,7 @@ def find_modes_of_many_rows(
     num_rows = min(_MOST_ROWS, max(_LEAST_ROWS, _ROWS_EACH * size))
     whole = with_gauss_newton(whole)
     few = whole.of_some_rows(num_rows, seed)
-    modes = find_modes(few, starts, temperature, seed, _of_part(check, 0, num_rows / num_data))
+    modes = find_modes(few, starts, temperature, seed, further(check, 0, num_rows / num_data))
     passes = modes.evaluations * num_rows / num_data
     followed, found = list(modes.modes), modes.found
     while num_rows < num_data:
@@ -77,7 +78,7 @@ def find_modes_of_many_rows(
                 passes += steps
             if end is None:
                 part = num_rows / num_data
-                checked = _of_part(check, passes, part)
+                checked = further(check, passes, part)
                 end = ascend(density, position, near * size, _MOST_STEPS, checked)
                 passes += density.passes * part * len(end.path)
             ascents.append(end)
@@ -98,11 +99,6 @@ def find_modes_of_many_rows(
     return dataclasses.replace(
         modes, modes=tuple(followed), found=found, evaluations=math.ceil(passes)
     )
-
-
-def _of_part(check: Check | None, passes: float, part: float) -> Check | None:
-    """The check of passes through a part of the rows, after so many through all."""
-    return None if check is None else lambda more: check(passes + part * more)
 
 
 def _refine(

@@ -130,7 +130,7 @@ def find_modes(
     """
     ascents, evaluations = list[Ascent](), 0
     for start in starts:
-        ascent, passes = _search(density, start, _further(check, evaluations))
+        ascent, passes = _search(density, start, further(check, evaluations))
         ascents.append(ascent)
         evaluations += passes
     modes = _distinct([(i, each) for i, each in enumerate(ascents) if each.is_mode], temperature)
@@ -163,16 +163,16 @@ def _search(density: FullDataDensity, start: Tensor, check: Check | None) -> tup
     """
     ascents, passes = list[Ascent](), 0
     for shrinkage in _NEARER:
-        ascents.append(ascend(density, start * shrinkage, check=_further(check, passes)))
+        ascents.append(ascend(density, start * shrinkage, check=further(check, passes)))
         passes += len(ascents[-1].path) * density.passes
         if ascents[-1].is_mode:
             return ascents[-1], passes
     return max(ascents, key=lambda ascent: ascent.value), passes
 
 
-def _further(check: Check | None, passes: float) -> Check | None:
-    """The check of what comes after so many passes."""
-    return None if check is None else lambda more: check(passes + more)
+def further(check: Check | None, passes: float, part: float = 1.0) -> Check | None:
+    """The check of passes through a part of the rows, after so many through all."""
+    return None if check is None else lambda more: check(passes + part * more)
 
 
 def find_diagonal_modes(
