@@ -17,11 +17,11 @@ from answers import Answer, answer
 from problems import least_ess, problems
 
 import pyro_scale as ps
-from pyro_scale.engine.compile.inductor import build_library
+from pyro_scale.compile.inductor import build_library
 from pyro_scale.exact.log_density import EarlierFunction, log_density
 
 LIB = SimpleNamespace(sample=pyro.sample, plate=pyro.plate, dist=dist, math=torch)
-#: Calls a function of `engine/compile/cpp_function.py` over and over, along its gradient.
+#: Calls a function of `compile/cpp_function.py` over and over, along its gradient.
 _CALLS = """
 #include <cstddef>
 typedef int (*Function)(size_t, const double*, double*, double*, const void*);

@@ -11,9 +11,9 @@ from torch.utils import data as torch_data
 
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
-from pyro_scale.core.rng import Purpose, derived_seed
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import DataError
+from pyro_scale.rng.seeds import Purpose, derived_seed
 
 
 def is_iterable_style(loader: Any) -> bool:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from pyro_scale.core.rng import Blocks, Purpose, generator
 from pyro_scale.errors import ArgumentError
+from pyro_scale.rng.philox import Stream
+from pyro_scale.rng.seeds import Purpose
+from pyro_scale.rng.streams import fill_integers, fill_permutation
 
 Sampling = Literal["shuffle", "replacement", "symmetric"]
 
-#: Indices of a chain that are drawn together, about.
-_BLOCK_NUMBERS = 2**14
 #: Bytes of permutations that are held at most.
 _MOST_BYTES = 4 * 2**30
 
@@ -24,7 +25,7 @@ def check_sampling(sampling: object) -> None:
         raise ArgumentError(f"sampling={sampling!r}: pass one of {get_args(Sampling)}")
 
 
-class RowIndices(Blocks):
+class RowIndices:
     """One stream of row indices a chain, a function of (seed, chain) alone.
 
     `"shuffle"` goes through all rows in a new order each epoch; a batch that the epoch's end
@@ -35,8 +36,8 @@ class RowIndices(Blocks):
 
     Args:
         seed: the run's seed.
-        num_chains: how many streams.
-        num_rows: the range of the indices.
+        chains: the chains' numbers.
+        num_rows: the range of the indices, at most 2^32.
         batch_size: indices a step.
         sampling: how they are drawn.
         device: where they are drawn and stay.
@@ -48,33 +49,69 @@ class RowIndices(Blocks):
     def __init__(
         self,
         seed: int,
-        num_chains: int,
+        chains: Sequence[int],
         num_rows: int,
         batch_size: int,
         sampling: Sampling,
         device: torch.device | None = None,
     ):
         check_sampling(sampling)
-        if sampling != "replacement" and 16 * num_chains * num_rows > _MOST_BYTES:
+        if sampling != "replacement" and 8 * len(chains) * num_rows > _MOST_BYTES:
             raise ArgumentError(
-                f"sampling='{sampling}' would hold {num_chains} orders of {num_rows} rows "
-                f"({16 * num_chains * num_rows / 2**30:.0f} GiB): pass sampling='replacement'"
+                f"sampling='{sampling}' would hold {len(chains)} orders of {num_rows} rows "
+                f"({8 * len(chains) * num_rows / 2**30:.0f} GiB): pass sampling='replacement'"
             )
-        full = num_rows // batch_size * batch_size
-        period = {"shuffle": num_rows, "replacement": batch_size, "symmetric": 2 * full}[sampling]
-        parts = max(1, _BLOCK_NUMBERS // period)
+        self._streams = [Stream(seed, chain, Purpose.BATCHES) for chain in chains]
+        self._num_rows, self._batch_size, self._sampling = num_rows, batch_size, sampling
+        self._device = device
+        whole = num_rows // batch_size * batch_size
+        self._period = 2 * whole if sampling == "symmetric" else num_rows
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
 
-        def draw(chain: int, block: int, out: Tensor) -> None:
-            source = generator(seed, chain, Purpose.BATCHES, block, device)
-            if sampling == "replacement":
-                torch.randint(num_rows, out.shape, generator=source, out=out)
-                return
-            for part in out.split(period):
-                if sampling == "shuffle":
-                    torch.randperm(num_rows, generator=source, out=part)
-                    continue
-                order = torch.randperm(num_rows, generator=source, device=device)[:full]
-                part[:full] = order
-                part[full:] = order.view(-1, batch_size).flip(0).flatten()
+    def at(self, step: int) -> Tensor:
+        """The indices of one step, `[chains, batch_size]`."""
+        return self.span(step, step + 1)[:, 0]
 
-        super().__init__(num_chains, (batch_size,), parts * period, torch.long, device, draw)
+    def span(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """The indices of steps start ... stop - 1, `[chains, stop - start, batch_size]`.
+
+        Args:
+            start: the first step.
+            stop: the step after the last.
+            out: an earlier span as long as this one, to write over.
+        """
+        if out is None:
+            shape = len(self._streams), stop - start, self._batch_size
+            out = torch.empty(shape, dtype=torch.long, device=self._device)
+        begin, end = start * self._batch_size, stop * self._batch_size
+        if self._sampling == "replacement":
+            for stream, own in zip(self._streams, out, strict=True):
+                fill_integers(stream, begin, self._num_rows, own.view(-1))
+            return out
+        indices, place = out.view(len(out), end - begin), begin
+        while place < end:
+            epoch, offset = divmod(place, self._period)
+            count = min(end - place, self._period - offset)
+            order = self._held(epoch)[:, offset : offset + count]
+            indices[:, place - begin :][:, :count].copy_(order)
+            place += count
+        return out
+
+    def _held(self, epoch: int) -> Tensor:
+        """All chains' orders in an epoch, held until another one is asked for."""
+        if self._epoch != epoch:
+            self._order = self._order.new_empty(len(self._streams), self._period)
+            for stream, order in zip(self._streams, self._order, strict=True):
+                self._shuffle(stream, epoch, order)
+            self._epoch = epoch
+        return self._order
+
+    def _shuffle(self, stream: Stream, epoch: int, order: Tensor) -> None:
+        if self._sampling == "shuffle":
+            fill_permutation(stream, epoch, order)
+            return
+        half = self._period // 2
+        rows = order.new_empty(self._num_rows)
+        fill_permutation(stream, epoch, rows)
+        order[:half] = rows[:half]
+        order[half:] = rows[:half].view(-1, self._batch_size).flip(0).flatten()

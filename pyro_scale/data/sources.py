@@ -75,7 +75,7 @@ class TensorData:
         if self.batch_size is None:
             return WholeData(self.arguments)
         num_rows, device = rows.count(self.arguments) or 0, rows.device(self.arguments)
-        indices = RowIndices(seed, num_chains, num_rows, self.batch_size, sampling, device)
+        indices = RowIndices(seed, range(num_chains), num_rows, self.batch_size, sampling, device)
         # rows are gathered at every step, from memory in which each lies in one piece
         table = rows.map_rows(lambda tensor: tensor.contiguous(), self.arguments)
         return GatheredRows(table, indices)
@@ -108,7 +108,9 @@ class OwnSubsamples:
 
     def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Batches:
         device = rows.device(self.arguments)
-        indices = RowIndices(seed, num_chains, self.num_data, self.batch_size, sampling, device)
+        indices = RowIndices(
+            seed, range(num_chains), self.num_data, self.batch_size, sampling, device
+        )
         return OwnIndices(self.arguments, indices)
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
@@ -133,7 +135,7 @@ class IndexedData:
         return next(self.read([self.subset[: self.batch_size].tolist()], seed=0))
 
     def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Batches:
-        indices = RowIndices(seed, num_chains, len(self.subset), self.batch_size, sampling)
+        indices = RowIndices(seed, range(num_chains), len(self.subset), self.batch_size, sampling)
         return ReadBatches(ByIndex(self, indices, seed, num_chains), self.first())
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:

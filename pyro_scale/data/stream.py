@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from pyro_scale.core import rows
-from pyro_scale.core.rng import Purpose, derived_seed, generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.data.batches import Batches, ReadBatches, different_shapes
 from pyro_scale.data.loaders import is_iterable_style, isolate, read_by_index, receive
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.errors import ArgumentError, DataError
+from pyro_scale.rng.seeds import Purpose, derived_seed, generator
 
 
 @dataclass

@@ -11,11 +11,12 @@ import dataclasses
 
 import torch
 
-from pyro_scale.core.rng import Purpose, RefinedNoise, derived_seed
 from pyro_scale.diagnostics.divergence import message
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import NonFiniteError
 from pyro_scale.posterior.draws import Result
+from pyro_scale.rng.seeds import Purpose, derived_seed
+from pyro_scale.rng.streams import RefinedNoise
 from pyro_scale.run.run import RunPlan
 
 
@@ -45,7 +46,9 @@ def _run_at_half_step(plan: RunPlan, count: int) -> Draws:
     }
     columns["lr"] = columns["lr"] / 2
     shape, positions = (kernel.normals, problem.engine.num_latents), problem.positions
-    noise = RefinedNoise(problem.seed, len(positions), shape, positions.dtype, positions.device)
+    noise = RefinedNoise(
+        problem.seed, range(len(positions)), shape, positions.dtype, positions.device
+    )
     # batches of its own, as the seed is another
     other = dataclasses.replace(problem, seed=derived_seed(problem.seed, 0, Purpose.SHADOW))
     coupled = dataclasses.replace(plan, problem=other, columns=columns, steps=steps)

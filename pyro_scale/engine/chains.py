@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core import rows
-from pyro_scale.core.rng import NoiseStream, Purpose, generator
 from pyro_scale.data.batches import Batches
 from pyro_scale.engine.checkpoint import RunState
 from pyro_scale.engine.draws import Draws, Failure, Steps
@@ -18,6 +17,8 @@ from pyro_scale.engine.executors import Kept, Program, eager
 from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.step import Engine
 from pyro_scale.engine.step_recorder import FEW, MOST_CHAINS, Past, Recent, RecordedStep, recorded
+from pyro_scale.rng.seeds import Purpose
+from pyro_scale.rng.streams import NoiseStream
 
 
 class Chains:
@@ -40,7 +41,9 @@ class Chains:
         self._engine = engine
         self.state: Any = engine.init(positions, _first_noise(engine, positions, seed), values)
         shape = (engine.kernel.normals, engine.num_latents)
-        self.noise = NoiseStream(seed, len(positions), shape, positions.dtype, positions.device)
+        self.noise = NoiseStream(
+            seed, range(len(positions)), shape, positions.dtype, positions.device
+        )
         self.alive = torch.ones(len(positions), dtype=torch.bool)
         self.count = 0
         self.failures: list[Failure] = []
@@ -201,10 +204,5 @@ def _gone(position: Tensor) -> int | None:
 
 def _first_noise(engine: Engine, positions: Tensor, seed: int) -> Tensor:
     """What momenta are drawn from, `[chains, latents]`."""
-    size, device, dtype = engine.num_latents, positions.device, positions.dtype
-    sources = [
-        generator(seed, chain, Purpose.MOMENTUM, device=device) for chain in range(len(positions))
-    ]
-    return torch.stack(
-        [torch.randn(size, generator=s, dtype=dtype, device=device) for s in sources]
-    )
+    chains, dtype, device = range(len(positions)), positions.dtype, positions.device
+    return NoiseStream(seed, chains, (engine.num_latents,), dtype, device, Purpose.MOMENTUM).at(0)

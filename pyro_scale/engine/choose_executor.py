@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pyro_scale.compile.compiled import compile_function, compile_loop
+from pyro_scale.compile.cpp_loop import inputs_of
+from pyro_scale.compile.trace import trace
+from pyro_scale.compile.views import NotALoop
+from pyro_scale.compile.why_not import why_not
 from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.step_inputs import Fixed
 from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batch, Batches, WholeData
 from pyro_scale.engine.agreement import check
-from pyro_scale.engine.compile.compiled import compile_function, compile_loop
-from pyro_scale.engine.compile.cpp_loop import inputs_of
-from pyro_scale.engine.compile.trace import trace
-from pyro_scale.engine.compile.views import NotALoop
-from pyro_scale.engine.compile.why_not import why_not
 from pyro_scale.engine.executors import ChainByChain, CompiledLoop, OneByOne, Program, eager
 from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.reuse import Blueprint, Earlier, arrange, whitening_of

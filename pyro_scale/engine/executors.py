@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pyro_scale.compile.cpp_loop import Loop
 from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.step_inputs import Fixed, Gathered, PerStep, Source
 from pyro_scale.data.batches import Batches
-from pyro_scale.engine.compile.cpp_loop import Loop
 from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.step import Engine
 

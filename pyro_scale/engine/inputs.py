@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_scale.core.rng import NoiseStream
 from pyro_scale.data.batches import Batches
+from pyro_scale.rng.streams import NoiseStream
 
 #: Bytes of one block, unless one step has more; and steps, which leave its bytes in the cache.
 _BUDGET, _LONGEST = 2**25, 2**14

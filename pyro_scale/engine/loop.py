@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pyro_scale.core.rng import NoiseStream
 from pyro_scale.data.batches import Batch, Batches
 from pyro_scale.engine.chains import Chains
 from pyro_scale.engine.checkpoint import Checkpoint, Checkpoints
@@ -24,6 +23,7 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import FileError
+from pyro_scale.rng.streams import NoiseStream
 
 #: By how much later a run is looked at again each time.
 _RARER = 8

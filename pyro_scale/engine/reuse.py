@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdRef
 
+from pyro_scale.compile.trace import Constant, as_input
 from pyro_scale.data.batches import Batches, WholeData
 from pyro_scale.engine.agreement import agrees
-from pyro_scale.engine.compile.trace import Constant, as_input
 from pyro_scale.engine.executors import Program
 from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.step import Engine

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.core.rng import Purpose, derived_seed
 from pyro_scale.engine.progress import Progress
 from pyro_scale.exact.log_density import LogDensity
 from pyro_scale.exact.nutpie_api import Chain, ChainDraws, Settings
+from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: Seconds for which one chain is waited for before the others are looked at.
 _GLANCE = 0.02

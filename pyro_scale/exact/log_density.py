@@ -12,15 +12,15 @@ import torch
 from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor, nn
 
+from pyro_scale.compile.compiled import compile_value_and_gradient
+from pyro_scale.compile.cpp_function import NativeFunction
+from pyro_scale.compile.trace import Graph, trace
+from pyro_scale.compile.why_not import why_not
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import warn
-from pyro_scale.engine.compile.compiled import compile_value_and_gradient
-from pyro_scale.engine.compile.cpp_function import NativeFunction
-from pyro_scale.engine.compile.trace import Graph, trace
-from pyro_scale.engine.compile.why_not import why_not
 from pyro_scale.engine.reuse import mark
 from pyro_scale.errors import CompileWarning, PyroScaleWarning
 from pyro_scale.model.log_posterior import LogPosterior, Params

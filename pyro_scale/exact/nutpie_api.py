@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_scale.engine.compile.cpp_function import NativeFunction
+from pyro_scale.compile.cpp_function import NativeFunction
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.exact.log_density import LogDensity
 

@@ -14,10 +14,10 @@ import warnings
 import torch
 from torch import Tensor
 
+from pyro_scale.compile import cache_directory
+from pyro_scale.compile.compiled import compile_value_and_gradient
+from pyro_scale.compile.trace import trace
 from pyro_scale.core.layout import Layout
-from pyro_scale.engine.compile import cache_directory
-from pyro_scale.engine.compile.compiled import compile_value_and_gradient
-from pyro_scale.engine.compile.trace import trace
 from pyro_scale.exact.log_density import LogDensity
 from pyro_scale.exact.nutpie_api import KNOWN_VERSIONS, Chain, Settings, version
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.rng import Purpose, generator
 from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch.chunks import Chunk, chunks_of, is_row_wise
 from pyro_scale.model.derivatives import hessian, hessian_diagonal
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.rng.seeds import Purpose, generator
 
 #: Numbers that a chunk of the data may hold for each of its rows' parameters.
 _PIECE_NUMBERS = 2**22

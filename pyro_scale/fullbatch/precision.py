@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
-from pyro_scale.core.rng import Purpose, derived_seed
 from pyro_scale.errors import ModelError
 from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.model.curvature.ggn import Curvature, RowKind
 from pyro_scale.model.curvature.prior_hessian import prior_precision
+from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: Of the rows' sum, or `"hessian"`, that of the whole log joint.
 CurvatureKind: TypeAlias = RowKind | Literal["hessian"]

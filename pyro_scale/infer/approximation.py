@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Diagonal, matrix_or_diagonal
-from pyro_scale.core.rng import Purpose, generator
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
 from pyro_scale.diagnostics.psis import MOST_K, MOST_SHIFT, MOST_SPREAD, Psis, psis, rows_for
@@ -24,6 +23,7 @@ from pyro_scale.posterior.guide import Guide
 from pyro_scale.posterior.linearized import predict as predict_linearized
 from pyro_scale.posterior.reductions import Reduce
 from pyro_scale.posterior.serialization import result_of
+from pyro_scale.rng.seeds import Purpose, generator
 
 #: Which elements a Gaussian knows to be correlated: none, or all.
 Structure = Literal["diag", "dense"]

@@ -14,7 +14,6 @@ from torch import Tensor
 from pyro_scale.core.gaussian import Gaussian, as_structure
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.memory import check_fits
-from pyro_scale.core.rng import choose_seed
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
@@ -28,6 +27,7 @@ from pyro_scale.kernels.ekf import EKFState
 from pyro_scale.model.curvature.gaussian_prior import gaussian_prior
 from pyro_scale.model.curvature.ggn import RowKind
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.initialize import check_sites, init_of
 from pyro_scale.run.problem import as_log_posterior, module_device
 from pyro_scale.run.single_step import batch_as_data

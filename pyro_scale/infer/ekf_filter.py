@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.rng import Purpose, derived_seed
 from pyro_scale.data.sources import Data
 from pyro_scale.errors import NonFiniteError
 from pyro_scale.fullbatch.chunks import Chunk
@@ -20,6 +19,7 @@ from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.scaling import Evaluation
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
+from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: Numbers of the path that are kept: 256 MiB of float64.
 PATH_NUMBERS = 2**25

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from pyro_scale.core.rng import choose_seed
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
@@ -27,6 +26,7 @@ from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.curvature.ggn import Curvature
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
+from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, position_of, prepare
 
 #: The square of the distance to the mode, in posterior sds, from which evidence is in doubt.

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.online_moments import Moments
-from pyro_scale.core.rng import choose_seed
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
@@ -27,6 +26,7 @@ from pyro_scale.posterior import export, predictive, result_files
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.reductions import Reduce
 from pyro_scale.posterior.serialization import contents_of, result_of, understood
+from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import module_device
 from pyro_scale.run.single_step import Stepping
 from pyro_scale.storage import files

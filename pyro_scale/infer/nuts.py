@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
-from pyro_scale.core.rng import Purpose, choose_seed, generator
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
@@ -25,6 +24,7 @@ from pyro_scale.infer.method import Method
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.draws import Result
+from pyro_scale.rng.seeds import Purpose, choose_seed, generator
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 
 Mass = Literal["diag", "low_rank"]

@@ -7,7 +7,6 @@ import importlib.util
 from typing import Any
 
 from pyro_scale.core import rows
-from pyro_scale.core.rng import choose_seed
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
@@ -17,6 +16,7 @@ from pyro_scale.infer.method import Method
 from pyro_scale.infer.nuts import NUTS
 from pyro_scale.infer.samplers import BAOA, GHMC
 from pyro_scale.kernels import Hyperparameters
+from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import as_log_posterior, module_device, prepare
 from pyro_scale.tuning.training import is_network
 

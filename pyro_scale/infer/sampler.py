@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
-from pyro_scale.core.rng import choose_seed
 from pyro_scale.core.schedules import Cyclical, Schedule
 from pyro_scale.core.validation import AUTO, as_count, as_flag, is_auto
 from pyro_scale.core.warn import warn, without_vmap_warnings
@@ -37,6 +36,7 @@ from pyro_scale.infer.settings import settings_of
 from pyro_scale.kernels import Kernel
 from pyro_scale.posterior.collect import collect, warn_of_short_warmup
 from pyro_scale.posterior.sinks import ToDisk, ToMoments, sink_for
+from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.budget import Budget, passes_of
 from pyro_scale.run.config import RunConfig, Store
 from pyro_scale.run.execute import execute

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core.gaussian import Gaussian
-from pyro_scale.core.rng import choose_seed
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
@@ -26,6 +25,7 @@ from pyro_scale.kernels.optimizer import is_pure
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
+from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.frozen_features import with_frozen_features
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 from pyro_scale.run.single_step import Stepping, batch_as_data

@@ -20,7 +20,6 @@ from pyro_scale.core import rows
 from pyro_scale.core.exclusive import exclusive, own_generator
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.rng import Purpose, derived_seed
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
@@ -36,6 +35,7 @@ from pyro_scale.model.recorder import Recorder, Simulator
 from pyro_scale.model.scaling import Evaluation, Prior
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import terms_of
+from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: How many starts of a chain are tried: of a model that half of all starts break, 20 fail once in
 #: a million.

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.rng import Purpose, generator
 from pyro_scale.data.sources import Data
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.draws import Result
+from pyro_scale.rng.seeds import Purpose, generator
 
 #: Draws of each start, unless the user asks for others.
 _DRAWS = 1000

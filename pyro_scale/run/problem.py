@@ -89,7 +89,7 @@ class Problem:
         arguments = self.log_posterior.bind(args, kwargs)
         if isinstance(self.data, OwnSubsamples):
             data = self.data
-            indices = RowIndices(self.seed, 1, data.num_data, data.batch_size, "shuffle")
+            indices = RowIndices(self.seed, range(1), data.num_data, data.batch_size, "shuffle")
             return OwnIndices(arguments, indices)
         return WholeData(to_device(arguments, module_device(self.log_posterior)))
 

@@ -151,6 +151,7 @@ def identity_of(problem: Problem, attrs: Mapping[str, Any], hyperparameters: Any
         "sites": {name: f"{list(shape)} {dtype_name(dtype)}" for name, shape, dtype in shapes},
         "seed": problem.seed,
         "version": version("pyro_scale"),
+        "random numbers": "Philox 4x32-10",
         _START: float(start),
     }
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from pyro_scale.core.autocorrelation import autocorrelation_time
-from pyro_scale.core.rng import Purpose, derived_seed
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.kernels import BAOA, Kernel
+from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.pilot import LEAST_PILOT

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from pyro_scale.core.rng import RefinedNoise
 from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Draws, Steps
@@ -25,6 +24,7 @@ from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
+from pyro_scale.rng.streams import RefinedNoise
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.adjust import adjust, without_adjustment
@@ -181,7 +181,7 @@ def _at_half_step(problem: Problem, steps: Steps, seed: int, simulate: Simulate)
     columns = dict(engine.kernel.columns(steps.total))
     columns["lr"] = columns["lr"] / 2
     shape = engine.kernel.normals, engine.num_latents
-    noise = RefinedNoise(seed, len(positions), shape, positions.dtype, positions.device)
+    noise = RefinedNoise(seed, range(len(positions)), shape, positions.dtype, positions.device)
     return simulate(problem, steps, seed, columns, noise)
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
-from pyro_scale.core.rng import Purpose, generator
 from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening, Whitening
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.gauss_newton import anchored
+from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.choice import Asked, Precondition

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.core.rng import Purpose, generator
 from pyro_scale.core.whitening import DenseWhitening
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.model.control_variates import ControlVariates
+from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.budget import rows_a_step
 from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.tuning.choice import Asked

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
-from pyro_scale.core.rng import Purpose, generator
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.newton import Ascent, ascend
+from pyro_scale.rng.seeds import Purpose, generator
 
 #: Modes apart by fewer sds and nats than these are one.
 _SDS, _NATS = 3.0, 2.0

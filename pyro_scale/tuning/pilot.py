@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.autocorrelation import autocorrelation_time
-from pyro_scale.core.rng import Purpose, derived_seed
 from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
 

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from pyro_scale.core.rng import NoiseStream
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
+from pyro_scale.rng.streams import NoiseStream
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.config import RunConfig
 from pyro_scale.run.problem import Problem

@@ -8,10 +8,10 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_scale.core.rng import Purpose, generator
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.errors import PyroScaleError
 from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.problem import Problem
 
 #: Searches for modes: the fewest and the most.

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.core.rng import Purpose, generator
 from pyro_scale.data.batches import batches_from
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Steps
@@ -23,6 +22,7 @@ from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Linearized, Theory
+from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.gradient_noise import row_gradients
 

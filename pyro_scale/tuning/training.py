@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
-from pyro_scale.core.rng import Purpose, derived_seed
 from pyro_scale.core.whitening import DiagonalWhitening
 from pyro_scale.data.sources import TensorData
 from pyro_scale.engine.draws import Draws, Steps
@@ -32,6 +31,7 @@ from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.model.curvature.prior_hessian import prior_precision
+from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.choice import Asked, Choice, Simulate

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.autocorrelation import autocorrelation_time, split_r_hat
-from pyro_scale.core.rng import Purpose, derived_seed
 from pyro_scale.core.whitening import (
     DenseWhitening,
     DiagonalWhitening,
@@ -24,6 +23,7 @@ from pyro_scale.core.whitening import (
 )
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.curvature import steepest_by_products

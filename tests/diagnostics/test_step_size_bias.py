@@ -16,10 +16,10 @@ from repetitions import slow_but
 from warned import quiet, told
 
 import pyro_scale as ps
-from pyro_scale.core.rng import NoiseStream, RefinedNoise
 from pyro_scale.diagnostics import step_size_bias
 from pyro_scale.diagnostics.coupled_run import run_coupled
 from pyro_scale.errors import ArgumentError, NotRunError
+from pyro_scale.rng.streams import NoiseStream, RefinedNoise
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -59,7 +59,7 @@ def variance_of(table, site):
 def test_the_noise_is_split_in_two(span):
     shape = (2, 5)
     noise, half = (
-        kind(7, 3, shape, torch.float64, torch.device("cpu"))
+        kind(7, range(3), shape, torch.float64, torch.device("cpu"))
         for kind in (NoiseStream, RefinedNoise)
     )
     found = half.span(*span)
@@ -74,7 +74,7 @@ def test_the_noise_is_split_in_two(span):
 
 
 def test_the_halves_are_independent_standard_normals():
-    half = RefinedNoise(0, 4, (1, 5), torch.float64, torch.device("cpu"))
+    half = RefinedNoise(0, range(4), (1, 5), torch.float64, torch.device("cpu"))
     found = half.span(0, 20_000).unflatten(1, (-1, 2)).transpose(2, -1).reshape(-1, 2)
     count = len(found)
     covariance = found.T @ found / count
@@ -82,7 +82,7 @@ def test_the_halves_are_independent_standard_normals():
     assert found.mean(0).abs().max() < 4.4 / count**0.5
     fourth = found.pow(4).mean(0)
     assert (fourth - 3).abs().max() < 4.4 * (96 / count) ** 0.5
-    other = RefinedNoise(0, 4, (1, 5), torch.float64, torch.device("cpu")).span(0, 10)
+    other = RefinedNoise(0, range(4), (1, 5), torch.float64, torch.device("cpu")).span(0, 10)
     later = found.unflatten(0, (4, -1))[:, 1:] * found.unflatten(0, (4, -1))[:, :-1]
     assert later.mean().abs() < 4.4 / later.numel() ** 0.5
     assert torch.equal(other, half.span(0, 10))
@@ -362,7 +362,8 @@ def test_the_same_run_has_the_same_shadow():
 def test_the_shadow_by_hand():
     """Its draws, step by step from the run's noise and starts."""
     sampler = run(ps.SGLD(skewed, lr=0.2), num_samples=50, warmup_steps=3, num_chains=2)
-    noise = RefinedNoise(0, 2, (1, 1), torch.float64, torch.device("cpu")).span(0, 306)[..., 0, 0]
+    noise = RefinedNoise(0, range(2), (1, 1), torch.float64, torch.device("cpu"))
+    noise = noise.span(0, 306)[..., 0, 0]
     x = sampler._plan.problem.positions[:, 0]
     kept = []
     for step in range(306):

@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, Dataset
 from warned import without_replay
 
 import pyro_scale as ps
+from pyro_scale.compile import cache_directory, compiled
+from pyro_scale.compile.views import NotALoop
 from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.engine import choose_executor
-from pyro_scale.engine.compile import cache_directory, compiled
-from pyro_scale.engine.compile.views import NotALoop
 from pyro_scale.errors import ArgumentError, CompileWarning, NonFiniteError, NotRunError
 
 pytestmark = pytest.mark.usefixtures("float64")

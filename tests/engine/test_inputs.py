@@ -9,16 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyro_scale.core import rng
-from pyro_scale.core.rng import NoiseStream, Purpose, generator
 from pyro_scale.core.schedules import Cyclical
-from pyro_scale.data import row_sampler as indices_module
 from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.engine import chunking as pace_module
 from pyro_scale.engine import inputs as step_inputs
 from pyro_scale.engine.chunking import Pace
 from pyro_scale.engine.draws import Steps
 from pyro_scale.engine.inputs import Inputs, StepInputs, steps_within_budget
+from pyro_scale.rng import philox
+from pyro_scale.rng.philox import Stream
+from pyro_scale.rng.seeds import Purpose
+from pyro_scale.rng.streams import NoiseStream
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 CPU = torch.device("cpu")
@@ -37,27 +38,22 @@ def spans_of(cuts, start=0):
 
 
 def noise(chains=2, shape=(2, 5), seed=3, dtype=torch.float64):
-    """Blocks of six steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rng, "_BLOCK_NUMBERS", 6 * shape[0] * shape[1])
-        return NoiseStream(seed, chains, shape, dtype, CPU)
+    return NoiseStream(seed, range(chains), shape, dtype, CPU)
 
 
 @quick
 @given(st.lists(st.integers(1, 15), min_size=1, max_size=8), st.integers(0, 40))
 def test_noise_in_spans_is_noise_step_by_step(cuts, start):
-    """Across blocks, forwards from any step; the numbers are those of each block's generator."""
-    assert noise().block_steps == 6
+    """From any step on; the numbers are those of the chain's own stream, one after another."""
     stream = noise()
     for first, last in spans_of(cuts, start):
         span = stream.span(first, last)
         assert span.shape == (2, last - first, 2, 5)
         for step in range(first, last):
             for chain in range(2):
-                source = generator(3, chain, Purpose.NOISE, step // 6)
-                block = torch.randn(6 * 2 * 5, generator=source, dtype=torch.float64)
-                own = block.view(6, 2, 5)[step % 6]
-                assert torch.equal(span[chain, step - first], own)
+                own = torch.empty(10, dtype=torch.float64)
+                philox.normals(Stream(3, chain, Purpose.NOISE), 10 * step, own)
+                assert torch.equal(span[chain, step - first], own.view(2, 5))
 
 
 @quick
@@ -88,10 +84,7 @@ def test_a_span_that_was_given_out_is_not_written_to():
 
 
 def row_indices(chains=2, num_rows=10, batch=3, sampling="shuffle", seed=5):
-    """Blocks of forty indices: four epochs, or thirteen steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(indices_module, "_BLOCK_NUMBERS", 40)
-        return RowIndices(seed, chains, num_rows, batch, sampling)
+    return RowIndices(seed, range(chains), num_rows, batch, sampling)
 
 
 @quick

@@ -14,9 +14,9 @@ from repetitions import slow_but
 from torch.utils.data import DataLoader, StackDataset, TensorDataset
 
 import pyro_scale as ps
+from pyro_scale.compile import compiled
+from pyro_scale.compile.views import NotALoop
 from pyro_scale.engine import choose_executor
-from pyro_scale.engine.compile import compiled
-from pyro_scale.engine.compile.views import NotALoop
 from pyro_scale.errors import CompileWarning
 
 N, B = 40, 8

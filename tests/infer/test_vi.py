@@ -23,10 +23,10 @@ from torch.distributions import MultivariateNormal, constraints
 
 import pyro_scale as ps
 from pyro_scale import kernels
-from pyro_scale.core.rng import NoiseStream
 from pyro_scale.errors import ApproximationWarning, ArgumentError, NonFiniteError
 from pyro_scale.kernels.optimizer import is_pure
 from pyro_scale.kernels.vi import VIState
+from pyro_scale.rng.streams import NoiseStream
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -483,7 +483,9 @@ def test_a_chain_is_the_same_whatever_others_there_are(kind):
 
 def first_noise(num_latents, num_chains=1, seed=0):
     """Of step 0, `[chains, latents]`."""
-    columns = NoiseStream(seed, num_chains, (1, num_latents), torch.float64, torch.device("cpu"))
+    columns = NoiseStream(
+        seed, range(num_chains), (1, num_latents), torch.float64, torch.device("cpu")
+    )
     return columns.at(0)[:, 0]
 
 

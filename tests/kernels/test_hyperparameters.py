@@ -15,11 +15,12 @@ from torch import nn
 
 import pyro_scale as ps
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.rng import NoiseStream, Purpose, generator
 from pyro_scale.core.schedules import Cyclical, polynomial_decay
 from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError
+from pyro_scale.rng.seeds import Purpose
+from pyro_scale.rng.streams import NoiseStream
 
 QUIET = {"progress": False}
 #: Every state is a draw, from the first.
@@ -84,7 +85,7 @@ def test_from_sgd_at_temperature_zero_is_an_ensemble_of_sgd_runs(row, momentum):
     )
     assert type(sampler) is row.sampler
     draws = sampler.run(ROWS, **EVERY_STEP, **BATCHED).get_samples(group_by_chain=True)
-    rows = RowIndices(4, 3, SIZE, 7, "shuffle").span(0, 25)
+    rows = RowIndices(4, range(3), SIZE, 7, "shuffle").span(0, 25)
     for chain in range(3):
         expected = optimized(
             chain,
@@ -265,8 +266,13 @@ class MeanOf:
 
 def walked(row, values, steps, seed, chains, start, batch):
     """All positions, `[chains, steps, 2]`, step by step; values: step -> hyperparameters."""
-    noise = NoiseStream(seed, chains, (row.kernel.normals, 2), torch.float64, torch.device("cpu"))
-    rows = RowIndices(seed, chains, SIZE, batch, row.kernel.sampling)
+    noise = NoiseStream(
+        seed, range(chains), (row.kernel.normals, 2), torch.float64, torch.device("cpu")
+    )
+    momentum_noise = NoiseStream(
+        seed, range(chains), (2,), torch.float64, torch.device("cpu"), Purpose.MOMENTUM
+    ).at(0)
+    rows = RowIndices(seed, range(chains), SIZE, batch, row.kernel.sampling)
     paths = []
     for chain in range(chains):
         state, path = None, []
@@ -274,9 +280,7 @@ def walked(row, values, steps, seed, chains, start, batch):
             kernel = row.of(**values(step))
             bound = Bound(kernel, kernel.values(0))
             if state is None:
-                source = generator(seed, chain, Purpose.MOMENTUM)
-                first = torch.randn(2, generator=source, dtype=torch.float64)
-                state = bound.init(start[chain], first)
+                state = bound.init(start[chain], momentum_noise[chain])
             target = MeanOf(ROWS[rows.at(step)[chain]])
             state, _ = bound.update(state, target, noise.at(step)[chain])
             path.append(state.position)
@@ -328,7 +332,7 @@ def test_a_first_exploration_is_the_path_at_temperature_zero():
     cold.run(ROWS, num_samples=16, **EVERY_STEP, **settings)
     drawn = sampler.get_samples(group_by_chain=True)["w"][:, 0]
     quiet = cold.get_samples(group_by_chain=True)["w"][:, 15]
-    noise = NoiseStream(6, 3, (1, 2), torch.float64, torch.device("cpu")).at(15)[:, 0]
+    noise = NoiseStream(6, range(3), (1, 2), torch.float64, torch.device("cpu")).at(15)[:, 0]
     close(drawn - quiet, noise * math.sqrt(2 * cycle(15) / SIZE), rtol=1e-12)
 
 

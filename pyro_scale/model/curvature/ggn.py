@@ -21,7 +21,6 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import exclusive, own_generator
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.rng import Purpose, derived_seed
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.errors import ArgumentError
@@ -30,6 +29,7 @@ from pyro_scale.model.curvature.prior_hessian import prior_product
 from pyro_scale.model.derivatives import row_gradients
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.scaling import Evaluation
+from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: "ggn", "empirical_fisher", or "monte_carlo": the GGN from drawn observations, for many outputs.
 RowKind: TypeAlias = Literal["ggn", "empirical_fisher", "monte_carlo"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from pyro_scale.engine.compile.aten_calls import ATEN
-from pyro_scale.engine.compile.lowering import Plan
-from pyro_scale.engine.compile.views import NotALoop
+from pyro_scale.compile.aten_calls import ATEN
+from pyro_scale.compile.lowering import Plan
+from pyro_scale.compile.views import NotALoop
 
 #: Bytes, of every buffer's first one.
 _ALIGNMENT = 64

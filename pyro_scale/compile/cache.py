@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from pyro_scale.engine.compile import cache_directory
-from pyro_scale.engine.compile.trace import Graph
+from pyro_scale.compile import cache_directory
+from pyro_scale.compile.trace import Graph
 
 
 def library_for(
@@ -25,7 +25,16 @@ def library_for(
         threads: that its kernels use.
         build: builds the library and returns its path.
     """
-    key = key_of(graph, form, threads)
+    return library(key_of(graph, form, threads), build)
+
+
+def library(key: str, build: Callable[[], str]) -> ctypes.CDLL:
+    """The library that is kept under a key, or a new one.
+
+    Args:
+        key: a hash of all that the library depends on.
+        build: builds it and returns its path.
+    """
     code = cache_directory.read(key)
     if code is None:
         with cache_directory.building(key):

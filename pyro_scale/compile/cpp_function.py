@@ -18,11 +18,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_scale.engine.compile.cpp_source import indent, write_buffers, write_kernels
-from pyro_scale.engine.compile.inductor import Compiled
-from pyro_scale.engine.compile.lowering import plan_of
-from pyro_scale.engine.compile.trace import Graph
-from pyro_scale.engine.compile.views import NotALoop
+from pyro_scale.compile.cpp_source import indent, write_buffers, write_kernels
+from pyro_scale.compile.inductor import Compiled
+from pyro_scale.compile.lowering import plan_of
+from pyro_scale.compile.trace import Graph
+from pyro_scale.compile.views import NotALoop
 
 _FUNCTION = """
 #include <torch/csrc/inductor/cpp_prefix.h>

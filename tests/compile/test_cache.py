@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pyro_scale.engine.compile import cache_directory, inductor
+from pyro_scale.compile import cache_directory, inductor
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="of Unix's owners and modes")
 
@@ -117,7 +117,7 @@ def test_of_two_that_build_at_once_one_does(kept):
 
 def test_what_is_for_a_process_is_gone_with_it(tmp_path):
     code = (
-        "import os; from pyro_scale.engine.compile.cache_directory import for_this_process as own; "
+        "import os; from pyro_scale.compile.cache_directory import for_this_process as own; "
         "print(own(os.getpid()))"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -142,7 +142,7 @@ def test_inductor_gets_a_directory_that_compilers_can_name(kept, monkeypatch, tm
 def test_what_a_killed_process_left_half_written_is_built_again(tmp_path, monkeypatch):
     monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
     build = 'print(inductor.build_library("extern \\"C\\" int one() { return 1; }"))'
-    command = [sys.executable, "-c", f"from pyro_scale.engine.compile import inductor; {build}"]
+    command = [sys.executable, "-c", f"from pyro_scale.compile import inductor; {build}"]
     for _ in range(2):
         ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
         library = Path(ran.stdout.strip())

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_scale.engine.compile.aten_calls import (
+from pyro_scale.compile.aten_calls import (
     PRODUCTS,
     is_operation,
     write_call,
     write_product,
 )
-from pyro_scale.engine.compile.inductor import Compiled, CppKernel
-from pyro_scale.engine.compile.views import NotALoop, View
+from pyro_scale.compile.inductor import Compiled, CppKernel
+from pyro_scale.compile.views import NotALoop, View
 
 #: Calls that compute nothing: what they check of inputs holds of all that a loop passes.
 _CHECKS = (

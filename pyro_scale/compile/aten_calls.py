@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_scale.engine.compile.views import NotALoop, View
+from pyro_scale.compile.views import NotALoop, View
 
 #: What handles and checks are in C++.
 ATEN = """

@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_scale.engine.compile.cache import key_of, library_for
-from pyro_scale.engine.compile.cpp_function import (
+from pyro_scale.compile.cache import key_of, library_for
+from pyro_scale.compile.cpp_function import (
     NativeFunction,
     check_signature,
     write_function,
 )
-from pyro_scale.engine.compile.cpp_loop import Inputs, Loop, write_loop
-from pyro_scale.engine.compile.inductor import Compiled, build_library, compile_graph
-from pyro_scale.engine.compile.trace import Graph
+from pyro_scale.compile.cpp_loop import Inputs, Loop, write_loop
+from pyro_scale.compile.inductor import Compiled, build_library, compile_graph
+from pyro_scale.compile.trace import Graph
 
 #: Functions that this process has compiled, the latest last; loops are kept on disk.
 _compiled_before: dict[str, Compiled] = {}

@@ -9,9 +9,9 @@ import pytest
 import torch
 from reference import double, normals
 
-from pyro_scale.engine.compile.compiled import compile_value_and_gradient
-from pyro_scale.engine.compile.trace import trace
-from pyro_scale.engine.compile.views import NotALoop
+from pyro_scale.compile.compiled import compile_value_and_gradient
+from pyro_scale.compile.trace import trace
+from pyro_scale.compile.views import NotALoop
 
 X, Y = normals(40, 3, seed=0), (normals(40, seed=1) > 0).double()
 

@@ -18,8 +18,8 @@ from unittest import mock
 
 from torch import Tensor, fx
 
+from pyro_scale.compile import cache_directory
 from pyro_scale.core.exclusive import exclusive
-from pyro_scale.engine.compile import cache_directory
 
 T = TypeVar("T")
 
@@ -143,6 +143,18 @@ def _load(build: Callable[[], T]) -> T:
                 raise
             half.unlink(missing_ok=True)
             return build()
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor would use.
+
+    Raises:
+        Exception: there is none.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    compiler: str = get_cpp_compiler()
+    return compiler
 
 
 @contextmanager

@@ -1,0 +1,293 @@
+"""The numbers of `philox.py` in C++, bit for bit, many counters side by side.
+
+Loops over `WIDTH` counters have no branches, so compilers turn them into SIMD instructions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_scale.compile.cache import library
+from pyro_scale.compile.plain import build_plain
+from pyro_scale.core.exclusive import exclusive
+from pyro_scale.rng import philox
+from pyro_scale.rng.philox import Stream
+
+_SOURCE = """
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+static constexpr int WIDTH = 32;
+
+// the words of counters side by side, one to 64 bits: the product of two is one instruction
+struct Words {
+    uint64_t a[WIDTH], b[WIDTH], c[WIDTH], d[WIDTH];
+};
+
+struct Stream {
+    uint64_t seed;
+    uint32_t chain, purpose;
+};
+
+static inline void philox(const Stream& stream, uint64_t place, Words& w) {
+    for (int i = 0; i < WIDTH; ++i) {
+        w.a[i] = (uint32_t)(place + i);
+        w.b[i] = (place + i) >> 32;
+        w.c[i] = stream.chain;
+        w.d[i] = stream.purpose;
+    }
+    uint32_t low = (uint32_t)stream.seed, high = (uint32_t)(stream.seed >> 32);
+    for (int round = 0; round < %(rounds)d; ++round) {
+        for (int i = 0; i < WIDTH; ++i) {
+            const uint64_t x = %(multiplier0)dull * (uint32_t)w.a[i];
+            const uint64_t y = %(multiplier1)dull * (uint32_t)w.c[i];
+            w.a[i] = (y >> 32) ^ w.b[i] ^ low;
+            w.c[i] = (x >> 32) ^ w.d[i] ^ high;
+            w.b[i] = (uint32_t)y;
+            w.d[i] = (uint32_t)x;
+        }
+        low += %(weyl0)du;
+        high += %(weyl1)du;
+    }
+}
+
+template <class T> struct Format;
+template <> struct Format<float> {
+    using Int = int32_t;
+    static constexpr int mantissa = 23, bias = 126, log_terms = %(log32)d, sine_terms = %(sine32)d;
+};
+template <> struct Format<double> {
+    using Int = int64_t;
+    static constexpr int mantissa = 52, bias = 1022, log_terms = %(log64)d, sine_terms = %(sine64)d;
+};
+
+static constexpr double coefficient(int n) {
+    double factorial = 1;
+    for (int i = 2; i <= n; ++i) factorial *= i;
+    return (n / 2 %% 2 ? -1.0 : 1.0) / factorial;
+}
+
+// e log 2 + 2 artanh s
+template <class T> static inline T logarithm(T u) {
+    using F = Format<T>;
+    typename F::Int bits;
+    std::memcpy(&bits, &u, sizeof(T));
+    typename F::Int exponent = (bits >> F::mantissa) - F::bias;
+    constexpr typename F::Int one = 1;
+    bits = (bits & ((one << F::mantissa) - 1)) | ((typename F::Int)F::bias << F::mantissa);
+    T m;
+    std::memcpy(&m, &bits, sizeof(T));
+    const bool low = m < (T)%(sqrt_half).17g;
+    m = low ? m * 2 : m;
+    exponent -= low;
+    const T s = (m - 1) / (m + 1), square = s * s;
+    T series = (T)(1.0 / (2 * F::log_terms - 1));
+    #pragma GCC unroll 16
+    for (int k = F::log_terms - 2; k >= 0; --k) series = series * square + (T)(1.0 / (2 * k + 1));
+    return (T)exponent * (T)%(log2).17g + (2 * s) * series;
+}
+
+template <class T> static inline void box_muller(T uniform, uint32_t quadrant, T t, T* out) {
+    constexpr int terms = Format<T>::sine_terms;
+    T radius = std::sqrt(-2 * logarithm(uniform));
+    radius = quadrant & 2 ? -radius : radius;
+    const T square = t * t;
+    T sine = (T)coefficient(2 * terms - 1), cosine = (T)coefficient(2 * terms);
+    #pragma GCC unroll 16
+    for (int k = terms - 2; k >= 0; --k) sine = sine * square + (T)coefficient(2 * k + 1);
+    #pragma GCC unroll 16
+    for (int k = terms - 1; k >= 0; --k) cosine = cosine * square + (T)coefficient(2 * k);
+    sine = sine * t;
+    out[0] = radius * (quadrant & 1 ? -sine : cosine);
+    out[1] = radius * (quadrant & 1 ? cosine : sine);
+}
+
+static inline void pair(uint32_t u, uint32_t v, float* out) {
+    const float uniform = ((float)u + 0.5f) * 0x1p-32f;
+    const int32_t centered = (int32_t)(v & 0x3fffffff) - 0x20000000;
+    box_muller(uniform, v >> 30, ((float)centered + 0.5f) * (float)%(angle32).17g, out);
+}
+
+// the uniform from 52 bits: k + 1/2 is a double
+static inline void pair(uint64_t u, uint64_t v, double* out) {
+    const double uniform = ((double)(int64_t)(u >> 12) + 0.5) * 0x1p-52;
+    const int64_t centered = (int64_t)((v & 0x3fffffffffffffffull) >> 10) - (1ll << 51);
+    const double t = ((double)centered + 0.5) * %(angle64).17g;
+    box_muller(uniform, (uint32_t)(v >> 62), t, out);
+}
+
+static inline void group(const Stream& stream, uint64_t place, float* out) {
+    Words w;
+    philox(stream, place, w);
+    for (int i = 0; i < WIDTH; ++i) {
+        pair((uint32_t)w.a[i], (uint32_t)w.b[i], out + 4 * i);
+        pair((uint32_t)w.c[i], (uint32_t)w.d[i], out + 4 * i + 2);
+    }
+}
+
+static inline void group(const Stream& stream, uint64_t place, double* out) {
+    Words w;
+    philox(stream, place, w);
+    for (int i = 0; i < WIDTH; ++i)
+        pair(w.b[i] << 32 | w.a[i], w.d[i] << 32 | w.c[i], out + 2 * i);
+}
+
+static inline uint64_t below(uint64_t bound, uint64_t low, uint64_t high) {
+    return (high * bound + (low * bound >> 32)) >> 32;
+}
+
+// numbers first, first + 1, ... of groups of them
+template <class T, int PER, class Group>
+static void fill(uint64_t first, int64_t count, T* out, Group group) {
+    uint64_t place = first / PER;
+    int64_t skip = first %% PER;
+    T numbers[WIDTH * PER];
+    while (count > 0) {
+        group(place, numbers);
+        const int64_t taken = std::min(count, WIDTH * PER - skip);
+        std::memcpy(out, numbers + skip, taken * sizeof(T));
+        out += taken;
+        count -= taken;
+        place += WIDTH;
+        skip = 0;
+    }
+}
+
+extern "C" void normals32(Stream stream, uint64_t first, int64_t count, float* out) {
+    fill<float, 4>(first, count, out, [&](uint64_t p, float* to) { group(stream, p, to); });
+}
+
+extern "C" void normals64(Stream stream, uint64_t first, int64_t count, double* out) {
+    fill<double, 2>(first, count, out, [&](uint64_t p, double* to) { group(stream, p, to); });
+}
+
+extern "C" void integers(Stream stream, uint64_t first, int64_t count, uint64_t bound,
+                         int64_t* out) {
+    fill<int64_t, 2>(first, count, out, [&](uint64_t place, int64_t* to) {
+        Words w;
+        philox(stream, place, w);
+        for (int i = 0; i < WIDTH; ++i) {
+            to[2 * i] = below(bound, w.a[i], w.b[i]);
+            to[2 * i + 1] = below(bound, w.c[i], w.d[i]);
+        }
+    });
+}
+
+extern "C" void permutation(Stream stream, uint64_t index, int64_t size, int64_t* out) {
+    uint64_t place = index * ((size + 1) / 2);
+    for (int64_t i = 0; i < size; ++i) out[i] = i;
+    Words w;
+    for (int64_t begin = 0; begin < size; begin += 2 * WIDTH, place += WIDTH) {
+        philox(stream, place, w);
+        const int64_t end = std::min(size, begin + 2 * WIDTH);
+        for (int64_t i = begin; i < end; ++i) {
+            const int64_t from = (i - begin) / 2;
+            const bool second = (i - begin) %% 2;
+            const uint64_t low = second ? w.c[from] : w.a[from];
+            const uint64_t high = second ? w.d[from] : w.b[from];
+            std::swap(out[i], out[i + below(size - i, low, high)]);
+        }
+    }
+}
+"""
+
+
+class _Stream(ctypes.Structure):
+    _fields_ = (
+        ("seed", ctypes.c_uint64),
+        ("chain", ctypes.c_uint32),
+        ("purpose", ctypes.c_uint32),
+    )
+
+
+class Native:
+    """The C++ library.
+
+    Args:
+        functions: as it was loaded.
+    """
+
+    def __init__(self, functions: ctypes.CDLL):
+        stream, number, place = _Stream, ctypes.c_int64, ctypes.c_uint64
+        pointer = ctypes.c_void_p
+        self._normals: dict[torch.dtype, Any] = {
+            torch.float32: functions.normals32,
+            torch.float64: functions.normals64,
+        }
+        for function in self._normals.values():
+            function.argtypes = [stream, place, number, pointer]
+        self._integers, self._permutation = functions.integers, functions.permutation
+        self._integers.argtypes = [stream, place, number, place, pointer]
+        self._permutation.argtypes = [stream, place, number, pointer]
+
+    def normals(self, stream: Stream, first: int, out: Tensor) -> None:
+        """As in `philox`."""
+        self._normals[out.dtype](_Stream(*stream), first, len(out), out.data_ptr())
+
+    def integers(self, stream: Stream, first: int, bound: int, out: Tensor) -> None:
+        """As in `philox`."""
+        self._integers(_Stream(*stream), first, len(out), bound, out.data_ptr())
+
+    def permutation(self, stream: Stream, index: int, out: Tensor) -> None:
+        """As in `philox`."""
+        self._permutation(_Stream(*stream), index, len(out), out.data_ptr())
+
+
+def source() -> str:
+    """The C++."""
+    return _SOURCE % {
+        "rounds": philox.ROUNDS,
+        "multiplier0": philox.MULTIPLIERS[0],
+        "multiplier1": philox.MULTIPLIERS[1],
+        "weyl0": philox.WEYL[0],
+        "weyl1": philox.WEYL[1],
+        "log32": philox.LOG_TERMS[torch.float32],
+        "log64": philox.LOG_TERMS[torch.float64],
+        "sine32": philox.SINE_TERMS[torch.float32],
+        "sine64": philox.SINE_TERMS[torch.float64],
+        "sqrt_half": math.sqrt(0.5),
+        "log2": math.log(2.0),
+        "angle32": 2.0**-31 * math.pi,
+        "angle64": 2.0**-53 * math.pi,
+    }
+
+
+def native() -> Native | None:
+    """The library, built once a machine; None without a compiler, or if its numbers are others."""
+    with exclusive:
+        return _native()
+
+
+@functools.cache
+def _native() -> Native | None:
+    text = source()
+    machine = torch.__version__, torch.backends.cpu.get_cpu_capability()
+    key = hashlib.sha256(repr((machine, text)).encode()).hexdigest()
+    with contextlib.suppress(Exception):  # whatever a missing or an odd compiler leads to
+        built = Native(library(key, lambda: build_plain(text)))
+        if _agrees(built):
+            return built
+    return None
+
+
+def _agrees(built: Native) -> bool:
+    """Whether it computes what torch does, bit for bit: a compiler may know better than IEEE."""
+    stream = Stream(2**62 + 12345, 7, 1)
+    for dtype in philox.PER_COUNTER:
+        ours, theirs = torch.empty(999, dtype=dtype), torch.empty(999, dtype=dtype)
+        built.normals(stream, 2**33 + 1, ours)
+        philox.normals(stream, 2**33 + 1, theirs)
+        if not torch.equal(ours, theirs):
+            return False
+    return True

@@ -1,0 +1,198 @@
+"""Philox 4x32-10 and what is made of its words, in torch: on any device, without a compiler.
+
+Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a bijection of 128-bit
+counters for each 64-bit key.  Here the key is the seed and the counter is
+
+    words 0 and 1: the place in the stream;  word 2: the chain;  word 3: the purpose
+
+so no two numbers of a run share a counter, and any number can be had without those before it.
+`native.py` computes the same bits in C++: only +, -, *, / and square roots are used, which round
+alike everywhere, and logarithms, sines and cosines are sums of their series.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+#: Philox's multipliers, and what is added to the key each round.
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+WEYL = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 10
+#: Terms of the series, so many that the rest is below rounding: of log around 1 in the square of
+#: (m - 1)/(m + 1) < .1716, of sine and cosine on (-pi/4, pi/4).
+LOG_TERMS = {torch.float32: 5, torch.float64: 11}
+SINE_TERMS = {torch.float32: 5, torch.float64: 8}
+#: Normals that one counter's words give.
+PER_COUNTER = {torch.float32: 4, torch.float64: 2}
+
+_MASK = 0xFFFFFFFF
+
+
+class Stream(NamedTuple):
+    """One stream of random numbers.
+
+    Attributes:
+        seed: the run's, the key.
+        chain: its number, below 2^32.
+        purpose: what the numbers are for, below 2^32.
+    """
+
+    seed: int
+    chain: int
+    purpose: int
+
+
+def philox(key: int, counters: list[Tensor]) -> list[Tensor]:
+    """Four words for each counter.
+
+    Args:
+        key: 64 bits.
+        counters: four words, int64 tensors of numbers below 2^32.
+    """
+    a, b, c, d = counters
+    low, high = key & _MASK, key >> 32
+    for _ in range(ROUNDS):
+        x, y = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
+        a, b, c, d = _high(y) ^ b ^ low, y & _MASK, _high(x) ^ d ^ high, x & _MASK
+        low, high = (low + WEYL[0]) & _MASK, (high + WEYL[1]) & _MASK
+    return [a, b, c, d]
+
+
+def words(
+    stream: Stream, first: int, count: int, device: torch.device | None = None
+) -> list[Tensor]:
+    """The four words at places first ... first + count - 1 of a stream, `[count]` each."""
+    places = torch.arange(first, first + count, device=device)
+    like = torch.zeros_like(places)
+    counters = [places & _MASK, _high(places), like + stream.chain, like + stream.purpose]
+    return philox(stream.seed, counters)
+
+
+def normals(stream: Stream, first: int, out: Tensor) -> None:
+    """Standard normals number first, first + 1, ... of a stream, to a float32 or float64 vector.
+
+    Box and Muller: two uniforms are the radius and the angle of two normals.
+    """
+    per = PER_COUNTER[out.dtype]
+    start, stop = first // per, -(-(first + len(out)) // per)
+    drawn = words(stream, start, stop - start, out.device)
+    if out.dtype == torch.float32:
+        a, b, c, d = drawn
+        pairs = [*_pair32(a, b), *_pair32(c, d)]
+    else:
+        a, b, c, d = drawn
+        pairs = [*_pair64((b << 20) | (a >> 12), d, c)]
+    offset = first - start * per
+    out.copy_(torch.stack(pairs, -1).flatten()[offset : offset + len(out)])
+
+
+def integers(stream: Stream, first: int, bound: int, out: Tensor) -> None:
+    """Integers below a bound, number first, first + 1, ... of a stream, to an int64 vector.
+
+    They are the upper half of a product with 64 random bits, so that no number is likelier than
+    another by more than bound/2^64 of its probability.
+
+    Args:
+        bound: at most 2^32.
+    """
+    start, stop = first // 2, -(-(first + len(out)) // 2)
+    a, b, c, d = words(stream, start, stop - start, out.device)
+    drawn = torch.stack([_below(bound, a, b), _below(bound, c, d)], -1).flatten()
+    out.copy_(drawn[first - 2 * start :][: len(out)])
+
+
+def permutation(stream: Stream, index: int, out: Tensor) -> None:
+    """The index-th permutation of a stream, to an int64 vector.
+
+    Fisher and Yates: each place is swapped with one at random of those from it on.
+    """
+    size = len(out)
+    per = -(-size // 2)
+    a, b, c, d = (word.cpu() for word in words(stream, index * per, per))
+    remaining = size - torch.arange(2 * per).clamp(max=size - 1).view(-1, 2)
+    steps = torch.stack([_below(remaining[:, 0], a, b), _below(remaining[:, 1], c, d)], -1)
+    order = list(range(size))
+    for i, step in enumerate(steps.flatten()[:size].tolist()):
+        order[i], order[i + step] = order[i + step], order[i]
+    out.copy_(torch.tensor(order))
+
+
+def _high(product: Tensor) -> Tensor:
+    """The upper 32 of 64 bits, whose sign bit is one of them."""
+    return (product >> 32) & _MASK
+
+
+def _below(bound: int | Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """floor(bound (2^32 high + low) / 2^64)."""
+    return _high(high * bound + _high(low * bound))
+
+
+def _pair32(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Two normals from 32 bits each for radius and angle."""
+    uniform = (u.to(torch.float32) + 0.5) * 2.0**-32
+    centered = (v & 0x3FFFFFFF) - 0x20000000
+    angle = (centered.to(torch.float32) + 0.5) * _rounded(2.0**-31 * math.pi, torch.float32)
+    return _box_muller(uniform, v >> 30, angle)
+
+
+def _pair64(u: Tensor, v_high: Tensor, v_low: Tensor) -> tuple[Tensor, Tensor]:
+    """Two normals from 52 bits for the radius and 54 of 64 for the angle."""
+    uniform = (u.to(torch.float64) + 0.5) * 2.0**-52
+    centered = (((v_high & 0x3FFFFFFF) << 22) | (v_low >> 10)) - (1 << 51)
+    angle = (centered.to(torch.float64) + 0.5) * (2.0**-53 * math.pi)
+    return _box_muller(uniform, v_high >> 30, angle)
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return torch.tensor(number, dtype=dtype).item()
+
+
+def _box_muller(uniform: Tensor, quadrant: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
+    """Two normals from a uniform in (0, 1], a quadrant and an angle in (-pi/4, pi/4) of it."""
+    radius = _sqrt(-2.0 * _log(uniform))
+    radius = torch.where((quadrant & 2) > 0, -radius, radius)
+    sine, cosine = _sine_and_cosine(angle)
+    odd = (quadrant & 1) > 0
+    return radius * torch.where(odd, -sine, cosine), radius * torch.where(odd, cosine, sine)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """The root, rounded to the nearest number, as torch's own on processors is not always."""
+    return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else torch.sqrt(x)
+
+
+def _log(u: Tensor) -> Tensor:
+    """log u = e log 2 + 2 artanh s, with u = m 2^e, m in [sqrt(1/2), sqrt 2), s = (m-1)/(m+1)."""
+    mantissa, exponent = torch.frexp(u)
+    low = mantissa < _rounded(math.sqrt(0.5), u.dtype)
+    mantissa = torch.where(low, mantissa * 2.0, mantissa)
+    exponent = exponent - low.to(exponent.dtype)
+    s = (mantissa - 1.0) / (mantissa + 1.0)
+    square = s * s
+    series = torch.full_like(s, 1.0 / (2 * LOG_TERMS[u.dtype] - 1))
+    for k in range(LOG_TERMS[u.dtype] - 2, -1, -1):
+        series = series * square + 1.0 / (2 * k + 1)
+    return exponent.to(u.dtype) * math.log(2.0) + (2.0 * s) * series
+
+
+def _sine_and_cosine(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Taylor's series."""
+    square = t * t
+    terms = SINE_TERMS[t.dtype]
+    sine = torch.full_like(t, _coefficient(2 * terms - 1))
+    cosine = torch.full_like(t, _coefficient(2 * terms))
+    for k in range(terms - 2, -1, -1):
+        sine = sine * square + _coefficient(2 * k + 1)
+    for k in range(terms - 1, -1, -1):
+        cosine = cosine * square + _coefficient(2 * k)
+    return sine * t, cosine
+
+
+def _coefficient(n: int) -> float:
+    """Of t^n in sine or cosine."""
+    return (-1.0) ** (n // 2) / math.factorial(n)

@@ -1,0 +1,65 @@
+"""Seeds, what they are drawn on for, and generators for what is drawn once.
+
+The noise of steps and the rows of batches come from `streams`, not from these generators.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from enum import IntEnum
+from numbers import Integral
+
+import torch
+
+from pyro_scale.core.exclusive import exclusive
+from pyro_scale.errors import ArgumentError
+
+
+class Purpose(IntEnum):
+    """What a stream is for; the numbers are part of what a seed means, so never change them."""
+
+    INIT = 0
+    NOISE = 1
+    BATCHES = 2
+    MOMENTUM = 3
+    DATA_LOADER = 4
+    STEP_SIZE = 5
+    CURVATURE = 6
+    APPROXIMATION = 7
+    SHADOW = 8
+    SEARCH = 9
+    WINDOW = 10
+    PILOT = 11
+
+
+def choose_seed(seed: int | None) -> int:
+    """`seed` itself, or one from torch's generator, so that `pyro.set_rng_seed` rules it.
+
+    Raises:
+        ArgumentError: `seed` is not an int in [0, 2^63).
+    """
+    if seed is None:
+        with exclusive:
+            return int(torch.randint(2**31, ()).item())
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:
+        raise ArgumentError(f"seed={seed!r}: pass an int in [0, 2**63), or None to have one drawn")
+    return int(seed)
+
+
+def derived_seed(seed: int, chain: int, purpose: Purpose, block: int = 0) -> int:
+    """The 63-bit seed of one block of one stream.
+
+    torch's generator for the processor uses 32 of them, so it is for few draws: starts,
+    searches, data sets that augment their rows.
+    """
+    key = struct.pack("<4Q", seed, chain, purpose, block)
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+def generator(
+    seed: int, chain: int, purpose: Purpose, block: int = 0, device: torch.device | None = None
+) -> torch.Generator:
+    """A torch generator at the start of one block of one stream."""
+    source = torch.Generator(device or torch.device("cpu"))
+    return source.manual_seed(derived_seed(seed, chain, purpose, block))

@@ -1,0 +1,130 @@
+"""One stream per chain and purpose, a function of (seed, chain, purpose) and the place in it.
+
+Step k of a chain's noise can be drawn without the steps before it, whatever the other chains do.
+That is what makes a run with more chains, a resumed one, or one on many machines repeat the same
+noise and batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_scale.rng import philox
+from pyro_scale.rng.native import Native, native
+from pyro_scale.rng.philox import Stream
+from pyro_scale.rng.seeds import Purpose
+
+
+def fill_normals(stream: Stream, first: int, out: Tensor) -> None:
+    """Writes standard normals number first, first + 1, ... of a stream to a vector.
+
+    The same bits on every processor and device; those of another dtype than float64 are drawn in
+    float32 and rounded.
+    """
+    if out.dtype in philox.PER_COUNTER:
+        _source(out).normals(stream, first, out)
+        return
+    drawn = out.new_empty(out.shape, dtype=torch.float32)
+    fill_normals(stream, first, drawn)
+    out.copy_(drawn)
+
+
+def fill_integers(stream: Stream, first: int, bound: int, out: Tensor) -> None:
+    """Writes integers below a bound, number first, first + 1, ... of a stream, to a vector."""
+    _source(out).integers(stream, first, bound, out)
+
+
+def fill_permutation(stream: Stream, index: int, out: Tensor) -> None:
+    """Writes the index-th permutation of a stream to a vector."""
+    if out.device.type == "cpu":
+        _source(out).permutation(stream, index, out)
+        return
+    order = torch.empty(len(out), dtype=torch.int64)
+    fill_permutation(stream, index, order)
+    out.copy_(order)
+
+
+def _source(out: Tensor) -> Native:
+    """What fills a vector."""
+    on_processor = out.device.type == "cpu" and out.is_contiguous()
+    return (native() if on_processor else None) or philox  # type: ignore[return-value]
+
+
+class NoiseStream:
+    """Standard normals for every step of every chain.
+
+    Args:
+        seed: the run's seed.
+        chains: the chains' numbers.
+        shape: the noise of one step of one chain, `[normals, D]`.
+        dtype: of the noise.
+        device: where it is drawn and stays.
+        purpose: which stream.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        chains: Sequence[int],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        purpose: Purpose = Purpose.NOISE,
+    ):
+        self._streams = [Stream(seed, chain, purpose) for chain in chains]
+        self._shape, self._like = shape, torch.empty(0, dtype=dtype, device=device)
+
+    def at(self, step: int) -> Tensor:
+        """The noise of one step, `[chains, *shape]`."""
+        return self.span(step, step + 1)[:, 0]
+
+    def span(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """The noise of steps start ... stop - 1, `[chains, stop - start, *shape]`.
+
+        Args:
+            start: the first step.
+            stop: the step after the last.
+            out: an earlier span as long as this one, to write over; new memory, whose pages the
+                system has to clear first, can take longer than drawing.
+        """
+        if out is None:
+            out = self._like.new_empty(len(self._streams), stop - start, *self._shape)
+        first = start * math.prod(self._shape)
+        for stream, own in zip(self._streams, out, strict=True):
+            fill_normals(stream, first, own.view(-1))  # never a copy
+        return out
+
+
+class RefinedNoise(NoiseStream):
+    """The noise of a run in steps half as long, on the path of the run with a `NoiseStream`.
+
+    Each of that one's normals z becomes two, (z + w)/sqrt 2 and (z - w)/sqrt 2 with w a normal of
+    its own (Levy's construction of Brownian motion): standard normal and independent, and what
+    they add over two steps is what z adds over one.
+
+    Args:
+        as for a `NoiseStream`.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        chains: Sequence[int],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        super().__init__(seed, chains, shape, dtype, device)
+        self._between = NoiseStream(seed, chains, shape, dtype, device, Purpose.SHADOW)
+
+    def span(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """As for a `NoiseStream`; steps 2 k and 2 k + 1 are the halves of its step k."""
+        first, last = start // 2, -(-stop // 2)
+        along, apart = super().span(first, last), self._between.span(first, last)
+        halves = torch.stack([along + apart, along - apart], dim=2) / math.sqrt(2)
+        wanted = halves.flatten(1, 2)[:, start - 2 * first : stop - 2 * first]
+        return wanted.contiguous() if out is None else out.copy_(wanted)
