@@ -54,6 +54,10 @@ class FileError(PyroScaleError):
     """A file cannot be written or read, is damaged, or belongs to another method or model."""
 
 
+class RankError(PyroScaleError):
+    """Another process of a distributed run has failed, died, or was called otherwise."""
+
+
 class PyroScaleWarning(UserWarning):
     """The base of every warning of this library."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +40,15 @@ class FeatureData:
     data: Data
     features: Features
 
-    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Batches:
-        return FeatureBatches(self.data.batches(seed, num_chains, sampling), self.features)
+    def batches(
+        self,
+        seed: int,
+        num_chains: int,
+        sampling: Sampling,
+        chains: Sequence[int] | None = None,
+    ) -> Batches:
+        batches = self.data.batches(seed, num_chains, sampling, chains)
+        return FeatureBatches(batches, self.features)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import DataError
-from pyro_scale.rng.seeds import Purpose, derived_seed
 
 
 def is_iterable_style(loader: Any) -> bool:
@@ -27,7 +26,6 @@ def read_by_index(
     loader: torch_data.DataLoader[Any],
     order: Iterable[list[int]],
     seed: int,
-    section: int,
     device: torch.device | None,
 ) -> Iterator[Arguments]:
     """The user's loader with our indices in place of its sampler."""
@@ -47,8 +45,7 @@ def read_by_index(
         timeout=loader.timeout,
         **workers,
     )
-    own = derived_seed(seed, 0, Purpose.DATA_LOADER, section)
-    return (receive(batch, device) for batch, _ in isolate(reloader, own))
+    return (receive(batch, device) for batch, _ in isolate(reloader, seed))
 
 
 def isolate(

@@ -8,7 +8,7 @@ workers nor on the sampler's order.  Any other loader is a stream (stream.py).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.data.batches import Batches, GatheredRows, OwnIndices, ReadBatches, WholeData
 from pyro_scale.data.loaders import read_by_index
 from pyro_scale.data.row_sampler import RowIndices, Sampling
+from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: Steps, or an epoch if that is longer, after which a loader is read afresh.
 _SECTION_STEPS = 1024
@@ -44,8 +45,14 @@ class Data(Protocol):
         """One batch, for the model's preflight."""
         ...
 
-    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Batches:
-        """An endless stream of batches, one a step."""
+    def batches(
+        self,
+        seed: int,
+        num_chains: int,
+        sampling: Sampling,
+        chains: Sequence[int] | None = None,
+    ) -> Batches:
+        """An endless stream of batches, one a step, of all chains or of some numbers."""
         ...
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
@@ -71,11 +78,19 @@ class TensorData:
             return self.arguments
         return rows.take(self.arguments, slice(0, self.batch_size))
 
-    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Batches:
+    def batches(
+        self,
+        seed: int,
+        num_chains: int,
+        sampling: Sampling,
+        chains: Sequence[int] | None = None,
+    ) -> Batches:
         if self.batch_size is None:
             return WholeData(self.arguments)
         num_rows, device = rows.count(self.arguments) or 0, rows.device(self.arguments)
-        indices = RowIndices(seed, range(num_chains), num_rows, self.batch_size, sampling, device)
+        indices = RowIndices(
+            seed, chains or range(num_chains), num_rows, self.batch_size, sampling, device
+        )
         # rows are gathered at every step, from memory in which each lies in one piece
         table = rows.map_rows(lambda tensor: tensor.contiguous(), self.arguments)
         return GatheredRows(table, indices)
@@ -106,11 +121,15 @@ class OwnSubsamples:
     def first(self) -> Arguments:
         return self.arguments
 
-    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Batches:
-        device = rows.device(self.arguments)
-        indices = RowIndices(
-            seed, range(num_chains), self.num_data, self.batch_size, sampling, device
-        )
+    def batches(
+        self,
+        seed: int,
+        num_chains: int,
+        sampling: Sampling,
+        chains: Sequence[int] | None = None,
+    ) -> Batches:
+        numbers, device = chains or range(num_chains), rows.device(self.arguments)
+        indices = RowIndices(seed, numbers, self.num_data, self.batch_size, sampling, device)
         return OwnIndices(self.arguments, indices)
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
@@ -134,9 +153,17 @@ class IndexedData:
     def first(self) -> Arguments:
         return next(self.read([self.subset[: self.batch_size].tolist()], seed=0))
 
-    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Batches:
-        indices = RowIndices(seed, range(num_chains), len(self.subset), self.batch_size, sampling)
-        return ReadBatches(ByIndex(self, indices, seed, num_chains), self.first())
+    def batches(
+        self,
+        seed: int,
+        num_chains: int,
+        sampling: Sampling,
+        chains: Sequence[int] | None = None,
+    ) -> Batches:
+        indices = RowIndices(
+            seed, chains or range(num_chains), len(self.subset), self.batch_size, sampling
+        )
+        return ReadBatches(ByIndex(self, indices, seed, chains or range(num_chains)), self.first())
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
         chunks = self.subset.split(batch_size or self.batch_size)
@@ -146,9 +173,12 @@ class IndexedData:
         (chosen,) = _spread_rows(len(self.subset), self.batch_size, 1)  # rows may be dear to read
         return [(each, None) for each in self.read([self.subset[chosen].tolist()], seed=0)]
 
-    def read(self, order: Iterable[list[int]], seed: int, section: int = 0) -> Iterator[Arguments]:
-        """The batches of some rows each, with randomness of (seed, section)."""
-        return read_by_index(self.loader, order, seed, section, self.device)
+    def read(
+        self, order: Iterable[list[int]], seed: int, section: int = 0, chain: int = 0
+    ) -> Iterator[Arguments]:
+        """The batches of some rows each, with randomness of (seed, section, chain)."""
+        own = derived_seed(seed, chain, Purpose.DATA_LOADER, section)
+        return read_by_index(self.loader, order, own, self.device)
 
 
 @dataclass
@@ -163,7 +193,7 @@ class ByIndex:
     data: IndexedData
     indices: RowIndices
     seed: int
-    num_chains: int
+    chains: Sequence[int]
 
     def steps(self, start: int, position: Any) -> Iterator[tuple[list[Arguments], Any]]:
         epoch = -(-len(self.data.subset) // self.data.batch_size)
@@ -175,9 +205,9 @@ class ByIndex:
                 for step in steps
                 for index in self.indices.at(step)
             )
-            read = self.data.read(order, self.seed, section)
+            read = self.data.read(order, self.seed, section, self.chains[0])
             for step in steps:
-                batches = [next(read) for _ in range(self.num_chains)]
+                batches = [next(read) for _ in self.chains]
                 if step >= start:
                     yield batches, None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,9 @@ from pyro_scale.data.batches import Batches, ReadBatches, different_shapes
 from pyro_scale.data.loaders import is_iterable_style, isolate, read_by_index, receive
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.rng.seeds import Purpose, derived_seed, generator
+from pyro_scale.rng.philox import Stream
+from pyro_scale.rng.seeds import Purpose, derived_seed
+from pyro_scale.rng.streams import fill_permutation
 
 
 @dataclass
@@ -48,7 +50,13 @@ class StreamData:
             raise DataError("the loader yields no batch: the data are empty")
         return batch
 
-    def batches(self, seed: int, num_chains: int, sampling: Sampling) -> Batches:
+    def batches(
+        self,
+        seed: int,
+        num_chains: int,
+        sampling: Sampling,
+        chains: Sequence[int] | None = None,
+    ) -> Batches:
         if sampling != "shuffle":
             raise ArgumentError(
                 f"sampling='{sampling}' needs data that can be read by index: pass the tensors, or "
@@ -56,7 +64,7 @@ class StreamData:
                 "sampling='shuffle' to take the batches as they come"
             )
         first = self.first()
-        return ReadBatches(DealtBatches(self, seed, num_chains), first)
+        return ReadBatches(DealtBatches(self, seed, chains or range(num_chains), num_chains), first)
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
         """The data set's order where it can be read by index; else the loader's own."""
@@ -65,7 +73,7 @@ class StreamData:
             return self.epoch(seed=0, epoch=0)
         dataset: Any = loader.dataset
         order = torch.arange(len(dataset)).split(batch_size or self.batch_size or 1)
-        return read_by_index(loader, (part.tolist() for part in order), 0, 0, self.device)
+        return read_by_index(loader, (part.tolist() for part in order), 0, self.device)
 
     def spread(self, count: int) -> list[tuple[Arguments, Tensor | None]]:
         return []
@@ -83,20 +91,21 @@ class StreamData:
 
 @dataclass
 class DealtBatches:
-    """A loader's rows, one epoch after another, in pieces of exactly B, dealt to the chains."""
+    """A loader's rows, one epoch after another, in pieces of exactly B, dealt to all chains, of
+    which some are here."""
 
     data: StreamData
     seed: int
+    chains: Sequence[int]
     num_chains: int
 
     def steps(self, start: int, position: Any) -> Iterator[tuple[list[Arguments], Any]]:
-        pieces = self._pieces(position)
+        pieces, order = self._pieces(position), torch.empty(self.num_chains, dtype=torch.long)
         for step in itertools.count(start):
             dealt = [next(pieces) for _ in range(self.num_chains)]
             # at random: dealt in turn, a chain could get the same part of the data for ever
-            source = generator(self.seed, 0, Purpose.BATCHES, step)
-            order = torch.randperm(self.num_chains, generator=source)
-            yield [dealt[place][0] for place in order], dealt[-1][1]
+            fill_permutation(Stream(self.seed, 0, Purpose.BATCHES), step, order)
+            yield [dealt[order[chain]][0] for chain in self.chains], dealt[-1][1]
 
     def _pieces(self, position: Any) -> Iterator[tuple[Arguments, Any]]:
         """(A piece, the position after it): the epoch, its batches before the one that the piece

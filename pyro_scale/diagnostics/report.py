@@ -38,6 +38,9 @@ def diagnostics(result: Result, predict_at: Any = None) -> Any:
     """A table, one row a site; see `Method.diagnostics`."""
     import pandas
 
+    if result.tables is not None and predict_at is None:
+        return result.tables["diagnostics"].copy()
+
     sites = [*result.log_posterior.latents]
     predicted = nested = None
     if result.online is not None:

@@ -31,6 +31,10 @@ def summary(result: Result, var_names: list[str] | None) -> Any:
     """
     import pandas
 
+    if result.tables is not None:
+        table = result.tables["summary"]
+        names = var_names or result.shapes
+        return table[[str(row).partition("[")[0].strip() in names for row in table.index]].copy()
     if result.online is not None:
         return _of_moments(result.online.moments(_LEVELS), var_names)
     weights = result.weights

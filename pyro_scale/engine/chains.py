@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,15 +35,23 @@ class Chains:
         positions: where they start, `[chains, D]`.
         values: the hyperparameters' values at step 0, which momenta are drawn by.
         seed: of the run.
+        numbers: the chains', by which they draw; 0, 1, ... by default.
     """
 
-    def __init__(self, engine: Engine, positions: Tensor, values: Mapping[str, Tensor], seed: int):
+    def __init__(
+        self,
+        engine: Engine,
+        positions: Tensor,
+        values: Mapping[str, Tensor],
+        seed: int,
+        numbers: Sequence[int] | None = None,
+    ):
         self._engine = engine
-        self.state: Any = engine.init(positions, _first_noise(engine, positions, seed), values)
+        numbers = range(len(positions)) if numbers is None else numbers
+        noise = _first_noise(engine, positions, seed, numbers)
+        self.state: Any = engine.init(positions, noise, values)
         shape = (engine.kernel.normals, engine.num_latents)
-        self.noise = NoiseStream(
-            seed, range(len(positions)), shape, positions.dtype, positions.device
-        )
+        self.noise = NoiseStream(seed, numbers, shape, positions.dtype, positions.device)
         self.alive = torch.ones(len(positions), dtype=torch.bool)
         self.count = 0
         self.failures: list[Failure] = []
@@ -202,7 +210,7 @@ def _gone(position: Tensor) -> int | None:
     return farthest if is_far else None
 
 
-def _first_noise(engine: Engine, positions: Tensor, seed: int) -> Tensor:
+def _first_noise(engine: Engine, positions: Tensor, seed: int, numbers: Sequence[int]) -> Tensor:
     """What momenta are drawn from, `[chains, latents]`."""
-    chains, dtype, device = range(len(positions)), positions.dtype, positions.device
-    return NoiseStream(seed, chains, (engine.num_latents,), dtype, device, Purpose.MOMENTUM).at(0)
+    dtype, device = positions.dtype, positions.device
+    return NoiseStream(seed, numbers, (engine.num_latents,), dtype, device, Purpose.MOMENTUM).at(0)

@@ -60,6 +60,7 @@ def program_for(
     tell: Callable[[str], object],
     before: str | None,
     earlier: Earlier,
+    num_chains: int,
 ) -> Program:
     """The fastest way of running the steps that the model allows.
 
@@ -74,6 +75,7 @@ def program_for(
         tell: is told what goes on.
         before: the name of the program that ran the steps until now, if there were any.
         earlier: what the same object has compiled before, and where what it compiles is kept.
+        num_chains: how many there are in all.
 
     Warns:
         CompileWarning: the model cannot be compiled, or its steps not put into a loop; it says
@@ -81,7 +83,7 @@ def program_for(
     """
     as_it_is = eager(engine, batches)
     if compile == "auto":
-        long = _repays(num_steps, len(state.position), engine.vectorized)
+        long = _repays(num_steps, num_chains, engine.vectorized)
         compile = long if before is None else before != as_it_is.name
     if not compile:
         return as_it_is
@@ -91,7 +93,7 @@ def program_for(
             program = earlier.program(engine, batches, as_it_is, state, block)
             if program is not None:
                 return program
-            blueprint = _blueprint(engine, batches, as_it_is, state, block)
+            blueprint = _blueprint(engine, batches, as_it_is, state, block, num_chains)
             earlier.keep(blueprint, engine, batches, state, block)
             return blueprint.program(engine, batches)
     except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
@@ -112,12 +114,17 @@ def _repays(num_steps: int, num_chains: int, vectorized: bool) -> bool:
 
 
 def _blueprint(
-    engine: Engine, batches: Batches, as_it_is: Program, state: Any, block: StepInputs
+    engine: Engine,
+    batches: Batches,
+    as_it_is: Program,
+    state: Any,
+    block: StepInputs,
+    num_chains: int,
 ) -> Blueprint:
     """The steps as one program, which has been compared with the steps themselves."""
 
     def checked(by_column: bool) -> Blueprint:
-        blueprint = _compile(engine, batches, state, block, by_column)
+        blueprint = _compile(engine, batches, state, block, by_column, num_chains)
         check(blueprint.program(engine, batches), as_it_is, engine, state, block)
         return blueprint
 
@@ -128,7 +135,12 @@ def _blueprint(
 
 
 def _compile(
-    engine: Engine, batches: Batches, state: Any, block: StepInputs, by_column: bool
+    engine: Engine,
+    batches: Batches,
+    state: Any,
+    block: StepInputs,
+    by_column: bool,
+    num_chains: int,
 ) -> Blueprint:
     """The steps as one program: a loop if it can be, else a compiled step.
 
@@ -138,7 +150,7 @@ def _compile(
     """
     on_processor = state.position.device.type == "cpu"
     all_at_once = engine.has_points or not on_processor
-    single = all_at_once or len(state.position) == 1
+    single = all_at_once or num_chains == 1
     if not all_at_once:
         engine = dataclasses.replace(engine, vectorized=False)
         state = pytree.tree_map(lambda leaf: leaf[:1], state)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -46,6 +46,8 @@ def simulate(
     sink: Sink | None = None,
     noise: NoiseStream | None = None,
     inspect: Callable[[Tensor, Batch], None] | None = None,
+    numbers: Sequence[int] | None = None,
+    num_chains: int | None = None,
 ) -> Draws:
     """Runs every chain from its position `[chains, D]` to the end, or until it is non-finite.
 
@@ -70,10 +72,13 @@ def simulate(
         sink: where draws go instead of memory.
         noise: of the steps; the seed's, by default.
         inspect: is given the positions and the batch of a step now and then, ever more rarely.
+        numbers: of these chains, by which they draw; 0, 1, ... by default.
+        num_chains: how many there are in all, with those of other processes: programs round
+            otherwise where chains are alone.
     """
     draws = Draws.of(positions, dataclasses.replace(steps, positions=False) if sink else steps)
     at_first = {name: column[0] for name, column in values.items()}
-    chains = Chains(engine, positions, at_first, seed)
+    chains = Chains(engine, positions, at_first, seed, numbers)
     if sink is not None:
         sink.go_on_from(None if last is None else last.sink)
         draws.latest = []
@@ -105,7 +110,16 @@ def simulate(
             before = None if last is None else last.program
             say = progress.say
             program = program_for(
-                engine, batches, chains.state, first, compile, steps.total, say, before, earlier
+                engine,
+                batches,
+                chains.state,
+                first,
+                compile,
+                steps.total,
+                say,
+                before,
+                earlier,
+                num_chains or len(positions),
             )
             progress.say(program.name)
             draws.program, started = program.name, time.perf_counter()

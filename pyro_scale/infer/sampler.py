@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
@@ -19,6 +20,7 @@ from pyro_scale.diagnostics.divergence import all_stopped, explosion, message
 from pyro_scale.diagnostics.post_run import measure
 from pyro_scale.diagnostics.step_size_bias import step_size_bias
 from pyro_scale.diagnostics.verdict import Report, report
+from pyro_scale.distributed.ranks import Distributed, Ranks
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import (
@@ -38,6 +40,7 @@ from pyro_scale.posterior.collect import collect, warn_of_short_warmup
 from pyro_scale.posterior.sinks import ToDisk, ToMoments, sink_for
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.budget import Budget, passes_of
+from pyro_scale.run.by_rank import check_same, gather_trajectory, is_split
 from pyro_scale.run.config import RunConfig, Store
 from pyro_scale.run.execute import execute
 from pyro_scale.run.limits import check_equal_weights, check_length, check_memory
@@ -179,6 +182,7 @@ class Sampler(Method):
         resume: FilePath | None = None,
         store: Store = None,
         memory_budget: int | None = None,
+        distributed: Distributed = "auto",
     ) -> Self:
         """Runs `warmup_steps + num_samples * thinning` steps and keeps every thinning-th state
         after warm-up.
@@ -235,6 +239,11 @@ class Sampler(Method):
                 quantiles (`moments()`, `summary()`).
             memory_budget: bytes that draws may take in memory, half of the machine's by default;
                 a run that needs more is refused before it begins.
+            distributed: `"auto"` shares the chains out among the processes of torch's process
+                group, or of torchrun; chain i has the same noise and batches on any number of
+                them.  Rank 0 then has all draws, others those of their own chains;
+                `diagnostics()`, `summary()` and `report()` tell of all chains on every rank.
+                `"all"` gives every rank all draws.  False ignores the group.
 
         Returns:
             The sampler itself.
@@ -247,31 +256,50 @@ class Sampler(Method):
                 in the checkpoint's directory, or else in the system's for temporary files.
             FileError: a checkpoint or a store cannot be written or read, is of another run, or
                 of one that is still running in another process.
+            RankError: another process has failed or died, or has other data or arguments.
 
         Warns:
             BiasWarning: the chains have exploded, but are still finite.
             ConvergenceWarning: warm-up was under five relaxation times, judged by the draws.
             PyroScaleWarning: the run was interrupted from the keyboard; it holds the draws so far.
         """
-        config = self._config(
-            num_samples=as_count("num_samples", num_samples),
-            warmup_steps=_count_or_auto("warmup_steps", warmup_steps, least=0),
-            thinning=_count_or_auto("thinning", thinning),
-            num_chains=as_count("num_chains", num_chains),
-            superchains=superchains,
-            batch_size=batch_size,
-            sampling=sampling,
-            share_batches=as_flag("share_batches", share_batches),
-            store=store,
-            memory_budget=memory_budget,
-            progress=progress,
-        )
-        budget = Budget.of(max_rows, max_seconds)
-        journal = Journal.open(checkpoint, checkpoint_every, resume)
-        seed = choose_seed(journal.seed(seed))
-        problem = self._problem(data, config, seed)
+        ranks = Ranks.of(distributed)
+        with ranks.together():
+            config = self._config(
+                num_samples=as_count("num_samples", num_samples),
+                warmup_steps=_count_or_auto("warmup_steps", warmup_steps, least=0),
+                thinning=_count_or_auto("thinning", thinning),
+                num_chains=as_count("num_chains", num_chains),
+                superchains=superchains,
+                batch_size=batch_size,
+                sampling=sampling,
+                share_batches=as_flag("share_batches", share_batches),
+                store=store,
+                memory_budget=memory_budget,
+                progress=progress and ranks.is_first,
+            )
+            ranks.check(config.num_chains)
+            budget = Budget.of(max_rows, max_seconds, ranks)
+            journal = Journal.open(checkpoint, checkpoint_every, resume)
+            self._run(data, config, budget, journal, seed, ranks)
+        return self
+
+    def _run(
+        self,
+        data: Any,
+        config: RunConfig,
+        budget: Budget,
+        journal: Journal,
+        seed: int | None,
+        ranks: Ranks,
+    ) -> None:
+        """The stages of a run."""
+        seed = journal.seed(seed)
+        chosen = choose_seed(seed)
+        seed = ranks.of_first(chosen, "the choice of a seed") if seed is None else chosen
+        problem = self._problem(data, config, seed, ranks)
         facts = self._facts(problem, config, journal)
-        with sink_for(store, problem, config.num_samples, journal.last is not None) as sink:
+        with sink_for(config.store, problem, config.num_samples, journal.last is not None) as sink:
             self._result = self._stepping = self._plan = None
             self._why_none, self._choice = Method._why_none, None
             plan, self._choice = plan_run(problem, config, self._settings, self._earlier, budget)
@@ -280,9 +308,11 @@ class Sampler(Method):
                 budget = budget.after(spent, problem.log_posterior.num_data)
             name, may_halve = type(self).__name__, "lr" in self._settings.chosen
             trajectory = execute(plan, name, may_halve, budget, journal, facts, sink)
+            trajectory = gather_trajectory(trajectory)
             error = self._collect(trajectory, config, sink)
+        if is_split(trajectory) and not ranks.keeps_all:
+            error = self._share(ranks, error)
         self._report(trajectory, error, journal, sink)
-        return self
 
     # ------------------------------------------------------------------ the stages of a run
 
@@ -325,7 +355,7 @@ class Sampler(Method):
                     "warmup_steps= and thinning= as numbers"
                 )
 
-    def _problem(self, data: Any, config: RunConfig, seed: int) -> Problem:
+    def _problem(self, data: Any, config: RunConfig, seed: int, ranks: Ranks) -> Problem:
         """The model on the data, understood, with chains at their starts; it refuses models."""
         device, adjusted = module_device(self.model), self.kernel.adjusted
         size = None if config.batch_size == AUTO else config.batch_size
@@ -344,17 +374,19 @@ class Sampler(Method):
         else:
             is_all = adjusted and size is not None and size == first.num_data
             problem = prepare(in_batches_of(None) if is_all else first)
+        problem = dataclasses.replace(problem, ranks=ranks)
         if adjusted:
             check_can_adjust(problem, type(self).__name__)
         if config.superchains is not None:
             problem = with_shared_starts(problem, config.superchains)
         if config.store is None:
-            check_memory(problem.positions, config.num_samples, config.memory_budget)
+            kept = slice(None) if ranks.is_first or ranks.keeps_all else list(problem.chains)
+            check_memory(problem.positions[kept], config.num_samples, config.memory_budget)
         return problem
 
     def _facts(self, problem: Problem, config: RunConfig, journal: Journal) -> dict[str, Any]:
         """What has to be alike for one run to go on with another; it refuses to where it is not."""
-        if journal.path is None:
+        if journal.path is None and problem.ranks.is_alone:
             return {}
         store = config.store
         kept = "nowhere" if store is False else "memory" if store is None else "a store"
@@ -366,6 +398,7 @@ class Sampler(Method):
         )
         if by_length or store is False:  # which depend on the run's length
             facts["num_samples"] = config.num_samples
+        check_same(problem.ranks, {**facts, "draws": config.num_samples})
         journal.check_same_run(facts, config.num_samples)
         return facts
 
@@ -391,6 +424,9 @@ class Sampler(Method):
         self._plan = dataclasses.replace(plan, finished=tuple(draws.finished))
         # at once: what is found out about it can be interrupted
         self._result = collect(problem, draws, plan.columns, attrs, sink)
+        if is_split(trajectory) and not problem.ranks.is_first:
+            self._plan = None
+            return draws.error  # the rest is found out by rank 0, which has all draws
         self._result, error = measure(trajectory, self._result, _on_average(plan, draws))
         is_hot = bool(plan.kernel.values(0)["temperature"] > 0)
         if not isinstance(sink, ToMoments) and (is_hot or self._choice is not None):
@@ -406,6 +442,20 @@ class Sampler(Method):
                 sink.describe(self._result)
             except FileError as raised:
                 error = error or raised
+        return error
+
+    def _share(self, ranks: Ranks, error: BaseException | None) -> BaseException | None:
+        """Gives what rank 0 has found out about all chains to the others; what ended the run."""
+        told = None
+        if ranks.is_first and self._result is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tables = {"summary": self.summary(), "diagnostics": self.diagnostics()}
+            told = self._result.attrs, tables
+        told = ranks.of_first(told, "what all chains have come to")
+        if not ranks.is_first and self._result is not None and told is not None:
+            attrs, tables = told
+            self._result = dataclasses.replace(self._result, attrs=attrs, tables=tables)
         return error
 
     def _report(

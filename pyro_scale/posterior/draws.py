@@ -49,6 +49,8 @@ class Result:
         kinetic: what momenta did; None for a method without.
         online: what draws came to that were not kept.
         chains: the chains' numbers; None where they are all that were started.
+        tables: `"summary"` and `"diagnostics"` of the chains of all processes, where these are
+            those of one; None where they are all.
     """
 
     log_posterior: LogPosterior
@@ -63,6 +65,7 @@ class Result:
     kinetic: Kinetic | None = None
     online: OnlineSamples | None = None
     chains: Sequence[int] | None = None
+    tables: Mapping[str, Any] | None = None
 
     @property
     def num_chains(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyro_scale.core.validation import as_count
+from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.run.problem import Problem
@@ -27,15 +28,17 @@ class Budget:
         max_seconds: from the first step of warm-up on; None for any.
         deadline: on the monotonic clock, when that is over.
         spent: gradients of rows that have been taken.
+        ranks: the processes of the run.
     """
 
     max_rows: int | None
     max_seconds: float | None
     deadline: float
     spent: int = 0
+    ranks: Ranks = ALONE
 
     @classmethod
-    def of(cls, max_rows: Any, max_seconds: Any) -> Budget:
+    def of(cls, max_rows: Any, max_seconds: Any, ranks: Ranks = ALONE) -> Budget:
         """What was asked for; the clock starts.
 
         Raises:
@@ -44,16 +47,24 @@ class Budget:
         if max_rows is not None:
             max_rows = as_count("max_rows", max_rows)
         if max_seconds is None:
-            return cls(max_rows, None, math.inf)
+            return cls(max_rows, None, math.inf, ranks=ranks)
         is_number = isinstance(max_seconds, int | float) and not isinstance(max_seconds, bool)
         if not is_number or not max_seconds > 0:
             raise ArgumentError(f"max_seconds={max_seconds!r}: pass a number of seconds above 0")
-        return cls(max_rows, float(max_seconds), time.monotonic() + max_seconds)
+        deadline = time.monotonic() + max_seconds
+        return cls(max_rows, float(max_seconds), deadline, ranks=ranks)
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is."""
+        """Whether the time is, on this process's clock."""
         return time.monotonic() > self.deadline
+
+    @property
+    def is_over_for_all(self) -> bool:
+        """Whether the time is, on rank 0's clock: all ranks have to ask at the same place."""
+        if self.max_seconds is None:
+            return False
+        return self.ranks.of_first(self.is_over, "the clock")
 
     def check(self, passes: float, num_data: int) -> None:
         """Refuses to go on looking for a mode when the time or the rows are over.
@@ -66,7 +77,7 @@ class Budget:
             ArgumentError: it says which.
         """
         over = None
-        if self.is_over:
+        if self.is_over_for_all:
             over = f"max_seconds={self.max_seconds:g} were"
         elif self.max_rows is not None and passes * num_data > self.max_rows:
             over = f"max_rows={self.max_rows:,} were"

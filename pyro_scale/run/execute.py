@@ -8,6 +8,7 @@ from typing import Any
 from pyro_scale.engine.draws import Draws, Sink
 from pyro_scale.errors import ArgumentError
 from pyro_scale.run.budget import Budget
+from pyro_scale.run.by_rank import in_step
 from pyro_scale.run.extend import cut_short, extended, is_enough
 from pyro_scale.run.resume import Journal
 from pyro_scale.run.run import RunPlan, Trajectory
@@ -44,6 +45,7 @@ def execute(
     Raises:
         ArgumentError: the time was over before the first draw.
     """
+    ranks = plan.problem.ranks
     for halvings in range(journal.halvings):
         plan = plan.halved(halvings + 1)
     halvings = journal.halvings
@@ -57,20 +59,23 @@ def execute(
             return budget.is_over or (retries and bool(draws.failures))
 
         with journal.writer(facts, halvings) as checkpoints:
-            trajectory = plan.execute(
-                title,
-                stop=is_over,
-                last=journal.last if halvings == journal.halvings else None,
-                checkpoints=checkpoints,
-                sink=sink,
+            trajectory = in_step(
+                plan.execute(
+                    title,
+                    stop=is_over,
+                    last=journal.last if halvings == journal.halvings else None,
+                    checkpoints=checkpoints,
+                    sink=sink,
+                )
             )
-        if not retries or not trajectory.diverged or trajectory.draws.error is not None:
+        diverged = any(ranks.of_all(trajectory.diverged, "whether chains diverged"))
+        if not retries or not diverged or trajectory.draws.error is not None:
             break
         halvings += 1
         plan = plan.halved(halvings)
     trajectory = cut_short(trajectory)
     draws = trajectory.draws
-    if budget.is_over and draws.error is None and not draws.log_joint.shape[1]:
+    if budget.is_over_for_all and draws.error is None and not draws.log_joint.shape[1]:
         raise ArgumentError(
             f"max_seconds={budget.max_seconds:g} were over before the first draw was kept: pass "
             "more"
@@ -85,9 +90,9 @@ def _extended_while_dependent(trajectory: Trajectory, title: str, budget: Budget
     most_steps = budget.steps(trajectory.problem)
     for _ in range(1, _MOST_LOOKS):
         longer = 2 * trajectory.plan.steps.total
-        if trajectory.draws.error is not None or longer > most_steps or budget.is_over:
+        if trajectory.draws.error is not None or longer > most_steps or budget.is_over_for_all:
             break
         if is_enough(trajectory):
             break
-        trajectory = cut_short(extended(trajectory, title, lambda _: budget.is_over))
+        trajectory = cut_short(in_step(extended(trajectory, title, lambda _: budget.is_over)))
     return trajectory

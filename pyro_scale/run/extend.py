@@ -9,12 +9,14 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core.autocorrelation import autocorrelation_time, split_r_hat
 from pyro_scale.core.validation import evenly
 from pyro_scale.engine.checkpoint import Checkpoint, RunState
 from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.run.by_rank import is_split
 from pyro_scale.run.run import Trajectory
 
 #: The part of draws that has to be independent, and the R-hat of chains that agree.
@@ -27,13 +29,22 @@ def is_enough(trajectory: Trajectory) -> bool:
     """Whether draws are independent enough, and chains agree: of means, and of squares."""
     draws, finished = trajectory.draws, trajectory.draws.finished
     latents = trajectory.problem.engine.num_latents
-    if draws.positions.shape[1] < 4 or not finished:
+    if draws.positions.shape[1] < 4 or not (finished or is_split(trajectory)):
         return True
     chosen = evenly(latents, _MOST_ELEMENTS)
     kept = draws.positions[finished][..., chosen].double()
+    if is_split(trajectory):
+        ranks = trajectory.problem.ranks
+        parts = ranks.at_first(kept, "draws to look at")
+        return ranks.of_first(parts is not None and _are_enough(torch.cat(parts)), "a decision")
+    return _are_enough(kept)
+
+
+def _are_enough(kept: Tensor) -> bool:
+    """Whether draws `[chains, draws, elements]` are."""
     squares = (kept - kept.mean((0, 1))).square()
     time = max(float(autocorrelation_time(each).max()) for each in (kept, squares))
-    r_hat = float(split_r_hat(kept).max()) if len(finished) > 1 else 1.0
+    r_hat = float(split_r_hat(kept).max()) if len(kept) > 1 else 1.0
     return time <= 1 / _LEAST_ESS and r_hat <= _MOST_R_HAT
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from pyro_scale.data.features import FeatureData
 from pyro_scale.data.loaders import to_device
 from pyro_scale.data.row_sampler import RowIndices, Sampling
 from pyro_scale.data.sources import Data, OwnSubsamples, TensorData
+from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, ModelWarning
 from pyro_scale.fullbatch.chunks import chunks_of, is_row_wise
@@ -43,6 +44,7 @@ class Problem:
         features: where batches come from instead, if the engine's density takes something else.
         base: how a network's frozen base is run, in words.
         chooses_batches: whether the rows of a batch are the library's choice.
+        ranks: the processes that the chains are shared out among.
     """
 
     log_posterior: LogPosterior
@@ -53,6 +55,14 @@ class Problem:
     features: TensorData | FeatureData | None = None
     base: str = "none"
     chooses_batches: bool = False
+    ranks: Ranks = ALONE
+
+    @property
+    def chains(self) -> range:
+        """The numbers of the chains that this process moves.  Points, which move by the mean
+        gradient of all chains, keep these on every one."""
+        num_chains = len(self.positions)
+        return range(num_chains) if self.engine.has_points else self.ranks.chains(num_chains)
 
     @property
     def batch_size(self) -> int:
@@ -66,12 +76,25 @@ class Problem:
         assert isinstance(self.data, TensorData)
         return dataclasses.replace(self, data=dataclasses.replace(self.data, batch_size=size))
 
-    def batches(self, num_chains: int, sampling: Sampling, share: bool = False) -> Batches:
-        """The chains' batches, as the engine takes them: their own, or the same for all."""
-        source = self.features or self.data
+    def batches(
+        self,
+        num_chains: int,
+        sampling: Sampling,
+        share: bool = False,
+        chains: Sequence[int] | None = None,
+    ) -> Batches:
+        """Chains' batches, as the engine takes them: their own, or the same for all.
+
+        Args:
+            num_chains: how many chains there are.
+            sampling: how rows are drawn.
+            share: whether all have the same.
+            chains: the numbers of those whose batches are wanted; all of them by default.
+        """
+        source, chains = self.features or self.data, chains or range(num_chains)
         if share:
-            return SharedBatches(source.batches(self.seed, 1, sampling), num_chains)
-        return source.batches(self.seed, num_chains, sampling)
+            return SharedBatches(source.batches(self.seed, 1, sampling), len(chains))
+        return source.batches(self.seed, num_chains, sampling, chains)
 
     def with_engine(self, **changes: Any) -> Problem:
         """The same with another kernel or density."""

@@ -89,10 +89,10 @@ class Journal:
         """
         if self.last is None:
             return
-        then = {k: v for k, v in self.last.facts.items() if k not in ("halvings", _START)}
-        now = {k: v for k, v in facts.items() if k != _START}
+        then = {k: v for k, v in self.last.facts.items() if k not in ("halvings", START)}
+        now = {k: v for k, v in facts.items() if k != START}
         lines = differences(then, now)
-        start, here = self.last.facts[_START], facts[_START]
+        start, here = self.last.facts[START], facts[START]
         if not lines and not math.isclose(start, here, rel_tol=1e-6):
             lines = [f"the log joint where chain 0 starts was {start:.8g}, is {here:.8g}"]
         if lines:
@@ -131,7 +131,7 @@ class Journal:
 
 
 #: The name of the log joint where chain 0 starts, which tells models and data apart.
-_START = "log joint at the start"
+START = "log joint at the start"
 
 
 def identity_of(problem: Problem, attrs: Mapping[str, Any], hyperparameters: Any) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def identity_of(problem: Problem, attrs: Mapping[str, Any], hyperparameters: Any
         "seed": problem.seed,
         "version": version("pyro_scale"),
         "random numbers": "Philox 4x32-10",
-        _START: float(start),
+        START: float(start),
     }
 
 

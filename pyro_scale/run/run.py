@@ -112,7 +112,7 @@ class RunPlan:
     def execute(
         self, title: str, seed: int | None = None, bar: Progress | None = None, **how: Any
     ) -> Trajectory:
-        """Takes the steps.
+        """Takes the steps of this process's chains.
 
         Args:
             title: of the progress bar.
@@ -121,12 +121,14 @@ class RunPlan:
             how: where it goes on from and where draws go, for `simulate`.
         """
         problem = with_frozen_features(self.problem)
-        batches = problem.batches(len(problem.positions), self.sampling, self.share_batches)
+        num_chains = len(problem.positions)
+        chains = problem.chains
+        batches = problem.batches(num_chains, self.sampling, self.share_batches, chains)
         own = bar or Progress(self.steps.total, title, self.progress)
         with contextlib.nullcontext(own) if bar else own as shown:
             draws = simulate(
                 problem.engine,
-                problem.positions,
+                problem.positions[list(chains)],
                 batches,
                 self.columns,
                 self.steps,
@@ -135,6 +137,8 @@ class RunPlan:
                 shown,
                 self.earlier,
                 inspect=_inspection(problem),
+                numbers=chains,
+                num_chains=num_chains,
                 **how,
             )
         return Trajectory(self, problem, batches, draws)

@@ -99,7 +99,7 @@ def adjust(problem: Problem, run: Run, stable: float, most_steps: int, budget: B
         if is_settled and length >= wanted:
             break
         longer = max(length, wanted) if is_settled else length
-        if total + longer > most_steps or budget.is_over:
+        if total + longer > most_steps or budget.is_over_for_all:
             break
         if number < _MOST_PILOTS - 1:
             length, lr = longer, next_lr(lr, accepted)

@@ -181,7 +181,7 @@ def _at_half_step(problem: Problem, steps: Steps, seed: int, simulate: Simulate)
     columns = dict(engine.kernel.columns(steps.total))
     columns["lr"] = columns["lr"] / 2
     shape = engine.kernel.normals, engine.num_latents
-    noise = RefinedNoise(seed, range(len(positions)), shape, positions.dtype, positions.device)
+    noise = RefinedNoise(seed, problem.chains, shape, positions.dtype, positions.device)
     return simulate(problem, steps, seed, columns, noise)
 
 

@@ -141,7 +141,7 @@ def pilot(
         if factor == 1:
             break
         factor = min(max(factor, _SHORTEST), _LONGEST)
-        if total + 3 * length / factor > most_steps or budget.is_over:
+        if total + 3 * length / factor > most_steps or budget.is_over_for_all:
             break
         lr = float(problem.engine.kernel.lr) * factor
         problem = problem.with_engine(kernel=dataclasses.replace(problem.engine.kernel, lr=lr))

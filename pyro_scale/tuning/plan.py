@@ -14,6 +14,7 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.rng.streams import NoiseStream
 from pyro_scale.run.budget import Budget
+from pyro_scale.run.by_rank import gather
 from pyro_scale.run.config import RunConfig
 from pyro_scale.run.problem import Problem
 from pyro_scale.run.run import RunPlan
@@ -117,7 +118,7 @@ def _simulation(bar: Progress, config: RunConfig, compile: bool, earlier: Earlie
     ) -> Draws:
         how = config.sampling, config.share_batches, compile, False
         plan = RunPlan(dataclasses.replace(problem, seed=seed), columns, steps, *how, earlier)
-        return plan.execute("", bar=bar, noise=noise).draws
+        return gather(plan.execute("", bar=bar, noise=noise).draws, problem)
 
     return simulate
 
@@ -131,6 +132,7 @@ def _optimization(bar: Progress, config: RunConfig, compile: bool, earlier: Earl
         columns = problem.engine.kernel.columns(steps.total)
         how = config.sampling, config.share_batches, compile, False
         plan = RunPlan(dataclasses.replace(problem, seed=seed), columns, steps, *how, earlier)
-        return plan.execute("", bar=bar, stop=stop, check_every=every).draws
+        draws = plan.execute("", bar=bar, stop=stop, check_every=every).draws
+        return gather(draws, problem)
 
     return optimize

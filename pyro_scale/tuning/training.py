@@ -99,7 +99,9 @@ def train(
         most = min(_MOST_LOOKS * stopping.window, max(1, budget.steps(learner) // 2))
 
         def stop(draws: Draws) -> bool:
-            return budget.is_over or stopping.reached(draws)
+            if budget.is_over_for_all:
+                return True
+            return all(problem.ranks.of_all(stopping.reached(draws), "whether training is over"))
 
         optimizer = learner.with_engine(kernel=MAP(optimizer=as_optimizer(None)))
         draws = optimize(

@@ -125,7 +125,7 @@ def warm_up(
         problem = window.problem
         if window.agrees or length >= FIRST_WINDOW * 2 ** (_MOST_WINDOWS - 1):
             break
-        if total + 2 * length > most_steps or budget.is_over:
+        if total + 2 * length > most_steps or budget.is_over_for_all:
             break
         length *= 2
     return window

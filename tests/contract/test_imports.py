@@ -17,7 +17,7 @@ LAYERS = [
     {"errors"},
     {"core"},
     {"compile"},
-    {"rng"},
+    {"rng", "distributed"},
     {"metrics", "storage", "data", "kernels", "model"},
     {"engine", "fullbatch"},
     {"run"},

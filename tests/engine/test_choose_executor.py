@@ -207,7 +207,16 @@ def asked(monkeypatch):
         engine = SimpleNamespace(vectorized=vectorized)
         state = SimpleNamespace(position=torch.zeros(num_chains, 1))
         choose_executor.program_for(
-            engine, SimpleNamespace(), state, None, compile, num_steps, str, None, nothing
+            engine,
+            SimpleNamespace(),
+            state,
+            None,
+            compile,
+            num_steps,
+            str,
+            None,
+            nothing,
+            num_chains,
         )
         return len(calls)
 

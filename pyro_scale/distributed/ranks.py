@@ -1,0 +1,217 @@
+"""The processes of a run, what each does of it, and what they tell each other.
+
+Every process takes the same decisions from the same facts.  They talk between stages, never
+within steps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import pickle
+import secrets
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import distributed as dist
+
+from pyro_scale.errors import ArgumentError, RankError
+
+T = TypeVar("T")
+
+#: What `distributed=` can be.
+Distributed = Literal["auto", "all", False]
+#: How long a rank waits for the others, in a group that is made here: ranks wait for the slowest.
+_TIMEOUT = timedelta(days=7)
+
+
+class Ranks:
+    """The processes of a run; each has a number, its rank.
+
+    All of them call the same methods in the same order.  What one of them raises, or that it has
+    died, becomes a `RankError` in the others, at the next call.
+
+    Args:
+        rank: of this process.
+        world: how many there are.
+        keeps_all: whether every rank keeps all draws; else rank 0 does, and others keep those of
+            their own chains.
+    """
+
+    def __init__(self, rank: int = 0, world: int = 1, keeps_all: bool = True):
+        self.rank, self.world, self.keeps_all = rank, world, keeps_all
+        self._calls = 0
+        self._name = secrets.token_hex(8)
+        if not self.is_alone:
+            self._name = self.of_first(self._name, "the beginning of a run")
+
+    @classmethod
+    def of(cls, distributed: Distributed) -> Ranks:
+        """Those of torch's process group, if there is one or if torchrun started this process.
+
+        A group that is there already stays as it is; one that is made here ends with the process.
+
+        Raises:
+            ArgumentError: another value than "auto", "all" or False; a group that cannot pass
+                tensors of processors on.
+        """
+        if distributed not in ("auto", "all", False):
+            raise ArgumentError(f"distributed={distributed!r}: pass 'auto', 'all' or False")
+        if distributed is False or not dist.is_available():
+            return ALONE
+        if not dist.is_initialized():
+            if not dist.is_torchelastic_launched():
+                return ALONE
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, timeout=_TIMEOUT)
+            atexit.register(_end)
+        elif dist.get_world_size() > 1 and "gloo" not in _backends():
+            raise ArgumentError(
+                f"the process group's backend is {_backends()}, which passes no tensors of "
+                "processors on: make it with backend='cpu:gloo,cuda:nccl', or pass "
+                "distributed=False to leave it alone"
+            )
+        if dist.get_world_size() == 1:
+            return ALONE
+        return cls(dist.get_rank(), dist.get_world_size(), distributed == "all")
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is but one."""
+        return self.world == 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which shows progress, warns and keeps all draws."""
+        return self.rank == 0
+
+    def chains(self, count: int) -> range:
+        """The numbers of this rank's chains, of so many in all."""
+        return range(self.rank, count, self.world)
+
+    def check(self, num_chains: int) -> None:
+        """Refuses fewer chains than ranks.
+
+        Raises:
+            ArgumentError: there are.
+        """
+        if num_chains < self.world:
+            raise ArgumentError(
+                f"num_chains={num_chains} on {self.world} processes leaves some without a chain: "
+                f"pass num_chains={self.world} or more, start fewer processes, or pass "
+                "distributed=False to run all chains on each"
+            )
+
+    # ------------------------------------------------------------------ what they tell each other
+
+    def of_all(self, value: T, what: str) -> list[T]:
+        """Every rank's value, by rank.
+
+        Args:
+            value: this rank's; anything that can be pickled.
+            what: it is, in words.
+
+        Raises:
+            RankError: another rank has failed, or is somewhere else.
+        """
+        if self.is_alone:
+            return [value]
+        self._meet(what)
+        values: list[Any] = [None] * self.world
+        self._call(what, lambda: dist.all_gather_object(values, value))
+        return values
+
+    def at_first(self, value: T, what: str) -> list[T] | None:
+        """Every rank's value, by rank, on rank 0; None on others.
+
+        Raises:
+            RankError: another rank has failed, or is somewhere else.
+        """
+        if self.is_alone:
+            return [value]
+        self._meet(what)
+        values: list[Any] | None = [None] * self.world if self.is_first else None
+        self._call(what, lambda: dist.gather_object(value, values))
+        return values
+
+    def of_first(self, value: T, what: str) -> T:
+        """Rank 0's value.
+
+        Raises:
+            RankError: another rank has failed, or is somewhere else.
+        """
+        if self.is_alone:
+            return value
+        self._meet(what)
+        values = [value]
+        self._call(what, lambda: dist.broadcast_object_list(values))
+        return values[0]
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Ends on all ranks if it ends on one.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        if self.is_alone:
+            yield
+            return
+        try:
+            yield
+        except RankError:
+            raise
+        except BaseException as error:
+            with contextlib.suppress(RankError):
+                self._meet("the end", f"{type(error).__name__}: {error}")
+            raise
+        self._meet("the end")
+
+    def _meet(self, what: str, error: str | None = None) -> None:
+        """Waits for the others, and learns what became of them."""
+        self._calls += 1
+        told: list[Any] = [None] * self.world
+        self._call(what, lambda: dist.all_gather_object(told, (what, error)))
+        failed = [(rank, error) for rank, (_, error) in enumerate(told) if error is not None]
+        if failed and error is None:
+            rank, why = failed[0]
+            raise RankError(f"rank {rank} has failed, so this one ends: {why}")
+        elsewhere = [rank for rank, (where, _) in enumerate(told) if where != what]
+        if elsewhere and error is None:
+            raise RankError(
+                f"rank {elsewhere[0]} is at {told[elsewhere[0]][0]}, this one at {what}: every "
+                "rank has to make the same calls in the same order"
+            )
+
+    def _call(self, what: str, call: Any) -> None:
+        """Calls torch; names the ranks that have not come, if it cannot go on."""
+        place = f"pyro_scale/{self._name}/{self._calls}"
+        store = dist.distributed_c10d._get_default_store()
+        try:
+            store.set(f"{place}/{self.rank}", "")
+            call()
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            names = [f"{place}/{rank}" for rank in range(self.world)]
+            missing = [0]  # which holds the store
+            with contextlib.suppress(RuntimeError):
+                missing = [rank for rank, name in enumerate(names) if not store.check([name])]
+            who = f"rank {missing[0]}" if missing else "a rank"
+            raise RankError(
+                f"{who} has not come to {what}: it has died, or waits for longer than the process "
+                f"group's timeout; its own output says why ({error})"
+            ) from error
+
+
+#: A process by itself.
+ALONE = Ranks()
+
+
+def _backends() -> str:
+    return str(dist.get_backend_config())
+
+
+def _end() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,146 @@
+"""Draws of the chains of several processes, brought together; and whether these are on one run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.distributed.ranks import Ranks
+from pyro_scale.engine.checkpoint import differences
+from pyro_scale.engine.draws import Draws
+from pyro_scale.errors import RankError
+from pyro_scale.run.problem import Problem
+from pyro_scale.run.resume import START
+from pyro_scale.run.run import Trajectory
+
+
+def gather(draws: Draws, problem: Problem) -> Draws:
+    """The draws of all chains, on every rank.
+
+    Args:
+        draws: of this rank's chains.
+        problem: of the run.
+    """
+    if len(problem.chains) == len(problem.positions):
+        return draws
+    parts = problem.ranks.of_all((problem.chains, draws), "the draws")
+    return join(parts, range(len(problem.positions)))
+
+
+def gather_trajectory(trajectory: Trajectory) -> Trajectory:
+    """The trajectory of all chains, on the ranks that keep all draws; on others that of their
+    own."""
+    plan, problem, batches, draws = trajectory
+    if not is_split(trajectory):
+        return trajectory
+    ranks, num_chains = problem.ranks, len(problem.positions)
+    tell = ranks.of_all if ranks.keeps_all else ranks.at_first
+    parts = tell((problem.chains, draws), "the draws")
+    if parts is None:
+        return trajectory
+    # what is measured afterwards goes on with the batches of all chains
+    whole = problem.batches(num_chains, plan.sampling, plan.share_batches)
+    whole.seek(plan.steps.total, batches.position(draws.num_steps))
+    return Trajectory(plan, problem, whole, join(parts, range(num_chains)))
+
+
+def is_split(trajectory: Trajectory) -> bool:
+    """Whether ranks have shared the chains out."""
+    return len(trajectory.problem.chains) < len(trajectory.problem.positions)
+
+
+def in_step(trajectory: Trajectory) -> Trajectory:
+    """The trajectory up to the step that all ranks have reached, and with what ended one of them.
+
+    A rank whose chains have all stopped holds the others up at nothing.
+    """
+    draws, ranks = trajectory.draws, trajectory.problem.ranks
+    if not is_split(trajectory):
+        return trajectory
+    error = None if draws.error is None else f"{type(draws.error).__name__}: {draws.error}"
+    told = ranks.of_all((draws.num_steps, bool(draws.finished), error), "the end of its steps")
+    reached = [steps for steps, is_alive, _ in told if is_alive] or [s for s, _, _ in told]
+    errors = [(rank, error) for rank, (_, _, error) in enumerate(told) if error is not None]
+    if errors and draws.error is None:
+        rank, why = errors[0]
+        stopped = why.startswith(KeyboardInterrupt.__name__)
+        draws.error = KeyboardInterrupt() if stopped else RankError(f"rank {rank}: {why}")
+    draws.num_steps = min(reached)
+    return trajectory
+
+
+def check_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
+    """Refuses ranks that are on another run than rank 0.
+
+    Args:
+        ranks: the processes.
+        facts: of the run of this one.
+
+    Raises:
+        RankError: it names the first such rank, and what differs.
+    """
+    told = ranks.of_all(dict(facts), "the facts of the run")
+    first = {name: fact for name, fact in told[0].items() if name != START}
+    for rank, other in enumerate(told):
+        own = {name: fact for name, fact in other.items() if name != START}
+        lines = differences(first, own)
+        if not lines and not math.isclose(told[0][START], other[START], rel_tol=1e-6):
+            lines = [
+                f"the log joint where chain 0 starts was {told[0][START]:.8g}, is "
+                f"{other[START]:.8g}"
+            ]
+        if lines:
+            raise RankError(
+                f"rank {rank} is on another run than rank 0 ({'; '.join(lines)}): every process "
+                "needs the same data, model and arguments; seed what draws them "
+                "(torch.manual_seed), and share no data set out by DistributedSampler: ranks "
+                "take their own batches of all of it"
+            )
+
+
+def join(parts: Sequence[tuple[Sequence[int], Draws]], chains: Sequence[int]) -> Draws:
+    """The draws of some parts' chains as those of one run.
+
+    Args:
+        parts: the numbers of each one's chains, and their draws.
+        chains: the numbers of all of them, in the order that they get.
+    """
+    place = {chain: i for i, chain in enumerate(chains)}
+    kept = min(draws.log_joint.shape[1] for _, draws in parts)
+    cut = [draws.first(kept) for _, draws in parts]
+    places = [[place[chain] for chain in numbers] for numbers, _ in parts]
+
+    def together(*leaves: Tensor) -> Tensor:
+        whole = leaves[0].new_empty(len(chains), *leaves[0].shape[1:])
+        for own, leaf in zip(places, leaves, strict=True):
+            whole[own] = leaf.to(whole.device)
+        return whole
+
+    kinetic = [draws.kinetic for draws in cut if draws.kinetic is not None]
+    failures = [
+        dataclasses.replace(failure, chain=own[failure.chain])
+        for own, draws in zip(places, cut, strict=True)
+        for failure in draws.failures
+    ]
+    return dataclasses.replace(
+        cut[0],
+        positions=together(*(draws.positions for draws in cut)),
+        log_joint=together(*(draws.log_joint for draws in cut)),
+        kinetic=together(*kinetic) if len(kinetic) == len(cut) else None,
+        failures=sorted(failures, key=lambda failure: (failure.step, failure.chain)),
+        last_steps={
+            own[chain]: steps
+            for own, draws in zip(places, cut, strict=True)
+            for chain, steps in draws.last_steps.items()
+        },
+        state=pytree.tree_map(together, *(draws.state for draws in cut)),
+        compile_seconds=max(draws.compile_seconds for draws in cut),
+        seconds=max(draws.seconds for draws in cut),
+        num_steps=min(draws.num_steps for draws in cut),
+        error=next((draws.error for draws in cut if draws.error is not None), None),
+    )
