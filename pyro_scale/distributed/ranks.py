@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import pickle
 import secrets
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -17,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import distributed as dist
 
-from pyro_scale.errors import ArgumentError, RankError
+from pyro_scale.errors import ArgumentError, PyroScaleError, PyroScaleWarning, RankError
 
 T = TypeVar("T")
 
@@ -30,8 +31,8 @@ _TIMEOUT = timedelta(days=7)
 class Ranks:
     """The processes of a run; each has a number, its rank.
 
-    All of them call the same methods in the same order.  What one of them raises, or that it has
-    died, becomes a `RankError` in the others, at the next call.
+    All of them call the same methods in the same order.  What one of them raises is raised in the
+    others at their next call, and a `RankError` where one has died.
 
     Args:
         rank: of this process.
@@ -42,7 +43,7 @@ class Ranks:
 
     def __init__(self, rank: int = 0, world: int = 1, keeps_all: bool = True):
         self.rank, self.world, self.keeps_all = rank, world, keeps_all
-        self._calls = 0
+        self._calls, self._is_over = 0, False
         self._name = secrets.token_hex(8)
         if not self.is_alone:
             self._name = self.of_first(self._name, "the beginning of a run")
@@ -86,6 +87,11 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this is rank 0, which shows progress, warns and keeps all draws."""
         return self.rank == 0
+
+    @property
+    def has_all(self) -> bool:
+        """Whether this rank is one that keeps all draws."""
+        return self.keeps_all or self.is_first
 
     def chains(self, count: int) -> range:
         """The numbers of this rank's chains, of so many in all."""
@@ -160,26 +166,34 @@ class Ranks:
             yield
             return
         try:
-            yield
-        except RankError:
-            raise
+            with warnings.catch_warnings():
+                if not self.is_first:  # which would say the same
+                    warnings.simplefilter("ignore", PyroScaleWarning)
+                yield
         except BaseException as error:
-            with contextlib.suppress(RankError):
-                self._meet("the end", f"{type(error).__name__}: {error}")
+            if not self._is_over:
+                with contextlib.suppress(PyroScaleError):
+                    self._meet("the end", error)
             raise
         self._meet("the end")
 
-    def _meet(self, what: str, error: str | None = None) -> None:
+    def _meet(self, what: str, error: BaseException | None = None) -> None:
         """Waits for the others, and learns what became of them."""
         self._calls += 1
         told: list[Any] = [None] * self.world
-        self._call(what, lambda: dist.all_gather_object(told, (what, error)))
-        failed = [(rank, error) for rank, (_, error) in enumerate(told) if error is not None]
-        if failed and error is None:
-            rank, why = failed[0]
-            raise RankError(f"rank {rank} has failed, so this one ends: {why}")
+        mine = None if error is None else (type(error), str(error))
+        self._call(what, lambda: dist.all_gather_object(told, (what, mine)))
+        failed = [(rank, why) for rank, (_, why) in enumerate(told) if why is not None]
         elsewhere = [rank for rank, (where, _) in enumerate(told) if where != what]
-        if elsewhere and error is None:
+        self._is_over = bool(failed or elsewhere)
+        if error is not None:
+            return
+        if failed:
+            rank, (kind, why) = failed[0]
+            if issubclass(kind, PyroScaleError):
+                raise kind(f"rank {rank}: {why}")
+            raise RankError(f"rank {rank} has failed, so this one ends: {kind.__name__}: {why}")
+        if elsewhere:
             raise RankError(
                 f"rank {elsewhere[0]} is at {told[elsewhere[0]][0]}, this one at {what}: every "
                 "rank has to make the same calls in the same order"
@@ -193,6 +207,7 @@ class Ranks:
             store.set(f"{place}/{self.rank}", "")
             call()
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            self._is_over = True
             names = [f"{place}/{rank}" for rank in range(self.world)]
             missing = [0]  # which holds the store
             with contextlib.suppress(RuntimeError):

@@ -106,7 +106,8 @@ class Checkpoints:
     ):
         self._directory, self._every, self._facts = files.as_path(path), every, dict(facts)
         self._parts = [] if last is None else list(last.parts)
-        self._kept = 0 if last is None else last.positions.shape[1]
+        # draws that are in no file yet come from another directory
+        self._kept = last.positions.shape[1] if last is not None and last.parts else 0
         self._whole = [] if last is None else [last.number]
         self._written = time.monotonic()
         try:

@@ -279,8 +279,13 @@ class Sampler(Method):
                 progress=progress and ranks.is_first,
             )
             ranks.check(config.num_chains)
+            if store is not None and not ranks.is_alone:
+                raise ArgumentError(
+                    f"store={store!r}: draws of several processes are kept in memory: leave store "
+                    "out, or run in one process (distributed=False)"
+                )
             budget = Budget.of(max_rows, max_seconds, ranks)
-            journal = Journal.open(checkpoint, checkpoint_every, resume)
+            journal = Journal.open(checkpoint, checkpoint_every, resume, ranks)
             self._run(data, config, budget, journal, seed, ranks)
         return self
 
@@ -311,8 +316,9 @@ class Sampler(Method):
             trajectory = gather_trajectory(trajectory)
             error = self._collect(trajectory, config, sink)
         if is_split(trajectory) and not ranks.keeps_all:
-            error = self._share(ranks, error)
-        self._report(trajectory, error, journal, sink)
+            self._share(ranks)
+        if ranks.has_all or not is_split(trajectory):
+            self._report(trajectory, error, journal, sink)
 
     # ------------------------------------------------------------------ the stages of a run
 
@@ -380,7 +386,7 @@ class Sampler(Method):
         if config.superchains is not None:
             problem = with_shared_starts(problem, config.superchains)
         if config.store is None:
-            kept = slice(None) if ranks.is_first or ranks.keeps_all else list(problem.chains)
+            kept = slice(None) if ranks.has_all else list(problem.chains)
             check_memory(problem.positions[kept], config.num_samples, config.memory_budget)
         return problem
 
@@ -424,7 +430,7 @@ class Sampler(Method):
         self._plan = dataclasses.replace(plan, finished=tuple(draws.finished))
         # at once: what is found out about it can be interrupted
         self._result = collect(problem, draws, plan.columns, attrs, sink)
-        if is_split(trajectory) and not problem.ranks.is_first:
+        if is_split(trajectory) and not problem.ranks.has_all:
             self._plan = None
             return draws.error  # the rest is found out by rank 0, which has all draws
         self._result, error = measure(trajectory, self._result, _on_average(plan, draws))
@@ -444,8 +450,8 @@ class Sampler(Method):
                 error = error or raised
         return error
 
-    def _share(self, ranks: Ranks, error: BaseException | None) -> BaseException | None:
-        """Gives what rank 0 has found out about all chains to the others; what ended the run."""
+    def _share(self, ranks: Ranks) -> None:
+        """Gives what rank 0 has found out about all chains to the others."""
         told = None
         if ranks.is_first and self._result is not None:
             with warnings.catch_warnings():
@@ -456,7 +462,6 @@ class Sampler(Method):
         if not ranks.is_first and self._result is not None and told is not None:
             attrs, tables = told
             self._result = dataclasses.replace(self._result, attrs=attrs, tables=tables)
-        return error
 
     def _report(
         self,

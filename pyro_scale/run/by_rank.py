@@ -14,6 +14,7 @@ from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.engine.checkpoint import differences
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import RankError
+from pyro_scale.run.parts import Part
 from pyro_scale.run.problem import Problem
 from pyro_scale.run.resume import START
 from pyro_scale.run.run import Trajectory
@@ -47,6 +48,16 @@ def gather_trajectory(trajectory: Trajectory) -> Trajectory:
     whole = problem.batches(num_chains, plan.sampling, plan.share_batches)
     whole.seek(plan.steps.total, batches.position(draws.num_steps))
     return Trajectory(plan, problem, whole, join(parts, range(num_chains)))
+
+
+def together(trajectories: Sequence[Trajectory], parts: Sequence[Part]) -> Trajectory:
+    """The trajectory of this process's chains, from those of its parts."""
+    if len(trajectories) == 1:
+        return trajectories[0]
+    of_parts = zip(parts, trajectories, strict=True)
+    draws = [(part.chains, trajectory.draws) for part, trajectory in of_parts]
+    last = trajectories[-1]
+    return last._replace(draws=join(draws, last.problem.chains))
 
 
 def is_split(trajectory: Trajectory) -> bool:

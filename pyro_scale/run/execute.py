@@ -8,7 +8,7 @@ from typing import Any
 from pyro_scale.engine.draws import Draws, Sink
 from pyro_scale.errors import ArgumentError
 from pyro_scale.run.budget import Budget
-from pyro_scale.run.by_rank import in_step
+from pyro_scale.run.by_rank import in_step, together
 from pyro_scale.run.extend import cut_short, extended, is_enough
 from pyro_scale.run.resume import Journal
 from pyro_scale.run.run import RunPlan, Trajectory
@@ -45,7 +45,7 @@ def execute(
     Raises:
         ArgumentError: the time was over before the first draw.
     """
-    ranks = plan.problem.ranks
+    ranks, parts = plan.problem.ranks, journal.parts(plan.problem)
     for halvings in range(journal.halvings):
         plan = plan.halved(halvings + 1)
     halvings = journal.halvings
@@ -58,21 +58,26 @@ def execute(
         def is_over(draws: Draws, retries: bool = retries) -> bool:
             return budget.is_over or (retries and bool(draws.failures))
 
-        with journal.writer(facts, halvings) as checkpoints:
-            trajectory = in_step(
-                plan.execute(
-                    title,
-                    stop=is_over,
-                    last=journal.last if halvings == journal.halvings else None,
-                    checkpoints=checkpoints,
-                    sink=sink,
+        moved = []
+        for part in parts:
+            with journal.writer(part, facts, halvings) as checkpoints:
+                moved.append(
+                    plan.execute(
+                        title,
+                        chains=part.chains,
+                        stop=is_over,
+                        last=journal.goes_on_from(part, halvings),
+                        checkpoints=checkpoints,
+                        sink=sink,
+                    )
                 )
-            )
+        trajectory = in_step(together(moved, parts))
         diverged = any(ranks.of_all(trajectory.diverged, "whether chains diverged"))
         if not retries or not diverged or trajectory.draws.error is not None:
             break
         halvings += 1
         plan = plan.halved(halvings)
+    journal.tidy(parts)
     trajectory = cut_short(trajectory)
     draws = trajectory.draws
     if budget.is_over_for_all and draws.error is None and not draws.log_joint.shape[1]:

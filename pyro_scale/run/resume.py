@@ -7,7 +7,8 @@ import dataclasses
 import hashlib
 import logging
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from numbers import Real
@@ -20,15 +21,24 @@ from pyro_scale.core import rows
 from pyro_scale.core.layout import dtype_name
 from pyro_scale.data.sources import Data, IndexedData, OwnSubsamples, TensorData
 from pyro_scale.data.stream import StreamData
+from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.engine.checkpoint import (
     Checkpoint,
     Checkpoints,
     check_unused,
     differences,
-    holds_state,
-    read,
 )
 from pyro_scale.errors import ArgumentError, FileError
+from pyro_scale.run.parts import (
+    CHAINS,
+    Part,
+    drop_others,
+    generation,
+    holds_parts,
+    parts_of,
+    progress,
+    read_parts,
+)
 from pyro_scale.run.problem import Problem
 from pyro_scale.storage.files import FilePath, as_path, locked
 
@@ -42,16 +52,26 @@ class Journal:
     Attributes:
         path: where the run is written; None for nowhere.
         every: seconds from one checkpoint to the next.
-        last: what the run goes on from; None for its beginning.
+        saved: what the run goes on from; nothing for its beginning.
+        ranks: the processes of the run.
     """
 
     path: Path | None
     every: float
-    last: Checkpoint | None
+    saved: tuple[Part, ...] = ()
+    ranks: Ranks = ALONE
 
     @classmethod
-    def open(cls, checkpoint: FilePath | None, every: float, resume: FilePath | None) -> Journal:
+    def open(
+        cls,
+        checkpoint: FilePath | None,
+        every: float,
+        resume: FilePath | None,
+        ranks: Ranks = ALONE,
+    ) -> Journal:
         """What a user asked for.
+
+        A process that torchrun has restarted goes on with what is in the directory.
 
         Raises:
             ArgumentError: no path, a time below 0, two directories, one that another run is in.
@@ -59,17 +79,49 @@ class Journal:
         """
         if isinstance(every, bool) or not isinstance(every, int | float) or not every >= 0:
             raise ArgumentError(f"checkpoint_every={every!r}: pass seconds, 0 or more")
+        if resume is None and checkpoint is not None and _was_restarted():
+            resume = checkpoint if holds_parts(checkpoint) else None
         if resume is None:
             if checkpoint is None:
-                return cls(None, every, None)
-            check_unused(checkpoint)
-            return cls(as_path(checkpoint), every, None)
+                return cls(None, every, ranks=ranks)
+            if holds_parts(checkpoint) and not _was_restarted():
+                check_unused(checkpoint)
+            return cls(as_path(checkpoint), every, ranks=ranks)
         if checkpoint is not None and as_path(checkpoint).resolve() != as_path(resume).resolve():
             raise ArgumentError(
                 f"checkpoint='{checkpoint}', but resume='{resume}', where the run goes on being "
                 "written: leave checkpoint out"
             )
-        return cls(as_path(resume), every, read(resume))
+        return cls(as_path(resume), every, tuple(read_parts(resume)), ranks)
+
+    @property
+    def last(self) -> Checkpoint | None:
+        """The furthest state; its facts are those of all."""
+        return max(self.saved, key=progress).last if self.saved else None
+
+    def parts(self, problem: Problem) -> list[Part]:
+        """The parts in which this process's chains go on, or begin."""
+        chains, num_chains = tuple(problem.chains), len(problem.positions)
+        if self.path is None:
+            return [Part(None, chains, None)]
+        is_one = len(self.saved) == 1 and len(self.saved[0].chains) == num_chains
+        if self.ranks.is_alone and (is_one or not self.saved):
+            return [Part(self.path, chains, self.last)]
+        with contextlib.suppress(OSError):  # else whoever writes tells of it
+            self.path.mkdir(exist_ok=True)
+        number = self.ranks.of_first(generation(self.path), "where checkpoints go")
+        if len(chains) == num_chains and not self.ranks.is_first:  # which all ranks move
+            return [Part(None, chains, self.last)]
+        return parts_of(chains, self.saved, self.path, self.ranks.rank, number)
+
+    def tidy(self, parts: Sequence[Part]) -> None:
+        """Removes the parts that these have taken over, once all of them are written."""
+        if self.path is None or (self.ranks.is_alone and not self.saved):
+            return
+        names = [part.path.name for part in parts if part.path is not None]
+        used = self.ranks.of_all(names, "where checkpoints are")
+        if self.ranks.is_first:
+            drop_others(self.path, [name for each in used for name in each])
 
     def seed(self, asked: int | None) -> int | None:
         """The seed that was asked for, or else that of the run to go on with."""
@@ -89,7 +141,8 @@ class Journal:
         """
         if self.last is None:
             return
-        then = {k: v for k, v in self.last.facts.items() if k not in ("halvings", START)}
+        others = ("halvings", CHAINS, START)
+        then = {k: v for k, v in self.last.facts.items() if k not in others}
         now = {k: v for k, v in facts.items() if k != START}
         lines = differences(then, now)
         start, here = self.last.facts[START], facts[START]
@@ -114,20 +167,34 @@ class Journal:
     @property
     def hint(self) -> str:
         """How to go on with what has been written, in words, if something has."""
-        if self.path is None or not holds_state(self.path):
+        if self.path is None or not holds_parts(self.path):
             return ""
         return f"; the same call with resume='{self.path}' goes on"
 
     @contextlib.contextmanager
-    def writer(self, facts: Mapping[str, Any], halvings: int) -> Iterator[Checkpoints | None]:
-        """What writes the run, while no other one can."""
-        if self.path is None:
+    def writer(
+        self, part: Part, facts: Mapping[str, Any], halvings: int
+    ) -> Iterator[Checkpoints | None]:
+        """What writes a part of the run, while no other one can."""
+        if part.path is None:
             yield None
             return
-        last = self.last if halvings == self.halvings else None
-        writer = Checkpoints(self.path, self.every, {**facts, "halvings": halvings}, last)
-        with locked(self.path):
+        facts = {**facts, "halvings": halvings}
+        if part.path != self.path:
+            facts[CHAINS] = list(part.chains)
+        writer = Checkpoints(part.path, self.every, facts, self.goes_on_from(part, halvings))
+        with locked(part.path):
             yield writer
+
+    def goes_on_from(self, part: Part, halvings: int) -> Checkpoint | None:
+        """What a part goes on from at a step size that was halved that often."""
+        last = part.last
+        return last if last is not None and last.facts["halvings"] == halvings else None
+
+
+def _was_restarted() -> bool:
+    """Whether torchrun has started this process again, after one has died."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
 #: The name of the log joint where chain 0 starts, which tells models and data apart.

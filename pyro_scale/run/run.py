@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -110,7 +110,12 @@ class RunPlan:
         )
 
     def execute(
-        self, title: str, seed: int | None = None, bar: Progress | None = None, **how: Any
+        self,
+        title: str,
+        seed: int | None = None,
+        bar: Progress | None = None,
+        chains: Sequence[int] | None = None,
+        **how: Any,
     ) -> Trajectory:
         """Takes the steps of this process's chains.
 
@@ -118,11 +123,12 @@ class RunPlan:
             title: of the progress bar.
             seed: of what is drawn besides batches; that of the problem by default.
             bar: one that is there already.
+            chains: the numbers of those that are moved; this process's by default.
             how: where it goes on from and where draws go, for `simulate`.
         """
         problem = with_frozen_features(self.problem)
         num_chains = len(problem.positions)
-        chains = problem.chains
+        chains = problem.chains if chains is None else chains
         batches = problem.batches(num_chains, self.sampling, self.share_batches, chains)
         own = bar or Progress(self.steps.total, title, self.progress)
         with contextlib.nullcontext(own) if bar else own as shown:

@@ -1,0 +1,147 @@
+"""The checkpoints of a run on any number of processes.
+
+A part is some of the chains, with checkpoints of its own, as chains need nothing of each other.
+The directory of a run of one process is one part, of all chains; of several processes, each
+writes parts into directories of their own, `part-<generation>.<rank>.<number>`.  A run goes on
+with each chain from the furthest state that is there, on as many processes as there are then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from pyro_scale.engine.checkpoint import Checkpoint, RunState, holds_state, read
+from pyro_scale.errors import FileError
+from pyro_scale.storage.files import FilePath, as_path
+
+_NAME = re.compile(r"part-(\d+)\.\d+\.\d+")
+#: The fact that names a part's chains.
+CHAINS = "chains"
+
+
+class Part(NamedTuple):
+    """Some chains of a run.
+
+    Attributes:
+        path: where they are written; None for nowhere.
+        chains: their numbers.
+        last: what they go on from; None for their beginning.
+    """
+
+    path: Path | None
+    chains: tuple[int, ...]
+    last: Checkpoint | None
+
+
+def progress(part: Part) -> tuple[int, int]:
+    """How far a saved part is: how small its step size, and at which step."""
+    assert part.last is not None
+    return int(part.last.facts["halvings"]), part.last.run_state.step
+
+
+def read_parts(path: FilePath) -> list[Part]:
+    """All parts in a run's directory, as far as they are whole.
+
+    Raises:
+        FileError: there is none.
+    """
+    directory = as_path(path)
+    places = [folder for folder in _folders(directory) if holds_state(folder)]
+    if holds_state(directory) or not places:
+        places.insert(0, directory)
+    parts, damaged = [], None
+    for place in places:
+        try:
+            last = read(place)
+        except FileError as error:
+            damaged = error
+            continue
+        chains = last.facts.get(CHAINS) or range(len(last.positions))
+        parts.append(Part(place, tuple(chains), last))
+    if damaged is not None and not parts:
+        raise damaged
+    return parts
+
+
+def holds_parts(path: FilePath) -> bool:
+    """Whether a directory holds checkpoints of a run of any number of processes."""
+    directory = as_path(path)
+    return any(holds_state(place) for place in (directory, *_folders(directory)))
+
+
+def generation(path: Path) -> int:
+    """One that no part in a directory has."""
+    return 1 + max((int(_NAME.fullmatch(f.name)[1]) for f in _folders(path)), default=-1)  # type: ignore[index]
+
+
+def parts_of(
+    chains: Sequence[int], saved: Sequence[Part], path: Path, rank: int, number: int
+) -> list[Part]:
+    """The parts in which some chains go on.
+
+    Args:
+        chains: their numbers.
+        saved: what there is.
+        path: the run's directory.
+        rank: of this process.
+        number: of the generation of parts that have to be made.
+    """
+    furthest = dict.fromkeys(chains) | {
+        chain: place
+        for place, part in sorted(enumerate(saved), key=lambda each: progress(each[1]))
+        for chain in part.chains
+        if chain in chains
+    }
+    parts = []
+    for i, place in enumerate(dict.fromkeys(furthest.values())):
+        own = tuple(chain for chain in chains if furthest[chain] == place)
+        new = path / f"part-{number}.{rank}.{i}"
+        if place is None:
+            parts.append(Part(new, own, None))
+            continue
+        source = saved[place]
+        assert source.last is not None
+        is_same = own == source.chains
+        last = source.last if is_same else _of(source.last, [source.chains.index(c) for c in own])
+        parts.append(Part(source.path if is_same else new, own, last))
+    return parts
+
+
+def drop_others(path: Path, used: Sequence[str]) -> None:
+    """Removes the parts that have been taken over by others."""
+    for folder in _folders(path):
+        if folder.name not in used:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(folder)
+
+
+def _of(last: Checkpoint, places: list[int]) -> Checkpoint:
+    """What a checkpoint holds of some of its chains."""
+    state = last.run_state
+    failures = tuple(
+        dataclasses.replace(failure, chain=places.index(failure.chain))
+        for failure in state.failures
+        if failure.chain in places
+    )
+    leaves = [leaf[torch.tensor(places, device=leaf.device)] for leaf in state.state]
+    return last._replace(
+        parts=(),
+        run_state=RunState(state.step, leaves, state.alive[places], failures),
+        positions=last.positions[places],
+        log_joint=last.log_joint[places],
+        kinetic=None if last.kinetic is None else last.kinetic[places],
+    )
+
+
+def _folders(directory: Path) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return sorted(f for f in directory.iterdir() if f.is_dir() and _NAME.fullmatch(f.name))
+    return []

@@ -1,0 +1,178 @@
+"""What each process of a test does: `torchrun on_ranks.py CASE FOLDER`; also run by itself.
+
+Each writes what it found to `FOLDER/rank-<rank>.pt`.
+"""
+
+import contextlib
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import pyro_scale as ps
+
+RANK = int(os.environ.get("RANK", 0))
+torch.manual_seed(0)
+X = torch.randn(403, 3, dtype=torch.float64)
+W = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
+Y = (torch.rand(403, dtype=torch.float64) < torch.sigmoid(X @ W)).double()
+QUIET = {"progress": False, "seed": 5}
+BY_HAND = {"num_samples": 50, "warmup_steps": 70, "thinning": 3, "num_chains": 8, **QUIET}
+
+
+def model(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=torch.float64), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def with_param(x, y=None):
+    b = pyro.param("b", torch.zeros((), dtype=torch.float64))
+    w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=torch.float64), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Bernoulli(logits=x @ w + b), obs=y)
+
+
+class Rows(IterableDataset):
+    def __iter__(self):
+        return iter(zip(X, Y, strict=True))
+
+    def __len__(self):
+        return len(X)
+
+
+def found(fit):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {
+            "w": fit.get_samples(group_by_chain=True)["w"],
+            "lp": fit.to_arviz(log_likelihood=False).sample_stats["lp"].values,
+            "summary": fit.summary().to_dict(),
+            "diagnostics": fit.diagnostics().to_dict(),
+            "attrs": {k: v for k, v in fit.diagnostics().attrs.items() if "time" not in k},
+        }
+
+
+def run(method, data, **how):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return method.run(data, **how)
+
+
+def by_hand(**how):
+    return found(run(ps.BAOA(model, lr=0.05), (X, Y), batch_size=20, **BY_HAND | how))
+
+
+CASES = {
+    "eager": by_hand,
+    "compiled": lambda: found(
+        run(ps.SGHMC(model, lr=0.05, compile=True), (X, Y), batch_size=20, **BY_HAND)
+    ),
+    "everywhere": lambda: by_hand(distributed="all"),
+    "ignored": lambda: by_hand(distributed=False, num_chains=2),
+    "loader": lambda: found(
+        run(ps.BAOA(model, lr=0.05), DataLoader(TensorDataset(X, Y), 20, shuffle=True), **BY_HAND)
+    ),
+    "stream": lambda: found(run(ps.BAOA(model, lr=0.05), DataLoader(Rows(), 20), **BY_HAND)),
+    "untuned": lambda: found(
+        run(ps.BAOA(model), (X, Y), num_samples=40, num_chains=8, **QUIET)
+    ),
+    "untuned batches": lambda: found(
+        run(ps.BAOA(model), (X, Y), num_samples=20, num_chains=8, batch_size=50, **QUIET)
+    ),
+    "points": lambda: found(
+        run(ps.BAOA(with_param, lr=0.05), (X, Y), batch_size=20, **BY_HAND)
+    ),
+}
+
+
+def told(call):
+    """The error's class and message."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def other_on_rank_1(what):
+    data, how, how_model = (X, Y), dict(BY_HAND), model
+    if RANK == 1:
+        match what:
+            case "data":
+                data = (X + 1, Y)
+            case "seed":
+                how["seed"] = 6
+            case "length":
+                how["num_samples"] = 51
+            case "bad argument":
+                how["num_chains"] = 0
+            case "bad data":
+                data = (X[:10], Y)
+            case "model":
+                how_model = with_param
+    return told(lambda: run(ps.BAOA(how_model, lr=0.05), data, batch_size=20, **how))
+
+
+def dies_on_rank_1():
+    def kill(step):
+        if RANK == 1:
+            os._exit(7)
+        return 0.05
+
+    return told(lambda: run(ps.BAOA(model, lr=kill), (X, Y), batch_size=20, **BY_HAND))
+
+
+def breaks_chain_3():
+    """Its start is so far out that the log density is not finite at the first steps."""
+    starts = torch.zeros(8, 3, dtype=torch.float64)
+    starts[3] = 1e150
+
+    def cubed(x):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=torch.float64), 1.0).to_event(1))
+        pyro.factor("cube", (w**3).sum() * (w.abs().max() > 1e100))
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal(w.sum(), 1.0), obs=x[:, 0])
+
+    sampler = ps.BAOA(cubed, lr=0.05, init_strategy={"w": starts})
+    error = told(lambda: run(sampler, (X,), batch_size=20, **BY_HAND))
+    return error, sampler.get_samples(group_by_chain=True)["w"]
+
+
+def checkpointed(folder, seconds=0.0, resume=False):
+    where = {"resume" if resume else "checkpoint": Path(folder) / "run"}
+
+    def slow(step):
+        return 0.05
+
+    method = ps.BAOA(model, lr=slow)
+    how = BY_HAND | {"num_samples": 2000, "thinning": 1}
+    return found(run(method, (X, Y), batch_size=20, checkpoint_every=seconds, **where, **how))
+
+
+def main(case, folder):
+    if case == "cases":
+        result = {}
+        for name, call in CASES.items():
+            result[name] = call()
+    elif case == "errors":
+        kinds = ("data", "seed", "length", "bad argument", "bad data", "model")
+        result = {kind: other_on_rank_1(kind) for kind in kinds}
+        result["few"] = told(lambda: by_hand(num_chains=1))
+        result["breaks"] = breaks_chain_3()
+        result["afterwards"] = by_hand()
+    elif case == "dies":
+        result = dies_on_rank_1()
+    else:
+        result = checkpointed(folder, resume=case == "resume")
+    torch.save(result, Path(folder) / f"rank-{RANK}.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
