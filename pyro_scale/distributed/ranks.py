@@ -26,6 +26,8 @@ T = TypeVar("T")
 Distributed = Literal["auto", "all", False]
 #: How long a rank waits for the others, in a group that is made here: ranks wait for the slowest.
 _TIMEOUT = timedelta(days=7)
+#: How long the others are waited for once one has died, to tell which.
+_PATIENCE = timedelta(seconds=5)
 
 
 class Ranks:
@@ -208,11 +210,8 @@ class Ranks:
             call()
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             self._is_over = True
-            names = [f"{place}/{rank}" for rank in range(self.world)]
-            missing = [0]  # which holds the store
-            with contextlib.suppress(RuntimeError):
-                missing = [rank for rank, name in enumerate(names) if not store.check([name])]
-            who = f"rank {missing[0]}" if missing else "a rank"
+            missing = [rank for rank in range(self.world) if not _comes(store, f"{place}/{rank}")]
+            who = f"rank {' or '.join(map(str, missing))}" if missing else "a rank"
             raise RankError(
                 f"{who} has not come to {what}: it has died, or waits for longer than the process "
                 f"group's timeout; its own output says why ({error})"
@@ -221,6 +220,16 @@ class Ranks:
 
 #: A process by itself.
 ALONE = Ranks()
+
+
+def _comes(store: Any, name: str) -> bool:
+    """Whether a rank comes to a place soon; it is not there if the one that holds the store is
+    gone."""
+    try:
+        store.wait([name], _PATIENCE)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _backends() -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pyro_scale.data.batches import Batches
 from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.engine.checkpoint import differences
 from pyro_scale.engine.draws import Draws
@@ -36,7 +37,7 @@ def gather(draws: Draws, problem: Problem) -> Draws:
 def gather_trajectory(trajectory: Trajectory) -> Trajectory:
     """The trajectory of all chains, on the ranks that keep all draws; on others that of their
     own."""
-    plan, problem, batches, draws = trajectory
+    plan, problem, _, draws = trajectory
     if not is_split(trajectory):
         return trajectory
     ranks, num_chains = problem.ranks, len(problem.positions)
@@ -44,10 +45,8 @@ def gather_trajectory(trajectory: Trajectory) -> Trajectory:
     parts = tell((problem.chains, draws), "the draws")
     if parts is None:
         return trajectory
-    # what is measured afterwards goes on with the batches of all chains
-    whole = problem.batches(num_chains, plan.sampling, plan.share_batches)
-    whole.seek(plan.steps.total, batches.position(draws.num_steps))
-    return Trajectory(plan, problem, whole, join(parts, range(num_chains)))
+    batches = _batches_of(range(num_chains), trajectory)
+    return Trajectory(plan, problem, batches, join(parts, range(num_chains)))
 
 
 def together(trajectories: Sequence[Trajectory], parts: Sequence[Part]) -> Trajectory:
@@ -57,7 +56,18 @@ def together(trajectories: Sequence[Trajectory], parts: Sequence[Part]) -> Traje
     of_parts = zip(parts, trajectories, strict=True)
     draws = [(part.chains, trajectory.draws) for part, trajectory in of_parts]
     last = trajectories[-1]
-    return last._replace(draws=join(draws, last.problem.chains))
+    chains = last.problem.chains
+    return last._replace(batches=_batches_of(chains, last), draws=join(draws, chains))
+
+
+def _batches_of(chains: range, trajectory: Trajectory) -> Batches:
+    """The batches of some chains, where those of the trajectory's own have come to: what is
+    measured afterwards goes on with them."""
+    plan, problem, batches, draws = trajectory
+    sampling, share = plan.sampling, plan.share_batches
+    whole = problem.batches(len(problem.positions), sampling, share, chains)
+    whole.seek(plan.steps.total, batches.position(draws.num_steps))
+    return whole
 
 
 def is_split(trajectory: Trajectory) -> bool:

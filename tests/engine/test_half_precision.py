@@ -28,7 +28,7 @@ def test_a_gaussian_posterior_is_right(dtype, compile):
     mean, sd = float((x.double() * y.double()).sum() / precision), float(precision**-0.5)
     sampler = ps.BAOA(model, lr=0.5, compile=compile)
     how = {
-        "num_samples": 400 if not compile else 4000,
+        "num_samples": 2000 if not compile else 4000,
         "thinning": 1,
         "warmup_steps": 100,
         "num_chains": 4,

@@ -95,7 +95,7 @@ def errors(problem, kernel, lrs, starts, steps, seed=5):
     """
     source = torch.Generator().manual_seed(seed)
     chains, (size, dim) = len(lrs), problem.x.shape
-    indices = RowIndices(seed, chains, size, problem.batch_size, kernel.sampling)
+    indices = RowIndices(seed, range(chains), size, problem.batch_size, kernel.sampling)
     columns = kernel.columns(steps.total)
     columns["temperature"] = columns["temperature"] / size
 

@@ -1,0 +1,216 @@
+"""Runs on several processes: the draws of one, whoever moves the chains, and whoever dies."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import pyro_scale as ps
+from pyro_scale.distributed.ranks import ALONE, Ranks
+
+PROGRAM = Path(__file__).parent / "on_ranks.py"
+CASES = [
+    "eager",
+    "compiled",
+    "everywhere",
+    "loader",
+    "stream",
+    "untuned",
+    "untuned batches",
+    "points",
+]
+
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo"
+)
+
+
+def start(case, folder, world, agent=True):
+    """The processes: one of torchrun's, or the ranks themselves."""
+    folder.mkdir(exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    arguments = [str(PROGRAM), case, str(folder)]
+    if world == 1:
+        return [subprocess.Popen([sys.executable, *arguments], env=environment, **how)]
+    if agent:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        return [subprocess.Popen([sys.executable, *torchrun, *arguments], env=environment, **how)]
+    group = folder / f"group-{time.time_ns()}"
+    return [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env={
+                **environment,
+                "RANK": str(rank),
+                "WORLD": str(world),
+                "GROUP": str(group),
+            },
+            **how,
+        )
+        for rank in range(world)
+    ]
+
+
+def results(case, folder, world, agent=True):
+    """What each rank has found; None of those that left nothing."""
+    processes = start(case, folder, world, agent)
+    said = [process.communicate(timeout=300)[0] for process in processes]
+    files = [folder / f"rank-{rank}.pt" for rank in range(world)]
+    assert any(file.exists() for file in files), said
+    return [torch.load(f, weights_only=False) if f.exists() else None for f in files]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    (found,) = results("cases", tmp_path_factory.mktemp("ranks") / "1", 1)
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 3, pytest.param(8, marks=pytest.mark.slow)])
+def shared(request, tmp_path_factory):
+    return results("cases", tmp_path_factory.mktemp("ranks") / "n", request.param)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_draws_are_those_of_one_process(case, alone, shared):
+    """Bit for bit: rank 0 has all, others those of chains rank, rank + world, ..."""
+    expected, has_all = alone[case], case in ("everywhere", "points")
+    for rank, found in enumerate(shared):
+        own = slice(None) if rank == 0 or has_all else slice(rank, None, len(shared))
+        assert torch.equal(found[case]["w"], expected["w"][own])
+        assert (
+            (found[case]["lp"] == expected["lp"][own.start :: own.step]).all()
+            if own.step
+            else (found[case]["lp"] == expected["lp"]).all()
+        )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_has_the_diagnostics_of_all_chains(case, alone, shared):
+    for found in shared:
+        for table in ("summary", "diagnostics"):
+            assert found[case][table] == alone[case][table]
+        assert found[case]["attrs"].get("report") == alone[case]["attrs"].get("report")
+
+
+def test_a_group_can_be_ignored(alone, shared):
+    for found in shared:
+        assert torch.equal(found["ignored"]["w"], alone["ignored"]["w"])
+
+
+# ------------------------------------------------------------------ what goes wrong
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory):
+    return results("errors", tmp_path_factory.mktemp("ranks"), 2)
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "words"),
+    [
+        ("data", "RankError", ["rank 1 is on another run than rank 0", "data was"]),
+        ("seed", "RankError", ["rank 1 is on another run than rank 0", "seed was 5, is 6"]),
+        ("length", "RankError", ["rank 1 is on another run than rank 0", "was 50, is 51"]),
+        ("model", "RankError", ["rank 1 is on another run than rank 0", "sites['b']"]),
+        ("bad argument", "ArgumentError", ["num_chains=0: pass an int >= 1"]),
+        ("bad data", "DataError", ["first dimensions differ"]),
+        ("few", "ArgumentError", ["num_chains=1 on 2 processes", "distributed=False"]),
+    ],
+)
+def test_ranks_that_differ_all_stop_before_the_first_step(errors, what, kind, words):
+    for found in errors:
+        assert found[what][0] == kind
+        assert all(word in found[what][1] for word in words)
+
+
+def test_a_chain_that_breaks_on_one_rank_lets_the_others_finish(errors):
+    """Chain 3, rank 1's, breaks; all ranks are told, and the next run goes well."""
+    for rank, found in enumerate(errors):
+        (kind, message), draws = found["breaks"]
+        assert kind == "NonFiniteError"
+        assert "chain 3 at step" in message
+        assert len(draws) == (7 if rank == 0 else 3)
+        assert torch.isfinite(draws).all()
+        assert len(found["afterwards"]["w"]) == (8 if rank == 0 else 4)
+
+
+def test_a_rank_that_dies_is_named(tmp_path):
+    """Without torchrun, which would end the others by itself."""
+    found = results("dies", tmp_path, 3, agent=False)
+    assert found[1] is None
+    for rank in (0, 2):
+        kind, message = found[rank]
+        assert kind == "RankError"
+        assert "rank 1 has not come to" in message
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_nonsense_is_refused(value):
+    with pytest.raises(
+        ps.errors.ArgumentError, match=r"distributed=.*: pass 'auto', 'all' or False"
+    ):
+        Ranks.of(value)
+
+
+def test_a_process_by_itself_talks_to_nobody():
+    assert ALONE.of_all(3, "") == ALONE.at_first(3, "") == [3]
+    assert ALONE.of_first(3, "") == 3
+    assert list(ALONE.chains(4)) == [0, 1, 2, 3]
+    assert Ranks.of("auto") is ALONE
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    (found,) = results("checkpoint", tmp_path_factory.mktemp("ranks") / "whole", 1)
+    return found
+
+
+def killed(folder, world, seconds, case="checkpoint", seed=0):
+    """Kills one of the ranks some time after the first checkpoint; the others end by
+    themselves."""
+    processes = start(case, folder, world, agent=False)
+    deadline = time.monotonic() + 120
+    while not list((folder / "run").glob("**/state-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(seconds)
+    victim = random.Random(seed).choice(processes)
+    victim.send_signal(signal.SIGKILL)
+    for process in processes:
+        process.communicate(timeout=120)
+
+
+@pytest.mark.parametrize(("worlds", "seconds"), [((3, 2), 0.2), ((2, 1), 0.1), ((1, 3), 0.1)])
+def test_a_killed_run_goes_on_on_any_number_of_processes(worlds, seconds, uninterrupted, tmp_path):
+    first, then = worlds
+    killed(tmp_path, first, seconds)
+    for file in tmp_path.glob("rank-*"):
+        file.unlink()
+    found = results("resume", tmp_path, then, agent=False)
+    assert torch.equal(found[0]["w"], uninterrupted["w"])
+    assert (found[0]["lp"] == uninterrupted["lp"]).all()
+    # and a finished run has nothing left to do, on another number of processes
+    again = results("resume", tmp_path, 1)
+    assert torch.equal(again[0]["w"], uninterrupted["w"])
+
+
+@pytest.mark.slow
+def test_twenty_kills_lose_nothing(uninterrupted, tmp_path):
+    """Of random ranks at random times, each time on another number of processes."""
+    draw = random.Random(1)
+    for kill in range(20):
+        case = "resume" if list((tmp_path / "run").glob("**/state-*")) else "checkpoint"
+        killed(tmp_path, draw.choice([1, 2, 3, 4]), draw.random(), case, seed=kill)
+    found = results("resume", tmp_path, 2, agent=False)
+    assert torch.equal(found[0]["w"], uninterrupted["w"])
