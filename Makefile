@@ -1,10 +1,10 @@
-# `make demo`, `test`, `matrix`, `bench`, `accuracy`, `untuned`, `verdicts`, `rows`, `approximations`, `networks`, `programs`: each makes .venv if it is missing.
+# `make demo`, `test`, `matrix`, `bench`, `accuracy`, `untuned`, `verdicts`, `rows`, `approximations`, `networks`, `programs`, `distributed`: each makes .venv if it is missing.
 
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test matrix bench accuracy untuned verdicts rows approximations networks programs lint types notebooks clean
+.PHONY: demo test matrix bench accuracy untuned verdicts rows approximations networks programs distributed lint types notebooks clean
 
 demo: .venv/installed
 	$(BIN)/python -W ignore::FutureWarning examples/demo.py
@@ -52,6 +52,9 @@ networks: .venv/installed
 
 programs: .venv/installed
 	$(BIN)/python benchmarks/programs/run.py
+
+distributed: .venv/installed
+	$(BIN)/python benchmarks/distributed/run.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

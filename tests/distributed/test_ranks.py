@@ -168,6 +168,23 @@ def test_a_process_by_itself_talks_to_nobody():
     assert Ranks.of("auto") is ALONE
 
 
+def test_the_example_runs(tmp_path):
+    pytest.importorskip("sklearn")
+    example = Path(__file__).parents[2] / "examples/distributed.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node=2", str(example)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert done.stdout.count("draws of all chains: [8, 500, 30]") == 1
+    assert "YES" in done.stdout
+
+
 # ------------------------------------------------------------------ checkpoints
 
 
