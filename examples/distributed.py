@@ -20,6 +20,7 @@ y = torch.tensor(y, dtype=torch.float32)
 
 
 def model(x, y=None):
+    """Logistic regression."""
     w = pyro.sample("w", dist.Normal(torch.zeros(x.shape[1]), 1.0).to_event(1))
     with pyro.plate("data", len(x)):
         return pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)

@@ -24,6 +24,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 def model(x, y=None):
+    """Logistic regression."""
     w = pyro.sample("w", dist.Normal(torch.zeros(8), 1.0).to_event(1))
     with pyro.plate("data", len(x)):
         return pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
@@ -56,15 +57,18 @@ def finished(commands):
 
 
 def ranks(world, num_samples):
+    """What so many ranks tell."""
     arguments = [__file__, str(CHAINS_A_RANK * world), str(num_samples)]
     return finished([[*TORCHRUN, f"--nproc-per-node={world}", *arguments]])
 
 
 def independent(world, num_samples):
+    """What so many processes by themselves tell."""
     return finished([[sys.executable, __file__, str(CHAINS_A_RANK), str(num_samples)]] * world)
 
 
 def main():
+    """Prints both comparisons."""
     world, num_samples = 2, 10_000
     ratios = []
     for _ in range(ROUNDS):

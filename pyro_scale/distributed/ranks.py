@@ -13,12 +13,15 @@ import secrets
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import distributed as dist
 
 from pyro_scale.errors import ArgumentError, PyroScaleError, PyroScaleWarning, RankError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -28,6 +31,24 @@ Distributed = Literal["auto", "all", False]
 _TIMEOUT = timedelta(days=7)
 #: How long the others are waited for once one has died, to tell which.
 _PATIENCE = timedelta(seconds=5)
+
+
+class Rows(NamedTuple):
+    """Which part of a batch a rank takes, of those that move the same chains.
+
+    Attributes:
+        rank: among those.
+        world: how many there are.
+        group: torch's group of them.
+    """
+
+    rank: int
+    world: int
+    group: Any
+
+    def of(self, size: int) -> slice:
+        """The rows of so many: parts differ by one at most."""
+        return slice(self.rank * size // self.world, (self.rank + 1) * size // self.world)
 
 
 class Ranks:
@@ -41,24 +62,41 @@ class Ranks:
         world: how many there are.
         keeps_all: whether every rank keeps all draws; else rank 0 does, and others keep those of
             their own chains.
+        teams: how the chains are shared out: (this rank's team, how many there are); a team each
+            by default.
+        rows: this rank's part of every batch of its team; None where it takes all.
     """
 
-    def __init__(self, rank: int = 0, world: int = 1, keeps_all: bool = True):
+    def __init__(
+        self,
+        rank: int = 0,
+        world: int = 1,
+        keeps_all: bool = True,
+        teams: tuple[int, int] | None = None,
+        rows: Rows | None = None,
+    ):
         self.rank, self.world, self.keeps_all = rank, world, keeps_all
+        self.team, self.num_teams = teams or (rank, world)
+        self.rows = rows
         self._calls, self._is_over = 0, False
         self._name = secrets.token_hex(8)
         if not self.is_alone:
             self._name = self.of_first(self._name, "the beginning of a run")
 
     @classmethod
-    def of(cls, distributed: Distributed) -> Ranks:
+    def of(cls, distributed: Distributed, mesh: DeviceMesh | None = None) -> Ranks:
         """Those of torch's process group, if there is one or if torchrun started this process.
 
         A group that is there already stays as it is; one that is made here ends with the process.
 
+        Args:
+            distributed: as `run` takes it.
+            mesh: of dimensions "chain" and "data": ranks that differ in the latter alone move the
+                same chains, on a part of each batch.
+
         Raises:
             ArgumentError: another value than "auto", "all" or False; a group that cannot pass
-                tensors of processors on.
+                tensors of processors on; a mesh of other dimensions, or not of all ranks.
         """
         if distributed not in ("auto", "all", False):
             raise ArgumentError(f"distributed={distributed!r}: pass 'auto', 'all' or False")
@@ -78,7 +116,17 @@ class Ranks:
             )
         if dist.get_world_size() == 1:
             return ALONE
-        return cls(dist.get_rank(), dist.get_world_size(), distributed == "all")
+        rank, world, keeps_all = dist.get_rank(), dist.get_world_size(), distributed == "all"
+        if mesh is None:
+            return cls(rank, world, keeps_all)
+        if mesh.mesh_dim_names != ("chain", "data") or mesh.size() != world:
+            raise ArgumentError(
+                f"mesh={mesh!r}: pass init_device_mesh(device, (C, D), mesh_dim_names=('chain', "
+                f"'data')) with C D = {world}, the number of processes"
+            )
+        teams = mesh.get_local_rank("chain"), mesh.size(0)
+        part = Rows(mesh.get_local_rank("data"), mesh.size(1), mesh.get_group("data"))
+        return cls(rank, world, keeps_all, teams, part if part.world > 1 else None)
 
     @property
     def is_alone(self) -> bool:
@@ -97,18 +145,19 @@ class Ranks:
 
     def chains(self, count: int) -> range:
         """The numbers of this rank's chains, of so many in all."""
-        return range(self.rank, count, self.world)
+        return range(self.team, count, self.num_teams)
 
     def check(self, num_chains: int) -> None:
-        """Refuses fewer chains than ranks.
+        """Refuses fewer chains than ranks, or than teams of ranks.
 
         Raises:
             ArgumentError: there are.
         """
-        if num_chains < self.world:
+        if num_chains < self.num_teams:
             raise ArgumentError(
                 f"num_chains={num_chains} on {self.world} processes leaves some without a chain: "
-                f"pass num_chains={self.world} or more, start fewer processes, or pass "
+                f"pass num_chains={self.num_teams} or more, start fewer processes, share batches "
+                "out as well (mesh=), or pass "
                 "distributed=False to run all chains on each"
             )
 

@@ -10,6 +10,8 @@ from pyro_scale.engine.inputs import StepInputs
 
 #: From when on a run should show its progress and can be interrupted.
 _NOTICED_SECONDS = 0.05
+#: Steps of a block where no clock is looked at.
+_STEADY_STEPS = 64
 
 
 class Pace:
@@ -17,11 +19,26 @@ class Pace:
     ends at each of `ends`, which ascend.
 
     What is drawn does not depend on it.
+
+    Args:
+        first: block.
+        num_steps: of the run.
+        most: steps of a block.
+        ends: steps at which a block ends.
+        by_clock: False lets blocks have the same lengths on every machine.
     """
 
-    def __init__(self, first: StepInputs, num_steps: int, most: int, ends: Sequence[int] = ()):
-        self._first, self._num_steps, self._most, self._quick = first, num_steps, most, True
-        self._ends = ends
+    def __init__(
+        self,
+        first: StepInputs,
+        num_steps: int,
+        most: int,
+        ends: Sequence[int] = (),
+        by_clock: bool = True,
+    ):
+        self._most = most if by_clock else min(most, _STEADY_STEPS)
+        self._first, self._num_steps, self._quick = first, num_steps, True
+        self._ends, self._by_clock = ends, by_clock
 
     def opening(self) -> Iterator[tuple[int, int]]:
         """The first block's steps."""
@@ -49,4 +66,5 @@ class Pace:
         self._begun = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._quick = time.perf_counter() - self._begun < _NOTICED_SECONDS
+        quick = time.perf_counter() - self._begun < _NOTICED_SECONDS
+        self._quick = quick or not self._by_clock

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
@@ -48,6 +48,7 @@ from pyro_scale.run.problem import (
     Problem,
     as_log_posterior,
     check_can_adjust,
+    check_rows_can_be_shared,
     module_device,
     prepare,
 )
@@ -60,6 +61,9 @@ from pyro_scale.tuning.adjust import acceptance_rate
 from pyro_scale.tuning.batches import prepare_in_batches
 from pyro_scale.tuning.choice import Choice
 from pyro_scale.tuning.plan import is_trained, plan_run
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Sampler(Method):
@@ -183,6 +187,7 @@ class Sampler(Method):
         store: Store = None,
         memory_budget: int | None = None,
         distributed: Distributed = "auto",
+        mesh: DeviceMesh | None = None,
     ) -> Self:
         """Runs `warmup_steps + num_samples * thinning` steps and keeps every thinning-th state
         after warm-up.
@@ -244,6 +249,10 @@ class Sampler(Method):
                 them.  Rank 0 then has all draws, others those of their own chains;
                 `diagnostics()`, `summary()` and `report()` tell of all chains on every rank.
                 `"all"` gives every rank all draws.  False ignores the group.
+            mesh: torch's, of dimensions `("chain", "data")`: the ranks along `"data"` move the same
+                chains, each on its part of every batch, and sum their gradients at every step.
+                Steps are then not compiled.  For batches or models that one process is too slow
+                for.
 
         Returns:
             The sampler itself.
@@ -263,7 +272,7 @@ class Sampler(Method):
             ConvergenceWarning: warm-up was under five relaxation times, judged by the draws.
             PyroScaleWarning: the run was interrupted from the keyboard; it holds the draws so far.
         """
-        ranks = Ranks.of(distributed)
+        ranks = Ranks.of(distributed, mesh)
         with ranks.together():
             config = self._config(
                 num_samples=as_count("num_samples", num_samples),
@@ -279,6 +288,11 @@ class Sampler(Method):
                 progress=progress and ranks.is_first,
             )
             ranks.check(config.num_chains)
+            if max_seconds is not None and ranks.rows is not None:
+                raise ArgumentError(
+                    "max_seconds: ranks that share batches out take the same steps, and have "
+                    "clocks of their own: leave it out, and pass max_rows= or the run's length"
+                )
             if store is not None and not ranks.is_alone:
                 raise ArgumentError(
                     f"store={store!r}: draws of several processes are kept in memory: leave store "
@@ -381,6 +395,7 @@ class Sampler(Method):
             is_all = adjusted and size is not None and size == first.num_data
             problem = prepare(in_batches_of(None) if is_all else first)
         problem = dataclasses.replace(problem, ranks=ranks)
+        check_rows_can_be_shared(problem)
         if adjusted:
             check_can_adjust(problem, type(self).__name__)
         if config.superchains is not None:

@@ -187,6 +187,20 @@ def check_can_adjust(problem: Problem, name: str) -> None:
         )
 
 
+def check_rows_can_be_shared(problem: Problem) -> None:
+    """Checks that ranks can take parts of a batch.
+
+    Raises:
+        ArgumentError: the model chooses its rows by itself.
+    """
+    plate = problem.log_posterior.model_info.own_plate
+    if problem.ranks.rows is not None and isinstance(problem.data, OwnSubsamples):
+        raise ArgumentError(
+            f"mesh: the model subsamples by itself in plate '{plate}', so ranks cannot take parts "
+            "of its batches: pass batch_size=, and write the plate with subsample_size=len(x)"
+        )
+
+
 def position_of(problem: Problem, values: Mapping[str, Tensor], argument: str) -> Tensor:
     """Constrained values of all sites, passed as some argument, as a position [D]; points that
     are not among them stay as they are.

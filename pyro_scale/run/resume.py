@@ -112,7 +112,9 @@ class Journal:
         number = self.ranks.of_first(generation(self.path), "where checkpoints go")
         if len(chains) == num_chains and not self.ranks.is_first:  # which all ranks move
             return [Part(None, chains, self.last)]
-        return parts_of(chains, self.saved, self.path, self.ranks.rank, number)
+        parts = parts_of(chains, self.saved, self.path, self.ranks.rank, number)
+        shares_rows = self.ranks.rows is not None and self.ranks.rows.rank > 0
+        return [part._replace(path=None) for part in parts] if shares_rows else parts
 
     def tidy(self, parts: Sequence[Part]) -> None:
         """Removes the parts that these have taken over, once all of them are written."""

@@ -12,6 +12,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import pyro_scale as ps
@@ -36,6 +37,12 @@ def with_param(x, y=None):
     w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=torch.float64), 1.0).to_event(1))
     with pyro.plate("data", len(x)):
         pyro.sample("y", dist.Bernoulli(logits=x @ w + b), obs=y)
+
+
+def subsampling(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=torch.float64), 1.0).to_event(1))
+    with pyro.plate("data", 403, subsample_size=21) as rows:
+        pyro.sample("y", dist.Bernoulli(logits=x[rows] @ w), obs=y[rows])
 
 
 class Rows(IterableDataset):
@@ -156,6 +163,30 @@ def checkpointed(folder, seconds=0.05, resume=False):
     return found(run(method, (X, Y), batch_size=20, checkpoint_every=seconds, **where, **how))
 
 
+def on_mesh(shape):
+    """Runs whose batches are shared out; the same without a mesh in one process."""
+    mesh = None
+    if "RANK" in os.environ:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("chain", "data"))
+
+    def drawn(sampler, data=(X, Y), **how):
+        how = {"mesh": mesh, "distributed": "all", "batch_size": 21, **BY_HAND, **how}
+        return run(sampler, data, **how).get_samples(group_by_chain=True)
+
+    few = {"num_chains": 2, "warmup_steps": 0, "thinning": 1}
+    return {
+        "one step": drawn(ps.BAOA(model, lr=0.05), num_samples=1, **few),
+        "small batches": drawn(ps.SGLD(model, lr=0.05), num_samples=9, batch_size=1, **few),
+        "trajectory": drawn(ps.SGHMC(model, lr=0.05), num_chains=2),
+        "whole data": drawn(ps.BAOA(model, lr=0.05), num_chains=2, batch_size=None),
+        "own subsamples": told(
+            lambda: drawn(ps.BAOA(subsampling, lr=0.05), num_chains=2, batch_size=None)
+        ),
+        "points": drawn(ps.BAOA(with_param, lr=0.05), num_chains=2),
+        "clock": told(lambda: drawn(ps.BAOA(model), num_chains=2, max_seconds=9.0)),
+    }
+
+
 def main(case, folder):
     join_group()
     if case == "cases":
@@ -168,6 +199,8 @@ def main(case, folder):
         result["few"] = told(lambda: by_hand(num_chains=1))
         result["breaks"] = breaks_chain_3()
         result["afterwards"] = by_hand()
+    elif case.startswith("mesh"):
+        result = on_mesh(tuple(int(size) for size in case.split("-")[1:]))
     elif case == "dies":
         result = dies_on_rank_1()
     else:

@@ -106,6 +106,31 @@ def test_a_group_can_be_ignored(alone, shared):
         assert torch.equal(found["ignored"]["w"], alone["ignored"]["w"])
 
 
+# ------------------------------------------------------------------ batches shared out
+
+
+@pytest.fixture(scope="module")
+def on_one(tmp_path_factory):
+    (found,) = results("mesh-1-1", tmp_path_factory.mktemp("mesh") / "1", 1)
+    return found
+
+
+@pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 2), marks=pytest.mark.slow)])
+def test_gradients_over_ranks_are_those_of_one_process(shape, on_one, tmp_path):
+    """Batches of 21, 1 and 403 rows on two ranks do not divide evenly: the prior and every row
+    count once, and noise is the same on both."""
+    found = results("-".join(["mesh", *map(str, shape)]), tmp_path, shape[0] * shape[1])
+    tolerances = {"one step": 1e-12, "small batches": 1e-12}
+    for case in ("one step", "small batches", "trajectory", "whole data", "points"):
+        for rank in found:
+            close = {"rtol": 0, "atol": tolerances.get(case, 1e-8)}
+            torch.testing.assert_close(rank[case]["w"], on_one[case]["w"], **close)
+            assert torch.equal(rank[case]["w"], found[0][case]["w"])
+    for rank in found:
+        assert "subsamples by itself in plate 'data'" in rank["own subsamples"][1]
+        assert "max_seconds" in rank["clock"][1]
+
+
 # ------------------------------------------------------------------ what goes wrong
 
 
