@@ -55,6 +55,7 @@ programs: .venv/installed
 
 distributed: .venv/installed
 	$(BIN)/python benchmarks/distributed/run.py
+	$(BIN)/torchrun --standalone --nproc-per-node=2 benchmarks/distributed/gradients.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -47,7 +47,8 @@ class DataParallel:
         weight = (own.stop - own.start) / size
         if weight == 0:  # the other ranks have all rows
             own = slice(0, 1)
-        error = evaluation = None
+        error: Exception | None = None
+        evaluation: Any = None
         try:
             by_site, evaluation = self.density.plain_grad(params, rows.take(batch, own))
             vector = torch.cat([layout.flatten(by_site), evaluation.log_joint.reshape(1)])
