@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import pickle
 import secrets
+import threading
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -23,12 +25,16 @@ from pyro_scale.errors import ArgumentError, PyroScaleError, PyroScaleWarning, R
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_LOG = logging.getLogger("pyro_scale")
+
 T = TypeVar("T")
 
 #: What `distributed=` can be.
 Distributed = Literal["auto", "all", False]
 #: How long a rank waits for the others, in a group that is made here: ranks wait for the slowest.
 _TIMEOUT = timedelta(days=7)
+#: Seconds after which a rank says that it waits.
+_LONG = 60.0
 #: How long the others are waited for once one has died, to tell which.
 _PATIENCE = timedelta(seconds=5)
 
@@ -82,6 +88,11 @@ class Ranks:
         self._name = secrets.token_hex(8)
         if not self.is_alone:
             self._name = self.of_first(self._name, "the beginning of a run")
+            if len(set(self.of_all(keeps_all, "who keeps draws"))) > 1:
+                self._is_over = True  # on all ranks
+                raise ArgumentError(
+                    "distributed='all' on some ranks and 'auto' on others: pass the same on all"
+                )
 
     @classmethod
     def of(cls, distributed: Distributed, mesh: DeviceMesh | None = None) -> Ranks:
@@ -106,7 +117,8 @@ class Ranks:
             if not dist.is_torchelastic_launched():
                 return ALONE
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, timeout=_TIMEOUT)
+            with _telling("processes to call run"):
+                dist.init_process_group(backend, timeout=_TIMEOUT)
             atexit.register(_end)
         elif dist.get_world_size() > 1 and "gloo" not in _backends():
             raise ArgumentError(
@@ -256,7 +268,11 @@ class Ranks:
         store = dist.distributed_c10d._get_default_store()
         try:
             store.set(f"{place}/{self.rank}", "")
-            call()
+            with _telling(f"ranks at {what}"):
+                call()
+        except KeyboardInterrupt:  # what the others say next would be taken for something else
+            self._is_over = True
+            raise
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             self._is_over = True
             missing = [rank for rank in range(self.world) if not _comes(store, f"{place}/{rank}")]
@@ -269,6 +285,19 @@ class Ranks:
 
 #: A process by itself.
 ALONE = Ranks()
+
+
+@contextlib.contextmanager
+def _telling(whom: str) -> Iterator[None]:
+    """Says for whom this process waits, if it waits for long."""
+    text = f"waiting for other {whom}, for {_LONG:.0f} s: every rank has to make the same calls"
+    timer = threading.Timer(_LONG, _LOG.warning, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _comes(store: Any, name: str) -> bool:

@@ -40,7 +40,7 @@ from pyro_scale.posterior.collect import collect, warn_of_short_warmup
 from pyro_scale.posterior.sinks import ToDisk, ToMoments, sink_for
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.budget import Budget, passes_of
-from pyro_scale.run.by_rank import check_same, gather_trajectory, is_split
+from pyro_scale.run.by_rank import check_same, check_same_call, gather_trajectory, is_split
 from pyro_scale.run.config import RunConfig, Store
 from pyro_scale.run.execute import execute
 from pyro_scale.run.limits import check_equal_weights, check_length, check_memory
@@ -273,7 +273,19 @@ class Sampler(Method):
             PyroScaleWarning: the run was interrupted from the keyboard; it holds the draws so far.
         """
         ranks = Ranks.of(distributed, mesh)
+        asked = {
+            "num_samples": num_samples,
+            "warmup_steps": warmup_steps,
+            "thinning": thinning,
+            "num_chains": num_chains,
+            "seed": seed,
+            "max_rows": max_rows,
+            "max_seconds": max_seconds,
+            "checkpoint": None if checkpoint is None else str(checkpoint),
+            "resume": None if resume is None else str(resume),
+        }
         with ranks.together():
+            check_same_call(ranks, asked)
             config = self._config(
                 num_samples=as_count("num_samples", num_samples),
                 warmup_steps=_count_or_auto("warmup_steps", warmup_steps, least=0),
@@ -331,6 +343,8 @@ class Sampler(Method):
             error = self._collect(trajectory, config, sink)
         if is_split(trajectory) and not ranks.keeps_all:
             self._share(ranks)
+            if not ranks.has_all and self._result is None:
+                self._why_none = "has no draws on this rank, as all of its chains have stopped"
         if ranks.has_all or not is_split(trajectory):
             self._report(trajectory, error, journal, sink)
 

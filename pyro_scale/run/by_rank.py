@@ -14,7 +14,7 @@ from pyro_scale.data.batches import Batches
 from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.engine.checkpoint import differences
 from pyro_scale.engine.draws import Draws
-from pyro_scale.errors import RankError
+from pyro_scale.errors import ArgumentError, RankError
 from pyro_scale.run.parts import Part
 from pyro_scale.run.problem import Problem
 from pyro_scale.run.resume import START
@@ -81,7 +81,7 @@ def in_step(trajectory: Trajectory) -> Trajectory:
     A rank whose chains have all stopped holds the others up at nothing.
     """
     draws, ranks = trajectory.draws, trajectory.problem.ranks
-    if not is_split(trajectory):
+    if ranks.is_alone:
         return trajectory
     error = None if draws.error is None else f"{type(draws.error).__name__}: {draws.error}"
     told = ranks.of_all((draws.num_steps, bool(draws.finished), error), "the end of its steps")
@@ -93,6 +93,22 @@ def in_step(trajectory: Trajectory) -> Trajectory:
         draws.error = KeyboardInterrupt() if stopped else RankError(f"rank {rank}: {why}")
     draws.num_steps = min(reached)
     return trajectory
+
+
+def check_same_call(ranks: Ranks, arguments: Mapping[str, Any]) -> None:
+    """Refuses ranks that were called otherwise than rank 0.
+
+    Raises:
+        ArgumentError: it names the first such rank, and what differs.
+    """
+    told = ranks.of_all(dict(arguments), "the beginning of a run")
+    for rank, other in enumerate(told):
+        lines = differences(told[0], other)
+        if lines:
+            raise ArgumentError(
+                f"rank {rank} was called otherwise than rank 0 ({'; '.join(lines)}): make the same "
+                "call on every rank"
+            )
 
 
 def check_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:

@@ -123,6 +123,10 @@ def other_on_rank_1(what):
                 how["num_samples"] = 51
             case "bad argument":
                 how["num_chains"] = 0
+            case "checkpoint":
+                how["checkpoint"] = "somewhere"
+            case "who keeps":
+                how["distributed"] = "all"
             case "bad data":
                 data = (X[:10], Y)
             case "model":
@@ -158,8 +162,8 @@ def breaks_chain_3():
 def checkpointed(folder, seconds=0.05, resume=False):
     where = {"resume" if resume else "checkpoint": Path(folder) / "run"}
 
-    how = BY_HAND | {"num_samples": 1500, "thinning": 1}
-    method = ps.BAOA(model, lr=0.05, compile=False)
+    how = BY_HAND | {"num_samples": 10_000, "thinning": 40}
+    method = ps.BAOA(model, lr=0.05, compile=True)
     return found(run(method, (X, Y), batch_size=20, checkpoint_every=seconds, **where, **how))
 
 
@@ -194,7 +198,8 @@ def main(case, folder):
         for name, call in CASES.items():
             result[name] = call()
     elif case == "errors":
-        kinds = ("data", "seed", "length", "bad argument", "bad data", "model")
+        kinds = ("data", "seed", "length", "checkpoint", "who keeps", "bad argument")
+        kinds += ("bad data", "model")
         result = {kind: other_on_rank_1(kind) for kind in kinds}
         result["few"] = told(lambda: by_hand(num_chains=1))
         result["breaks"] = breaks_chain_3()

@@ -26,6 +26,8 @@ CASES = [
     "untuned batches",
     "points",
 ]
+#: Of those, what is too short to be compiled.
+EAGER = {"eager", "everywhere", "loader", "stream", "points"}
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo"
@@ -79,26 +81,32 @@ def shared(request, tmp_path_factory):
     return results("cases", tmp_path_factory.mktemp("ranks") / "n", request.param)
 
 
+def same(case, found, expected):
+    """Compiled programs give the same bits; a vmapped step rounds by how many chains it moves."""
+    if case in EAGER:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    else:
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_draws_are_those_of_one_process(case, alone, shared):
-    """Bit for bit: rank 0 has all, others those of chains rank, rank + world, ..."""
+    """Rank 0 has all, others those of chains rank, rank + world, ..."""
     expected, has_all = alone[case], case in ("everywhere", "points")
     for rank, found in enumerate(shared):
         own = slice(None) if rank == 0 or has_all else slice(rank, None, len(shared))
-        assert torch.equal(found[case]["w"], expected["w"][own])
-        assert (
-            (found[case]["lp"] == expected["lp"][own.start :: own.step]).all()
-            if own.step
-            else (found[case]["lp"] == expected["lp"]).all()
-        )
+        for name in ("w", "lp"):
+            same(case, torch.as_tensor(found[case][name]), torch.as_tensor(expected[name][own]))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_rank_has_the_diagnostics_of_all_chains(case, alone, shared):
     for found in shared:
         for table in ("summary", "diagnostics"):
-            assert found[case][table] == alone[case][table]
-        assert found[case]["attrs"].get("report") == alone[case]["attrs"].get("report")
+            for column, values in alone[case][table].items():
+                assert found[case][table][column] == pytest.approx(values, rel=1e-6, nan_ok=True)
+        if case not in EAGER:
+            assert found[case]["attrs"].get("report") == alone[case]["attrs"].get("report")
 
 
 def test_a_group_can_be_ignored(alone, shared):
@@ -143,10 +151,16 @@ def errors(tmp_path_factory):
     ("what", "kind", "words"),
     [
         ("data", "RankError", ["rank 1 is on another run than rank 0", "data was"]),
-        ("seed", "RankError", ["rank 1 is on another run than rank 0", "seed was 5, is 6"]),
-        ("length", "RankError", ["rank 1 is on another run than rank 0", "was 50, is 51"]),
+        ("seed", "ArgumentError", ["rank 1 was called otherwise than rank 0", "seed was 5, is 6"]),
+        ("length", "ArgumentError", ["rank 1 was called otherwise", "num_samples was 50, is 51"]),
+        (
+            "checkpoint",
+            "ArgumentError",
+            ["rank 1 was called otherwise", "checkpoint was not there"],
+        ),
+        ("who keeps", "ArgumentError", ["'all' on some ranks and 'auto' on others"]),
         ("model", "RankError", ["rank 1 is on another run than rank 0", "sites['b']"]),
-        ("bad argument", "ArgumentError", ["num_chains=0: pass an int >= 1"]),
+        ("bad argument", "ArgumentError", ["num_chains was 8, is 0"]),
         ("bad data", "DataError", ["first dimensions differ"]),
         ("few", "ArgumentError", ["num_chains=1 on 2 processes", "distributed=False"]),
     ],
