@@ -1,5 +1,6 @@
 """Runs on several processes: the draws of one, whoever moves the chains, and whoever dies."""
 
+import contextlib
 import os
 import random
 import signal
@@ -237,17 +238,28 @@ def uninterrupted(tmp_path_factory):
 
 
 def killed(folder, world, seconds, case="checkpoint", seed=0):
-    """Kills one of the ranks some time after the first checkpoint; the others end by
-    themselves."""
+    """Kills one of the ranks some time after its first checkpoint; the others end by themselves,
+    unless they still wait for it to join the group."""
+    begun = time.time()
     processes = start(case, folder, world, agent=False)
-    deadline = time.monotonic() + 120
-    while not list((folder / "run").glob("**/state-*")) and time.monotonic() < deadline:
+
+    def has_begun():
+        files = (folder / "run").glob("**/state-*")
+        with contextlib.suppress(FileNotFoundError):  # replaced meanwhile
+            return any(file.stat().st_mtime > begun for file in files)
+        return True
+
+    while not has_begun() and any(process.poll() is None for process in processes):
         time.sleep(0.01)
     time.sleep(seconds)
     victim = random.Random(seed).choice(processes)
     victim.send_signal(signal.SIGKILL)
     for process in processes:
-        process.communicate(timeout=120)
+        try:
+            process.communicate(timeout=40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.parametrize(("worlds", "seconds"), [((3, 2), 0.2), ((2, 1), 0.1), ((1, 3), 0.1)])
