@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,14 +191,18 @@ class Checkpoints:
         files.drop_unfinished(self._directory)
 
 
-def check_unused(path: files.FilePath) -> None:
+def check_unused(path: files.FilePath, places: Sequence[Path]) -> None:
     """Refuses a directory that holds a run's checkpoints already.
+
+    Args:
+        path: of the directory.
+        places: in it, where they can be.
 
     Raises:
         ArgumentError: it does.
         FileError: it cannot be looked into.
     """
-    if _files(files.as_path(path)):
+    if any(_files(place) for place in places):
         raise ArgumentError(
             f"checkpoint='{path}' holds the checkpoints of a run: pass resume= instead to go on "
             "with that one, or another directory"

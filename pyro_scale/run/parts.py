@@ -53,12 +53,8 @@ def read_parts(path: FilePath) -> list[Part]:
     Raises:
         FileError: there is none.
     """
-    directory = as_path(path)
-    places = [folder for folder in _folders(directory) if holds_state(folder)]
-    if holds_state(directory) or not places:
-        places.insert(0, directory)
-    parts, damaged = [], None
-    for place in places:
+    places, parts, damaged = places_in(path), [], None
+    for place in [each for each in places if holds_state(each)] or places[:1]:
         try:
             last = read(place)
         except FileError as error:
@@ -71,10 +67,15 @@ def read_parts(path: FilePath) -> list[Part]:
     return parts
 
 
+def places_in(path: FilePath) -> list[Path]:
+    """Where in a directory checkpoints of a run can be: of one process, or of any number."""
+    directory = as_path(path)
+    return [directory, *_folders(directory)]
+
+
 def holds_parts(path: FilePath) -> bool:
     """Whether a directory holds checkpoints of a run of any number of processes."""
-    directory = as_path(path)
-    return any(holds_state(place) for place in (directory, *_folders(directory)))
+    return any(holds_state(place) for place in places_in(path))
 
 
 def generation(path: Path) -> int:

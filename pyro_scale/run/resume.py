@@ -36,6 +36,7 @@ from pyro_scale.run.parts import (
     generation,
     holds_parts,
     parts_of,
+    places_in,
     progress,
     read_parts,
 )
@@ -79,13 +80,14 @@ class Journal:
         """
         if isinstance(every, bool) or not isinstance(every, int | float) or not every >= 0:
             raise ArgumentError(f"checkpoint_every={every!r}: pass seconds, 0 or more")
-        if resume is None and checkpoint is not None and _was_restarted():
-            resume = checkpoint if holds_parts(checkpoint) else None
+        if resume is None and checkpoint is not None:
+            if not _was_restarted():
+                check_unused(checkpoint, places_in(checkpoint))
+            elif holds_parts(checkpoint):
+                resume = checkpoint
         if resume is None:
             if checkpoint is None:
                 return cls(None, every, ranks=ranks)
-            if holds_parts(checkpoint) and not _was_restarted():
-                check_unused(checkpoint)
             return cls(as_path(checkpoint), every, ranks=ranks)
         if checkpoint is not None and as_path(checkpoint).resolve() != as_path(resume).resolve():
             raise ArgumentError(

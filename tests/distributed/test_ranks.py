@@ -15,6 +15,7 @@ from torch import distributed as dist
 
 import pyro_scale as ps
 from pyro_scale.distributed.ranks import ALONE, Ranks
+from pyro_scale.run.resume import Journal
 
 PROGRAM = Path(__file__).parent / "on_ranks.py"
 CASES = [
@@ -274,6 +275,15 @@ def test_a_killed_run_goes_on_on_any_number_of_processes(worlds, seconds, uninte
     # and a finished run has nothing left to do, on another number of processes
     again = results("resume", tmp_path, 1)
     assert torch.equal(again[0]["w"], uninterrupted["w"])
+
+
+def test_a_directory_of_parts_is_no_place_for_another_run(tmp_path):
+    """Its chains would go on from whichever run is further."""
+    part = tmp_path / "part-0.1.0"
+    part.mkdir()
+    (part / "draws-0").touch()
+    with pytest.raises(ps.errors.ArgumentError, match="holds the checkpoints of a run"):
+        Journal.open(tmp_path, 60.0, None)
 
 
 @pytest.mark.slow
