@@ -40,7 +40,7 @@ from pyro_scale.posterior.collect import collect, warn_of_short_warmup
 from pyro_scale.posterior.sinks import ToDisk, ToMoments, sink_for
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.budget import Budget, passes_of
-from pyro_scale.run.by_rank import check_same, check_same_call, gather_trajectory, is_split
+from pyro_scale.run.by_rank import check_same, check_same_call, gather_trajectory
 from pyro_scale.run.config import RunConfig, Store
 from pyro_scale.run.execute import execute
 from pyro_scale.run.limits import check_equal_weights, check_length, check_memory
@@ -341,11 +341,11 @@ class Sampler(Method):
             trajectory = execute(plan, name, may_halve, budget, journal, facts, sink)
             trajectory = gather_trajectory(trajectory)
             error = self._collect(trajectory, config, sink)
-        if is_split(trajectory) and not ranks.keeps_all:
+        if trajectory.problem.is_split and not ranks.keeps_all:
             self._share(ranks)
             if not ranks.has_all and self._result is None:
                 self._why_none = "has no draws on this rank, as all of its chains have stopped"
-        if ranks.has_all or not is_split(trajectory):
+        if ranks.has_all or not trajectory.problem.is_split:
             self._report(trajectory, error, journal, sink)
 
     # ------------------------------------------------------------------ the stages of a run
@@ -459,7 +459,7 @@ class Sampler(Method):
         self._plan = dataclasses.replace(plan, finished=tuple(draws.finished))
         # at once: what is found out about it can be interrupted
         self._result = collect(problem, draws, plan.columns, attrs, sink)
-        if is_split(trajectory) and not problem.ranks.has_all:
+        if trajectory.problem.is_split and not problem.ranks.has_all:
             self._plan = None
             return draws.error  # the rest is found out by rank 0, which has all draws
         self._result, error = measure(trajectory, self._result, _on_average(plan, draws))

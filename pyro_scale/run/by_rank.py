@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, RankError
 from pyro_scale.run.parts import Part
 from pyro_scale.run.problem import Problem
-from pyro_scale.run.resume import START
+from pyro_scale.run.resume import differences_of_runs
 from pyro_scale.run.run import Trajectory
 
 
@@ -28,7 +27,7 @@ def gather(draws: Draws, problem: Problem) -> Draws:
         draws: of this rank's chains.
         problem: of the run.
     """
-    if len(problem.chains) == len(problem.positions):
+    if not problem.is_split:
         return draws
     parts = problem.ranks.of_all((problem.chains, draws), "the draws")
     return join(parts, range(len(problem.positions)))
@@ -38,7 +37,7 @@ def gather_trajectory(trajectory: Trajectory) -> Trajectory:
     """The trajectory of all chains, on the ranks that keep all draws; on others that of their
     own."""
     plan, problem, _, draws = trajectory
-    if not is_split(trajectory):
+    if not problem.is_split:
         return trajectory
     ranks, num_chains = problem.ranks, len(problem.positions)
     tell = ranks.of_all if ranks.keeps_all else ranks.at_first
@@ -68,11 +67,6 @@ def _batches_of(chains: range, trajectory: Trajectory) -> Batches:
     whole = problem.batches(len(problem.positions), sampling, share, chains)
     whole.seek(plan.steps.total, batches.position(draws.num_steps))
     return whole
-
-
-def is_split(trajectory: Trajectory) -> bool:
-    """Whether ranks have shared the chains out."""
-    return len(trajectory.problem.chains) < len(trajectory.problem.positions)
 
 
 def in_step(trajectory: Trajectory) -> Trajectory:
@@ -122,15 +116,8 @@ def check_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
         RankError: it names the first such rank, and what differs.
     """
     told = ranks.of_all(dict(facts), "the facts of the run")
-    first = {name: fact for name, fact in told[0].items() if name != START}
     for rank, other in enumerate(told):
-        own = {name: fact for name, fact in other.items() if name != START}
-        lines = differences(first, own)
-        if not lines and not math.isclose(told[0][START], other[START], rel_tol=1e-6):
-            lines = [
-                f"the log joint where chain 0 starts was {told[0][START]:.8g}, is "
-                f"{other[START]:.8g}"
-            ]
+        lines = differences_of_runs(told[0], other)
         if lines:
             raise RankError(
                 f"rank {rank} is on another run than rank 0 ({'; '.join(lines)}): every process "

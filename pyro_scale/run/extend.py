@@ -16,7 +16,6 @@ from pyro_scale.core.autocorrelation import autocorrelation_time, split_r_hat
 from pyro_scale.core.validation import evenly
 from pyro_scale.engine.checkpoint import Checkpoint, RunState
 from pyro_scale.engine.draws import Draws, Steps
-from pyro_scale.run.by_rank import is_split
 from pyro_scale.run.run import Trajectory
 
 #: The part of draws that has to be independent, and the R-hat of chains that agree.
@@ -29,11 +28,11 @@ def is_enough(trajectory: Trajectory) -> bool:
     """Whether draws are independent enough, and chains agree: of means, and of squares."""
     draws, finished = trajectory.draws, trajectory.draws.finished
     latents = trajectory.problem.engine.num_latents
-    if draws.positions.shape[1] < 4 or not (finished or is_split(trajectory)):
+    if draws.positions.shape[1] < 4 or not (finished or trajectory.problem.is_split):
         return True
     chosen = evenly(latents, _MOST_ELEMENTS)
     kept = draws.positions[finished][..., chosen].double()
-    if is_split(trajectory):
+    if trajectory.problem.is_split:
         ranks = trajectory.problem.ranks
         parts = ranks.at_first(kept, "draws to look at")
         return ranks.of_first(parts is not None and _are_enough(torch.cat(parts)), "a decision")

@@ -65,6 +65,11 @@ class Problem:
         return range(num_chains) if self.engine.has_points else self.ranks.chains(num_chains)
 
     @property
+    def is_split(self) -> bool:
+        """Whether processes have shared the chains out."""
+        return len(self.chains) < len(self.positions)
+
+    @property
     def batch_size(self) -> int:
         """Rows of a batch: B, or N for the whole data."""
         if self.data.batch_size is None and isinstance(self.data, TensorData):

@@ -112,7 +112,7 @@ class Journal:
         with contextlib.suppress(OSError):  # else whoever writes tells of it
             self.path.mkdir(exist_ok=True)
         number = self.ranks.of_first(generation(self.path), "where checkpoints go")
-        if len(chains) == num_chains and not self.ranks.is_first:  # which all ranks move
+        if not problem.is_split and not self.ranks.is_first:  # which all ranks move
             return [Part(None, chains, self.last)]
         parts = parts_of(chains, self.saved, self.path, self.ranks.rank, number)
         shares_rows = self.ranks.rows is not None and self.ranks.rows.rank > 0
@@ -145,13 +145,7 @@ class Journal:
         """
         if self.last is None:
             return
-        others = ("halvings", CHAINS, START)
-        then = {k: v for k, v in self.last.facts.items() if k not in others}
-        now = {k: v for k, v in facts.items() if k != START}
-        lines = differences(then, now)
-        start, here = self.last.facts[START], facts[START]
-        if not lines and not math.isclose(start, here, rel_tol=1e-6):
-            lines = [f"the log joint where chain 0 starts was {start:.8g}, is {here:.8g}"]
+        lines = differences_of_runs(self.last.facts, facts)
         if lines:
             raise FileError(
                 f"resume='{self.path}' is another run ({'; '.join(lines)}): build the method and "
@@ -202,7 +196,21 @@ def _was_restarted() -> bool:
 
 
 #: The name of the log joint where chain 0 starts, which tells models and data apart.
-START = "log joint at the start"
+_START = "log joint at the start"
+
+
+def differences_of_runs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """In what two runs differ by their facts, in words: what a checkpoint adds to these is left
+    out, and the log joint at the start may be rounded otherwise."""
+    others = ("halvings", CHAINS, _START)
+    lines = differences(
+        {name: fact for name, fact in then.items() if name not in others},
+        {name: fact for name, fact in now.items() if name not in others},
+    )
+    start, here = then[_START], now[_START]
+    if not lines and not math.isclose(start, here, rel_tol=1e-6):
+        lines = [f"the log joint where chain 0 starts was {start:.8g}, is {here:.8g}"]
+    return lines
 
 
 def identity_of(problem: Problem, attrs: Mapping[str, Any], hyperparameters: Any) -> dict[str, Any]:
@@ -223,7 +231,7 @@ def identity_of(problem: Problem, attrs: Mapping[str, Any], hyperparameters: Any
         "seed": problem.seed,
         "version": version("pyro_scale"),
         "random numbers": "Philox 4x32-10",
-        START: float(start),
+        _START: float(start),
     }
 
 
