@@ -53,7 +53,24 @@ class Rows(NamedTuple):
     group: Any
 
     def of(self, size: int) -> slice:
-        """The rows of so many: parts differ by one at most."""
+        """This rank's rows of so many; where there are more ranks than rows, one that others have,
+        too."""
+        own = self._of(size)
+        return own if own.stop > own.start else slice(0, 1)
+
+    def weight(self, size: int) -> float:
+        """How many rows of so many are this rank's and no other's, as a part."""
+        own = self._of(size)
+        return (own.stop - own.start) / size
+
+    def agree(self, holds: bool) -> bool:
+        """Whether something holds on all of those ranks."""
+        failed = torch.tensor(float(not holds))
+        dist.all_reduce(failed, group=self.group)
+        return not bool(failed)
+
+    def _of(self, size: int) -> slice:
+        """Parts differ by one row at most."""
         return slice(self.rank * size // self.world, (self.rank + 1) * size // self.world)
 
 

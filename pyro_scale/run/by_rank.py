@@ -14,6 +14,7 @@ from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.engine.checkpoint import differences
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, RankError
+from pyro_scale.run.own_rows import on_own_rows
 from pyro_scale.run.parts import Part
 from pyro_scale.run.problem import Problem
 from pyro_scale.run.resume import differences_of_runs
@@ -65,6 +66,8 @@ def _batches_of(chains: range, trajectory: Trajectory) -> Batches:
     plan, problem, batches, draws = trajectory
     sampling, share = plan.sampling, plan.share_batches
     whole = problem.batches(len(problem.positions), sampling, share, chains)
+    if problem.data.batch_size is not None:
+        whole = on_own_rows(problem, whole)[1]
     whole.seek(plan.steps.total, batches.position(draws.num_steps))
     return whole
 

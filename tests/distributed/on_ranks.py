@@ -3,6 +3,7 @@
 Each writes what it found to `FOLDER/rank-<rank>.pt`.
 """
 
+import itertools
 import os
 import sys
 import warnings
@@ -13,7 +14,7 @@ import pyro.distributions as dist
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import pyro_scale as ps
 
@@ -51,6 +52,20 @@ class Rows(IterableDataset):
 
     def __len__(self):
         return len(X)
+
+
+class RowByRow(Dataset):
+    """Read by index, a row at a time; it knows which rows this process has read."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return X[index], Y[index]
 
 
 def join_group():
@@ -167,28 +182,78 @@ def checkpointed(folder, seconds=0.05, resume=False):
     return found(run(method, (X, Y), batch_size=20, checkpoint_every=seconds, **where, **how))
 
 
+def fails_on_rank_1():
+    """A model that raises on one rank of the mesh, some time after it has been understood."""
+    calls = itertools.count()
+
+    def failing(x, y=None):
+        model(x, y)
+        if RANK == 1 and next(calls) == 100:
+            raise RuntimeError("no such rows")
+
+    return failing
+
+
+def frozen_base():
+    """A last layer on a fixed network."""
+    torch.manual_seed(2)
+    layers = [torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)]
+    net = ps.bayesianize(torch.nn.Sequential(*layers).double(), include="2")
+
+    def classifier(x, y=None):
+        logits = net(x)[:, 0]
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
+
+    return classifier
+
+
 def on_mesh(shape):
     """Runs whose batches are shared out; the same without a mesh in one process."""
     mesh = None
     if "RANK" in os.environ:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("chain", "data"))
 
-    def drawn(sampler, data=(X, Y), **how):
+    def ran(sampler, data=(X, Y), **how):
         how = {"mesh": mesh, "distributed": "all", "batch_size": 21, **BY_HAND, **how}
-        return run(sampler, data, **how).get_samples(group_by_chain=True)
+        return run(sampler, data, **how)
+
+    def drawn(*args, **how):
+        return ran(*args, **how).get_samples(group_by_chain=True)
 
     few = {"num_chains": 2, "warmup_steps": 0, "thinning": 1}
+    compiled = ran(ps.SGHMC(model, lr=0.05, compile=True), num_chains=2)
+    read_by_index = RowByRow()
+    loader = DataLoader(read_by_index, 21, shuffle=True)
     return {
         "one step": drawn(ps.BAOA(model, lr=0.05), num_samples=1, **few),
         "small batches": drawn(ps.SGLD(model, lr=0.05), num_samples=9, batch_size=1, **few),
         "trajectory": drawn(ps.SGHMC(model, lr=0.05), num_chains=2),
+        "compiled": compiled.get_samples(group_by_chain=True),
+        "program": compiled.diagnostics().attrs["program"],
+        "compiled points": drawn(ps.BAOA(with_param, lr=0.05, compile=True), num_chains=2),
         "whole data": drawn(ps.BAOA(model, lr=0.05), num_chains=2, batch_size=None),
+        "loader": drawn(ps.BAOA(model, lr=0.05), loader, num_chains=2, batch_size="auto"),
+        "rows read": len(read_by_index.read),
+        "stream": drawn(
+            ps.BAOA(model, lr=0.05), DataLoader(Rows(), 21), num_chains=2, batch_size="auto"
+        ),
+        "frozen base": renamed(drawn(ps.BAOA(frozen_base(), lr=0.05), num_chains=2)),
+        "frozen base, whole data": renamed(
+            drawn(ps.BAOA(frozen_base(), lr=0.05), num_chains=2, batch_size=None)
+        ),
+        "points": drawn(ps.BAOA(with_param, lr=0.05), num_chains=2),
         "own subsamples": told(
             lambda: drawn(ps.BAOA(subsampling, lr=0.05), num_chains=2, batch_size=None)
         ),
-        "points": drawn(ps.BAOA(with_param, lr=0.05), num_chains=2),
         "clock": told(lambda: drawn(ps.BAOA(model), num_chains=2, max_seconds=9.0)),
+        "fails": told(lambda: drawn(ps.BAOA(fails_on_rank_1(), lr=0.05), num_chains=2)),
     }
+
+
+def renamed(samples):
+    """The weights of the last layer in place of those of `model`."""
+    return {"w": torch.cat([value.flatten(2) for value in samples.values()], -1)}
 
 
 def main(case, folder):
