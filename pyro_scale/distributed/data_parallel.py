@@ -87,8 +87,19 @@ class DataParallel:
             told = torch.cat([own, own.new_full((1,), float(error is not None))])
             mean, failed = sum_over(self.group, told).split([layout.size + 1, 1])
             if bool(failed):
-                raise RankError(f"the model has failed at a step: {error or 'on another rank'}")
+                raise RankError(f"the model has failed at a step: {self._told(error)}") from error
         return layout.unflatten(mean[:-1]), Estimate(mean[-1])
+
+    def _told(self, error: Exception | None) -> str:
+        """What has failed on which ranks."""
+        from torch import distributed as dist
+
+        words = None
+        if error is not None:
+            words = f"on rank {dist.get_rank()}, {type(error).__name__}: {error}"
+        told: list[str | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(told, words, group=self.group)
+        return "; ".join(each for each in told if each is not None)
 
     grad = plain_grad
 

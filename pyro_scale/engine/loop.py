@@ -76,8 +76,8 @@ def simulate(
         numbers: of these chains, by which they draw; 0, 1, ... by default.
         num_chains: how many there are in all, with those of other processes: programs round
             otherwise where chains are alone.
-        agree: whether something holds on all processes, where they take steps together: in blocks of
-            the same lengths, by programs that all of them have.
+        agree: whether something holds on all processes, where they take steps together: in blocks
+            of the same lengths, by programs that all of them have.
     """
     draws = Draws.of(positions, dataclasses.replace(steps, positions=False) if sink else steps)
     at_first = {name: column[0] for name, column in values.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -14,6 +14,7 @@ from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.divergence import NOT_A_DENSITY
+from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.engine.choose_executor import check_compile
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.loop import simulate
@@ -26,10 +27,22 @@ from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.rng.seeds import choose_seed
+from pyro_scale.run.by_rank import check_same, check_same_call, gather
 from pyro_scale.run.frozen_features import with_frozen_features
-from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
+from pyro_scale.run.own_rows import on_own_rows
+from pyro_scale.run.problem import (
+    Problem,
+    as_log_posterior,
+    check_rows_can_be_shared,
+    module_device,
+    prepare,
+)
+from pyro_scale.run.resume import identity_of
 from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.tuning.early_stopping import EarlyStopping, got_worse, has_converged, still_rises
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: The least steps of a window in which the objective is averaged.
 _WINDOW = 100
@@ -68,6 +81,7 @@ class Optimized(Approximation):
         num_chains: int = 1,
         seed: int | None = None,
         progress: bool = True,
+        mesh: DeviceMesh | None = None,
     ) -> Self:
         """Takes `num_steps` steps from each start, or as many as `num_epochs` epochs have.
 
@@ -79,6 +93,9 @@ class Optimized(Approximation):
             num_chains: starts, each with its own minibatches.
             seed: the same seed gives the same fit; drawn from torch's generator by default.
             progress: whether to show a progress bar.
+            mesh: torch's, of dimensions `("chain", "data")`, as for samplers: starts are shared out
+                along the first, the rows of every batch along the second.  Every rank then has the
+                fit from all starts.  Without it, every process of a group takes all steps.
 
         Returns:
             The method itself.
@@ -87,17 +104,49 @@ class Optimized(Approximation):
             ArgumentError, DataError: before the model is run.
             ModelError, SiteError, PlateError: before any step.
             NonFiniteError: a start's state became NaN or infinite.
+            RankError: another process has failed or died, or has other data or arguments.
 
         Warns:
             UserWarning: the objective was still rising at the end.
         """
+        ranks = ALONE if mesh is None else Ranks.of("all", mesh)
+        asked = {
+            "num_steps": num_steps,
+            "num_epochs": num_epochs,
+            "num_chains": num_chains,
+            "seed": seed,
+        }
+        with ranks.together():
+            check_same_call(ranks, asked)
+            shows = progress and ranks.is_first
+            self._run(data, num_steps, num_epochs, batch_size, num_chains, seed, shows, ranks)
+        return self
+
+    def _run(
+        self,
+        data: Any,
+        num_steps: int | None,
+        num_epochs: int | None,
+        batch_size: int | None,
+        num_chains: int,
+        seed: int | None,
+        progress: bool,
+        ranks: Ranks,
+    ) -> None:
+        """As `run`, on one process or on some."""
         num_chains = as_count("num_chains", num_chains)
         if (num_steps is None) == (num_epochs is None):
             raise ArgumentError("pass one of num_steps and num_epochs, such as num_steps=5000")
-        seed = choose_seed(seed)
+        ranks.check(num_chains)
+        seed = ranks.of_first(choose_seed(seed), "the choice of a seed")
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
         self._fit, self._stepping = None, None
-        problem = with_frozen_features(self._prepare(opened, opened.num_data, num_chains, seed))
+        problem = self._prepare(opened, opened.num_data, num_chains, seed)
+        problem = dataclasses.replace(problem, ranks=ranks)
+        check_rows_can_be_shared(problem)
+        if not ranks.is_alone:
+            check_same(ranks, identity_of(problem, self._attrs(), self.kernel.hyperparameters()))
+        problem = with_frozen_features(problem)
         epoch = -(-problem.log_posterior.num_data // (problem.data.batch_size or 2**62))
         if num_epochs is not None:
             num_steps = epoch * as_count("num_epochs", num_epochs)
@@ -105,30 +154,40 @@ class Optimized(Approximation):
         stopping = None
         if self._early_stopping:
             stopping = EarlyStopping(max(epoch, _WINDOW), problem.engine.layout.size)
+
+        def stop(draws: Draws) -> bool:
+            return all(ranks.of_all(stopping is not None and stopping.reached(draws), "a window"))
+
         title = f"{type(self).__name__}, {num_chains} start{'s' * (num_chains > 1)}"
+        chains = problem.chains
+        batches = problem.batches(num_chains, "shuffle", chains=chains)
+        engine, batches = on_own_rows(problem, batches)
         with Progress(steps.total, title, progress) as bar, without_vmap_warnings():
             draws = simulate(
-                problem.engine,
-                problem.positions,
-                problem.batches(num_chains, "shuffle"),
+                engine,
+                problem.positions[list(chains)],
+                batches,
                 self.kernel.columns(steps.total),
                 steps,
                 seed,
                 self._compile if self._is_pure else False,
                 bar,
                 self._earlier,
-                stop=stopping.reached if stopping else None,
+                stop=stop if stopping else None,
                 check_every=stopping.window if stopping else None,
+                numbers=chains,
+                num_chains=num_chains,
+                agree=None if ranks.rows is None else ranks.rows.agree,
             )
         if draws.error is not None:
             raise draws.error
+        draws = gather(draws, problem)
         _check_failures(draws)
         self._fit = self._finish(self._make_fit(problem, draws), problem)
         if not self._ends_exactly:
             self._warn_of_the_trace(draws)
         rows = problem.data.batch_size or problem.log_posterior.num_data
         self._check_the_fit(3 * draws.num_steps * num_chains * rows)  # gradients are worth 3
-        return self
 
     def step(self, *args: Any, **kwargs: Any) -> float:
         """Takes one step on a batch, given as the model's own arguments.

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyro
 import pyro.distributions as dist
 import torch
+import torchopt
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -221,6 +222,13 @@ def on_mesh(shape):
     def drawn(*args, **how):
         return ran(*args, **how).get_samples(group_by_chain=True)
 
+    def fitted(method, data=(X, Y), **how):
+        how = {"mesh": mesh, "batch_size": 21, "num_steps": 60, "num_chains": 2, **QUIET, **how}
+        fit = run(method, data, **how).fit
+        spread = [gaussian.variance for gaussian in fit.gaussians]
+        return {"w": torch.cat([fit.centers, *(each[None] for each in spread)]), "lp": fit.trace}
+
+    falling = torchopt.schedule.polynomial_schedule(0.1, 1e-3, 1.0, 60)
     few = {"num_chains": 2, "warmup_steps": 0, "thinning": 1}
     compiled = ran(ps.SGHMC(model, lr=0.05, compile=True), num_chains=2)
     read_by_index = RowByRow()
@@ -243,6 +251,19 @@ def on_mesh(shape):
             drawn(ps.BAOA(frozen_base(), lr=0.05), num_chains=2, batch_size=None)
         ),
         "points": drawn(ps.BAOA(with_param, lr=0.05), num_chains=2),
+        "MAP": fitted(ps.MAP(model)),
+        "MAP by torch.optim": fitted(
+            ps.MAP(model, optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+        ),
+        "MAP, compiled": fitted(ps.MAP(model, compile=True)),
+        "MAP that stops": fitted(
+            ps.MAP(model, optimizer=torchopt.adam(0.05), early_stopping=True), num_steps=5000
+        ),
+        "MAP to the mode": fitted(ps.MAP(model, structure="dense"), batch_size=None),
+        "VI": fitted(ps.VI(model, optimizer=torchopt.adam(falling), num_particles=2)),
+        "VI, dense": fitted(ps.VI(model, structure="dense")),
+        "IVON": fitted(ps.IVON(model), data=DataLoader(Rows(), 21), batch_size=None),
+        "few starts": told(lambda: fitted(ps.MAP(model), num_chains=1)) if shape[0] > 1 else None,
         "own subsamples": told(
             lambda: drawn(ps.BAOA(subsampling, lr=0.05), num_chains=2, batch_size=None)
         ),
