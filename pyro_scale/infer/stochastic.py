@@ -27,7 +27,7 @@ from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.rng.seeds import choose_seed
-from pyro_scale.run.by_rank import check_same, check_same_call, gather
+from pyro_scale.run.by_rank import check_same, check_same_call, gather, warn_of_reading
 from pyro_scale.run.frozen_features import with_frozen_features
 from pyro_scale.run.own_rows import on_own_rows
 from pyro_scale.run.problem import (
@@ -82,6 +82,7 @@ class Optimized(Approximation):
         seed: int | None = None,
         progress: bool = True,
         mesh: DeviceMesh | None = None,
+        rows_by_rank: bool = False,
     ) -> Self:
         """Takes `num_steps` steps from each start, or as many as `num_epochs` epochs have.
 
@@ -96,6 +97,8 @@ class Optimized(Approximation):
             mesh: torch's, of dimensions `("chain", "data")`, as for samplers: starts are shared out
                 along the first, the rows of every batch along the second.  Every rank then has the
                 fit from all starts.  Without it, every process of a group takes all steps.
+            rows_by_rank: whether each rank's data are rows of its own, as for samplers; its fit is
+                then not compared with the posterior.
 
         Returns:
             The method itself.
@@ -118,16 +121,20 @@ class Optimized(Approximation):
         }
         with ranks.together():
             check_same_call(ranks, asked)
-            shows = progress and ranks.is_first
-            self._run(data, num_steps, num_epochs, batch_size, num_chains, seed, shows, ranks)
+            device, shows = module_device(self.model), progress and ranks.is_first
+            opened = open_data(data, batch_size, self._num_data, device)
+            num_data = opened.num_data
+            if rows_by_rank:
+                num_data = ranks.own_rows(opened.num_data or 1, self._num_data)
+            self._run(opened, num_data, num_steps, num_epochs, num_chains, seed, shows, ranks)
         return self
 
     def _run(
         self,
-        data: Any,
+        opened: Data,
+        num_data: int | None,
         num_steps: int | None,
         num_epochs: int | None,
-        batch_size: int | None,
         num_chains: int,
         seed: int | None,
         progress: bool,
@@ -139,11 +146,11 @@ class Optimized(Approximation):
             raise ArgumentError("pass one of num_steps and num_epochs, such as num_steps=5000")
         ranks.check(num_chains)
         seed = ranks.of_first(choose_seed(seed), "the choice of a seed")
-        opened = open_data(data, batch_size, self._num_data, module_device(self.model))
         self._fit, self._stepping = None, None
-        problem = self._prepare(opened, opened.num_data, num_chains, seed)
+        problem = self._prepare(opened, num_data, num_chains, seed)
         problem = dataclasses.replace(problem, ranks=ranks)
         check_rows_can_be_shared(problem)
+        warn_of_reading(problem)
         if not ranks.is_alone:
             check_same(ranks, identity_of(problem, self._attrs(), self.kernel.hyperparameters()))
         problem = with_frozen_features(problem)
@@ -187,7 +194,8 @@ class Optimized(Approximation):
         if not self._ends_exactly:
             self._warn_of_the_trace(draws)
         rows = problem.data.batch_size or problem.log_posterior.num_data
-        self._check_the_fit(3 * draws.num_steps * num_chains * rows)  # gradients are worth 3
+        if problem.has_all_rows:
+            self._check_the_fit(3 * draws.num_steps * num_chains * rows)  # gradients are worth 3
 
     def step(self, *args: Any, **kwargs: Any) -> float:
         """Takes one step on a batch, given as the model's own arguments.

@@ -70,6 +70,11 @@ class Problem:
         return len(self.chains) < len(self.positions)
 
     @property
+    def has_all_rows(self) -> bool:
+        """Whether the data of this process are all rows."""
+        return self.ranks.rows is None or self.ranks.rows.share is None
+
+    @property
     def part(self) -> slice:
         """This process's rows of every batch."""
         own = self.ranks.rows

@@ -217,22 +217,33 @@ def identity_of(problem: Problem, attrs: Mapping[str, Any], hyperparameters: Any
     """What has to be alike for one run to go on with another."""
     layout = problem.engine.layout
     shapes = zip(layout.names, layout.shapes, layout.dtypes, strict=True)
-    params = layout.unflatten(problem.positions[0])
-    log_posterior = problem.log_posterior
-    with torch.no_grad():
-        start = log_posterior(params, problem.data.first(), log_posterior.first_indices()).log_joint
     return {
         **attrs,
         "hyperparameters": {name: _plain(value) for name, value in hyperparameters.items()},
-        "num_data": log_posterior.num_data,
-        "data": _fingerprint(problem.data),
-        "batch_size": "auto" if problem.chooses_batches else problem.data.batch_size,
+        "num_data": problem.log_posterior.num_data,
+        **(_facts_of_rows(problem) if problem.has_all_rows else _OF_EACH_RANK),
         "sites": {name: f"{list(shape)} {dtype_name(dtype)}" for name, shape, dtype in shapes},
         "seed": problem.seed,
         "version": version("pyro_scale"),
         "random numbers": "Philox 4x32-10",
+    }
+
+
+def _facts_of_rows(problem: Problem) -> dict[str, Any]:
+    """What tells the rows apart, and what the model says of the first of them."""
+    log_posterior = problem.log_posterior
+    params = problem.engine.layout.unflatten(problem.positions[0])
+    with torch.no_grad():
+        start = log_posterior(params, problem.data.first(), log_posterior.first_indices()).log_joint
+    return {
+        "data": _fingerprint(problem.data),
+        "batch_size": "auto" if problem.chooses_batches else problem.data.batch_size,
         _START: float(start),
     }
+
+
+#: The same where each rank has rows of its own.
+_OF_EACH_RANK = {"data": "of each rank", "batch_size": "of each rank", _START: 0.0}
 
 
 def _fingerprint(data: Data) -> str:

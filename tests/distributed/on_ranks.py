@@ -209,6 +209,23 @@ def frozen_base():
     return classifier
 
 
+#: All rows, or those of this rank along "data", which are not as many as the other's.
+HALF = (
+    slice(None) if "RANK" not in os.environ else slice(0, 300) if RANK % 2 == 0 else slice(300, 403)
+)
+OWN_ROWS = X[HALF], Y[HALF]
+
+
+class OwnStream(IterableDataset):
+    """The rows of this rank."""
+
+    def __iter__(self):
+        return iter(zip(*OWN_ROWS, strict=True))
+
+    def __len__(self):
+        return len(OWN_ROWS[0])
+
+
 def on_mesh(shape):
     """Runs whose batches are shared out; the same without a mesh in one process."""
     mesh = None
@@ -230,6 +247,7 @@ def on_mesh(shape):
 
     falling = torchopt.schedule.polynomial_schedule(0.1, 1e-3, 1.0, 60)
     few = {"num_chains": 2, "warmup_steps": 0, "thinning": 1}
+    by_rank = few | {"num_samples": 3, "rows_by_rank": mesh is not None}
     compiled = ran(ps.SGHMC(model, lr=0.05, compile=True), num_chains=2)
     read_by_index = RowByRow()
     loader = DataLoader(read_by_index, 21, shuffle=True)
@@ -263,7 +281,23 @@ def on_mesh(shape):
         "VI": fitted(ps.VI(model, optimizer=torchopt.adam(falling), num_particles=2)),
         "VI, dense": fitted(ps.VI(model, structure="dense")),
         "IVON": fitted(ps.IVON(model), data=DataLoader(Rows(), 21), batch_size=None),
+        "MAP, rows by rank": fitted(
+            ps.MAP(model), OWN_ROWS, batch_size=None, rows_by_rank=mesh is not None
+        ),
         "few starts": told(lambda: fitted(ps.MAP(model), num_chains=1)) if shape[0] > 1 else None,
+        "rows by rank": drawn(ps.BAOA(model, lr=0.05), OWN_ROWS, batch_size=None, **by_rank),
+        "streams by rank": drawn(
+            ps.BAOA(model, lr=0.05),
+            DataLoader(OwnStream(), len(OWN_ROWS[0])),
+            batch_size="auto",
+            **by_rank,
+        ),
+        "batches by rank": drawn(
+            ps.BAOA(model, lr=0.05), OWN_ROWS, **by_rank | {"num_samples": 50}
+        ),
+        "rows by rank, untuned": told(
+            lambda: drawn(ps.BAOA(model), num_chains=2, rows_by_rank=True)
+        ),
         "own subsamples": told(
             lambda: drawn(ps.BAOA(subsampling, lr=0.05), num_chains=2, batch_size=None)
         ),

@@ -150,6 +150,8 @@ def on_mesh(request, tmp_path_factory):
         ("frozen base", 1e-8),
         ("frozen base, whole data", 1e-8),
         ("points", 1e-8),
+        ("rows by rank", 1e-12),  # 300 and 103 of them
+        ("streams by rank", 1e-12),
     ],
 )
 def test_gradients_over_ranks_are_those_of_one_process(case, tolerance, on_one, on_mesh):
@@ -168,6 +170,7 @@ def test_gradients_over_ranks_are_those_of_one_process(case, tolerance, on_one, 
         "MAP, compiled",
         "MAP that stops",
         "MAP to the mode",
+        "MAP, rows by rank",
         "VI",
         "VI, dense",
         "IVON",
@@ -177,6 +180,14 @@ def test_fits_over_ranks_are_those_of_one_process(case, on_one, on_mesh):
     """Every rank has all starts, their last values, spreads and traces."""
     for rank in on_mesh:
         torch.testing.assert_close(rank[case], on_one[case], rtol=1e-9, atol=1e-8)
+
+
+def test_rows_of_each_rank_alone_count_alike(on_mesh):
+    """Parts of 300 and 103 rows, in batches of 21 of each; what needs all rows is refused."""
+    for rank in on_mesh:
+        assert torch.isfinite(rank["batches by rank"]["w"]).all()
+        assert torch.equal(rank["batches by rank"]["w"], on_mesh[0]["batches by rank"]["w"])
+        assert "lr='auto'" in rank["rows by rank, untuned"][1]
 
 
 def test_a_rank_reads_its_own_rows_alone(on_one, on_mesh):
