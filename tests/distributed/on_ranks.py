@@ -189,7 +189,7 @@ def fails_on_rank_1():
 
     def failing(x, y=None):
         model(x, y)
-        if RANK == 1 and next(calls) == 100:
+        if RANK == 1 and next(calls) == 60:
             raise RuntimeError("no such rows")
 
     return failing
@@ -233,7 +233,8 @@ def on_mesh(shape):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("chain", "data"))
 
     def ran(sampler, data=(X, Y), **how):
-        how = {"mesh": mesh, "distributed": "all", "batch_size": 21, **BY_HAND, **how}
+        length = {"num_samples": 20, "warmup_steps": 20, "thinning": 2}
+        how = {"mesh": mesh, "distributed": "all", "batch_size": 21, **length, **QUIET, **how}
         return run(sampler, data, **how)
 
     def drawn(*args, **how):
@@ -301,7 +302,7 @@ def on_mesh(shape):
         "own subsamples": told(
             lambda: drawn(ps.BAOA(subsampling, lr=0.05), num_chains=2, batch_size=None)
         ),
-        "clock": told(lambda: drawn(ps.BAOA(model), num_chains=2, max_seconds=9.0)),
+        "clock": told(lambda: drawn(ps.BAOA(model, lr=0.05), num_chains=2, max_seconds=9.0)),
         "fails": told(lambda: drawn(ps.BAOA(fails_on_rank_1(), lr=0.05), num_chains=2)),
     }
 
