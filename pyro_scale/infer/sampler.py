@@ -459,6 +459,8 @@ class Sampler(Method):
         self._plan = dataclasses.replace(plan, finished=tuple(draws.finished))
         # at once: what is found out about it can be interrupted
         self._result = collect(problem, draws, plan.columns, attrs, sink)
+        if problem.ranks.keeps_all:
+            self._result = dataclasses.replace(self._result, ranks=problem.ranks)
         if trajectory.problem.is_split and not problem.ranks.has_all:
             self._plan = None
             return draws.error  # the rest is found out by rank 0, which has all draws

@@ -19,6 +19,7 @@ import torch
 
 from pyro_scale.core import rows
 from pyro_scale.core.layout import dtype_name
+from pyro_scale.core.rows import Arguments
 from pyro_scale.data.sources import Data, IndexedData, OwnSubsamples, TensorData
 from pyro_scale.data.stream import StreamData
 from pyro_scale.distributed.ranks import ALONE, Ranks
@@ -225,7 +226,7 @@ def identity_of(problem: Problem, attrs: Mapping[str, Any], hyperparameters: Any
         **attrs,
         "hyperparameters": {name: _plain(value) for name, value in hyperparameters.items()},
         "num_data": log_posterior.num_data,
-        "data": _fingerprint(problem.data),
+        "data": fingerprint(problem.data),
         "batch_size": "auto" if problem.chooses_batches else problem.data.batch_size,
         "sites": {name: f"{list(shape)} {dtype_name(dtype)}" for name, shape, dtype in shapes},
         "seed": problem.seed,
@@ -235,7 +236,7 @@ def identity_of(problem: Problem, attrs: Mapping[str, Any], hyperparameters: Any
     }
 
 
-def _fingerprint(data: Data) -> str:
+def fingerprint(data: Data) -> str:
     """What kind of data they are; of tensors, of all rows."""
     if isinstance(data, IndexedData | StreamData):
         how = "read by index" if isinstance(data, IndexedData) else "as they come"
@@ -243,8 +244,13 @@ def _fingerprint(data: Data) -> str:
         kinds = " of ".join(type(part).__name__ for part in parts if part is not None)
         return f"{kinds}, {how}"
     assert isinstance(data, TensorData | OwnSubsamples)
+    return digest_of(data.arguments)
+
+
+def digest_of(arguments: Arguments) -> str:
+    """Tensors of rows in short, to compare them with others."""
     digest = hashlib.sha256()
-    for leaf in rows.leaves(data.arguments):
+    for leaf in rows.leaves(arguments):
         flat = leaf.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
     return f"tensors {digest.hexdigest()[:16]}"
