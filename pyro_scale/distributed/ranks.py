@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.utils import _pytree as pytree
 
 from pyro_scale.errors import ArgumentError, PyroScaleError, PyroScaleWarning, RankError
 
@@ -256,15 +257,23 @@ class Ranks:
         self._call(what, lambda: dist.broadcast_object_list(values))
         return values[0]
 
-    def in_turn(self, own: Sequence[T], what: str) -> list[T]:
+    def in_turn(self, own: Sequence[T], what: str, device: torch.device) -> list[T]:
         """The items of all ranks, in their order, given those of this rank's share.
+
+        Args:
+            own: pytrees of tensors.
+            what: they are, in words.
+            device: where their tensors come to be.
 
         Raises:
             RankError: another rank has failed, or is somewhere else.
         """
-        told = self.of_all(list(own), what)
+        if self.is_alone:
+            return list(own)
+        told = self.of_all(_to(list(own), torch.device("cpu")), what)
         rounds = range(max(map(len, told)))
-        return [items[turn] for turn in rounds for items in told if turn < len(items)]
+        items = [each[turn] for turn in rounds for each in told if turn < len(each)]
+        return [_to(item, device) for item in items]
 
     # of those that work for rank 0, and do not ask each other what has become of them
 
@@ -365,6 +374,12 @@ def _telling(whom: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _to(values: T, device: torch.device) -> T:
+    """A pytree of tensors there."""
+    moved: T = pytree.tree_map_only(Tensor, lambda value: value.to(device), values)
+    return moved
 
 
 def _comes(store: Any, name: str) -> bool:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
@@ -61,11 +59,7 @@ class Readers:
 
     def gather(self, own: list[T]) -> list[T]:
         """The values of all ranks, in turn, on every rank, given those of this one's share."""
-        if self.ranks.is_alone:
-            return own
-        told = self.ranks.in_turn(_to(own, torch.device("cpu")), "what is read")
-        every: list[T] = _to(told, self.device)
-        return every
+        return self.ranks.in_turn(own, "what is read", self.device)
 
     def _randomness(self, place: int) -> contextlib.AbstractContextManager[None]:
         if self.seed is None:
@@ -102,7 +96,3 @@ def readers_of(
         check_same_call(ranks, {**facts, "data": rows, "draws": shape}, what)
         drawn = choose_seed(None)  # on every rank, so that their generators stay alike
         yield Readers(ranks, device, ranks.of_first(drawn, "the choice of a seed"))
-
-
-def _to(values: Any, device: torch.device) -> Any:
-    return pytree.tree_map_only(Tensor, lambda value: value.to(device), values)
