@@ -248,7 +248,8 @@ class Sampler(Method):
                 group, or of torchrun; chain i has the same noise and batches on any number of
                 them.  Rank 0 then has all draws, others those of their own chains;
                 `diagnostics()`, `summary()` and `report()` tell of all chains on every rank.
-                `"all"` gives every rank all draws.  False ignores the group.
+                `"all"` gives every rank all draws; `predict`, `log_likelihood` and `loo` then
+                share rows out, and have to be called on every rank.  False ignores the group.
             mesh: torch's, of dimensions `("chain", "data")`: the ranks along `"data"` move the same
                 chains, each on its part of every batch, and sum their gradients at every step.
                 Steps are then not compiled.  For batches or models that one process is too slow

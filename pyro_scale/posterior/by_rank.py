@@ -69,7 +69,7 @@ class Readers:
 
 @contextlib.contextmanager
 def readers_of(
-    result: Result, what: str, data: Data | Arguments, **asked: object
+    result: Result, what: str, data: Data | Arguments, draws: bool = False, **asked: object
 ) -> Iterator[Readers]:
     """The ranks of the run, if each has all of its draws and their group is there; else this
     process.  What ends on one of them ends on all.
@@ -78,6 +78,7 @@ def readers_of(
         result: of the run.
         what: is called, in words.
         data: the rows that are read.
+        draws: whether anything is drawn.
         asked: the call's other arguments.
 
     Raises:
@@ -94,5 +95,5 @@ def readers_of(
         shape = list(result.positions.shape)
         facts = {name: repr(value) for name, value in asked.items()}
         check_same_call(ranks, {**facts, "data": rows, "draws": shape}, what)
-        drawn = choose_seed(None)  # on every rank, so that their generators stay alike
-        yield Readers(ranks, device, ranks.of_first(drawn, "the choice of a seed"))
+        seed = choose_seed(None) if draws else None  # on all, whose generators thus stay alike
+        yield Readers(ranks, device, ranks.of_first(seed, "the choice of a seed"))

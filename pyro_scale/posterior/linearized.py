@@ -78,7 +78,7 @@ def predict(
         }
 
     asked = {"num_samples": num_samples, "batch_size": batch_size, "return_sites": return_sites}
-    with readers_of(here, "linearized predict", arguments, reduce=reduce, **asked) as readers:
+    with readers_of(here, "linearized predict", arguments, True, reduce=reduce, **asked) as readers:
         chunks = chunks_for(here, arguments, batch_size, readers.share)
         values = join(readers.map(kept, chunks), axes)
     return as_dtype(values, fit.layout.dtype) if reduction else values

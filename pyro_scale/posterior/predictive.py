@@ -83,7 +83,7 @@ def predict(
         ModelError: a model that runs on the whole data only fails on these rows.
     """
     asked = {"num_samples": num_samples, "batch_size": batch_size, "return_sites": return_sites}
-    with readers_of(result, "predict", arguments, reduce=reduce, **asked) as readers:
+    with readers_of(result, "predict", arguments, True, reduce=reduce, **asked) as readers:
         return _predict(result, arguments, num_samples, batch_size, return_sites, reduce, readers)
 
 
@@ -179,7 +179,7 @@ def predictive_means(result: Result, arguments: Arguments) -> dict[str, Tensor]:
 
 def predict_all(result: Result, data: Data) -> dict[str, Tensor]:
     """Draws of the data sites for all rows of the data, in their order."""
-    with readers_of(result, "draws for all rows", data) as readers:
+    with readers_of(result, "draws for all rows", data, draws=True) as readers:
         chunks = chunks_of(result.log_posterior, data, share=readers.share)
         return _make_predictions(result, chunks, list(data_sites(result)), readers)
 

@@ -32,14 +32,6 @@ def process(x, y=None):
     pyro.sample("y", dist.MultivariateNormal(torch.zeros_like(x[:, 0]), covariance), obs=y)
 
 
-def with_scale(x, y=None):
-    """A prior whose scale is tuned."""
-    scale = pyro.param("scale", ZERO + 0.5, constraint=dist.constraints.positive)
-    w = pyro.sample("w", dist.Normal(ZERO.expand(3), scale).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
-
-
 def with_shift(x, y=None):
     """Rows that share what is drawn anew."""
     w = pyro.sample("w", dist.Normal(ZERO.expand(3), 1.0).to_event(1))
@@ -85,7 +77,6 @@ def laplaces():
         "stream": laplace(data=DataLoader(Rows(), 20)),
         "own subsamples": laplace(subsampling),
         "points": laplace(with_param),
-        "tuned": laplace(with_scale, how={"tune": ["scale"]}),
         "one density": laplace(process, data=(X[:60], Y[:60])),
         "fewer rows than ranks": laplace(data=(X[:2], Y[:2])),
         "update": updated(),
