@@ -98,15 +98,9 @@ def loo(result: Result, data: Data, num_rows: int | None, seed: int) -> Loo:
             count = min(as_count("num_rows", num_rows, least=2), total)
             source = torch.Generator().manual_seed(seed)
             chosen = torch.randperm(total, generator=source)[:count].sort().values
-            own = chosen[readers.share.rank :: readers.share.world]
-            parts = [
-                _log_lik(result, chunk)[:, places]
-                for chunk, places in chunks_with(result.log_posterior, data, own)
-            ]
-        values = _left_out(result, parts)
-        if chosen is not None:  # row by row, as they are shared out
-            values = [row for each in values for row in each.split(1)]
-        every = torch.cat(readers.gather(values))
+            some = chunks_with(result.log_posterior, data, chosen, readers.share)
+            parts = [_log_lik(result, chunk)[:, places] for chunk, places in some]
+        every = torch.cat(readers.gather(_left_out(result, parts)))
         return _estimate(result, every, chosen, near)
 
 

@@ -246,8 +246,8 @@ class _Terms:
         at the draws' center, `[n]`."""
         log_posterior, data, layout = self.fit.log_posterior, self.fit.data, self.fit.layout
         assert data is not None
-        total, own = self._nothing, chosen[self.share.rank :: self.share.world]
-        for chunk, places in chunks_with(log_posterior, data, own):
+        total = self._nothing
+        for chunk, places in chunks_with(log_posterior, data, chosen, self.share):
             rows = partial(_rows, log_posterior, chunk, places)
             values = torch.cat(list(self.drawn.chunks(rows)))
             total += values.cpu() - self._away @ _slope(rows, layout, self._center)

@@ -18,7 +18,7 @@ from pyro_scale.data.open import open_data
 from pyro_scale.distributed.ranks import ALONE, Distributed, Ranks
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ApproximationWarning, ArgumentError, ModelError
-from pyro_scale.fullbatch.chunks import chunks_of
+from pyro_scale.fullbatch.chunks import chunks_of, is_row_wise
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.evidence import Candidate, Search
 from pyro_scale.fullbatch.precision import CurvatureKind
@@ -311,6 +311,7 @@ class Laplace(Approximation):
                 "curvature": self.curvature,
                 "temperature": self.temperature,
                 "Gaussian over": self._sites,
+                "takes parts of the data": is_row_wise(problem.log_posterior),
             }
             check_same(ranks, identity_of(problem, about, {}))
 

@@ -157,7 +157,7 @@ def mistakes(tmp_path_factory):
         ("no mode", "ArgumentError", ["no mode of the posterior could be found"]),
         ("rows", "DataError", ["the data hold 403 rows, not N = 500"]),
         ("predict", "ArgumentError", ["rank 1 was called otherwise", "data was 'tensors"]),
-        ("num_samples", "ArgumentError", ["rank 1 was called otherwise", "num_samples was '5'"]),
+        ("reduce", "ArgumentError", ["rank 1 was called otherwise", "reduce was 'None'"]),
         ("calls", "RankError", ["every rank has to make the same calls in the same order"]),
     ],
 )
