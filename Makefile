@@ -57,6 +57,7 @@ distributed: .venv/installed
 	$(BIN)/python benchmarks/distributed/run.py
 	$(BIN)/torchrun --standalone --nproc-per-node=2 benchmarks/distributed/gradients.py
 	$(BIN)/torchrun --standalone --nproc-per-node=2 benchmarks/distributed/cost.py
+	$(BIN)/torchrun --standalone --nproc-per-node=2 benchmarks/distributed/rows.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

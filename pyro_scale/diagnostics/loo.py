@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.errors import ApproximationWarning, ArgumentError
 from pyro_scale.fullbatch.chunks import Chunk, chunks_of, chunks_with
 from pyro_scale.posterior import arviz_api
+from pyro_scale.posterior.by_rank import Readers, readers_of
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.predictive import log_likelihood_of
 
@@ -85,24 +87,29 @@ def loo(result: Result, data: Data, num_rows: int | None, seed: int) -> Loo:
     draws = result.positions.shape[:2].numel()
     if draws < _FEWEST_DRAWS:
         raise ArgumentError(f"loo: {draws} draws are too few to weigh: {_FEWEST_DRAWS} are needed")
-    if num_rows is None:
-        chunks = chunks_of(result.log_posterior, data)
-        everywhere = torch.cat([_log_lik(result, chunk) for chunk in chunks], 1)
-        return _estimate(result, everywhere, torch.arange(everywhere.shape[1]), None)
-    near = _at_the_mean(result, data)
-    total = len(near)
-    count = min(as_count("num_rows", num_rows, least=2), total)
-    source = torch.Generator().manual_seed(seed)
-    chosen = torch.randperm(total, generator=source)[:count].sort().values
-    parts = []
-    for chunk, places in chunks_with(result.log_posterior, data, chosen):
-        parts.append(_log_lik(result, chunk)[:, places])
-    return _estimate(result, torch.cat(parts, 1), chosen, near)
+    with readers_of(result, "loo", data, num_rows=num_rows, seed=seed) as readers:
+        near = chosen = None
+        if num_rows is None:
+            chunks = chunks_of(result.log_posterior, data, share=readers.share)
+            parts = [_log_lik(result, chunk) for chunk in chunks]
+        else:
+            near = _at_the_mean(result, data, readers)
+            total = len(near)
+            count = min(as_count("num_rows", num_rows, least=2), total)
+            source = torch.Generator().manual_seed(seed)
+            chosen = torch.randperm(total, generator=source)[:count].sort().values
+            some = chunks_with(result.log_posterior, data, chosen, readers.share)
+            parts = [_log_lik(result, chunk)[:, places] for chunk, places in some]
+        every = torch.cat(readers.gather(_left_out(result, parts)))
+        return _estimate(result, every, chosen, near)
 
 
-def _estimate(result: Result, log_lik: Tensor, chosen: Tensor, near: Tensor | None) -> Loo:
-    """The estimate from log likelihoods `[draws, m]` of the chosen rows."""
-    pointwise, pareto_k = _left_out(result, log_lik)
+def _estimate(result: Result, every: Tensor, chosen: Tensor | None, near: Tensor | None) -> Loo:
+    """The estimate from chosen rows' log densities and tails, `[m, 2]`; of all by default."""
+    pointwise, pareto_k = every.unbind(1)
+    _warn_of_tails(result, pareto_k)
+    if chosen is None:
+        chosen = torch.arange(len(pointwise))
     if near is None:
         near = pointwise
     total, count = len(near), len(chosen)
@@ -124,11 +131,20 @@ def _estimate(result: Result, log_lik: Tensor, chosen: Tensor, near: Tensor | No
     )
 
 
-def _left_out(result: Result, log_lik: Tensor) -> tuple[Tensor, Tensor]:
-    """(Each row's log density given the others, the shape of its weights' tail), `[m]`."""
-    log_lik, share = log_lik.double().cpu(), _relative_ess(result)
-    log_weights, pareto_k = arviz_api.psis(-log_lik.T, share)
-    most = min(_MOST_K, 1 - 1 / math.log10(max(len(log_lik), 11)))
+def _left_out(result: Result, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Each row's log density given the others and the shape of its weights' tail, `[rows, 2]`,
+    from log likelihoods of some rows after others, `[draws, rows]`."""
+    if not parts:
+        return []
+    log_lik = torch.cat(list(parts), 1).double().cpu()
+    log_weights, pareto_k = arviz_api.psis(-log_lik.T, _relative_ess(result))
+    values = torch.stack([torch.logsumexp(log_weights + log_lik.T, 1), pareto_k], 1)
+    return list(values.split([part.shape[1] for part in parts]))
+
+
+def _warn_of_tails(result: Result, pareto_k: Tensor) -> None:
+    draws = result.positions.shape[:2].numel()
+    most = min(_MOST_K, 1 - 1 / math.log10(max(draws, 11)))
     heavy = int((~(pareto_k <= most)).sum())  # NaN among them
     if heavy:
         warn(
@@ -137,7 +153,6 @@ def _left_out(result: Result, log_lik: Tensor) -> tuple[Tensor, Tensor]:
             or f"LOO: the estimate may be unreliable for {heavy} of {len(pareto_k)} rows with "
             f"Pareto k > {most:.2f}: inspect these rows, or use a likelihood with heavier tails",
         )
-    return torch.logsumexp(log_weights + log_lik.T, 1), pareto_k
 
 
 def _relative_ess(result: Result) -> float:
@@ -155,13 +170,14 @@ def _relative_ess(result: Result) -> float:
     return min(1.0, float(ess["x"].mean()) / (chains * draws))
 
 
-def _at_the_mean(result: Result, data: Data) -> Tensor:
+def _at_the_mean(result: Result, data: Data, readers: Readers) -> Tensor:
     """Each row's log likelihood at the mean of the unconstrained draws, `[N]`."""
     total = result.positions.shape[:2].numel()
     mean = torch.stack([block.sum(0) / total for block in result.blocks()]).sum(0)
     there = dataclasses.replace(result, positions=mean[None, None])
-    parts = [_log_lik(there, chunk)[0] for chunk in chunks_of(result.log_posterior, data)]
-    return torch.cat(parts).double().cpu()
+    chunks = chunks_of(result.log_posterior, data, share=readers.share)
+    parts = readers.map(lambda chunk: _log_lik(there, chunk)[0], chunks)
+    return torch.cat([part for part, _ in parts]).double().cpu()
 
 
 def _log_lik(result: Result, chunk: Chunk) -> Tensor:

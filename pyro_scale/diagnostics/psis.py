@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import matrix_or_diagonal
 from pyro_scale.core.layout import Layout
+from pyro_scale.distributed.ranks import ALONE, Ranks, Share
+from pyro_scale.distributed.sums import Sums, Terms
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch.chunks import Chunk, chunks_of, chunks_with, is_row_wise
 from pyro_scale.model.log_posterior import LogPosterior, Params
@@ -70,7 +73,11 @@ class Psis(NamedTuple):
 
 
 def psis(
-    fit: Fit, drawn: Result, num_rows: int | None = None, evaluations: int = _MOST_EVALUATIONS
+    fit: Fit,
+    drawn: Result,
+    num_rows: int | None = None,
+    evaluations: int = _MOST_EVALUATIONS,
+    sums: Sums | None = None,
 ) -> Psis:
     """Importance weights of draws of a fit, at its temperature.
 
@@ -80,6 +87,7 @@ def psis(
         num_rows: how many rows are evaluated; by default all of them, or, where that is too dear,
             as many as an error of 0.2 nats takes.
         evaluations: of a row at a draw; more are too dear.
+        sums: over the rows, of `sums_at` the draws, where ranks share them out.
 
     Raises:
         ArgumentError: the fit has no density, or none of the model's; the data are gone; it is
@@ -95,11 +103,14 @@ def psis(
         raise ArgumentError(
             f"psis: {draws:,} draws at {log_posterior.num_data:,} rows are too dear; pass num_rows="
         )
-    positions = torch.cat(list(drawn.blocks()))
+    positions, sums = torch.cat(list(drawn.blocks())), sums or sums_at(fit, drawn, ALONE)
     if rows >= log_posterior.num_data or not is_row_wise(log_posterior):
-        log_joint, error, rows = _log_joint(fit, drawn), 0.0, log_posterior.num_data
+        log_joint, seen = sums.ask("log_joint")
+        if int(seen) != log_posterior.num_data:
+            raise DataError(f"the data hold {int(seen)} rows, not N = {log_posterior.num_data}")
+        error, rows = 0.0, log_posterior.num_data
     else:
-        log_joint, error = _from_some(fit, drawn, positions, rows)
+        log_joint, error = _from_some(fit, drawn, positions, rows, sums)
         error /= fit.temperature
     log_ratios = log_joint / fit.temperature - log_density(fit, positions)
     if bool((log_ratios.isnan() | (log_ratios == torch.inf)).any()):
@@ -194,44 +205,100 @@ def log_density(fit: Fit, positions: Tensor) -> Tensor:
     return (torch.logsumexp(parts, 0) - math.log(len(parts))).cpu()
 
 
-def _log_joint(fit: Fit, drawn: Result) -> Tensor:
-    """Of all rows at every draw, `[n]`, in nats."""
-    log_posterior, total, seen = fit.log_posterior, torch.zeros(()).double(), 0
-    assert fit.data is not None
-    for chunk in chunks_of(log_posterior, fit.data):
-        total = total + torch.cat(list(drawn.chunks(partial(_share, log_posterior, chunk)))).cpu()
-        seen += chunk.num_new
-    if seen != log_posterior.num_data:
-        raise DataError(f"the data hold {seen} rows, not N = {log_posterior.num_data}")
-    return total
+def sums_at(fit: Fit, drawn: Result, ranks: Ranks) -> Sums:
+    """Sums over the rows at draws of a fit, as `psis` needs them, each rank its share."""
+    terms = _Terms(fit, drawn, ranks.share)
+    named: dict[str, Terms] = {
+        "log_joint": terms.log_joint,
+        "gap": terms.gap,
+        "slope": terms.slope,
+    }
+    return Sums(ranks, named, fit.centers.device)
 
 
-def _from_some(fit: Fit, drawn: Result, positions: Tensor, num_rows: int) -> tuple[Tensor, float]:
+@dataclass(frozen=True)
+class _Terms:
+    """Terms of sums over rows.
+
+    Attributes:
+        fit: the approximation.
+        drawn: from it, n draws.
+        share: whose rows.
+    """
+
+    fit: Fit
+    drawn: Result
+    share: Share
+
+    def log_joint(self) -> tuple[Tensor, Tensor]:
+        """(That of all rows at every draw, `[n]`, in nats, how many rows they are)."""
+        log_posterior, total = self.fit.log_posterior, self._nothing
+        seen = torch.zeros((), dtype=torch.float64)
+        assert self.fit.data is not None
+        for chunk in chunks_of(log_posterior, self.fit.data, share=self.share):
+            own = partial(_share, log_posterior, chunk)
+            total = total + torch.cat(list(self.drawn.chunks(own))).cpu()
+            seen += chunk.num_new
+        return total, seen
+
+    def gap(self, chosen: Tensor) -> Tensor:
+        """What is left of chosen rows' log likelihoods at every draw but for their linearizations
+        at the draws' center, `[n]`."""
+        log_posterior, data, layout = self.fit.log_posterior, self.fit.data, self.fit.layout
+        assert data is not None
+        total = self._nothing
+        for chunk, places in chunks_with(log_posterior, data, chosen, self.share):
+            rows = partial(_rows, log_posterior, chunk, places)
+            values = torch.cat(list(self.drawn.chunks(rows)))
+            total += values.cpu() - self._away @ _slope(rows, layout, self._center)
+        return total
+
+    def slope(self) -> Tensor:
+        """The gradient of all rows' log likelihood at the draws' center, [D]."""
+        log_posterior, data, layout = self.fit.log_posterior, self.fit.data, self.fit.layout
+        assert data is not None
+        total = torch.zeros_like(self._center, dtype=torch.float64, device="cpu")
+        for chunk in chunks_of(log_posterior, data, share=self.share):
+            every = torch.arange(chunk.num_rows)[chunk.keep]
+            total += _slope(partial(_rows, log_posterior, chunk, every), layout, self._center)
+        return total
+
+    @cached_property
+    def _positions(self) -> Tensor:
+        return torch.cat(list(self.drawn.blocks()))
+
+    @property
+    def _nothing(self) -> Tensor:
+        return torch.zeros(len(self._positions), dtype=torch.float64)
+
+    @cached_property
+    def _center(self) -> Tensor:
+        return self._positions.mean(0)
+
+    @cached_property
+    def _away(self) -> Tensor:
+        return (self._positions - self._center).double().cpu()
+
+
+def _from_some(
+    fit: Fit, drawn: Result, positions: Tensor, num_rows: int, sums: Sums
+) -> tuple[Tensor, float]:
     """(The log joint of all rows at every draw up to a constant, `[n]`, its error in nats), from
     differences of some rows to their linearizations at the center of the draws.
 
     All rows' linearization takes one pass.  The error is that of two halves of the rows, which say
     the same but for the choice of rows.
     """
-    log_posterior, data, layout = fit.log_posterior, fit.data, fit.layout
+    log_posterior, data = fit.log_posterior, fit.data
     assert data is not None
-    center = positions.mean(0)
-    away = (positions - center).double().cpu()
+    away = (positions - positions.mean(0)).double().cpu()
     source = torch.Generator().manual_seed(fit.seed)
     chosen = torch.randperm(log_posterior.num_data, generator=source)[:num_rows]
     halves = []
     for half in chosen.tensor_split(2):
-        rest = torch.zeros(len(positions)).double()
-        for chunk, places in chunks_with(log_posterior, data, half.sort().values):
-            rows = partial(_rows, log_posterior, chunk, places)
-            values = torch.cat(list(drawn.chunks(rows)))
-            rest += values.cpu() - away @ _slope(rows, layout, center)
+        rest = sums.ask("gap", half.sort().values)
         halves.append(rest * (log_posterior.num_data / len(half)))
-    linear = torch.zeros_like(away[0])
-    for chunk in chunks_of(log_posterior, data):
-        every = torch.arange(chunk.num_rows)[chunk.keep]
-        rows = partial(_rows, log_posterior, chunk, every)
-        linear += _slope(rows, layout, center)
+    linear = sums.ask("slope")
     first = next(chunks_of(log_posterior, data, 1))
 
     def prior(params: Params) -> Tensor:

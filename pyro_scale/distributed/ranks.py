@@ -14,12 +14,15 @@ import pickle
 import secrets
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
+from torch.utils import _pytree as pytree
 
 from pyro_scale.errors import ArgumentError, PyroScaleError, PyroScaleWarning, RankError
 
@@ -81,6 +84,32 @@ class Rows(NamedTuple):
     def _of(self, size: int) -> slice:
         """Parts differ by one row at most."""
         return slice(self.rank * size // self.world, (self.rank + 1) * size // self.world)
+
+
+class Share(NamedTuple):
+    """Which of some items a rank takes: every world-th, beginning at its own number.
+
+    Attributes:
+        rank: of this process.
+        world: how many there are.
+    """
+
+    rank: int = 0
+    world: int = 1
+
+    def of(self, items: Iterable[T]) -> Iterator[T]:
+        """This rank's items."""
+        return islice(items, self.rank, None, self.world)
+
+    def size(self, most: int, total: int) -> int:
+        """How many rows to take together, at most so many, for chunks that divide evenly among
+        ranks."""
+        rounds = -(-total // (most * self.world))
+        return max(1, -(-total // (rounds * self.world))) if total else most
+
+
+#: Everything.
+WHOLE = Share()
 
 
 class Ranks:
@@ -204,6 +233,16 @@ class Ranks:
         self.rows = self.rows._replace(share=own / sum(counts))
         return num_data or sum(counts)
 
+    @property
+    def if_there(self) -> Ranks:
+        """These, while their group is there; afterwards this process by itself."""
+        return self if not self.is_alone and dist.is_initialized() else ALONE
+
+    @property
+    def share(self) -> Share:
+        """What this rank takes of work that ranks share out."""
+        return Share(self.rank, self.world)
+
     def chains(self, count: int) -> range:
         """The numbers of this rank's chains, of so many in all."""
         return range(self.team, count, self.num_teams)
@@ -266,6 +305,43 @@ class Ranks:
         values = [value]
         self._call(what, lambda: dist.broadcast_object_list(values))
         return values[0]
+
+    def in_turn(self, own: Sequence[T], what: str, device: torch.device) -> list[T]:
+        """The items of all ranks, in their order, given those of this rank's share.
+
+        Args:
+            own: pytrees of tensors.
+            what: they are, in words.
+            device: where their tensors come to be.
+
+        Raises:
+            RankError: another rank has failed, or is somewhere else.
+        """
+        if self.is_alone:
+            return list(own)
+        told = self.of_all(_to(list(own), torch.device("cpu")), what)
+        rounds = range(max(map(len, told)))
+        items = [each[turn] for turn in rounds for each in told if turn < len(each)]
+        return [_to(item, device) for item in items]
+
+    # of those that work for rank 0, and do not ask each other what has become of them
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a rank has failed, so that nothing more can be told."""
+        return self._is_over
+
+    def tell(self, value: T, what: str) -> T:
+        """Rank 0's value, which others wait for."""
+        values = [value]
+        self._call(what, lambda: dist.broadcast_object_list(values))
+        return values[0]
+
+    def add_up(self, vector: Tensor, what: str) -> Tensor:
+        """The sum over ranks of a vector in a processor's memory, which takes its place: the same
+        bits on all."""
+        self._call(what, lambda: dist.all_reduce(vector))
+        return vector
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -347,6 +423,12 @@ def _telling(whom: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _to(values: T, device: torch.device) -> T:
+    """A pytree of tensors there."""
+    moved: T = pytree.tree_map_only(Tensor, lambda value: value.to(device), values)
+    return moved
 
 
 def _comes(store: Any, name: str) -> bool:

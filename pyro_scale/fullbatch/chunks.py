@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
-from pyro_scale.data.sources import Data
+from pyro_scale.data.sources import Data, IndexedData, TensorData
+from pyro_scale.distributed.ranks import WHOLE, Share
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: Rows that are evaluated together, unless the caller says otherwise.
@@ -39,16 +41,38 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(
-    log_posterior: LogPosterior, data: Data, num_rows: int | None = None
+    log_posterior: LogPosterior, data: Data, num_rows: int | None = None, share: Share = WHOLE
 ) -> Iterator[Chunk]:
     """All rows once, in the data's order, about so many at a time; all of them together for a
-    model that takes nothing less."""
+    model that takes nothing less.  Of these, a rank's share."""
+    size = _size(log_posterior, data, num_rows, share)
+    if isinstance(data, IndexedData) and share != WHOLE and size:  # which reads no rows of others
+        own = list(share.of(data.subset.split(size)))
+        if not own:
+            return iter(())
+        return split(log_posterior, dataclasses.replace(data, subset=torch.cat(own)).in_order(size))
+    return share.of(split(log_posterior, data.in_order(size)))
+
+
+def _size(
+    log_posterior: LogPosterior, data: Data, num_rows: int | None, share: Share
+) -> int | None:
+    """How many rows to take together."""
     size = (num_rows or CHUNK_ROWS) if is_row_wise(log_posterior) else None
-    return split(log_posterior, data.in_order(size))
+    if size is None or share == WHOLE or not isinstance(data, TensorData | IndexedData):
+        return size
+    return share.size(size, num_rows_in(data))
+
+
+def num_rows_in(data: TensorData | IndexedData) -> int:
+    """How many rows the data hold."""
+    if isinstance(data, IndexedData):
+        return len(data.subset)
+    return rows.count(data.arguments) or 0
 
 
 def chunks_with(
-    log_posterior: LogPosterior, data: Data, chosen: Tensor
+    log_posterior: LogPosterior, data: Data, chosen: Tensor, share: Share = WHOLE
 ) -> Iterator[tuple[Chunk, Tensor]]:
     """(Chunks that hold chosen rows, where those are among a chunk's new rows).
 
@@ -56,10 +80,17 @@ def chunks_with(
         log_posterior: what takes the chunks.
         data: all rows.
         chosen: the rows' places, in order.
+        share: which of these chunks.
     """
+    return share.of(_with(log_posterior, data, chosen, share))
+
+
+def _with(
+    log_posterior: LogPosterior, data: Data, chosen: Tensor, share: Share
+) -> Iterator[tuple[Chunk, Tensor]]:
     begin = 0
     takes_less = is_row_wise(log_posterior)
-    for chunk in chunks_of(log_posterior, data):
+    for chunk in chunks_of(log_posterior, data, _size(log_posterior, data, None, share)):
         new = chunk.num_new
         here = chosen[(chosen >= begin) & (chosen < begin + new)] - begin
         begin += new

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
-from pyro_scale.data.sources import Data, TensorData
+from pyro_scale.data.sources import Data, IndexedData, TensorData
+from pyro_scale.distributed.ranks import WHOLE, Share
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.fullbatch.chunks import Chunk, chunks_of, is_row_wise
+from pyro_scale.fullbatch.chunks import Chunk, chunks_of, is_row_wise, num_rows_in
 from pyro_scale.model.derivatives import hessian, hessian_diagonal
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.rng.seeds import Purpose, generator
@@ -76,12 +77,14 @@ class FullDataDensity:
         data: all rows, or those that stand for all.
         layout: of a position.
         num_rows: how many rows the data have, where they stand for all.
+        share: whose sum over all rows it is, of ranks that add theirs up.
     """
 
     log_posterior: LogPosterior
     data: Data
     layout: Layout
     num_rows: int | None = None
+    share: Share = WHOLE
 
     def of_some_rows(self, most: int, seed: int) -> FullDataDensity:
         """The log density as some rows have it, drawn at random; the same where there are no more,
@@ -282,11 +285,28 @@ class FullDataDensity:
         return (evaluation.log_prior * (kept / in_all) + log_lik) / num_data + nothing
 
     def _pieces(self) -> Iterator[tuple[Chunk, int]]:
-        seen, num_data = 0, self.log_posterior.num_data
-        for chunk in chunks_of(self.log_posterior, self.data, _PIECE_NUMBERS // self.layout.size):
+        seen, size = 0, _PIECE_NUMBERS // self.layout.size
+        for chunk in chunks_of(self.log_posterior, self.data, size, self.share):
             kept = chunk.num_new
             yield chunk, kept
             seen += kept
+        if self.share == WHOLE:
+            self._check_rows(seen)
+
+    def check_rows(self) -> None:
+        """Checks that the data hold N rows, before ranks share them out.
+
+        Raises:
+            DataError: they do not.
+        """
+        if isinstance(self.data, TensorData | IndexedData):
+            self._check_rows(num_rows_in(self.data))
+        else:
+            chunks = chunks_of(self.log_posterior, self.data)
+            self._check_rows(sum(chunk.num_new for chunk in chunks))
+
+    def _check_rows(self, seen: int) -> None:
+        num_data = self.log_posterior.num_data
         if seen != (self.num_rows or num_data):
             raise DataError(
                 f"the data hold {seen} rows, not N = {num_data}: what needs all of them "

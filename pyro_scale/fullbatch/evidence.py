@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.memory import check_fits
+from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.errors import PyroScaleError
 from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.fullbatch.density import NEAR, FullDataDensity, no_mode
 from pyro_scale.fullbatch.precision import CurvatureKind, gaussian_at, precision_at
+from pyro_scale.fullbatch.shared import SharedDensity, sums_of
 from pyro_scale.model.curvature.ggn import Curvature
+
+T = TypeVar("T")
 
 #: Matrices that are held at once: the precision, its factor, the covariance's.
 _MATRICES = 6
@@ -145,15 +150,24 @@ class Search:
         return candidate
 
     def _precision(self, center: Tensor, dense: bool) -> Tensor:
-        return precision_at(
-            self.density,
-            center,
-            self.sites,
-            self.kind,
-            dense,
-            self.seed,
-            self.num_rows,
-        )
+        how = self.sites, self.kind, dense, self.seed, self.num_rows
+        if isinstance(self.density, SharedDensity):
+            return self.density.precision(center, *how)
+        return precision_at(self.density, center, *how)
+
+    def on_ranks(self, ranks: Ranks, like: Tensor, work: Callable[[Search], T]) -> T:
+        """What some work with the search comes to, on every rank; they share the rows out.
+
+        Args:
+            ranks: the processes.
+            like: where positions are.
+            work: rank 0 does it.
+        """
+        if ranks.is_alone:
+            return work(self)
+        sums = sums_of(self.density, ranks, like.device)
+        density = SharedDensity.of(self.density, sums)
+        return sums.run(lambda: work(dataclasses.replace(self, density=density)))
 
     def words(self, center: Tensor) -> str:
         """The curvature's kind, and what of it is estimated."""

@@ -31,7 +31,8 @@ def precision_at(
 ) -> Tensor:
     """Minus the log joint's Hessian, or what stands for it, over some sites: [d, d] or [d].
 
-    It goes through the data once, and holds no more than the sum and a block of rows.
+    It goes through the data once, and holds no more than the sum and a block of rows.  Of a
+    density that ranks share out, it is this rank's terms.
 
     Args:
         density: the log joint of all rows.
@@ -52,12 +53,15 @@ def precision_at(
     free = {name: params[name] for name in sites}
     held = {name: value for name, value in params.items() if name not in free}
     total, scale = None, log_posterior.num_data / (density.num_rows or log_posterior.num_data)
-    for place, chunk in enumerate(chunks_of(log_posterior, density.data, num_rows)):
+    chunks, share = chunks_of(log_posterior, density.data, num_rows, density.share), density.share
+    if share.rank:  # rank 0 has the first chunk, and counts the prior
+        size = len(layout.places(sites))
+        total = position.new_zeros((size, size) if dense else size)
+    for place, chunk in enumerate(chunks):
         if total is None:
             total = prior_precision(log_posterior, free, chunk.arguments, held, dense) / scale
-        curvature = Curvature(
-            log_posterior, kind, seed=derived_seed(seed, place, Purpose.CURVATURE)
-        )
+        own = derived_seed(seed, share.rank + place * share.world, Purpose.CURVATURE)
+        curvature = Curvature(log_posterior, kind, seed=own)
         for block in curvature.blocks(free, chunk.arguments, chunk.indices, held, chunk.keep):
             block.add_to(total)
     assert total is not None  # there is data

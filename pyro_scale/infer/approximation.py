@@ -12,7 +12,16 @@ from torch import Tensor
 from pyro_scale.core.gaussian import Dense, Diagonal, matrix_or_diagonal
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
-from pyro_scale.diagnostics.psis import MOST_K, MOST_SHIFT, MOST_SPREAD, Psis, psis, rows_for
+from pyro_scale.diagnostics.psis import (
+    MOST_K,
+    MOST_SHIFT,
+    MOST_SPREAD,
+    Psis,
+    psis,
+    rows_for,
+    sums_at,
+)
+from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ApproximationWarning, ArgumentError, DataError, NotRunError
 from pyro_scale.infer.method import Method
 from pyro_scale.model.log_posterior import LogPosterior
@@ -126,9 +135,8 @@ class Approximation(Method):
         if num_rows is not None:
             num_rows = as_count("num_rows", num_rows, least=2)
         self._check_targets()
-        fit = self.fit
-        table = psis(fit, fit.result, num_rows)
-        fit.attrs.update(pareto_k=table.pareto_k, psis=table.words)
+        table = psis(self.fit, self.fit.result, num_rows)
+        self._note(table)
         return table
 
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
@@ -243,9 +251,13 @@ class Approximation(Method):
     def _check_targets(self) -> None:
         """Refuses importance weights where the fit is not meant to be the model's posterior."""
 
-    def _check_the_fit(self, evaluations: int) -> None:
+    def _note(self, table: Psis) -> None:
+        """Keeps what the weights say."""
+        self.fit.attrs.update(pareto_k=table.pareto_k, psis=table.words)
+
+    def _check_the_fit(self, evaluations: int, ranks: Ranks = ALONE) -> None:
         """Looks at the importance weights where that costs less than the fit did, whose worth in
-        evaluations of a row's log density is given."""
+        evaluations of a row's log density is given; ranks share the rows out."""
         fit = self.fit
         if not fit.gaussians or fit.data is None:
             return
@@ -260,11 +272,20 @@ class Approximation(Method):
         if rows is None or draws * fit.layout.size > _MOST_NUMBERS:
             fit.attrs["psis"] = "not known: dearer than the fit; call psis()"
             return
-        try:
-            table = self.psis(rows)
-        except (DataError, RuntimeError, ValueError, NotImplementedError) as error:
-            fit.attrs["psis"] = f"not known: {error}"
+        sums = sums_at(fit, fit.result, ranks)
+
+        def look() -> Psis | str:
+            try:
+                self._check_targets()
+                return psis(fit, fit.result, rows, sums=sums)
+            except (DataError, RuntimeError, ValueError, NotImplementedError) as error:
+                return f"not known: {error}"
+
+        table = sums.run(look)
+        if isinstance(table, str):
+            fit.attrs["psis"] = table
             return
+        self._note(table)
         if table.pareto_k > MOST_K:
             warn(ApproximationWarning, _advise(table.pareto_k))
         elif table.shift > MOST_SHIFT:

@@ -6,7 +6,7 @@ import copy
 import fnmatch
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
+from pyro_scale.distributed.ranks import ALONE, Distributed, Ranks
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ApproximationWarning, ArgumentError, ModelError
-from pyro_scale.fullbatch.chunks import chunks_of
+from pyro_scale.fullbatch.chunks import chunks_of, is_row_wise
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.evidence import Candidate, Search
 from pyro_scale.fullbatch.precision import CurvatureKind
@@ -27,7 +28,9 @@ from pyro_scale.model.curvature.ggn import Curvature
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.rng.seeds import choose_seed
+from pyro_scale.run.by_rank import check_same, check_same_call
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, position_of, prepare
+from pyro_scale.run.resume import identity_of
 
 #: The square of the distance to the mode, in posterior sds, from which evidence is in doubt.
 _FAR = 0.01
@@ -118,6 +121,7 @@ class Laplace(Approximation):
         num_chains: int = 1,
         seed: int | None = None,
         progress: bool = True,
+        distributed: Distributed = "auto",
     ) -> Self:
         """Finds the mode, unless it is given, and goes through the data once.
 
@@ -136,6 +140,11 @@ class Laplace(Approximation):
                 count alike.
             seed: of the starts, and of the draws.
             progress: whether to show a progress bar.
+            distributed: `"auto"` shares the rows out among the processes of torch's process group,
+                or of torchrun, each of which then has the fit; of a joint density of all rows,
+                rank 0 does all.  With `"all"`, they also share out the rows of what is asked of it
+                later (`predict`, `log_likelihood`, `loo`), which then has to be asked on every
+                rank.  False ignores the group.
 
         Returns:
             The method itself.
@@ -143,27 +152,38 @@ class Laplace(Approximation):
         Raises:
             ArgumentError, DataError: before the model is run, or if there is no mode.
             ModelError, SiteError, PlateError: before any step; or the curvature is not positive.
+            RankError: another process has failed or died, or has other data or arguments.
         """
-        num_chains, begun = as_count("num_chains", num_chains), time.perf_counter()
-        if tune and mode is not None:
-            raise ArgumentError("tune moves the mode: leave mode out")
-        if isinstance(mode, Approximation):
-            num_chains = len(mode.fit.centers)
-        seed = choose_seed(seed)
-        opened = open_data(data, batch_size, self._num_data, module_device(self.model))
-        log_posterior = as_log_posterior(self.model, opened.num_data)
-        starts = self._starts(num_chains, seed)
-        problem = prepare(log_posterior, opened, Hyperparameters(), starts, num_chains, seed)
-        sites, tuned = self._sites_of(problem), _tuned_places(problem, tune or ())
-        candidates = []
-        with Progress(num_chains, type(self).__name__, progress) as bar:
-            for start, position in enumerate(problem.positions):
-                search = self._search(problem, sites, batch_size, tuned=tuned)
-                center = _fixed_center(problem, mode, start)
-                candidates.append(search.best(position) if center is None else search.at(center))
-                bar.update(1, candidates[-1].log_evidence)
-        candidates.sort(key=lambda candidate: -candidate.log_evidence)
-        self._keep(problem, search, candidates, time.perf_counter() - begun)
+        ranks, begun = Ranks.of(distributed), time.perf_counter()
+        asked = {"num_chains": num_chains, "seed": seed, "batch_size": batch_size}
+        with ranks.together():
+            check_same_call(ranks, asked | {"tune": tune and list(tune), "mode": _word_for(mode)})
+            num_chains = as_count("num_chains", num_chains)
+            if tune and mode is not None:
+                raise ArgumentError("tune moves the mode: leave mode out")
+            if isinstance(mode, Approximation):
+                num_chains = len(mode.fit.centers)
+            chosen = choose_seed(seed)
+            seed = ranks.of_first(chosen, "the choice of a seed") if seed is None else chosen
+            opened = open_data(data, batch_size, self._num_data, module_device(self.model))
+            log_posterior = as_log_posterior(self.model, opened.num_data)
+            starts = self._starts(num_chains, seed)
+            problem = prepare(log_posterior, opened, Hyperparameters(), starts, num_chains, seed)
+            self._check_same(problem, ranks)
+            sites, tuned = self._sites_of(problem), _tuned_places(problem, tune or ())
+            fixed = [_fixed_center(problem, mode, start) for start in range(num_chains)]
+            search = self._search(problem, sites, batch_size, tuned=tuned)
+
+            def candidates(search: Search) -> list[Candidate]:
+                found = []
+                with Progress(num_chains, type(self).__name__, progress) as bar:
+                    for position, center in zip(problem.positions, fixed, strict=True):
+                        found.append(_candidate_from(position, center)(search))
+                        bar.update(1, found[-1].log_evidence)
+                return sorted(found, key=lambda candidate: -candidate.log_evidence)
+
+            found = search.on_ranks(ranks, problem.positions, candidates)
+            self._keep(problem, search, found, time.perf_counter() - begun, ranks)
         return self
 
     def update(
@@ -173,6 +193,7 @@ class Laplace(Approximation):
         mode: Mapping[str, Tensor] | Approximation | None = None,
         batch_size: int | None = None,
         progress: bool = True,
+        distributed: Distributed = "auto",
     ) -> Self:
         """Goes on with more data: the old posterior is the next prior (the paper's equation 1), so
         that on a linear model two halves in sequence are all at once.
@@ -183,6 +204,7 @@ class Laplace(Approximation):
                 `laplace.as_prior()`; found from the old one by default.
             batch_size: rows at a time.
             progress: whether to show a progress bar.
+            distributed: as for `run`.
 
         Returns:
             The method itself, whose evidence is now that of the new rows given the old.  Params
@@ -192,17 +214,23 @@ class Laplace(Approximation):
             NotRunError: there is no old posterior.
             ArgumentError: it is over some of the sites alone; and as for `run`.
         """
-        old, begun, candidates = self.fit, time.perf_counter(), []
-        with Progress(len(old.centers), type(self).__name__, progress) as bar:
+        old, ranks = self.fit, Ranks.of(distributed)
+        begun, candidates, title = time.perf_counter(), list[Candidate](), type(self).__name__
+        with (
+            ranks.together(),
+            Progress(len(old.centers), title, progress and ranks.is_first) as bar,
+        ):
+            check_same_call(ranks, {"batch_size": batch_size, "mode": _word_for(mode)})
             for start, center in enumerate(old.centers):
                 opened = open_data(data, batch_size, None, module_device(self.model))
                 log_posterior = as_log_posterior(as_prior(old, start), opened.num_data)
                 problem = prepare(log_posterior, opened, Hyperparameters(), None, 1, old.seed)
+                self._check_same(problem, ranks)
                 search = self._search(problem, old.sites, batch_size, _points(problem))
                 fixed = _fixed_center(problem, mode, start)
-                candidates.append(search.best(center) if fixed is None else search.at(fixed))
+                candidates.append(search.on_ranks(ranks, center, _candidate_from(center, fixed)))
                 bar.update(1, candidates[-1].log_evidence)
-        self._keep(problem, search, candidates, time.perf_counter() - begun)
+            self._keep(problem, search, candidates, time.perf_counter() - begun, ranks)
         return self
 
     def at_temperature(self, temperature: float) -> Laplace:
@@ -274,6 +302,19 @@ class Laplace(Approximation):
         search.check_fits(problem.positions)
         return search
 
+    def _check_same(self, problem: Problem, ranks: Ranks) -> None:
+        """Refuses ranks with other data, another model or other arguments."""
+        if not ranks.is_alone:
+            about = {
+                "method": type(self).__name__,
+                "structure": "auto" if self._auto else self.structure,
+                "curvature": self.curvature,
+                "temperature": self.temperature,
+                "Gaussian over": self._sites,
+                "takes parts of the data": is_row_wise(problem.log_posterior),
+            }
+            check_same(ranks, identity_of(problem, about, {}))
+
     def _kind(self, problem: Problem) -> CurvatureKind:
         """The curvature; the Hessian where the data have no GGN."""
         if self.curvature != "ggn":
@@ -297,7 +338,12 @@ class Laplace(Approximation):
         return tuple(n for n in latents if any(fnmatch.fnmatch(n, p) for p in self._sites))
 
     def _keep(
-        self, problem: Problem, search: Search, candidates: Sequence[Candidate], seconds: float
+        self,
+        problem: Problem,
+        search: Search,
+        candidates: Sequence[Candidate],
+        seconds: float,
+        ranks: Ranks,
     ) -> None:
         gaussians = [candidate.gaussian.temper(self.temperature) for candidate in candidates]
         attrs = {
@@ -320,8 +366,9 @@ class Laplace(Approximation):
             gaussians=tuple(gaussians),
             seed=problem.seed,
             attrs=attrs,
+            ranks=ranks if ranks.keeps_all else ALONE,
         )
-        self._check_the_fit(_PASSES * problem.log_posterior.num_data)
+        self._check_the_fit(_PASSES * problem.log_posterior.num_data, ranks)
 
 
 def _as_temperature(temperature: float) -> float:
@@ -351,6 +398,16 @@ def _fixed_center(
             f"mode: it has the sites {list(fit.layout.names)}, the model {list(layout.names)}"
         )
     return fit.centers[start].to(problem.positions)
+
+
+def _candidate_from(start: Tensor, fixed: Tensor | None) -> Callable[[Search], Candidate]:
+    """Looks for a candidate from a start, or takes the one where the user wants it."""
+    return lambda search: search.best(start) if fixed is None else search.at(fixed)
+
+
+def _word_for(mode: object) -> str | None:
+    """Where a mode is from, for ranks to compare: rank 0's is taken."""
+    return None if mode is None else type(mode).__name__
 
 
 def _tuned_places(problem: Problem, names: Sequence[str]) -> Tensor | None:

@@ -241,7 +241,9 @@ class Method:
     def log_likelihood(self, data: Any = None) -> dict[str, Tensor]:
         """Each data site's log likelihood, `[chains * draws, N]` in nats, a value a row.
 
-        Without N/B, with the user's own scale and mask; in the order of the data set.
+        Without N/B, with the user's own scale and mask; in the order of the data set.  After
+        `run(distributed="all")`, to be called on every rank, as they share the rows out; so are
+        `loo`, `predict`, and `to_arviz` for these.
 
         Args:
             data: other data than the run's, in any form that `run` takes.

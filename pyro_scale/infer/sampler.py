@@ -254,7 +254,8 @@ class Sampler(Method):
                 group, or of torchrun; chain i has the same noise and batches on any number of
                 them.  Rank 0 then has all draws, others those of their own chains;
                 `diagnostics()`, `summary()` and `report()` tell of all chains on every rank.
-                `"all"` gives every rank all draws.  False ignores the group.
+                `"all"` gives every rank all draws; `predict`, `log_likelihood` and `loo` then
+                share rows out, and have to be called on every rank.  False ignores the group.
             mesh: torch's, of dimensions `("chain", "data")`: the ranks along `"data"` move the same
                 chains, each on its part of every batch, and sum their gradients at every step.
                 For batches or models that one process is too slow for.
@@ -488,6 +489,8 @@ class Sampler(Method):
         self._plan = dataclasses.replace(plan, finished=tuple(draws.finished))
         # at once: what is found out about it can be interrupted
         self._result = collect(problem, draws, plan.columns, attrs, sink)
+        if problem.ranks.keeps_all and problem.has_all_rows:
+            self._result = dataclasses.replace(self._result, ranks=problem.ranks)
         if trajectory.problem.is_split and not problem.ranks.has_all:
             self._plan = None
             return draws.error  # the rest is found out by rank 0, which has all draws

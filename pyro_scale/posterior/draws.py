@@ -19,6 +19,7 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.core.online_moments import Moments
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.sources import Data
+from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.module_trace import trace_modules
 from pyro_scale.posterior.online import OnlineSamples
@@ -51,6 +52,7 @@ class Result:
         chains: the chains' numbers; None where they are all that were started.
         tables: `"summary"` and `"diagnostics"` of the chains of all processes, where these are
             those of one; None where they are all.
+        ranks: the processes that share out what reads rows again; every one of them has all draws.
     """
 
     log_posterior: LogPosterior
@@ -66,6 +68,7 @@ class Result:
     online: OnlineSamples | None = None
     chains: Sequence[int] | None = None
     tables: Mapping[str, Any] | None = None
+    ranks: Ranks = ALONE
 
     @property
     def num_chains(self) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.layout import Layout
 from pyro_scale.data.sources import Data
+from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.draws import Result
@@ -39,6 +40,7 @@ class Fit:
         seed: of the run.
         attrs: strings and numbers: method, N, B, seed, versions, seconds, ...
         trace: the objective's estimate at every step, in nats, a total: `[starts, steps]`.
+        ranks: the processes that share out what reads rows again; every one of them has the fit.
     """
 
     log_posterior: LogPosterior
@@ -50,6 +52,7 @@ class Fit:
     seed: int
     attrs: dict[str, Any] = field(default_factory=dict)
     trace: Tensor | None = None
+    ranks: Ranks = ALONE
 
     @cached_property
     def result(self) -> Result:
@@ -131,7 +134,8 @@ class Fit:
         return positions
 
     def _result_of(self, positions: Tensor) -> Result:
-        return Result(self.log_posterior, self.data, self.layout, positions, {}, self.attrs)
+        result = Result(self.log_posterior, self.data, self.layout, positions, {}, self.attrs)
+        return dataclasses.replace(result, ranks=self.ranks)
 
     def replaced(self, **changes: Any) -> Fit:
         """The fit with these attributes in place of its own."""

@@ -19,6 +19,7 @@ from pyro_scale.fullbatch.chunks import CHUNK_ROWS, Chunk, is_row_wise
 from pyro_scale.model.curvature import fisher
 from pyro_scale.model.sites import Site
 from pyro_scale.model.transforms import bijection
+from pyro_scale.posterior.by_rank import readers_of
 from pyro_scale.posterior.draws import in_chunks
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.posterior.predictive import (
@@ -59,23 +60,27 @@ def predict(
             )
     total = fit.num_starts * fit.num_draws
     positions = fit.by_start(spread_evenly(total, total if num_samples is None else num_samples))
-    reduction, axes, parts = None, row_axes(here), []
+    reduction, axes = None, row_axes(here)
     if reduce is not None:
         reduction = reduction_of(reduce)
         axes = {n: reduction.axis(fit.log_posterior.model_info.sites[n], axes[n]) for n in names}
         if batch_size is None and is_row_wise(fit.log_posterior):
             batch_size = CHUNK_ROWS
-    for chunk in chunks_for(here, arguments, batch_size):
+
+    def kept(chunk: Chunk) -> dict[str, Any]:
         drawn = [
             _draw(fit, start, own, chunk, return_sites or names)
             for start, own in enumerate(positions)
             if len(own)
         ]
-        kept = {
+        return {
             name: _reduce_draws([sites[name] for sites in drawn], reduction) for name in drawn[0]
         }
-        parts.append((kept, chunk))
-    values = join(parts, axes)
+
+    asked = {"num_samples": num_samples, "batch_size": batch_size, "return_sites": return_sites}
+    with readers_of(here, "linearized predict", arguments, True, reduce=reduce, **asked) as readers:
+        chunks = chunks_for(here, arguments, batch_size, readers.share)
+        values = join(readers.map(kept, chunks), axes)
     return as_dtype(values, fit.layout.dtype) if reduction else values
 
 

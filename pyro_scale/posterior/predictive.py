@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,24 +13,26 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from pyro_scale.core import rows
-from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count, evenly
 from pyro_scale.data.loaders import check_tensors
 from pyro_scale.data.sources import Data
+from pyro_scale.distributed.ranks import WHOLE, Share
 from pyro_scale.errors import ArgumentError, DataError, ModelError, PyroScaleError
 from pyro_scale.fullbatch.chunks import CHUNK_ROWS, Chunk, chunks_of, is_row_wise, split
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import unwrap
+from pyro_scale.posterior.by_rank import Readers, readers_of
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.reductions import Mean, Reduce, Reduction, reduction_of
 
 
 def log_likelihood(result: Result, data: Data) -> dict[str, Tensor]:
     """Per data site `[chains * draws, N]` in the data's order, in nats, without N/B."""
-    chunks = chunks_of(result.log_posterior, data)
-    parts = [log_likelihood_of(result, chunk) for chunk in chunks]
-    return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
+    with readers_of(result, "log_likelihood", data) as readers:
+        chunks = chunks_of(result.log_posterior, data, share=readers.share)
+        parts = [part for part, _ in readers.map(partial(log_likelihood_of, result), chunks)]
+        return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
 
 
 def log_likelihood_of(result: Result, chunk: Chunk) -> dict[str, Tensor]:
@@ -79,16 +82,30 @@ def predict(
     Raises:
         ModelError: a model that runs on the whole data only fails on these rows.
     """
+    asked = {"num_samples": num_samples, "batch_size": batch_size, "return_sites": return_sites}
+    with readers_of(result, "predict", arguments, True, reduce=reduce, **asked) as readers:
+        return _predict(result, arguments, num_samples, batch_size, return_sites, reduce, readers)
+
+
+def _predict(
+    result: Result,
+    arguments: Arguments,
+    num_samples: int | None,
+    batch_size: int | None,
+    return_sites: Sequence[str] | None,
+    reduce: Reduce | None,
+    readers: Readers,
+) -> dict[str, Any]:
     drawn = resample_equally(result, num_samples)
     reduction = None if reduce is None else reduction_of(reduce)
     if reduction is not None and batch_size is None and is_row_wise(result.log_posterior):
         batch_size = CHUNK_ROWS
-    chunks = chunks_for(result, arguments, batch_size)
+    chunks = chunks_for(result, arguments, batch_size, readers.share)
     info, count = result.log_posterior.model_info, rows.count(arguments)
     try:
         if reduction is None:
-            return _make_predictions(drawn, chunks, return_sites)
-        return _reduce(drawn, chunks, return_sites, reduction)
+            return _make_predictions(drawn, chunks, return_sites, readers)
+        return _reduce(drawn, chunks, return_sites, reduction, readers)
     except PyroScaleError:
         raise
     except Exception as error:
@@ -101,8 +118,10 @@ def predict(
         ) from error
 
 
-def chunks_for(result: Result, arguments: Arguments, batch_size: int | None) -> Iterator[Chunk]:
-    """The rows to predict for, so many at a time.
+def chunks_for(
+    result: Result, arguments: Arguments, batch_size: int | None, share: Share = WHOLE
+) -> Iterator[Chunk]:
+    """The rows to predict for, so many at a time; of these, a rank's share.
 
     Raises:
         DataError: there are none, or less than the model takes; a loader among the arguments.
@@ -126,10 +145,22 @@ def chunks_for(result: Result, arguments: Arguments, batch_size: int | None) -> 
     chunks = [arguments]
     if batch_size is not None:
         batch_size = as_count("batch_size", batch_size, hint=", or None for all rows")
+    if share.world > 1 and num_rows is not None and _is_drawn_by_row(result):
+        batch_size = share.size(batch_size or num_rows, num_rows)
     if batch_size is not None and num_rows is not None:
         starts = range(0, num_rows, batch_size)
         chunks = [rows.take(arguments, slice(start, start + batch_size)) for start in starts]
-    return split(result.log_posterior, chunks)
+    return share.of(split(result.log_posterior, chunks))
+
+
+def _is_drawn_by_row(result: Result) -> bool:
+    """Whether what is drawn of some rows is nothing to the others."""
+    log_posterior = result.log_posterior
+    observed = {n for n, site in log_posterior.model_info.sites.items() if site.kind == "observed"}
+    own_plate = log_posterior.model_info.own_plate
+    return (
+        own_plate is None and is_row_wise(log_posterior) and observed <= data_sites(result).keys()
+    )
 
 
 def predictive_means(result: Result, arguments: Arguments) -> dict[str, Tensor]:
@@ -148,23 +179,23 @@ def predictive_means(result: Result, arguments: Arguments) -> dict[str, Tensor]:
 
 def predict_all(result: Result, data: Data) -> dict[str, Tensor]:
     """Draws of the data sites for all rows of the data, in their order."""
-    return _make_predictions(
-        result, chunks_of(result.log_posterior, data), list(data_sites(result))
-    )
+    with readers_of(result, "draws for all rows", data, draws=True) as readers:
+        chunks = chunks_of(result.log_posterior, data, share=readers.share)
+        return _make_predictions(result, chunks, list(data_sites(result)), readers)
 
 
 def _make_predictions(
-    result: Result, chunks: Iterable[Chunk], return_sites: Sequence[str] | None
+    result: Result, chunks: Iterable[Chunk], return_sites: Sequence[str] | None, readers: Readers
 ) -> dict[str, Tensor]:
-    parts = []
-    for chunk in chunks:
-
-        def values(params: dict[str, Tensor], chunk: Chunk = chunk) -> dict[str, Tensor]:
+    def draws(chunk: Chunk) -> dict[str, Tensor]:
+        def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
             sites = _sites(result, params, chunk, return_sites)
             return {name: site.value for name, site in sites.items()}
 
-        parts.append((result.over_draws(values, random=True), chunk))
-    return join(parts, row_axes(result))
+        return result.over_draws(values, random=True)
+
+    joined: dict[str, Tensor] = join(readers.map(draws, chunks), row_axes(result))
+    return joined
 
 
 def _reduce(
@@ -172,13 +203,18 @@ def _reduce(
     chunks: Iterable[Chunk],
     return_sites: Sequence[str] | None,
     reduction: Reduction,
+    readers: Readers,
 ) -> dict[str, Any]:
     """What is kept of the draws, a chunk of the rows after the other."""
-    parts = []
-    for chunk in chunks:
+    axes = row_axes(result)
 
-        def terms(params: dict[str, Tensor], chunk: Chunk = chunk) -> Any:
+    def kept(chunk: Chunk) -> tuple[dict[str, Any], dict[str, int]]:
+        """(Of every site, where its rows are)."""
+        where: dict[str, int] = {}
+
+        def terms(params: dict[str, Tensor]) -> Any:
             sites = _sites(result, params, chunk, return_sites, reduction.observed_only)
+            where.update((n, reduction.axis(sites[n], axes[n])) for n in sites if n in axes)
             return {name: reduction.terms(site) for name, site in sites.items()}
 
         draws: dict[str, Any] = {}
@@ -186,12 +222,10 @@ def _reduce(
             for name, values in block.items():
                 draws.setdefault(name, reduction.gathered()).add(values)
         totals = {name: reduction.total(each) for name, each in draws.items()}
-        parts.append((as_dtype(totals, result.layout.dtype), chunk))
-    of_one = result.layout.unflatten(result.positions[0, 0])
-    with own_generator(), torch.no_grad():
-        sites = _sites(result, of_one, chunk, return_sites, reduction.observed_only)
-    axes = row_axes(result)
-    return join(parts, {n: reduction.axis(sites[n], axes[n]) for n in sites if n in axes})
+        return as_dtype(totals, result.layout.dtype), where
+
+    parts = readers.map(kept, chunks)
+    return join([(totals, chunk) for (totals, _), chunk in parts], parts[0][0][1])
 
 
 def _sites(

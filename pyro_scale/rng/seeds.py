@@ -31,6 +31,7 @@ class Purpose(IntEnum):
     SEARCH = 9
     WINDOW = 10
     PILOT = 11
+    PREDICTION = 12
 
 
 def choose_seed(seed: int | None) -> int:

@@ -94,13 +94,20 @@ def in_step(trajectory: Trajectory) -> Trajectory:
     return trajectory
 
 
-def check_same_call(ranks: Ranks, arguments: Mapping[str, Any]) -> None:
+def check_same_call(
+    ranks: Ranks, arguments: Mapping[str, Any], what: str = "the beginning of a run"
+) -> None:
     """Refuses ranks that were called otherwise than rank 0.
+
+    Args:
+        ranks: the processes.
+        arguments: of this one's call.
+        what: was called, in words.
 
     Raises:
         ArgumentError: it names the first such rank, and what differs.
     """
-    told = ranks.of_all(dict(arguments), "the beginning of a run")
+    told = ranks.of_all(dict(arguments), what)
     for rank, other in enumerate(told):
         lines = differences(told[0], other)
         if lines:

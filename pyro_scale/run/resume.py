@@ -19,6 +19,7 @@ import torch
 
 from pyro_scale.core import rows
 from pyro_scale.core.layout import dtype_name
+from pyro_scale.core.rows import Arguments
 from pyro_scale.data.sources import Data, IndexedData, OwnSubsamples, TensorData
 from pyro_scale.data.stream import StreamData
 from pyro_scale.distributed.ranks import ALONE, Ranks
@@ -236,7 +237,7 @@ def _facts_of_rows(problem: Problem) -> dict[str, Any]:
     with torch.no_grad():
         start = log_posterior(params, problem.data.first(), log_posterior.first_indices()).log_joint
     return {
-        "data": _fingerprint(problem.data),
+        "data": fingerprint(problem.data),
         "batch_size": "auto" if problem.chooses_batches else problem.data.batch_size,
         _START: float(start),
     }
@@ -246,7 +247,7 @@ def _facts_of_rows(problem: Problem) -> dict[str, Any]:
 _OF_EACH_RANK = {"data": "of each rank", "batch_size": "of each rank", _START: 0.0}
 
 
-def _fingerprint(data: Data) -> str:
+def fingerprint(data: Data) -> str:
     """What kind of data they are; of tensors, of all rows."""
     if isinstance(data, IndexedData | StreamData):
         how = "read by index" if isinstance(data, IndexedData) else "as they come"
@@ -254,8 +255,13 @@ def _fingerprint(data: Data) -> str:
         kinds = " of ".join(type(part).__name__ for part in parts if part is not None)
         return f"{kinds}, {how}"
     assert isinstance(data, TensorData | OwnSubsamples)
+    return digest_of(data.arguments)
+
+
+def digest_of(arguments: Arguments) -> str:
+    """Tensors of rows in short, to compare them with others."""
     digest = hashlib.sha256()
-    for leaf in rows.leaves(data.arguments):
+    for leaf in rows.leaves(arguments):
         flat = leaf.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
     return f"tensors {digest.hexdigest()[:16]}"

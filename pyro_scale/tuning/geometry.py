@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
 from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening, Whitening
+from pyro_scale.distributed.ranks import ALONE
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.gauss_newton import anchored
 from pyro_scale.rng.seeds import Purpose, generator
@@ -59,20 +60,25 @@ def with_geometry(
     modes, gaussian = None, asked.precondition
     temperature = float(problem.engine.kernel.values(0)["temperature"])
     if isinstance(gaussian, str):
+        ranks = problem.ranks
+        own_clock = dataclasses.replace(budget, ranks=ALONE)  # searches differ in length
 
         def check(passes: float) -> None:
-            budget.check(passes, num_data)
+            own_clock.check(passes, num_data)
 
         starts = search_starts(problem, density) if asked.starts else like[:MOST_SEARCHES]
         if _kind(gaussian, len(like[0])) == "dense":
             find = find_modes if density is whole else find_modes_of_many_rows
-            modes = find(whole, starts, temperature, problem.seed, check)
+            modes = find(whole, starts, temperature, problem.seed, check, ranks)
         else:
-            modes = find_diagonal_modes(density, starts, temperature, check)
+            modes = find_diagonal_modes(density, starts, temperature, check, ranks)
             if density is not whole:
+                own = [_on_all_rows(m.gaussian, whole, like) for m in ranks.share.of(modes.modes)]
+                means = ranks.in_turn(own, "modes given all rows", like.device)
                 refined = [
-                    mode._replace(gaussian=_on_all_rows(mode.gaussian, whole, like))
-                    for mode in modes.modes
+                    mode._replace(gaussian=Diagonal(mean, mode.gaussian.sd))
+                    for mode, mean in zip(modes.modes, means, strict=True)
+                    if isinstance(mode.gaussian, Diagonal)
                 ]
                 modes = dataclasses.replace(modes, modes=tuple(refined))
         gaussian = modes.best.gaussian
@@ -99,10 +105,9 @@ def _kind(asked: Precondition, size: int) -> str:
     return "dense" if isinstance(asked, Dense) and size <= _DENSE else "diag"
 
 
-def _on_all_rows(gaussian: Gaussian, whole: FullDataDensity, like: Tensor) -> Gaussian:
-    """The Gaussian of independent elements at the mode of all rows, which is near."""
-    assert isinstance(gaussian, Diagonal)
-    return Diagonal(whole.lbfgs(gaussian.mean.to(like), "").position.double(), gaussian.sd)
+def _on_all_rows(gaussian: Gaussian, whole: FullDataDensity, like: Tensor) -> Tensor:
+    """The mode of all rows, which is near."""
+    return whole.lbfgs(gaussian.mean.to(like), "").position.double()
 
 
 def _whitening(gaussian: Gaussian, is_dense: bool, num_data: int, like: Tensor) -> Whitening:

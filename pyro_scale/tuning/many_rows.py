@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense
+from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.fullbatch.density import NEAR, FullDataDensity
 from pyro_scale.fullbatch.gauss_newton import with_gauss_newton
 from pyro_scale.fullbatch.newton import Ascent, ascend
@@ -19,6 +21,7 @@ from pyro_scale.tuning.modes import (
     best_on_the_way,
     find_modes,
     further,
+    in_order,
     merged,
     mode_at,
     some_places,
@@ -40,6 +43,7 @@ def find_modes_of_many_rows(
     temperature: float,
     seed: int,
     check: Check | None = None,
+    ranks: Ranks = ALONE,
 ) -> Modes:
     """The modes given all rows: searched for by some that stand for all, then followed as rows are
     added.
@@ -54,6 +58,7 @@ def find_modes_of_many_rows(
         temperature: of the posterior.
         seed: draws the rows.
         check: is told of the passes through the data, and may end the search by raising.
+        ranks: the processes, which share searches out.
 
     Raises:
         ArgumentError: there is neither a mode nor a Gaussian.
@@ -62,32 +67,24 @@ def find_modes_of_many_rows(
     num_rows = min(_MOST_ROWS, max(_LEAST_ROWS, _ROWS_EACH * size))
     whole = with_gauss_newton(whole)
     few = whole.of_some_rows(num_rows, seed)
-    modes = find_modes(few, starts, temperature, seed, further(check, 0, num_rows / num_data))
+    checked = further(check, 0, num_rows / num_data)
+    modes = find_modes(few, starts, temperature, seed, checked, ranks)
     passes = modes.evaluations * num_rows / num_data
     followed, found = list(modes.modes), modes.found
     while num_rows < num_data:
         is_last = _GROWTH * num_rows > num_data
         num_rows = num_data if is_last else _GROWTH * num_rows
         near = NEAR / 2 if is_last else _STAGE_NEAR
-        density, ascents = whole.of_some_rows(num_rows, seed), []
-        for mode in followed:
-            position, end = mode.gaussian.mean.to(starts), None
-            if is_last and found:
-                square = 2 * near * size  # of the distance at which so many nats are left
-                position, end, steps = _refine(whole, mode, position, temperature, square)
-                passes += steps
-            if end is None:
-                part = num_rows / num_data
-                checked = further(check, passes, part)
-                end = ascend(density, position, near * size, _MOST_STEPS, checked)
-                passes += density.passes * part * len(end.path)
-            ascents.append(end)
+        density = whole.of_some_rows(num_rows, seed)
+        refines, part = is_last and found, num_rows / num_data
+        follow = partial(_follow, whole, density, near * size, temperature, refines, part, starts)
+        ascents, passes = in_order(follow, followed, check, ranks, starts.device, passes)
         if not any(ascent.is_mode for ascent in ascents):
             # the ways up lead into a funnel: their ends do not stand for the posterior
             before = torch.stack([mode.gaussian.mean.to(starts) for mode in followed])
             places = torch.cat([before, some_places(ascents)])
             passes += len(places) * density.passes * num_rows / num_data
-            stand_in = best_on_the_way(density, places, temperature, seed)
+            stand_in = best_on_the_way(density, places, temperature, seed, ranks)
             if stand_in is not None:
                 searches = tuple(each for mode in followed for each in mode.searches)
                 followed = [Mode(stand_in[1], stand_in[0], searches)]
@@ -99,6 +96,41 @@ def find_modes_of_many_rows(
     return dataclasses.replace(
         modes, modes=tuple(followed), found=found, evaluations=math.ceil(passes)
     )
+
+
+def _follow(
+    whole: FullDataDensity,
+    density: FullDataDensity,
+    near: float,
+    temperature: float,
+    refines: bool,
+    part: float,
+    like: Tensor,
+    mode: Mode,
+    check: Check | None,
+) -> tuple[Ascent, float]:
+    """(Where a mode is given more rows, the passes through all of them that it took).
+
+    Args:
+        whole: the log density given all rows.
+        density: given more rows.
+        near: the gain that is still promised, in nats, where it ends.
+        temperature: of the posterior.
+        refines: whether more rows are all, and steps take their gradients alone first.
+        part: more rows, as a part of all.
+        like: of a position's dtype.
+        mode: given fewer rows.
+        check: is told of passes.
+    """
+    position, passes = mode.gaussian.mean.to(like), 0
+    if refines:
+        square = 2 * near  # of the distance at which so many nats are left
+        position, end, passes = _refine(whole, mode, position, temperature, square)
+        if end is not None:
+            return end, passes
+    checked = further(check, passes, part)
+    ascent = ascend(density, position, near, _MOST_STEPS, checked)
+    return ascent, passes + density.passes * part * len(ascent.path)
 
 
 def _refine(

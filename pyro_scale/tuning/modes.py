@@ -6,12 +6,14 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from functools import partial
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
+from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.newton import Ascent, ascend
@@ -38,6 +40,12 @@ _APART = 0.5
 
 #: Is told of passes through the data, and raises where they are too many.
 Check: TypeAlias = Callable[[float], None]
+
+#: The evidence lower bound of a Gaussian, its mean and factor, the log evidence.
+Bounded: TypeAlias = tuple[float, Tensor, Tensor, float]
+
+T = TypeVar("T")
+Found = TypeVar("Found")
 
 
 class Mode(NamedTuple):
@@ -111,6 +119,7 @@ def find_modes(
     temperature: float,
     seed: int,
     check: Check | None = None,
+    ranks: Ranks = ALONE,
 ) -> Modes:
     """Searches from each of the starts, `[searches, D]`, for the modes of log joint / temperature.
 
@@ -124,15 +133,14 @@ def find_modes(
         temperature: of the posterior.
         seed: of what is drawn.
         check: is told of the passes through the rows, and may end the search by raising.
+        ranks: the processes, which share searches out.
 
     Raises:
         ArgumentError: there is neither a mode nor a Gaussian.
     """
-    ascents, evaluations = list[Ascent](), 0
-    for start in starts:
-        ascent, passes = _search(density, start, further(check, evaluations))
-        ascents.append(ascent)
-        evaluations += passes
+    search, device = partial(_search, density), starts.device
+    ascents, passes = in_order(search, list(starts), check, ranks, device)
+    evaluations = int(passes)
     modes = _distinct([(i, each) for i, each in enumerate(ascents) if each.is_mode], temperature)
     gap, stand_in = math.inf, None
     if modes:
@@ -143,7 +151,7 @@ def find_modes(
     if not gap <= _APART * starts.shape[1] + 1:  # nor where it is not known
         chosen = some_places(ascents)
         evaluations += len(chosen) * density.passes
-        stand_in = best_on_the_way(density, chosen, temperature, seed)
+        stand_in = best_on_the_way(density, chosen, temperature, seed, ranks)
     if stand_in is None and not modes:
         raise ArgumentError(
             f"no Gaussian fits the posterior anywhere on the way up from {len(starts)} starts"
@@ -155,6 +163,51 @@ def find_modes(
         mode = Mode(stand_in[1], stand_in[0], everything)
         return Modes((mode,), False, len(starts), stand_in[2] - stand_in[0], evaluations)
     return Modes(tuple(modes), bool(modes), len(starts), gap, evaluations)
+
+
+def in_order(
+    search: Callable[[T, Check | None], tuple[Found, float]],
+    items: Sequence[T],
+    check: Check | None,
+    ranks: Ranks,
+    device: torch.device,
+    spent: float = 0,
+) -> tuple[list[Found], float]:
+    """(What searches from some items come to, in order, on every rank; the passes that they took,
+    with those before).
+
+    Each rank does some of the searches, and tells the check of those passes; afterwards it tells
+    it of all, as one process does.
+
+    Args:
+        search: from an item, with a check of its own passes: what it comes to, a pytree of
+            tensors, and the passes that it took.
+        items: where searches begin.
+        check: is told of passes, and may end the searches by raising.
+        ranks: the processes.
+        device: where positions are.
+        spent: passes before.
+    """
+    own, passes = list[tuple[Found, float, float]](), spent
+    for item in ranks.share.of(items):
+        told = [0.0]
+
+        def checked(more: float, passes: float = passes, told: list[float] = told) -> None:
+            told.append(more)
+            if check is not None:
+                check(passes + more)
+
+        found, taken = search(item, checked)
+        own.append((found, taken, max(told)))
+        passes += taken
+    if ranks.is_alone:
+        return [found for found, _, _ in own], passes
+    every, passes = ranks.in_turn(own, "searches for modes", device), spent
+    for _, taken, most in every:
+        if check is not None:
+            check(passes + most)
+        passes += taken
+    return [found for found, _, _ in every], passes
 
 
 def _search(density: FullDataDensity, start: Tensor, check: Check | None) -> tuple[Ascent, int]:
@@ -176,23 +229,25 @@ def further(check: Check | None, passes: float, part: float = 1.0) -> Check | No
 
 
 def find_diagonal_modes(
-    density: FullDataDensity, starts: Tensor, temperature: float, check: Check | None = None
+    density: FullDataDensity,
+    starts: Tensor,
+    temperature: float,
+    check: Check | None = None,
+    ranks: Ranks = ALONE,
 ) -> Modes:
     """The same in many dimensions: by L-BFGS, and with Gaussians of independent elements.
 
     Where it ends stands for a mode, even if it is none: warm-up goes on from there.
     """
     num_data, modes = density.log_posterior.num_data, []
-    for search, start in enumerate(starts):
-        if check is not None:
-            check(2 * _LBFGS_PASSES * search)
-        with contextlib.suppress(ArgumentError, DataError):
-            position = density.lbfgs(start, "").position
-            precision = -num_data * density.hessian_diagonal(position).double()
-            precision = precision.abs().clamp(min=_FLATTEST * float(precision.abs().max()))
+    look, device = partial(_search_diagonal, density), starts.device
+    found, _ = in_order(look, list(starts), check, ranks, device)
+    for search, end in enumerate(found):
+        if end is not None:
+            position, precision, value = end
             gaussian = Diagonal.of_precision(position.double(), precision / temperature)
-            value = float(density.values(position[None])) * num_data / temperature
-            modes.append(Mode(gaussian, value + float(gaussian.log_det) / 2, (search,)))
+            evidence = float(value) * num_data / temperature + float(gaussian.log_det) / 2
+            modes.append(Mode(gaussian, evidence, (search,)))
     if not modes:
         raise ArgumentError(
             f"no mode could be reached from {len(starts)} starts: give the sites proper priors, or "
@@ -207,6 +262,22 @@ def find_diagonal_modes(
     modes = [best._replace(searches=(*best.searches, *searches)), *distinct]
     passes = 2 * _LBFGS_PASSES * len(starts) + len(starts[0])
     return Modes(tuple(modes), True, len(starts), math.nan, passes)
+
+
+def _search_diagonal(
+    density: FullDataDensity, start: Tensor, check: Check | None
+) -> tuple[tuple[Tensor, Tensor, Tensor] | None, float]:
+    """((Where L-BFGS ends, the diagonal of the precision there, the log joint over N), or None if
+    it does not, the passes that it took)."""
+    end, num_data = None, density.log_posterior.num_data
+    if check is not None:
+        check(0)
+    with contextlib.suppress(ArgumentError, DataError):
+        position = density.lbfgs(start, "").position
+        precision = -num_data * density.hessian_diagonal(position).double()
+        precision = precision.abs().clamp(min=_FLATTEST * float(precision.abs().max()))
+        end = position, precision, density.values(position[None])[0]
+    return end, 2 * _LBFGS_PASSES
 
 
 def flat_direction(density: FullDataDensity, position: Tensor) -> str:
@@ -290,17 +361,21 @@ def some_places(ascents: Sequence[Ascent]) -> Tensor:
 
 
 def best_on_the_way(
-    density: FullDataDensity, places: Tensor, temperature: float, seed: int
+    density: FullDataDensity, places: Tensor, temperature: float, seed: int, ranks: Ranks = ALONE
 ) -> tuple[float, Dense, float] | None:
-    """(The evidence lower bound, the Gaussian, the log evidence) of the best of some points."""
-    best = None
-    num_data = density.log_posterior.num_data
-    for place in places:
+    """(The evidence lower bound, the Gaussian, the log evidence) of the best of some points, which
+    ranks share out."""
+
+    def at(place: Tensor, check: Check | None) -> tuple[Bounded | None, float]:
         hessian = density.hessian(place).double()
         if not bool(torch.isfinite(hessian).all()):
-            continue
-        gaussian = _gaussian(place, -hessian * num_data, temperature)
+            return None, 0
+        gaussian = _gaussian(place, -hessian * density.log_posterior.num_data, temperature)
         bound, evidence = _bound(density, gaussian, temperature, seed)
-        if math.isfinite(bound) and (best is None or bound > best[0]):
-            best = bound, gaussian, evidence
-    return best
+        return (bound, gaussian.mean, gaussian.scale_tril, evidence), 0
+
+    best = None
+    for found in in_order(at, list(places), None, ranks, places.device)[0]:
+        if found is not None and math.isfinite(found[0]) and (best is None or found[0] > best[0]):
+            best = found
+    return None if best is None else (best[0], Dense(best[1], best[2]), best[3])

@@ -36,12 +36,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def start(case, folder, world, agent=True):
+def start(case, folder, world, agent=True, program=PROGRAM.name):
     """The processes: one of torchrun's, or the ranks themselves."""
     folder.mkdir(exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    arguments = [str(PROGRAM), case, str(folder)]
+    arguments = [str(PROGRAM.with_name(program)), case, str(folder)]
     if world == 1:
         return [subprocess.Popen([sys.executable, *arguments], env=environment, **how)]
     if agent:
@@ -63,9 +63,9 @@ def start(case, folder, world, agent=True):
     ]
 
 
-def results(case, folder, world, agent=True):
+def results(case, folder, world, agent=True, program=PROGRAM.name):
     """What each rank has found; None of those that left nothing."""
-    processes = start(case, folder, world, agent)
+    processes = start(case, folder, world, agent, program)
     said = [process.communicate(timeout=300)[0] for process in processes]
     files = [folder / f"rank-{rank}.pt" for rank in range(world)]
     assert any(file.exists() for file in files), said
