@@ -21,6 +21,7 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, NonFiniteError
 from pyro_scale.infer.approximation import Approximation, Structure
+from pyro_scale.infer.sharded import step_sharded
 from pyro_scale.kernels.optimizer import is_pure
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
@@ -142,6 +143,8 @@ class Optimized(Approximation):
         Raises:
             NonFiniteError: the state became NaN or infinite.
         """
+        if (objective := step_sharded(self, args, kwargs)) is not None:
+            return objective
         if self._stepping is None:
             data = batch_as_data(self.model, self._num_data, args, kwargs)
             problem = self._prepare(data, self._num_data, 1, choose_seed(None))
