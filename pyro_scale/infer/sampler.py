@@ -35,7 +35,7 @@ from pyro_scale.errors import (
 from pyro_scale.infer.call_checks import unknown_argument
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.settings import settings_of
-from pyro_scale.infer.sharded import step_sharded
+from pyro_scale.infer.sharded import or_sharded, step_sharded
 from pyro_scale.kernels import Kernel
 from pyro_scale.posterior.collect import collect, warn_of_short_warmup
 from pyro_scale.posterior.sinks import ToDisk, ToMoments, sink_for
@@ -165,6 +165,7 @@ class Sampler(Method):
                 raise ArgumentError(f"{name}: from_sgd sets it; leave it out")
         return cls(model, **same, **others)
 
+    @or_sharded
     @without_vmap_warnings()
     def run(
         self,

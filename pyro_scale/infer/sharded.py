@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.schedules import Cyclical
+from pyro_scale.core.validation import as_count, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
+from pyro_scale.data.open import open_data
+from pyro_scale.data.sources import Data, TensorData
+from pyro_scale.distributed.shards import Holders
+from pyro_scale.engine.draws import Steps
+from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels import IVON, Kernel
 from pyro_scale.model.nn.sharded import ShardedModule
 from pyro_scale.posterior.sharded import ShardedDraws
 from pyro_scale.rng.seeds import choose_seed
+from pyro_scale.run.limits import check_memory
 from pyro_scale.run.problem import as_log_posterior
-from pyro_scale.run.sharded import (
-    ShardedChain,
-    check_kernel,
-    prepare,
-    sharded_network,
-)
+from pyro_scale.run.sharded import ShardedChain, check_kernel, prepare, sharded_network
+from pyro_scale.run.sharded_checkpoint import facts_of, open_checkpoints
+from pyro_scale.run.sharded_run import check_data, execute
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: What is said where something would need whole weights.
 WHOLE_NOWHERE = (
@@ -42,6 +52,133 @@ class ShardedSteps:
         return draws_of(self.chain, self.chain.state.position.detach().cpu(), torch.empty(0))
 
 
+class ShardedResult(NamedTuple):
+    """What a run leaves."""
+
+    draws: ShardedDraws
+
+
+def or_sharded(run: F) -> F:
+    """A method's `run` that hands models with a sharded network over to `run_sharded`."""
+    signature = inspect.signature(run)
+
+    @functools.wraps(run)
+    def either(method: Any, *args: Any, **kwargs: Any) -> Any:
+        method._sharded = None
+        if not ShardedModule.alive:
+            return run(method, *args, **kwargs)
+        asked = signature.bind(method, *args, **kwargs)
+        asked.apply_defaults()
+        _, data, *_ = asked.args
+        batch_size = asked.arguments["batch_size"]
+        size = None if is_auto(batch_size) else batch_size
+        opened = open_data(data, size, method._num_data)
+        network = sharded_network(method.model, opened.first())
+        if network is None:
+            return run(method, *args, **kwargs)
+        if is_auto(batch_size) and isinstance(opened, TensorData):
+            raise ArgumentError(
+                "batch_size='auto': of a sharded network, pass a number of rows a step, or None "
+                "for all"
+            )
+        run_sharded(method, network, opened, asked.arguments)
+        return method
+
+    return either  # type: ignore[return-value]
+
+
+#: Arguments of `run` that sharded networks do not have -> the one value that they may be.
+_ONE_VALUE = {
+    "num_chains": 1,
+    "superchains": None,
+    "share_batches": False,
+    "max_rows": None,
+    "max_seconds": None,
+    "store": None,
+    "distributed": "auto",
+    "mesh": None,
+}
+
+
+@without_vmap_warnings()
+def run_sharded(method: Any, network: ShardedModule, data: Data, asked: Mapping[str, Any]) -> None:
+    """Runs a method on a model with a sharded network, on all ranks together.
+
+    Raises:
+        ArgumentError: a method, an option or an argument that sharded networks do not have.
+    """
+    name = type(method).__name__
+    for argument, only in _ONE_VALUE.items():
+        if asked.get(argument, only) != only:
+            raise ArgumentError(
+                f"{argument}={asked[argument]!r}: a sharded network has one chain, which all of "
+                f"its ranks move: pass {argument}={only!r}"
+            )
+    steps = _steps_of(method, data, asked)
+    checkpoints, seed = None, asked["seed"]
+    where, last = asked.get("checkpoint"), asked.get("resume")
+    holders = Holders.of(network.shards.values())
+    if where is not None or last is not None:
+        every = asked["checkpoint_every"]
+        checkpoints = open_checkpoints(where, last, every, holders)
+        seed = checkpoints.seed if seed is None else seed
+    chain = start(method, network, data.first(), seed, data.num_data)
+    problem = chain.problem
+    check_data(problem, data)
+    sampling: Any = "shuffle"
+    if steps.positions:
+        sampling = method._sampling(asked["sampling"], True)
+    batches = data.batches(problem.seed, 1, sampling)
+    if steps.positions:
+        check_memory(problem.position[None], steps.num_samples, asked["memory_budget"])
+    about = {
+        "method": name,
+        "warmup_steps": steps.warmup_steps,
+        "thinning": steps.thinning,
+        "sampling": sampling,
+    }
+    title, shown = f"{name}, sharded", asked["progress"] and problem.holders.is_first
+    with contextlib.ExitStack() as stack:
+        if checkpoints is not None:
+            facts = {**about, **facts_of(problem, data, method.kernel)}
+            checkpoints.check_same_run(facts, steps.num_samples)
+            stack.enter_context(checkpoints.locked())
+        bar = stack.enter_context(Progress(steps.total, title, shown))
+        kept = execute(chain, batches, steps, bar, checkpoints)
+    positions = kept.positions if steps.positions else chain.state.position.detach().cpu()
+    method._result, method._stepping = None, None
+    method._sharded = ShardedResult(draws_of(chain, positions, kept.log_joint))
+
+
+def _steps_of(method: Any, data: Data, asked: Mapping[str, Any]) -> Steps:
+    """How many steps there are and which are kept."""
+    if not isinstance(method.kernel, Kernel):
+        num_steps, num_epochs = asked["num_steps"], asked["num_epochs"]
+        if (num_steps is None) == (num_epochs is None):
+            raise ArgumentError("pass one of num_steps and num_epochs, such as num_steps=5000")
+        if method._early_stopping:
+            raise ArgumentError("early_stopping: not of sharded networks: leave it out")
+        if num_epochs is not None:
+            if data.num_data is None:
+                raise ArgumentError("num_epochs: N is unknown: pass num_data=N")
+            epoch = -(-data.num_data // (data.batch_size or data.num_data))
+            num_steps = epoch * as_count("num_epochs", num_epochs)
+        return Steps(as_count("num_steps", num_steps), positions=False)
+    for argument in ("warmup_steps", "thinning"):
+        if is_auto(asked[argument]):
+            raise ArgumentError(
+                f"{argument}='auto': of a sharded network, pass a number: what is chosen is chosen "
+                "by what several chains have in common"
+            )
+    lr = method.kernel.lr
+    return Steps(
+        as_count("num_samples", asked["num_samples"]),
+        as_count("warmup_steps", asked["warmup_steps"], least=0),
+        as_count("thinning", asked["thinning"]),
+        lr.keeps if isinstance(lr, Cyclical) else None,
+    )
+
+
 def step_sharded(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
     """A step of a model with a sharded network on a batch of this rank's own; None for others.
 
@@ -49,17 +186,22 @@ def step_sharded(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         ArgumentError: a method or an option that sharded networks do not have.
     """
     arguments = as_log_posterior(method.model, None).bind(args, kwargs)
-    if method._sharded is None:
+    if not isinstance(method._sharded, ShardedSteps):
         network = None if method._stepping else sharded_network(method.model, arguments)
         if network is None:
             return None
-        method._sharded = ShardedSteps(start(method, network, arguments, None))
-    return method._sharded.chain.step(arguments)
+        with without_vmap_warnings():
+            method._sharded = ShardedSteps(start(method, network, arguments, None))
+    log_joint: float = method._sharded.chain.step(arguments)
+    return log_joint
 
 
-@without_vmap_warnings()
 def start(
-    method: Any, network: ShardedModule, arguments: Arguments, seed: int | None
+    method: Any,
+    network: ShardedModule,
+    arguments: Arguments,
+    seed: int | None,
+    num_data: int | None = None,
 ) -> ShardedChain:
     """A method's chain, before its first step.
 
@@ -74,7 +216,7 @@ def start(
         raise ArgumentError(
             f"structure={method.structure!r}: {name} has 'diag' of sharded networks"
         )
-    log_posterior = as_log_posterior(method.model, method._num_data)
+    log_posterior = as_log_posterior(method.model, method._num_data or num_data)
     if not isinstance(kernel, Kernel):
         log_posterior = method._target(log_posterior)
     problem = prepare(

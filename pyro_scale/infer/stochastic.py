@@ -21,7 +21,7 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, NonFiniteError
 from pyro_scale.infer.approximation import Approximation, Structure
-from pyro_scale.infer.sharded import step_sharded
+from pyro_scale.infer.sharded import or_sharded, step_sharded
 from pyro_scale.kernels.optimizer import is_pure
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
@@ -59,6 +59,7 @@ class Optimized(Approximation):
         self._compile, self._early_stopping = compile, early_stopping
         self._earlier = Earlier()
 
+    @or_sharded
     def run(
         self,
         data: Any,

@@ -29,7 +29,13 @@ from pyro_scale.kernels import BAOA, IVON, MAP, SGHMC, SGLD, Hyperparameters
 from pyro_scale.model.init_strategies import init_to_module, uniform
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import model_warnings
-from pyro_scale.model.nn.sharded import NetworkFoundError, ShardedModule, looking, shards_of
+from pyro_scale.model.nn.sharded import (
+    NetworkFoundError,
+    ShardedModule,
+    looking,
+    shards_of,
+    stepping,
+)
 from pyro_scale.model.preflight import draw_latents
 from pyro_scale.model.program import Program
 from pyro_scale.model.scaling import Evaluation
@@ -106,7 +112,7 @@ class ShardedDensity:
         if size == 0:
             raise DataError("the batch has no rows on any rank; leave it out")
         arguments = batch if own else self.stand_in
-        with torch.enable_grad():
+        with torch.enable_grad(), stepping():
             leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
             sites = self.log_posterior.run(leaves, arguments).sites
             evaluation = self.log_posterior.evaluate(sites, rows.count(arguments) or 0)

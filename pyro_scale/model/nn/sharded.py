@@ -16,7 +16,7 @@ from torch.distributions import constraints
 
 from pyro_scale.core.exclusive import exclusive
 from pyro_scale.distributed.shards import Shard
-from pyro_scale.errors import ArgumentError
+from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.nn.priors import WeightPrior, prior_of_shard
 from pyro_scale.model.sites import Site
@@ -51,8 +51,9 @@ class ShardedModule(PyroModule):
 
     #: Those that there are: who looks whether a model calls one need not, where there is none.
     alive: ClassVar[weakref.WeakSet[ShardedModule]] = weakref.WeakSet()
-    #: Whether calls are only looked for.
+    #: Whether calls are only looked for, or a backward pass by whoever takes `gradients` follows.
     is_looked_for: ClassVar[bool] = False
+    is_stepped: ClassVar[bool] = False
 
     def __init__(self, net: nn.Module, prior: WeightPrior, names: list[str]):
         super().__init__()
@@ -77,6 +78,11 @@ class ShardedModule(PyroModule):
         """Calls the network with this rank's part of its chosen weights drawn."""
         if ShardedModule.is_looked_for:
             raise NetworkFoundError(self)
+        if torch.is_grad_enabled() and not ShardedModule.is_stepped:
+            raise ModelError(
+                "the network is sharded, so its gradients are nowhere as a whole: it is moved by "
+                "run and step of BAOA, SGHMC, SGLD, IVON and MAP"
+            )
         drawn = {
             name: pyro.sample(
                 self._pyro_get_fullname(name), prior, infer=cast(Any, {WEIGHT: (self, name)})
@@ -158,6 +164,16 @@ def looking() -> Iterator[None]:
             yield
         finally:
             ShardedModule.is_looked_for = False
+
+
+@contextlib.contextmanager
+def stepping() -> Iterator[None]:
+    """Lets models call sharded networks with gradients, which are left with their parameters."""
+    before, ShardedModule.is_stepped = ShardedModule.is_stepped, True
+    try:
+        yield
+    finally:
+        ShardedModule.is_stepped = before
 
 
 def shards_of(sites: Mapping[str, Site]) -> dict[str, tuple[ShardedModule, str]]:
