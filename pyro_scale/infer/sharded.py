@@ -16,7 +16,7 @@ from pyro_scale.core.schedules import Cyclical
 from pyro_scale.core.validation import as_count, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
-from pyro_scale.data.sources import Data, TensorData
+from pyro_scale.data.sources import Data
 from pyro_scale.distributed.shards import Holders
 from pyro_scale.engine.draws import Steps
 from pyro_scale.engine.progress import Progress
@@ -76,7 +76,7 @@ def or_sharded(run: F) -> F:
         network = sharded_network(method.model, opened.first())
         if network is None:
             return run(method, *args, **kwargs)
-        if is_auto(batch_size) and isinstance(opened, TensorData):
+        if is_auto(batch_size) and not hasattr(data, "dataset"):
             raise ArgumentError(
                 "batch_size='auto': of a sharded network, pass a number of rows a step, or None "
                 "for all"
@@ -259,11 +259,13 @@ def predict_sharded(
 
 
 def _check_settings(name: str, settings: Any) -> None:
-    for what in sorted(settings.chosen):
+    if "lr" in settings.chosen:
         raise ArgumentError(
-            f"{what}='auto': {name} chooses it by gradients of all rows and by trial runs, which a "
-            f"sharded network has not: pass a number, such as {what}=0.01"
+            f"lr='auto': {name} chooses it by gradients of all rows and by runs of several chains, "
+            "which a sharded network has not: pass a number, such as lr=0.01"
         )
     for what in ("precondition", "control_variates", "subtract_noise"):
         if getattr(settings, what):
             raise ArgumentError(f"{what}: {name} has none for sharded networks: leave it out")
+    for what in settings.chosen:
+        raise ArgumentError(f"{what}='auto': of a sharded network, pass a number")

@@ -70,7 +70,13 @@ def prior_of_shard(net: nn.Module, name: str, prior: WeightPrior, local: Tensor)
     owner = net.get_submodule(name.rpartition(".")[0])
     weight = net.get_parameter(name)
     like = torch.empty(weight.shape, dtype=weight.dtype, device="meta")  # it is whole nowhere
-    given = _given(owner, name, like, prior)
+    try:
+        given = _given(owner, name, like, prior)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ArgumentError(
+            f"prior={prior!r} reads the values of '{name}', which is sharded, so that they are "
+            f"nowhere as a whole ({error}): use its shape alone"
+        ) from error
     shape = getattr(given, "batch_shape", torch.Size()) + getattr(given, "event_shape", ())
     if shape:
         raise ArgumentError(
