@@ -144,8 +144,8 @@ class Holders:
         dist.broadcast_object_list(values, group=self.rows.group, group_src=0)
         return values[0]
 
-    def of_all(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank."""
+    def of_all(self, value: Any, what: str) -> list[Any]:
+        """Every rank's value, by rank; `what` it is, in words."""
         values: list[Any] = [None] * self.rows.world
         dist.all_gather_object(values, value, group=self.rows.group)
         return values

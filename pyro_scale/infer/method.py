@@ -117,6 +117,8 @@ class Method:
         elif result is not None:
             chains, draws = result.positions.shape[:2]
             rows, kept = result.log_posterior.num_data, f"{chains} x {draws:,} draws"
+        elif self._sharded is not None:
+            return f"<{own}({settings}), on a sharded network>"
         else:
             return f"<{own}({settings}), not run>"
         return f"<{own}({settings}), N = {rows:,}, {kept}>"

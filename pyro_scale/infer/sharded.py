@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from pyro_scale.core.schedules import Cyclical
 from pyro_scale.core.validation import as_count, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
+from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.data.sources import Data
 from pyro_scale.distributed.shards import Holders
 from pyro_scale.engine.draws import Steps
@@ -25,6 +26,7 @@ from pyro_scale.kernels import IVON, Kernel
 from pyro_scale.model.nn.sharded import ShardedModule
 from pyro_scale.posterior.sharded import ShardedDraws
 from pyro_scale.rng.seeds import choose_seed
+from pyro_scale.run.by_rank import check_same, check_same_call
 from pyro_scale.run.limits import check_memory
 from pyro_scale.run.problem import as_log_posterior
 from pyro_scale.run.sharded import ShardedChain, check_kernel, prepare, sharded_network
@@ -114,33 +116,32 @@ def run_sharded(method: Any, network: ShardedModule, data: Data, asked: Mapping[
                 f"{argument}={asked[argument]!r}: a sharded network has one chain, which all of "
                 f"its ranks move: pass {argument}={only!r}"
             )
-    steps = _steps_of(method, data, asked)
-    checkpoints, seed = None, asked["seed"]
-    where, last = asked.get("checkpoint"), asked.get("resume")
+    steps, seed = _steps_of(method, data, asked), asked["seed"]
     holders = Holders.of(network.shards.values())
+    check_same_call(holders, _call_of(asked, data, steps))
+    where, last, checkpoints = asked.get("checkpoint"), asked.get("resume"), None
     if where is not None or last is not None:
         every = asked["checkpoint_every"]
         checkpoints = open_checkpoints(where, last, every, holders)
         seed = checkpoints.seed if seed is None else seed
     chain = start(method, network, data.first(), seed, data.num_data)
-    problem = chain.problem
-    check_data(problem, data)
-    sampling: Any = "shuffle"
+    problem, sampling = chain.problem, "shuffle"
     if steps.positions:
         sampling = method._sampling(asked["sampling"], True)
-    batches = data.batches(problem.seed, 1, sampling)
-    if steps.positions:
         check_memory(problem.position[None], steps.num_samples, asked["memory_budget"])
-    about = {
+    facts = {
         "method": name,
         "warmup_steps": steps.warmup_steps,
         "thinning": steps.thinning,
         "sampling": sampling,
+        **facts_of(problem, data, method.kernel),
     }
-    title, shown = f"{name}, sharded", asked["progress"] and problem.holders.is_first
+    check_same(holders, facts)
+    check_data(problem, data)
+    batches = data.batches(problem.seed, 1, cast(Sampling, sampling))
+    title, shown = f"{name}, sharded", asked["progress"] and holders.is_first
     with contextlib.ExitStack() as stack:
         if checkpoints is not None:
-            facts = {**about, **facts_of(problem, data, method.kernel)}
             checkpoints.check_same_run(facts, steps.num_samples)
             stack.enter_context(checkpoints.locked())
         bar = stack.enter_context(Progress(steps.total, title, shown))
@@ -148,6 +149,19 @@ def run_sharded(method: Any, network: ShardedModule, data: Data, asked: Mapping[
     positions = kept.positions if steps.positions else chain.state.position.detach().cpu()
     method._result, method._stepping = None, None
     method._sharded = ShardedResult(draws_of(chain, positions, kept.log_joint))
+
+
+def _call_of(asked: Mapping[str, Any], data: Data, steps: Steps) -> dict[str, Any]:
+    """What ranks have to agree on before any of them waits for the others."""
+    given = {name: asked.get(name) for name in ("seed", "checkpoint", "resume")}
+    return {
+        **{name: value if value is None else str(value) for name, value in given.items()},
+        "num_samples": steps.num_samples,
+        "warmup_steps": steps.warmup_steps,
+        "thinning": steps.thinning,
+        "batch_size": data.batch_size,
+        "num_data": data.num_data,
+    }
 
 
 def _steps_of(method: Any, data: Data, asked: Mapping[str, Any]) -> Steps:

@@ -101,7 +101,8 @@ class ShardedDraws:
                 for name in names:
                     by_row = drawn[name].value.movedim(axes[name], 0)
                     kept[name].append(by_row[: 0 if has_none else None].cpu())
-        parts = holders.of_all({name: torch.stack(values) for name, values in kept.items()})
+        predicted = {name: torch.stack(values) for name, values in kept.items()}
+        parts = holders.of_all(predicted, "predictions")
         return {
             name: torch.cat([part[name] for part in parts], 1).movedim(1, axes[name])
             for name in names

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.data.batches import Batches
-from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.engine.checkpoint import differences
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, RankError
@@ -89,7 +88,15 @@ def in_step(trajectory: Trajectory) -> Trajectory:
     return trajectory
 
 
-def check_same_call(ranks: Ranks, arguments: Mapping[str, Any]) -> None:
+class Telling(Protocol):
+    """Processes that tell each other what they have."""
+
+    def of_all(self, value: Any, what: str) -> list[Any]:
+        """Every rank's value, by rank; `what` it is, in words."""
+        ...
+
+
+def check_same_call(ranks: Telling, arguments: Mapping[str, Any]) -> None:
     """Refuses ranks that were called otherwise than rank 0.
 
     Raises:
@@ -105,7 +112,7 @@ def check_same_call(ranks: Ranks, arguments: Mapping[str, Any]) -> None:
             )
 
 
-def check_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
+def check_same(ranks: Telling, facts: Mapping[str, Any]) -> None:
     """Refuses ranks that are on another run than rank 0.
 
     Args:

@@ -192,6 +192,12 @@ class ShardedProblem:
         """The sites that are parts of weights: (the network, the weight's name in it)."""
         return shards_of(self.log_posterior.model_info.sites)
 
+    def write(self, position: Tensor) -> None:
+        """Puts a position into the networks."""
+        params, networks = self.layout.unflatten(position.detach()), self.weights
+        for module in {module for module, _ in networks.values()}:
+            module.write({w: params[n] for n, (owner, w) in networks.items() if owner is module})
+
     def noise(self, purpose: Purpose, normals: int) -> ShardNoise:
         """Normals for this rank's latents."""
         places, size = [], 0
@@ -309,6 +315,7 @@ class ShardedChain:
                 f"{self.count}: lower lr, or scale the data"
             )
         self.state, self.count = state, self.count + 1
+        self.problem.write(self.state.position[0])
         return log_joint
 
 
@@ -322,12 +329,12 @@ def part_of(holders: Holders, batch: Arguments) -> Arguments:
 
 def _agree_on_rows(holders: Holders, batch: Arguments) -> Arguments:
     """The batch of the first rank that has the most rows, for all of them."""
-    counts = holders.of_all(rows.count(batch))
+    counts = holders.of_all(rows.count(batch), "how many rows they have")
     if None in counts or not any(counts):
         raise DataError("the data are no rows, which ranks could share out: pass tensors of rows")
     place = counts.index(max(counts))
     mine = to_device(batch, torch.device("cpu")) if holders.rows.rank == place else None
-    return to_device(holders.of_all(mine)[place], holders.device)
+    return to_device(holders.of_all(mine, "the first batch")[place], holders.device)
 
 
 def _check_starts(init_strategy: Any, network: ShardedModule) -> Any:

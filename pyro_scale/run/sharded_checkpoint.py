@@ -263,7 +263,11 @@ class ShardedCheckpoints:
         rows, known = self._holders.rows, self._hashes
         own = written[rows.rank :: rows.world]
         mine = {name: known.get(name) or _hash(self.directory / name) for name in own}
-        self._hashes = {n: of for part in self._holders.of_all(mine) for n, of in part.items()}
+        self._hashes = {
+            n: of
+            for part in self._holders.of_all(mine, "hashes of files")
+            for n, of in part.items()
+        }
 
     def _check_hashes(self, hashes: Mapping[str, str]) -> None:
         for name, expected in hashes.items():
