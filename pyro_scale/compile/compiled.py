@@ -70,9 +70,9 @@ def compile_function(graph: Graph) -> Callable[[list[Tensor]], Any]:
     Raises:
         Exception: whatever Inductor and the C++ compiler raise.
     """
-    call = _compile(graph, threads=None).call
-    call(list(graph.examples))  # builds the kernels, so that what fails does so here
-    return call
+    compiled = _compile(graph, threads=None)
+    compiled.build()  # so that what fails does so here
+    return compiled.call
 
 
 def _compile(graph: Graph, threads: int | None) -> Compiled:

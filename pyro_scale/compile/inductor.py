@@ -33,9 +33,13 @@ class CppKernel:
 
     def __call__(self, *args: Any) -> Any:
         """Runs it on tensors."""
+        return self.built()(*args)
+
+    def built(self) -> Callable[..., Any]:
+        """The kernel as machine code."""
         if self._built is None:
             self._built = _load(self._build)
-        return self._built(*args)
+        return self._built
 
     def _build(self) -> Callable[..., Any]:
         from torch._inductor.codecache import CppPythonBindingsCodeCache
@@ -59,6 +63,16 @@ class Compiled:
     call: Callable[[list[Tensor]], Any]
     source: str
     names: Mapping[str, Any]
+
+    def build(self) -> None:
+        """Builds the kernels, if there are some in C++.
+
+        Raises:
+            Exception: there is no C++ compiler, or it refuses one.
+        """
+        for kernel in self.names.values():
+            if isinstance(kernel, CppKernel):
+                kernel.built()
 
 
 def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int | None) -> Compiled:

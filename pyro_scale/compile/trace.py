@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from pyro_scale.core.onednn import without_onednn
 
@@ -74,6 +74,11 @@ def trace(function: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor])
     _write_dtypes(module)
     constants = _lift_constants(module)
     return Graph(module, constants, [*examples, *(each.tensor for each in constants)], dtypes)
+
+
+def is_tracing() -> bool:
+    """Whether what is called now is being recorded."""
+    return get_proxy_mode() is not None
 
 
 def as_input(constant: Tensor) -> Tensor:

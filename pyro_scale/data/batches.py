@@ -93,6 +93,10 @@ class Batches(Protocol):
         """Lets the next span begin at a step."""
         ...
 
+    def of_rows(self, part: slice) -> Batches:
+        """These rows of every batch alone; nothing else of it is read, where that can be."""
+        ...
+
 
 class ByStep:
     """Batches that are a function of the step: there is nothing to seek."""
@@ -120,6 +124,9 @@ class WholeData(ByStep):
 
         return WholeData(rows.map_rows(stored, self.fixed))
 
+    def of_rows(self, part: slice) -> WholeData:
+        return WholeData(rows.take(self.fixed, part))
+
     def take(self, start: int, stop: int, out: Any = None) -> Any:
         return ()
 
@@ -132,13 +139,19 @@ class WholeData(ByStep):
 
 @dataclass(frozen=True)
 class GatheredRows(ByStep):
-    """Rows in memory, gathered by index."""
+    """Rows in memory, gathered by index; of every batch, a part of it where there is one."""
 
     fixed: Arguments
     indices: RowIndices
+    part: slice | None = None
+
+    def of_rows(self, part: slice) -> GatheredRows:
+        return GatheredRows(self.fixed, self.indices, part)
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:
-        return self.indices.span(start, stop, out)
+        if self.part is None:
+            return self.indices.span(start, stop, out)
+        return self.indices.span(start, stop)[..., self.part].contiguous()
 
     def batch(self, fixed: Any, changing: Any) -> Batch:
         return Batch(rows.take(fixed, changing), per_chain=True)
@@ -153,6 +166,9 @@ class OwnIndices(ByStep):
 
     fixed: Arguments
     indices: RowIndices
+
+    def of_rows(self, part: slice) -> Batches:
+        raise NotImplementedError("the model takes its rows by itself")
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:
         return self.indices.span(start, stop, out)
@@ -174,6 +190,10 @@ class Stream(Protocol):
         """
         ...
 
+    def of_rows(self, part: slice) -> Stream:
+        """The same with these rows of every batch alone."""
+        ...
+
 
 class ReadBatches:
     """Batches that a loader yields: for every step, those of all chains.
@@ -191,6 +211,9 @@ class ReadBatches:
         self._stream, self._steps = stream, stream.steps(0, None)
         self._first = Batch(first, per_chain=True)
         self._positions: dict[int, Any] = {}
+
+    def of_rows(self, part: slice) -> ReadBatches:
+        return ReadBatches(self._stream.of_rows(part), rows.take(self._first.arguments, part))
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:
         steps = []
@@ -243,6 +266,9 @@ class SharedBatches:
     @property
     def fixed(self) -> Any:
         return self.batches.fixed
+
+    def of_rows(self, part: slice) -> SharedBatches:
+        return SharedBatches(self.batches.of_rows(part), self.num_chains)
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:
         own = None if out is None else pytree.tree_map(lambda leaf: leaf[:1], out)

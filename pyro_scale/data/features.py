@@ -59,6 +59,9 @@ class FeatureBatches:
     features: Features
     fixed: Any = ()
 
+    def of_rows(self, part: slice) -> FeatureBatches:
+        return FeatureBatches(self.batches.of_rows(part), self.features)
+
     def take(self, start: int, stop: int, out: Any = None) -> Any:
         changing = self.batches.take(start, stop)
         steps = [self._of_step(changing, place) for place in range(stop - start)]

@@ -7,9 +7,10 @@ workers nor on the sampler's order.  Any other loader is a stream (stream.py).
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -194,6 +195,10 @@ class ByIndex:
     indices: RowIndices
     seed: int
     chains: Sequence[int]
+    part: slice = field(default_factory=lambda: slice(None))
+
+    def of_rows(self, part: slice) -> ByIndex:
+        return dataclasses.replace(self, part=part)
 
     def steps(self, start: int, position: Any) -> Iterator[tuple[list[Arguments], Any]]:
         epoch = -(-len(self.data.subset) // self.data.batch_size)
@@ -201,7 +206,7 @@ class ByIndex:
         for section in itertools.count(start // length):
             steps = range(section * length, (section + 1) * length)
             order = (
-                self.data.subset[index].tolist()
+                self.data.subset[index[self.part]].tolist()
                 for step in steps
                 for index in self.indices.at(step)
             )

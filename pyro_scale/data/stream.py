@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -98,6 +99,10 @@ class DealtBatches:
     seed: int
     chains: Sequence[int]
     num_chains: int
+    part: slice = field(default_factory=lambda: slice(None))
+
+    def of_rows(self, part: slice) -> DealtBatches:
+        return dataclasses.replace(self, part=part)
 
     def steps(self, start: int, position: Any) -> Iterator[tuple[list[Arguments], Any]]:
         pieces, order = self._pieces(position), torch.empty(self.num_chains, dtype=torch.long)
@@ -105,7 +110,8 @@ class DealtBatches:
             dealt = [next(pieces) for _ in range(self.num_chains)]
             # at random: dealt in turn, a chain could get the same part of the data for ever
             fill_permutation(Stream(self.seed, 0, Purpose.BATCHES), step, order)
-            yield [dealt[order[chain]][0] for chain in self.chains], dealt[-1][1]
+            own = [rows.take(dealt[order[chain]][0], self.part) for chain in self.chains]
+            yield own, dealt[-1][1]
 
     def _pieces(self, position: Any) -> Iterator[tuple[Arguments, Any]]:
         """(A piece, the position after it): the epoch, its batches before the one that the piece

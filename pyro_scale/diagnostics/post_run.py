@@ -28,7 +28,7 @@ def measure(
     """
     plan, problem, batches, draws = trajectory
     noise = heat = error = None
-    if draws.error is None:
+    if draws.error is None and problem.has_all_rows:
         step = plan.steps.total  # the first that the run did not take
         try:
             known = problem, result.positions, draws.finished, batches

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import pickle
 import secrets
@@ -46,14 +47,39 @@ class Rows(NamedTuple):
         rank: among those.
         world: how many there are.
         group: torch's group of them.
+        share: what part of all rows this rank has been given, if its data are its own; None where
+            every rank has all, and takes a part of each batch.
     """
 
     rank: int
     world: int
     group: Any
+    share: float | None = None
 
     def of(self, size: int) -> slice:
-        """The rows of so many: parts differ by one at most."""
+        """This rank's rows of so many that it is given; where there are more ranks than rows, one
+        that others have, too."""
+        if self.share is not None:
+            return slice(None)
+        own = self._of(size)
+        return own if own.stop > own.start else slice(0, 1)
+
+    def weight(self, size: int) -> float:
+        """What part of the likelihood this rank's rows of a batch stand for: that of its rows, of
+        so many that no other rank has."""
+        if self.share is not None:
+            return self.share
+        own = self._of(size)
+        return (own.stop - own.start) / size
+
+    def agree(self, holds: bool) -> bool:
+        """Whether something holds on all of those ranks."""
+        failed = torch.tensor(float(not holds))
+        dist.all_reduce(failed, group=self.group)
+        return not bool(failed)
+
+    def _of(self, size: int) -> slice:
+        """Parts differ by one row at most."""
         return slice(self.rank * size // self.world, (self.rank + 1) * size // self.world)
 
 
@@ -154,6 +180,29 @@ class Ranks:
     def has_all(self) -> bool:
         """Whether this rank is one that keeps all draws."""
         return self.keeps_all or self.is_first
+
+    def own_rows(self, count: int, num_data: int | None) -> int:
+        """Has every rank of a team take its data for rows of its own; N.
+
+        Args:
+            count: of this rank's rows.
+            num_data: N, of which every rank then has an equal part; by default the sum of counts.
+
+        Raises:
+            ArgumentError: batches are not shared out, so that chains would see these rows alone.
+        """
+        if self.rows is None:
+            raise ArgumentError(
+                "rows_by_rank=True: a chain that sees the rows of one rank alone is not on the "
+                "posterior of all: pass mesh= with two ranks or more along 'data', which sum their "
+                "gradients"
+            )
+        counts: list[Any] = [None] * self.rows.world
+        own = count if num_data is None else 1
+        gather = functools.partial(dist.all_gather_object, counts, own, self.rows.group)
+        self._call("the number of rows", gather)
+        self.rows = self.rows._replace(share=own / sum(counts))
+        return num_data or sum(counts)
 
     def chains(self, count: int) -> range:
         """The numbers of this rank's chains, of so many in all."""

@@ -61,6 +61,7 @@ def program_for(
     before: str | None,
     earlier: Earlier,
     num_chains: int,
+    agree: Callable[[bool], bool] | None,
 ) -> Program:
     """The fastest way of running the steps that the model allows.
 
@@ -76,6 +77,7 @@ def program_for(
         before: the name of the program that ran the steps until now, if there were any.
         earlier: what the same object has compiled before, and where what it compiles is kept.
         num_chains: how many there are in all.
+        agree: whether something holds on all processes, where they take steps together.
 
     Warns:
         CompileWarning: the model cannot be compiled, or its steps not put into a loop; it says
@@ -90,6 +92,8 @@ def program_for(
     tell("compiling")
     try:
         with exclusive:
+            if agree is not None:
+                return _common_program(engine, batches, as_it_is, state, block, num_chains, agree)
             program = earlier.program(engine, batches, as_it_is, state, block)
             if program is not None:
                 return program
@@ -113,6 +117,32 @@ def _repays(num_steps: int, num_chains: int, vectorized: bool) -> bool:
     return num_steps * (1 + others) >= _REPAID_AFTER
 
 
+def _common_program(
+    engine: Engine,
+    batches: Batches,
+    as_it_is: Program,
+    state: Any,
+    block: StepInputs,
+    num_chains: int,
+    agree: Callable[[bool], bool],
+) -> Program:
+    """The program of steps that processes take together, which all of them have, or none: it is
+    compared with the steps, which they have to take as often.
+
+    A sum over processes is nothing for a loop in C++, and takes longer than a call from Python.
+    """
+    compiled = None
+    try:
+        how = {"by_column": False, "as_loop": False}
+        compiled = _compile(engine, batches, state, block, num_chains, **how)
+    finally:
+        if not agree(compiled is not None) and compiled is not None:
+            raise RuntimeError("another process could not compile it")
+    program = compiled.program(engine, batches)
+    check(program, as_it_is, engine, state, block)
+    return program
+
+
 def _blueprint(
     engine: Engine,
     batches: Batches,
@@ -124,7 +154,7 @@ def _blueprint(
     """The steps as one program, which has been compared with the steps themselves."""
 
     def checked(by_column: bool) -> Blueprint:
-        blueprint = _compile(engine, batches, state, block, by_column, num_chains)
+        blueprint = _compile(engine, batches, state, block, num_chains, by_column)
         check(blueprint.program(engine, batches), as_it_is, engine, state, block)
         return blueprint
 
@@ -139,10 +169,11 @@ def _compile(
     batches: Batches,
     state: Any,
     block: StepInputs,
-    by_column: bool,
     num_chains: int,
+    by_column: bool,
+    as_loop: bool = True,
 ) -> Blueprint:
-    """The steps as one program: a loop if it can be, else a compiled step.
+    """The steps as one program: a loop if it can be and is asked for, else a compiled step.
 
     On a processor nothing is gained by moving chains together: each has a loop of its own, on one
     thread, or they take turns with a step on all threads.  Points tie them together, and a GPU is
@@ -160,7 +191,7 @@ def _compile(
     batch = batches.batch(batches.fixed, changing)
     leaves, state_spec = pytree.tree_flatten(state)
     graph = trace(*_as_function(engine, batch, state, noise, values))
-    if on_processor:
+    if on_processor and as_loop:
         position = next(place for place, leaf in enumerate(leaves) if leaf is state.position)
         sources = [*map(Fixed, whitening_of(engine)), *batches.sources(block.changing)]
         inputs = inputs_of(len(leaves), position, len(values) + 1, sources)

@@ -48,7 +48,7 @@ def simulate(
     inspect: Callable[[Tensor, Batch], None] | None = None,
     numbers: Sequence[int] | None = None,
     num_chains: int | None = None,
-    by_clock: bool = True,
+    agree: Callable[[bool], bool] | None = None,
 ) -> Draws:
     """Runs every chain from its position `[chains, D]` to the end, or until it is non-finite.
 
@@ -76,8 +76,8 @@ def simulate(
         numbers: of these chains, by which they draw; 0, 1, ... by default.
         num_chains: how many there are in all, with those of other processes: programs round
             otherwise where chains are alone.
-        by_clock: False moves them in blocks of the same lengths on every machine, for steps that
-            processes take together.
+        agree: whether something holds on all processes, where they take steps together: in blocks
+            of the same lengths, by programs that all of them have.
     """
     draws = Draws.of(positions, dataclasses.replace(steps, positions=False) if sink else steps)
     at_first = {name: column[0] for name, column in values.items()}
@@ -123,12 +123,13 @@ def simulate(
                 before,
                 earlier,
                 num_chains or len(positions),
+                agree,
             )
             progress.say(program.name)
             draws.program, started = program.name, time.perf_counter()
             kept_bytes = positions.numel() * positions.element_size() // steps.thinning
             most = steps_within_budget(first, kept_bytes)
-            pace = Pace(first, steps.total, most, ends, by_clock)
+            pace = Pace(first, steps.total, most, ends, by_clock=agree is None)
             opening = (first.part(a - first.start, b - first.start) for a, b in pace.opening())
             # its thread ends with the run, not when it is collected
             rest = ended.enter_context(contextlib.closing(inputs.blocks(pace.spans())))

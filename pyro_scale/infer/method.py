@@ -352,9 +352,8 @@ class Method:
             ArgumentError: `reduce` is none of these, or a site has no such thing.
         """
         if self._sharded is not None:
-            others = {"batch_size": batch_size, "reduce": reduce}
-            draws = self._sharded.draws
-            return predict_sharded(draws, args, kwargs, num_samples, return_sites, others)
+            chosen = num_samples, batch_size, return_sites, reduce
+            return predict_sharded(self._sharded.draws, args, kwargs, *chosen)
         result = self._draws()
         arguments = result.log_posterior.bind(args, kwargs)
         chosen = num_samples, batch_size, return_sites, reduce

@@ -41,7 +41,12 @@ from pyro_scale.posterior.collect import collect, warn_of_short_warmup
 from pyro_scale.posterior.sinks import ToDisk, ToMoments, sink_for
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.budget import Budget, passes_of
-from pyro_scale.run.by_rank import check_same, check_same_call, gather_trajectory
+from pyro_scale.run.by_rank import (
+    check_same,
+    check_same_call,
+    gather_trajectory,
+    warn_of_reading,
+)
 from pyro_scale.run.config import RunConfig, Store
 from pyro_scale.run.execute import execute
 from pyro_scale.run.limits import check_equal_weights, check_length, check_memory
@@ -190,6 +195,7 @@ class Sampler(Method):
         memory_budget: int | None = None,
         distributed: Distributed = "auto",
         mesh: DeviceMesh | None = None,
+        rows_by_rank: bool = False,
     ) -> Self:
         """Runs `warmup_steps + num_samples * thinning` steps and keeps every thinning-th state
         after warm-up.
@@ -253,8 +259,12 @@ class Sampler(Method):
                 `"all"` gives every rank all draws.  False ignores the group.
             mesh: torch's, of dimensions `("chain", "data")`: the ranks along `"data"` move the same
                 chains, each on its part of every batch, and sum their gradients at every step.
-                Steps are then not compiled.  For batches or models that one process is too slow
-                for.
+                For batches or models that one process is too slow for.
+            rows_by_rank: whether the data that each rank along `"data"` is called with are rows of
+                its own, such as its part of a stream; by default every rank is called with all
+                rows.  N is then the sum of their numbers, which may differ; with `num_data`, each
+                rank's rows stand for an equal part of these.  Every row counts alike.  It takes a
+                number for lr, and temperatures are not measured.
 
         Returns:
             The sampler itself.
@@ -314,7 +324,7 @@ class Sampler(Method):
                 )
             budget = Budget.of(max_rows, max_seconds, ranks)
             journal = Journal.open(checkpoint, checkpoint_every, resume, ranks)
-            self._run(data, config, budget, journal, seed, ranks)
+            self._run(data, config, budget, journal, seed, ranks, rows_by_rank)
         return self
 
     def _run(
@@ -325,12 +335,13 @@ class Sampler(Method):
         journal: Journal,
         seed: int | None,
         ranks: Ranks,
+        rows_by_rank: bool,
     ) -> None:
         """The stages of a run."""
         seed = journal.seed(seed)
         chosen = choose_seed(seed)
         seed = ranks.of_first(chosen, "the choice of a seed") if seed is None else chosen
-        problem = self._problem(data, config, seed, ranks)
+        problem = self._problem(data, config, seed, ranks, rows_by_rank)
         facts = self._facts(problem, config, journal)
         with sink_for(config.store, problem, config.num_samples, journal.last is not None) as sink:
             self._result = self._stepping = self._plan = None
@@ -391,17 +402,20 @@ class Sampler(Method):
                     "warmup_steps= and thinning= as numbers"
                 )
 
-    def _problem(self, data: Any, config: RunConfig, seed: int, ranks: Ranks) -> Problem:
+    def _problem(
+        self, data: Any, config: RunConfig, seed: int, ranks: Ranks, rows_by_rank: bool
+    ) -> Problem:
         """The model on the data, understood, with chains at their starts; it refuses models."""
         device, adjusted = module_device(self.model), self.kernel.adjusted
         size = None if config.batch_size == AUTO else config.batch_size
         first = open_data(data, size, self._num_data, device)
+        num_data = self._num_rows(first, ranks) if rows_by_rank else first.num_data
 
         def in_batches_of(size: int | None) -> Data:
             return open_data(data, size, self._num_data, device)
 
         def prepare(opened: Data) -> Problem:
-            return self._prepare(opened, first.num_data, config.num_chains, seed)
+            return self._prepare(opened, num_data, config.num_chains, seed)
 
         if config.batch_size == AUTO:
             whitens = self._settings.precondition is not None
@@ -412,6 +426,7 @@ class Sampler(Method):
             problem = prepare(in_batches_of(None) if is_all else first)
         problem = dataclasses.replace(problem, ranks=ranks)
         check_rows_can_be_shared(problem)
+        warn_of_reading(problem)
         if adjusted:
             check_can_adjust(problem, type(self).__name__)
         if config.superchains is not None:
@@ -420,6 +435,20 @@ class Sampler(Method):
             kept = slice(None) if ranks.has_all else list(problem.chains)
             check_memory(problem.positions[kept], config.num_samples, config.memory_budget)
         return problem
+
+    def _num_rows(self, own: Data, ranks: Ranks) -> int | None:
+        """N, where each rank has rows of its own.
+
+        Raises:
+            ArgumentError: something is chosen, for which all rows are needed.
+        """
+        needs_all = self._settings.control_variates or self._settings.subtract_noise
+        if "lr" in self._settings.chosen or self._settings.precondition or needs_all:
+            raise ArgumentError(
+                "rows_by_rank=True: lr='auto', precondition, control_variates and subtract_noise "
+                "look at all rows, and no rank has them: pass a number for lr and leave these out"
+            )
+        return ranks.own_rows(own.num_data or 1, self._num_data)
 
     def _facts(self, problem: Problem, config: RunConfig, journal: Journal) -> dict[str, Any]:
         """What has to be alike for one run to go on with another; it refuses to where it is not."""

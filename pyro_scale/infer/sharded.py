@@ -99,6 +99,7 @@ _ONE_VALUE = {
     "store": None,
     "distributed": "auto",
     "mesh": None,
+    "rows_by_rank": False,
 }
 
 
@@ -254,15 +255,16 @@ def predict_sharded(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     num_samples: int | None,
+    batch_size: int | None,
     return_sites: Sequence[str] | None,
-    others: dict[str, Any],
+    reduce: Any,
 ) -> dict[str, Tensor]:
     """What `predict` gives of a sharded network.
 
     Raises:
         ArgumentError: an option that it does not have there.
     """
-    for name, value in others.items():
+    for name, value in {"batch_size": batch_size, "reduce": reduce}.items():
         if value is not None:
             raise ArgumentError(
                 f"{name}={value!r}: predict has none of a sharded network: leave it out, and pass "

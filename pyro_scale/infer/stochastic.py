@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -14,6 +14,7 @@ from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.divergence import NOT_A_DENSITY
+from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.engine.choose_executor import check_compile
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.loop import simulate
@@ -27,10 +28,22 @@ from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.rng.seeds import choose_seed
+from pyro_scale.run.by_rank import check_same, check_same_call, gather, warn_of_reading
 from pyro_scale.run.frozen_features import with_frozen_features
-from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
+from pyro_scale.run.own_rows import on_own_rows
+from pyro_scale.run.problem import (
+    Problem,
+    as_log_posterior,
+    check_rows_can_be_shared,
+    module_device,
+    prepare,
+)
+from pyro_scale.run.resume import identity_of
 from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.tuning.early_stopping import EarlyStopping, got_worse, has_converged, still_rises
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: The least steps of a window in which the objective is averaged.
 _WINDOW = 100
@@ -70,6 +83,8 @@ class Optimized(Approximation):
         num_chains: int = 1,
         seed: int | None = None,
         progress: bool = True,
+        mesh: DeviceMesh | None = None,
+        rows_by_rank: bool = False,
     ) -> Self:
         """Takes `num_steps` steps from each start, or as many as `num_epochs` epochs have.
 
@@ -81,6 +96,11 @@ class Optimized(Approximation):
             num_chains: starts, each with its own minibatches.
             seed: the same seed gives the same fit; drawn from torch's generator by default.
             progress: whether to show a progress bar.
+            mesh: torch's, of dimensions `("chain", "data")`, as for samplers: starts are shared out
+                along the first, the rows of every batch along the second.  Every rank then has the
+                fit from all starts.  Without it, every process of a group takes all steps.
+            rows_by_rank: whether each rank's data are rows of its own, as for samplers; its fit is
+                then not compared with the posterior.
 
         Returns:
             The method itself.
@@ -89,17 +109,53 @@ class Optimized(Approximation):
             ArgumentError, DataError: before the model is run.
             ModelError, SiteError, PlateError: before any step.
             NonFiniteError: a start's state became NaN or infinite.
+            RankError: another process has failed or died, or has other data or arguments.
 
         Warns:
             UserWarning: the objective was still rising at the end.
         """
+        ranks = ALONE if mesh is None else Ranks.of("all", mesh)
+        asked = {
+            "num_steps": num_steps,
+            "num_epochs": num_epochs,
+            "num_chains": num_chains,
+            "seed": seed,
+        }
+        with ranks.together():
+            check_same_call(ranks, asked)
+            device, shows = module_device(self.model), progress and ranks.is_first
+            opened = open_data(data, batch_size, self._num_data, device)
+            num_data = opened.num_data
+            if rows_by_rank:
+                num_data = ranks.own_rows(opened.num_data or 1, self._num_data)
+            self._run(opened, num_data, num_steps, num_epochs, num_chains, seed, shows, ranks)
+        return self
+
+    def _run(
+        self,
+        opened: Data,
+        num_data: int | None,
+        num_steps: int | None,
+        num_epochs: int | None,
+        num_chains: int,
+        seed: int | None,
+        progress: bool,
+        ranks: Ranks,
+    ) -> None:
+        """As `run`, on one process or on some."""
         num_chains = as_count("num_chains", num_chains)
         if (num_steps is None) == (num_epochs is None):
             raise ArgumentError("pass one of num_steps and num_epochs, such as num_steps=5000")
-        seed = choose_seed(seed)
-        opened = open_data(data, batch_size, self._num_data, module_device(self.model))
+        ranks.check(num_chains)
+        seed = ranks.of_first(choose_seed(seed), "the choice of a seed")
         self._fit, self._stepping = None, None
-        problem = with_frozen_features(self._prepare(opened, opened.num_data, num_chains, seed))
+        problem = self._prepare(opened, num_data, num_chains, seed)
+        problem = dataclasses.replace(problem, ranks=ranks)
+        check_rows_can_be_shared(problem)
+        warn_of_reading(problem)
+        if not ranks.is_alone:
+            check_same(ranks, identity_of(problem, self._attrs(), self.kernel.hyperparameters()))
+        problem = with_frozen_features(problem)
         epoch = -(-problem.log_posterior.num_data // (problem.data.batch_size or 2**62))
         if num_epochs is not None:
             num_steps = epoch * as_count("num_epochs", num_epochs)
@@ -107,30 +163,41 @@ class Optimized(Approximation):
         stopping = None
         if self._early_stopping:
             stopping = EarlyStopping(max(epoch, _WINDOW), problem.engine.layout.size)
+
+        def stop(draws: Draws) -> bool:
+            return all(ranks.of_all(stopping is not None and stopping.reached(draws), "a window"))
+
         title = f"{type(self).__name__}, {num_chains} start{'s' * (num_chains > 1)}"
+        chains = problem.chains
+        batches = problem.batches(num_chains, "shuffle", chains=chains)
+        engine, batches = on_own_rows(problem, batches)
         with Progress(steps.total, title, progress) as bar, without_vmap_warnings():
             draws = simulate(
-                problem.engine,
-                problem.positions,
-                problem.batches(num_chains, "shuffle"),
+                engine,
+                problem.positions[list(chains)],
+                batches,
                 self.kernel.columns(steps.total),
                 steps,
                 seed,
                 self._compile if self._is_pure else False,
                 bar,
                 self._earlier,
-                stop=stopping.reached if stopping else None,
+                stop=stop if stopping else None,
                 check_every=stopping.window if stopping else None,
+                numbers=chains,
+                num_chains=num_chains,
+                agree=None if ranks.rows is None else ranks.rows.agree,
             )
         if draws.error is not None:
             raise draws.error
+        draws = gather(draws, problem)
         _check_failures(draws)
         self._fit = self._finish(self._make_fit(problem, draws), problem)
         if not self._ends_exactly:
             self._warn_of_the_trace(draws)
         rows = problem.data.batch_size or problem.log_posterior.num_data
-        self._check_the_fit(3 * draws.num_steps * num_chains * rows)  # gradients are worth 3
-        return self
+        if problem.has_all_rows:
+            self._check_the_fit(3 * draws.num_steps * num_chains * rows)  # gradients are worth 3
 
     def step(self, *args: Any, **kwargs: Any) -> float:
         """Takes one step on a batch, given as the model's own arguments.
@@ -159,6 +226,8 @@ class Optimized(Approximation):
     @property
     def trace(self) -> Tensor:
         """The objective's estimate at every step, in nats, a total: `[starts, steps]`."""
+        if self._sharded is not None:
+            return cast(Tensor, self._sharded.draws.log_joint[None])
         trace = self.fit.trace
         assert trace is not None
         return trace

@@ -9,10 +9,13 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batches
+from pyro_scale.data.stream import StreamData
 from pyro_scale.engine.checkpoint import differences
 from pyro_scale.engine.draws import Draws
-from pyro_scale.errors import ArgumentError, RankError
+from pyro_scale.errors import ArgumentError, PyroScaleWarning, RankError
+from pyro_scale.run.own_rows import on_own_rows
 from pyro_scale.run.parts import Part
 from pyro_scale.run.problem import Problem
 from pyro_scale.run.resume import differences_of_runs
@@ -64,6 +67,8 @@ def _batches_of(chains: range, trajectory: Trajectory) -> Batches:
     plan, problem, batches, draws = trajectory
     sampling, share = plan.sampling, plan.share_batches
     whole = problem.batches(len(problem.positions), sampling, share, chains)
+    if problem.data.batch_size is not None:
+        whole = on_own_rows(problem, whole)[1]
     whole.seek(plan.steps.total, batches.position(draws.num_steps))
     return whole
 
@@ -132,6 +137,22 @@ def check_same(ranks: Telling, facts: Mapping[str, Any]) -> None:
                 "(torch.manual_seed), and share no data set out by DistributedSampler: ranks "
                 "take their own batches of all of it"
             )
+
+
+def warn_of_reading(problem: Problem) -> None:
+    """Says what it costs that a stream is read by every rank.
+
+    Warns:
+        PyroScaleWarning: it is.
+    """
+    world = problem.ranks.world
+    if world > 1 and isinstance(problem.data, StreamData) and problem.has_all_rows:
+        warn(
+            PyroScaleWarning,
+            f"the loader cannot be read by index, so each of {world} ranks reads all rows and "
+            f"drops those of the others: {world} times the reading.  Pass a map-style data set, or "
+            "each rank's own rows with mesh= and rows_by_rank=True",
+        )
 
 
 def join(parts: Sequence[tuple[Sequence[int], Draws]], chains: Sequence[int]) -> Draws:

@@ -34,9 +34,9 @@ def with_frozen_features(problem: Problem) -> Problem:
         or log_posterior.model_info.own_plate is not None
     ):
         return dataclasses.replace(problem, base="run at every step")
-    arguments = problem.data.first()
+    arguments = rows.take(problem.data.first(), problem.part)
     here = engine.layout.unflatten(problem.positions[0])
-    drawn = batches_from(problem.batches(1, "shuffle"), 0, _OTHERS)
+    drawn = batches_from(problem.batches(1, "shuffle").of_rows(problem.part), 0, _OTHERS)
     others = [batch.of_chain(0)[0] for batch in drawn]
     try:
         base = frozen_base(engine.density, here, arguments, others)

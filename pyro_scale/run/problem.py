@@ -70,6 +70,17 @@ class Problem:
         return len(self.chains) < len(self.positions)
 
     @property
+    def has_all_rows(self) -> bool:
+        """Whether the data of this process are all rows."""
+        return self.ranks.rows is None or self.ranks.rows.share is None
+
+    @property
+    def part(self) -> slice:
+        """This process's rows of every batch."""
+        own = self.ranks.rows
+        return slice(None) if own is None else own.of(self.batch_size)
+
+    @property
     def batch_size(self) -> int:
         """Rows of a batch: B, or N for the whole data."""
         if self.data.batch_size is None and isinstance(self.data, TensorData):

@@ -217,45 +217,51 @@ def identity_of(problem: Problem, attrs: Mapping[str, Any], hyperparameters: Any
     """What has to be alike for one run to go on with another."""
     layout = problem.engine.layout
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
-    params = layout.unflatten(problem.positions[0])
-    log_posterior = problem.log_posterior
-    with torch.no_grad():
-        start = log_posterior(params, problem.data.first(), log_posterior.first_indices()).log_joint
-    facts = identity(problem.data, layout, shapes, hyperparameters, float(start))
     return {
         **attrs,
-        **facts,
-        "num_data": log_posterior.num_data,
-        "batch_size": "auto" if problem.chooses_batches else problem.data.batch_size,
+        **facts_of_model(layout, shapes, hyperparameters),
+        "num_data": problem.log_posterior.num_data,
+        **(_facts_of_rows(problem) if problem.has_all_rows else _OF_EACH_RANK),
         "seed": problem.seed,
     }
 
 
-def identity(
-    data: Data,
-    layout: Layout,
-    shapes: Mapping[str, torch.Size],
-    hyperparameters: Mapping[str, Any],
-    start: float,
+def facts_of_model(
+    layout: Layout, shapes: Mapping[str, torch.Size], hyperparameters: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The same, as far as it is not in words already.
+    """What tells methods and models apart.
 
     Args:
-        data: of the run.
         layout: of a position.
         shapes: of the sites, each as a whole.
         hyperparameters: as they were asked for.
-        start: the log joint where chain 0 starts.
     """
     sites = zip(layout.names, layout.dtypes, strict=True)
     return {
         "hyperparameters": {name: _plain(value) for name, value in hyperparameters.items()},
-        "data": _fingerprint(data),
         "sites": {name: f"{list(shapes[name])} {dtype_name(dtype)}" for name, dtype in sites},
         "version": version("pyro_scale"),
         "random numbers": "Philox 4x32-10",
-        _START: start,
     }
+
+
+def _facts_of_rows(problem: Problem) -> dict[str, Any]:
+    """What tells the rows apart, and what the model says of the first of them."""
+    log_posterior = problem.log_posterior
+    params = problem.engine.layout.unflatten(problem.positions[0])
+    with torch.no_grad():
+        start = log_posterior(params, problem.data.first(), log_posterior.first_indices()).log_joint
+    size = "auto" if problem.chooses_batches else problem.data.batch_size
+    return facts_of_data(problem.data, size, float(start))
+
+
+def facts_of_data(data: Data, batch_size: Any, start: float) -> dict[str, Any]:
+    """The same, given the log joint where chain 0 starts."""
+    return {"data": _fingerprint(data), "batch_size": batch_size, _START: start}
+
+
+#: The same where each rank has rows of its own.
+_OF_EACH_RANK = {"data": "of each rank", "batch_size": "of each rank", _START: 0.0}
 
 
 def _fingerprint(data: Data) -> str:

@@ -13,16 +13,15 @@ from torch import Tensor
 
 from pyro_scale.data.batches import Batch, Batches
 from pyro_scale.data.row_sampler import Sampling
-from pyro_scale.distributed.data_parallel import DataParallel
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.loop import simulate
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
-from pyro_scale.engine.step import Engine
 from pyro_scale.kernels import Kernel
 from pyro_scale.model.other_batches import check_batch, is_checked
 from pyro_scale.run.config import RunConfig
 from pyro_scale.run.frozen_features import with_frozen_features
+from pyro_scale.run.own_rows import measurable, on_own_rows
 from pyro_scale.run.problem import Problem
 
 
@@ -129,47 +128,39 @@ class RunPlan:
             how: where it goes on from and where draws go, for `simulate`.
         """
         problem = with_frozen_features(self.problem)
-        is_alone = problem.ranks.rows is None
-        if not is_alone:  # ranks that sum their gradients have to take the same steps
-            how["stop"] = None
-        num_chains = len(problem.positions)
+        ranks, num_chains = problem.ranks, len(problem.positions)
+        if ranks.rows is not None:
+            how["stop"] = None  # ranks that sum their gradients have to take the same steps
         chains = problem.chains if chains is None else chains
         batches = problem.batches(num_chains, self.sampling, self.share_batches, chains)
+        engine, own_batches = on_own_rows(problem, batches)
         own = bar or Progress(self.steps.total, title, self.progress)
         with contextlib.nullcontext(own) if bar else own as shown:
             draws = simulate(
-                _on_own_rows(problem),
+                engine,
                 problem.positions[list(chains)],
-                batches,
+                own_batches,
                 self.columns,
                 self.steps,
                 problem.seed if seed is None else seed,
-                self.compile if is_alone else False,
+                self.compile,
                 shown,
                 self.earlier,
                 inspect=_inspection(problem),
                 numbers=chains,
                 num_chains=num_chains,
-                by_clock=is_alone,
+                agree=None if ranks.rows is None else ranks.rows.agree,
                 **how,
             )
-        return Trajectory(self, problem, batches, draws)
-
-
-def _on_own_rows(problem: Problem) -> Engine:
-    """What moves the chains, on this rank's rows of every batch where these are shared out."""
-    own, engine = problem.ranks.rows, problem.engine
-    if own is None:
-        return engine
-    # a sum over processes is nothing that vmap knows
-    density = DataParallel(engine.density, own)
-    return dataclasses.replace(engine, density=density, vectorized=False)
+        return Trajectory(self, *measurable(self.problem, problem, own_batches), draws)
 
 
 def _inspection(problem: Problem) -> Callable[[Tensor, Batch], None] | None:
     """Tries the rules on batches that the run meets, at the first chain's position."""
     log_posterior, layout = problem.log_posterior, problem.engine.layout
     if problem.features is not None or not is_checked(log_posterior.model_info):
+        return None
+    if problem.ranks.rows is not None:  # what one rank raised, the others would wait for
         return None
 
     first = problem.data.first()

@@ -30,7 +30,13 @@ from pyro_scale.data.sources import Data
 from pyro_scale.distributed.shards import Holders
 from pyro_scale.errors import ArgumentError, FileError, PyroScaleWarning
 from pyro_scale.kernels import Hyperparameters
-from pyro_scale.run.resume import Journal, differences_of_runs, identity, was_restarted
+from pyro_scale.run.resume import (
+    Journal,
+    differences_of_runs,
+    facts_of_data,
+    facts_of_model,
+    was_restarted,
+)
 from pyro_scale.run.sharded import ShardedChain, ShardedProblem, part_of
 from pyro_scale.storage import files
 
@@ -77,11 +83,10 @@ def facts_of(problem: ShardedProblem, data: Data, kernel: Hyperparameters) -> di
     start = problem.engine.density.plain_grad(params, to_device(first, problem.holders.device))[1]
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
     shapes |= {name: shard.shape for name, shard in problem.shards.items()}
-    hyperparameters = kernel.hyperparameters()
     return {
-        **identity(data, layout, shapes, hyperparameters, float(start.log_joint)),
+        **facts_of_model(layout, shapes, kernel.hyperparameters()),
+        **facts_of_data(data, data.batch_size, float(start.log_joint)),
         "num_data": problem.log_posterior.num_data,
-        "batch_size": data.batch_size,
         "seed": problem.seed,
     }
 

@@ -3,6 +3,7 @@
 Each writes what it found to `FOLDER/rank-<rank>.pt`.
 """
 
+import itertools
 import os
 import sys
 import warnings
@@ -11,9 +12,10 @@ from pathlib import Path
 import pyro
 import pyro.distributions as dist
 import torch
+import torchopt
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import pyro_scale as ps
 
@@ -51,6 +53,20 @@ class Rows(IterableDataset):
 
     def __len__(self):
         return len(X)
+
+
+class RowByRow(Dataset):
+    """Read by index, a row at a time; it knows which rows this process has read."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return X[index], Y[index]
 
 
 def join_group():
@@ -167,28 +183,133 @@ def checkpointed(folder, seconds=0.05, resume=False):
     return found(run(method, (X, Y), batch_size=20, checkpoint_every=seconds, **where, **how))
 
 
+def fails_on_rank_1():
+    """A model that raises on one rank of the mesh, some time after it has been understood."""
+    calls = itertools.count()
+
+    def failing(x, y=None):
+        model(x, y)
+        if RANK == 1 and next(calls) == 60:
+            raise RuntimeError("no such rows")
+
+    return failing
+
+
+def frozen_base():
+    """A last layer on a fixed network."""
+    torch.manual_seed(2)
+    layers = [torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)]
+    net = ps.bayesianize(torch.nn.Sequential(*layers).double(), include="2")
+
+    def classifier(x, y=None):
+        logits = net(x)[:, 0]
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
+
+    return classifier
+
+
+#: All rows, or those of this rank along "data", which are not as many as the other's.
+HALF = (
+    slice(None) if "RANK" not in os.environ else slice(0, 300) if RANK % 2 == 0 else slice(300, 403)
+)
+OWN_ROWS = X[HALF], Y[HALF]
+
+
+class OwnStream(IterableDataset):
+    """The rows of this rank."""
+
+    def __iter__(self):
+        return iter(zip(*OWN_ROWS, strict=True))
+
+    def __len__(self):
+        return len(OWN_ROWS[0])
+
+
 def on_mesh(shape):
     """Runs whose batches are shared out; the same without a mesh in one process."""
     mesh = None
     if "RANK" in os.environ:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("chain", "data"))
 
-    def drawn(sampler, data=(X, Y), **how):
-        how = {"mesh": mesh, "distributed": "all", "batch_size": 21, **BY_HAND, **how}
-        return run(sampler, data, **how).get_samples(group_by_chain=True)
+    def ran(sampler, data=(X, Y), **how):
+        length = {"num_samples": 20, "warmup_steps": 20, "thinning": 2}
+        how = {"mesh": mesh, "distributed": "all", "batch_size": 21, **length, **QUIET, **how}
+        return run(sampler, data, **how)
 
+    def drawn(*args, **how):
+        return ran(*args, **how).get_samples(group_by_chain=True)
+
+    def fitted(method, data=(X, Y), **how):
+        how = {"mesh": mesh, "batch_size": 21, "num_steps": 60, "num_chains": 2, **QUIET, **how}
+        fit = run(method, data, **how).fit
+        spread = [gaussian.variance for gaussian in fit.gaussians]
+        return {"w": torch.cat([fit.centers, *(each[None] for each in spread)]), "lp": fit.trace}
+
+    falling = torchopt.schedule.polynomial_schedule(0.1, 1e-3, 1.0, 60)
     few = {"num_chains": 2, "warmup_steps": 0, "thinning": 1}
+    by_rank = few | {"num_samples": 3, "rows_by_rank": mesh is not None}
+    compiled = ran(ps.SGHMC(model, lr=0.05, compile=True), num_chains=2)
+    read_by_index = RowByRow()
+    loader = DataLoader(read_by_index, 21, shuffle=True)
     return {
         "one step": drawn(ps.BAOA(model, lr=0.05), num_samples=1, **few),
         "small batches": drawn(ps.SGLD(model, lr=0.05), num_samples=9, batch_size=1, **few),
         "trajectory": drawn(ps.SGHMC(model, lr=0.05), num_chains=2),
+        "compiled": compiled.get_samples(group_by_chain=True),
+        "program": compiled.diagnostics().attrs["program"],
+        "compiled points": drawn(ps.BAOA(with_param, lr=0.05, compile=True), num_chains=2),
         "whole data": drawn(ps.BAOA(model, lr=0.05), num_chains=2, batch_size=None),
+        "loader": drawn(ps.BAOA(model, lr=0.05), loader, num_chains=2, batch_size="auto"),
+        "rows read": len(read_by_index.read),
+        "stream": drawn(
+            ps.BAOA(model, lr=0.05), DataLoader(Rows(), 21), num_chains=2, batch_size="auto"
+        ),
+        "frozen base": renamed(drawn(ps.BAOA(frozen_base(), lr=0.05), num_chains=2)),
+        "frozen base, whole data": renamed(
+            drawn(ps.BAOA(frozen_base(), lr=0.05), num_chains=2, batch_size=None)
+        ),
+        "points": drawn(ps.BAOA(with_param, lr=0.05), num_chains=2),
+        "MAP": fitted(ps.MAP(model)),
+        "MAP by torch.optim": fitted(
+            ps.MAP(model, optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+        ),
+        "MAP, compiled": fitted(ps.MAP(model, compile=True)),
+        "MAP that stops": fitted(
+            ps.MAP(model, optimizer=torchopt.adam(0.05), early_stopping=True), num_steps=5000
+        ),
+        "MAP to the mode": fitted(ps.MAP(model, structure="dense"), batch_size=None),
+        "VI": fitted(ps.VI(model, optimizer=torchopt.adam(falling), num_particles=2)),
+        "VI, dense": fitted(ps.VI(model, structure="dense")),
+        "IVON": fitted(ps.IVON(model), data=DataLoader(Rows(), 21), batch_size=None),
+        "MAP, rows by rank": fitted(
+            ps.MAP(model), OWN_ROWS, batch_size=None, rows_by_rank=mesh is not None
+        ),
+        "few starts": told(lambda: fitted(ps.MAP(model), num_chains=1)) if shape[0] > 1 else None,
+        "rows by rank": drawn(ps.BAOA(model, lr=0.05), OWN_ROWS, batch_size=None, **by_rank),
+        "streams by rank": drawn(
+            ps.BAOA(model, lr=0.05),
+            DataLoader(OwnStream(), len(OWN_ROWS[0])),
+            batch_size="auto",
+            **by_rank,
+        ),
+        "batches by rank": drawn(
+            ps.BAOA(model, lr=0.05), OWN_ROWS, **by_rank | {"num_samples": 50}
+        ),
+        "rows by rank, untuned": told(
+            lambda: drawn(ps.BAOA(model), num_chains=2, rows_by_rank=True)
+        ),
         "own subsamples": told(
             lambda: drawn(ps.BAOA(subsampling, lr=0.05), num_chains=2, batch_size=None)
         ),
-        "points": drawn(ps.BAOA(with_param, lr=0.05), num_chains=2),
-        "clock": told(lambda: drawn(ps.BAOA(model), num_chains=2, max_seconds=9.0)),
+        "clock": told(lambda: drawn(ps.BAOA(model, lr=0.05), num_chains=2, max_seconds=9.0)),
+        "fails": told(lambda: drawn(ps.BAOA(fails_on_rank_1(), lr=0.05), num_chains=2)),
     }
+
+
+def renamed(samples):
+    """The weights of the last layer in place of those of `model`."""
+    return {"w": torch.cat([value.flatten(2) for value in samples.values()], -1)}
 
 
 def main(case, folder):

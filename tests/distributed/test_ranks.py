@@ -128,20 +128,88 @@ def on_one(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 2), marks=pytest.mark.slow)])
-def test_gradients_over_ranks_are_those_of_one_process(shape, on_one, tmp_path):
+@pytest.fixture(
+    scope="module", params=[(1, 2), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str
+)
+def on_mesh(request, tmp_path_factory):
+    case = "-".join(["mesh", *map(str, request.param)])
+    return results(case, tmp_path_factory.mktemp("mesh") / "n", request.param[0] * request.param[1])
+
+
+@pytest.mark.parametrize(
+    ("case", "tolerance"),
+    [
+        ("one step", 1e-12),
+        ("small batches", 1e-12),
+        ("trajectory", 1e-8),
+        ("compiled", 1e-8),
+        ("compiled points", 1e-8),
+        ("whole data", 1e-8),
+        ("loader", 1e-8),
+        ("stream", 1e-8),
+        ("frozen base", 1e-8),
+        ("frozen base, whole data", 1e-8),
+        ("points", 1e-8),
+        ("rows by rank", 1e-12),  # 300 and 103 of them
+        ("streams by rank", 1e-12),
+    ],
+)
+def test_gradients_over_ranks_are_those_of_one_process(case, tolerance, on_one, on_mesh):
     """Batches of 21, 1 and 403 rows on two ranks do not divide evenly: the prior and every row
     count once, and noise is the same on both."""
-    found = results("-".join(["mesh", *map(str, shape)]), tmp_path, shape[0] * shape[1])
-    tolerances = {"one step": 1e-12, "small batches": 1e-12}
-    for case in ("one step", "small batches", "trajectory", "whole data", "points"):
-        for rank in found:
-            close = {"rtol": 0, "atol": tolerances.get(case, 1e-8)}
-            torch.testing.assert_close(rank[case]["w"], on_one[case]["w"], **close)
-            assert torch.equal(rank[case]["w"], found[0][case]["w"])
-    for rank in found:
+    for rank in on_mesh:
+        torch.testing.assert_close(rank[case]["w"], on_one[case]["w"], rtol=0, atol=tolerance)
+        assert torch.equal(rank[case]["w"], on_mesh[0][case]["w"])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "MAP",
+        "MAP by torch.optim",
+        "MAP, compiled",
+        "MAP that stops",
+        "MAP to the mode",
+        "MAP, rows by rank",
+        "VI",
+        "VI, dense",
+        "IVON",
+    ],
+)
+def test_fits_over_ranks_are_those_of_one_process(case, on_one, on_mesh):
+    """Every rank has all starts, their last values, spreads and traces."""
+    for rank in on_mesh:
+        torch.testing.assert_close(rank[case], on_one[case], rtol=1e-9, atol=1e-8)
+
+
+def test_rows_of_each_rank_alone_count_alike(on_mesh):
+    """Parts of 300 and 103 rows, in batches of 21 of each; what needs all rows is refused."""
+    for rank in on_mesh:
+        assert torch.isfinite(rank["batches by rank"]["w"]).all()
+        assert torch.equal(rank["batches by rank"]["w"], on_mesh[0]["batches by rank"]["w"])
+        assert "lr='auto'" in rank["rows by rank, untuned"][1]
+
+
+def test_a_rank_reads_its_own_rows_alone(on_one, on_mesh):
+    """But for what the preflight and the checks afterwards read."""
+    assert all(rank["rows read"] < 0.75 * on_one["rows read"] for rank in on_mesh)
+
+
+def test_steps_with_a_sum_over_ranks_are_compiled(on_mesh):
+    assert {rank["program"] for rank in on_mesh} == {"compiled step"}
+
+
+def test_what_cannot_be_shared_out_is_refused(on_mesh):
+    for rank in on_mesh:
         assert "subsamples by itself in plate 'data'" in rank["own subsamples"][1]
         assert "max_seconds" in rank["clock"][1]
+
+
+def test_a_model_that_fails_on_one_rank_ends_all(on_mesh):
+    for rank in on_mesh:
+        kind, message = rank["fails"]
+        assert kind == "RankError"
+        assert "the model has failed at a step: on rank 1, RuntimeError: no such rows" in message
 
 
 # ------------------------------------------------------------------ what goes wrong
