@@ -29,9 +29,9 @@ from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.by_rank import check_same, check_same_call
 from pyro_scale.run.limits import check_memory
 from pyro_scale.run.problem import as_log_posterior
-from pyro_scale.run.sharded import ShardedChain, check_kernel, prepare, sharded_network
-from pyro_scale.run.sharded_checkpoint import facts_of, open_checkpoints
-from pyro_scale.run.sharded_run import check_data, execute
+from pyro_scale.run.sharded.chain import ShardedChain, check_kernel, prepare, sharded_network
+from pyro_scale.run.sharded.checkpoint import facts_of, open_checkpoints
+from pyro_scale.run.sharded.execute import check_data, execute
 
 F = TypeVar("F", bound=Callable[..., Any])
 

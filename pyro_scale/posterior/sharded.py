@@ -17,7 +17,7 @@ from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.model.transforms import bijection
 from pyro_scale.posterior.predictive import data_axes, spread_evenly
 from pyro_scale.rng.seeds import Purpose, choose_seed, derived_seed
-from pyro_scale.run.sharded import ShardedProblem, part_of
+from pyro_scale.run.sharded.chain import ShardedProblem, part_of
 
 
 @dataclass(frozen=True)

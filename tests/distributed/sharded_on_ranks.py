@@ -64,6 +64,7 @@ def model_of(net, **how):
         sigma = pyro.sample("sigma", dist.LogNormal(x.new_zeros(()), 1.0))
         mean = bayes(x)[:, 0]
         with pyro.plate("data", len(x)):
+            pyro.deterministic("mean", mean)
             pyro.sample("y", dist.Normal(mean, sigma), obs=y)
 
     return model
@@ -163,7 +164,12 @@ def refused():
     fully_shard(half[0], mesh=init_device_mesh(DEVICE, (WORLD,)))
     done = by_hand(ps.BAOA(model, lr=0.01))()
     batch = X[:9], Y[:9]
+    moved = (X + max(RANK, 0), Y)
+    seeds = QUIET | {"seed": 3 + max(RANK, 0)}
     calls = {
+        "other data": lambda: ps.BAOA(model, lr=0.01).run(moved, **BY_HAND, **QUIET),
+        "other seeds": lambda: ps.BAOA(model, lr=0.01).run((X, Y), **BY_HAND, **seeds),
+        "reduce": lambda: done.predict(X[:9], reduce="mean"),
         "lr": by_hand(ps.BAOA(model)),
         "kernel": by_hand(ps.SGNHT(model, lr=0.01)),
         "kernel of step": lambda: ps.UBU(model, lr=0.01, num_data=101).step(*batch),
@@ -206,16 +212,24 @@ def cases(folder):
     found = {"steps": {name: stepped(name) for name in METHODS}}
     found["runs"] = {n: whole(ran(n).get_samples()) for n in METHODS if n != "IVON"}
     found["loader"] = by_loader()
+    if RANK < 0:
+        found["trace"] = ran("IVON").trace
     baoa = ran("BAOA")
     torch.manual_seed(5)
-    found["predictions"] = baoa.predict(X[:9], num_samples=4)["y"].cpu()
-    found["one row"] = baoa.predict(X[:1])["y"].cpu()
+    found["predictions"] = baoa.predict(X[:9], num_samples=4)
+    found["one row"] = baoa.predict(X[:1], return_sites=["mean"])
     if RANK < 0:
         return found
     ivon = ran("IVON")
     found["draws of a fit"] = whole(ivon.get_samples(4))
     found["kind"] = {name: type(v).__name__ for name, v in baoa.get_samples().items()}
-    found["network"] = [weight.to_local().clone() for weight in sharded().parameters()]
+    found["linearized"] = told(lambda: ivon.predict(X[:9], num_samples=2, linearized=True))
+    found["trace"] = ivon.trace
+    net = sharded()
+    ps.MAP(model_of(net), optimizer=torchopt.adam(1e-2)).run(
+        (X, Y), num_steps=20, batch_size=21, **QUIET
+    )
+    found["network"] = whole({name: weight.detach() for name, weight in net.named_parameters()})
     found["refused"] = refused()
     found["half"] = in_half_precision()
     offloaded = stepped("BAOA", offload_policy=CPUOffloadPolicy(pin_memory=DEVICE == "cuda"))
@@ -249,7 +263,7 @@ def main(case, folder):
         found = checkpointed(folder, resume=True)
     torch.save(found, Path(folder) / f"rank-{max(RANK, 0)}.pt")
     if RANK >= 0:
-        distributed.destroy_process_group()
+        distributed.barrier()  # what ends first takes the others' store with it
 
 
 if __name__ == "__main__":

@@ -37,11 +37,11 @@ from pyro_scale.run.resume import (
     facts_of_model,
     was_restarted,
 )
-from pyro_scale.run.sharded import ShardedChain, ShardedProblem, part_of
+from pyro_scale.run.sharded.chain import ShardedChain, ShardedProblem, part_of
 from pyro_scale.storage import files
 
 if TYPE_CHECKING:
-    from pyro_scale.run.sharded_run import Kept
+    from pyro_scale.run.sharded.execute import Kept
 
 #: States that are kept: should the latest become damaged, there is the one before.
 _KEPT = 2

@@ -14,8 +14,8 @@ from pyro_scale.engine.draws import Steps
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import NonFiniteError
 from pyro_scale.model.other_batches import check_batch, is_checked
-from pyro_scale.run.sharded import ShardedChain, ShardedProblem, part_of
-from pyro_scale.run.sharded_checkpoint import ShardedCheckpoints
+from pyro_scale.run.sharded.chain import ShardedChain, ShardedProblem, part_of
+from pyro_scale.run.sharded.checkpoint import ShardedCheckpoints
 
 #: Batches besides the first on which the rules are tried before a run.
 _OTHER_BATCHES = 2
