@@ -49,7 +49,7 @@ def network(dtype=torch.float64):
 
 def sharded(shape=(WORLD,), dtype=torch.float64, **how):
     """Weights of 7 and of 1 row on 2 or 3 ranks: uneven parts, and some without elements."""
-    mesh = init_device_mesh(DEVICE, shape)
+    mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("copy", "shard")[-len(shape) :])
     net = network(dtype)
     for layer in (net[0], net[2], net[4]):
         fully_shard(layer, mesh=mesh, **how)
