@@ -65,6 +65,11 @@ class Target:
         gradient = self.layout.flatten(by_site) / self.density.num_data
         return _leading(self.whitening, "pull_back", gradient), evaluation
 
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of a value for each element of the chain, of which a position may be a part."""
+        total: Tensor = getattr(self.density, "total", torch.sum)(values)
+        return total
+
 
 def to_params(whitening: Whitening | None, positions: Tensor) -> Tensor:
     """Positions `[..., D]` of chains as unconstrained params."""

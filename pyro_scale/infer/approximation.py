@@ -24,6 +24,7 @@ from pyro_scale.diagnostics.psis import (
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ApproximationWarning, ArgumentError, DataError, NotRunError
 from pyro_scale.infer.method import Method
+from pyro_scale.infer.sharded import WHOLE_NOWHERE, predict_sharded
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior import predictive
 from pyro_scale.posterior.draws import Result
@@ -87,6 +88,8 @@ class Approximation(Method):
         Raises:
             NotRunError: nothing has been run.
         """
+        if self._sharded is not None:
+            raise ArgumentError(WHOLE_NOWHERE)
         if self._fit is None:
             raise NotRunError(f"{type(self).__name__} has no fit yet: call run(data, ...) first")
         return self._fit
@@ -172,6 +175,11 @@ class Approximation(Method):
             ArgumentError: `linearized` of what has no distribution, or without a Gaussian; what
                 `reduce` asks for does not exist.
         """
+        if self._sharded is not None:
+            if linearized:
+                raise ArgumentError(WHOLE_NOWHERE)
+            chosen = num_samples, batch_size, return_sites, reduce
+            return predict_sharded(self._sharded.draws, args, kwargs, *chosen)
         fit = self.fit
         arguments = fit.log_posterior.bind(args, kwargs)
         if linearized:

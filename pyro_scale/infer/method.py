@@ -21,6 +21,7 @@ from pyro_scale.diagnostics.report import diagnostics
 from pyro_scale.diagnostics.summary import summary
 from pyro_scale.errors import ArgumentError, NotRunError, PyroScaleWarning
 from pyro_scale.infer.call_checks import ATTRIBUTES, check_calls
+from pyro_scale.infer.sharded import WHOLE_NOWHERE, predict_sharded
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior import export, predictive, result_files
 from pyro_scale.posterior.draws import Result
@@ -61,6 +62,8 @@ class Method:
     elsewhere: ClassVar[Mapping[str, str]] = {}
     #: What single steps go on from, where a method takes them.
     _stepping: Stepping | None = None
+    #: What there is instead where the model's network is sharded over processes.
+    _sharded: Any = None
     #: Why there are no results, while there are none.
     _why_none: str = "has no draws yet: call run(data, ...) first"
 
@@ -114,6 +117,8 @@ class Method:
         elif result is not None:
             chains, draws = result.positions.shape[:2]
             rows, kept = result.log_posterior.num_data, f"{chains} x {draws:,} draws"
+        elif self._sharded is not None:
+            return f"<{own}({settings}), on a sharded network>"
         else:
             return f"<{own}({settings}), not run>"
         return f"<{own}({settings}), N = {rows:,}, {kept}>"
@@ -135,6 +140,8 @@ class Method:
             NotRunError: nothing has been run.
             ArgumentError: more draws are asked for than there are.
         """
+        if self._sharded is not None:
+            return cast(dict[str, Tensor], self._sharded.draws.samples(num_samples, group_by_chain))
         result = self._draws()
         chains, draws = result.positions.shape[:2]
         if group_by_chain:
@@ -346,6 +353,9 @@ class Method:
         Raises:
             ArgumentError: `reduce` is none of these, or a site has no such thing.
         """
+        if self._sharded is not None:
+            chosen = num_samples, batch_size, return_sites, reduce
+            return predict_sharded(self._sharded.draws, args, kwargs, *chosen)
         result = self._draws()
         arguments = result.log_posterior.bind(args, kwargs)
         chosen = num_samples, batch_size, return_sites, reduce
@@ -476,6 +486,8 @@ class Method:
         return self._init_strategy
 
     def _results(self) -> Result:
+        if self._sharded is not None:
+            raise ArgumentError(WHOLE_NOWHERE)
         if self._result is None:
             raise NotRunError(f"{type(self).__name__} {self._why_none}")
         return self._result

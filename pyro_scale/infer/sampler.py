@@ -35,6 +35,7 @@ from pyro_scale.errors import (
 from pyro_scale.infer.call_checks import unknown_argument
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.settings import settings_of
+from pyro_scale.infer.sharded import or_sharded, step_sharded
 from pyro_scale.kernels import Kernel
 from pyro_scale.posterior.collect import collect, warn_of_short_warmup
 from pyro_scale.posterior.sinks import ToDisk, ToMoments, sink_for
@@ -169,6 +170,7 @@ class Sampler(Method):
                 raise ArgumentError(f"{name}: from_sgd sets it; leave it out")
         return cls(model, **same, **others)
 
+    @or_sharded
     @without_vmap_warnings()
     def run(
         self,
@@ -616,6 +618,8 @@ class Sampler(Method):
             ArgumentError: an option that needs the whole data.
             NonFiniteError: the state became NaN or infinite.
         """
+        if (log_joint := step_sharded(self, args, kwargs)) is not None:
+            return log_joint
         if self.kernel.adjusted:
             raise ArgumentError(
                 f"step() sees one batch at a time, but {type(self).__name__} compares log joints "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -22,6 +22,7 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, NonFiniteError
 from pyro_scale.infer.approximation import Approximation, Structure
+from pyro_scale.infer.sharded import or_sharded, step_sharded
 from pyro_scale.kernels.optimizer import is_pure
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
@@ -71,6 +72,7 @@ class Optimized(Approximation):
         self._compile, self._early_stopping = compile, early_stopping
         self._earlier = Earlier()
 
+    @or_sharded
     def run(
         self,
         data: Any,
@@ -209,6 +211,8 @@ class Optimized(Approximation):
         Raises:
             NonFiniteError: the state became NaN or infinite.
         """
+        if (objective := step_sharded(self, args, kwargs)) is not None:
+            return objective
         if self._stepping is None:
             data = batch_as_data(self.model, self._num_data, args, kwargs)
             problem = self._prepare(data, self._num_data, 1, choose_seed(None))
@@ -222,6 +226,8 @@ class Optimized(Approximation):
     @property
     def trace(self) -> Tensor:
         """The objective's estimate at every step, in nats, a total: `[starts, steps]`."""
+        if self._sharded is not None:
+            return cast(Tensor, self._sharded.draws.log_joint[None])
         trace = self.fit.trace
         assert trace is not None
         return trace

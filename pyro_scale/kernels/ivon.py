@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters, Values
 from pyro_scale.kernels.kernel import Target
-from pyro_scale.kernels.vi import entropy
+from pyro_scale.kernels.vi import entropies
 
 
 def _averaging(step: int) -> float:
@@ -81,7 +81,9 @@ class IVON(Hyperparameters):
         surprise = -gradient * noise[0] / torch.where(is_random, sd, 1) - curvature
         change = is_random * (1 - values["forgetting"]) * surprise
         curvature = curvature + change + change * change / (2 * curvature)
-        bound = evaluation.log_joint + target.num_data * entropy(values["temperature"], sd.log())
+        total = getattr(target, "total", torch.sum)  # of elements on other processes, too
+        entropy = total(entropies(values["temperature"], sd.log()))
+        bound = evaluation.log_joint + target.num_data * entropy
         mean = mean + values["lr"] * momentum / (weight * curvature)
         state = IVONState(mean, curvature, momentum, weight)
         return state, evaluation._replace(log_joint=bound)

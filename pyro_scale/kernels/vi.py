@@ -81,7 +81,7 @@ class VI(Hyperparameters):
         temperature = values["temperature"].to(mean.dtype).expand_as(mean)
         if not self.sticking_the_landing:
             widening = widening + self.from_log_sds(temperature, spread)
-        bound = entropy(values["temperature"], self.log_sds(spread)) * target.num_data
+        bound = entropies(values["temperature"], self.log_sds(spread)).sum() * target.num_data
         bound = bound + log_joint / len(noise)
         (mean, spread), remembered = ascend(
             self.optimizer, [slope, widening], remembered, [mean, spread]
@@ -113,11 +113,11 @@ class VI(Hyperparameters):
         raise NotImplementedError
 
 
-def entropy(temperature: Tensor, log_sds: Tensor) -> Tensor:
-    """T H[q], given the logs of the diagonal of a factor of q's covariance, [D]; what is at
-    temperature 0 has none."""
+def entropies(temperature: Tensor, log_sds: Tensor) -> Tensor:
+    """The parts of T H[q], given the logs of the diagonal of a factor of q's covariance, [D]; what
+    is at temperature 0 has none."""
     of_each = torch.where(temperature > 0, log_sds, 0) + (1 + math.log(2 * math.pi)) / 2
-    return (temperature * of_each).sum()
+    return temperature * of_each
 
 
 class MeanField(VI):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_scale.errors import ModelError, SiteError
 from pyro_scale.model.classify import close
+from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.recorder import Recorder
 from pyro_scale.model.sites import Site, plate_scale
 from pyro_scale.model.terms import Term
@@ -35,7 +36,8 @@ def check_names(sites: Mapping[str, Site]) -> None:
 def check_latent_sizes(sites: Mapping[str, Site]) -> None:
     """Latents without elements, of which there is nothing to infer."""
     for site in sites.values():
-        if site.kind == "latent" and not site.value.numel():
+        # a rank's part of a small weight may be empty
+        if site.kind == "latent" and not site.value.numel() and WEIGHT not in site.infer:
             raise SiteError(
                 f"site '{site.name}': it has the shape {list(site.value.shape)}, no elements: "
                 "leave it out where there is nothing to infer"

@@ -127,9 +127,12 @@ class LogPosterior:
         arguments = rows.as_arguments(batch)
         self.prepare(arguments)
         run = self.run(params, arguments, indices)
-        size = self.batch_size(arguments)
+        return self.evaluate(run.sites, self.batch_size(arguments))
+
+    def evaluate(self, sites: Mapping[str, Site], batch_size: int) -> Evaluation:
+        """The log joint of one run, by its sites."""
         scaling = self.model_info.scaling
-        return scaling.evaluate(run.sites, terms_of(run.sites), size, self._prior)
+        return scaling.evaluate(sites, terms_of(sites), batch_size, self._prior)
 
     def grad(
         self, params: Params, batch: Any, indices: Tensor | None = None

@@ -20,6 +20,7 @@ from pyro_scale.data.sources import Data
 from pyro_scale.distributed.ranks import WHOLE, Share
 from pyro_scale.errors import ArgumentError, DataError, ModelError, PyroScaleError
 from pyro_scale.fullbatch.chunks import CHUNK_ROWS, Chunk, chunks_of, is_row_wise, split
+from pyro_scale.model.model_info import ModelInfo
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import unwrap
 from pyro_scale.posterior.by_rank import Readers, readers_of
@@ -57,7 +58,11 @@ def observed_data(result: Result, data: Data) -> dict[str, Tensor]:
 
 def data_sites(result: Result) -> dict[str, int]:
     """Observed sites that have a value a row -> the rows' axis in their value, from the right."""
-    info = result.log_posterior.model_info
+    return data_axes(result.log_posterior.model_info)
+
+
+def data_axes(info: ModelInfo) -> dict[str, int]:
+    """The same, of a model."""
     axes = {}
     for name, rule in info.scaling.rules.items():
         if rule.role == "rows" and rule.dim is not None:

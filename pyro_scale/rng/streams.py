@@ -128,3 +128,41 @@ class RefinedNoise(NoiseStream):
         halves = torch.stack([along + apart, along - apart], dim=2) / math.sqrt(2)
         wanted = halves.flatten(1, 2)[:, start - 2 * first : stop - 2 * first]
         return wanted.contiguous() if out is None else out.copy_(wanted)
+
+
+class ShardNoise:
+    """The noise of one chain of which every process has some elements: what a `NoiseStream` of the
+    whole chain has there, however they are shared out.
+
+    Args:
+        seed: the run's seed.
+        shape: the noise of one step of the whole chain, `[normals, D]`.
+        places: (the first, how many) of the elements, for each piece in which they lie.
+        dtype: of the noise.
+        device: where it is drawn and stays.
+        purpose: which stream.
+        chain: its number.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        shape: tuple[int, int],
+        places: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        purpose: Purpose = Purpose.NOISE,
+        chain: int = 0,
+    ):
+        self._stream, self._shape, self._places = Stream(seed, chain, purpose), shape, places
+        self._like = torch.empty(0, dtype=dtype, device=device)
+
+    def at(self, step: int) -> Tensor:
+        """The noise of one step, `[normals, elements here]`."""
+        (normals, size), counts = self._shape, [count for _, count in self._places]
+        out = self._like.new_empty(normals, sum(counts))
+        for number, row in enumerate(out):
+            before = (step * normals + number) * size
+            for (first, _), part in zip(self._places, row.split(counts), strict=True):
+                fill_normals(self._stream, before + first, part)
+        return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batches
 from pyro_scale.data.stream import StreamData
-from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.engine.checkpoint import differences
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, PyroScaleWarning, RankError
@@ -94,8 +93,16 @@ def in_step(trajectory: Trajectory) -> Trajectory:
     return trajectory
 
 
+class Telling(Protocol):
+    """Processes that tell each other what they have."""
+
+    def of_all(self, value: Any, what: str) -> list[Any]:
+        """Every rank's value, by rank; `what` it is, in words."""
+        ...
+
+
 def check_same_call(
-    ranks: Ranks, arguments: Mapping[str, Any], what: str = "the beginning of a run"
+    ranks: Telling, arguments: Mapping[str, Any], what: str = "the beginning of a run"
 ) -> None:
     """Refuses ranks that were called otherwise than rank 0.
 
@@ -117,7 +124,7 @@ def check_same_call(
             )
 
 
-def check_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
+def check_same(ranks: Telling, facts: Mapping[str, Any]) -> None:
     """Refuses ranks that are on another run than rank 0.
 
     Args:

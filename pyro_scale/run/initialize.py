@@ -56,7 +56,7 @@ def initialize(
     starts = [draw(chain, 0) for chain in range(len(inits))]
     layout, num_latents = Layout.of(starts[0] | params), Layout.of(starts[0]).size
     positions = torch.stack([layout.flatten(start | params) for start in starts])
-    engine = Engine(_with_all_sites(kernel, layout), log_posterior, layout, num_latents)
+    engine = Engine(with_all_sites(kernel, layout), log_posterior, layout, num_latents)
 
     def redraw(chain: int, attempt: int) -> Tensor:
         return layout.flatten(draw(chain, attempt) | params)
@@ -115,7 +115,7 @@ def _params_of(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> dic
     return params
 
 
-def _with_all_sites(kernel: Hyperparameters, layout: Layout) -> Hyperparameters:
+def with_all_sites(kernel: Hyperparameters, layout: Layout) -> Hyperparameters:
     """The kernel with a value for every site in hyperparameters that are given by site."""
     defaults = {field.name: field.default for field in dataclasses.fields(kernel)}
     completed = {

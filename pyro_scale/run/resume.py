@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pyro_scale.core import rows
-from pyro_scale.core.layout import dtype_name
+from pyro_scale.core.layout import Layout, dtype_name
 from pyro_scale.core.rows import Arguments
 from pyro_scale.data.sources import Data, IndexedData, OwnSubsamples, TensorData
 from pyro_scale.data.stream import StreamData
@@ -82,7 +82,7 @@ class Journal:
         if isinstance(every, bool) or not isinstance(every, int | float) or not every >= 0:
             raise ArgumentError(f"checkpoint_every={every!r}: pass seconds, 0 or more")
         if resume is None and checkpoint is not None:
-            if not _was_restarted():
+            if not was_restarted():
                 check_unused(checkpoint, places_in(checkpoint))
             elif holds_parts(checkpoint):
                 resume = checkpoint
@@ -191,7 +191,7 @@ class Journal:
         return last if last is not None and last.facts["halvings"] == halvings else None
 
 
-def _was_restarted() -> bool:
+def was_restarted() -> bool:
     """Whether torchrun has started this process again, after one has died."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
@@ -217,14 +217,30 @@ def differences_of_runs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list
 def identity_of(problem: Problem, attrs: Mapping[str, Any], hyperparameters: Any) -> dict[str, Any]:
     """What has to be alike for one run to go on with another."""
     layout = problem.engine.layout
-    shapes = zip(layout.names, layout.shapes, layout.dtypes, strict=True)
+    shapes = dict(zip(layout.names, layout.shapes, strict=True))
     return {
         **attrs,
-        "hyperparameters": {name: _plain(value) for name, value in hyperparameters.items()},
+        **facts_of_model(layout, shapes, hyperparameters),
         "num_data": problem.log_posterior.num_data,
         **(_facts_of_rows(problem) if problem.has_all_rows else _OF_EACH_RANK),
-        "sites": {name: f"{list(shape)} {dtype_name(dtype)}" for name, shape, dtype in shapes},
         "seed": problem.seed,
+    }
+
+
+def facts_of_model(
+    layout: Layout, shapes: Mapping[str, torch.Size], hyperparameters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What tells methods and models apart.
+
+    Args:
+        layout: of a position.
+        shapes: of the sites, each as a whole.
+        hyperparameters: as they were asked for.
+    """
+    sites = zip(layout.names, layout.dtypes, strict=True)
+    return {
+        "hyperparameters": {name: _plain(value) for name, value in hyperparameters.items()},
+        "sites": {name: f"{list(shapes[name])} {dtype_name(dtype)}" for name, dtype in sites},
         "version": version("pyro_scale"),
         "random numbers": "Philox 4x32-10",
     }
@@ -236,11 +252,13 @@ def _facts_of_rows(problem: Problem) -> dict[str, Any]:
     params = problem.engine.layout.unflatten(problem.positions[0])
     with torch.no_grad():
         start = log_posterior(params, problem.data.first(), log_posterior.first_indices()).log_joint
-    return {
-        "data": fingerprint(problem.data),
-        "batch_size": "auto" if problem.chooses_batches else problem.data.batch_size,
-        _START: float(start),
-    }
+    size = "auto" if problem.chooses_batches else problem.data.batch_size
+    return facts_of_data(problem.data, size, float(start))
+
+
+def facts_of_data(data: Data, batch_size: Any, start: float) -> dict[str, Any]:
+    """The same, given the log joint where chain 0 starts."""
+    return {"data": fingerprint(data), "batch_size": batch_size, _START: start}
 
 
 #: The same where each rank has rows of its own.

@@ -13,11 +13,13 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from pyro_scale.distributed.shards import is_sharded
 from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.module_trace import describe
 from pyro_scale.model.nn.priors import WeightPrior, priors_of
 from pyro_scale.model.nn.selection import Choice, select
+from pyro_scale.model.nn.sharded import ShardedModule
 
 #: What becomes of the weights that have no prior.
 Rest = Literal["frozen", "point"]
@@ -29,7 +31,7 @@ def bayesianize(
     include: Choice | Iterable[Choice] | None = None,
     exclude: Choice | Iterable[Choice] | None = None,
     rest: Rest = "frozen",
-) -> BayesianModule:
+) -> BayesianModule | ShardedModule:
     """A copy of a network that draws chosen weights from a prior whenever it is called: once in
     a model, outside of the data's plate.
 
@@ -45,6 +47,10 @@ def bayesianize(
 
     An Embedding's row at its `padding_idx` stays as it is: it has a prior like the others, but
     the network does not see its draws.
+
+    A network that `torch.distributed.fsdp.fully_shard` has shared out among processes is not
+    copied but moved itself, and each process draws its own part of every weight.  Its priors are
+    the same for all elements of a weight, and other weights are frozen.
 
     Args:
         net: any module; it is not changed.
@@ -81,6 +87,10 @@ def bayesianize(
         raise ArgumentError(f"rest={rest!r}: pass one of {get_args(Rest)}")
     names = select(net, include, exclude)
     _check_layer(net, names)
+    if any(is_sharded(weight) for weight in net.parameters()):
+        if rest == "point":
+            raise ArgumentError("rest='point': of a sharded network, the rest is frozen")
+        return ShardedModule(net, prior, names)
     return BayesianModule(_copy_weights(net), prior, names, rest)
 
 

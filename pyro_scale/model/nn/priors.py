@@ -56,15 +56,43 @@ def priors_of(net: nn.Module, names: list[str], prior: WeightPrior) -> dict[str,
     priors = {}
     for name in names:
         weight = net.get_parameter(name)
-        given: Any = None
-        if isinstance(prior, str):
-            given = _describe(prior)(owners[name], name, weight)
-        elif isinstance(prior, torch.distributions.Distribution):
-            given = prior
-        elif callable(prior):
-            given = prior(name, weight.detach())
+        given = _given(owners[name], name, weight, prior)
         priors[name] = _fit_to(name, weight, given, prior)
     return priors
+
+
+def prior_of_shard(net: nn.Module, name: str, prior: WeightPrior, local: Tensor) -> Any:
+    """The prior of a part of a sharded weight, of the part's shape, dtype and device.
+
+    Raises:
+        ArgumentError: `prior` is no prior, or not the same one for all elements.
+    """
+    owner = net.get_submodule(name.rpartition(".")[0])
+    weight = net.get_parameter(name)
+    like = torch.empty(weight.shape, dtype=weight.dtype, device="meta")  # it is whole nowhere
+    try:
+        given = _given(owner, name, like, prior)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ArgumentError(
+            f"prior={prior!r} reads the values of '{name}', which is sharded, so that they are "
+            f"nowhere as a whole ({error}): use its shape alone"
+        ) from error
+    shape = getattr(given, "batch_shape", torch.Size()) + getattr(given, "event_shape", ())
+    if shape:
+        raise ArgumentError(
+            f"the prior of '{name}' has shape {list(shape)}: the weight is sharded, so pass one of "
+            "a scalar, which is every element's"
+        )
+    return _fit_to(name, local, given, prior)
+
+
+def _given(owner: nn.Module, name: str, weight: Tensor, prior: WeightPrior) -> Any:
+    """What a user has passed for a weight."""
+    if isinstance(prior, str):
+        return _describe(prior)(owner, name, weight)
+    if isinstance(prior, torch.distributions.Distribution):
+        return prior
+    return prior(name, weight.detach()) if callable(prior) else None
 
 
 def kaiming(owner: nn.Module, name: str, weight: Tensor) -> dist.Normal:

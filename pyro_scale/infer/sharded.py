@@ -1,0 +1,287 @@
+"""Methods on sharded networks: what their `run` and `step` hand over to."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.rows import Arguments
+from pyro_scale.core.schedules import Cyclical
+from pyro_scale.core.validation import as_count, is_auto
+from pyro_scale.core.warn import without_vmap_warnings
+from pyro_scale.data.open import open_data
+from pyro_scale.data.row_sampler import Sampling
+from pyro_scale.data.sources import Data
+from pyro_scale.distributed.shards import Holders
+from pyro_scale.engine.draws import Steps
+from pyro_scale.engine.progress import Progress
+from pyro_scale.errors import ArgumentError
+from pyro_scale.kernels import IVON, Kernel
+from pyro_scale.model.nn.sharded import ShardedModule
+from pyro_scale.posterior.sharded import ShardedDraws
+from pyro_scale.rng.seeds import choose_seed
+from pyro_scale.run.by_rank import check_same, check_same_call
+from pyro_scale.run.limits import check_memory
+from pyro_scale.run.problem import as_log_posterior
+from pyro_scale.run.sharded.chain import ShardedChain, check_kernel, prepare, sharded_network
+from pyro_scale.run.sharded.checkpoint import facts_of, open_checkpoints
+from pyro_scale.run.sharded.execute import check_data, execute
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: What is said where something would need whole weights.
+WHOLE_NOWHERE = (
+    "the network is sharded, so no process has whole draws of it: there are get_samples(), whose "
+    "weights are DTensors, and predict()"
+)
+
+
+class ShardedSteps:
+    """A chain of a sharded network that is moved step by step, and its latest draw."""
+
+    def __init__(self, chain: ShardedChain):
+        self.chain = chain
+
+    @property
+    def draws(self) -> ShardedDraws:
+        """The state as a draw, or as a fit."""
+        return draws_of(self.chain, self.chain.state.position.detach().cpu(), torch.empty(0))
+
+
+class ShardedResult(NamedTuple):
+    """What a run leaves."""
+
+    draws: ShardedDraws
+
+
+def or_sharded(run: F) -> F:
+    """A method's `run` that hands models with a sharded network over to `run_sharded`."""
+    signature = inspect.signature(run)
+
+    @functools.wraps(run)
+    def either(method: Any, *args: Any, **kwargs: Any) -> Any:
+        method._sharded = None
+        if not ShardedModule.alive:
+            return run(method, *args, **kwargs)
+        asked = signature.bind(method, *args, **kwargs)
+        asked.apply_defaults()
+        _, data, *_ = asked.args
+        batch_size = asked.arguments["batch_size"]
+        size = None if is_auto(batch_size) else batch_size
+        opened = open_data(data, size, method._num_data)
+        network = sharded_network(method.model, opened.first())
+        if network is None:
+            return run(method, *args, **kwargs)
+        if is_auto(batch_size) and not hasattr(data, "dataset"):
+            raise ArgumentError(
+                "batch_size='auto': of a sharded network, pass a number of rows a step, or None "
+                "for all"
+            )
+        run_sharded(method, network, opened, asked.arguments)
+        return method
+
+    return either  # type: ignore[return-value]
+
+
+#: Arguments of `run` that sharded networks do not have -> the one value that they may be.
+_ONE_VALUE = {
+    "num_chains": 1,
+    "superchains": None,
+    "share_batches": False,
+    "max_rows": None,
+    "max_seconds": None,
+    "store": None,
+    "distributed": "auto",
+    "mesh": None,
+    "rows_by_rank": False,
+}
+
+
+@without_vmap_warnings()
+def run_sharded(method: Any, network: ShardedModule, data: Data, asked: Mapping[str, Any]) -> None:
+    """Runs a method on a model with a sharded network, on all ranks together.
+
+    Raises:
+        ArgumentError: a method, an option or an argument that sharded networks do not have.
+    """
+    name = type(method).__name__
+    for argument, only in _ONE_VALUE.items():
+        if asked.get(argument, only) != only:
+            raise ArgumentError(
+                f"{argument}={asked[argument]!r}: a sharded network has one chain, which all of "
+                f"its ranks move: pass {argument}={only!r}"
+            )
+    steps, seed = _steps_of(method, data, asked), asked["seed"]
+    holders = Holders.of(network.shards.values())
+    check_same_call(holders, _call_of(asked, data, steps))
+    where, last, checkpoints = asked.get("checkpoint"), asked.get("resume"), None
+    if where is not None or last is not None:
+        every = asked["checkpoint_every"]
+        checkpoints = open_checkpoints(where, last, every, holders)
+        seed = checkpoints.seed if seed is None else seed
+    chain = start(method, network, data.first(), seed, data.num_data)
+    problem, sampling = chain.problem, "shuffle"
+    if steps.positions:
+        sampling = method._sampling(asked["sampling"], True)
+        check_memory(problem.position[None], steps.num_samples, asked["memory_budget"])
+    facts = {
+        "method": name,
+        "warmup_steps": steps.warmup_steps,
+        "thinning": steps.thinning,
+        "sampling": sampling,
+        **facts_of(problem, data, method.kernel),
+    }
+    check_same(holders, facts)
+    check_data(problem, data)
+    batches = data.batches(problem.seed, 1, cast(Sampling, sampling))
+    title, shown = f"{name}, sharded", asked["progress"] and holders.is_first
+    with contextlib.ExitStack() as stack:
+        if checkpoints is not None:
+            checkpoints.check_same_run(facts, steps.num_samples)
+            stack.enter_context(checkpoints.locked())
+        bar = stack.enter_context(Progress(steps.total, title, shown))
+        kept = execute(chain, batches, steps, bar, checkpoints)
+    positions = kept.positions if steps.positions else chain.state.position.detach().cpu()
+    method._result, method._stepping = None, None
+    method._sharded = ShardedResult(draws_of(chain, positions, kept.log_joint))
+
+
+def _call_of(asked: Mapping[str, Any], data: Data, steps: Steps) -> dict[str, Any]:
+    """What ranks have to agree on before any of them waits for the others."""
+    given = {name: asked.get(name) for name in ("seed", "checkpoint", "resume")}
+    return {
+        **{name: value if value is None else str(value) for name, value in given.items()},
+        "num_samples": steps.num_samples,
+        "warmup_steps": steps.warmup_steps,
+        "thinning": steps.thinning,
+        "batch_size": data.batch_size,
+        "num_data": data.num_data,
+    }
+
+
+def _steps_of(method: Any, data: Data, asked: Mapping[str, Any]) -> Steps:
+    """How many steps there are and which are kept."""
+    if not isinstance(method.kernel, Kernel):
+        num_steps, num_epochs = asked["num_steps"], asked["num_epochs"]
+        if (num_steps is None) == (num_epochs is None):
+            raise ArgumentError("pass one of num_steps and num_epochs, such as num_steps=5000")
+        if method._early_stopping:
+            raise ArgumentError("early_stopping: not of sharded networks: leave it out")
+        if num_epochs is not None:
+            if data.num_data is None:
+                raise ArgumentError("num_epochs: N is unknown: pass num_data=N")
+            epoch = -(-data.num_data // (data.batch_size or data.num_data))
+            num_steps = epoch * as_count("num_epochs", num_epochs)
+        return Steps(as_count("num_steps", num_steps), positions=False)
+    for argument in ("warmup_steps", "thinning"):
+        if is_auto(asked[argument]):
+            raise ArgumentError(
+                f"{argument}='auto': of a sharded network, pass a number: what is chosen is chosen "
+                "by what several chains have in common"
+            )
+    lr = method.kernel.lr
+    return Steps(
+        as_count("num_samples", asked["num_samples"]),
+        as_count("warmup_steps", asked["warmup_steps"], least=0),
+        as_count("thinning", asked["thinning"]),
+        lr.keeps if isinstance(lr, Cyclical) else None,
+    )
+
+
+def step_sharded(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """A step of a model with a sharded network on a batch of this rank's own; None for others.
+
+    Raises:
+        ArgumentError: a method or an option that sharded networks do not have.
+    """
+    arguments = as_log_posterior(method.model, None).bind(args, kwargs)
+    if not isinstance(method._sharded, ShardedSteps):
+        network = None if method._stepping else sharded_network(method.model, arguments)
+        if network is None:
+            return None
+        with without_vmap_warnings():
+            method._sharded = ShardedSteps(start(method, network, arguments, None))
+    log_joint: float = method._sharded.chain.step(arguments)
+    return log_joint
+
+
+def start(
+    method: Any,
+    network: ShardedModule,
+    arguments: Arguments,
+    seed: int | None,
+    num_data: int | None = None,
+) -> ShardedChain:
+    """A method's chain, before its first step.
+
+    Raises:
+        ArgumentError: a method or an option that sharded networks do not have.
+    """
+    name, kernel = type(method).__name__, method.kernel
+    check_kernel(name, kernel)
+    if isinstance(kernel, Kernel):
+        _check_settings(name, method._settings)
+    elif method.structure != "diag":
+        raise ArgumentError(
+            f"structure={method.structure!r}: {name} has 'diag' of sharded networks"
+        )
+    log_posterior = as_log_posterior(method.model, method._num_data or num_data)
+    if not isinstance(kernel, Kernel):
+        log_posterior = method._target(log_posterior)
+    problem = prepare(
+        log_posterior, network, arguments, kernel, method._init_strategy, seed, choose_seed
+    )
+    return ShardedChain(problem, problem.engine.kernel)
+
+
+def draws_of(chain: ShardedChain, positions: Tensor, log_joint: Tensor) -> ShardedDraws:
+    """What a chain leaves."""
+    problem, spread = chain.problem, None
+    if isinstance(problem.engine.kernel, IVON):
+        values = problem.engine.kernel.at(max(0, chain.count - 1), problem.log_posterior.num_data)
+        curvature = chain.state.curvature[0, : problem.engine.num_latents]
+        spread = torch.sqrt(values["temperature"].to(curvature) / curvature).cpu()
+    return ShardedDraws(problem, positions, log_joint, spread)
+
+
+def predict_sharded(
+    draws: ShardedDraws,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    num_samples: int | None,
+    batch_size: int | None,
+    return_sites: Sequence[str] | None,
+    reduce: Any,
+) -> dict[str, Tensor]:
+    """What `predict` gives of a sharded network.
+
+    Raises:
+        ArgumentError: an option that it does not have there.
+    """
+    for name, value in {"batch_size": batch_size, "reduce": reduce}.items():
+        if value is not None:
+            raise ArgumentError(
+                f"{name}={value!r}: predict has none of a sharded network: leave it out, and pass "
+                "some rows at a time"
+            )
+    arguments = draws.problem.log_posterior.bind(args, kwargs)
+    return draws.predict(arguments, num_samples, return_sites)
+
+
+def _check_settings(name: str, settings: Any) -> None:
+    if "lr" in settings.chosen:
+        raise ArgumentError(
+            f"lr='auto': {name} chooses it by gradients of all rows and by runs of several chains, "
+            "which a sharded network has not: pass a number, such as lr=0.01"
+        )
+    for what in ("precondition", "control_variates", "subtract_noise"):
+        if getattr(settings, what):
+            raise ArgumentError(f"{what}: {name} has none for sharded networks: leave it out")
+    for what in settings.chosen:
+        raise ArgumentError(f"{what}='auto': of a sharded network, pass a number")

@@ -1,0 +1,205 @@
+"""A network that `fully_shard` has shared out among ranks, as a `PyroModule` of weights with
+priors."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, cast
+
+import pyro
+import torch
+from pyro.nn import PyroModule
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from pyro_scale.core.exclusive import exclusive
+from pyro_scale.distributed.shards import Shard
+from pyro_scale.errors import ArgumentError, ModelError
+from pyro_scale.model.init_strategies import WEIGHT
+from pyro_scale.model.nn.priors import WeightPrior, prior_of_shard
+from pyro_scale.model.sites import Site
+
+
+class NetworkFoundError(Exception):
+    """A model was about to call a sharded network, and was only looked at."""
+
+    def __init__(self, network: ShardedModule):
+        super().__init__("a sharded network")
+        self.network = network
+
+
+class ShardedModule(PyroModule):
+    """What `bayesianize` returns of a network with sharded weights.
+
+    Each chosen weight is a site whose value on a rank is the rank's own part of it, and so is its
+    prior.  A call writes the parts into the network, and calls that: all ranks have to.  With
+    gradients, what is written stays, as the backward pass gathers it again; without, the network
+    is put back as it was.  `backward()` leaves the likelihood's gradient with the network's
+    parameters (`gradients`), where `fully_shard` puts it, and not with the sites' values.
+
+    Args:
+        net: the network, which is not copied.
+        prior: as for `bayesianize`.
+        names: of the weights that have a prior.
+
+    Raises:
+        ArgumentError: a weight that is not sharded along its first dimension, or a prior that is
+            not the same for all elements of a weight.
+    """
+
+    #: Those that there are: who looks whether a model calls one need not, where there is none.
+    alive: ClassVar[weakref.WeakSet[ShardedModule]] = weakref.WeakSet()
+    #: Whether calls are only looked for, or a backward pass by whoever takes `gradients` follows.
+    is_looked_for: ClassVar[bool] = False
+    is_stepped: ClassVar[bool] = False
+
+    def __init__(self, net: nn.Module, prior: WeightPrior, names: list[str]):
+        super().__init__()
+        self.net = net
+        self._names = names
+        for name, weight in net.named_parameters():
+            weight.requires_grad_(name in set(names))
+        self.shards = {name: Shard.of(name, net.get_parameter(name)) for name in names}
+        self._priors = {
+            name: _checked(name, prior_of_shard(net, name, prior, local))
+            for name, local in self._parts().items()
+        }
+        _check_padding(net, names)
+        self.training = net.training
+        ShardedModule.alive.add(self)
+
+    def priors(self) -> dict[str, Any]:
+        """The prior of this rank's part of each chosen weight, by name."""
+        return dict(self._priors)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the network with this rank's part of its chosen weights drawn."""
+        if ShardedModule.is_looked_for:
+            raise NetworkFoundError(self)
+        if torch.is_grad_enabled() and not ShardedModule.is_stepped:
+            raise ModelError(
+                "the network is sharded, so its gradients are nowhere as a whole: it is moved by "
+                "run and step of BAOA, SGHMC, SGLD, IVON and MAP"
+            )
+        drawn = {
+            name: pyro.sample(
+                self._pyro_get_fullname(name), prior, infer=cast(Any, {WEIGHT: (self, name)})
+            )
+            for name, prior in self._priors.items()
+        }
+        with self._at(drawn):
+            return self._net(*args, **kwargs)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of this rank's parts of the chosen weights."""
+        return {name: part.detach().clone() for name, part in self._parts().items()}
+
+    def reset_weights(self) -> dict[str, Tensor]:
+        """The same: parts of a weight cannot be drawn as the whole is."""
+        return self.weights()
+
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Puts values into this rank's parts of weights."""
+        parts = self._parts()
+        with torch.no_grad():
+            for name, value in values.items():
+                parts[name].copy_(value)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Takes what `backward()` has left: gradients of the mean over ranks, by weight."""
+        gradients = {}
+        for name, part in self._parts().items():
+            weight: Any = self._net.get_parameter(name)
+            gradient = None if weight.grad is None else weight.grad.to_local()
+            gradients[name] = torch.zeros_like(part) if gradient is None else gradient
+            weight.grad = None
+        return gradients
+
+    def extra_repr(self) -> str:
+        """How many weights are what."""
+        bayesian = sum(shard.shape.numel() for shard in self.shards.values())
+        here = sum(shard.local_shape.numel() for shard in self.shards.values())
+        return f"weights: {bayesian:,} Bayesian, {here:,} of them on this rank"
+
+    @contextlib.contextmanager
+    def _at(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """The network with these weights; without gradients, only for the time being."""
+        before = None if torch.is_grad_enabled() else self.weights()
+        self.write({name: value.detach() for name, value in values.items()})
+        try:
+            yield
+        finally:
+            if before is not None:
+                self.write(before)
+
+    def _parts(self) -> dict[str, Tensor]:
+        """This rank's parts themselves, after what a call has gathered of others is let go."""
+        for module in self._net.modules():
+            reshard = getattr(module, "reshard", None)
+            if callable(reshard):
+                reshard()
+        with torch.no_grad():
+            return {n: cast(Any, self._net.get_parameter(n)).to_local() for n in self._names}
+
+    @property
+    def _net(self) -> nn.Module:
+        # reading self.net would make a pyro.param of every weight
+        net = self._modules["net"]
+        assert net is not None
+        return net
+
+
+@contextlib.contextmanager
+def looking() -> Iterator[None]:
+    """Ends models where they call a sharded network, before any rank waits for another.
+
+    Raises:
+        NetworkFoundError: a model does.
+    """
+    with exclusive:
+        ShardedModule.is_looked_for = True
+        try:
+            yield
+        finally:
+            ShardedModule.is_looked_for = False
+
+
+@contextlib.contextmanager
+def stepping() -> Iterator[None]:
+    """Lets models call sharded networks with gradients, which are left with their parameters."""
+    before, ShardedModule.is_stepped = ShardedModule.is_stepped, True
+    try:
+        yield
+    finally:
+        ShardedModule.is_stepped = before
+
+
+def shards_of(sites: Mapping[str, Site]) -> dict[str, tuple[ShardedModule, str]]:
+    """The sites that are parts of sharded weights: (the network, the weight's name in it)."""
+    found = {name: site.infer[WEIGHT] for name, site in sites.items() if WEIGHT in site.infer}
+    return {name: weight for name, weight in found.items() if isinstance(weight[0], ShardedModule)}
+
+
+def _checked(name: str, prior: Any) -> Any:
+    """A prior of any real numbers: positions are then weights as they are."""
+    if prior.support is not constraints.real and getattr(
+        prior.support, "base_constraint", None
+    ) not in (constraints.real,):
+        raise ArgumentError(
+            f"the prior of '{name}' is on {prior.support}: of a sharded network it has to be on "
+            "all real numbers"
+        )
+    return prior
+
+
+def _check_padding(net: nn.Module, names: list[str]) -> None:
+    for path, module in net.named_modules():
+        name = f"{path}.weight".lstrip(".")
+        is_padded = isinstance(module, nn.Embedding) and module.padding_idx is not None
+        if is_padded and name in names:
+            raise ArgumentError(
+                f"'{name}' has a padding_idx, whose row stays as it is: of a sharded network, "
+                "leave it out with exclude=, or set padding_idx=None"
+            )

@@ -1,0 +1,1 @@
+"""One chain of a network that is sharded over processes."""
