@@ -241,7 +241,8 @@ class Sampler(Method):
                 functions, and a loader's rows beyond its first batch, cannot be compared.
             store: the path of a Zarr store, for draws that do not fit into memory.  It is written
                 during the run and can be read meanwhile.  A crash or a full disk costs the draws
-                of the last few seconds.  False keeps no draws, only means, standard deviations and
+                of the last few seconds.  Processes that share the chains out write one store,
+                which all must see.  False keeps no draws, only means, standard deviations and
                 quantiles (`moments()`, `summary()`).
             memory_budget: bytes that draws may take in memory, half of the machine's by default;
                 a run that needs more is refused before it begins.

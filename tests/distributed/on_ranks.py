@@ -216,7 +216,7 @@ def on_a_full_disk(kept, sampler):
 
     def full(*args):
         files.append(args)
-        if RANK == last and len(files) > 2:
+        if last == RANK and len(files) > 2:
             raise FileError("the draws cannot be written (No space left on device)")
         write(*args)
 

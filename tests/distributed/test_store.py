@@ -151,6 +151,17 @@ def uninterrupted(tmp_path_factory):
     return {kind: results(f"{kind}-begin", folder / kind, 1)[0] for kind in ("stored", "nowhere")}
 
 
+def test_a_killed_run_without_draws_goes_on_to_the_same_moments(uninterrupted, tmp_path):
+    """Sums and sketches of chains that were added up together go on apart.  Numbers come to them
+    in other blocks, which rounds otherwise, and puts other neighbors into clusters."""
+    killed(tmp_path, 3, 0.2, case="nowhere-begin")
+    expected = uninterrupted["nowhere"]["moments"]["w"]
+    for found in results("nowhere-resume", tmp_path, 2, agent=False):
+        for part, value in found["moments"]["w"].items():
+            close = {"rtol": 1e-9, "atol": 0.02 if part == "quantiles" else 0.0}
+            torch.testing.assert_close(value, expected[part], **close)
+
+
 @pytest.mark.parametrize("worlds", [(3, 2), (2, 1)])
 def test_a_killed_run_with_a_store_goes_on_to_the_same_store(worlds, uninterrupted, tmp_path):
     """On fewer processes, then longer on one more: parts are at different steps, and so are the
