@@ -16,8 +16,6 @@ from pyro_scale.core.tdigest import QuantileSketch
 _DISAGREE, _SHORT = 1.05, 10
 #: Batches of each chain, whose means say how much is known of the mean.
 _BATCHES = 25
-#: Elements whose sketches are filled at once, which bounds what that needs besides.
-_COLUMNS = 2**11
 
 
 class Moments(NamedTuple):
@@ -26,8 +24,7 @@ class Moments(NamedTuple):
     Attributes:
         mean: `[...]`.
         sd: the standard deviation, `[...]`.
-        quantiles: `[levels, ...]`; NaN where draws were not kept (`store=False`) and a chain broke,
-            as its draws cannot be told from the others'.
+        quantiles: `[levels, ...]`.
         r_hat: split R-hat of the means (Gelman et al. 2013, 11.4), not rank-normalized.
         ess: effective draws for the mean, by means of 25 batches of each chain, and of chains where
             those do not agree; NaN of fewer than 250 draws a chain.  Up to two thirds too many
@@ -42,38 +39,119 @@ class Moments(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """How many numbers there were, their mean, and the sum of squares about it."""
+    """How many numbers there were of each chain, `[chains, 1]`, their mean, and the sum of squares
+    about it, `[chains, size]`."""
 
-    number: int
+    number: Tensor
     mean: Tensor
     squares: Tensor
 
     @classmethod
-    def of(cls, numbers: Tensor, dim: int) -> Sums:
-        """Those along a dimension, in double precision."""
+    def none(cls, num_chains: int, size: int) -> Sums:
+        """Of no numbers."""
+        zeros = torch.zeros(num_chains, size, dtype=torch.float64)
+        return cls(torch.zeros(num_chains, 1, dtype=torch.long), zeros, zeros)
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> Sums:
+        """Those of `[chains, n, size]`, in double precision."""
         numbers = numbers.double()
-        mean = numbers.mean(dim)
-        return cls(numbers.shape[dim], mean, (numbers - mean.unsqueeze(dim)).square().sum(dim))
+        mean = numbers.mean(1)
+        number = torch.full((len(numbers), 1), numbers.shape[1])
+        return cls(number, mean, (numbers - mean[:, None]).square().sum(1))
 
     def __or__(self, other: Sums) -> Sums:
         """Both together (Chan, Golub and LeVeque 1983)."""
         count = self.number + other.number
-        if not self.number or not other.number:
-            return self if self.number else other
-        gap = other.mean - self.mean
-        squares = self.squares + other.squares + gap.square() * (self.number * other.number / count)
-        return Sums(count, self.mean + gap * (other.number / count), squares)
+        part, gap = other.number / count.clamp(min=1).double(), other.mean - self.mean
+        squares = self.squares + other.squares + gap.square() * (self.number * part)
+        return Sums(count, self.mean + gap * part, squares)
 
     def together(self) -> Sums:
-        """Of all along the first dimension, each of which has as many numbers."""
-        many, mean = len(self.mean), self.mean.mean(0)
-        squares = self.squares.sum(0) + self.number * (self.mean - mean).square().sum(0)
-        return Sums(many * self.number, mean, squares)
+        """Of all chains as one, `[1, size]`."""
+        number = self.number.sum(0, keepdim=True)
+        mean = (self.number * self.mean).sum(0, keepdim=True) / number
+        squares = self.squares + self.number * (self.mean - mean).square()
+        return Sums(number, mean, squares.sum(0, keepdim=True))
 
     @property
     def variance(self) -> Tensor:
         """Unbiased; NaN of fewer than two numbers."""
-        return self.squares / (self.number - 1) if self.number > 1 else self.squares * math.nan
+        return torch.where(self.number > 1, self.squares / (self.number - 1), math.nan)
+
+
+class Totals(NamedTuple):
+    """What draws of some chains have come to.
+
+    Attributes:
+        halves: of the first and of the second half of each chain.
+        batches: of the means of each chain's batches.
+        batch: draws in one of these.
+        sketch: of all chains' draws.
+    """
+
+    halves: tuple[Sums, Sums]
+    batches: Sums
+    batch: int
+    sketch: QuantileSketch
+
+    @classmethod
+    def of(cls, sums: Sequence[OnlineMoments], chains: Sequence[tuple[int, int]]) -> Totals:
+        """Of chains that were added up in parts.
+
+        Args:
+            sums: of the parts.
+            chains: each one's part, and its place there.
+        """
+
+        def of_chains(parts: Sequence[Sums]) -> Sums:
+            own = [[each[place] for each in parts[part]] for part, place in chains]
+            return Sums(*(torch.stack(each) for each in zip(*own, strict=True)))
+
+        first, second = zip(*(each.halves for each in sums), strict=True)
+        return cls(
+            (of_chains(first), of_chains(second)),
+            of_chains([each.batches for each in sums]),
+            sums[0].batch,
+            QuantileSketch.of([sums[part].sketch_of(place) for part, place in chains]),
+        )
+
+    def moments(self, levels: Sequence[float]) -> Moments:
+        """By element, `[size]`."""
+        halves = [half for half in self.halves if (half.number > 1).all()]
+        of_chains = self.halves[0] | self.halves[1]
+        total, batches = of_chains.together(), self.batches.together()
+        unknown = torch.full_like(total.mean[0], math.nan)
+        says = batches.number > 0 and self.batch >= _SHORT
+        error = batches.variance[0] / batches.number[0] if says else unknown
+        within = torch.cat([half.variance for half in halves]).mean(0) if halves else unknown
+        means = torch.cat([half.mean for half in halves]) if halves else total.mean
+        length = min((int(half.number.min()) for half in halves), default=1)
+        between = means.var(0) if len(means) > 1 else unknown
+        r_hat = ((length - 1) / length + between / within).sqrt()
+        if len(of_chains.mean) > 1:
+            apart = of_chains.mean.var(0) / len(of_chains.mean)
+            error = torch.where(r_hat > _DISAGREE, torch.maximum(error, apart), error)
+        variance = total.variance[0]
+        quantiles = self.sketch.quantiles(levels)
+        return Moments(total.mean[0], variance.sqrt(), quantiles, r_hat, variance / error)
+
+    def state(self) -> dict[str, Any]:
+        """All that it holds, as tensors and plain values."""
+        return {
+            "halves": [list(half) for half in self.halves],
+            "batches": list(self.batches),
+            "batch": self.batch,
+            "sketch": dict(vars(self.sketch)),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Totals:
+        """One that holds what another one did."""
+        first, second = (Sums(*half) for half in state["halves"])
+        sketch = QuantileSketch(0)
+        vars(sketch).update(state["sketch"])
+        return cls((first, second), Sums(*state["batches"]), state["batch"], sketch)
 
 
 class OnlineMoments:
@@ -83,92 +161,70 @@ class OnlineMoments:
         num_chains: how many chains.
         size: elements of a draw.
         num_draws: draws of each chain that are to come, which decides what a half is.
+
+    Attributes:
+        halves: of the first and of the second half of each chain.
+        batches: of the means of each chain's batches.
+        batch: draws in one of these.
     """
 
     def __init__(self, num_chains: int, size: int, num_draws: int):
-        self.num_chains, self.num_draws = num_chains, num_draws
-        self._half = num_draws // 2
-        self._batch = max(1, num_draws // _BATCHES)
-        none = torch.zeros(num_chains, size, dtype=torch.float64)
-        self._halves = (Sums(0, none, none),) * 2
-        self._batches, self._partial = Sums(0, none, none), Sums(0, none, none)
-        sizes = [len(columns) for columns in torch.arange(size).split(_COLUMNS)]
-        self._sketches = [QuantileSketch(columns) for columns in sizes]
+        self._shape, self._half = (num_chains, size), num_draws // 2
+        self.batch = max(1, num_draws // _BATCHES)
+        none = Sums.none(*self._shape)
+        self.halves = none, none
+        self.batches = self._partial = none
+        self._sketch = QuantileSketch(num_chains * size)
 
     @property
     def count(self) -> int:
         """Draws of each chain until now."""
-        return sum(half.number for half in self._halves)
+        return sum(int(half.number[0]) for half in self.halves)
 
     def add(self, draws: Tensor) -> None:
         """Takes the next draws, `[chains, n, size]`; those of chains that broke are NaN."""
-        sound = draws[torch.isfinite(draws).all(-1).all(-1)]
-        columns = sound.flatten(0, 1).split(_COLUMNS, 1)
-        for sketch, part in zip(self._sketches, columns, strict=True):
-            sketch.add(part)
+        # of chains that broke quantiles are not asked for
+        self._sketch.add(draws.nan_to_num(0, 0, 0).transpose(0, 1).flatten(1))
         while draws.shape[1]:
             to_half = self._half - self.count if self.count < self._half else draws.shape[1]
-            most = min(to_half, self._batch - self._partial.number)
+            most = min(to_half, self.batch - int(self._partial.number[0]))
             self._add(draws[:, :most])
             draws = draws[:, most:]
 
-    def moments(self, chains: Sequence[int], levels: Sequence[float]) -> Moments:
-        """Of some of the chains, by element `[size]`; quantiles of all or none of them."""
-        own = list(chains)
-        halves = [_of(half, own) for half in self._halves if half.number > 1]
-        of_chains = _of(self._halves[0] | self._halves[1], own)
-        total, unknown = of_chains.together(), torch.full_like(of_chains.mean[0], math.nan)
-        batches = _of(self._batches, own).together()
-        says = batches.number and self._batch >= _SHORT
-        error = batches.variance / batches.number if says else unknown
-        within = torch.cat([half.variance for half in halves]).mean(0) if halves else unknown
-        means = torch.cat([half.mean for half in halves]) if halves else total.mean[None]
-        length = min((half.number for half in halves), default=1)
-        between = means.var(0) if len(means) > 1 else unknown
-        r_hat = ((length - 1) / length + between / within).sqrt()
-        if len(own) > 1:
-            apart = of_chains.mean.var(0) / len(own)
-            error = torch.where(r_hat > _DISAGREE, torch.maximum(error, apart), error)
-        if len(own) == self.num_chains:
-            quantiles = torch.cat([sketch.quantiles(levels) for sketch in self._sketches], 1)
-        else:
-            quantiles = unknown.expand(len(levels), -1)
-        return Moments(
-            mean=total.mean,
-            sd=total.variance.sqrt(),
-            quantiles=quantiles,
-            r_hat=r_hat,
-            ess=total.variance / error,
-        )
+    def sketch_of(self, chain: int) -> QuantileSketch:
+        """Of the draws of one chain, by its place."""
+        size = self._shape[1]
+        return self._sketch.streams(slice(chain * size, (chain + 1) * size))
+
+    def totals(self, chains: Sequence[int]) -> Totals:
+        """Of some chains, by their places."""
+        return Totals.of([self], [(0, chain) for chain in chains])
 
     def state(self) -> dict[str, Any]:
-        """All that it holds, as tensors and plain values."""
+        """All that it holds, as tensors of chains first."""
+        sketch = {name: each.unflatten(0, self._shape) for name, each in vars(self._sketch).items()}
         return {
-            "halves": [list(half) for half in self._halves],
-            "batches": list(self._batches),
+            "halves": [list(half) for half in self.halves],
+            "batches": list(self.batches),
             "partial": list(self._partial),
-            "sketches": [dict(vars(sketch)) for sketch in self._sketches],
+            "sketch": sketch,
         }
 
     def go_on_from(self, state: Mapping[str, Any]) -> None:
         """Takes up where another one was."""
         first, second = (Sums(*half) for half in state["halves"])
-        self._halves = first, second
-        self._batches, self._partial = Sums(*state["batches"]), Sums(*state["partial"])
-        for sketch, held in zip(self._sketches, state["sketches"], strict=True):
-            vars(sketch).update(held)
+        self.halves = first, second
+        self.batches, self._partial = Sums(*state["batches"]), Sums(*state["partial"])
+        held = {name: each.flatten(0, 1) for name, each in state["sketch"].items()}
+        vars(self._sketch).update(held)
 
     def _add(self, draws: Tensor) -> None:
         """Takes draws that are of one half and of one batch."""
-        new = Sums.of(draws, 1)
-        first, second = self._halves
+        new = Sums.of(draws)
+        first, second = self.halves
         halves = (first | new, second) if self.count < self._half else (first, second | new)
-        partial, batches = self._partial | new, self._batches
-        if partial.number == self._batch:
-            batches = batches | Sums(1, partial.mean, torch.zeros_like(partial.mean))
-            partial = Sums(0, torch.zeros_like(new.mean), torch.zeros_like(new.mean))
-        self._halves, self._batches, self._partial = halves, batches, partial
-
-
-def _of(sums: Sums, chains: list[int]) -> Sums:
-    return Sums(sums.number, sums.mean[chains], sums.squares[chains])
+        partial, batches = self._partial | new, self.batches
+        if int(partial.number[0]) == self.batch:
+            one = Sums(torch.ones_like(partial.number), partial.mean, torch.zeros_like(new.mean))
+            batches, partial = batches | one, Sums.none(*self._shape)
+        self.halves, self.batches, self._partial = halves, batches, partial

@@ -343,6 +343,22 @@ class Ranks:
         self._call(what, lambda: dist.all_reduce(vector))
         return vector
 
+    def least(self, count: int) -> int:
+        """Tells the others a count of this rank's, within steps: no rank waits for another.
+
+        Returns:
+            The least that ranks have told; 0 where not all have.
+        """
+        if self.is_alone:
+            return count
+        store = dist.distributed_c10d._get_default_store()
+        places = [f"pyro_scale/{self._name}/count/{rank}" for rank in range(self.world)]
+        try:
+            store.set(places[self.rank], str(count))
+            return min(map(int, store.multi_get(places))) if store.check(places) else 0
+        except RuntimeError:  # who holds it is gone, as will be said when ranks meet
+            return 0
+
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Ends on all ranks if it ends on one.

@@ -120,7 +120,7 @@ class Sink(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What `go_on_from` needs: tensors and plain values."""
+        """What `go_on_from` needs: tensors, of chains first, and plain values that are of all."""
         ...
 
     def go_on_from(self, state: Mapping[str, Any] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -248,7 +249,8 @@ class Sampler(Method):
                 functions, and a loader's rows beyond its first batch, cannot be compared.
             store: the path of a Zarr store, for draws that do not fit into memory.  It is written
                 during the run and can be read meanwhile.  A crash or a full disk costs the draws
-                of the last few seconds.  False keeps no draws, only means, standard deviations and
+                of the last few seconds.  Processes that share the chains out write one store,
+                which all must see.  False keeps no draws, only means, standard deviations and
                 quantiles (`moments()`, `summary()`).
             memory_budget: bytes that draws may take in memory, half of the machine's by default;
                 a run that needs more is refused before it begins.
@@ -296,6 +298,7 @@ class Sampler(Method):
             "max_seconds": max_seconds,
             "checkpoint": None if checkpoint is None else str(checkpoint),
             "resume": None if resume is None else str(resume),
+            "store": str(store) if isinstance(store, os.PathLike) else store,
         }
         with ranks.together():
             check_same_call(ranks, asked)
@@ -317,11 +320,6 @@ class Sampler(Method):
                 raise ArgumentError(
                     "max_seconds: ranks that share batches out take the same steps, and have "
                     "clocks of their own: leave it out, and pass max_rows= or the run's length"
-                )
-            if store is not None and not ranks.is_alone:
-                raise ArgumentError(
-                    f"store={store!r}: draws of several processes are kept in memory: leave store "
-                    "out, or run in one process (distributed=False)"
                 )
             budget = Budget.of(max_rows, max_seconds, ranks)
             journal = Journal.open(checkpoint, checkpoint_every, resume, ranks)

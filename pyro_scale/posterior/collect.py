@@ -35,7 +35,7 @@ def collect(
     sink: ToDisk | ToMoments | None = None,
 ) -> Result:
     """The finished chains of a simulation, whose draws may have gone into a sink."""
-    finished = torch.tensor(draws.finished)
+    finished, numbers = torch.tensor(draws.finished), problem.numbers(len(draws.log_joint))
     if isinstance(sink, ToDisk):
         positions: Positions = sink.kept(draws)
         draws = draws.first(positions.shape[1])
@@ -74,8 +74,8 @@ def collect(
             "batch_size": problem.batch_size,
             "frozen_base": problem.base,
         },
-        online=sink.kept(draws) if isinstance(sink, ToMoments) else None,
-        chains=draws.finished,
+        online=sink.totals if isinstance(sink, ToMoments) else None,
+        chains=[numbers[chain] for chain in draws.finished],
     )
 
 

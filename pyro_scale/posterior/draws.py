@@ -22,7 +22,7 @@ from pyro_scale.data.sources import Data
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.module_trace import trace_modules
-from pyro_scale.posterior.online import OnlineSamples
+from pyro_scale.posterior.online import OnlineSamples, SampleTotals
 from pyro_scale.run.measurements import GradientNoise, Kinetic
 from pyro_scale.storage.lazy_draws import Positions, StoredPositions, StoredSamples
 
@@ -65,7 +65,7 @@ class Result:
     virial: Tensor | None = None
     element_temperatures: Tensor | None = None
     kinetic: Kinetic | None = None
-    online: OnlineSamples | None = None
+    online: SampleTotals | None = None
     chains: Sequence[int] | None = None
     tables: Mapping[str, Any] | None = None
     ranks: Ranks = ALONE
@@ -132,7 +132,8 @@ class Result:
         online = OnlineSamples.of(self.samples_at(every, torch.zeros(1).long()), count)
         for columns in torch.arange(count).split(max(1, _CHUNK_BYTES // width)):
             online.add(self.samples_at(every, columns))
-        return online.moments(levels)
+        totals = online.online.totals(range(chains))
+        return SampleTotals(totals, online.layout).moments(levels)
 
     @property
     def params(self) -> dict[str, Tensor]:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout, dtype_name
-from pyro_scale.core.online_moments import OnlineMoments
+from pyro_scale.core.online_moments import Totals
 from pyro_scale.core.rows import Arguments
 from pyro_scale.data.loaders import to_device
 from pyro_scale.errors import FileError
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.preflight import InitFunction
 from pyro_scale.posterior.draws import Result
-from pyro_scale.posterior.online import OnlineSamples
+from pyro_scale.posterior.online import SampleTotals
 from pyro_scale.run.measurements import GradientNoise, Kinetic
 from pyro_scale.run.problem import as_log_posterior, module_device
 from pyro_scale.storage.lazy_draws import Positions, StoredPositions
@@ -133,13 +133,7 @@ def _plain_draws(result: Result) -> dict[str, Any]:
         }
         return {"positions": None, "store": where, "running": None}
     if online is not None:
-        kept = {
-            "state": online.online.state(),
-            "num_draws": online.online.num_draws,
-            "num_chains": online.online.num_chains,
-            **_plain_layout(online.layout),
-            "chains": list(online.chains),
-        }
+        kept = {"totals": online.totals.state(), **_plain_layout(online.layout)}
     return {"positions": positions, "store": None, "running": kept}
 
 
@@ -158,13 +152,10 @@ def _positions(contents: Mapping[str, Any], layout: Layout) -> Positions:
     return StoredPositions(store, layout, held["chains"], held["count"])
 
 
-def _running(held: Mapping[str, Any] | None) -> OnlineSamples | None:
+def _running(held: Mapping[str, Any] | None) -> SampleTotals | None:
     if held is None:
         return None
-    layout = layout_of(held)
-    online = OnlineMoments(held["num_chains"], layout.size, held["num_draws"])
-    online.go_on_from(held["state"])
-    return OnlineSamples(online, layout, held["chains"])
+    return SampleTotals(Totals.from_state(held["totals"]), layout_of(held))
 
 
 def understood(contents: Mapping[str, Any], model: Any) -> LogPosterior:

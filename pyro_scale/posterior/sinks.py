@@ -6,20 +6,22 @@ import contextlib
 import dataclasses
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_scale.core.layout import dtype_name
+from pyro_scale.core.online_moments import Totals
 from pyro_scale.core.validation import evenly
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, FileError
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.export import attributes, dims_of, own_dims
-from pyro_scale.posterior.online import OnlineSamples
+from pyro_scale.posterior.online import OnlineSamples, SampleTotals
 from pyro_scale.run.config import Store
+from pyro_scale.run.parts import Part
 from pyro_scale.run.problem import Problem
 from pyro_scale.storage.files import FilePath
 from pyro_scale.storage.lazy_draws import StoredPositions
@@ -58,24 +60,24 @@ def sink_for(
     first = problem.positions[:, None].cpu()
     starts = Result(problem.log_posterior, problem.data, problem.engine.layout, first, {})
     if store is False:
-        yield ToMoments(starts, first, num_draws)
+        yield ToMoments(starts, first, problem, num_draws)
         return
     if isinstance(store, bool):
         raise ArgumentError("store=True: pass the path of a Zarr store, or False to keep no draws")
-    with writing_into(store):
-        yield ToDisk(starts, first, store, resumes)
+    with writing_into(store) if problem.ranks.is_first else contextlib.nullcontext():
+        yield ToDisk(starts, first, problem, store, resumes)
 
 
 class ToDisk:
-    """Writes draws into a store, as many at a time as its files hold, and by time those of a file
-    that is not full yet, which stay in memory until it is.
+    """Writes the draws of this process's chains into a store that all processes write.
 
-    What a full file holds is thus a function of its draws alone: constrained in other blocks, they
-    may round otherwise.
+    Rank 0 makes the store and tells readers how many draws there are of all chains, as far as
+    ranks have said how many they have.
 
     Args:
         starts: a result whose draws are the chains' starts.
         first: those, `[chains, 1, D]`.
+        problem: of the run.
         path: of the store.
         resumes: whether it may be there already, of the run that goes on.
 
@@ -84,20 +86,166 @@ class ToDisk:
         FileError: the store cannot be made.
     """
 
-    def __init__(self, starts: Result, first: Tensor, path: FilePath, resumes: bool):
-        self._starts = starts
+    def __init__(
+        self, starts: Result, first: Tensor, problem: Problem, path: FilePath, resumes: bool
+    ):
+        self._starts, self._problem, self._none = starts, problem, first[:, :0]
+        self._parts: list[PartToDisk] = []
         self._transformed = _transformed(starts)
-        values, num_chains = self._values(first), starts.num_chains
-        width = sum(v[0, 0].numel() * v.element_size() for v in values.values())
-        affordable = min(_HELD_BYTES // (num_chains * width), _FILE_BYTES // width)
-        self._held = 0, first[:, :0]  # (the first one's number, draws)
-        self._due = time.monotonic() + _WAIT_SECONDS
-        if resumes:
-            self.store = DrawStore.opened(path)
-        else:
+        if not resumes and problem.ranks.is_first:
+            values, num_chains = self._values(first), starts.num_chains
+            width = sum(v[0, 0].numel() * v.element_size() for v in values.values())
+            affordable = min(_HELD_BYTES // (num_chains * width), _FILE_BYTES // width)
             fields = {name: _field(starts, name, value) for name, value in values.items()}
             chunk, run = max(1, min(_MOST_DRAWS, affordable)), secrets.token_hex(8)
-            self.store = DrawStore.created(path, fields, num_chains, chunk, run)
+            DrawStore.created(path, fields, num_chains, chunk, run)
+        problem.ranks.of_first(None, "the making of a store")
+        self.store = DrawStore.opened(path)
+
+    def begin(self, parts: Sequence[Part]) -> list[PartToDisk]:
+        """What takes the draws of some parts, each from where it goes on.
+
+        Raises:
+            FileError: the store is of another run, or lacks draws.
+        """
+        ranks, none = self._problem.ranks, self._none
+        self._parts = [PartToDisk(self, part.chains, none[list(part.chains)]) for part in parts]
+        for part, own in zip(parts, self._parts, strict=True):
+            state = None if part.last is None else part.last.sink
+            if part.last is not None and state is not None:
+                self._check_holds(part.chains, part.last.run_state.alive, state)
+            own.go_on_from(state)
+        ranks.least(self._least)
+        told = ranks.of_all(self._least, "the draws that there are")
+        if ranks.is_first:
+            self.store.truncate(min(self.store.count, *told))
+        ranks.of_first(None, "the draws that readers see")  # before they are written again
+        for own in self._parts:
+            self.drop(own.chains, own.written)
+        return self._parts
+
+    def end(self, finished: Sequence[Sequence[int]]) -> FileError | None:
+        """Shows readers the draws that all chains have, after the last step.
+
+        Chains that have all stopped hold the others up at nothing: the draws that they lack are
+        NaN.
+
+        Args:
+            finished: the places of the chains of each part that have reached the end.
+
+        Returns:
+            What was in the way.
+        """
+        ranks, store = self._problem.ranks, self.store
+        own = [(part.written, bool(c)) for part, c in zip(self._parts, finished, strict=True)]
+        told = [each for of_rank in ranks.of_all(own, "the last draws") for each in of_rank]
+        count = min([n for n, has_ended in told if has_ended] or [n for n, _ in told])
+        error = None
+        try:
+            for part in self._parts:
+                part.end_at(count)
+        except FileError as raised:
+            error = raised
+        error = next(filter(None, ranks.of_all(error, "the end of their files")), None)
+        if ranks.is_first and error is None and count != store.count:
+            try:
+                (store.show if count > store.count else store.truncate)(count)
+            except FileError as raised:
+                error = raised
+        store.count, error = ranks.of_first((store.count, error), "the draws that readers see")
+        return error
+
+    def kept(self, draws: Draws) -> StoredPositions:
+        """The draws of a run's finished chains that have been written."""
+        numbers = self._problem.numbers(len(draws.log_joint))
+        chains = torch.tensor([numbers[chain] for chain in draws.finished], dtype=torch.long)
+        count = min(self.store.count, len(draws.kept_steps))
+        return StoredPositions(self.store, self._starts.layout, chains, count)
+
+    def describe(self, result: Result) -> None:
+        """Writes down the facts of the run, next to its draws; rank 0 does.
+
+        Raises:
+            FileError: they cannot be written.
+        """
+        if self._problem.ranks.is_first:
+            assert isinstance(result.positions, StoredPositions)
+            attrs = attributes(result.attrs)
+            self.store.put("sample_stats", result.sample_stats, result.positions.chains, attrs)
+
+    def write(self, positions: Tensor, start: int, chains: Sequence[int]) -> None:
+        """Writes draws of some chains, `[chains, n, D]`.
+
+        Raises:
+            FileError: they cannot be written.
+        """
+        if self._problem.is_writer:
+            self.store.write(self._values(positions), start, chains)
+
+    def drop(self, chains: Sequence[int], count: int) -> None:
+        """Removes files of some chains that only hold draws after the first `count`.
+
+        Raises:
+            FileError: they cannot be removed.
+        """
+        if self._problem.is_writer:
+            self.store.drop(chains, count)
+
+    def show(self) -> None:
+        """Shows readers what is known to be written of all chains.
+
+        Raises:
+            FileError: it cannot be shown.
+        """
+        count = self._problem.ranks.least(self._least)
+        if self._problem.ranks.is_first and count > self.store.count:
+            self.store.show(count)
+
+    @property
+    def _least(self) -> int:
+        return min(part.written for part in self._parts)
+
+    def _check_holds(self, chains: Sequence[int], alive: Tensor, state: Mapping[str, Any]) -> None:
+        """Refuses a store without the draws that a sink has written for good."""
+        sound = [chain for chain, is_alive in zip(chains, alive.tolist(), strict=True) if is_alive]
+        stored = state["stored"]
+        if state["run"] != self.store.run or (stored and not self.store.holds(sound, stored)):
+            raise FileError(
+                f"store='{self.store.path}' does not hold the draws of the run that goes on: pass "
+                "the store that it had"
+            )
+
+    def _values(self, positions: Tensor) -> dict[str, Tensor]:
+        """What is stored of draws `[chains, n, D]`, by group and site."""
+        bare = self._starts.layout.unflatten(positions)
+        if not self._transformed and not self._starts.log_posterior.model_info.steady:
+            return {f"{POSTERIOR}/{name}": value for name, value in bare.items()}
+        samples = _samples(self._starts, positions)
+        constrained = {f"{POSTERIOR}/{name}": value for name, value in samples.items()}
+        return constrained | {f"{UNCONSTRAINED}/{name}": bare[name] for name in self._transformed}
+
+
+class PartToDisk:
+    """Writes the draws of some chains into a store, as many at a time as its files hold, and by
+    time those of a file that is not full yet, which stay in memory until it is.
+
+    What a full file holds is thus a function of its draws alone: constrained in other blocks, they
+    may round otherwise.
+
+    Args:
+        run: that they are of.
+        chains: their numbers.
+        none: of their draws, `[chains, 0, D]`.
+
+    Attributes:
+        written: draws of each chain that are in the store.
+    """
+
+    def __init__(self, run: ToDisk, chains: Sequence[int], none: Tensor):
+        self._run, self.chains = run, chains
+        self._held = 0, none  # (the first one's number, draws)
+        self._due = time.monotonic() + _WAIT_SECONDS
+        self.written = run.store.count
 
     @property
     def count(self) -> int:
@@ -125,46 +273,35 @@ class ToDisk:
         self._fill_files()
         self._write_rest()
 
-    def state(self) -> dict[str, Any]:
-        """What another one needs to go on."""
-        return {"run": self.store.run, "stored": self._in_full_files, "held": self._waiting}
-
-    def go_on_from(self, state: Mapping[str, Any] | None) -> None:
-        """Takes up where another one was; None begins anew.
-
-        Raises:
-            FileError: the store is of another run, or lacks draws.
-        """
-        state = state or {"run": self.store.run, "stored": 0, "held": self._held[1][:, :0]}
-        if state["run"] != self.store.run or state["stored"] > self.store.count:
-            raise FileError(
-                f"store='{self.store.path}' does not hold the draws of the run that goes on: pass "
-                "the store that it had"
-            )
-        stop = state["stored"] + state["held"].shape[1]
-        self.store.truncate(min(stop, self.store.count))
-        self._held = state["stored"], state["held"]
-
-    def kept(self, draws: Draws) -> StoredPositions:
-        """The draws of a run's finished chains that have been written."""
-        chains = torch.tensor(draws.finished, dtype=torch.long)
-        count = min(self.store.count, len(draws.kept_steps))
-        return StoredPositions(self.store, self._starts.layout, chains, count)
-
-    def describe(self, result: Result) -> None:
-        """Writes down the facts of the run, next to its draws.
+    def end_at(self, count: int) -> None:
+        """Has so many draws, in files: NaN in the place of those that are not there.
 
         Raises:
             FileError: they cannot be written.
         """
-        assert isinstance(result.positions, StoredPositions)
-        attrs = attributes(result.attrs)
-        self.store.put("sample_stats", result.sample_stats, result.positions.chains, attrs)
+        chunk, none = self._run.store.chunk, self._held[1][:, :1]
+        while self.count < count:
+            missing = min(chunk, count - self.count)
+            self.add(none.new_full((len(none), missing, none.shape[2]), torch.nan))
+        if self.written < count:
+            self.close()
+        self._run.drop(self.chains, count)
+
+    def state(self) -> dict[str, Any]:
+        """What another one needs to go on."""
+        return {"run": self._run.store.run, "stored": self._in_full_files, "held": self._waiting}
+
+    def go_on_from(self, state: Mapping[str, Any] | None) -> None:
+        """Takes up where another one was; None begins anew."""
+        state = state or {"stored": 0, "held": self._held[1][:, :0]}
+        stop = state["stored"] + state["held"].shape[1]
+        self.written = max(state["stored"], min(stop, self.written))
+        self._held = state["stored"], state["held"]
 
     @property
     def _in_full_files(self) -> int:
         """Draws that are written for good."""
-        return self.store.count - self.store.count % self.store.chunk
+        return self.written - self.written % self._run.store.chunk
 
     @property
     def _waiting(self) -> Tensor:
@@ -173,59 +310,130 @@ class ToDisk:
         return held[:, self._in_full_files - begin :]
 
     def _fill_files(self) -> None:
-        while self._waiting.shape[1] >= self.store.chunk:
-            self._write(self._waiting[:, : self.store.chunk])
+        while self._waiting.shape[1] >= self._run.store.chunk:
+            self._write(self._waiting[:, : self._run.store.chunk])
 
     def _write_rest(self) -> None:
-        if self.count > self.store.count:
+        if self.count > self.written:
             self._write(self._waiting)
 
     def _write(self, positions: Tensor) -> None:
-        begun = time.monotonic()
-        self.store.append(self._values(positions), self._in_full_files)
+        begun, start = time.monotonic(), self._in_full_files
+        self._run.write(positions, start, self.chains)
+        self.written = start + positions.shape[1]
+        self._run.show()
         now = time.monotonic()
         self._due = now + max(_WAIT_SECONDS, _WAIT_TIMES * (now - begun))
 
-    def _values(self, positions: Tensor) -> dict[str, Tensor]:
-        """What is stored of draws `[chains, n, D]`, by group and site."""
-        bare = self._starts.layout.unflatten(positions)
-        if not self._transformed and not self._starts.log_posterior.model_info.steady:
-            return {f"{POSTERIOR}/{name}": value for name, value in bare.items()}
-        samples = _samples(self._starts, positions)
-        constrained = {f"{POSTERIOR}/{name}": value for name, value in samples.items()}
-        return constrained | {f"{UNCONSTRAINED}/{name}": bare[name] for name in self._transformed}
-
 
 class ToMoments:
-    """Adds draws up, always as many at a time, so that sums are rounded alike, and forgets all but
-    some, from which temperatures are found out.
+    """Adds draws up and forgets all but some, from which temperatures are found out.
 
     Args:
         starts: a result whose draws are the chains' starts.
         first: those, `[chains, 1, D]`.
+        problem: of the run.
         num_draws: draws of each chain that are to come.
+
+    Attributes:
+        totals: what the draws of all processes' finished chains have come to; None where there is
+            no such chain.
     """
 
-    _waiting: Tensor
-    _seen: Tensor
+    totals: SampleTotals | None
 
-    def __init__(self, starts: Result, first: Tensor, num_draws: int):
-        self._starts, self._none, self._num_draws = starts, first[:, :0], num_draws
-        width = first.numel() * first.element_size()
+    def __init__(self, starts: Result, first: Tensor, problem: Problem, num_draws: int):
+        self._starts, self._none, self._problem = starts, first[:, :0], problem
+        self._num_draws, width = num_draws, first.numel() * first.element_size()
         self._chunk = max(1, min(_MOST_DRAWS, _FILE_BYTES // width))
         self._seen_draws = evenly(num_draws, max(1, min(_SEEN // len(first), _HELD_BYTES // width)))
-        self.go_on_from(None)
+        self._parts: list[PartToMoments] = []
+        self._seen: dict[int, Tensor] = {}
+
+    def begin(self, parts: Sequence[Part]) -> list[PartToMoments]:
+        """What adds up the draws of some parts."""
+        self._parts = [self._part(list(part.chains)) for part in parts]
+        return self._parts
+
+    def end(self, finished: Sequence[Sequence[int]]) -> None:
+        """Has what the draws of all processes have come to, on each.
+
+        Args:
+            finished: the places of the chains of each part that have reached the end.
+        """
+        ranks, own = self._problem.ranks, zip(self._parts, finished, strict=True)
+        told = ranks.at_first(
+            [(part.chains, part.moments, part.seen, places) for part, places in own],
+            "what draws come to",
+        )
+        ended = None
+        if told is not None:
+            chains: dict[int, tuple[int, int]] = {}
+            parts = [part for of_rank in told for part in of_rank]
+            for i, (numbers, _, _, places) in enumerate(parts):
+                chains |= {numbers[place]: (i, place) for place in places}
+            seen = {n: parts[i][2][place] for n, (i, place) in chains.items()}
+            sums = [moments.online for _, moments, _, _ in parts]
+            ordered, layout = [chains[n] for n in sorted(chains)], parts[0][1].layout
+            totals = SampleTotals(Totals.of(sums, ordered), layout) if chains else None
+            ended = totals, seen
+        ended = ranks.of_first(ended, "what all draws come to")
+        assert ended is not None  # it is rank 0's
+        self.totals, self._seen = ended
+
+    def positions(self, draws: Draws) -> Tensor:
+        """Some draws of the finished chains, evenly over the run, and where they are now."""
+        numbers = self._problem.numbers(len(draws.log_joint))
+        seen = [self._seen[numbers[chain]] for chain in draws.finished]
+        some = torch.stack([each[: min(map(len, seen))] for each in seen])
+        return torch.cat([some, draws.state.position[draws.finished, None].cpu()], 1)
+
+    def _part(self, chains: list[int]) -> PartToMoments:
+        like = {name: value[chains] for name, value in self._starts.samples.items()}
+        moments = OnlineSamples.of(like, self._num_draws)
+        none, seen = self._none[chains], self._seen_draws
+        return PartToMoments(self._starts, chains, none, moments, self._chunk, seen)
+
+
+class PartToMoments:
+    """Adds the draws of some chains up, always as many at a time, so that sums are rounded alike.
+
+    Args:
+        starts: a result whose draws are the chains' starts.
+        chains: their numbers.
+        none: of their draws, `[chains, 0, D]`.
+        moments: of none of them.
+        chunk: draws that are added at a time.
+        seen_draws: the numbers of those that are kept to be looked at.
+
+    Attributes:
+        moments: of all but those that wait.
+        seen: the draws that are kept.
+    """
+
+    def __init__(
+        self,
+        starts: Result,
+        chains: Sequence[int],
+        none: Tensor,
+        moments: OnlineSamples,
+        chunk: int,
+        seen_draws: Tensor,
+    ):
+        self._starts, self.chains, self._begun = starts, chains, (moments.online.state(), none)
+        self._chunk, self._seen_draws, self.moments = chunk, seen_draws, moments
+        self._waiting = self.seen = none
 
     @property
     def count(self) -> int:
         """Draws of each chain that it has got."""
-        return self._moments.online.count + self._waiting.shape[1]
+        return self.moments.online.count + self._waiting.shape[1]
 
     def add(self, positions: Tensor) -> None:
         """Takes the next draws."""
         places = self._seen_draws - self.count
         here = places[(places >= 0) & (places < positions.shape[1])]
-        self._seen = torch.cat([self._seen, positions[:, here]], 1)
+        self.seen = torch.cat([self.seen, positions[:, here]], 1)
         self._waiting = torch.cat([self._waiting, positions], 1)
         while self._waiting.shape[1] >= self._chunk:
             self._sum_up(self._chunk)
@@ -237,29 +445,18 @@ class ToMoments:
 
     def state(self) -> dict[str, Any]:
         """What another one needs to go on."""
-        sums = self._moments.online.state()
-        return {"sums": sums, "waiting": self._waiting, "seen": self._seen}
+        return {"sums": self.moments.online.state(), "waiting": self._waiting, "seen": self.seen}
 
     def go_on_from(self, state: Mapping[str, Any] | None) -> None:
         """Takes up where another one was; None begins anew."""
-        self._moments = OnlineSamples.of(self._starts.samples, self._num_draws)
-        self._waiting = self._seen = self._none
-        if state is not None:
-            self._waiting, self._seen = state["waiting"], state["seen"]
-            self._moments.online.go_on_from(state["sums"])
-
-    def kept(self, draws: Draws) -> OnlineSamples:
-        """The moments of a run's finished chains."""
-        return dataclasses.replace(self._moments, chains=draws.finished)
-
-    def positions(self, draws: Draws) -> Tensor:
-        """Some draws of the finished chains, evenly over the run, and where they are now."""
-        last = draws.state.position[:, None].cpu()
-        return torch.cat([self._seen, last], 1)[draws.finished]
+        sums, none = self._begun
+        state = state or {"sums": sums, "waiting": none, "seen": none}
+        self._waiting, self.seen = state["waiting"], state["seen"]
+        self.moments.online.go_on_from(state["sums"])
 
     def _sum_up(self, count: int) -> None:
         block, self._waiting = self._waiting[:, :count], self._waiting[:, count:].clone()
-        self._moments.add(_samples(self._starts, block))
+        self.moments.add(_samples(self._starts, block))
 
 
 def _samples(starts: Result, positions: Tensor) -> dict[str, Tensor]:

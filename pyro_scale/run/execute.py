@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pyro_scale.engine.draws import Draws, Sink
+from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.by_rank import in_step, together
 from pyro_scale.run.extend import cut_short, extended, is_enough
+from pyro_scale.run.parts import Sinks
 from pyro_scale.run.resume import Journal
 from pyro_scale.run.run import RunPlan, Trajectory
 
@@ -26,12 +27,12 @@ def execute(
     budget: Budget,
     journal: Journal,
     facts: Mapping[str, Any],
-    sink: Sink | None,
+    sinks: Sinks | None,
 ) -> Trajectory:
     """What comes of a plan.
 
     A step size that was chosen is halved as long as a chain diverges.  A thinning that is to be
-    chosen is doubled as long as draws are too dependent, unless they go into a sink.
+    chosen is doubled as long as draws are too dependent, unless they go into sinks.
 
     Args:
         plan: of the run.
@@ -40,7 +41,7 @@ def execute(
         budget: of the run.
         journal: where it is written, and what it goes on from.
         facts: of the run, for its checkpoints.
-        sink: where draws go instead of memory.
+        sinks: where draws go instead of memory.
 
     Raises:
         ArgumentError: the time was over before the first draw.
@@ -58,15 +59,17 @@ def execute(
         def is_over(draws: Draws, retries: bool = retries) -> bool:
             return budget.is_over or (retries and bool(draws.failures))
 
+        parts = [part._replace(last=journal.goes_on_from(part, halvings)) for part in parts]
+        own = [None] * len(parts) if sinks is None else sinks.begin(parts)
         moved = []
-        for part in parts:
+        for part, sink in zip(parts, own, strict=True):
             with journal.writer(part, facts, halvings) as checkpoints:
                 moved.append(
                     plan.execute(
                         title,
                         chains=part.chains,
                         stop=is_over,
-                        last=journal.goes_on_from(part, halvings),
+                        last=part.last,
                         checkpoints=checkpoints,
                         sink=sink,
                     )
@@ -80,12 +83,15 @@ def execute(
     journal.tidy(parts)
     trajectory = cut_short(trajectory)
     draws = trajectory.draws
+    if sinks is not None:
+        error = sinks.end([each.draws.finished for each in moved])
+        draws.error = draws.error or error
     if budget.is_over_for_all and draws.error is None and not draws.log_joint.shape[1]:
         raise ArgumentError(
             f"max_seconds={budget.max_seconds:g} were over before the first draw was kept: pass "
             "more"
         )
-    if plan.extends and sink is None:
+    if plan.extends and sinks is None:
         trajectory = _extended_while_dependent(trajectory, title, budget)
     return trajectory
 

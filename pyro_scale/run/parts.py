@@ -14,11 +14,14 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pyro_scale.engine.checkpoint import Checkpoint, RunState, holds_state, read
+from pyro_scale.engine.draws import Sink
 from pyro_scale.errors import FileError
 from pyro_scale.storage.files import FilePath, as_path
 
@@ -39,6 +42,25 @@ class Part(NamedTuple):
     path: Path | None
     chains: tuple[int, ...]
     last: Checkpoint | None
+
+
+class Sinks(Protocol):
+    """Takes the draws of this process's parts, where they do not stay in memory."""
+
+    def begin(self, parts: Sequence[Part]) -> Sequence[Sink]:
+        """What takes those of each, from where it goes on; all processes have to begin."""
+        ...
+
+    def end(self, finished: Sequence[Sequence[int]]) -> FileError | None:
+        """Brings all to its place, once all processes have taken their steps.
+
+        Args:
+            finished: the places of the chains of each part that have reached the end.
+
+        Returns:
+            What was in the way.
+        """
+        ...
 
 
 def progress(part: Part) -> tuple[int, int]:
@@ -132,13 +154,18 @@ def _of(last: Checkpoint, places: list[int]) -> Checkpoint:
         for failure in state.failures
         if failure.chain in places
     )
-    leaves = [leaf[torch.tensor(places, device=leaf.device)] for leaf in state.state]
+
+    def own(leaf: Tensor) -> Tensor:
+        return leaf[torch.tensor(places, device=leaf.device)]
+
+    leaves = [own(leaf) for leaf in state.state]
     return last._replace(
         parts=(),
         run_state=RunState(state.step, leaves, state.alive[places], failures),
         positions=last.positions[places],
         log_joint=last.log_joint[places],
         kinetic=None if last.kinetic is None else last.kinetic[places],
+        sink=pytree.tree_map_only(Tensor, own, last.sink),
     )
 
 

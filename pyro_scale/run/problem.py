@@ -69,6 +69,17 @@ class Problem:
         """Whether processes have shared the chains out."""
         return len(self.chains) < len(self.positions)
 
+    def numbers(self, count: int) -> Sequence[int]:
+        """Those of so many chains: of all, or of this process's."""
+        return range(count) if count == len(self.positions) else self.chains
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process is the one, of those that move the same chains, that writes."""
+        if not self.is_split:
+            return self.ranks.is_first
+        return self.ranks.rows is None or self.ranks.rows.rank == 0
+
     @property
     def has_all_rows(self) -> bool:
         """Whether the data of this process are all rows."""

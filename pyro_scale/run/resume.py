@@ -116,8 +116,7 @@ class Journal:
         if not problem.is_split and not self.ranks.is_first:  # which all ranks move
             return [Part(None, chains, self.last)]
         parts = parts_of(chains, self.saved, self.path, self.ranks.rank, number)
-        shares_rows = self.ranks.rows is not None and self.ranks.rows.rank > 0
-        return [part._replace(path=None) for part in parts] if shares_rows else parts
+        return parts if problem.is_writer else [part._replace(path=None) for part in parts]
 
     def tidy(self, parts: Sequence[Part]) -> None:
         """Removes the parts that these have taken over, once all of them are written."""

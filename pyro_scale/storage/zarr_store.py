@@ -4,6 +4,10 @@ A store has ArviZ's layout, `<group>/<site>` `[chain, draw, ...]` with named dim
 xarray and ArviZ can open it.  Readers see its consolidated metadata, which is written last and as
 a whole: after an interrupted run, every draw that can be seen is complete.  Every chunk carries its
 CRC32.
+
+A file holds draws of one chain, and what is written into it needs no metadata but what the store
+was made with.  So any number of processes write, each the files of its own chains; one of them
+shows readers how many draws there are of all.
 """
 
 from __future__ import annotations
@@ -143,36 +147,63 @@ class DrawStore:
             store._check_metadata()
         return store
 
-    def append(self, draws: Mapping[str, Tensor], start: int) -> None:
-        """Adds draws of every field, `[chains, n, ...]`, the last ones that are there among them.
+    def write(self, draws: Mapping[str, Tensor], start: int, chains: Sequence[int]) -> None:
+        """Writes draws of some chains, `[chains, n, ...]`, which readers see once they are shown.
 
         Args:
-            draws: by group and site.
+            draws: of every field, by group and site; the last ones that are there among them.
             start: the number of the first.
+            chains: their numbers.
 
         Raises:
             FileError: they cannot be written; readers see those before.
         """
         stop = start + next(iter(draws.values())).shape[1]
+        with refused(self.path, "written"), _every_file():
+            for name, values in draws.items():
+                array = _of_length(self._group[name], stop)
+                if len(chains) == array.shape[0]:
+                    array[:, start:stop] = values.numpy()
+                    continue
+                for chain, own in zip(chains, values.numpy(), strict=True):
+                    array[chain, start:stop] = own
+
+    def show(self, count: int) -> None:
+        """Shows readers so many draws, all of which are written.
+
+        Raises:
+            FileError: they cannot be shown; readers see those that they did.
+        """
         with refused(self.path, "written"):
-            try:
-                self._resize(stop)
-                with _every_file():
-                    for name, values in draws.items():
-                        self._group[name][:, start:stop] = values.numpy()
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    self._resize(self.count)
-                raise
-            self._publish(stop)
+            self._resize(count)
+            self._publish(count)
 
     def truncate(self, count: int) -> None:
-        """Drops all draws after the first `count`, and what `put` wrote."""
+        """Shows readers the first `count` draws alone, and not what `put` wrote.
+
+        Raises:
+            FileError: they cannot be shown.
+        """
         with refused(self.path, "written"):
             for name in set(self._group.group_keys()) - {*_GROUPS}:
                 del self._group[name]
             self._resize(count)
             self._publish(count)
+
+    def drop(self, chains: Sequence[int], count: int) -> None:
+        """Removes the files of some chains that only hold draws after the first `count`.
+
+        Raises:
+            FileError: they cannot be removed.
+        """
+        with refused(self.path, "written"):
+            for name in self._fields:
+                for file in (self.path / name).iterdir():
+                    chain, _, rest = file.name.partition(".")
+                    number = rest.partition(".")[0]
+                    is_own = number.isdecimal() and int(chain) in chains
+                    if is_own and int(number) * self.chunk >= count:
+                        file.unlink()
 
     def put(
         self,
@@ -219,6 +250,19 @@ class DrawStore:
                 order.append(here)
         return torch.cat(parts, 1)[:, torch.cat(order).argsort()]
 
+    def holds(self, chains: Sequence[int], count: int) -> bool:
+        """Whether so many draws of some sound chains are written, shown or not.
+
+        Raises:
+            FileError: they cannot be read, or are damaged.
+        """
+        with refused(self.path, "read"):
+            arrays = [_of_length(self._own[name], count) for name in self._fields]
+            places = list(chains), [count - 1]
+            last = [array.oindex[places] for array in arrays if array.dtype.kind == "f"]
+        sound = [np.isfinite(values).reshape(len(chains), -1) for values in last]  # or not there
+        return bool(np.concatenate(sound, 1).any(1).all())
+
     def shape_of(self, name: str) -> torch.Size:
         """The shape of one draw of a field."""
         with refused(self.path, "read"):
@@ -245,6 +289,10 @@ class DrawStore:
         with refused(self.path, "read"):
             dataset = xarray.open_zarr(store, group=group, chunks=None, consolidated=True)
         return dataset.drop_encoding()  # which other formats do not take
+
+    @property
+    def _fields(self) -> list[str]:
+        return [f"{group}/{site}" for group in _GROUPS for site in self.sites(group)]
 
     @property
     def _own(self) -> Any:
@@ -291,13 +339,15 @@ class DrawStore:
             _array(self._group, name, array.shape, chunks, array.dtype, dims)[:] = array
 
     def _resize(self, count: int) -> None:
-        """Makes room for so many draws in all."""
+        """Says how many draws there are in all; files stay as they are."""
         with _every_file():
             for name in _GROUPS:
                 for array in self._group[name].array_values():
                     dims = _dims_of(array)
                     if dims[:2] == ["chain", "draw"]:
-                        array.resize((array.shape[0], count, *array.shape[2:]))
+                        # which, were it longer, would drop files that other processes write
+                        same = _of_length(array, count)
+                        same.resize(same.shape)
                     elif dims == ["draw"]:
                         array.resize((count,))
                         array[:] = np.arange(count)
@@ -339,6 +389,13 @@ def _array(
     )
     made.attrs["_ARRAY_DIMENSIONS"] = list(dims)  # xarray's convention
     return made
+
+
+def _of_length(array: Any, count: int) -> Any:
+    """An array `[chain, draw, ...]` as if it had so many draws, whatever readers see of it."""
+    shape = array.shape[0], count, *array.shape[2:]
+    zarr = _zarr()
+    return zarr.Array(zarr.AsyncArray(array.metadata.update_shape(shape), array.store_path))
 
 
 def _layout(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import pyro_scale as ps
+from pyro_scale.errors import FileError
+from pyro_scale.posterior import sinks
+from pyro_scale.storage import zarr_store
 
 RANK = int(os.environ.get("RANK", 0))
 torch.manual_seed(0)
@@ -160,9 +163,14 @@ def dies_on_rank_1():
 
 
 def breaks_chain_3():
-    """Its start is so far out that steps of this size diverge there."""
+    sampler, error = breaking([3])
+    return error, sampler.get_samples(group_by_chain=True)["w"]
+
+
+def breaking(chains, **how):
+    """Chains whose start is so far out that steps of this size diverge there."""
     starts = torch.zeros(8, 3, dtype=torch.float64)
-    starts[3] = 1e3
+    starts[chains] = 1e3
 
     def quartic(x):
         w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=torch.float64), 1.0).to_event(1))
@@ -171,16 +179,77 @@ def breaks_chain_3():
             pyro.sample("x", dist.Normal(w.sum(), 1.0), obs=x[:, 0])
 
     sampler = ps.BAOA(quartic, lr=0.05, init_strategy={"w": starts})
-    error = told(lambda: run(sampler, (X,), batch_size=20, **BY_HAND))
-    return error, sampler.get_samples(group_by_chain=True)["w"]
+    return sampler, told(lambda: run(sampler, (X,), batch_size=20, **BY_HAND, **how))
 
 
-def checkpointed(folder, seconds=0.05, resume=False):
+def checkpointed(folder, seconds=0.05, resume=False, **how):
     where = {"resume" if resume else "checkpoint": Path(folder) / "run"}
 
-    how = BY_HAND | {"num_samples": 10_000, "thinning": 40}
+    how = BY_HAND | {"num_samples": 10_000, "thinning": 40, **how}
     method = ps.BAOA(model, lr=0.05, compile=True)
-    return found(run(method, (X, Y), batch_size=20, checkpoint_every=seconds, **where, **how))
+    return run(method, (X, Y), batch_size=20, checkpoint_every=seconds, **where, **how)
+
+
+def moments(fit):
+    return {name: each._asdict() for name, each in fit.moments().items()}
+
+
+def stores(folder):
+    """Runs that keep draws on disk, or none; files hold seven draws of a chain."""
+    sinks._MOST_DRAWS = 7
+    folder = Path(folder)
+
+    def kept(name, sampler, **how):
+        how = {"batch_size": 20, "store": folder / f"{name}.zarr", **BY_HAND, **how}
+        return run(sampler, (X, Y), **how)
+
+    def compiled():
+        return ps.SGHMC(model, lr=0.05, compile=True)
+
+    result = {
+        "compiled": found(kept("compiled", compiled())),
+        "everywhere": found(kept("everywhere", compiled(), distributed="all")),
+        "points": found(kept("points", ps.SGHMC(with_param, lr=0.05, compile=True))),
+        "exists": told(lambda: kept("compiled", compiled())),
+        "another": told(lambda: kept(f"rank-{RANK}", compiled())),
+    }
+    fit = kept("nowhere", compiled(), store=False, num_samples=300)
+    result["nowhere"] = moments(fit), fit.summary().to_dict(), fit.diagnostics().to_dict()
+    for name, chains in (("breaks", [3]), ("all of rank 1 break", [1, 3, 5, 7])):
+        sampler, result[name] = breaking(chains, store=folder / f"{name}.zarr")
+        counted, _ = breaking(chains, store=False)
+        none = counted._result is None  # a rank whose chains have all stopped
+        result[f"{name}, nowhere"] = None if none else moments(counted)
+        result[f"{name}, draws"] = None if none else sampler.get_samples(group_by_chain=True)["w"]
+    result["full"] = told(lambda: on_a_full_disk(kept, compiled()))
+    return result
+
+
+def on_a_full_disk(kept, sampler):
+    """That of the last rank is, at its third file."""
+    write, files = zarr_store.DrawStore.write, []
+    last = int(os.environ.get("WORLD_SIZE", 1)) - 1
+
+    def full(*args):
+        files.append(args)
+        if last == RANK and len(files) > 2:
+            raise FileError("the draws cannot be written (No space left on device)")
+        write(*args)
+
+    zarr_store.DrawStore.write = full
+    try:
+        kept("full", sampler)
+    finally:
+        zarr_store.DrawStore.write = write
+
+
+def resumable(folder, kind, case):
+    """A run that goes on after it was killed, its draws on disk or nowhere."""
+    sinks._MOST_DRAWS, sinks._WAIT_SECONDS, sinks._WAIT_TIMES = 500, 0.05, 0
+    store = Path(folder) / "draws.zarr" if kind == "stored" else False
+    draws = 12_000 if case == "extend" else 10_000
+    fit = checkpointed(folder, resume=case != "begin", store=store, num_samples=draws)
+    return {"moments": moments(fit), "draws": None if store is False else found(fit)}
 
 
 def fails_on_rank_1():
@@ -329,8 +398,12 @@ def main(case, folder):
         result = on_mesh(tuple(int(size) for size in case.split("-")[1:]))
     elif case == "dies":
         result = dies_on_rank_1()
+    elif case == "stores":
+        result = stores(folder)
+    elif "-" in case:
+        result = resumable(folder, *case.split("-"))
     else:
-        result = checkpointed(folder, resume=case == "resume")
+        result = found(checkpointed(folder, resume=case == "resume"))
     torch.save(result, Path(folder) / f"rank-{RANK}.pt")
 
 

@@ -236,7 +236,7 @@ def test_interrupted_at_any_line_it_goes_on(kept, steps, seed, tmp_path, uninter
 )
 def test_a_write_that_fails_loses_no_draw(write, steps, tmp_path, monkeypatch):
     """Nor is one there twice: the disk is full at one of the files, and then is not."""
-    how, append, calls = of_steps(steps), zarr_store.DrawStore.append, itertools.count()
+    how, append, calls = of_steps(steps), zarr_store.DrawStore.write, itertools.count()
     whole = fitted(**how)
 
     def full(self, *values):
@@ -244,7 +244,7 @@ def test_a_write_that_fails_loses_no_draw(write, steps, tmp_path, monkeypatch):
             raise FileError("No space left on device")
         append(self, *values)
 
-    monkeypatch.setattr(zarr_store.DrawStore, "append", full)
+    monkeypatch.setattr(zarr_store.DrawStore, "write", full)
     how |= at("store", tmp_path)
     with pytest.raises(FileError, match="No space left"):
         fitted(checkpoint=tmp_path / "run", checkpoint_every=0, **how)
@@ -318,7 +318,7 @@ def test_writing_is_a_small_part_of_the_time(tmp_path, monkeypatch):
     monkeypatch.setattr(sinks, "_MOST_DRAWS", 10**6)
     monkeypatch.setattr(sinks, "_WAIT_SECONDS", 5.0)
     monkeypatch.setattr(sinks, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    append, move = zarr_store.DrawStore.append, chains.Chains.move
+    append, move = zarr_store.DrawStore.write, chains.Chains.move
 
     def slow(self, *args):
         when.append(now[0])
@@ -329,7 +329,7 @@ def test_writing_is_a_small_part_of_the_time(tmp_path, monkeypatch):
         now[0] += len(block)
         move(self, program, batches, block, *others)
 
-    monkeypatch.setattr(zarr_store.DrawStore, "append", slow)
+    monkeypatch.setattr(zarr_store.DrawStore, "write", slow)
     monkeypatch.setattr(chains.Chains, "move", at_a_step_a_second)
     monkeypatch.setattr(loop, "steps_within_budget", lambda *args: 1)
     fitted(num_samples=60, **at("store", tmp_path))

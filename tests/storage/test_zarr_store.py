@@ -345,13 +345,8 @@ def test_chains_that_broke_do_not_count_in_moments(float64):
     said = said.replace("get_samples()", "moments()")
     assert without_replay(told) == without_replay(said)
     for name, expected in inside.moments().items():
-        found = nowhere.moments()[name]
-        for part in ("mean", "sd", "r_hat", "ess"):
-            torch.testing.assert_close(
-                getattr(found, part), getattr(expected, part), equal_nan=True
-            )
-        assert found.quantiles.shape == expected.quantiles.shape
-        assert found.quantiles.isnan().all()
+        for part, other in zip(nowhere.moments()[name], expected, strict=True):
+            torch.testing.assert_close(part, other, equal_nan=True)
 
 
 @pytest.mark.parametrize(
