@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from pyro_scale.distributed.ranks import Rows
+from pyro_scale.distributed.shares import Rows
 from pyro_scale.errors import ArgumentError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
 from pyro_scale.data.sources import Data, IndexedData, TensorData
-from pyro_scale.distributed.ranks import WHOLE, Share
+from pyro_scale.distributed.shares import WHOLE, Share
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: Rows that are evaluated together, unless the caller says otherwise.

@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
 from pyro_scale.data.sources import Data, IndexedData, TensorData
-from pyro_scale.distributed.ranks import WHOLE, Share
+from pyro_scale.distributed.shares import WHOLE, Share
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch.chunks import Chunk, chunks_of, is_row_wise, num_rows_in
 from pyro_scale.model.derivatives import hessian, hessian_diagonal

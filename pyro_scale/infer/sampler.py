@@ -39,7 +39,8 @@ from pyro_scale.infer.settings import settings_of
 from pyro_scale.infer.sharded import or_sharded, step_sharded
 from pyro_scale.kernels import Kernel
 from pyro_scale.posterior.collect import collect, warn_of_short_warmup
-from pyro_scale.posterior.sinks import ToDisk, ToMoments, sink_for
+from pyro_scale.posterior.moment_sink import ToMoments
+from pyro_scale.posterior.sinks import ToDisk, sink_for
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.budget import Budget, passes_of
 from pyro_scale.run.by_rank import (

@@ -17,7 +17,8 @@ from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ConvergenceWarning
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.draws import Result
-from pyro_scale.posterior.sinks import ToDisk, ToMoments
+from pyro_scale.posterior.moment_sink import ToMoments
+from pyro_scale.posterior.sinks import ToDisk
 from pyro_scale.run.problem import Problem
 from pyro_scale.storage.lazy_draws import Positions, spread
 

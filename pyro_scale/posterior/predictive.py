@@ -17,7 +17,7 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count, evenly
 from pyro_scale.data.loaders import check_tensors
 from pyro_scale.data.sources import Data
-from pyro_scale.distributed.ranks import WHOLE, Share
+from pyro_scale.distributed.shares import WHOLE, Share
 from pyro_scale.errors import ArgumentError, DataError, ModelError, PyroScaleError
 from pyro_scale.fullbatch.chunks import CHUNK_ROWS, Chunk, chunks_of, is_row_wise, split
 from pyro_scale.model.model_info import ModelInfo

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,13 +12,12 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.layout import dtype_name
-from pyro_scale.core.online_moments import Totals
-from pyro_scale.core.validation import evenly
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, FileError
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.export import attributes, dims_of, own_dims
-from pyro_scale.posterior.online import OnlineSamples, SampleTotals
+from pyro_scale.posterior.moment_sink import ToMoments
+from pyro_scale.posterior.sound_draws import samples_of
 from pyro_scale.run.config import Store
 from pyro_scale.run.parts import Part
 from pyro_scale.run.problem import Problem
@@ -30,8 +28,6 @@ from pyro_scale.storage.zarr_store import POSTERIOR, UNCONSTRAINED, DrawStore, F
 #: Bytes of all chains' draws that are held until they are written; bytes and draws of a file.
 #: (Larger files would be faster by little, and what they pass through would be kept by malloc.)
 _HELD_BYTES, _FILE_BYTES, _MOST_DRAWS = 2**25, 2**21, 2**14
-#: Draws of all chains that are kept to be looked at, of those that are added up.
-_SEEN = 1000
 #: Seconds for which draws wait at most to be written, and how often the time that it takes.
 _WAIT_SECONDS, _WAIT_TIMES = 5.0, 20
 #: Of a site, which with `_dim_0` behind it is a file's.
@@ -60,7 +56,9 @@ def sink_for(
     first = problem.positions[:, None].cpu()
     starts = Result(problem.log_posterior, problem.data, problem.engine.layout, first, {})
     if store is False:
-        yield ToMoments(starts, first, problem, num_draws)
+        width = first.numel() * first.element_size()
+        chunk = max(1, min(_MOST_DRAWS, _FILE_BYTES // width))
+        yield ToMoments(starts, first, problem, num_draws, chunk)
         return
     if isinstance(store, bool):
         raise ArgumentError("store=True: pass the path of a Zarr store, or False to keep no draws")
@@ -220,7 +218,7 @@ class ToDisk:
         bare = self._starts.layout.unflatten(positions)
         if not self._transformed and not self._starts.log_posterior.model_info.steady:
             return {f"{POSTERIOR}/{name}": value for name, value in bare.items()}
-        samples = _samples(self._starts, positions)
+        samples = samples_of(self._starts, positions)
         constrained = {f"{POSTERIOR}/{name}": value for name, value in samples.items()}
         return constrained | {f"{UNCONSTRAINED}/{name}": bare[name] for name in self._transformed}
 
@@ -324,172 +322,6 @@ class PartToDisk:
         self._run.show()
         now = time.monotonic()
         self._due = now + max(_WAIT_SECONDS, _WAIT_TIMES * (now - begun))
-
-
-class ToMoments:
-    """Adds draws up and forgets all but some, from which temperatures are found out.
-
-    Args:
-        starts: a result whose draws are the chains' starts.
-        first: those, `[chains, 1, D]`.
-        problem: of the run.
-        num_draws: draws of each chain that are to come.
-
-    Attributes:
-        totals: what the draws of all processes' finished chains have come to; None where there is
-            no such chain.
-    """
-
-    totals: SampleTotals | None
-
-    def __init__(self, starts: Result, first: Tensor, problem: Problem, num_draws: int):
-        self._starts, self._none, self._problem = starts, first[:, :0], problem
-        self._num_draws, width = num_draws, first.numel() * first.element_size()
-        self._chunk = max(1, min(_MOST_DRAWS, _FILE_BYTES // width))
-        self._seen_draws = evenly(num_draws, max(1, min(_SEEN // len(first), _HELD_BYTES // width)))
-        self._parts: list[PartToMoments] = []
-        self._seen: dict[int, Tensor] = {}
-
-    def begin(self, parts: Sequence[Part]) -> list[PartToMoments]:
-        """What adds up the draws of some parts."""
-        self._parts = [self._part(list(part.chains)) for part in parts]
-        return self._parts
-
-    def end(self, finished: Sequence[Sequence[int]]) -> None:
-        """Has what the draws of all processes have come to, on each.
-
-        Args:
-            finished: the places of the chains of each part that have reached the end.
-        """
-        ranks, own = self._problem.ranks, zip(self._parts, finished, strict=True)
-        told = ranks.at_first(
-            [(part.chains, part.moments, part.seen, places) for part, places in own],
-            "what draws come to",
-        )
-        ended = None
-        if told is not None:
-            chains: dict[int, tuple[int, int]] = {}
-            parts = [part for of_rank in told for part in of_rank]
-            for i, (numbers, _, _, places) in enumerate(parts):
-                chains |= {numbers[place]: (i, place) for place in places}
-            seen = {n: parts[i][2][place] for n, (i, place) in chains.items()}
-            sums = [moments.online for _, moments, _, _ in parts]
-            ordered, layout = [chains[n] for n in sorted(chains)], parts[0][1].layout
-            totals = SampleTotals(Totals.of(sums, ordered), layout) if chains else None
-            ended = totals, seen
-        ended = ranks.of_first(ended, "what all draws come to")
-        assert ended is not None  # it is rank 0's
-        self.totals, self._seen = ended
-
-    def positions(self, draws: Draws) -> Tensor:
-        """Some draws of the finished chains, evenly over the run, and where they are now."""
-        numbers = self._problem.numbers(len(draws.log_joint))
-        seen = [self._seen[numbers[chain]] for chain in draws.finished]
-        some = torch.stack([each[: min(map(len, seen))] for each in seen])
-        return torch.cat([some, draws.state.position[draws.finished, None].cpu()], 1)
-
-    def _part(self, chains: list[int]) -> PartToMoments:
-        like = {name: value[chains] for name, value in self._starts.samples.items()}
-        moments = OnlineSamples.of(like, self._num_draws)
-        none, seen = self._none[chains], self._seen_draws
-        return PartToMoments(self._starts, chains, none, moments, self._chunk, seen)
-
-
-class PartToMoments:
-    """Adds the draws of some chains up, always as many at a time, so that sums are rounded alike.
-
-    Args:
-        starts: a result whose draws are the chains' starts.
-        chains: their numbers.
-        none: of their draws, `[chains, 0, D]`.
-        moments: of none of them.
-        chunk: draws that are added at a time.
-        seen_draws: the numbers of those that are kept to be looked at.
-
-    Attributes:
-        moments: of all but those that wait.
-        seen: the draws that are kept.
-    """
-
-    def __init__(
-        self,
-        starts: Result,
-        chains: Sequence[int],
-        none: Tensor,
-        moments: OnlineSamples,
-        chunk: int,
-        seen_draws: Tensor,
-    ):
-        self._starts, self.chains, self._begun = starts, chains, (moments.online.state(), none)
-        self._chunk, self._seen_draws, self.moments = chunk, seen_draws, moments
-        self._waiting = self.seen = none
-
-    @property
-    def count(self) -> int:
-        """Draws of each chain that it has got."""
-        return self.moments.online.count + self._waiting.shape[1]
-
-    def add(self, positions: Tensor) -> None:
-        """Takes the next draws."""
-        places = self._seen_draws - self.count
-        here = places[(places >= 0) & (places < positions.shape[1])]
-        self.seen = torch.cat([self.seen, positions[:, here]], 1)
-        self._waiting = torch.cat([self._waiting, positions], 1)
-        while self._waiting.shape[1] >= self._chunk:
-            self._sum_up(self._chunk)
-
-    def close(self) -> None:
-        """Adds up what it holds."""
-        if self._waiting.shape[1]:
-            self._sum_up(self._waiting.shape[1])
-
-    def state(self) -> dict[str, Any]:
-        """What another one needs to go on."""
-        return {"sums": self.moments.online.state(), "waiting": self._waiting, "seen": self.seen}
-
-    def go_on_from(self, state: Mapping[str, Any] | None) -> None:
-        """Takes up where another one was; None begins anew."""
-        sums, none = self._begun
-        state = state or {"sums": sums, "waiting": none, "seen": none}
-        self._waiting, self.seen = state["waiting"], state["seen"]
-        self.moments.online.go_on_from(state["sums"])
-
-    def _sum_up(self, count: int) -> None:
-        block, self._waiting = self._waiting[:, :count], self._waiting[:, count:].clone()
-        self.moments.add(_samples(self._starts, block))
-
-
-def _samples(starts: Result, positions: Tensor) -> dict[str, Tensor]:
-    """Constrained values by site of draws `[chains, n, D]`; NaN (0 of whole numbers) of chains that
-    broke, from the state on at which the model cannot be evaluated."""
-    sound = torch.isfinite(positions).all(-1)
-
-    def of_sound_ones(chains: slice, draws: slice) -> Mapping[str, Tensor]:
-        here = sound[chains, draws, None]
-        held = positions[chains, draws].where(here, starts.positions[0, 0])
-        return dataclasses.replace(starts, positions=held).samples
-
-    every = slice(None), slice(None)
-    try:
-        samples = of_sound_ones(*every)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        # at the last state of a chain that broke, or is about to: it went no further
-        for chain in torch.nonzero(sound[:, 0])[:, 0].tolist():
-            last = int(sound[chain].sum()) - 1
-            try:
-                of_sound_ones(slice(chain, chain + 1), slice(last, last + 1))
-            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-                sound[chain, last] = False
-        samples = of_sound_ones(*every)
-    if bool(sound.all()):
-        return dict(samples)
-    return {
-        name: value.masked_fill(
-            ~sound.reshape(*sound.shape, *(1 for _ in value.shape[2:])),
-            torch.nan if value.is_floating_point() else 0,
-        )
-        for name, value in samples.items()
-    }
 
 
 def _transformed(starts: Result) -> list[str]:
