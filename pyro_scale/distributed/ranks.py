@@ -123,7 +123,8 @@ class Ranks:
                 f"'data')) with C D = {world}, the number of processes"
             )
         teams = mesh.get_local_rank("chain"), mesh.size(0)
-        part = Rows(mesh.get_local_rank("data"), mesh.size(1), mesh.get_group("data"))
+        place, group = mesh.get_local_rank("data"), mesh.get_group("data")
+        part = Rows(place, mesh.size(1), group, mesh.device_type)
         return cls(rank, world, keeps_all, teams, part if part.world > 1 else None)
 
     @property

@@ -125,7 +125,7 @@ class Holders:
         group: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
         copies = mesh.size() // mesh.size(first.dim)
         device = torch.device(mesh.device_type)
-        return cls(Rows(rank, mesh.size(), group), copies, device)
+        return cls(Rows(rank, mesh.size(), group, mesh.device_type), copies, device)
 
     @property
     def is_first(self) -> bool:

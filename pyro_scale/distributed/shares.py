@@ -19,6 +19,7 @@ class Rows(NamedTuple):
         rank: among those.
         world: how many there are.
         group: torch's group of them.
+        device: the type of device whose tensors it sums.
         share: what part of all rows this rank has been given, if its data are its own; None where
             every rank has all, and takes a part of each batch.
     """
@@ -26,6 +27,7 @@ class Rows(NamedTuple):
     rank: int
     world: int
     group: Any
+    device: str
     share: float | None = None
 
     def of(self, size: int) -> slice:
@@ -46,7 +48,7 @@ class Rows(NamedTuple):
 
     def agree(self, holds: bool) -> bool:
         """Whether something holds on all of those ranks."""
-        failed = torch.tensor(float(not holds))
+        failed = torch.tensor(float(not holds), device=self.device)
         dist.all_reduce(failed, group=self.group)
         return not bool(failed)
 

@@ -218,10 +218,16 @@ def check_rows_can_be_shared(problem: Problem) -> None:
     """Checks that ranks can take parts of a batch.
 
     Raises:
-        ArgumentError: the model chooses its rows by itself.
+        ArgumentError: the model chooses its rows by itself; the mesh is of another device.
     """
+    shared, device = problem.ranks.rows, problem.positions.device.type
+    if shared is not None and shared.device != device:
+        raise ArgumentError(
+            f"mesh: it is of {shared.device} devices, and the model is on {device}: pass "
+            f"init_device_mesh('{device}', ...), or move the model and the data"
+        )
     plate = problem.log_posterior.model_info.own_plate
-    if problem.ranks.rows is not None and isinstance(problem.data, OwnSubsamples):
+    if shared is not None and isinstance(problem.data, OwnSubsamples):
         raise ArgumentError(
             f"mesh: the model subsamples by itself in plate '{plate}', so ranks cannot take parts "
             "of its batches: pass batch_size=, and write the plate with subsample_size=len(x)"

@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pyro
 import pyro.distributions as dist
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import pyro_scale as ps
 from pyro_scale.errors import FileError
 from pyro_scale.posterior import sinks
+from pyro_scale.run import resume
 from pyro_scale.storage import zarr_store
 
 RANK = int(os.environ.get("RANK", 0))
@@ -150,6 +152,9 @@ def other_on_rank_1(what):
                 data = (X[:10], Y)
             case "model":
                 how_model = with_param
+            case "version":
+                with mock.patch.object(resume, "version", return_value="0.0"):
+                    return told(lambda: run(ps.BAOA(model, lr=0.05), data, batch_size=20, **how))
     return told(lambda: run(ps.BAOA(how_model, lr=0.05), data, batch_size=20, **how))
 
 
@@ -389,7 +394,7 @@ def main(case, folder):
             result[name] = call()
     elif case == "errors":
         kinds = ("data", "seed", "length", "checkpoint", "who keeps", "bad argument")
-        kinds += ("bad data", "model")
+        kinds += ("bad data", "model", "version")
         result = {kind: other_on_rank_1(kind) for kind in kinds}
         result["few"] = told(lambda: by_hand(num_chains=1))
         result["breaks"] = breaks_chain_3()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch import distributed as dist
 
 import pyro_scale as ps
 from pyro_scale.distributed.ranks import ALONE, Ranks
+from pyro_scale.distributed.shares import Rows
+from pyro_scale.run.problem import check_rows_can_be_shared
 from pyro_scale.run.resume import Journal
 
 PROGRAM = Path(__file__).parent / "on_ranks.py"
@@ -233,6 +236,7 @@ def errors(tmp_path_factory):
         ),
         ("who keeps", "ArgumentError", ["'all' on some ranks and 'auto' on others"]),
         ("model", "RankError", ["rank 1 is on another run than rank 0", "sites['b']"]),
+        ("version", "RankError", ["rank 1 is on another run than rank 0", "version was"]),
         ("bad argument", "ArgumentError", ["num_chains was 8, is 0"]),
         ("bad data", "DataError", ["first dimensions differ"]),
         ("few", "ArgumentError", ["num_chains=1 on 2 processes", "distributed=False"]),
@@ -271,6 +275,61 @@ def test_nonsense_is_refused(value):
         ps.errors.ArgumentError, match=r"distributed=.*: pass 'auto', 'all' or False"
     ):
         Ranks.of(value)
+
+
+def in_a_process(code):
+    """What a process by itself prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_a_group_that_passes_no_tensors_of_processors_on_is_refused():
+    told = in_a_process(
+        """
+import torch
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from pyro_scale.distributed.ranks import Ranks
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+try:
+    Ranks.of("auto")
+except Exception as error:
+    print(type(error).__name__, error, Ranks.of(False).is_alone, dist.is_initialized())
+"""
+    )
+    assert told.startswith("ArgumentError the process group's backend is")
+    assert "cpu:gloo,cuda:nccl" in told
+    assert told.endswith("True True\n")
+
+
+def test_a_mesh_of_another_device_is_refused():
+    def problem(device):
+        rows = Rows(rank=0, world=2, group=None, device=device)
+        return SimpleNamespace(
+            ranks=SimpleNamespace(rows=rows),
+            positions=torch.zeros(1, 2),
+            data=None,
+            log_posterior=SimpleNamespace(model_info=SimpleNamespace(own_plate=None)),
+        )
+
+    check_rows_can_be_shared(problem("cpu"))
+    with pytest.raises(ps.errors.ArgumentError, match="of cuda devices, and the model is on cpu"):
+        check_rows_can_be_shared(problem("cuda"))
+
+
+@pytest.mark.parametrize(("world", "size"), [(2, 21), (3, 2), (8, 5), (4, 403), (3, 1)])
+def test_every_row_belongs_to_one_rank(world, size):
+    """Ranks without a row have one that does not count."""
+    ranks = [Rows(rank, world, None, "cpu") for rank in range(world)]
+    assert sum(rank.weight(size) for rank in ranks) == pytest.approx(1, abs=1e-15)
+    own = [list(range(size))[rank.of(size)] for rank in ranks]
+    assert all(own)
+    counted = [
+        row for rank, rows in zip(ranks, own, strict=True) if rank.weight(size) for row in rows
+    ]
+    assert counted == list(range(size))
 
 
 def test_a_process_by_itself_talks_to_nobody():
