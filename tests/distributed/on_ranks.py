@@ -300,7 +300,7 @@ class OwnStream(IterableDataset):
         return len(OWN_ROWS[0])
 
 
-def on_mesh(shape):
+def on_mesh(shape, folder):
     """Runs whose batches are shared out; the same without a mesh in one process."""
     mesh = None
     if "RANK" in os.environ:
@@ -319,6 +319,11 @@ def on_mesh(shape):
         fit = run(method, data, **how).fit
         spread = [gaussian.variance for gaussian in fit.gaussians]
         return {"w": torch.cat([fit.centers, *(each[None] for each in spread)]), "lp": fit.trace}
+
+    def begun_and_resumed():
+        where, how = Path(folder) / "mesh", {"num_chains": 2}
+        drawn(ps.SGHMC(model, lr=0.05), num_samples=10, checkpoint=where, **how)
+        return drawn(ps.SGHMC(model, lr=0.05), num_samples=15, resume=where, **how)
 
     falling = torchopt.schedule.polynomial_schedule(0.1, 1e-3, 1.0, 60)
     few = {"num_chains": 2, "warmup_steps": 0, "thinning": 1}
@@ -373,6 +378,7 @@ def on_mesh(shape):
         "rows by rank, untuned": told(
             lambda: drawn(ps.BAOA(model), num_chains=2, rows_by_rank=True)
         ),
+        "gone on with": begun_and_resumed(),
         "own subsamples": told(
             lambda: drawn(ps.BAOA(subsampling, lr=0.05), num_chains=2, batch_size=None)
         ),
@@ -400,7 +406,12 @@ def main(case, folder):
         result["breaks"] = breaks_chain_3()
         result["afterwards"] = by_hand()
     elif case.startswith("mesh"):
-        result = on_mesh(tuple(int(size) for size in case.split("-")[1:]))
+        result = on_mesh(tuple(int(size) for size in case.split("-")[1:]), folder)
+    elif case == "alone":  # goes on with what a mesh has begun
+        how = BY_HAND | {"num_samples": 20, "warmup_steps": 20, "thinning": 2, "num_chains": 2}
+        goes_on = ps.SGHMC(model, lr=0.05)
+        run(goes_on, (X, Y), batch_size=21, resume=Path(folder) / "mesh", **how)
+        result = goes_on.get_samples(group_by_chain=True)
     elif case == "dies":
         result = dies_on_rank_1()
     elif case == "stores":

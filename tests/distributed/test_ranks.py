@@ -135,8 +135,10 @@ def on_one(tmp_path_factory):
     scope="module", params=[(1, 2), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str
 )
 def on_mesh(request, tmp_path_factory):
-    case = "-".join(["mesh", *map(str, request.param)])
-    return results(case, tmp_path_factory.mktemp("mesh") / "n", request.param[0] * request.param[1])
+    case, folder = "-".join(["mesh", *map(str, request.param)]), tmp_path_factory.mktemp("mesh")
+    found = results(case, folder / "n", request.param[0] * request.param[1])
+    (alone,) = results("alone", folder / "n", 1)
+    return [{**each, "gone on with alone": alone} for each in found]
 
 
 @pytest.mark.parametrize(
@@ -196,6 +198,16 @@ def test_rows_of_each_rank_alone_count_alike(on_mesh):
 def test_a_rank_reads_its_own_rows_alone(on_one, on_mesh):
     """But for what the preflight and the checks afterwards read."""
     assert all(rank["rows read"] < 0.75 * on_one["rows read"] for rank in on_mesh)
+
+
+def test_ranks_that_share_batches_go_on_with_a_checkpoint_and_one_process_with_theirs(
+    on_one, on_mesh
+):
+    whole = on_one["trajectory"]["w"]
+    for rank in on_mesh:
+        resumed, alone = rank["gone on with"]["w"], rank["gone on with alone"]["w"]
+        torch.testing.assert_close(resumed, whole[:, :15], rtol=0, atol=1e-8)
+        torch.testing.assert_close(alone, whole, rtol=0, atol=1e-8)
 
 
 def test_steps_with_a_sum_over_ranks_are_compiled(on_mesh):
