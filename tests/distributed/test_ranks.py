@@ -34,9 +34,11 @@ CASES = [
 #: Of those, what is too short to be compiled.
 EAGER = {"eager", "everywhere", "loader", "stream", "points"}
 
-pytestmark = pytest.mark.skipif(
+needs_gloo = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo"
 )
+#: A file's processes are started once, by one of pytest's workers.
+pytestmark = [needs_gloo, pytest.mark.xdist_group("ranks")]
 
 
 def start(case, folder, world, agent=True, program=PROGRAM.name):
@@ -402,7 +404,14 @@ def killed(folder, world, seconds, case="checkpoint", seed=0):
             process.communicate()
 
 
-@pytest.mark.parametrize(("worlds", "seconds"), [((3, 2), 0.2), ((2, 1), 0.1), ((1, 3), 0.1)])
+@pytest.mark.parametrize(
+    ("worlds", "seconds"),
+    [
+        ((3, 2), 0.2),
+        pytest.param((2, 1), 0.1, marks=pytest.mark.slow),
+        pytest.param((1, 3), 0.1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_run_goes_on_on_any_number_of_processes(worlds, seconds, uninterrupted, tmp_path):
     first, then = worlds
     killed(tmp_path, first, seconds)

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from test_ranks import pytestmark, results  # noqa: F401
+from test_ranks import needs_gloo, results
+
+pytestmark = [needs_gloo, pytest.mark.xdist_group("rows")]
 
 PROGRAM = "rows_on_ranks.py"
 EXACT = [
@@ -34,7 +36,7 @@ def alone(tmp_path_factory):
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def shared(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows") / "n"
     return results("cases", folder, request.param, program=PROGRAM)

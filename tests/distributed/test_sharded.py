@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed as dist
+from test_ranks import needs_gloo
 
 from pyro_scale.rng.seeds import Purpose
 from pyro_scale.rng.streams import NoiseStream, ShardNoise
@@ -16,9 +16,7 @@ from pyro_scale.rng.streams import NoiseStream, ShardNoise
 PROGRAM = Path(__file__).parent / "sharded_on_ranks.py"
 METHODS = ["SGLD", "SGHMC", "BAOA", "IVON", "MAP"]
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo"
-)
+pytestmark = [needs_gloo, pytest.mark.xdist_group("sharded")]
 
 
 def results(case, folder, world, **environment):
@@ -53,7 +51,7 @@ def two(folder):
     return results("cases", folder / "two", 2)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def ranks(request, folder):
     if request.param == 2:
         return request.getfixturevalue("two")

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 import xarray
-from test_ranks import killed, pytestmark, results  # noqa: F401
+from test_ranks import killed, needs_gloo, results
 
 pytest.importorskip("zarr")
+pytestmark = [needs_gloo, pytest.mark.xdist_group("stores")]
 
 
 def on(world, tmp_path_factory):
@@ -22,7 +23,7 @@ def alone(tmp_path_factory):
     return folder, found
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def shared(request, tmp_path_factory):
     return on(request.param, tmp_path_factory)
 
@@ -151,6 +152,7 @@ def uninterrupted(tmp_path_factory):
     return {kind: results(f"{kind}-begin", folder / kind, 1)[0] for kind in ("stored", "nowhere")}
 
 
+@pytest.mark.slow
 def test_a_killed_run_without_draws_goes_on_to_the_same_moments(uninterrupted, tmp_path):
     """Sums and sketches of chains that were added up together go on apart.  Numbers come to them
     in other blocks, which rounds otherwise, and puts other neighbors into clusters."""
@@ -162,7 +164,7 @@ def test_a_killed_run_without_draws_goes_on_to_the_same_moments(uninterrupted, t
             torch.testing.assert_close(value, expected[part], **close)
 
 
-@pytest.mark.parametrize("worlds", [(3, 2), (2, 1)])
+@pytest.mark.parametrize("worlds", [(3, 2), pytest.param((2, 1), marks=pytest.mark.slow)])
 def test_a_killed_run_with_a_store_goes_on_to_the_same_store(worlds, uninterrupted, tmp_path):
     """On fewer processes, then longer on one more: parts are at different steps, and so are the
     files of their chains."""
