@@ -70,6 +70,7 @@ def or_sharded(run: F) -> F:
         if not ShardedModule.alive:
             return run(method, *args, **kwargs)
         asked = signature.bind(method, *args, **kwargs)
+        asked.arguments.setdefault("num_chains", 1)  # in place of what is usual elsewhere
         asked.apply_defaults()
         _, data, *_ = asked.args
         batch_size = asked.arguments["batch_size"]
