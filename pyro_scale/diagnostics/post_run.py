@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_scale.diagnostics.kinetic_temperature import kinetic
 from pyro_scale.diagnostics.temperature import virial
+from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.posterior.draws import Result
 from pyro_scale.run.run import Trajectory
 from pyro_scale.tuning.gradient_noise import NOISE_BATCHES, gradient_noise, warn_of_a_bad_anchor
@@ -47,3 +48,10 @@ def measure(
         kinetic=kinetic(problem, draws, values, noise, heat),
     )
     return measured, error
+
+
+def as_measured_by_first(result: Result, ranks: Ranks) -> Result:
+    """The result with what rank 0 has measured, of the same draws."""
+    names = "gradient_noise", "virial", "element_temperatures", "kinetic"
+    measured = {name: getattr(result, name) for name in names}
+    return dataclasses.replace(result, **ranks.of_first(measured, "what was measured"))

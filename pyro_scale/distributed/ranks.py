@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import logging
 import pickle
 import secrets
@@ -142,15 +141,17 @@ class Ranks:
         """Whether this rank is one that keeps all draws."""
         return self.keeps_all or self.is_first
 
-    def own_rows(self, count: int, num_data: int | None) -> int:
+    def own_rows(self, count: int, num_data: int | None, digest: str) -> int:
         """Has every rank of a team take its data for rows of its own; N.
 
         Args:
             count: of this rank's rows.
             num_data: N, of which every rank then has an equal part; by default the sum of counts.
+            digest: of some of them, which tells them from others.
 
         Raises:
-            ArgumentError: batches are not shared out, so that chains would see these rows alone.
+            ArgumentError: batches are not shared out, so that chains would see these rows alone;
+                or teams have other rows, so that their chains would be on different posteriors.
         """
         if self.rows is None:
             raise ArgumentError(
@@ -158,12 +159,20 @@ class Ranks:
                 "posterior of all: pass mesh= with two ranks or more along 'data', which sum their "
                 "gradients"
             )
-        counts: list[Any] = [None] * self.rows.world
         own = count if num_data is None else 1
-        gather = functools.partial(dist.all_gather_object, counts, own, self.rows.group)
-        self._call("the number of rows", gather)
-        self.rows = self.rows._replace(share=own / sum(counts))
-        return num_data or sum(counts)
+        told = self.of_all((self.team, self.rows.rank, own, digest), "the number of rows")
+        first: dict[int, Any] = {}
+        for rank, (_, place, *rows) in enumerate(told):
+            of, known = first.setdefault(place, (rank, rows))
+            if rows != known:
+                raise ArgumentError(
+                    f"rows_by_rank=True: ranks {of} and {rank} are at the same place along 'data' "
+                    "and have other rows, so their chains would be on different posteriors: pass "
+                    "the same rows on all ranks of mesh.get_local_rank('data')"
+                )
+        total = sum(rows[0] for _, rows in first.values())
+        self.rows = self.rows._replace(share=own / total)
+        return num_data or total
 
     @property
     def if_there(self) -> Ranks:

@@ -18,7 +18,7 @@ from pyro_scale.data.row_sampler import Sampling, check_sampling
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics import crash_dump
 from pyro_scale.diagnostics.divergence import all_stopped, explosion, message
-from pyro_scale.diagnostics.post_run import measure
+from pyro_scale.diagnostics.post_run import as_measured_by_first, measure
 from pyro_scale.diagnostics.step_size_bias import step_size_bias
 from pyro_scale.diagnostics.verdict import Report, report
 from pyro_scale.distributed.ranks import Distributed, Ranks
@@ -60,7 +60,7 @@ from pyro_scale.run.problem import (
     module_device,
     prepare,
 )
-from pyro_scale.run.resume import Journal, identity_of
+from pyro_scale.run.resume import Journal, digest_of, identity_of
 from pyro_scale.run.run import RunPlan, Trajectory
 from pyro_scale.run.shared_starts import check_superchains, with_shared_starts
 from pyro_scale.run.single_step import Stepping, batch_as_data
@@ -268,7 +268,8 @@ class Sampler(Method):
                 its own, such as its part of a stream; by default every rank is called with all
                 rows.  N is then the sum of their numbers, which may differ; with `num_data`, each
                 rank's rows stand for an equal part of these.  Every row counts alike.  It takes a
-                number for lr, and temperatures are not measured.
+                number for lr; temperatures are not measured, and `loo` and `log_likelihood` are of
+                this rank's rows.
 
         Returns:
             The sampler itself.
@@ -300,6 +301,7 @@ class Sampler(Method):
             "checkpoint": None if checkpoint is None else str(checkpoint),
             "resume": None if resume is None else str(resume),
             "store": str(store) if isinstance(store, os.PathLike) else store,
+            "rows_by_rank": rows_by_rank,
         }
         with ranks.together():
             check_same_call(ranks, asked)
@@ -448,7 +450,7 @@ class Sampler(Method):
                 "rows_by_rank=True: lr='auto', precondition, control_variates and subtract_noise "
                 "look at all rows, and no rank has them: pass a number for lr and leave these out"
             )
-        return ranks.own_rows(own.num_data or 1, self._num_data)
+        return ranks.own_rows(own.num_data or 1, self._num_data, digest_of(own.first()))
 
     def _facts(self, problem: Problem, config: RunConfig, journal: Journal) -> dict[str, Any]:
         """What has to be alike for one run to go on with another; it refuses to where it is not."""
@@ -464,9 +466,18 @@ class Sampler(Method):
         )
         if by_length or store is False:  # which depend on the run's length
             facts["num_samples"] = config.num_samples
-        check_same(problem.ranks, {**facts, "draws": config.num_samples})
+        own = {"draws": config.num_samples, **self._size_of_starts(problem)}
+        check_same(problem.ranks, {**facts, **own})
         journal.check_same_run(facts, config.num_samples)
         return facts
+
+    def _size_of_starts(self, problem: Problem) -> dict[str, str]:
+        """What tells a start or a preconditioner from others that were drawn or fitted, but for
+        rounding."""
+        sizes = {"starts": problem.positions}
+        if dataclasses.is_dataclass(fit := self._settings.precondition):
+            sizes |= {f"precondition.{name}": value for name, value in vars(fit).items()}
+        return {name: f"{float(value.double().norm()):.4g}" for name, value in sizes.items()}
 
     def _collect(
         self, trajectory: Trajectory, config: RunConfig, sink: ToDisk | ToMoments | None
@@ -496,6 +507,9 @@ class Sampler(Method):
             self._plan = None
             return draws.error  # the rest is found out by rank 0, which has all draws
         self._result, error = measure(trajectory, self._result, _on_average(plan, draws))
+        all_measure = problem.ranks.keeps_all or not problem.is_split
+        if problem.ranks.rows is not None and all_measure:  # each on rows of its own
+            self._result = as_measured_by_first(self._result, problem.ranks)
         is_hot = bool(plan.kernel.values(0)["temperature"] > 0)
         if not isinstance(sink, ToMoments) and (is_hot or self._choice is not None):
             try:

@@ -29,6 +29,7 @@ from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.by_rank import check_same, check_same_call
 from pyro_scale.run.limits import check_memory
 from pyro_scale.run.problem import as_log_posterior
+from pyro_scale.run.resume import digest_of
 from pyro_scale.run.sharded.chain import ShardedChain, check_kernel, prepare, sharded_network
 from pyro_scale.run.sharded.checkpoint import facts_of, open_checkpoints
 from pyro_scale.run.sharded.execute import check_data, execute
@@ -138,7 +139,7 @@ def run_sharded(method: Any, network: ShardedModule, data: Data, asked: Mapping[
         "sampling": sampling,
         **facts_of(problem, data, method.kernel),
     }
-    check_same(holders, facts)
+    check_same(holders, {**facts, "first batch": digest_of(data.first())})
     check_data(problem, data)
     batches = data.batches(problem.seed, 1, cast(Sampling, sampling))
     title, shown = f"{name}, sharded", asked["progress"] and holders.is_first

@@ -38,7 +38,7 @@ from pyro_scale.run.problem import (
     module_device,
     prepare,
 )
-from pyro_scale.run.resume import identity_of
+from pyro_scale.run.resume import digest_of, identity_of
 from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.tuning.early_stopping import EarlyStopping, got_worse, has_converged, still_rises
 
@@ -120,6 +120,7 @@ class Optimized(Approximation):
             "num_epochs": num_epochs,
             "num_chains": num_chains,
             "seed": seed,
+            "rows_by_rank": rows_by_rank,
         }
         with ranks.together():
             check_same_call(ranks, asked)
@@ -127,7 +128,8 @@ class Optimized(Approximation):
             opened = open_data(data, batch_size, self._num_data, device)
             num_data = opened.num_data
             if rows_by_rank:
-                num_data = ranks.own_rows(opened.num_data or 1, self._num_data)
+                count, digest = opened.num_data or 1, digest_of(opened.first())
+                num_data = ranks.own_rows(count, self._num_data, digest)
             self._run(opened, num_data, num_steps, num_epochs, num_chains, seed, shows, ranks)
         return self
 

@@ -25,6 +25,7 @@ from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import model_warnings
 from pyro_scale.model.other_batches import check_batches, check_supports
+from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.initialize import init_of, initialize
 
 #: Batches besides the first on which the rules are tried before a run.
@@ -119,9 +120,12 @@ class Problem:
             chains: the numbers of those whose batches are wanted; all of them by default.
         """
         source, chains = self.features or self.data, chains or range(num_chains)
+        seed, own = self.seed, self.ranks.rows
+        if own is not None and not self.has_all_rows:  # or ranks would draw the same places
+            seed = derived_seed(seed, own.rank, Purpose.BATCHES)
         if share:
-            return SharedBatches(source.batches(self.seed, 1, sampling), len(chains))
-        return source.batches(self.seed, num_chains, sampling, chains)
+            return SharedBatches(source.batches(seed, 1, sampling), len(chains))
+        return source.batches(seed, num_chains, sampling, chains)
 
     def with_engine(self, **changes: Any) -> Problem:
         """The same with another kernel or density."""

@@ -63,15 +63,15 @@ class Rows(IterableDataset):
 class RowByRow(Dataset):
     """Read by index, a row at a time; it knows which rows this process has read."""
 
-    def __init__(self):
-        self.read = []
+    def __init__(self, rows=slice(None)):
+        self.read, self.rows = [], (X[rows], Y[rows])
 
     def __len__(self):
-        return len(X)
+        return len(self.rows[0])
 
     def __getitem__(self, index):
         self.read.append(index)
-        return X[index], Y[index]
+        return tuple(column[index] for column in self.rows)
 
 
 def join_group():
@@ -134,6 +134,7 @@ def told(call):
 
 def other_on_rank_1(what):
     data, how, how_model = (X, Y), dict(BY_HAND), model
+    starts = torch.ones(8, 3, dtype=torch.float64)
     if RANK == 1:
         match what:
             case "data":
@@ -152,10 +153,13 @@ def other_on_rank_1(what):
                 data = (X[:10], Y)
             case "model":
                 how_model = with_param
+            case "starts":
+                starts[5] += 1e-2
             case "version":
                 with mock.patch.object(resume, "version", return_value="0.0"):
                     return told(lambda: run(ps.BAOA(model, lr=0.05), data, batch_size=20, **how))
-    return told(lambda: run(ps.BAOA(how_model, lr=0.05), data, batch_size=20, **how))
+    sampler = ps.BAOA(how_model, lr=0.05, init_strategy={"w": starts})
+    return told(lambda: run(sampler, data, batch_size=20, **how))
 
 
 def dies_on_rank_1():
@@ -300,6 +304,14 @@ class OwnStream(IterableDataset):
         return len(OWN_ROWS[0])
 
 
+def places_read(drawn):
+    """Of 200 rows of each rank's own."""
+    own = RowByRow(slice(200 * (RANK % 2), 200 * (RANK % 2) + 200))
+    how = {"num_chains": 2, "batch_size": "auto", "rows_by_rank": "RANK" in os.environ}
+    drawn(ps.BAOA(model, lr=0.05), DataLoader(own, 21), **how)
+    return own.read
+
+
 def on_mesh(shape, folder):
     """Runs whose batches are shared out; the same without a mesh in one process."""
     mesh = None
@@ -325,6 +337,7 @@ def on_mesh(shape, folder):
         drawn(ps.SGHMC(model, lr=0.05), num_samples=10, checkpoint=where, **how)
         return drawn(ps.SGHMC(model, lr=0.05), num_samples=15, resume=where, **how)
 
+    few_rows = 6 if RANK % 2 else 403
     falling = torchopt.schedule.polynomial_schedule(0.1, 1e-3, 1.0, 60)
     few = {"num_chains": 2, "warmup_steps": 0, "thinning": 1}
     by_rank = few | {"num_samples": 3, "rows_by_rank": mesh is not None}
@@ -379,6 +392,14 @@ def on_mesh(shape, folder):
             lambda: drawn(ps.BAOA(model), num_chains=2, rows_by_rank=True)
         ),
         "gone on with": begun_and_resumed(),
+        "places read": places_read(drawn),
+        "too few rows": told(
+            lambda: drawn(ps.BAOA(model, lr=0.05), (X[:few_rows], Y[:few_rows]), **by_rank)
+        ),
+        "other rows in a team": told(
+            lambda: drawn(ps.BAOA(model, lr=0.05), (X[RANK:], Y[RANK:]), batch_size=None, **by_rank)
+        ),
+        "diagnostics": compiled.diagnostics().to_dict(),
         "own subsamples": told(
             lambda: drawn(ps.BAOA(subsampling, lr=0.05), num_chains=2, batch_size=None)
         ),
@@ -400,7 +421,7 @@ def main(case, folder):
             result[name] = call()
     elif case == "errors":
         kinds = ("data", "seed", "length", "checkpoint", "who keeps", "bad argument")
-        kinds += ("bad data", "model", "version")
+        kinds += ("bad data", "model", "starts", "version")
         result = {kind: other_on_rank_1(kind) for kind in kinds}
         result["few"] = told(lambda: by_hand(num_chains=1))
         result["breaks"] = breaks_chain_3()

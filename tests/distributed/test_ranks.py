@@ -197,6 +197,28 @@ def test_rows_of_each_rank_alone_count_alike(on_mesh):
         assert "lr='auto'" in rank["rows by rank, untuned"][1]
 
 
+def test_ranks_draw_their_own_rows_apart(on_mesh):
+    """Otherwise rows at the same places of two ranks' parts would come together in every batch."""
+    one, other = on_mesh[0]["places read"], on_mesh[1]["places read"]
+    assert len(one) > 200
+    assert one[-200:] != other[-200:]
+
+
+def test_rows_by_rank_that_do_not_go_together_are_refused_on_all(on_mesh):
+    for rank in on_mesh:
+        kind, message = rank["too few rows"]
+        assert kind == "DataError"
+        assert "batch_size=21 is more than the 6 rows" in message
+    if len(on_mesh) == 4:
+        for rank in on_mesh:
+            assert "at the same place along 'data'" in rank["other rows in a team"][1]
+
+
+def test_ranks_that_share_batches_tell_the_same(on_mesh):
+    for rank in on_mesh:
+        assert repr(rank["diagnostics"]) == repr(on_mesh[0]["diagnostics"])
+
+
 def test_a_rank_reads_its_own_rows_alone(on_one, on_mesh):
     """But for what the preflight and the checks afterwards read."""
     assert all(rank["rows read"] < 0.75 * on_one["rows read"] for rank in on_mesh)
@@ -250,6 +272,7 @@ def errors(tmp_path_factory):
         ),
         ("who keeps", "ArgumentError", ["'all' on some ranks and 'auto' on others"]),
         ("model", "RankError", ["rank 1 is on another run than rank 0", "sites['b']"]),
+        ("starts", "RankError", ["rank 1 is on another run than rank 0", "starts was"]),
         ("version", "RankError", ["rank 1 is on another run than rank 0", "version was"]),
         ("bad argument", "ArgumentError", ["num_chains was 8, is 0"]),
         ("bad data", "DataError", ["first dimensions differ"]),
