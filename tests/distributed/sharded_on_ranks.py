@@ -17,7 +17,7 @@ import torchopt
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import pyro_scale as ps
 
@@ -168,7 +168,13 @@ def refused():
     batch = X[:9], Y[:9]
     moved = (X + max(RANK, 0), Y)
     seeds = QUIET | {"seed": 3 + max(RANK, 0)}
+    lengths = {key: value for key, value in BY_HAND.items() if key != "batch_size"}
+    rows = TensorDataset(X, Y)
+    parts = DataLoader(rows, 10, sampler=DistributedSampler(rows))
     calls = {
+        "parts of the data": lambda: ps.BAOA(model, lr=0.01, num_data=101).run(
+            parts, **lengths, **QUIET
+        ),
         "other data": lambda: ps.BAOA(model, lr=0.01).run(moved, **BY_HAND, **QUIET),
         "other seeds": lambda: ps.BAOA(model, lr=0.01).run((X, Y), **BY_HAND, **seeds),
         "reduce": lambda: done.predict(X[:9], reduce="mean"),

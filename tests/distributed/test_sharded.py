@@ -158,6 +158,7 @@ def test_ranks_can_have_the_same_parts(alone, tmp_path):
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
+        ("parts of the data", "RankError", "rank 1 is on another run than rank 0 (first batch was"),
         ("other data", "RankError", "rank 1 is on another run than rank 0 (data was"),
         ("other seeds", "ArgumentError", "rank 1 was called otherwise than rank 0 (seed was"),
         ("reduce", "ArgumentError", "reduce='mean': predict has none"),
