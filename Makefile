@@ -10,7 +10,7 @@ demo: .venv/installed
 	$(BIN)/python -W ignore::FutureWarning examples/demo.py
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # What touches ArviZ, with the newest one, on a newer Python.
 MATRIX_PYTHON ?= python3.13

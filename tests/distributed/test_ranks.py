@@ -37,8 +37,7 @@ EAGER = {"eager", "everywhere", "loader", "stream", "points"}
 needs_gloo = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo"
 )
-#: A file's processes are started once, by one of pytest's workers.
-pytestmark = [needs_gloo, pytest.mark.xdist_group("ranks")]
+pytestmark = needs_gloo
 
 
 def start(case, folder, world, agent=True, program=PROGRAM.name):

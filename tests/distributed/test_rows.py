@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_ranks import needs_gloo, results
 
-pytestmark = [needs_gloo, pytest.mark.xdist_group("rows")]
+pytestmark = needs_gloo
 
 PROGRAM = "rows_on_ranks.py"
 EXACT = [

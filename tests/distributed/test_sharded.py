@@ -16,7 +16,7 @@ from pyro_scale.rng.streams import NoiseStream, ShardNoise
 PROGRAM = Path(__file__).parent / "sharded_on_ranks.py"
 METHODS = ["SGLD", "SGHMC", "BAOA", "IVON", "MAP"]
 
-pytestmark = [needs_gloo, pytest.mark.xdist_group("sharded")]
+pytestmark = needs_gloo
 
 
 def results(case, folder, world, **environment):

@@ -9,7 +9,7 @@ import xarray
 from test_ranks import killed, needs_gloo, results
 
 pytest.importorskip("zarr")
-pytestmark = [needs_gloo, pytest.mark.xdist_group("stores")]
+pytestmark = needs_gloo
 
 
 def on(world, tmp_path_factory):
