@@ -61,7 +61,7 @@ def program_for(
     before: str | None,
     earlier: Earlier,
     num_chains: int,
-    agree: Callable[[bool], bool] | None,
+    agree: Callable[[bool], bool] | None = None,
 ) -> Program:
     """The fastest way of running the steps that the model allows.
 
