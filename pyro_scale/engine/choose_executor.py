@@ -131,13 +131,14 @@ def _common_program(
 
     A sum over processes is nothing for a loop in C++, and takes longer than a call from Python.
     """
-    compiled = None
+    how = {"by_column": False, "as_loop": False}
     try:
-        how = {"by_column": False, "as_loop": False}
         compiled = _compile(engine, batches, state, block, num_chains, **how)
-    finally:
-        if not agree(compiled is not None) and compiled is not None:
-            raise RuntimeError("another process could not compile it")
+    except BaseException:
+        agree(False)
+        raise
+    if not agree(True):
+        raise RuntimeError("another process could not compile it")
     program = compiled.program(engine, batches)
     check(program, as_it_is, engine, state, block)
     return program
