@@ -13,6 +13,11 @@ from pyro_scale.engine import loop
 logging.getLogger("torch.__trace").addHandler = lambda handler: None
 
 
+def pytest_collection_finish():
+    """A file that sets torch's default dtype as it is imported would change all others' tests."""
+    assert torch.get_default_dtype() == torch.float32
+
+
 @pytest.fixture(scope="module")
 def float64():
     """Literals in models are float64; for a module, since hypothesis refuses narrower fixtures."""

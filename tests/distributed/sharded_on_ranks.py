@@ -24,7 +24,8 @@ import pyro_scale as ps
 RANK = int(os.environ.get("RANK", -1))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 DEVICE = "cuda" if os.environ.get("ON_CUDA") else "cpu"
-torch.set_default_dtype(torch.float64)
+if __name__ == "__main__":  # pytest, which looks for doctests here, keeps its own
+    torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
 X = torch.randn(101, 5)
 Y = torch.sin(X.sum(1)) + 0.1 * torch.randn(101)
