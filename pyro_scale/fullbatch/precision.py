@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
+from pyro_scale.core.layout import Layout
 from pyro_scale.errors import ModelError
 from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.fullbatch.density import FullDataDensity
@@ -62,8 +63,12 @@ def precision_at(
             total = prior_precision(log_posterior, free, chunk.arguments, held, dense) / scale
         own = derived_seed(seed, share.rank + place * share.world, Purpose.CURVATURE)
         curvature = Curvature(log_posterior, kind, seed=own)
-        for block in curvature.blocks(free, chunk.arguments, chunk.indices, held, chunk.keep):
-            block.add_to(total)
+        where = (free, chunk.arguments, chunk.indices, held, chunk.keep)
+        if dense:
+            for block in curvature.blocks(*where):
+                block.add_to(total)
+        else:
+            total += Layout.of(free).flatten(curvature.diagonal(*where))
     assert total is not None  # there is data
     return total.mul_(scale)  # some rows stand for all
 

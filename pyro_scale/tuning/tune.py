@@ -17,7 +17,7 @@ from pyro_scale.errors import ArgumentError, BiasWarning, ModelError, SiteError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.precision import precision_at
 from pyro_scale.model.control_variates import AnchorCurvature, ControlVariates
-from pyro_scale.model.curvature.observations import Exact, observations_of
+from pyro_scale.model.curvature.observations import Exact, observe
 from pyro_scale.model.curvature.prior_hessian import prior_precision
 from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.tuning import step_size
@@ -114,7 +114,8 @@ def with_curvature(problem: Problem, density: FullDataDensity) -> Problem | None
     assert isinstance(first_order, ControlVariates)
     anchor, names = first_order.anchor, density.layout.names
     try:
-        observed = observations_of(log_posterior, anchor, first, None, "ggn", 1)
+        leaves = {name: value.detach().requires_grad_() for name, value in anchor.items()}
+        observed = observe(log_posterior, leaves, first, None, "ggn", 1).observations
         exact = tuple(each for each in observed if isinstance(each, Exact))
         if len(exact) < len(observed) or log_posterior.model_info.own_plate is not None:
             return None

@@ -77,7 +77,7 @@ def correlated():
 def test_elements_of_whitened_chains_are_measured_along_their_covariance(precondition):
     """By the explicit matrix.  Of a Gaussian that is known, the error is that of a sample variance,
     which -(w - c) g has not where elements are correlated."""
-    sampler = ps.BAOA(correlated, precondition=precondition, compile=False)
+    sampler = ps.BAOA(correlated, precondition=precondition)
     fit = quiet(sampler.run, None, num_samples=500, **QUIET)
     whitening, draws = fit._plan.problem.engine.whitening, fit._result.positions.flatten(0, 1)
     root = torch.stack([whitening.push_forward(each) for each in torch.eye(3).double()], 1)

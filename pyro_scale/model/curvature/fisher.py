@@ -20,7 +20,7 @@ import torch.distributions as td
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_scale.model.curvature.fisher_families import CLOSED_FORMS, Blocks
+from pyro_scale.model.curvature.fisher_families import CATEGORICAL, CLOSED_FORMS, Blocks
 
 Arguments = dict[str, Tensor]
 
@@ -118,6 +118,20 @@ def information(base: Any, names: Sequence[str]) -> Tensor:
         raise NoInformation(family.__name__)
     dtypes = [own[name].dtype for name in names]
     return matrix.to(reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype())
+
+
+def class_counts(base: Any, names: Sequence[str]) -> Tensor | None:
+    """What one observation's classes are expected to count, p times the total, given that its
+    logits are the only arguments: the information in them is diag(p) - p p^T times the total.
+
+    Returns:
+        `[*batch_shape, classes]`, without a graph; None of a distribution that is not such a one.
+    """
+    if tuple(names) != ("logits",) or _closed_forms(type(base)) is not CATEGORICAL:
+        return None
+    logits = own_arguments(base)["logits"]
+    chances = getattr(base, "total_count", 1) * logits.detach().double().softmax(-1)
+    return chances.to(logits.dtype)
 
 
 # ------------------------------------------------------------------ wrappers

@@ -187,7 +187,7 @@ _BINOMIAL: Blocks = {  # with a total count of 1, a Bernoulli
     ("logits", "logits"): lambda a: a.total_count * _variance(a),
     ("probs", "probs"): lambda a: a.total_count / _variance(a),
 }
-_CATEGORICAL: Blocks = {  # with a total count above 1, a multinomial
+CATEGORICAL: Blocks = {  # with a total count above 1, a multinomial
     ("logits", "logits"): _classes,
     ("probs", "probs"): _class_probs,
 }
@@ -267,9 +267,9 @@ CLOSED_FORMS: Mapping[type, Blocks] = {
         ("concentration", "rate"): lambda a: -1 / (a.rate * (1 + a.rate)),
         ("rate", "rate"): lambda a: a.concentration / (a.rate**2 * (1 + a.rate)),
     },
-    td.Categorical: _CATEGORICAL,
-    td.OneHotCategorical: _CATEGORICAL,
-    td.Multinomial: _CATEGORICAL,
+    td.Categorical: CATEGORICAL,
+    td.OneHotCategorical: CATEGORICAL,
+    td.Multinomial: CATEGORICAL,
     td.MultivariateNormal: {
         ("loc", "loc"): _precision,
         ("covariance_matrix", "covariance_matrix"): lambda a: _symmetric_matrix(_precision(a)),

@@ -10,13 +10,14 @@ the place of the arguments, and for Monte Carlo the log likelihoods of drawn obs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torchopt
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import exclusive, own_generator
@@ -24,20 +25,16 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.errors import ArgumentError
-from pyro_scale.model.curvature.observations import Observation, observations_of
+from pyro_scale.model.curvature.jacobians import Block, blocks_of
+from pyro_scale.model.curvature.observations import Observed, observe
 from pyro_scale.model.curvature.prior_hessian import prior_product
-from pyro_scale.model.derivatives import row_gradients
+from pyro_scale.model.curvature.row_wise import RowWise
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.scaling import Evaluation
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: "ggn", "empirical_fisher", or "monte_carlo": the GGN from drawn observations, for many outputs.
 RowKind: TypeAlias = Literal["ggn", "empirical_fisher", "monte_carlo"]
-
-#: Numbers of a block of Jacobians.
-_BLOCK_NUMBERS = 2**21
-#: Rows that are differentiated together, which takes as many backward passes through all of them.
-_TOGETHER = 64
 
 
 @dataclass(frozen=True)
@@ -80,21 +77,38 @@ class Curvature:
         as_count("num_draws", self.num_draws)
 
     def diagonal(
-        self, params: Params, batch: Any, indices: Tensor | None = None, held: Params | None = None
+        self,
+        params: Params,
+        batch: Any,
+        indices: Tensor | None = None,
+        held: Params | None = None,
+        keep: slice = slice(None),
     ) -> dict[str, Tensor]:
         """The diagonal by site.
+
+        A param that enters products, convolutions, tables or elementwise operations of which each
+        row has its own part takes a backward pass for each output; any other takes Jacobians of
+        all rows.
 
         Args:
             params: unconstrained values that the curvature is in.
             batch: the model's arguments, a tuple by position or a dict by name.
             indices: the rows to take, for a model that subsamples by itself.
             held: unconstrained values of the other sites.
+            keep: which rows of the batch count.
         """
-        layout = Layout.of(params)
-        total = torch.zeros(layout.size, dtype=layout.dtype, device=_device(params))
-        for block in self.blocks(params, rows.as_arguments(batch), indices, held):
-            block.add_to(total)
-        return layout.unflatten(total)
+        arguments, held = rows.as_arguments(batch), dict(held or {})
+        indices = self._indices(arguments, indices)
+        found = self._row_wise_diagonal(params, arguments, indices, held, keep)
+        others = {name: value for name, value in params.items() if name not in found}
+        if others:
+            layout = Layout.of(others)
+            total = torch.zeros(layout.size, dtype=layout.dtype, device=_device(others))
+            held |= {name: params[name] for name in found}
+            for block in self.blocks(others, arguments, indices, held, keep):
+                block.add_to(total)
+            found |= layout.unflatten(total)
+        return {name: found[name] for name in params}
 
     def dense(
         self, params: Params, batch: Any, indices: Tensor | None = None, held: Params | None = None
@@ -117,22 +131,26 @@ class Curvature:
         """The matrix times a vector by site, without the matrix: two gradients' worth of time."""
         arguments, held = rows.as_arguments(batch), held or {}
         indices = self._indices(arguments, indices)
-        observed = self._observe({**params, **held}, arguments, indices)
-        params, vector = dict(params), {name: vector[name] for name in params}
-
-        def outputs(params: Params) -> list[Tensor]:
-            sites = self.log_posterior.run({**params, **held}, arguments, indices).sites
-            return [each.outputs(sites, each.known) for each in observed]
-
+        leaves = _leaves(params)
+        nothing = {name: torch.zeros_like(value) for name, value in params.items()}
         try:
-            with torch.no_grad():
-                moved: list[Tensor] = torch.func.jvp(outputs, (params,), (vector,))[1]
-                inner = [
-                    each.times(part[..., None], each.known)[..., 0]
-                    for each, part in zip(observed, moved, strict=True)
-                ]
-                return torch.func.vjp(outputs, params)[1](inner)[0]
-        except (RuntimeError, NotImplementedError):  # a model that functorch refuses
+            with torch.enable_grad(), forward_ad.dual_level():
+                duals = {
+                    name: forward_ad.make_dual(leaf, vector[name].to(leaf))
+                    for name, leaf in leaves.items()
+                }
+                observed = self._observe({**held, **duals}, arguments, indices)
+                if not observed.observations:
+                    return nothing
+                outputs, moved = forward_ad.unpack_dual(observed.outputs())
+            if moved is None:
+                return nothing
+            inner = observed.between(moved.detach())
+            back = torch.autograd.grad(
+                outputs, list(leaves.values()), inner, materialize_grads=True
+            )
+            return dict(zip(leaves, back, strict=True))
+        except (RuntimeError, NotImplementedError):  # operations without forward derivatives
             layout = Layout.of(params)
             flat = layout.flatten(vector)
             blocks = self.blocks(params, arguments, indices, held)
@@ -177,7 +195,7 @@ class Curvature:
         """What is to be said of it: which sites' Fisher information is estimated."""
         arguments = rows.as_arguments(batch)
         indices = self._indices(arguments, indices)
-        observed = self._observe(params, arguments, indices)
+        observed = self._observe(_leaves(params), arguments, indices).observations
         return [each.note for each in observed if each.note is not None]
 
     def blocks(
@@ -188,61 +206,36 @@ class Curvature:
         held: Params | None = None,
         keep: slice = slice(None),
     ) -> Iterator[Block]:
-        """The sum's terms of some rows at a time; `keep` says which rows of the batch count."""
-        held = held or {}
-        layout = Layout.of(params)
-        indices = self._indices(arguments, indices)
-        observed = self._observe({**params, **held}, arguments, indices)
-        if not observed:  # no row depends on the params
-            return
-        known = [each.known for each in observed]
-        known_rows = [each[keep] for each in known]
+        """The sum's terms of some rows at a time, with their Jacobians; arguments as for
+        `diagonal`."""
+        held, indices = held or {}, self._indices(arguments, indices)
+        observed = self._observe({**held, **_leaves(params)}, arguments, indices).observations
+        if observed:  # some row depends on the params
+            yield from blocks_of(
+                self.log_posterior, observed, params, arguments, indices, held, keep
+            )
 
-        def outputs(params: Params, arguments: Arguments, known: Sequence[Tensor]) -> Tensor:
-            sites = self.log_posterior.run({**params, **held}, arguments, indices).sites
-            pairs = zip(observed, known, strict=True)
-            return torch.cat([each.outputs(sites, own) for each, own in pairs], dim=1)
-
-        def flat(jacobian: Mapping[str, Tensor]) -> Tensor:
-            leads = [jacobian[name].shape[:2] for name in layout.names]
-            parts = [
-                jacobian[name].reshape(*lead, -1).to(layout.dtype)
-                for name, lead in zip(layout.names, leads, strict=True)
-            ]
-            return torch.cat(parts, dim=2)
-
-        def together(arguments: Arguments, known: Sequence[Tensor]) -> Tensor:
-            return flat(row_gradients(lambda p: outputs(p, arguments, known), params))
-
-        def of_row(params: Params, row: Arguments, known: Sequence[Tensor]) -> Tensor:
-            return outputs(params, row, [each[None] for each in known])[0]
-
-        def row_by_row(arguments: Arguments, known: Sequence[Tensor]) -> Tensor:
-            single = rows.map_rows(lambda leaf: leaf[:, None], arguments)  # batches of one row
-            mapped = rows.vmap_dims(single, 0)
-            each_row = torch.vmap(torch.func.jacrev(of_row), in_dims=(None, mapped, 0))
-            with torch.no_grad():
-                return flat(each_row(dict(params), single, list(known)))
-
-        understood = self.log_posterior.model_info
-        if understood.own_plate is not None or understood.whole_only or not rows.count(arguments):
-            yield Block(together(arguments, known)[keep], observed, known_rows)
-            return
-        width = sum(each.width for each in observed)
-        size = max(1, _BLOCK_NUMBERS // (width * max(width, layout.size)))
-        jacobian, start = row_by_row, 0
-        while start < len(known_rows[0]):
-            part = slice(start, start + size)
-            batch, own = rows.take(rows.take(arguments, keep), part), [k[part] for k in known_rows]
-            try:
-                found = jacobian(batch, own)
-            except Exception:  # whatever a model says that cannot take one row, or no vmap
-                if jacobian is together:
-                    raise
-                jacobian, size = together, min(size, _TOGETHER)
-                continue
-            yield Block(found, observed, own)
-            start += size
+    def _row_wise_diagonal(
+        self,
+        params: Params,
+        arguments: Arguments,
+        indices: Tensor | None,
+        held: Params,
+        keep: slice,
+    ) -> dict[str, Tensor]:
+        """That of the params that need no Jacobian."""
+        if self.log_posterior.model_info.whole_only:
+            return {}
+        leaves = _leaves(params)
+        observed = self._observe({**held, **leaves}, arguments, indices)
+        if not observed.observations:
+            return {name: torch.zeros_like(value) for name, value in params.items()}
+        try:
+            with torch.enable_grad():
+                graph = RowWise.of(observed.outputs(), leaves)
+            return graph.squares(observed.columns, observed.num_columns, keep)
+        except (RuntimeError, NotImplementedError):  # a backward pass that cannot be taken again
+            return {}
 
     def _indices(self, arguments: Arguments, indices: Tensor | None) -> Tensor | None:
         """Which rows a model takes that subsamples by itself: some, unless the caller says."""
@@ -253,48 +246,15 @@ class Curvature:
         with exclusive:
             return torch.randperm(self.log_posterior.num_data)[: info.batch_size]
 
-    def _observe(
-        self, params: Params, arguments: Arguments, indices: Tensor | None
-    ) -> list[Observation]:
+    def _observe(self, params: Params, arguments: Arguments, indices: Tensor | None) -> Observed:
         with own_generator(derived_seed(self.seed, 0, Purpose.CURVATURE)):
-            return observations_of(
+            return observe(
                 self.log_posterior, params, arguments, indices, self.kind, self.num_draws
             )
 
 
-@dataclass(frozen=True)
-class Block:
-    """Some rows' terms.
-
-    Attributes:
-        jacobian: of all outputs, `[b, K, D]`.
-        observed: whose outputs those are.
-        known: what each needs to know of these rows.
-    """
-
-    jacobian: Tensor
-    observed: Sequence[Observation]
-    known: Sequence[Tensor]
-
-    def add_to(self, total: Tensor) -> None:
-        """Adds the terms, or their diagonals, to a total [D, D] or [D] of the caller's own."""
-        for part, inner in self._factors(self.jacobian):
-            if total.dim() == 1:
-                total += (part * inner).sum((0, 1))  # einsum takes ten times as long
-            else:
-                total.addmm_(part.flatten(0, 1).T, inner.flatten(0, 1))
-
-    def times(self, vector: Tensor) -> Tensor:
-        """The terms' sum times a vector [D]."""
-        along = (self.jacobian @ vector)[..., None]
-        inner = torch.cat([moved for _, moved in self._factors(along)], dim=1)
-        return torch.einsum("bkd,bk->d", self.jacobian, inner[..., 0])
-
-    def _factors(self, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each observation's part of `[b, K, ...]`, and what is between times that."""
-        parts = outputs.split([each.width for each in self.observed], dim=1)
-        for each, part, known in zip(self.observed, parts, self.known, strict=True):
-            yield part, each.times(part, known)
+def _leaves(params: Params) -> dict[str, Tensor]:
+    return {name: value.detach().requires_grad_() for name, value in params.items()}
 
 
 def _device(params: Params) -> torch.device:

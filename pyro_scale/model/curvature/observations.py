@@ -6,13 +6,15 @@ multiplies their Jacobian by the matrix between, such as the Fisher information 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from pyro_scale.core import semidefinite
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ModelError, SiteError
 from pyro_scale.model.curvature import fisher
@@ -51,6 +53,15 @@ class Observation(Protocol):
 
     def times(self, jacobian: Tensor, known: Tensor) -> Tensor:
         """The matrix between, of each row, times `[b, width, D]`."""
+        ...
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of a factor L of the matrix between, L L^T."""
+        ...
+
+    def columns(self, start: int, stop: int) -> Tensor:
+        """Some of them, of each row of the batch: `[stop - start, B, width]`."""
         ...
 
 
@@ -97,6 +108,52 @@ class Exact:
             "beij,bejd->beid", known.to(jacobian.dtype), jacobian.unflatten(1, (elements, m))
         ).flatten(1, 2)
 
+    @property
+    def num_columns(self) -> int:
+        return self.width
+
+    def columns(self, start: int, stop: int) -> Tensor:
+        rows, elements, m = self.known.shape[:3]
+        found = self.known.new_zeros(stop - start, rows, elements, m)
+        for place, number in enumerate(range(start, stop)):  # an element's are zero elsewhere
+            element, column = divmod(number, m)
+            found[place, :, element] = self._roots[:, element, :, column]
+        return found.flatten(2)
+
+    @cached_property
+    def _roots(self) -> Tensor:
+        """Of each row's elements, `[B, elements, m, m]`."""
+        return semidefinite.root(self.known)
+
+
+@dataclass(frozen=True)
+class Classes(Exact):
+    """The logits of a softmax, whose information diag(p) - p p^T is never written out.
+
+    Attributes:
+        known: the probabilities of each row's elements, `[B, elements, m]`, times the total count,
+            the user's scale and the mask.
+    """
+
+    def times(self, jacobian: Tensor, known: Tensor) -> Tensor:
+        elements, m = known.shape[1:]
+        probs = known.to(jacobian.dtype)[..., None]
+        each = jacobian.unflatten(1, (elements, m))
+        mean = (_over_sum(probs, 2) * each).sum(2, keepdim=True)
+        return (probs * (each - mean)).flatten(1, 2)
+
+    def columns(self, start: int, stop: int) -> Tensor:
+        """sqrt(p_j) (e_j - p)."""
+        rows, elements, m = self.known.shape
+        chances = _over_sum(self.known, 2)
+        found = self.known.new_zeros(stop - start, rows, elements, m)
+        for place, number in enumerate(range(start, stop)):
+            element, column = divmod(number, m)
+            found[place, :, element] = -chances[:, element]
+            found[place, :, element, column] += 1
+            found[place, :, element] *= self.known[:, element, column, None].sqrt()
+        return found.flatten(2)
+
 
 @dataclass(frozen=True)
 class Drawn:
@@ -134,6 +191,14 @@ class Drawn:
     def times(self, jacobian: Tensor, known: Tensor) -> Tensor:
         return jacobian / self.width
 
+    @property
+    def num_columns(self) -> int:
+        return self.width
+
+    def columns(self, start: int, stop: int) -> Tensor:
+        draws = torch.eye(self.width)[start:stop, None].to(self.known.device)
+        return draws.expand(-1, len(self.known), -1) / self.width**0.5
+
 
 @dataclass(frozen=True)
 class Total:
@@ -147,6 +212,7 @@ class Total:
     scaling: Scaling
     known: Tensor
     width: int = 1
+    num_columns: int = 1
     note: None = None
 
     def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
@@ -156,16 +222,61 @@ class Total:
     def times(self, jacobian: Tensor, known: Tensor) -> Tensor:
         return jacobian
 
+    def columns(self, start: int, stop: int) -> Tensor:
+        return torch.ones(stop - start, len(self.known), 1, device=self.known.device)
 
-def observations_of(
+
+@dataclass(frozen=True)
+class Observed:
+    """A run of the model on a batch.
+
+    Attributes:
+        sites: of the run, with their graph.
+        observations: those that depend on the params.
+    """
+
+    sites: Mapping[str, Site]
+    observations: Sequence[Observation]
+
+    def outputs(self) -> Tensor:
+        """All of each row, `[B, K]`, with their graph."""
+        each = [one.outputs(self.sites, one.known) for one in self.observations]
+        return torch.cat(each, dim=1)
+
+    def columns(self, start: int, stop: int) -> Tensor:
+        """Columns of a factor of all that is between, of each row: `[stop - start, B, K]`."""
+        found, first, place = [], 0, 0
+        widths = [one.width for one in self.observations]
+        for one, width in zip(self.observations, widths, strict=True):
+            begin, end = max(start - first, 0), min(stop - first, one.num_columns)
+            if begin < end:
+                own = one.columns(begin, end)
+                found.append(torch.nn.functional.pad(own, (place, sum(widths) - place - width)))
+            first, place = first + one.num_columns, place + width
+        return torch.cat(found)
+
+    def between(self, outputs: Tensor) -> Tensor:
+        """What is between, of each row, times `[B, K]`."""
+        parts = outputs.split([one.width for one in self.observations], dim=1)
+        pairs = zip(self.observations, parts, strict=True)
+        each = [one.times(part[..., None], one.known)[..., 0] for one, part in pairs]
+        return torch.cat(each, dim=1)
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of that factor."""
+        return sum(one.num_columns for one in self.observations)
+
+
+def observe(
     log_posterior: LogPosterior,
     params: Params,
     arguments: Arguments,
     indices: Tensor | None,
     kind: str,
     num_draws: int,
-) -> list[Observation]:
-    """The observations of a batch, for a kind of curvature.
+) -> Observed:
+    """The observations of a batch, for a kind of curvature in those params that require grad.
 
     Raises:
         SiteError: a GGN of what has no distribution.
@@ -182,12 +293,11 @@ def observations_of(
             f"curvature='{kind}' is a sum over rows, and no site of the model follows them: use "
             "curvature='hessian'"
         )
+    with torch.enable_grad():
+        sites = log_posterior.run(params, arguments, indices).sites
     if kind == "empirical_fisher":
         count, first = log_posterior.batch_size(arguments), next(iter(params.values()))
-        return [Total(scaling, first.new_zeros(count, 0))]
-    with torch.enable_grad():
-        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-        sites = log_posterior.run(leaves, arguments, indices).sites
+        return Observed(sites, [Total(scaling, first.new_zeros(count, 0))])
     summed = set() if log_posterior.model_info.enum_dim is None else _enumerated_terms(sites)
     observations = []
     for name, rule in ruled.items():
@@ -199,7 +309,7 @@ def observations_of(
                 "curvature='empirical_fisher' or 'hessian'"
             )
         observations.append(_observation(sites[name], rule, kind, num_draws))
-    return [each for each in observations if each is not None]
+    return Observed(sites, [each for each in observations if each is not None])
 
 
 def _enumerated_terms(sites: Mapping[str, Site]) -> set[str]:
@@ -218,7 +328,6 @@ def _observation(site: Site, rule: Rule, kind: str, num_draws: int) -> Observati
             return None
         if kind == "monte_carlo" or not arguments:
             raise fisher.NoInformation(type(base).__name__)
-        _check_num_outputs(site, base, sum(arguments[name][0].numel() for name in names))
         return _exact(site, rule, names)
     except fisher.NoInformation:
         return _draw(site, rule, num_draws if kind == "monte_carlo" else max(num_draws, _DRAWS))
@@ -228,18 +337,24 @@ def _exact(site: Site, rule: Rule, names: tuple[str, ...]) -> Exact:
     """A site's Fisher information in some of its distribution's arguments."""
     fn = _broadcast(site)
     base = fisher.base_of(fn)
-    of_rows = _rows_first(fn, rule, base, fisher.information(base, names), 2)
+    chances = fisher.class_counts(base, names)
+    if chances is None:
+        _check_num_outputs(site, base, names)
+    found = fisher.information(base, names) if chances is None else chances
+    dims = found.dim() - len(base.batch_shape)
+    of_rows = _rows_first(fn, rule, base, found, dims)
     weights = _weights(site, rule, len(base.batch_shape)) * fisher.mask_of(fn)
     everywhere = weights * of_rows.new_ones(base.batch_shape)
-    of_rows = of_rows * _rows_first(fn, rule, base, everywhere, 0)[..., None, None]
-    return Exact(site.name, rule, names, of_rows)
+    of_rows = of_rows * _rows_first(fn, rule, base, everywhere, 0)[(..., *(None,) * dims)]
+    return (Exact if chances is None else Classes)(site.name, rule, names, of_rows)
 
 
-def _check_num_outputs(site: Site, base: Any, count: int) -> None:
-    """Refuses matrices of Fisher information that are too large, given the numbers of all
-    arguments of one part of the batch."""
+def _check_num_outputs(site: Site, base: Any, names: tuple[str, ...]) -> None:
+    """Refuses matrices of Fisher information that are too large."""
     if len(base.batch_shape) == 0:
         return
+    arguments = fisher.own_arguments(base)
+    count = sum(arguments[name][0].numel() for name in names)  # of one part of the batch
     each = count // max(1, base.batch_shape[1:].numel())
     needed = 8 * base.batch_shape.numel() * each**2
     if needed > _MOST_BYTES:
@@ -257,6 +372,12 @@ def _draw(site: Site, rule: Rule, num_draws: int) -> Drawn:
     with torch.no_grad():
         draws = fn.sample((num_draws,))
     return Drawn(site.name, rule, draws.movedim(axis, 0), axis)
+
+
+def _over_sum(values: Tensor, dim: int) -> Tensor:
+    """Values over their sum; 0 where that is 0."""
+    total = values.sum(dim, keepdim=True)
+    return torch.where(total > 0, values / total, 0)
 
 
 def _dim(rule: Rule) -> int:

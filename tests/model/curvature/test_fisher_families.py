@@ -47,7 +47,7 @@ from torch.distributions import transforms
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
-from pyro_scale.model.curvature import ggn
+from pyro_scale.model.curvature import jacobians
 
 pytestmark = pytest.mark.usefixtures("float64", "store")
 
@@ -331,7 +331,7 @@ def test_every_kind_is_one_matrix(kind):
 def test_however_many_rows_at_once(kind, numbers, monkeypatch):
     found = of(observed(gamma), kind, num_draws=3, seed=5)
     expected = found.dense(PARAMS, (X, POSITIVE))
-    monkeypatch.setattr(ggn, "_BLOCK_NUMBERS", numbers)
+    monkeypatch.setattr(jacobians, "_BLOCK_NUMBERS", numbers)
     close(found.dense(PARAMS, (X, POSITIVE)), expected, 1e-12)
     parts = found.diagonal(PARAMS, (X, POSITIVE))
     close(torch.cat([parts["w"], parts["v"]]), expected.diagonal(), 1e-12)

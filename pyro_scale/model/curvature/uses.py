@@ -1,0 +1,374 @@
+"""How a param enters an operation of which each row has its own part.
+
+Of such an operation, a row's gradient needs no Jacobian: for a matrix product it is the outer
+product of the row's input and of the gradient at its output.  A row may pass through a product
+several times, as the positions of a sequence or of an image do; its gradient is the sum over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+#: A node of autograd's graph.
+Node: TypeAlias = Any
+
+#: Numbers of the rows' own gradients that are held at once.
+_BLOCK_NUMBERS = 2**22
+
+
+class Rows(NamedTuple):
+    """Where the rows of an operation's output are.
+
+    Attributes:
+        axis: in which of its dimensions.
+        num_rows: how many.
+        outer: whether a row's places along the axis are side by side.
+    """
+
+    axis: int
+    num_rows: int
+    outer: bool
+
+    def split(self, values: Tensor, lead: int = 0) -> Tensor:
+        """Values `[*lead, ..., B * T, ...]` of the output's shape as `[*lead, B, T, ...]`,
+        the other dimensions in their order."""
+        axis = self.axis + lead
+        positions = values.shape[axis] // self.num_rows
+        shape = (self.num_rows, positions) if self.outer else (positions, self.num_rows)
+        places = (axis, axis + 1) if self.outer else (axis + 1, axis)
+        return values.unflatten(axis, shape).movedim(places, (lead, lead + 1))
+
+
+def find_rows(cotangent: Tensor, chosen: Tensor) -> Rows | None:
+    """Where an operation's rows are, given the gradient at its output of some rows' results:
+    wherever it is not zero, these rows are, and no others.
+
+    Args:
+        cotangent: the gradient.
+        chosen: which rows, `[B]`.
+    """
+    count = len(chosen)
+    axes = [axis for axis, size in enumerate(cotangent.shape) if size and size % count == 0]
+    for axis in sorted(axes, key=lambda axis: cotangent.shape[axis] != count):
+        for outer in (True, False):
+            rows = Rows(axis, count, outer)
+            touched = (rows.split(cotangent) != 0).reshape(count, -1).any(1)
+            if bool(touched.any()) and not bool((touched & ~chosen).any()):
+                return rows
+    return None
+
+
+class Use(Protocol):
+    """A param's use in an operation."""
+
+    def squares(self, gradients: Tensor) -> Tensor:
+        """The squares of the rows' gradients, added up, in the shape that the param has there.
+
+        Args:
+            gradients: at the operation's output, `[C, ...]`, of each of C results of all rows.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Product:
+    """The weight of a product, such as a layer's or a convolution's: out = inputs @ weight.
+
+    Attributes:
+        inputs: `[G, B, T, in]`, with G products side by side, such as a convolution's groups, and T
+            positions a row.
+        outputs: takes gradients at the output to `[C, G, B, T, out]`.
+        as_used: takes `[G, in, out]` to the shape that the weight has in the operation.
+    """
+
+    inputs: Tensor
+    outputs: Callable[[Tensor], Tensor]
+    as_used: Callable[[Tensor], Tensor]
+
+    def squares(self, gradients: Tensor) -> Tensor:
+        each = self.outputs(gradients)
+        if self.inputs.shape[2] == 1:
+            inputs, squares = self.inputs[:, :, 0].square(), each[:, :, :, 0].square().sum(0)
+            return self.as_used(inputs.mT @ squares)
+        size = max(1, _BLOCK_NUMBERS // (each[:, :, 0, 0].numel() * self.inputs.shape[-1]))
+        parts = zip(self.inputs.split(size, 1), each.split(size, 2), strict=True)
+        of_rows = (torch.einsum("gbti,cgbto->cgbio", a, g) for a, g in parts)
+        return self.as_used(sum((row.square().sum((0, 2)) for row in of_rows), torch.zeros(())))
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A table, of which each row reads some places: an embedding, or effects of groups.
+
+    Attributes:
+        places: which, `[B, T]`.
+        outputs: takes gradients at the output to `[C, B, T, ...]`.
+        shape: the table's.
+    """
+
+    places: Tensor
+    outputs: Callable[[Tensor], Tensor]
+    shape: torch.Size
+
+    def squares(self, gradients: Tensor) -> Tensor:
+        each = self.outputs(gradients)
+        count, size = len(self.places), self.shape[0]
+        of_rows = torch.arange(count, device=each.device)[:, None] * size + self.places
+        found, where = of_rows.unique(return_inverse=True)  # a row may read a place twice
+        summed = each.new_zeros(len(each), len(found), *each.shape[3:])
+        summed.index_add_(1, where.flatten(), each.flatten(1, 2))
+        total = each.new_zeros(self.shape)
+        return total.index_add_(0, found % size, summed.square().sum(0))
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """An operation element by element, in which the param is broadcast over the rows.
+
+    Attributes:
+        slope: of the output's elements by the param's; it broadcasts.
+        rows: where they are.
+        shape: the param's there, with as many dimensions as the output.
+    """
+
+    slope: Tensor | float
+    rows: Rows
+    shape: torch.Size
+    as_used: torch.Size
+
+    def squares(self, gradients: Tensor) -> Tensor:
+        each = self.rows.split(gradients * self.slope, 1)  # [C, B, T, others]
+        own = self.shape[self.rows.axis] > 1  # then each place is one row's own
+        others = [size for axis, size in enumerate(self.shape) if axis != self.rows.axis]
+        shared = [3 + place for place, size in enumerate(others) if size == 1] + [2] * (not own)
+        sums = each.sum(shared, keepdim=True) if shared else each
+        squares = sums.square().sum(0)
+        if not own:
+            return squares.sum((0, 1)).reshape(self.as_used)
+        places = squares if self.rows.outer else squares.transpose(0, 1)
+        return places.flatten(0, 1).movedim(0, self.rows.axis).reshape(self.as_used)
+
+
+# ------------------------------------------------------------------ from autograd's nodes
+
+
+def use_of(
+    node: Node, operand: int, shape: torch.Size, output: torch.Size, rows: Rows
+) -> Use | None:
+    """The use of a node's operand; None of an operation that is not known.
+
+    Args:
+        node: of autograd's graph.
+        operand: which of the operation's arguments.
+        shape: the operand's.
+        output: the shape of the operation's output.
+        rows: where its rows are.
+    """
+    make = _MAKERS.get(node.name())
+    return None if make is None else make(node, operand, shape, output, rows)
+
+
+def is_elementwise(node: Node) -> bool:
+    """Whether a node combines its operands element by element."""
+    return node.name() in _ELEMENTWISE
+
+
+def _matrix_product(
+    left: Tensor | None, right: Tensor | None, is_left: bool, rows: Rows
+) -> Use | None:
+    """Of [M, K] @ [K, N], or [G, M, K] @ [G, K, N], given the other factor: the rows are among M
+    of a weight on the right, among N of one on the left."""
+    other = right if is_left else left
+    if other is None or rows.axis != other.dim() - (1 if is_left else 2):
+        return None
+    batched, group = other.dim() == 3, rows._replace(axis=1)
+
+    def grouped(values: Tensor) -> Tensor:
+        return values if batched else values.unsqueeze(-3)
+
+    def outputs(gradients: Tensor) -> Tensor:
+        each = grouped(gradients)
+        return group.split(each.mT if is_left else each, 1).movedim(3, 1)
+
+    def as_used(of_weight: Tensor) -> Tensor:
+        turned = of_weight.mT if is_left else of_weight
+        return turned if batched else turned[0]
+
+    inputs = grouped(other.mT if is_left else other)
+    return Product(group.split(inputs).movedim(2, 0), outputs, as_used)
+
+
+def _product(node: Node, operand: int, shape: torch.Size, _: torch.Size, rows: Rows) -> Use | None:
+    return _matrix_product(
+        None if operand == 0 else node._saved_self,
+        None if operand == 1 else node._saved_mat2,
+        operand == 0,
+        rows,
+    )
+
+
+def _product_and_sum(
+    node: Node, operand: int, shape: torch.Size, output: torch.Size, rows: Rows
+) -> Use | None:
+    if operand == 0:
+        return _broadcast(float(node._saved_beta), shape, output, rows)
+    if node._saved_alpha != 1:
+        return None
+    return _matrix_product(
+        None if operand == 1 else node._saved_mat1,
+        None if operand == 2 else node._saved_mat2,
+        operand == 1,
+        rows,
+    )
+
+
+def _product_with_vector(
+    node: Node, operand: int, shape: torch.Size, _: torch.Size, rows: Rows
+) -> Use | None:
+    if operand == 0:
+        return None
+    return Product(
+        rows.split(node._saved_self)[None],
+        lambda gradients: rows.split(gradients, 1)[:, None, ..., None],
+        lambda of_weight: of_weight[0, :, 0],
+    )
+
+
+def _convolution(
+    node: Node, operand: int, shape: torch.Size, output: torch.Size, rows: Rows
+) -> Use | None:
+    if rows.axis != 0 or output[0] != rows.num_rows:
+        return None
+    if operand == 2:
+        return _broadcast(1.0, torch.Size((*shape, *(1,) * (len(output) - 2))), output, rows, shape)
+    if operand != 1 or node._saved_transposed or len(shape) not in (3, 4):
+        return None
+    groups, lift = node._saved_groups, len(shape) == 3  # images of height 1
+    settings = [node._saved_dilation, node._saved_padding, node._saved_stride]
+    neutral = (1, 0, 1)
+    dilation, padding, stride = (
+        (one, *values) if lift else tuple(values)
+        for one, values in zip(neutral, settings, strict=True)
+    )
+    images, window = node._saved_input, tuple(shape[2:])
+    patches = torch.nn.functional.unfold(
+        images[:, :, None] if lift else images,
+        (1, *window) if lift else window,
+        dilation,
+        padding,
+        stride,
+    )  # [B, channels * window, T]
+    inputs = patches.unflatten(1, (groups, -1)).permute(1, 0, 3, 2)
+
+    def outputs(gradients: Tensor) -> Tensor:
+        return gradients.flatten(3).unflatten(2, (groups, -1)).permute(0, 2, 1, 4, 3)
+
+    return Product(inputs, outputs, lambda of_weight: of_weight.mT.reshape(shape))
+
+
+def _embedding(
+    node: Node, operand: int, shape: torch.Size, output: torch.Size, rows: Rows
+) -> Use | None:
+    if node._saved_scale_grad_by_freq or node._saved_padding_idx < shape[0]:
+        return None
+    return _lookup(node._saved_indices, shape, rows)
+
+
+def _index(
+    node: Node, operand: int, shape: torch.Size, output: torch.Size, rows: Rows
+) -> Use | None:
+    first, *others = node._saved_indices
+    if first is None or first.dtype == torch.bool or any(each is not None for each in others):
+        return None
+    return _lookup(torch.where(first < 0, first + shape[0], first), shape, rows)
+
+
+def _index_select(
+    node: Node, operand: int, shape: torch.Size, output: torch.Size, rows: Rows
+) -> Use | None:
+    if node._saved_dim != 0 or not shape:
+        return None
+    return _lookup(node._saved_index, shape, rows)
+
+
+def _lookup(indices: Tensor, shape: torch.Size, rows: Rows) -> Use | None:
+    if rows.axis >= indices.dim():
+        return None
+    rank = indices.dim()
+
+    def outputs(gradients: Tensor) -> Tensor:
+        each = rows.split(gradients, 1)  # [C, B, T, other indices, what the table holds]
+        return each.flatten(2, rank + 1)
+
+    return Lookup(rows.split(indices).flatten(1), outputs, shape)
+
+
+def _sum(node: Node, operand: int, shape: torch.Size, output: torch.Size, rows: Rows) -> Use | None:
+    return _broadcast(float(node._saved_alpha) if operand else 1.0, shape, output, rows)
+
+
+def _difference(
+    node: Node, operand: int, shape: torch.Size, output: torch.Size, rows: Rows
+) -> Use | None:
+    return _broadcast(-float(node._saved_alpha) if operand else 1.0, shape, output, rows)
+
+
+def _times(
+    node: Node, operand: int, shape: torch.Size, output: torch.Size, rows: Rows
+) -> Use | None:
+    return _broadcast(node._saved_self if operand else node._saved_other, shape, output, rows)
+
+
+def _over(
+    node: Node, operand: int, shape: torch.Size, output: torch.Size, rows: Rows
+) -> Use | None:
+    if operand:
+        return None
+    return _broadcast(1 / node._saved_other, shape, output, rows)
+
+
+def _expand(
+    node: Node, operand: int, shape: torch.Size, output: torch.Size, rows: Rows
+) -> Use | None:
+    return _broadcast(1.0, shape, output, rows)
+
+
+def _broadcast(
+    slope: Tensor | float | None,
+    shape: torch.Size,
+    output: torch.Size,
+    rows: Rows,
+    as_used: torch.Size | None = None,
+) -> Use | None:
+    if slope is None:
+        return None
+    aligned = torch.Size((1,) * (len(output) - len(shape)) + tuple(shape))
+    return Elementwise(slope, rows, aligned, shape if as_used is None else as_used)
+
+
+_ELEMENTWISE = {"AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0"}
+_MAKERS: dict[str, Callable[[Node, int, torch.Size, torch.Size, Rows], Use | None]] = {
+    "MmBackward0": _product,
+    "BmmBackward0": _product,
+    "AddmmBackward0": _product_and_sum,
+    "MvBackward0": _product_with_vector,
+    "ConvolutionBackward0": _convolution,
+    "EmbeddingBackward0": _embedding,
+    "IndexBackward0": _index,
+    "IndexSelectBackward0": _index_select,
+    "AddBackward0": _sum,
+    "SubBackward0": _difference,
+    "MulBackward0": _times,
+    "DivBackward0": _over,
+    "ExpandBackward0": _expand,
+}
+
+
+def has_rows_to_find(node: Node) -> bool:
+    """Whether a node may be a use."""
+    return node.name() in _MAKERS
