@@ -24,7 +24,9 @@ def own_generator(seed: int | None = None) -> Iterator[None]:
     """torch's generator for this thread alone, seeded if so told, and left as it was."""
     with exclusive, torch.random.fork_rng():
         if seed is not None:
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
+            if torch.cuda.is_available():  # torch.manual_seed keeps a traceback where it is not
+                torch.cuda.manual_seed_all(seed)
         yield
 
 

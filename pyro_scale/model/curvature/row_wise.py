@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from pyro_scale.model.curvature.uses import (
+    Gradients,
     Node,
     Rows,
     Use,
@@ -112,9 +113,8 @@ class RowWise:
 
     def gradients(
         self, columns: Callable[[int, int], Tensor], count: int, keep: slice
-    ) -> Iterator[dict[Node, Tensor]]:
-        """The gradients at the outputs of all entries' operations, `[C, ...]`, of some of the rows'
-        results at a time."""
+    ) -> Iterator[dict[Node, Gradients]]:
+        """The gradients at the outputs of all entries' operations, of some results at a time."""
         nodes = list({entry.node for own in self.entries.values() for entry in own})
         if not nodes:
             return
@@ -123,7 +123,8 @@ class RowWise:
         kept[keep] = 1
         for start in range(0, count, size):
             seeds = columns(start, min(start + size, count)).to(self.outputs) * kept
-            yield dict(zip(nodes, _gradients(self.outputs, nodes, seeds), strict=True))
+            found = _gradients(self.outputs, nodes, seeds)
+            yield {node: Gradients(each) for node, each in zip(nodes, found, strict=True)}
 
 
 # ------------------------------------------------------------------ the graph

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -63,15 +64,30 @@ def find_rows(cotangent: Tensor, chosen: Tensor) -> Rows | None:
     return None
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients at an operation's output of each of C results of all rows.
+
+    Attributes:
+        each: `[C, ...]`, the rest in the output's shape.
+    """
+
+    each: Tensor
+
+    @cached_property
+    def squares(self) -> Tensor:
+        """Added up over the results, in the output's shape."""
+        total = torch.zeros_like(self.each[0])
+        for one in self.each:
+            total.addcmul_(one, one)
+        return total
+
+
 class Use(Protocol):
     """A param's use in an operation."""
 
-    def squares(self, gradients: Tensor) -> Tensor:
-        """The squares of the rows' gradients, added up, in the shape that the param has there.
-
-        Args:
-            gradients: at the operation's output, `[C, ...]`, of each of C results of all rows.
-        """
+    def squares(self, gradients: Gradients) -> Tensor:
+        """The squares of the rows' gradients, added up, in the shape that the param has there."""
         ...
 
 
@@ -82,19 +98,19 @@ class Product:
     Attributes:
         inputs: `[G, B, T, in]`, with G products side by side, such as a convolution's groups, and T
             positions a row.
-        outputs: takes gradients at the output to `[C, G, B, T, out]`.
+        by_row: takes gradients at the output, `[C, ...]`, to `[C, G, B, T, out]`.
         as_used: takes `[G, in, out]` to the shape that the weight has in the operation.
     """
 
     inputs: Tensor
-    outputs: Callable[[Tensor], Tensor]
+    by_row: Callable[[Tensor], Tensor]
     as_used: Callable[[Tensor], Tensor]
 
-    def squares(self, gradients: Tensor) -> Tensor:
-        each = self.outputs(gradients)
+    def squares(self, gradients: Gradients) -> Tensor:
         if self.inputs.shape[2] == 1:
-            inputs, squares = self.inputs[:, :, 0].square(), each[:, :, :, 0].square().sum(0)
-            return self.as_used(inputs.mT @ squares)
+            squares = self.by_row(gradients.squares[None])[0, :, :, 0]
+            return self.as_used(self.inputs[:, :, 0].square().mT @ squares)
+        each = self.by_row(gradients.each)
         size = max(1, _BLOCK_NUMBERS // (each[:, :, 0, 0].numel() * self.inputs.shape[-1]))
         parts = zip(self.inputs.split(size, 1), each.split(size, 2), strict=True)
         of_rows = (torch.einsum("gbti,cgbto->cgbio", a, g) for a, g in parts)
@@ -107,16 +123,16 @@ class Lookup:
 
     Attributes:
         places: which, `[B, T]`.
-        outputs: takes gradients at the output to `[C, B, T, ...]`.
+        by_row: takes gradients at the output, `[C, ...]`, to `[C, B, T, ...]`.
         shape: the table's.
     """
 
     places: Tensor
-    outputs: Callable[[Tensor], Tensor]
+    by_row: Callable[[Tensor], Tensor]
     shape: torch.Size
 
-    def squares(self, gradients: Tensor) -> Tensor:
-        each = self.outputs(gradients)
+    def squares(self, gradients: Gradients) -> Tensor:
+        each = self.by_row(gradients.each)
         count, size = len(self.places), self.shape[0]
         of_rows = torch.arange(count, device=each.device)[:, None] * size + self.places
         found, where = of_rows.unique(return_inverse=True)  # a row may read a place twice
@@ -134,6 +150,7 @@ class Elementwise:
         slope: of the output's elements by the param's; it broadcasts.
         rows: where they are.
         shape: the param's there, with as many dimensions as the output.
+        as_used: the same without those that it lacks.
     """
 
     slope: Tensor | float
@@ -141,13 +158,16 @@ class Elementwise:
     shape: torch.Size
     as_used: torch.Size
 
-    def squares(self, gradients: Tensor) -> Tensor:
-        each = self.rows.split(gradients * self.slope, 1)  # [C, B, T, others]
+    def squares(self, gradients: Gradients) -> Tensor:
         own = self.shape[self.rows.axis] > 1  # then each place is one row's own
         others = [size for axis, size in enumerate(self.shape) if axis != self.rows.axis]
         shared = [3 + place for place, size in enumerate(others) if size == 1] + [2] * (not own)
-        sums = each.sum(shared, keepdim=True) if shared else each
-        squares = sums.square().sum(0)
+        each = self.rows.split(gradients.each, 1)  # [C, B, T, others]
+        if all(each.shape[place] == 1 for place in shared) and not isinstance(self.slope, Tensor):
+            squares = self.rows.split(gradients.squares) * self.slope**2
+        else:
+            sums = self.rows.split(gradients.each * self.slope, 1)
+            squares = (sums.sum(shared, keepdim=True) if shared else sums).square().sum(0)
         if not own:
             return squares.sum((0, 1)).reshape(self.as_used)
         places = squares if self.rows.outer else squares.transpose(0, 1)
@@ -191,7 +211,7 @@ def _matrix_product(
     def grouped(values: Tensor) -> Tensor:
         return values if batched else values.unsqueeze(-3)
 
-    def outputs(gradients: Tensor) -> Tensor:
+    def by_row(gradients: Tensor) -> Tensor:
         each = grouped(gradients)
         return group.split(each.mT if is_left else each, 1).movedim(3, 1)
 
@@ -200,7 +220,7 @@ def _matrix_product(
         return turned if batched else turned[0]
 
     inputs = grouped(other.mT if is_left else other)
-    return Product(group.split(inputs).movedim(2, 0), outputs, as_used)
+    return Product(group.split(inputs).movedim(2, 0), by_row, as_used)
 
 
 def _product(node: Node, operand: int, shape: torch.Size, _: torch.Size, rows: Rows) -> Use | None:
@@ -265,10 +285,10 @@ def _convolution(
     )  # [B, channels * window, T]
     inputs = patches.unflatten(1, (groups, -1)).permute(1, 0, 3, 2)
 
-    def outputs(gradients: Tensor) -> Tensor:
+    def by_row(gradients: Tensor) -> Tensor:
         return gradients.flatten(3).unflatten(2, (groups, -1)).permute(0, 2, 1, 4, 3)
 
-    return Product(inputs, outputs, lambda of_weight: of_weight.mT.reshape(shape))
+    return Product(inputs, by_row, lambda of_weight: of_weight.mT.reshape(shape))
 
 
 def _embedding(
@@ -301,11 +321,11 @@ def _lookup(indices: Tensor, shape: torch.Size, rows: Rows) -> Use | None:
         return None
     rank = indices.dim()
 
-    def outputs(gradients: Tensor) -> Tensor:
+    def by_row(gradients: Tensor) -> Tensor:
         each = rows.split(gradients, 1)  # [C, B, T, other indices, what the table holds]
         return each.flatten(2, rank + 1)
 
-    return Lookup(rows.split(indices).flatten(1), outputs, shape)
+    return Lookup(rows.split(indices).flatten(1), by_row, shape)
 
 
 def _sum(node: Node, operand: int, shape: torch.Size, output: torch.Size, rows: Rows) -> Use | None:
