@@ -11,6 +11,7 @@ the place of the arguments, and for Monte Carlo the log likelihoods of drawn obs
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -26,6 +27,7 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.curvature.jacobians import Block, blocks_of
+from pyro_scale.model.curvature.kronecker import Factors, factors_of
 from pyro_scale.model.curvature.observations import Observed, observe
 from pyro_scale.model.curvature.prior_hessian import prior_product
 from pyro_scale.model.curvature.row_wise import RowWise
@@ -99,7 +101,11 @@ class Curvature:
         """
         arguments, held = rows.as_arguments(batch), dict(held or {})
         indices = self._indices(arguments, indices)
-        found = self._row_wise_diagonal(params, arguments, indices, held, keep)
+        found: dict[str, Tensor] = {}
+        with suppress(RuntimeError, NotImplementedError):  # a backward pass that cannot be repeated
+            if (of_rows := self._graph(params, arguments, indices, held)) is not None:
+                graph, observed = of_rows
+                found = graph.squares(observed.columns, observed.num_columns, keep)
         others = {name: value for name, value in params.items() if name not in found}
         if others:
             layout = Layout.of(others)
@@ -155,6 +161,28 @@ class Curvature:
             flat = layout.flatten(vector)
             blocks = self.blocks(params, arguments, indices, held)
             return layout.unflatten(sum((b.times(flat) for b in blocks), torch.zeros_like(flat)))
+
+    def kronecker(
+        self,
+        params: Params,
+        batch: Any,
+        indices: Tensor | None = None,
+        held: Params | None = None,
+        keep: slice = slice(None),
+    ) -> tuple[dict[str, list[Factors]], dict[str, Tensor]]:
+        """(Kronecker factors of the blocks of those sites that are weights of products,
+        convolutions and projections, or biases; the diagonal by site of all others); arguments as
+        for `diagonal`.  See `pyro_scale.model.curvature.kronecker`."""
+        arguments, held = rows.as_arguments(batch), dict(held or {})
+        indices = self._indices(arguments, indices)
+        factors: dict[str, list[Factors]] = {}
+        with suppress(RuntimeError, NotImplementedError):  # as for the diagonal
+            if (of_rows := self._graph(params, arguments, indices, held)) is not None:
+                graph, observed = of_rows
+                factors = factors_of(graph, observed.columns, observed.num_columns, keep)
+        others = {name: value for name, value in params.items() if name not in factors}
+        held |= {name: params[name] for name in factors}
+        return factors, self.diagonal(others, arguments, indices, held, keep) if others else {}
 
     def natural_gradient(
         self, params: Params, batch: Any, damping: float = 0.0, indices: Tensor | None = None
@@ -215,27 +243,17 @@ class Curvature:
                 self.log_posterior, observed, params, arguments, indices, held, keep
             )
 
-    def _row_wise_diagonal(
-        self,
-        params: Params,
-        arguments: Arguments,
-        indices: Tensor | None,
-        held: Params,
-        keep: slice,
-    ) -> dict[str, Tensor]:
-        """That of the params that need no Jacobian."""
+    def _graph(
+        self, params: Params, arguments: Arguments, indices: Tensor | None, held: Params
+    ) -> tuple[RowWise, Observed] | None:
+        """The graph of the rows' outputs, with the observations; None of a model that takes
+        nothing less than all rows."""
         if self.log_posterior.model_info.whole_only:
-            return {}
+            return None
         leaves = _leaves(params)
         observed = self._observe({**held, **leaves}, arguments, indices)
-        if not observed.observations:
-            return {name: torch.zeros_like(value) for name, value in params.items()}
-        try:
-            with torch.enable_grad():
-                graph = RowWise.of(observed.outputs(), leaves)
-            return graph.squares(observed.columns, observed.num_columns, keep)
-        except (RuntimeError, NotImplementedError):  # a backward pass that cannot be taken again
-            return {}
+        with torch.enable_grad():
+            return RowWise.of(observed.outputs(), leaves), observed
 
     def _indices(self, arguments: Arguments, indices: Tensor | None) -> Tensor | None:
         """Which rows a model takes that subsamples by itself: some, unless the caller says."""

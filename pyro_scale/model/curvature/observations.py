@@ -241,7 +241,7 @@ class Observed:
     def outputs(self) -> Tensor:
         """All of each row, `[B, K]`, with their graph."""
         each = [one.outputs(self.sites, one.known) for one in self.observations]
-        return torch.cat(each, dim=1)
+        return torch.cat(each, dim=1) if each else torch.zeros(0, 0)
 
     def columns(self, start: int, stop: int) -> Tensor:
         """Columns of a factor of all that is between, of each row: `[stop - start, B, K]`."""

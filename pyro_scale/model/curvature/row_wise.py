@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -60,18 +60,17 @@ class RowWise:
 
     Attributes:
         outputs: of each row, `[B, K]`, with their graph.
-        entries: of the params whose every way into the graph is known, and whose elements each
-            enter once.
+        entries: of the params whose every way into the graph is known.
     """
 
     outputs: Tensor
-    entries: Mapping[str, Sequence[Entry]]
+    entries: Mapping[str, tuple[Entry, ...]]
     leaves: Mapping[str, Tensor] = field(repr=False)
 
     @classmethod
     def of(cls, outputs: Tensor, leaves: Mapping[str, Tensor]) -> RowWise:
         """The graph of outputs `[B, K]`, in which params are leaves."""
-        if not outputs.requires_grad:
+        if not outputs.requires_grad:  # no row depends on the params
             return cls(outputs, dict.fromkeys(leaves, ()), leaves)
         takers = _takers(outputs.grad_fn)
         roots = {id(node.variable): node for node, _ in takers if hasattr(node, "variable")}
@@ -87,14 +86,15 @@ class RowWise:
             if len(followed[name]) > _MOST_ENTRIES:
                 continue
             own = () if root is None else _entries((root, 0), leaf, takers, rows)
-            if own is not None and _are_disjoint(own):
-                entries[name] = own
+            if own is not None:
+                entries[name] = tuple(own)
         return cls(outputs, entries, leaves)
 
     def squares(
         self, columns: Callable[[int, int], Tensor], count: int, keep: slice
     ) -> dict[str, Tensor]:
-        """By param, the squares of the gradients of the rows' results, added up.
+        """By param, the squares of the gradients of the rows' results, added up; of those whose
+        elements each enter once, as gradients of several uses would have to be summed first.
 
         Args:
             columns: some of the results' weights, by the rows' outputs `[C, B, K]`: a result is the
@@ -102,13 +102,14 @@ class RowWise:
             count: of a row's results.
             keep: which rows count.
         """
-        total = {name: torch.zeros_like(self.leaves[name].detach()) for name in self.entries}
-        for found in self.gradients(columns, count, keep):
-            for name, own in self.entries.items():
+        once = {name: own for name, own in self.entries.items() if _are_disjoint(own)}
+        total = {name: torch.zeros_like(self.leaves[name].detach()) for name in once}
+        for found in replace(self, entries=once).gradients(columns, count, keep):
+            for name, own in once.items():
                 for entry in own:
                     with torch.no_grad():
                         squares = entry.use.squares(found[entry.node])
-                    total[name] += _to_param(entry.edge, self.leaves[name], squares) * entry.slope
+                    total[name] += to_param(entry.edge, self.leaves[name], squares) * entry.slope
         return total
 
     def gradients(
@@ -187,7 +188,7 @@ def _entries(
             use = where and use_of(node, operand, _shape(edge), _shape((node, 0)), where)
             if use is None:
                 return None
-            slope = _to_param(edge, leaf, torch.ones(_shape(edge)).to(leaf))
+            slope = to_param(edge, leaf, torch.ones(_shape(edge)).to(leaf))
             found.append(Entry(node, use, edge, slope))
     return found
 
@@ -199,7 +200,7 @@ def _are_disjoint(entries: Sequence[Entry]) -> bool:
     return int(torch.stack([each.slope != 0 for each in entries]).sum(0).max()) == 1
 
 
-def _to_param(edge: _Edge, leaf: Tensor, values: Tensor) -> Tensor:
+def to_param(edge: _Edge, leaf: Tensor, values: Tensor) -> Tensor:
     """Values in the shape in which an operation takes a param, times the slope, in the param's."""
     node, place = edge
     if hasattr(node, "variable"):

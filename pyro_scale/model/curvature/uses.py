@@ -7,6 +7,7 @@ several times, as the positions of a sequence or of an image do; its gradient is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,12 +100,19 @@ class Product:
         inputs: `[G, B, T, in]`, with G products side by side, such as a convolution's groups, and T
             positions a row.
         by_row: takes gradients at the output, `[C, ...]`, to `[C, G, B, T, out]`.
+        num_outputs: out.
         as_used: takes `[G, in, out]` to the shape that the weight has in the operation.
     """
 
     inputs: Tensor
     by_row: Callable[[Tensor], Tensor]
+    num_outputs: int
     as_used: Callable[[Tensor], Tensor]
+
+    @property
+    def weight_shape(self) -> torch.Size:
+        """`[G, in, out]`."""
+        return torch.Size((len(self.inputs), self.inputs.shape[-1], self.num_outputs))
 
     def squares(self, gradients: Gradients) -> Tensor:
         if self.inputs.shape[2] == 1:
@@ -159,19 +167,48 @@ class Elementwise:
     as_used: torch.Size
 
     def squares(self, gradients: Gradients) -> Tensor:
-        own = self.shape[self.rows.axis] > 1  # then each place is one row's own
-        others = [size for axis, size in enumerate(self.shape) if axis != self.rows.axis]
-        shared = [3 + place for place, size in enumerate(others) if size == 1] + [2] * (not own)
-        each = self.rows.split(gradients.each, 1)  # [C, B, T, others]
-        if all(each.shape[place] == 1 for place in shared) and not isinstance(self.slope, Tensor):
-            squares = self.rows.split(gradients.squares) * self.slope**2
+        if not self.is_shared:  # each place is one row's own
+            each = self.rows.split(gradients.each * self.slope, 1)
+            broadcast = [3 + place for place, size in enumerate(self._others) if size == 1]
+            sums = each.sum(broadcast, keepdim=True) if broadcast else each
+            squares = sums.square().sum(0)
+            places = squares if self.rows.outer else squares.transpose(0, 1)
+            return places.flatten(0, 1).movedim(0, self.rows.axis).reshape(self.as_used)
+        if self._positions(gradients.each) == 1 and not isinstance(self.slope, Tensor):
+            squares = self._by_row(gradients.squares[None]).sum((0, 1, 2)) * self.slope**2
         else:
-            sums = self.rows.split(gradients.each * self.slope, 1)
-            squares = (sums.sum(shared, keepdim=True) if shared else sums).square().sum(0)
-        if not own:
-            return squares.sum((0, 1)).reshape(self.as_used)
-        places = squares if self.rows.outer else squares.transpose(0, 1)
-        return places.flatten(0, 1).movedim(0, self.rows.axis).reshape(self.as_used)
+            squares = self.by_row(gradients.each).sum(2).square().sum((0, 1))
+        return squares.reshape(self.as_used)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the param is added as it is."""
+        return not isinstance(self.slope, Tensor) and self.slope == 1
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all rows have the same elements."""
+        return self.shape[self.rows.axis] == 1
+
+    def by_row(self, gradients: Tensor) -> Tensor:
+        """Gradients at the output, `[C, ...]`, as `[C, B, T, n]` by elements that rows share."""
+        return self._by_row(gradients * self.slope)
+
+    def _by_row(self, values: Tensor) -> Tensor:
+        each = self.rows.split(values, 1)  # [C, B, T, others]
+        size = math.prod(self._others)
+        of_elements = [3 + place for place, length in enumerate(self._others) if length > 1]
+        of_positions = [place for place in range(3, each.dim()) if place not in of_elements]
+        ordered = each.permute(0, 1, 2, *of_positions, *of_elements)
+        return ordered.reshape(*each.shape[:2], -1, size)
+
+    def _positions(self, gradients: Tensor) -> int:
+        return gradients[0].numel() // self.rows.num_rows // math.prod(self._others)
+
+    @property
+    def _others(self) -> list[int]:
+        """Sizes of the param's dimensions but the rows'."""
+        return [size for axis, size in enumerate(self.shape) if axis != self.rows.axis]
 
 
 # ------------------------------------------------------------------ from autograd's nodes
@@ -199,10 +236,10 @@ def is_elementwise(node: Node) -> bool:
 
 
 def _matrix_product(
-    left: Tensor | None, right: Tensor | None, is_left: bool, rows: Rows
+    left: Tensor | None, right: Tensor | None, is_left: bool, shape: torch.Size, rows: Rows
 ) -> Use | None:
-    """Of [M, K] @ [K, N], or [G, M, K] @ [G, K, N], given the other factor: the rows are among M
-    of a weight on the right, among N of one on the left."""
+    """Of [M, K] @ [K, N], or [G, M, K] @ [G, K, N], given the weight's shape and the other factor:
+    the rows are among M of a weight on the right, among N of one on the left."""
     other = right if is_left else left
     if other is None or rows.axis != other.dim() - (1 if is_left else 2):
         return None
@@ -220,7 +257,8 @@ def _matrix_product(
         return turned if batched else turned[0]
 
     inputs = grouped(other.mT if is_left else other)
-    return Product(group.split(inputs).movedim(2, 0), by_row, as_used)
+    num_outputs = shape[-2 if is_left else -1]
+    return Product(group.split(inputs).movedim(2, 0), by_row, num_outputs, as_used)
 
 
 def _product(node: Node, operand: int, shape: torch.Size, _: torch.Size, rows: Rows) -> Use | None:
@@ -228,6 +266,7 @@ def _product(node: Node, operand: int, shape: torch.Size, _: torch.Size, rows: R
         None if operand == 0 else node._saved_self,
         None if operand == 1 else node._saved_mat2,
         operand == 0,
+        shape,
         rows,
     )
 
@@ -243,6 +282,7 @@ def _product_and_sum(
         None if operand == 1 else node._saved_mat1,
         None if operand == 2 else node._saved_mat2,
         operand == 1,
+        shape,
         rows,
     )
 
@@ -255,6 +295,7 @@ def _product_with_vector(
     return Product(
         rows.split(node._saved_self)[None],
         lambda gradients: rows.split(gradients, 1)[:, None, ..., None],
+        1,
         lambda of_weight: of_weight[0, :, 0],
     )
 
@@ -288,7 +329,9 @@ def _convolution(
     def by_row(gradients: Tensor) -> Tensor:
         return gradients.flatten(3).unflatten(2, (groups, -1)).permute(0, 2, 1, 4, 3)
 
-    return Product(inputs, by_row, lambda of_weight: of_weight.mT.reshape(shape))
+    return Product(
+        inputs, by_row, shape[0] // groups, lambda of_weight: of_weight.mT.reshape(shape)
+    )
 
 
 def _embedding(

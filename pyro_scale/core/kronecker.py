@@ -1,0 +1,134 @@
+"""Gaussians whose covariance is made of Kronecker products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Block(NamedTuple):
+    """Elements that are independent of all others: as a matrix [m, n], their covariance is the
+    Kronecker product of two bases, with a variance for each pair of their vectors.
+
+    Attributes:
+        places: where they are in the whole vector, [m, n].
+        left: orthonormal, [m, m].
+        right: orthonormal, [n, n].
+        variances: [m, n].
+    """
+
+    places: Tensor
+    left: Tensor
+    right: Tensor
+    variances: Tensor
+
+    @classmethod
+    def of_precision(cls, places: Tensor, left: Tensor, right: Tensor, isotropic: Tensor) -> Block:
+        """Of the precision `left x right + isotropic I`, with positive semi-definite factors [m, m]
+        and [n, n]."""
+        (a, left), (b, right) = torch.linalg.eigh(left), torch.linalg.eigh(right)
+        of_pairs = torch.outer(a.clamp(min=0), b.clamp(min=0))
+        return cls(places, left, right, 1 / (of_pairs + isotropic))
+
+    def stretch(self, values: Tensor, by: Tensor) -> Tensor:
+        """Values `[..., m, n]` along the bases' vectors, times numbers [m, n], as they were."""
+        return self.left @ (by * (self.left.mT @ values @ self.right)) @ self.right.mT
+
+    def spread(self, noise: Tensor) -> Tensor:
+        """Standard normals `[..., m, n]` with the covariance."""
+        return self.left @ (self.variances.sqrt() * noise) @ self.right.mT
+
+    @property
+    def variance(self) -> Tensor:
+        """Of each element, [m, n]."""
+        return self.left.square() @ self.variances @ self.right.square().mT
+
+
+@dataclass(frozen=True)
+class Kronecker:
+    """Blocks of elements, and elements by themselves.
+
+    Args:
+        mean: [D].
+        blocks: which have no element in common.
+        others: places of the elements that are in none, [k].
+        other_variances: theirs, [k].
+    """
+
+    mean: Tensor
+    blocks: Sequence[Block]
+    others: Tensor
+    other_variances: Tensor
+
+    def temper(self, temperature: float) -> Kronecker:
+        """The covariance times the temperature."""
+        blocks = [each._replace(variances=temperature * each.variances) for each in self.blocks]
+        return Kronecker(self.mean, blocks, self.others, temperature * self.other_variances)
+
+    def double(self) -> Kronecker:
+        """The same in float64."""
+        blocks = [Block(each.places, *(part.double() for part in each[1:])) for each in self.blocks]
+        return Kronecker(self.mean.double(), blocks, self.others, self.other_variances.double())
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """Draws from standard normals, [..., D]."""
+        away = self._by_part(noise, Block.spread, lambda x, variances: x * variances.sqrt())
+        return self.mean + away
+
+    def covariance_times(self, vector: Tensor) -> Tensor:
+        """The covariance times vectors [..., D]."""
+        return self._by_part(vector, lambda block, x: block.stretch(x, block.variances), torch.mul)
+
+    def precision_times(self, vector: Tensor) -> Tensor:
+        """The precision times vectors [..., D]."""
+        return self._by_part(
+            vector, lambda block, x: block.stretch(x, 1 / block.variances), torch.div
+        )
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """The log density at x [D], in nats."""
+        away = x - self.mean
+        scaled = torch.dot(away, self.precision_times(away))
+        return -(scaled + self.log_det + len(self.mean) * math.log(2 * math.pi)) / 2
+
+    @property
+    def variance(self) -> Tensor:
+        """[D]."""
+        total = torch.zeros_like(self.mean)
+        for block in self.blocks:
+            total[block.places] = block.variance
+        return total.index_put((self.others,), self.other_variances)
+
+    @property
+    def covariance(self) -> Tensor:
+        """[D, D]."""
+        return self.covariance_times(torch.eye(len(self.mean)).to(self.mean))
+
+    @property
+    def precision(self) -> Tensor:
+        """[D, D]."""
+        return self.precision_times(torch.eye(len(self.mean)).to(self.mean))
+
+    @property
+    def log_det(self) -> Tensor:
+        """The log determinant of the covariance."""
+        parts = [self.other_variances, *(block.variances for block in self.blocks)]
+        return torch.stack([part.log().sum() for part in parts]).sum()
+
+    def _by_part(
+        self,
+        vector: Tensor,
+        of_block: Callable[[Block, Tensor], Tensor],
+        of_others: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """Parts of a vector [..., D], each changed by itself."""
+        result = torch.zeros_like(vector)
+        for block in self.blocks:
+            result[..., block.places] = of_block(block, vector[..., block.places])
+        result[..., self.others] = of_others(vector[..., self.others], self.other_variances)
+        return result
