@@ -9,6 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from pyro_scale.core.kronecker import Kronecker
+
 
 @dataclass(frozen=True)
 class Diagonal:
@@ -26,6 +28,19 @@ class Diagonal:
     def of_precision(cls, mean: Tensor, precision: Tensor) -> Diagonal:
         """From each element's precision, [D]."""
         return cls(mean, precision.rsqrt())
+
+    @classmethod
+    def of_contents(cls, **contents: Tensor) -> Diagonal:
+        """From what `contents` gave."""
+        return cls(**contents)
+
+    def contents(self) -> dict[str, Tensor]:
+        """Its tensors by name."""
+        return dict(vars(self))
+
+    def double(self) -> Diagonal:
+        """The same in float64."""
+        return Diagonal(self.mean.double(), self.sd.double())
 
     def temper(self, temperature: float) -> Diagonal:
         """The covariance times the temperature."""
@@ -92,6 +107,19 @@ class Dense:
         eye = torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
         return cls(mean, torch.linalg.solve_triangular(inverse, eye, upper=False))
 
+    @classmethod
+    def of_contents(cls, **contents: Tensor) -> Dense:
+        """From what `contents` gave."""
+        return cls(**contents)
+
+    def contents(self) -> dict[str, Tensor]:
+        """Its tensors by name."""
+        return dict(vars(self))
+
+    def double(self) -> Dense:
+        """The same in float64."""
+        return Dense(self.mean.double(), self.scale_tril.double())
+
     def temper(self, temperature: float) -> Dense:
         """The covariance times the temperature."""
         if temperature == 1:
@@ -133,15 +161,19 @@ class Dense:
         return 2 * self.scale_tril.diagonal().log().sum()
 
 
-#: Of either structure.
-Gaussian: TypeAlias = Diagonal | Dense
+#: Of any structure.
+Gaussian: TypeAlias = Diagonal | Dense | Kronecker
 
 
 def as_structure(gaussian: Gaussian, dense: bool) -> Gaussian:
     """The Gaussian, as a dense one, or without its correlations."""
     if not dense:
         return Diagonal(gaussian.mean, gaussian.variance.sqrt())
-    return Dense(gaussian.mean, gaussian.sd.diag()) if isinstance(gaussian, Diagonal) else gaussian
+    if isinstance(gaussian, Diagonal):
+        return Dense(gaussian.mean, gaussian.sd.diag())
+    if isinstance(gaussian, Kronecker):
+        return Dense.of_covariance(gaussian.mean, gaussian.covariance)
+    return gaussian
 
 
 def matrix_or_diagonal(values: Tensor, dense: bool) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,18 +61,37 @@ class Kronecker:
     """
 
     mean: Tensor
-    blocks: Sequence[Block]
+    blocks: tuple[Block, ...]
     others: Tensor
     other_variances: Tensor
 
+    @classmethod
+    def of_contents(
+        cls,
+        mean: Tensor,
+        blocks: Sequence[Sequence[Tensor]],
+        others: Tensor,
+        other_variances: Tensor,
+    ) -> Kronecker:
+        """From what `contents` gave."""
+        return cls(mean, tuple(Block(*block) for block in blocks), others, other_variances)
+
+    def contents(self) -> dict[str, Any]:
+        """Its tensors, in plain tuples."""
+        return {**vars(self), "blocks": tuple(tuple(block) for block in self.blocks)}
+
     def temper(self, temperature: float) -> Kronecker:
         """The covariance times the temperature."""
-        blocks = [each._replace(variances=temperature * each.variances) for each in self.blocks]
+        blocks = tuple(
+            each._replace(variances=temperature * each.variances) for each in self.blocks
+        )
         return Kronecker(self.mean, blocks, self.others, temperature * self.other_variances)
 
     def double(self) -> Kronecker:
         """The same in float64."""
-        blocks = [Block(each.places, *(part.double() for part in each[1:])) for each in self.blocks]
+        blocks = tuple(
+            Block(each.places, *(part.double() for part in each[1:])) for each in self.blocks
+        )
         return Kronecker(self.mean.double(), blocks, self.others, self.other_variances.double())
 
     def sample(self, noise: Tensor) -> Tensor:

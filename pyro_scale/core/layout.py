@@ -62,7 +62,8 @@ class Layout:
     def places(self, names: Iterable[str]) -> Tensor:
         """Where in the vector the elements of some entries are, [d]."""
         slices = self.slices()
-        return torch.cat([torch.arange(slices[n].start, slices[n].stop) for n in names])
+        parts = [torch.arange(slices[n].start, slices[n].stop) for n in names]
+        return torch.cat(parts) if parts else torch.arange(0)
 
     def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
         """Dict of tensors -> vector [D]."""

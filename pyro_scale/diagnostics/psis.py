@@ -198,11 +198,9 @@ def check_has_density(fit: Fit) -> None:
 def log_density(fit: Fit, positions: Tensor) -> Tensor:
     """The fit's own, a mixture over its starts, `[n]`, in nats."""
     elements = positions[:, fit.places].double()
-    doubled = [
-        type(gaussian)(*(value.double() for value in vars(gaussian).values()))
-        for gaussian in fit.gaussians
-    ]
-    parts = torch.stack([torch.vmap(gaussian.log_prob)(elements) for gaussian in doubled])
+    parts = torch.stack(
+        [torch.vmap(gaussian.double().log_prob)(elements) for gaussian in fit.gaussians]
+    )
     return (torch.logsumexp(parts, 0) - math.log(len(parts))).cpu()
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,11 +17,14 @@ from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.errors import PyroScaleError
 from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.fullbatch.density import NEAR, FullDataDensity, no_mode
+from pyro_scale.fullbatch.kronecker import kronecker_at
 from pyro_scale.fullbatch.precision import CurvatureKind, gaussian_at, precision_at
 from pyro_scale.fullbatch.shared import SharedDensity, sums_of
 from pyro_scale.model.curvature.ggn import Curvature
 
 T = TypeVar("T")
+#: Which elements a Gaussian knows to be correlated: none, all, or those of a weight.
+GaussianStructure: TypeAlias = Literal["diag", "dense", "kron"]
 
 #: Matrices that are held at once: the precision, its factor, the covariance's.
 _MATRICES = 6
@@ -60,7 +63,7 @@ class Search:
         density: the log joint of all rows.
         sites: which have a Gaussian.
         kind: the curvature.
-        dense: whether it is dense.
+        structure: of the Gaussian.
         seed: of Monte Carlo.
         num_rows: rows at a time.
         held: places of params that stay as they are.
@@ -70,7 +73,7 @@ class Search:
     density: FullDataDensity
     sites: tuple[str, ...]
     kind: CurvatureKind
-    dense: bool
+    structure: GaussianStructure
     seed: int
     num_rows: int | None = None
     held: Tensor | None = None
@@ -112,8 +115,7 @@ class Search:
             self.density.log_posterior.num_data,
             self.density.layout.places(self.sites),
         )
-        precision = self._precision(center, self.dense)
-        gaussian = gaussian_at(self.density, center, self.sites, precision)
+        gaussian = self._gaussian(center)
         value, slope = self.density.grad(center)
         total = num_data * slope[places]
         evidence = num_data * value + (len(places) * math.log(2 * math.pi) + gaussian.log_det) / 2
@@ -140,7 +142,7 @@ class Search:
             self.density.log_posterior.num_data,
             self.density.layout.places(self.sites),
         )
-        if self.dense or len(places) <= _FEW:
+        if self.structure == "dense" or len(places) <= _FEW:
             mode = self.density.newton_refine(
                 mode, lambda at: self._precision(at, dense=True) / num_data, places
             ).position
@@ -148,6 +150,15 @@ class Search:
         if not candidate.distance <= NEAR * len(places):
             raise no_mode(_WITHOUT_MODE)
         return candidate
+
+    def _gaussian(self, center: Tensor) -> Gaussian:
+        if self.structure == "kron":
+            assert self.kind != "hessian"
+            return kronecker_at(
+                self.density, center, self.sites, self.kind, self.seed, self.num_rows
+            )
+        precision = self._precision(center, self.structure == "dense")
+        return gaussian_at(self.density, center, self.sites, precision)
 
     def _precision(self, center: Tensor, dense: bool) -> Tensor:
         how = self.sites, self.kind, dense, self.seed, self.num_rows
@@ -163,7 +174,7 @@ class Search:
             like: where positions are.
             work: rank 0 does it.
         """
-        if ranks.is_alone:
+        if ranks.is_alone or self.structure == "kron":  # whose factors every rank adds up itself
             return work(self)
         sums = sums_of(self.density, ranks, like.device)
         density = SharedDensity.of(self.density, sums)
@@ -181,7 +192,7 @@ class Search:
 
     def check_fits(self, position: Tensor) -> None:
         """Refuses a dense Gaussian that memory does not hold."""
-        if self.dense:
+        if self.structure == "dense":
             size = len(self._places)
             check_fits(size, position.dtype, position.device, _MATRICES, "Laplace")
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Diagonal, matrix_or_diagonal
+from pyro_scale.core.kronecker import Kronecker
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
 from pyro_scale.diagnostics.psis import (
@@ -23,6 +24,7 @@ from pyro_scale.diagnostics.psis import (
 )
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ApproximationWarning, ArgumentError, DataError, NotRunError
+from pyro_scale.fullbatch.evidence import GaussianStructure
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.sharded import WHOLE_NOWHERE, predict_sharded
 from pyro_scale.model.log_posterior import LogPosterior
@@ -70,7 +72,7 @@ class Approximation(Method):
         self,
         model: Any,
         *,
-        structure: Structure | Literal["auto"] = "diag",
+        structure: GaussianStructure | Literal["auto"] = "diag",
         init_strategy: Any = None,
         num_data: int | None = None,
     ):
@@ -78,7 +80,7 @@ class Approximation(Method):
         if structure not in self.structures:
             raise ArgumentError(f"structure={structure!r}: pass one of {self.structures}")
         #: Of an "auto" that is chosen once the number of dimensions is known.
-        self.structure: Structure = "dense" if structure == "auto" else structure
+        self.structure: GaussianStructure = "dense" if structure == "auto" else structure
         self._fit: Fit | None = None
 
     @property
@@ -320,7 +322,7 @@ class Approximation(Method):
     def _contents(self) -> dict[str, Any]:
         fit = self.fit
         kept = {
-            "gaussians": [dict(vars(gaussian)) for gaussian in fit.gaussians],
+            "gaussians": [gaussian.contents() for gaussian in fit.gaussians],
             "centers": fit.centers,
             "sites": list(fit.sites),
             "trace": fit.trace,
@@ -331,14 +333,14 @@ class Approximation(Method):
     def _restore(self, contents: Mapping[str, Any], log_posterior: LogPosterior) -> None:
         result = result_of(contents, log_posterior)
         self.structure = contents["structure"]
-        kind = Dense if self.structure == "dense" else Diagonal
+        kind: Any = {"dense": Dense, "diag": Diagonal, "kron": Kronecker}[self.structure]
         self._fit = Fit(
             log_posterior,
             None,
             result.layout,
             contents["centers"],
             tuple(contents["sites"]),
-            tuple(kind(**each) for each in contents["gaussians"]),
+            tuple(kind.of_contents(**each) for each in contents["gaussians"]),
             contents["attrs"]["seed"],
             result.attrs,
             contents["trace"],

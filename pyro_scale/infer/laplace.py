@@ -20,9 +20,9 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ApproximationWarning, ArgumentError, ModelError
 from pyro_scale.fullbatch.chunks import chunks_of, is_row_wise
 from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.fullbatch.evidence import Candidate, Search
+from pyro_scale.fullbatch.evidence import Candidate, GaussianStructure, Search
 from pyro_scale.fullbatch.precision import CurvatureKind
-from pyro_scale.infer.approximation import Approximation, Structure, as_prior
+from pyro_scale.infer.approximation import Approximation, as_prior
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.curvature.ggn import Curvature
 from pyro_scale.posterior.collect import facts_of
@@ -52,7 +52,10 @@ class Laplace(Approximation):
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         structure: `"dense"`, `"diag"`, or `"auto"`: dense up to 1,000 dimensions, as a diagonal
-            Gaussian of correlated elements is too narrow.
+            Gaussian of correlated elements is too narrow.  `"kron"`, for networks: each weight of
+            a product, convolution or projection, and each bias, has a block of Kronecker factors
+            (K-FAC, Martens and Grosse 2015; Ritter et al. 2018), whose prior must have one scale;
+            other elements are independent.
         curvature: of the likelihood: `"ggn"`, the generalized Gauss-Newton matrix, never negative;
             `"monte_carlo"`, an estimate of it from one drawn observation a row, for many outputs;
             `"empirical_fisher"`; or `"hessian"`, of the whole log joint.  Where a distribution's
@@ -84,7 +87,7 @@ class Laplace(Approximation):
         -6.63
     """
 
-    structures: ClassVar[tuple[str, ...]] = ("auto", *get_args(Structure))
+    structures: ClassVar[tuple[str, ...]] = ("auto", *get_args(GaussianStructure))
     elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("num_steps", "num_epochs", "optimizer", "lr"), "nothing: it looks for the mode by itself"
     )
@@ -93,7 +96,7 @@ class Laplace(Approximation):
         self,
         model: Any,
         *,
-        structure: Structure | Literal["auto"] = "auto",
+        structure: GaussianStructure | Literal["auto"] = "auto",
         curvature: CurvatureKind = "ggn",
         sites: Sequence[str] | None = None,
         temperature: float = 1.0,
@@ -105,6 +108,10 @@ class Laplace(Approximation):
         kinds = [kind for part in get_args(CurvatureKind) for kind in (get_args(part) or (part,))]
         if curvature not in kinds:
             raise ArgumentError(f"curvature={curvature!r}: pass one of {kinds}")
+        if structure == "kron" and curvature == "hessian":
+            raise ArgumentError(
+                "structure='kron': a Hessian has no Kronecker factors: use curvature='ggn'"
+            )
         if isinstance(sites, str) or (sites is not None and not list(sites)):
             raise ArgumentError(f"sites={sites!r}: pass a list of sites' names")
         self.curvature, self.temperature = curvature, _as_temperature(temperature)
@@ -297,8 +304,13 @@ class Laplace(Approximation):
         if self._auto:
             few = len(problem.engine.layout.places(sites)) <= _MOST_DENSE
             self.structure = "dense" if few else "diag"
-        dense, kind = self.structure == "dense", self._kind(problem)
-        search = Search(density, sites, kind, dense, problem.seed, num_rows, held, tuned)
+        kind = self._kind(problem)
+        if self.structure == "kron" and kind == "hessian":
+            raise ArgumentError(
+                "structure='kron': the data are one joint density, whose Hessian has no Kronecker "
+                "factors: use structure='diag' or 'dense'"
+            )
+        search = Search(density, sites, kind, self.structure, problem.seed, num_rows, held, tuned)
         search.check_fits(problem.positions)
         return search
 

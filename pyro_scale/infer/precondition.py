@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pyro_scale.core.gaussian import Dense, Diagonal
+from pyro_scale.core.gaussian import as_structure
+from pyro_scale.core.kronecker import Kronecker
 from pyro_scale.core.validation import AUTO, is_auto
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.method import Method
 from pyro_scale.kernels import Kernel
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.tuning.choice import Precondition
+
+#: Dimensions up to which a Gaussian of Kronecker factors gives a dense map.
+_MOST_DENSE = 1000
 
 
 def as_precondition(
@@ -52,9 +56,9 @@ def as_precondition(
     fit = asked.__dict__.get("_fit") if isinstance(asked, Method) else None
     if isinstance(fit, Fit) and fit.gaussians and fit.sites == tuple(fit.log_posterior.latents):
         gaussian = fit.gaussians[0]
-        if isinstance(gaussian, Dense):
-            return Dense(gaussian.mean.double(), gaussian.scale_tril.double())
-        return Diagonal(gaussian.mean.double(), gaussian.sd.double())
+        if isinstance(gaussian, Kronecker):
+            return as_structure(gaussian.double(), len(gaussian.mean) <= _MOST_DENSE)
+        return gaussian.double()
     raise ArgumentError(
         f"precondition={asked!r}: pass 'auto', 'dense', 'low_rank', 'diag', None, or a fit of all "
         "sites that has been run (Laplace, VI, EKF)"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_scale.core.exclusive import exclusive
-from pyro_scale.core.gaussian import Dense
+from pyro_scale.core.gaussian import Dense, Diagonal, as_structure
 from pyro_scale.posterior.gaussians import Fit
 
 
@@ -38,9 +38,11 @@ class Guide(PyroModule):
         self._dense = False
         if fit.gaussians:
             fit.at_temperature_1(0)  # which refuses none
-            gaussian = fit.gaussians[0]
-            self._dense = isinstance(gaussian, Dense)
-            spread = gaussian.scale_tril if isinstance(gaussian, Dense) else gaussian.sd
+            self._dense = not isinstance(fit.gaussians[0], Diagonal)
+            gaussian = as_structure(fit.gaussians[0], self._dense)
+            spread = (
+                gaussian.scale_tril if isinstance(gaussian, Dense) else gaussian.variance.sqrt()
+            )
             kind = constraints.lower_cholesky if self._dense else constraints.positive
             self.scale: Any = PyroParam(spread.clone(), kind)
 

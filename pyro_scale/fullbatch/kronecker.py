@@ -1,0 +1,95 @@
+"""The posterior's precision at a point by Kronecker factors: K-FAC's Laplace approximation (Ritter
+et al. 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.kronecker import Block, Kronecker
+from pyro_scale.core.layout import Layout
+from pyro_scale.errors import ArgumentError, ModelError
+from pyro_scale.fullbatch.chunks import chunks_of
+from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.model.curvature.ggn import Curvature, RowKind
+from pyro_scale.model.curvature.kronecker import Factors
+from pyro_scale.model.curvature.prior_hessian import prior_precision
+from pyro_scale.rng.seeds import Purpose, derived_seed
+
+#: By how much of itself a prior's precision may differ within a block.
+_SAME = 1e-5
+
+
+def kronecker_at(
+    density: FullDataDensity,
+    position: Tensor,
+    sites: Sequence[str],
+    kind: RowKind,
+    seed: int = 0,
+    num_rows: int | None = None,
+) -> Kronecker:
+    """The Gaussian over some sites at a point.
+
+    Weights of products, convolutions and projections, and biases, have a block each, whose
+    likelihood's precision is the Kronecker product of its factors; all other elements are
+    independent.  Factors are means and sums over all rows, however they come in chunks.
+
+    Args:
+        density: the log joint of all rows.
+        position: where, [D].
+        sites: whose elements.
+        kind: the curvature of the rows.
+        seed: of Monte Carlo.
+        num_rows: rows at a time.
+
+    Raises:
+        ArgumentError: no site has factors.
+        ModelError: a block's prior is not the same for all of its elements.
+    """
+    log_posterior, params = density.log_posterior, density.layout.unflatten(position)
+    free = {name: params[name] for name in sites}
+    held = {name: value for name, value in params.items() if name not in free}
+    layout = Layout.of(free)
+    factors: dict[str, list[Factors]] = {}
+    prior, total = torch.zeros(0), torch.zeros(layout.size).to(position)
+    for place, chunk in enumerate(chunks_of(log_posterior, density.data, num_rows)):
+        if place == 0:
+            prior = prior_precision(log_posterior, free, chunk.arguments, held, dense=False)
+        own = derived_seed(seed, place, Purpose.CURVATURE)
+        curvature = Curvature(log_posterior, kind, seed=own)
+        where = (free, chunk.arguments, chunk.indices, held, chunk.keep)
+        found, others = curvature.kronecker(*where)
+        for name, each in found.items():
+            for part in each:
+                part.add_to_each(factors.setdefault(name, []))
+        if others:
+            total[layout.places(list(others))] += Layout.of(others).flatten(others)
+    if not factors:
+        raise ArgumentError(
+            "structure='kron': no site is the weight of a matrix product, a convolution or a "
+            f"projection, or a bias, among {list(sites)}: use structure='diag' or 'dense'"
+        )
+    scale = log_posterior.num_data / (density.num_rows or log_posterior.num_data)
+    alone = layout.places([name for name in free if name not in factors])
+    blocks = [
+        _block(name, each, prior, scale, layout) for name, own in factors.items() for each in own
+    ]
+    variances = 1 / (scale * total + prior)[alone]
+    mean = position[density.layout.places(sites)]
+    return Kronecker(mean, tuple(blocks), alone, variances)
+
+
+def _block(name: str, factors: Factors, prior: Tensor, scale: float, layout: Layout) -> Block:
+    places = layout.slices()[name].start + factors.places
+    own = prior[places]
+    isotropic = own.mean()
+    if bool(((own - isotropic).abs() > _SAME * isotropic.abs()).any()):
+        raise ModelError(
+            f"site '{name}': structure='kron' needs one prior scale for all of a weight's elements "
+            f"at the mode, and the prior's precision is from {float(own.min()):.3g} to "
+            f"{float(own.max()):.3g}: use structure='diag', or give the site a Normal prior of one "
+            "scale"
+        )
+    return Block.of_precision(places, scale * factors.mean_inputs, factors.outputs, isotropic)
