@@ -1,0 +1,224 @@
+"""Kronecker factors against blocks of the dense curvature where they are exact, and against sums
+that are written out; the Gaussian that they make against its own matrices."""
+
+from functools import partial
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from reference import close, normals
+from torch import nn
+
+import pyro_scale as ps
+from pyro_scale.core.kronecker import Block, Kronecker
+from pyro_scale.core.layout import Layout
+from pyro_scale.errors import ArgumentError, ModelError
+
+pytestmark = pytest.mark.usefixtures("float64", "store")
+QUIET = {"progress": False, "seed": 0}
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.projections, self.out = nn.Linear(4, 6), nn.Linear(2, 3)
+
+    def forward(self, x):
+        q, k, v = self.projections(x).chunk(3, -1)
+        weights = (q @ k.mT).softmax(-1)
+        return self.out((weights @ v).tanh()).sum(1)
+
+
+NETWORKS = {
+    "layers": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), (4,)),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)
+        ),
+        (2, 4, 4),
+    ),
+    "attention": (Attention, (5, 4)),
+}
+HEADS = {
+    "classes": (lambda f: dist.Categorical(logits=f), lambda n: torch.arange(n) % 3),
+    "noise of each row": (
+        lambda f: dist.Normal(f[:, 0], f[:, 1].exp()),
+        lambda n: normals(n, seed=3),
+    ),
+    "counts": (lambda f: dist.Poisson(f[:, 0].exp()), lambda n: torch.arange(n).double()),
+    "heavy tails": (
+        lambda f: dist.StudentT(5.0, f[:, 0], f[:, 1].exp()),
+        lambda n: normals(n, seed=4),
+    ),
+}
+
+
+def model_of(make, head):
+    torch.manual_seed(0)
+    net = make()
+    weights = {name: value.detach().clone() for name, value in net.named_parameters()}
+    bayesian = ps.bayesianize(net)
+
+    def model(x, y=None):
+        f = bayesian(x)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", head(f), obs=y)
+
+    return model, weights
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("network", ["layers"])
+def test_of_one_row_they_are_the_blocks_of_the_dense_curvature(network, head):
+    (make, shape), (likelihood, observe) = NETWORKS[network], HEADS[head]
+    model, weights = model_of(make, likelihood)
+    batch = normals(1, *shape, seed=1), observe(1)
+    curvature = ps.Curvature(ps.LogPosterior(model, num_data=1))
+    dense, slices = curvature.dense(weights, batch), Layout.of(weights).slices()
+    factors, others = curvature.kronecker(weights, batch)
+    assert not others
+    assert factors.keys() == weights.keys()
+    for name, (own,) in factors.items():
+        places = slices[name].start + own.places.flatten()
+        close(torch.kron(own.mean_inputs, own.outputs), dense[places][:, places], 1e-12)
+
+
+@pytest.mark.parametrize("network", ["convolutions", "attention"])
+def test_positions_are_taken_for_rows(network):
+    """Expand: the mean of inputs' products over rows and positions, times the gradients' sum."""
+    make, shape = NETWORKS[network]
+    model, weights = model_of(make, HEADS["classes"][0])
+    batch = normals(6, *shape, seed=1), HEADS["classes"][1](6)
+    factors, others = ps.Curvature(ps.LogPosterior(model, num_data=6)).kronecker(weights, batch)
+    assert not others
+    net = make()
+    net.load_state_dict(weights)
+    inputs, outputs = {}, {}
+
+    def remember(name, layer, given, out):
+        inputs[name], outputs[name] = given[0].detach(), out
+
+    for name, layer in net.named_modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            layer.register_forward_hook(partial(remember, name))
+    logits = net(batch[0])
+    probs = logits.detach().softmax(-1)
+    root = torch.diag_embed(probs.sqrt()) - probs[:, :, None] * probs.sqrt()[:, None]
+    for name in inputs:
+        gradients = torch.stack(
+            [
+                torch.autograd.grad(logits, outputs[name], root[:, :, c], retain_graph=True)[0]
+                for c in range(3)
+            ]
+        )
+        x, groups = inputs[name], 1
+        if x.dim() == 4:
+            groups = 2
+            x = nn.functional.unfold(x, 3).mT.reshape(6, 4, 2, 9)
+            gradients = gradients.flatten(3).mT.reshape(3, 6, 4, 2, 2)
+        else:
+            x, gradients = x.unsqueeze(-2), gradients.unsqueeze(-2)
+        assert len(factors[f"{name}.weight"]) == groups
+        for group, own in enumerate(factors[f"{name}.weight"]):
+            a = x[..., group, :].flatten(0, -2)
+            g = gradients[..., group, :].flatten(0, -2)
+            close(own.mean_inputs, a.mT @ a / len(a), 1e-12)
+            close(own.outputs, g.mT @ g, 1e-12)
+
+
+def test_of_a_deep_linear_network_they_are_exact_on_all_rows():
+    """Its gradients are the same for all rows."""
+
+    def make():
+        return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+
+    model, weights = model_of(make, lambda f: dist.Normal(f, 0.7).to_event(1))
+    batch = normals(9, 4, seed=1), normals(9, 2, seed=2)
+    curvature = ps.Curvature(ps.LogPosterior(model, num_data=9))
+    dense, slices = curvature.dense(weights, batch), Layout.of(weights).slices()
+    for name, (own,) in curvature.kronecker(weights, batch)[0].items():
+        places = slices[name].start + own.places.flatten()
+        close(torch.kron(own.mean_inputs, own.outputs), dense[places][:, places], 1e-12)
+
+
+def test_the_gaussian_of_a_fit_in_any_number_of_chunks():
+    """Precision: the factors' products plus the prior's; N rows, whatever the batch size."""
+    model, weights = model_of(NETWORKS["layers"][0], HEADS["classes"][0])
+    data = normals(20, 4, seed=1), torch.arange(20) % 3
+    factors, _ = ps.Curvature(ps.LogPosterior(model, num_data=20)).kronecker(weights, data)
+    layout = Layout.of(weights)
+    expected = torch.eye(layout.size)
+    for name, (own,) in factors.items():
+        places = layout.slices()[name].start + own.places.flatten()
+        expected[places[:, None], places] += torch.kron(own.mean_inputs, own.outputs)
+    for size in (None, 20, 7):
+        fit = ps.Laplace(model, structure="kron").run(data, mode=weights, batch_size=size, **QUIET)
+        gaussian = fit.fit.gaussians[0]
+        close(gaussian.precision, expected, 1e-10)
+        close(gaussian.covariance, torch.linalg.inv(expected), 1e-10)
+        log_joint = ps.LogPosterior(model, num_data=20)(weights, data).log_joint
+        evidence = (
+            log_joint
+            + (layout.size * torch.log(torch.tensor(2 * torch.pi)) - torch.logdet(expected)) / 2
+        )
+        close(fit.log_marginal_likelihood(), evidence, 1e-9)
+
+
+def test_the_gaussian_is_its_matrices(tmp_path):
+    left, right = normals(3, 5, seed=1), normals(2, 4, seed=2)
+    left, right = left @ left.T, right @ right.T
+    places = torch.tensor([[4, 0], [2, 5], [1, 7]])
+    block = Block.of_precision(places, left, right, torch.tensor(0.5))
+    gaussian = Kronecker(
+        normals(8, seed=3), (block,), torch.tensor([3, 6]), torch.tensor([2.0, 3.0])
+    )
+    precision = torch.diag(torch.tensor([0, 0, 0, 1 / 2, 0, 0, 1 / 3, 0]))
+    flat = places.flatten()
+    precision[flat[:, None], flat] = torch.kron(left, right) + 0.5 * torch.eye(6)
+    covariance = torch.linalg.inv(precision)
+    close(gaussian.precision, precision, 1e-12)
+    close(gaussian.covariance, covariance, 1e-12)
+    close(gaussian.variance, covariance.diagonal(), 1e-12)
+    close(gaussian.log_det, torch.logdet(covariance), 1e-12)
+    x = normals(6, 8, seed=4)
+    reference = torch.distributions.MultivariateNormal(gaussian.mean, precision_matrix=precision)
+    close(torch.vmap(gaussian.log_prob)(x), reference.log_prob(x), 1e-12)
+    root = gaussian.sample(torch.eye(8)) - gaussian.mean
+    close(root.T @ root, covariance, 1e-12)
+    close(gaussian.temper(0.3).covariance, 0.3 * covariance, 1e-12)
+    close(Kronecker.of_contents(**gaussian.contents()).covariance, covariance, 1e-12)
+
+
+def test_what_has_no_factors_is_said():
+    def effects(x, y):
+        z = pyro.sample("z", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(z[x], 0.5), obs=y)
+
+    data = torch.arange(8) % 4, normals(8, seed=1)
+    with pytest.raises(ArgumentError, match="no site is the weight of a matrix product"):
+        ps.Laplace(effects, structure="kron").run(data, **QUIET)
+    with pytest.raises(ArgumentError, match="a Hessian has no Kronecker factors"):
+        ps.Laplace(effects, structure="kron", curvature="hessian")
+
+    def two_scales(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), torch.tensor([1.0, 2.0])).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+
+    with pytest.raises(ModelError, match="'w': structure='kron' needs one prior scale"):
+        ps.Laplace(two_scales, structure="kron").run(
+            (normals(8, 2, seed=1), normals(8, seed=2)), **QUIET
+        )
+
+
+def test_a_fit_is_saved_and_predicts(tmp_path):
+    model, weights = model_of(NETWORKS["layers"][0], HEADS["classes"][0])
+    data = normals(20, 4, seed=1), torch.arange(20) % 3
+    fit = ps.Laplace(model, structure="kron").run(data, mode=weights, **QUIET)
+    fit.save(tmp_path / "fit")
+    again = ps.Laplace.load(tmp_path / "fit", model)
+    close(again.fit.gaussians[0].covariance, fit.fit.gaussians[0].covariance, 1e-12)
+    predicted = fit.predict(data[0], num_samples=50, linearized=True)
+    assert predicted["y"].shape == (50, 20)
