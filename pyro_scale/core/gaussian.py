@@ -97,15 +97,18 @@ class Dense:
         """From a precision matrix, [D, D].
 
         Backwards in both directions, a Cholesky factor of the precision is the transpose of one of
-        the covariance's inverse: no more than one factor and one triangular solve.
+        the covariance's inverse: no more than one factor and one triangular solve, each in its own
+        memory, so that there are three matrices at once with the one that is given.
 
         Raises:
             torch.linalg.LinAlgError: it is not positive definite.
         """
-        backwards = torch.linalg.cholesky(precision.flip(-2, -1))
-        inverse = backwards.flip(-2, -1).mT
-        eye = torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
-        return cls(mean, torch.linalg.solve_triangular(inverse, eye, upper=False))
+        backwards = precision.flip(-2, -1).mT  # by column, as LAPACK has it
+        torch.linalg.cholesky(backwards, out=backwards)
+        inverse = torch.eye(len(mean), dtype=mean.dtype, device=mean.device).mT
+        torch.linalg.solve_triangular(backwards, inverse, upper=False, out=inverse)
+        del backwards
+        return cls(mean, inverse.flip(-2, -1).mT)
 
     @classmethod
     def of_contents(cls, **contents: Tensor) -> Dense:
