@@ -62,11 +62,12 @@ def row_gradients(
     """
     scaling, layout = problem.log_posterior.model_info.scaling, problem.engine.layout
     has_rows = any(rule.role == "rows" for rule in scaling.rules.values())
-    size = rows.count(batches[0][0][0]) or problem.batch_size
+    first, indices = batches[0][0]
+    size = (rows.count(first) if indices is None else None) or problem.batch_size
     if not has_rows or size * layout.size > _MOST_NUMBERS:
         return None
     if singly is None:
-        singly = takes_single_rows(problem, positions[0], batches[0][0][0])
+        singly = takes_single_rows(problem, positions[0], first)
     latents = [name for name in layout.names if name in problem.log_posterior.latents]
 
     def of_batch(position: Tensor, *batch: Any) -> Tensor:
@@ -106,12 +107,6 @@ def takes_single_rows(problem: Problem, position: Tensor, arguments: Arguments) 
         return torch.allclose(alone, together, rtol=_ROUNDING, atol=_ROUNDING)
     except Exception:  # the model's own, of one row
         return False
-
-
-def _first_rows(batch: OwnBatch, taken: slice) -> OwnBatch:
-    """The first of a batch's rows."""
-    arguments, indices = batch
-    return rows.take(arguments, taken), None if indices is None else indices[taken]
 
 
 def _over_rows(function: Callable[[Arguments], Tensor], arguments: Arguments) -> Tensor:
@@ -185,8 +180,8 @@ def gradient_noise(
         return GradientNoise(torch.ones(num_latents), torch.zeros(num_latents))
     each = -(-_NOISE_ROWS // size)  # batches at one draw
     singly = takes_single_rows(problem, problem.positions[0], problem.data.first())
-    taken = slice(min(size, _NOISE_ROWS) if singly else size)  # rows of each
-    in_rows = each * taken.stop * engine.layout.size
+    few = slice(min(size, _NOISE_ROWS))  # rows of each, if the rest has no part in them
+    in_rows = each * (few.stop if singly else size) * engine.layout.size
     places = max(_FEWEST_PLACES, min(NOISE_BATCHES // each, _NOISE_NUMBERS // in_rows))
     chains = finished[:places]
     chosen = spread(positions, places // len(chains))
@@ -194,10 +189,12 @@ def gradient_noise(
     at = draws.flatten(0, 1).to(problem.positions.device)
     run_batches = batches_from(batches, step, each * len(chosen))
     own = [
-        [_first_rows(batch.of_chain(chain), taken) for batch in run_batches[i : i + each]]
+        [batch.of_chain(chain) for batch in run_batches[i : i + each]]
         for chain in chains
         for i in range(0, len(run_batches), each)
     ]
+    if singly:
+        own = [[(rows.take(arguments, few), None) for arguments, _ in some] for some in own]
 
     def variance_of(density: Density, heats: bool = False) -> Tensor | None:
         """The mean over positions: the rows of some of them at a time are in memory; in the
