@@ -380,7 +380,7 @@ class LogPosterior:
 
     @property
     def is_unconstrained(self) -> bool:
-        """Whether the support of every latent is all reals, so that params are the sites' values."""
+        """Whether every latent's support is all reals, so that params are the sites' values."""
         sites = self.model_info.sites.values()
         return all(is_real(site.fn.support) for site in sites if site.kind == "latent")
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributions import constraints, transform_to
 
 from pyro_scale.errors import SiteError
-from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.draws import draw
+from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.sites import (
     Point,
     Site,

@@ -22,7 +22,8 @@ def test_classes_have_their_chances_and_those_of_none_never_come(kind, dtype):
         kind, lambda f: f
     )(fn)
     drawn = draw(fn)
-    assert drawn.shape == (MANY,) and drawn.dtype == torch.int64
+    assert drawn.shape == (MANY,)
+    assert drawn.dtype == torch.int64
     counts = torch.bincount(drawn, minlength=7).double()
     assert (counts[CHANCES == 0] == 0).all()
     exact = exact / exact.sum()
@@ -38,7 +39,8 @@ def test_coins_fall_as_often_as_they_should(dtype):
     assert drawn.dtype == dtype
     exact = chances.double()
     mean = drawn.double().mean(0)
-    assert mean[0] == 0 and mean[-1] == 1
+    assert mean[0] == 0
+    assert mean[-1] == 1
     z = (mean - exact)[1:-1] / (exact * (1 - exact) / MANY)[1:-1].sqrt()
     assert z.abs().max() < 4.4
 
