@@ -26,9 +26,8 @@ from pyro_scale.storage.lazy_draws import Positions, spread
 _MOST_NUMBERS = 2**28
 #: Numbers on the way back from rows that are differentiated at once.
 _AT_ONCE = 2**22
-#: Draws at which the noise of a run is estimated, at most and at least, and rows at each.  A
-#: variance from n rows has the relative standard error ((kurtosis - 1) / n)^0.5: 1.6% of 8,192
-#: normal numbers, 9% of 256.
+#: Draws at which the noise of a run is estimated, at most and at least, and rows at each: variances
+#: have relative standard errors of 1.6% from 8,192 rows, if normal, and of 9% from 256.
 NOISE_BATCHES, _FEWEST_PLACES, _NOISE_ROWS = 128, 4, 64
 #: Numbers in these rows' gradients, unless there are the fewest draws alone.
 _NOISE_NUMBERS = 2**24
@@ -37,7 +36,6 @@ _ROUNDING = 1e-3
 
 #: Rows from which the noise along the worst direction is estimated.
 _ROWS = 4096
-
 #: One chain's batch: the model's arguments, and indices for one that subsamples by itself.
 OwnBatch = tuple[Arguments, Tensor | None]
 
