@@ -58,11 +58,8 @@ def rank_normalized(draws: Tensor) -> Tensor:
         draws: `[chains, draws, elements]`.
     """
     flat = draws.double().flatten(0, 1)
-    order = flat.argsort(0)
-    ranks = torch.empty_like(flat)
-    places = torch.arange(1.0, len(flat) + 1, dtype=torch.float64, device=flat.device)
-    ranks.scatter_(0, order, places[:, None].expand_as(flat))
-    ranks = _shared_by_ties(flat, order, ranks)
+    ordered, order = flat.sort(0)
+    ranks = torch.empty_like(flat).scatter_(0, order, _shared_ranks(ordered))
     scores = torch.special.ndtri((ranks - 0.375) / (len(flat) + 0.25))
     return scores.reshape(draws.shape)
 
@@ -76,10 +73,11 @@ def mixing_of(draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     flat = draws.double().flatten(0, 1)
     folded = (draws.double() - flat.median(0).values).abs()
-    r_hat = torch.maximum(split_r_hat(rank_normalized(draws)), split_r_hat(rank_normalized(folded)))
+    scores = rank_normalized(draws)
+    r_hat = torch.maximum(split_r_hat(scores), split_r_hat(rank_normalized(folded)))
     tails = flat.quantile(torch.tensor([0.05, 0.95], dtype=torch.float64, device=flat.device), 0)
     tail = torch.stack([_effective((draws.double() <= tail).double()) for tail in tails]).amin(0)
-    return r_hat, _effective(rank_normalized(draws)), tail
+    return r_hat, _effective(scores), tail
 
 
 def _effective(draws: Tensor) -> Tensor:
@@ -89,14 +87,14 @@ def _effective(draws: Tensor) -> Tensor:
     return halves.shape[0] * half / autocorrelation_time(halves)
 
 
-def _shared_by_ties(flat: Tensor, order: Tensor, ranks: Tensor) -> Tensor:
-    """Ranks where equal values have the mean of theirs, `[draws, elements]`."""
-    ordered = flat.gather(0, order)
-    if not bool((ordered[1:] == ordered[:-1]).any()):
-        return ranks
-    columns = []
-    for column in flat.unbind(1):
-        _, inverse, counts = column.unique(return_inverse=True, return_counts=True)
-        ends = counts.cumsum(0).double()
-        columns.append((ends - (counts - 1) / 2)[inverse])
-    return torch.stack(columns, 1)
+def _shared_ranks(ordered: Tensor) -> Tensor:
+    """Ranks of values in order, `[draws, elements]`; equal ones have the mean of theirs."""
+    places = torch.arange(len(ordered), device=ordered.device)[:, None].expand_as(ordered)
+    rises = ordered[1:] != ordered[:-1]
+    if bool(rises.all()):
+        return places.double() + 1
+    first, last = places.clone(), places.clone()
+    first[1:] *= rises  # 0 within a group, whose first place is the largest until then
+    last[:-1] = last[:-1].where(rises, len(ordered) - 1)
+    last = last.flip(0).cummin(0).values.flip(0)
+    return (first.cummax(0).values + last).double() / 2 + 1

@@ -39,7 +39,7 @@ _MOST, _MOST_WORK, _LEAST, _ENOUGH = 4000, 2**28, 32, 200
 #: Draws where the model goes one by one.
 _ONE_BY_ONE = 64
 #: Numbers of params and rows in memory at once, with some room for what is made of a row.
-_NUMBERS, _ROOM = 2**20, 64
+_NUMBERS, _ROOM = 2**22, 64
 
 
 class Virial(NamedTuple):

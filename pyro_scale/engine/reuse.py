@@ -1,4 +1,4 @@
-"""Reuses what an object's earlier run compiled, so that the next run need not trace its step."""
+"""Reuses what an object's earlier runs compiled, so that the next run need not trace its steps."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from pyro_scale.engine.step import Engine
 
 #: Bytes of a constant, such as a number in the model's code, that is kept though nobody holds it.
 _SMALL = 2**16
+#: Programs that are kept: one run trains by one, warms up by another, and samples by a third.
+_MOST_KEPT = 4
 #: Puts a program together.
 Build: TypeAlias = Callable[[Batches, Sequence[Tensor], Sequence[Tensor]], Program]
 
@@ -75,15 +77,15 @@ class _Kept:
 
 
 class Earlier:
-    """Keeps what an object compiled last.
+    """Keeps what an object compiled last, a program for each kind of step.
 
-    It serves again where all shapes are the same, and the tensors of data and model are the very
+    One serves again where all shapes are the same, and the tensors of data and model are the very
     same and have not been written to; references to them are weak.  What else the model reads is
     compared by what comes of it: a step at a new point.
     """
 
     def __init__(self) -> None:
-        self._kept: _Kept | None = None
+        self._kept: list[_Kept] = []
 
     def __reduce__(self) -> Any:
         return Earlier, ()  # a copy compiles its own
@@ -94,14 +96,17 @@ class Earlier:
         """Keeps what a run has compiled."""
         constants = [_again(constant) for constant in blueprint.constants]
         facts = _facts(engine, batches, state, block)
-        self._kept = _Kept(blueprint.build, constants, blueprint.by_column, facts)
+        kept = _Kept(blueprint.build, constants, blueprint.by_column, facts)
+        others = [other for other in self._kept if other.facts != facts]
+        self._kept = [kept, *others][:_MOST_KEPT]
 
     def program(
         self, engine: Engine, batches: Batches, as_it_is: Program, state: Any, block: StepInputs
     ) -> Program | None:
-        """The program of these steps, if it is the one that is kept."""
-        kept = self._kept
-        if kept is None or kept.facts != _facts(engine, batches, state, block):
+        """The program of these steps, if it is kept."""
+        facts = _facts(engine, batches, state, block)
+        kept = next((each for each in self._kept if each.facts == facts), None)
+        if kept is None:
             return None
         constants = [tensor for again in kept.constants if (tensor := again()) is not None]
         if len(constants) < len(kept.constants):

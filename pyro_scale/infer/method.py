@@ -147,8 +147,9 @@ class Method:
         if group_by_chain:
             chosen = predictive.spread_evenly(draws, draws if num_samples is None else num_samples)
             return result.samples_at(torch.arange(chains)[:, None], chosen)
-        total = chains * draws
-        chosen = predictive.spread_evenly(total, total if num_samples is None else num_samples)
+        if num_samples is None:
+            return result.all_samples()
+        chosen = predictive.spread_evenly(chains * draws, num_samples)
         return result.samples_at(chosen // draws, chosen % draws)
 
     @check_calls

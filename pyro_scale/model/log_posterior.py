@@ -35,6 +35,7 @@ from pyro_scale.model.recorder import Recorder, Simulator
 from pyro_scale.model.scaling import Evaluation, Prior
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import terms_of
+from pyro_scale.model.transforms import is_real
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: How many starts of a chain are tried: of a model that half of all starts break, 20 fail once in
@@ -376,6 +377,12 @@ class LogPosterior:
     def latents(self) -> tuple[str, ...]:
         """The latent sites' names, in the model's order."""
         return tuple(s.name for s in self.model_info.sites.values() if s.kind == "latent")
+
+    @property
+    def is_unconstrained(self) -> bool:
+        """Whether every latent's support is all reals, so that params are the sites' values."""
+        sites = self.model_info.sites.values()
+        return all(is_real(site.fn.support) for site in sites if site.kind == "latent")
 
     @property
     def layout(self) -> Layout:

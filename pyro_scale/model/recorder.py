@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints, transform_to
 
 from pyro_scale.errors import SiteError
+from pyro_scale.model.draws import draw
 from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.sites import (
     Point,
@@ -232,8 +233,10 @@ class Simulator(Recorder):
 
     def _draw(self, msg: Any) -> None:
         self._drawn.add(msg["name"])
-        if msg["name"] in self._known_draws:
-            msg["value"], msg["done"] = self._known_draws[msg["name"]], True
+        known = self._known_draws.get(msg["name"])
+        value = draw(msg["fn"]) if known is None else known
+        if value is not None:
+            msg["value"], msg["done"] = value, True
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if msg["name"] in self._drawn:

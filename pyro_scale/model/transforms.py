@@ -118,14 +118,23 @@ def bijection(support: Any) -> Transform:
     Raises:
         NotImplementedError: there is none.
     """
-    base = support
-    while isinstance(base, constraints.independent):
-        base = base.base_constraint
+    base = _of_elements(support)
     if base is constraints.lower_cholesky:
         return LowerCholesky()
     if base is constraints.corr_cholesky:
         return CorrelationCholesky()
     return biject_to(support)
+
+
+def is_real(support: Any) -> bool:
+    """Whether a support is all reals, of which the bijection is none."""
+    return _of_elements(support) is constraints.real
+
+
+def _of_elements(support: Any) -> Any:
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return support
 
 
 def _order(size: int) -> int:

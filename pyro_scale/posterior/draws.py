@@ -87,20 +87,31 @@ class Result:
         if isinstance(self.positions, StoredPositions):
             return self.positions.samples
 
-        def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
-            constrained = self.log_posterior.constrain(params)
-            latents = {name: constrained[name] for name in self.log_posterior.latents}
-            sites = latents | self.log_posterior.deterministics(params)
+        log_posterior = self.log_posterior
+        if log_posterior.is_unconstrained and not log_posterior.model_info.steady:
+            bare = self.layout.unflatten(self.positions)
             return {
-                name: value.to(torch.promote_types(value.dtype, torch.float32))
-                if value.is_floating_point()
-                else value
-                for name, value in sites.items()
+                name: _at_least_single(bare[name]).clone(memory_format=torch.contiguous_format)
+                for name in log_posterior.latents
             }
+
+        def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
+            constrained = log_posterior.constrain(params)
+            latents = {name: constrained[name] for name in log_posterior.latents}
+            sites = latents | log_posterior.deterministics(params)
+            return {name: _at_least_single(value) for name, value in sites.items()}
 
         chains, draws = self.positions.shape[:2]
         flat = self.over_draws(values)
         return {k: v.reshape(chains, draws, *v.shape[1:]) for k, v in flat.items()}
+
+    def all_samples(self) -> dict[str, Tensor]:
+        """Those of all chains, one after another, `[chains * draws, *shape]`, in memory of their
+        own."""
+        chains, draws = (torch.arange(size) for size in self.positions.shape[:2])
+        if isinstance(self.samples, StoredSamples):
+            return self.samples.at(chains.repeat_interleave(len(draws)), draws.repeat(len(chains)))
+        return {name: value.flatten(0, 1).clone() for name, value in self.samples.items()}
 
     def samples_at(self, chains: Tensor, draws: Tensor) -> dict[str, Tensor]:
         """Those at (chains, draws), which are broadcast, `[..., *shape]`."""
@@ -169,6 +180,13 @@ class Result:
         if isinstance(self.positions, StoredPositions):
             return self.positions.blocks()
         return iter([self.positions.flatten(0, 1)])
+
+
+def _at_least_single(value: Tensor) -> Tensor:
+    """A value in float32 where it is of half precision."""
+    if not value.is_floating_point():
+        return value
+    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def in_chunks(

@@ -13,6 +13,7 @@ from torch import Tensor
 from pyro_scale.errors import ArgumentError
 from pyro_scale.metrics.decomposition import Uncertainty, of_entropies
 from pyro_scale.model.curvature.fisher import NoInformation, base_of
+from pyro_scale.model.draws import class_probs
 from pyro_scale.model.sites import Site
 
 #: What `predict` can keep instead of all draws: numbers are quantiles' levels.
@@ -208,7 +209,9 @@ def _is_one_hot(site: Site) -> bool:
 
 def _class_probs(site: Site) -> Tensor:
     base = _base(site)
-    if isinstance(base, torch.distributions.Categorical | torch.distributions.OneHotCategorical):
+    if isinstance(base, torch.distributions.Categorical):
+        return class_probs(base)
+    if isinstance(base, torch.distributions.OneHotCategorical):
         return base.probs
     if isinstance(base, torch.distributions.Bernoulli):
         return torch.stack([1 - base.probs, base.probs], -1)
@@ -221,7 +224,7 @@ def _class_probs(site: Site) -> Tensor:
 def _mean(site: Site) -> Tensor:
     if site.kind != "observed":
         return site.value
-    return _base(site).probs if _is_classes(site) else _moment(site, "mean")
+    return class_probs(_base(site)) if _is_classes(site) else _moment(site, "mean")
 
 
 def _moment(site: Site, which: Literal["mean", "variance"]) -> Tensor:

@@ -80,6 +80,14 @@ def test_a_step_is_traced_once(how, traced):
         assert torch.equal(found, ran(sampler(Regression()), **this))
 
 
+def test_every_kind_of_step_is_traced_once(traced):
+    """A run that is not tuned trains by one program and samples by another."""
+    first, kinds = sampler(Regression()), [{"batch_size": 8}, {"batch_size": 4}, {"num_chains": 2}]
+    found = [[ran(first, **kind) for kind in kinds] for _ in range(2)]
+    assert len(traced) == len(kinds)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_of_a_loader(traced):
     """The very rows of its data set."""
     first, dataset = sampler(Regression()), TensorDataset(X, Y)
@@ -183,7 +191,7 @@ def test_nothing_is_held():
     watched = [weakref.ref(x) for x in (*data, model.loc, model.sd, model.weight)]
     del first, model, data
     gc.collect()
-    assert kept._kept is not None
+    assert kept._kept
     assert [ref() for ref in watched] == [None] * 5
 
 

@@ -67,6 +67,34 @@ def fitted(model=regression, data=(X, Y), method=ps.BAOA, lr=0.1, temperature=1.
     return method(model, lr=lr, temperature=temperature).run(data, **settings)
 
 
+@pytest.mark.parametrize("bare", [True, False])
+def test_draws_are_constrained_positions_in_memory_of_their_own(bare):
+    """Where all supports are all reals, the model is not run for them."""
+    calls = []
+
+    def model(x, y):
+        calls.append(len(x))
+        a = pyro.sample("a", dist.Normal(torch.zeros(2, 3).double(), 1.0).to_event(2))
+        family = dist.Normal if bare else dist.LogNormal
+        b = pyro.sample("b", family(torch.zeros(()).double(), 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ a.sum(1)[:2] + b, 1.0), obs=y)
+
+    fit = fitted(model, lr=0.01)
+    positions, before = fit._result.positions.clone(), len(calls)
+    expected = {"a": positions[..., :6].unflatten(-1, (2, 3)), "b": positions[..., 6]}
+    expected["b"] = expected["b"] if bare else expected["b"].exp()
+    for _ in range(2):
+        for name, value in fit.get_samples().items():
+            assert torch.equal(value, expected[name].flatten(0, 1))
+            value.zero_()  # which is the caller's
+        for name, value in fit.get_samples(group_by_chain=True).items():
+            assert torch.equal(value, expected[name])
+    fit._result.samples["a"].zero_()
+    assert torch.equal(fit._result.positions, positions)
+    assert not bare or len(calls) == before
+
+
 def log_density(samples, x=X, y=Y):
     """The log likelihood of each row at each draw, by hand."""
     mean, s = samples["w"] @ x.T, samples["s"][..., None]
