@@ -1037,7 +1037,7 @@ def test_unknown_params_and_sites_are_refused():
 @pytest.mark.parametrize(
     "asked",
     [
-        {"structure": "kron"},
+        {"structure": "blocks"},
         {"curvature": "fisher"},
         {"sites": "w"},
         {"sites": []},
