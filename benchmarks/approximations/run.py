@@ -326,8 +326,8 @@ def _vi(structure: str, guide: str) -> Question:
         "Logistic regression, 768 rows, 8 columns, batch 32; one draw a step, "
         "`sticking_the_landing`, Adam with an lr that falls from 0.01 to 0.0001 over 3,000 steps.  "
         "A step draws its rows and its noise.  The eager run takes 300 steps only, so its fit is "
-        "not there yet; at a constant lr fits keep moving.  Plain gradients, ours and Pyro's default, are without "
-        "`sticking_the_landing`, which is posteriors' default.",
+        "not there yet; at a constant lr fits keep moving.  Plain gradients, ours and Pyro's "
+        "default, are without `sticking_the_landing`, which is posteriors' default.",
         contenders,
         targets,
         OURS,
