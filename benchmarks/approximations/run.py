@@ -281,6 +281,14 @@ def _vi(structure: str, guide: str) -> Question:
 
     contenders = (
         Contender(OURS, "steps:vi_ours", {"structure": structure, "steps": steps}),
+        *(
+            Contender(
+                f"{OURS}, {lr} lr",
+                "steps:vi_ours",
+                {"structure": structure, "steps": steps, "lr": lr},
+            )
+            for lr in ("exponential", "constant")
+        ),
         Contender(
             f"{OURS}{plain}",
             "steps:vi_ours",
@@ -305,6 +313,12 @@ def _vi(structure: str, guide: str) -> Question:
             ours=f"{OURS}{plain}",
             faster=50,
         ),
+        Target("a constant lr's time over a falling one's", f"{OURS}, constant lr"),
+        Target(
+            "a constant lr's time over an exponential one's",
+            f"{OURS}, constant lr",
+            ours=f"{OURS}, exponential lr",
+        ),
     )
     return Question(
         f"vi_{structure}",
@@ -312,8 +326,8 @@ def _vi(structure: str, guide: str) -> Question:
         "Logistic regression, 768 rows, 8 columns, batch 32; one draw a step, "
         "`sticking_the_landing`, Adam with an lr that falls from 0.01 to 0.0001 over 3,000 steps.  "
         "A step draws its rows and its noise.  The eager run takes 300 steps only, so its fit is "
-        "not there yet.  Plain gradients, ours and Pyro's default, are without "
-        "`sticking_the_landing`, which is posteriors' default.",
+        "not there yet; at a constant lr fits keep moving.  Plain gradients, ours and Pyro's "
+        "default, are without `sticking_the_landing`, which is posteriors' default.",
         contenders,
         targets,
         OURS,

@@ -40,16 +40,24 @@ def _row(mean: Tensor, sd: Tensor) -> np.ndarray:
 # ------------------------------------------------------------------ variational inference
 
 
-def _adam() -> Any:
-    return torchopt.adam(torchopt.schedule.polynomial_schedule(LR, LAST_LR, 1.0, SETTLING))
+def _adam(lr: str = "linear") -> Any:
+    """Adam with an lr that falls in a line, by a power of the step, or not at all."""
+    lrs = {
+        "linear": torchopt.schedule.polynomial_schedule(LR, LAST_LR, 1.0, SETTLING),
+        "exponential": torchopt.schedule.exponential_decay(
+            LR, (LAST_LR / LR) ** (1 / SETTLING), end_value=LAST_LR
+        ),
+        "constant": LR,
+    }
+    return torchopt.adam(lrs[lr])
 
 
 def vi_ours(
-    structure: str, steps: int, compile: bool = True, sticking: bool = True
+    structure: str, steps: int, compile: bool = True, sticking: bool = True, lr: str = "linear"
 ) -> Callable[[], Timing]:
     """`ps.VI.run`: a step, and a step's share of the whole run with its compilation cached."""
     options: dict[str, Any] = {"sticking_the_landing": sticking, "compile": compile}
-    vi = ps.VI(logistic_model, structure=structure, optimizer=_adam(), **options)
+    vi = ps.VI(logistic_model, structure=structure, optimizer=_adam(lr), **options)
     data, seeds = _data(), iter(range(1000))
 
     def run(steps: int) -> Any:

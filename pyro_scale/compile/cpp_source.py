@@ -6,6 +6,7 @@ import re
 
 from pyro_scale.compile.aten_calls import ATEN
 from pyro_scale.compile.lowering import Plan
+from pyro_scale.compile.substitution import SUBSTITUTION
 from pyro_scale.compile.views import NotALoop
 
 #: Bytes, of every buffer's first one.
@@ -29,6 +30,7 @@ def write_kernels(plan: Plan) -> str:
         NotALoop: a kernel is not one C++ function.
     """
     parts = [ATEN] if plan.calls_aten else []
+    parts += [SUBSTITUTION] if plan.substitutes else []
     parts += [_rename(name, kernel.source) for name, kernel in plan.kernels.items()]
     return "\n".join(parts)
 

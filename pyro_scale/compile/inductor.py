@@ -23,6 +23,10 @@ from pyro_scale.core.exclusive import exclusive
 
 T = TypeVar("T")
 
+#: Elements for each thread from which a kernel is shared out.  Inductor's 512 take less than a
+#: microsecond, and threads that meet take several, or hundreds where others use the cores.
+_WORTH_A_THREAD = 2**13
+
 
 class CppKernel:
     """A C++ kernel as Inductor wrote it, built when it is first called."""
@@ -87,7 +91,9 @@ def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int |
         Exception: whatever Inductor raises on a graph that it cannot compile.
     """
     graphs: list[Any] = []
-    options: dict[str, Any] = {} if threads is None else {"cpp.threads": threads}
+    options: dict[str, Any] = {"cpp.min_chunk_size": _WORTH_A_THREAD}
+    if threads is not None:
+        options["cpp.threads"] = threads
     with exclusive, warnings.catch_warnings(), _in_our_cache(), _kernels_built_on_demand():
         warnings.simplefilter("ignore")  # what Inductor's imports warn of is nobody's to mend
         import torch._functorch.config as functorch_config

@@ -22,6 +22,7 @@ from pyro_scale.compile.aten_calls import (
     write_product,
 )
 from pyro_scale.compile.inductor import Compiled, CppKernel
+from pyro_scale.compile.substitution import is_substitution, solution, write_substitution
 from pyro_scale.compile.views import NotALoop, View
 
 #: Calls that compute nothing: what they check of inputs holds of all that a loop passes.
@@ -64,6 +65,11 @@ class Plan:
         """Whether it does more than call kernels."""
         return any("check(" in line for line in self.lines)
 
+    @property
+    def substitutes(self) -> bool:
+        """Whether it solves triangular equations by itself."""
+        return any("substitute<" in line for line in self.lines)
+
     # ------------------------------------------------------------------ statements
 
     def read(self, statement: ast.stmt) -> None:
@@ -79,7 +85,7 @@ class Plan:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if is_operation(
                 ast.unparse(call.func)
             ):
-                self.results[name] = self._aten(call)
+                self._aten(name, call)
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 self.views[name] = self._view(value)
             case ast.Delete(targets=names):
@@ -124,18 +130,23 @@ class Plan:
             raise NotALoop(f"a kernel's argument of type {kind}")
         return True
 
-    def _aten(self, call: ast.Call) -> list[View]:
-        """An operation that has no kernel; its results."""
+    def _aten(self, name: str, call: ast.Call) -> None:
+        """Names what comes of an operation that has no kernel."""
+        function = ast.unparse(call.func)
         args = [self._argument(each) for each in call.args]
         kwargs = {str(keyword.arg): self._argument(keyword.value) for keyword in call.keywords}
-        name = f"results{len(self.lines)}"
-        lines, results = write_call(name, ast.unparse(call.func), args, kwargs)
+        if is_substitution(function, args, kwargs):
+            matrix, right = args
+            self.views[name] = x = self._allocate(solution(right))
+            self.lines.append(write_substitution(matrix, right, x, kwargs))
+            return
+        lines, self.results[name] = write_call(f"results{len(self.lines)}", function, args, kwargs)
         self.lines += lines
-        return results
 
     # ------------------------------------------------------------------ expressions
 
-    def _argument(self, expression: ast.expr) -> View | float | None:
+    def _argument(self, expression: ast.expr) -> Any:
+        """A view, or a number as Python has it."""
         try:
             return ast.literal_eval(expression)
         except ValueError:

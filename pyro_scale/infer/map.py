@@ -29,7 +29,8 @@ class MAP(Optimized):
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         optimizer: one of TorchOpt's functional ones, `torchopt.adam(1e-2)` by default, its lr a
-            number or a schedule of TorchOpt's; or a factory of one of torch.optim's, such as
+            number, a schedule of TorchOpt's or ours, or any function of the step's number; or a
+            factory of one of torch.optim's, such as
             `lambda params: torch.optim.SGD(params, lr=0.1)`, which runs eagerly.  It sees the
             negative log joint over N: the mean loss over rows, plus the prior's over N.
         structure: `"dense"` ends with L-BFGS and steps of Newton's method on all rows, which find

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from pyro_scale.kernels.hyperparameters import Hyperparameters, Values
+from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Target
-from pyro_scale.kernels.optimizer import Optimizer, ascend, init_optimizer
+from pyro_scale.kernels.optimizer import Optimizing, ascend, init_optimizer
 
 
 class MAPState(NamedTuple):
@@ -20,7 +20,7 @@ class MAPState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MAP(Hyperparameters):
+class MAP(Optimizing):
     """theta' = theta + optimizer(g(theta)),    g = gradient of log joint / N.
 
     Args:
@@ -28,19 +28,17 @@ class MAP(Hyperparameters):
             over N.
     """
 
-    optimizer: Optimizer
-
     normals: ClassVar[int] = 0
     settings: ClassVar[tuple[str, ...]] = ("optimizer",)
 
     def init(self, position: Tensor, values: Values, noise: Tensor) -> MAPState:
-        return MAPState(position, init_optimizer(self.optimizer, [position]))
+        return MAPState(position, init_optimizer(self.optimizer_at(values), [position]))
 
     def update(
         self, state: MAPState, target: Target, values: Values, noise: Tensor
     ) -> tuple[MAPState, Any]:
         gradient, evaluation = target.grad(state.position)
         (position,), optimizer = ascend(
-            self.optimizer, [gradient], state.optimizer, [state.position]
+            self.optimizer_at(values), [gradient], state.optimizer, [state.position]
         )
         return MAPState(position, optimizer), evaluation

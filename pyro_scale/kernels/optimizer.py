@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from pyro_scale.core.exclusive import exclusive
 from pyro_scale.errors import ArgumentError
+from pyro_scale.kernels.hyperparameters import Hyperparameters, Values
+from pyro_scale.kernels.scheduled import Scheduled, find_schedules
 
 
 class Optimizer(Protocol):
@@ -67,7 +70,26 @@ class TorchOptim:
         }
 
 
-def as_optimizer(optimizer: Any) -> Optimizer:
+@dataclass(frozen=True, kw_only=True)
+class Optimizing(Hyperparameters):
+    """A method that follows an optimizer, whose schedules' values are among those of a step."""
+
+    optimizer: Optimizer | Scheduled
+
+    def _columns(self, steps: range) -> dict[str, Tensor]:
+        columns = super()._columns(steps)
+        if isinstance(self.optimizer, Scheduled):
+            columns["step_sizes"] = self.optimizer.step_sizes(steps)
+        return columns
+
+    def optimizer_at(self, values: Values) -> Optimizer:
+        """The optimizer of a step, given the step's values."""
+        if isinstance(self.optimizer, Scheduled):
+            return self.optimizer.at(values["step_sizes"])
+        return self.optimizer
+
+
+def as_optimizer(optimizer: Any) -> Optimizer | Scheduled:
     """What a user passed: one of TorchOpt's, or a factory of one of torch.optim's.
 
     Raises:
@@ -76,7 +98,7 @@ def as_optimizer(optimizer: Any) -> Optimizer:
     if optimizer is None:
         return torchopt.adam(1e-2)
     if isinstance(optimizer, torchopt.base.GradientTransformation):
-        return optimizer
+        return find_schedules(optimizer)
     if callable(optimizer):
         made = _try_factory(optimizer)
         if isinstance(made, torch.optim.Optimizer):
@@ -101,8 +123,10 @@ def ascend(
     return [param + update for param, update in zip(params, updates, strict=True)], state
 
 
-def is_pure(optimizer: Optimizer) -> bool:
+def is_pure(optimizer: Optimizer | Scheduled) -> bool:
     """Whether steps go through vmap and can be traced; some read their state's values."""
+    if isinstance(optimizer, Scheduled):
+        return is_pure(optimizer.at(torch.ones(len(optimizer.schedules))))
 
     def step(param: Tensor, state: Any) -> tuple[list[Tensor], Any]:
         return ascend(optimizer, [param], state, [param])

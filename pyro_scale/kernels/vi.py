@@ -9,9 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters, Values
+from pyro_scale.kernels.hyperparameters import Hyper, Values
 from pyro_scale.kernels.kernel import Target
-from pyro_scale.kernels.optimizer import Optimizer, ascend, init_optimizer
+from pyro_scale.kernels.optimizer import Optimizing, ascend, init_optimizer
 
 
 class VIState(NamedTuple):
@@ -24,7 +24,7 @@ class VIState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VI(Hyperparameters):
+class VI(Optimizing):
     """Ascends the evidence lower bound of q = N(mu, S) (the paper's equation 8), over N:
 
         E_q[log joint] / N + T H[q],        theta = mu + S^1/2 eps,    eps standard normal
@@ -42,7 +42,6 @@ class VI(Hyperparameters):
         init_scale: every element's sd at first.
     """
 
-    optimizer: Optimizer
     temperature: Hyper = 1.0
     num_particles: int = 1
     sticking_the_landing: bool = False
@@ -62,7 +61,8 @@ class VI(Hyperparameters):
 
     def init(self, position: Tensor, values: Values, noise: Tensor) -> VIState:
         spread = self.init_spread(position)
-        return VIState(position, spread, init_optimizer(self.optimizer, [position, spread]))
+        remembered = init_optimizer(self.optimizer_at(values), [position, spread])
+        return VIState(position, spread, remembered)
 
     def update(
         self, state: VIState, target: Target, values: Values, noise: Tensor
@@ -84,7 +84,7 @@ class VI(Hyperparameters):
         bound = entropies(values["temperature"], self.log_sds(spread)).sum() * target.num_data
         bound = bound + log_joint / len(noise)
         (mean, spread), remembered = ascend(
-            self.optimizer, [slope, widening], remembered, [mean, spread]
+            self.optimizer_at(values), [slope, widening], remembered, [mean, spread]
         )
         return VIState(mean, spread, remembered), evaluation._replace(log_joint=bound)
 

@@ -628,7 +628,6 @@ def test_points_end_where_the_bound_is_largest():
 IMPURE = {
     "clipped": torchopt.chain(torchopt.clip.clip_grad_norm(0.3), torchopt.sgd(0.1)),
     "radam": torchopt.radam(0.1),
-    "decaying": torchopt.adam(torchopt.schedule.exponential_decay(0.1, 0.98)),
 }
 
 
