@@ -6,23 +6,33 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
 
+from pyro_scale.core import rows
 from pyro_scale.core.gaussian import Gaussian, as_structure
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.memory import check_fits
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import without_vmap_warnings
+from pyro_scale.data.blocks import blocks_in_order
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
+from pyro_scale.engine.choose_executor import check_compile
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, DataError, ModelError
 from pyro_scale.fullbatch.chunks import split
 from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.ekf_filter import PATH_NUMBERS, Filter, Settings
+from pyro_scale.infer.ekf_walk import (
+    TransitionSd,
+    as_plain,
+    check_transition_sd,
+    does_walk,
+    drift_of,
+)
 from pyro_scale.kernels.ekf import EKFState
 from pyro_scale.model.curvature.gaussian_prior import gaussian_prior
 from pyro_scale.model.curvature.ggn import RowKind
@@ -34,6 +44,8 @@ from pyro_scale.run.single_step import batch_as_data
 
 #: Matrices that are held at once: precisions before and after, curvature, factor.
 _MATRICES = 8
+#: Batches from which compiling repays the few seconds that it takes.
+_REPAID_AFTER = 1000
 
 
 class Filtered(NamedTuple):
@@ -56,7 +68,7 @@ class EKF(Approximation):
     """The extended Kalman filter over the params: a Gaussian that absorbs the data batch by batch,
     once and in their order (the paper's A.4; Ollivier 2018), for online learning.
 
-        precision' = (precision^-1 + transition_sd^2 I)^-1 + lr C
+        precision' = (precision^-1 + diag(transition_sd^2))^-1 + lr C
         mean'      = mean + lr precision'^-1 g
 
     with g and C the gradient and curvature of the batch's log likelihood at the mean, sums over
@@ -71,12 +83,18 @@ class EKF(Approximation):
         curvature: `"ggn"`, `"monte_carlo"` or `"empirical_fisher"`, as for `Laplace`.
         lr: the power of the likelihood; 1 is Bayes' rule.
         transition_sd: how far each param walks at random before each batch, in unconstrained
-            units: for a truth that changes, and to forget.
+            units: for a truth that changes, and to forget.  A number, or a dict of sites -> numbers
+            or tensors of the sites' unconstrained shapes; sites that are not named stay.
         init_strategy: a fit whose Gaussian takes the prior's place; or where the mean starts, one
             of Pyro's or a dict of constrained tensors `[1, ...]`, the covariance being the prior's.
             A network whose weights all have prior mean 0 needs one, such as `ps.init_to_module`:
             at 0 its hidden units are all alike, and stay so.
         num_data: N, which a filter needs only where the data do not tell how many they are.
+        compile: whether steps become one compiled program: `"auto"` compiles runs of at least 1,000
+            batches, which repay the seconds that it takes; the result is the same to rounding.
+            Batches of another size than the first (the last one), steps on a GPU, models that
+            subsample by themselves and curvature from draws (`"monte_carlo"`) stay eager.  `step`
+            goes on with the run's program; without a run, True compiles its first batch.
 
     Raises:
         ArgumentError: an argument that is unknown or out of range.
@@ -106,17 +124,20 @@ class EKF(Approximation):
         structure: Structure = "diag",
         curvature: RowKind = "ggn",
         lr: float = 1.0,
-        transition_sd: float = 0.0,
+        transition_sd: TransitionSd = 0.0,
         init_strategy: Any = None,
         num_data: int | None = None,
+        compile: bool | Literal["auto"] = "auto",
     ):
         super().__init__(model, structure=structure, init_strategy=init_strategy, num_data=num_data)
         if curvature not in get_args(RowKind):
             raise ArgumentError(f"curvature={curvature!r}: pass one of {get_args(RowKind)}")
-        for name, value, least in (("lr", lr, 1e-300), ("transition_sd", transition_sd, 0)):
-            if not isinstance(value, int | float) or not least <= value < math.inf:
-                raise ArgumentError(f"{name}={value!r}: pass a number {'>' if least else '>='} 0")
-        self.curvature, self.lr, self.transition_sd = curvature, float(lr), float(transition_sd)
+        if not isinstance(lr, int | float) or not 0 < lr < math.inf:
+            raise ArgumentError(f"lr={lr!r}: pass a number > 0")
+        check_transition_sd(transition_sd)
+        check_compile(compile)
+        self.curvature, self.lr, self.transition_sd = curvature, float(lr), transition_sd
+        self._compile = compile
 
     @without_vmap_warnings()
     def run(
@@ -165,17 +186,34 @@ class EKF(Approximation):
         ekf_filter = self._begin(opened, first, choose_seed(seed))
         size = opened.batch_size or ekf_filter.log_posterior.num_data
         total = -(-ekf_filter.log_posterior.num_data // size)
+        compiles = self._compile is True or (self._compile == "auto" and total >= _REPAID_AFTER)
         begun = time.perf_counter()
         with Progress(total, type(self).__name__, progress) as bar:
-            for chunk in split(ekf_filter.log_posterior, opened.in_order(opened.batch_size)):
-                bar.update(1, ekf_filter.absorb(chunk))
+            for log_lik in self._steps(ekf_filter, opened, first, compiles):
+                bar.update(len(log_lik), float(log_lik[-1]))
         self._filter = ekf_filter
         self._fit = ekf_filter.fit({"fitting_time": time.perf_counter() - begun})
         self._check_the_fit(3 * ekf_filter.log_posterior.num_data)
         return self
 
+    def _steps(
+        self, ekf_filter: Filter, data: Data, first: Arguments, compiles: bool
+    ) -> Iterator[Tensor]:
+        """Absorbs the data, and gives the log likelihoods of some steps at a time."""
+        if not ekf_filter.takes_rows(first):
+            for chunk in split(ekf_filter.log_posterior, data.in_order(data.batch_size)):
+                yield ekf_filter.absorb_chunk(chunk)
+            return
+        most = ekf_filter.steps_together(first) if compiles else 1
+        for batches in blocks_in_order(data, data.batch_size, most):
+            if compiles:
+                ekf_filter.compile(batches)
+                compiles = False
+            yield ekf_filter.absorb(batches)
+
     def step(self, *args: Any, **kwargs: Any) -> float:
-        """Absorbs one batch, given as the model's own arguments; of any size.
+        """Absorbs one batch, given as the model's own arguments; of any size.  One without rows
+        brings the params' walk alone.
 
         Returns:
             The batch's log likelihood at the mean before it, in nats.
@@ -183,19 +221,26 @@ class EKF(Approximation):
         Raises:
             NonFiniteError: the state became NaN or infinite.
         """
+        begins = self._filter is None
         if self._filter is None:
             opened = batch_as_data(self.model, self._num_data, args, kwargs)
             self._filter = self._begin(opened, opened.first(), choose_seed(None))
-        log_posterior = self._filter.log_posterior
+        ekf_filter, log_posterior = self._filter, self._filter.log_posterior
         if log_posterior.model_info.own_plate is not None:
             raise ModelError(
                 "the model subsamples by itself, so that a step does not say which rows are new: "
                 "pass batches to a model of batches"
             )
-        value = 0.0
-        for chunk in split(log_posterior, [log_posterior.bind(args, kwargs)]):
-            value += self._filter.absorb(chunk)
-        self._fit = self._filter.fit({}).replaced(data=None)
+        arguments = log_posterior.bind(args, kwargs)
+        if ekf_filter.takes_rows(arguments):
+            batches = rows.map_rows(lambda leaf: leaf[None], arguments)
+            if begins and self._compile is True:
+                ekf_filter.compile(batches)
+            value = float(ekf_filter.absorb(batches))
+        else:
+            (chunk,) = split(log_posterior, [arguments])
+            value = float(ekf_filter.absorb_chunk(chunk))
+        self._fit = ekf_filter.fit({}).replaced(data=None)
         return value
 
     @property
@@ -213,9 +258,8 @@ class EKF(Approximation):
                 "longer, or comes from a file: run it in parts with step(), and read fit after each"
             )
         layout = self._filter.layout
-        mean, sd = (torch.stack(column) for column in zip(*self._filter.path, strict=True))
-        log_lik = torch.tensor(self._filter.log_lik, dtype=torch.float64)
-        return Filtered(layout.unflatten(mean), layout.unflatten(sd), log_lik)
+        mean, sd = self._filter.path
+        return Filtered(layout.unflatten(mean), layout.unflatten(sd), self._filter.log_lik)
 
     def diagnostics(self) -> Any:  # type: ignore[override]  # of no chains
         """A DataFrame of one row: how many steps there were, and the sum of the batches' log
@@ -230,7 +274,8 @@ class EKF(Approximation):
         return self._with_k(table)
 
     def _check_targets(self) -> None:
-        if self.lr != 1 or self.transition_sd or isinstance(self._init_strategy, Approximation):
+        walks = does_walk(self.transition_sd)
+        if self.lr != 1 or walks or isinstance(self._init_strategy, Approximation):
             raise ArgumentError(
                 "psis: with lr, transition_sd or a fit for its prior, a filter is not meant to be "
                 "the model's posterior"
@@ -252,9 +297,10 @@ class EKF(Approximation):
             device = log_posterior.model_info.sites[layout.names[0]].value.device
             check_fits(layout.size, layout.dtype, device, _MATRICES, "EKF")
         prior = self._gaussian(log_posterior, arguments, layout, dense, seed)
-        state = EKFState(prior.mean, prior.precision)
-        settings = Settings(self.structure, self.curvature, self.lr, self.transition_sd)
-        return Filter(settings, log_posterior, data, layout, state, seed)
+        sds = as_plain(self.transition_sd)
+        settings = Settings(self.structure, self.curvature, self.lr, sds)
+        state, drift = EKFState.of(prior), drift_of(self.transition_sd, layout).to(prior.mean)
+        return Filter(settings, log_posterior, data, layout, state, drift, seed)
 
     def _gaussian(
         self, log_posterior: LogPosterior, arguments: Any, layout: Layout, dense: bool, seed: int

@@ -1,0 +1,120 @@
+"""The extended Kalman filter's steps as a compiled loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.compile.compiled import compile_loop
+from pyro_scale.compile.cpp_loop import Inputs, Loop
+from pyro_scale.compile.trace import trace
+from pyro_scale.core import rows
+from pyro_scale.core.exclusive import exclusive
+from pyro_scale.core.rows import Arguments
+from pyro_scale.core.step_inputs import Fixed
+from pyro_scale.engine.agreement import IS_FROZEN, is_close
+from pyro_scale.kernels.ekf import EKFState
+
+#: (State, lr, drift [D], a batch) -> (the state after it, its log likelihood).
+Step: TypeAlias = Callable[[EKFState, Tensor, Tensor, Arguments], tuple[EKFState, Tensor]]
+
+#: How far from the state that a step is traced at it is compared with the loop, in sds.
+_ELSEWHERE = 0.1
+#: The most they may differ by: a part of the step, and roundings of what it comes from.
+_TOLERANCE, _ROUNDINGS = 1e-3, 1e3
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps on batches like one, in C++.
+
+    Attributes:
+        like: the batch.
+        loop: over steps whose state is (mean and sd `[1, 2 D]`, which are kept; the precision's
+            elements, `[1, ...]`).
+        constants: what a step reads besides its arguments.
+    """
+
+    like: Arguments
+    loop: Loop
+    constants: Sequence[Tensor]
+
+    def run(
+        self, state: EKFState, lr: Tensor, drift: Tensor, batches: Arguments
+    ) -> tuple[EKFState, Tensor, Tensor]:
+        """(The state after some batches, whose rows are `[steps, B, ...]`; means and sds after each
+        of them, `[steps, 2 D]`; their log likelihoods, `[steps]`)."""
+        moved, path, log_lik, _ = self.loop.run(
+            [leaf[None] for leaf in _leaves(state)],
+            [leaf[None] for leaf in rows.leaves(batches)],
+            [Fixed(lr), Fixed(drift)],
+            self.constants,
+            left=1,
+            every=1,
+            threads=1,
+        )
+        return _state(moved[0][0], moved[1][0], state.precision.shape), path[0, :, 0], log_lik[0, :, 0]
+
+
+def compile_steps(
+    step: Step, state: EKFState, lr: Tensor, drift: Tensor, batches: Arguments
+) -> Program:
+    """The program of steps from a state on, on batches whose rows are `[steps, B, ...]`.
+
+    Raises:
+        RuntimeError: it computes something else than the step.
+        Exception: whatever the model raises when it cannot be traced, and the compiler.
+    """
+    like = rows.take(batches, 0)
+    leaves, structure = pytree.tree_flatten(like)
+    places = [place for place, leaf in enumerate(leaves) if rows.is_rows(leaf)]
+
+    def flat(mean_and_sd: Tensor, precision: Tensor, *others: Tensor) -> list[Tensor]:
+        *given, lr, drift = others
+        filled = list(leaves)
+        for place, leaf in zip(places, given, strict=True):
+            filled[place] = leaf
+        before = _state(mean_and_sd, precision, state.precision.shape)
+        after, log_lik = step(before, lr, drift, pytree.tree_unflatten(filled, structure))
+        return [*_leaves(after), log_lik[None]]
+
+    examples = [*_leaves(state), *rows.leaves(like), lr, drift]
+    own = [each.detach().clone(memory_format=torch.contiguous_format) for each in examples]
+    kinds = ("state", "state", *("per step" for _ in places), "fixed", "fixed")
+    with exclusive:
+        graph = trace(flat, own)
+        loop = compile_loop(graph, Inputs(kinds, position=0), threads=None)
+    program = Program(like, loop, [constant.tensor for constant in graph.constants])
+    _check(program, step, state, lr, drift, rows.take(batches, slice(-1, None)))
+    return program
+
+
+def _check(
+    program: Program, step: Step, state: EKFState, lr: Tensor, drift: Tensor, batches: Arguments
+) -> None:
+    """Compares a program with the step, at another state and batch than it was traced at: what
+    leaves torch on the way (NumPy, lists) is not traced but frozen."""
+    signs = torch.linspace(-1, 1, len(state.mean)).to(state.mean)
+    state = state._replace(mean=state.mean + _ELSEWHERE * signs * state.sd)
+    moved, _, log_lik = program.run(state, lr, drift, batches)
+    expected, log_lik_expected = step(state, lr, drift, rows.take(batches, 0))
+    compared = [(log_lik[0], log_lik_expected, log_lik_expected)]
+    compared += [(a - b, e - b, b) for a, e, b in zip(moved, expected, state, strict=True)]
+    for given, wanted, size in compared:
+        if not is_close(given, wanted, _TOLERANCE, _ROUNDINGS * float(size.abs().max())):
+            raise RuntimeError(IS_FROZEN)
+
+
+def _leaves(state: EKFState) -> list[Tensor]:
+    """A state as the loop has it."""
+    return [torch.cat([state.mean, state.sd])[None], state.precision.reshape(1, -1)]
+
+
+def _state(mean_and_sd: Tensor, precision: Tensor, shape: torch.Size) -> EKFState:
+    mean, sd = mean_and_sd[0].chunk(2)
+    return EKFState(mean, sd, precision.reshape(shape))
