@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Self, get_args
 
-import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
@@ -19,11 +18,11 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.blocks import blocks_in_order
 from pyro_scale.data.open import open_data
-from pyro_scale.data.sources import Data
+from pyro_scale.data.sources import Data, IndexedData, TensorData
 from pyro_scale.engine.choose_executor import check_compile
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, DataError, ModelError
-from pyro_scale.fullbatch.chunks import split
+from pyro_scale.fullbatch.chunks import num_rows_in, split
 from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.ekf_filter import PATH_NUMBERS, Filter, Settings
 from pyro_scale.infer.ekf_walk import (
@@ -37,6 +36,7 @@ from pyro_scale.kernels.ekf import EKFState
 from pyro_scale.model.curvature.gaussian_prior import gaussian_prior
 from pyro_scale.model.curvature.ggn import RowKind
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.initialize import check_sites, init_of
 from pyro_scale.run.problem import as_log_posterior, module_device
@@ -116,6 +116,7 @@ class EKF(Approximation):
 
     #: What it is at, if it has begun.
     _filter: Filter | None = None
+    _made_fit: Fit | None = None
 
     def __init__(
         self,
@@ -184,8 +185,12 @@ class EKF(Approximation):
         self._filter, self._fit = None, None
         first = opened.first()
         ekf_filter = self._begin(opened, first, choose_seed(seed))
-        size = opened.batch_size or ekf_filter.log_posterior.num_data
-        total = -(-ekf_filter.log_posterior.num_data // size)
+        count = ekf_filter.log_posterior.num_data
+        if isinstance(
+            opened, TensorData | IndexedData
+        ):  # num_data may say that they stand for more
+            count = num_rows_in(opened) or count
+        total = -(-count // (opened.batch_size or count))
         compiles = self._compile is True or (self._compile == "auto" and total >= _REPAID_AFTER)
         begun = time.perf_counter()
         with Progress(total, type(self).__name__, progress) as bar:
@@ -193,7 +198,7 @@ class EKF(Approximation):
                 bar.update(len(log_lik), float(log_lik[-1]))
         self._filter = ekf_filter
         self._fit = ekf_filter.fit({"fitting_time": time.perf_counter() - begun})
-        self._check_the_fit(3 * ekf_filter.log_posterior.num_data)
+        self._check_the_fit(3 * count)
         return self
 
     def _steps(
@@ -240,8 +245,19 @@ class EKF(Approximation):
         else:
             (chunk,) = split(log_posterior, [arguments])
             value = float(ekf_filter.absorb_chunk(chunk))
-        self._fit = ekf_filter.fit({}).replaced(data=None)
+        self._fit = None
         return value
+
+    @property
+    def _fit(self) -> Fit | None:
+        """What the filter knows now, which single steps leave to be made when it is asked for."""
+        if self._made_fit is None and self._filter is not None and self._filter.num_steps:
+            self._made_fit = self._filter.fit({}).replaced(data=None)
+        return self._made_fit
+
+    @_fit.setter
+    def _fit(self, fit: Fit | None) -> None:
+        self._made_fit = fit
 
     @property
     def filtered(self) -> Filtered:

@@ -58,7 +58,9 @@ class Program:
             every=1,
             threads=1,
         )
-        return _state(moved[0][0], moved[1][0], state.precision.shape), path[0, :, 0], log_lik[0, :, 0]
+        (mean_and_sd,), (precision,) = moved
+        after = _state(mean_and_sd, precision, state.precision.shape)
+        return after, path[0, :, 0], log_lik[0, :, 0]
 
 
 def compile_steps(

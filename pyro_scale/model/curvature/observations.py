@@ -238,10 +238,11 @@ def _exact(site: Site, rule: Rule, names: tuple[str, ...]) -> Exact:
 def _check_num_outputs(site: Site, base: Any, count: int) -> None:
     """Refuses matrices of Fisher information that are too large, given the numbers of all
     arguments of one part of the batch."""
-    if len(base.batch_shape) == 0:
+    shape = torch.Size(base.batch_shape)  # a tuple in some of Pyro's classes
+    if len(shape) == 0:
         return
-    each = count // max(1, base.batch_shape[1:].numel())
-    needed = 8 * base.batch_shape.numel() * each**2
+    each = count // max(1, shape[1:].numel())
+    needed = 8 * shape.numel() * each**2
     if needed > _MOST_BYTES:
         raise SiteError(
             f"site '{site.name}': the Fisher information of {each} outputs would take "
