@@ -186,9 +186,7 @@ class EKF(Approximation):
         first = opened.first()
         ekf_filter = self._begin(opened, first, choose_seed(seed))
         count = ekf_filter.log_posterior.num_data
-        if isinstance(
-            opened, TensorData | IndexedData
-        ):  # num_data may say that they stand for more
+        if isinstance(opened, TensorData | IndexedData):  # whatever N they are to stand for
             count = num_rows_in(opened) or count
         total = -(-count // (opened.batch_size or count))
         compiles = self._compile is True or (self._compile == "auto" and total >= _REPAID_AFTER)
@@ -302,6 +300,20 @@ class EKF(Approximation):
 
     def _begin(self, data: Data, arguments: Any, seed: int) -> Filter:
         log_posterior = as_log_posterior(self.model, data.num_data)
+        return self._start(log_posterior, data, arguments, seed)
+
+    def _to_predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Fit, Arguments]:
+        if self._fit is not None:
+            return super()._to_predict(args, kwargs)
+        data = batch_as_data(self.model, self._num_data, args, kwargs)
+        seed = choose_seed(None)
+        log_posterior = as_log_posterior(self.model, data.num_data)
+        observed, arguments = log_posterior.with_drawn_observations(data.first(), seed)
+        return self._start(observed, data, arguments, seed).fit({}).replaced(data=None), arguments
+
+    def _start(
+        self, log_posterior: LogPosterior, data: Data, arguments: Arguments, seed: int
+    ) -> Filter:
         log_posterior.prepare(arguments, None, seed)
         if any(rule.whole_data for rule in log_posterior.model_info.scaling.rules.values()):
             raise ModelError(

@@ -133,7 +133,7 @@ class Filter:
 
     def _remember(self, state: EKFState, path: Tensor, log_lik: Tensor) -> None:
         self._state, self.num_steps = state, self.num_steps + len(log_lik)
-        self._log_lik.append(log_lik)
+        self._log_lik.append(log_lik.double().cpu())
         if 2 * self.layout.size * self.num_steps > PATH_NUMBERS:
             self._path = None
         if self._path is not None:
@@ -144,7 +144,7 @@ class Filter:
     @property
     def log_lik(self) -> Tensor:
         """Each step's log likelihood, `[steps]`."""
-        return torch.cat(self._log_lik).double()
+        return torch.cat([torch.empty(0, dtype=torch.float64), *self._log_lik])
 
     @property
     def path(self) -> tuple[Tensor, Tensor] | None:

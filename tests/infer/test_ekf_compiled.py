@@ -8,12 +8,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 from linear import PRIOR_MEAN, SD, D, linear_data, regression, rows
-from reference import close, double
+from reference import close, double, normals
 from row_datasets import RowByRow
 from torch.utils.data import DataLoader
 
 import pyro_scale as ps
-from pyro_scale.errors import ArgumentError, CompileWarning, DataError, NonFiniteError
+from pyro_scale.errors import ArgumentError, CompileWarning, DataError, NonFiniteError, NotRunError
 from pyro_scale.infer import ekf as ekf_module
 
 pytestmark = [
@@ -119,7 +119,7 @@ def test_what_cannot_be_compiled_is_eager(model, curvature, words):
     same(fit, ekf(model, (X, Y), False, curvature=curvature), 1e-15)
 
 
-# ------------------------------------------------------------------ params that walk, empty batches
+# ------------------------------------------------------------------ walks, empty batches, the prior
 
 
 def kalman(walk, parts):
@@ -200,6 +200,41 @@ class Batches:
 def test_the_first_batch_needs_rows():
     with pytest.raises(DataError, match="no rows"):
         ps.EKF(regression()).step(X[:0], Y[:0])
+
+
+def pairs(x, y=None):
+    """Each row is observed twice, along the first dimension."""
+    w = pyro.sample("w", dist.Normal(PRIOR_MEAN, 1.0).to_event(1))
+    with pyro.plate("twice", 2, dim=-2), rows(x):
+        return pyro.sample("y", dist.Normal((x @ w).expand(2, len(x)), SD), obs=y)
+
+
+@pytest.mark.parametrize("model", [regression(), pairs])
+@pytest.mark.parametrize("linearized", [True, False])
+def test_predictions_before_the_first_step_are_the_priors(model, linearized):
+    """Means x'm, variances x'x + SD^2; observations are not needed."""
+    fit = ps.EKF(model, structure="dense")
+    new = normals(4, D, seed=8)
+    variance = new.square().sum(1) + SD**2
+    for x in (new, new[:1]):
+        pyro.set_rng_seed(9)
+        away = fit.predict(x, linearized=linearized)["y"] - x @ PRIOR_MEAN
+        assert away.shape == (1000, *model(x).shape)
+        assert float((away.mean(0) / (variance[: len(x)] / 1000).sqrt()).abs().max()) < 4.4
+        z = (away.square().mean(0) / variance[: len(x)] - 1) / (2 / 1000) ** 0.5
+        assert float(z.abs().max()) < 4.4
+    with pytest.raises(NotRunError):
+        fit.fit  # noqa: B018
+
+
+def test_predictions_before_the_first_step_are_from_the_fit_that_it_starts_from():
+    begun = ekf(regression(), (X, Y), False)
+    pyro.set_rng_seed(9)
+    expected = begun.predict(X)["y"]
+    found = ps.EKF(regression(), structure="dense", init_strategy=begun).predict(X)["y"]
+    sd = expected.std(0)
+    assert float(((found.mean(0) - expected.mean(0)) / sd).abs().max()) < 4.4 * (2 / 1000) ** 0.5
+    assert float((found.std(0) / sd - 1).abs().max()) < 4.4 * 1000**-0.5
 
 
 @pytest.mark.parametrize(
