@@ -25,6 +25,7 @@ from pyro_scale.errors import ArgumentError, DataError, ModelError
 from pyro_scale.fullbatch.chunks import num_rows_in, split
 from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.ekf_filter import PATH_NUMBERS, Filter, Settings
+from pyro_scale.infer.ekf_program import LastProgram
 from pyro_scale.infer.ekf_walk import (
     TransitionSd,
     as_plain,
@@ -138,7 +139,7 @@ class EKF(Approximation):
         check_transition_sd(transition_sd)
         check_compile(compile)
         self.curvature, self.lr, self.transition_sd = curvature, float(lr), transition_sd
-        self._compile = compile
+        self._compile, self._last_program = compile, LastProgram()
 
     @without_vmap_warnings()
     def run(
@@ -210,7 +211,7 @@ class EKF(Approximation):
         most = ekf_filter.steps_together(first) if compiles else 1
         for batches in blocks_in_order(data, data.batch_size, most):
             if compiles:
-                ekf_filter.compile(batches)
+                ekf_filter.compile(batches, self._last_program)
                 compiles = False
             yield ekf_filter.absorb(batches)
 
@@ -238,7 +239,7 @@ class EKF(Approximation):
         if ekf_filter.takes_rows(arguments):
             batches = rows.map_rows(lambda leaf: leaf[None], arguments)
             if begins and self._compile is True:
-                ekf_filter.compile(batches)
+                ekf_filter.compile(batches, self._last_program)
             value = float(ekf_filter.absorb(batches))
         else:
             (chunk,) = split(log_posterior, [arguments])

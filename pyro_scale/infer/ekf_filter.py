@@ -16,7 +16,7 @@ from pyro_scale.core.warn import warn
 from pyro_scale.data.sources import Data
 from pyro_scale.errors import CompileWarning, NonFiniteError
 from pyro_scale.fullbatch.chunks import Chunk
-from pyro_scale.infer.ekf_program import Program, compile_steps
+from pyro_scale.infer.ekf_program import LastProgram
 from pyro_scale.infer.ekf_step import Step
 from pyro_scale.kernels.ekf import EKFState
 from pyro_scale.model.curvature.ggn import RowKind
@@ -67,7 +67,7 @@ class Filter:
         self._settings, self._state, self._drift, self._seed = settings, state, drift, seed
         self._lr = state.mean.new_tensor(settings.lr)
         self._step = Step(log_posterior, layout, settings.curvature, bool(drift.any()))
-        self._compiled: Program | None = None
+        self._compiled: LastProgram | None = None
         self._log_lik: list[Tensor] = []
         self._path: list[Tensor] | None = []
 
@@ -82,18 +82,19 @@ class Filter:
         each = sum(leaf.nbytes for leaf in (*rows.leaves(batch), self._state.precision))
         return max(1, min(_MOST_STEPS, _BLOCK_BYTES // each))
 
-    def compile(self, batches: Arguments) -> None:
+    def compile(self, batches: Arguments, last: LastProgram) -> None:
         """Has steps on batches like these, whose rows are `[steps, B, ...]`, run by a compiled
-        loop from now on.
+        loop from now on, by the last run's if that is the same.
 
         Warns:
             CompileWarning: they cannot be compiled.
         """
         try:
             self._step.check_is_traceable(self._state, rows.take(batches, 0))
-            step = self._step.on_rows
-            self._compiled = compile_steps(step, self._state, self._lr, self._drift, batches)
-            self.program = "compiled loop"
+            facts = self.layout, self._settings.structure, self._step.curvature, self._step.drifts
+            inputs = self._state, self._lr, self._drift, batches
+            last.compile(self._step.on_rows, (facts, torch.get_num_threads()), *inputs)
+            self._compiled, self.program = last, "compiled loop"
         except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
             warn(
                 CompileWarning,
@@ -105,9 +106,9 @@ class Filter:
     def absorb(self, batches: Arguments) -> Tensor:
         """Some batches, whose rows are `[steps, B, ...]`, one after another; returns their log
         likelihoods, each at the mean before it, `[steps]`."""
-        compiled = self._compiled
-        if compiled is not None and rows.are_alike(rows.take(batches, 0), compiled.like):
-            state, path, log_lik = compiled.run(self._state, self._lr, self._drift, batches)
+        program = None if self._compiled is None else self._compiled.like(rows.take(batches, 0))
+        if program is not None:
+            state, path, log_lik = program.run(self._state, self._lr, self._drift, batches)
             if _is_finite(state):
                 self._remember(state, path, log_lik)
                 return log_lik

@@ -2,6 +2,7 @@
 rows, against a Kalman filter in covariance form."""
 
 import math
+import pickle
 
 import pyro
 import pyro.distributions as dist
@@ -13,8 +14,10 @@ from row_datasets import RowByRow
 from torch.utils.data import DataLoader
 
 import pyro_scale as ps
+from pyro_scale.compile.trace import trace
 from pyro_scale.errors import ArgumentError, CompileWarning, DataError, NonFiniteError, NotRunError
 from pyro_scale.infer import ekf as ekf_module
+from pyro_scale.infer import ekf_program
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -114,9 +117,31 @@ def branching(x, y):
     [(branching, "empirical_fisher", "in Python"), (regression(), "monte_carlo", "Monte Carlo")],
 )
 def test_what_cannot_be_compiled_is_eager(model, curvature, words):
+    asked = {"curvature": curvature, "transition_sd": 0.1}
     with pytest.warns(CompileWarning, match=words):
-        fit = ekf(model, (X, Y), True, curvature=curvature)
-    same(fit, ekf(model, (X, Y), False, curvature=curvature), 1e-15)
+        fit = ekf(model, (X, Y), True, **asked)
+    same(fit, ekf(model, (X, Y), False, **asked), 1e-15)
+
+
+def test_a_second_run_takes_the_program_of_the_first(monkeypatch):
+    """Unless the model reads something else by then; a copy has none."""
+    factor = [1.0]
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(PRIOR_MEAN, 1.0).to_event(1))
+        with rows(x):
+            pyro.sample("y", dist.Normal(x @ w, SD * factor[0]), obs=y)
+
+    traces = []
+    monkeypatch.setattr(ekf_program, "trace", lambda *a: traces.append(a) or trace(*a))
+    fit = ekf(model, (X, Y), True, transition_sd=0.3)
+    for sd, count in ((1.0, 1), (2.0, 2)):
+        factor[0] = sd
+        fit.run((X, Y), batch_size=BATCH, seed=0, progress=False)
+        assert len(traces) == count
+        same(fit, ekf(model, (X, Y), False, transition_sd=0.3))
+    copied = pickle.loads(pickle.dumps(fit._last_program))
+    assert copied.like((X[:BATCH], Y[:BATCH])) is None
 
 
 # ------------------------------------------------------------------ walks, empty batches, the prior
