@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ class Filter:
         data: what it began with.
         num_steps: how many batches it has absorbed.
         program: what runs its steps, in words.
+        compile_seconds: how long it took to have that.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Filter:
         seed: int,
     ):
         self.log_posterior, self.layout, self.data = log_posterior, layout, data
-        self.num_steps, self.program = 0, "eager"
+        self.num_steps, self.program, self.compile_seconds = 0, "eager", 0.0
         self._settings, self._state, self._drift, self._seed = settings, state, drift, seed
         self._lr = state.mean.new_tensor(settings.lr)
         self._step = Step(log_posterior, layout, settings.curvature, bool(drift.any()))
@@ -89,6 +91,7 @@ class Filter:
         Warns:
             CompileWarning: they cannot be compiled.
         """
+        begun = time.perf_counter()
         try:
             self._step.check_is_traceable(self._state, rows.take(batches, 0))
             facts = self.layout, self._settings.structure, self._step.curvature, self._step.drifts
@@ -102,6 +105,7 @@ class Filter:
                 f"{torch.__version__}), so every step runs the model's Python, which takes "
                 "milliseconds; compile=False silences this",
             )
+        self.compile_seconds = time.perf_counter() - begun
 
     def absorb(self, batches: Arguments) -> Tensor:
         """Some batches, whose rows are `[steps, B, ...]`, one after another; returns their log
