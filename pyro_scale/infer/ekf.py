@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 from torch import Tensor
 
 from pyro_scale.core import rows
-from pyro_scale.core.gaussian import Gaussian, as_structure
-from pyro_scale.core.layout import Layout
-from pyro_scale.core.memory import check_fits
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import without_vmap_warnings
-from pyro_scale.data.blocks import blocks_in_order
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data, IndexedData, TensorData
 from pyro_scale.engine.choose_executor import check_compile
@@ -26,6 +21,7 @@ from pyro_scale.fullbatch.chunks import num_rows_in, split
 from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.ekf_filter import PATH_NUMBERS, Filter, Settings
 from pyro_scale.infer.ekf_program import LastProgram
+from pyro_scale.infer.ekf_start import start_of
 from pyro_scale.infer.ekf_walk import (
     TransitionSd,
     as_plain,
@@ -34,17 +30,13 @@ from pyro_scale.infer.ekf_walk import (
     drift_of,
 )
 from pyro_scale.kernels.ekf import EKFState
-from pyro_scale.model.curvature.gaussian_prior import gaussian_prior
 from pyro_scale.model.curvature.ggn import RowKind
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.rng.seeds import choose_seed
-from pyro_scale.run.initialize import check_sites, init_of
 from pyro_scale.run.problem import as_log_posterior, module_device
 from pyro_scale.run.single_step import batch_as_data
 
-#: Matrices that are held at once: precisions before and after, curvature, factor.
-_MATRICES = 8
 #: Batches from which compiling repays the few seconds that it takes.
 _REPAID_AFTER = 1000
 
@@ -76,7 +68,8 @@ class EKF(Approximation):
     its rows.  It starts from the prior's mean and covariance in unconstrained space: exact for
     Gaussian sites, else of prior draws; `explain` says which.  On a linear model with Gaussian
     noise a dense filter is exact, in any order of the data; a diagonal one depends on the order.
-    Params of `pyro.param` stay as they are.
+    Params of `pyro.param` stay as they are.  `predict` before the first step is from the prior's
+    Gaussian, and needs no observations.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
@@ -184,8 +177,7 @@ class EKF(Approximation):
             )
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
         self._filter, self._fit = None, None
-        first = opened.first()
-        ekf_filter = self._begin(opened, first, choose_seed(seed))
+        ekf_filter = self._begin(opened, opened.first(), choose_seed(seed))
         count = ekf_filter.log_posterior.num_data
         if isinstance(opened, TensorData | IndexedData):  # whatever N they are to stand for
             count = num_rows_in(opened) or count
@@ -193,7 +185,7 @@ class EKF(Approximation):
         compiles = self._compile is True or (self._compile == "auto" and total >= _REPAID_AFTER)
         begun = time.perf_counter()
         with Progress(total, type(self).__name__, progress) as bar:
-            for log_lik in self._steps(ekf_filter, opened, first, compiles):
+            for log_lik in ekf_filter.absorb_all(opened, self._last_program if compiles else None):
                 bar.update(len(log_lik), float(log_lik[-1]))
         self._filter = ekf_filter
         compiling = ekf_filter.compile_seconds
@@ -201,21 +193,6 @@ class EKF(Approximation):
         self._fit = ekf_filter.fit(times)
         self._check_the_fit(3 * count)
         return self
-
-    def _steps(
-        self, ekf_filter: Filter, data: Data, first: Arguments, compiles: bool
-    ) -> Iterator[Tensor]:
-        """Absorbs the data, and gives the log likelihoods of some steps at a time."""
-        if not ekf_filter.takes_rows(first):
-            for chunk in split(ekf_filter.log_posterior, data.in_order(data.batch_size)):
-                yield ekf_filter.absorb_chunk(chunk)
-            return
-        most = ekf_filter.steps_together(first) if compiles else 1
-        for batches in blocks_in_order(data, data.batch_size, most):
-            if compiles:
-                ekf_filter.compile(batches, self._last_program)
-                compiles = False
-            yield ekf_filter.absorb(batches)
 
     def step(self, *args: Any, **kwargs: Any) -> float:
         """Absorbs one batch, given as the model's own arguments; of any size.  One without rows
@@ -301,59 +278,25 @@ class EKF(Approximation):
     def _first_batch(self) -> Arguments:
         return self._filter.data.first() if self._filter is not None else super()._first_batch()
 
-    def _begin(self, data: Data, arguments: Any, seed: int) -> Filter:
-        log_posterior = as_log_posterior(self.model, data.num_data)
-        return self._start(log_posterior, data, arguments, seed)
+    def _begin(self, data: Data, arguments: Arguments, seed: int) -> Filter:
+        return self._filter_of(as_log_posterior(self.model, data.num_data), data, arguments, seed)
 
     def _to_predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Fit, Arguments]:
         if self._fit is not None:
             return super()._to_predict(args, kwargs)
-        data = batch_as_data(self.model, self._num_data, args, kwargs)
-        seed = choose_seed(None)
+        data, seed = batch_as_data(self.model, self._num_data, args, kwargs), choose_seed(None)
         log_posterior = as_log_posterior(self.model, data.num_data)
         observed, arguments = log_posterior.with_drawn_observations(data.first(), seed)
-        return self._start(observed, data, arguments, seed).fit({}).replaced(data=None), arguments
+        start = self._filter_of(observed, data, arguments, seed)
+        return start.fit({}).replaced(data=None), arguments
 
-    def _start(
+    def _filter_of(
         self, log_posterior: LogPosterior, data: Data, arguments: Arguments, seed: int
     ) -> Filter:
         log_posterior.prepare(arguments, None, seed)
-        if any(rule.whole_data for rule in log_posterior.model_info.scaling.rules.values()):
-            raise ModelError(
-                "the likelihood is a joint density of all rows, so a filter cannot absorb them "
-                "batch by batch: use Laplace or VI"
-            )
-        layout, dense = log_posterior.layout, self.structure == "dense"
-        if dense:
-            device = log_posterior.model_info.sites[layout.names[0]].value.device
-            check_fits(layout.size, layout.dtype, device, _MATRICES, "EKF")
-        prior = self._gaussian(log_posterior, arguments, layout, dense, seed)
+        dense, layout = self.structure == "dense", log_posterior.layout
+        start = start_of(log_posterior, arguments, self._init_strategy, dense, seed)
+        drift = drift_of(self.transition_sd, layout).to(start.mean)
         sds = as_plain(self.transition_sd)
         settings = Settings(self.structure, self.curvature, self.lr, sds)
-        state, drift = EKFState.of(prior), drift_of(self.transition_sd, layout).to(prior.mean)
-        return Filter(settings, log_posterior, data, layout, state, drift, seed)
-
-    def _gaussian(
-        self, log_posterior: LogPosterior, arguments: Any, layout: Layout, dense: bool, seed: int
-    ) -> Gaussian:
-        if not isinstance(self._init_strategy, Approximation):
-            prior = gaussian_prior(log_posterior, arguments, dense, seed)
-            if self._init_strategy is None:
-                return prior
-            if isinstance(self._init_strategy, Mapping):
-                check_sites(log_posterior, self._init_strategy)
-            init = init_of(log_posterior, self._init_strategy, 0, 1)
-            start = log_posterior.start(arguments, seed, 0, init)
-            return dataclasses.replace(prior, mean=layout.flatten(start))
-        fit = self._init_strategy.fit
-        shapes = dict(zip(fit.layout.names, fit.layout.shapes, strict=True))
-        same = [shapes.get(name) for name in fit.sites] == list(layout.shapes)
-        if not fit.gaussians:
-            raise ArgumentError("init_strategy: it has no Gaussian: pass a Laplace, VI or EKF")
-        if fit.sites != layout.names or not same:
-            raise ArgumentError(
-                f"init_strategy: it has a Gaussian over {fit.sites} of shapes "
-                f"{[list(shapes[name]) for name in fit.sites]}, the model has the sites "
-                f"{layout.names} of shapes {[list(shape) for shape in layout.shapes]}: fit those"
-            )
-        return as_structure(fit.at_temperature_1(0), dense)
+        return Filter(settings, log_posterior, data, layout, EKFState.of(start), drift, seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +14,10 @@ from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import warn
+from pyro_scale.data.blocks import blocks_in_order
 from pyro_scale.data.sources import Data
 from pyro_scale.errors import CompileWarning, NonFiniteError
-from pyro_scale.fullbatch.chunks import Chunk
+from pyro_scale.fullbatch.chunks import Chunk, split
 from pyro_scale.infer.ekf_program import LastProgram
 from pyro_scale.infer.ekf_step import Step
 from pyro_scale.kernels.ekf import EKFState
@@ -79,10 +80,20 @@ class Filter:
         """Whether a batch is rows that the model takes as they are."""
         return self.log_posterior.model_info.own_plate is None and rows.count(batch) is not None
 
-    def steps_together(self, batch: Arguments) -> int:
-        """How many steps on batches like this one a loop should take at a time."""
-        each = sum(leaf.nbytes for leaf in (*rows.leaves(batch), self._state.precision))
-        return max(1, min(_MOST_STEPS, _BLOCK_BYTES // each))
+    def absorb_all(self, data: Data, last: LastProgram | None) -> Iterator[Tensor]:
+        """Goes through the data, and gives the log likelihoods of some steps at a time; where steps
+        are to be compiled, by the last run's program if that is the same."""
+        first = data.first()
+        if not self.takes_rows(first):
+            for chunk in split(self.log_posterior, data.in_order(data.batch_size)):
+                yield self.absorb_chunk(chunk)
+            return
+        each = sum(leaf.nbytes for leaf in (*rows.leaves(first), self._state.precision))
+        most = 1 if last is None else max(1, min(_MOST_STEPS, _BLOCK_BYTES // each))
+        for batches in blocks_in_order(data, data.batch_size, most):
+            if last is not None and self.num_steps == 0:
+                self.compile(batches, last)
+            yield self.absorb(batches)
 
     def compile(self, batches: Arguments, last: LastProgram) -> None:
         """Has steps on batches like these, whose rows are `[steps, B, ...]`, run by a compiled
