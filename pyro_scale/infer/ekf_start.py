@@ -57,9 +57,7 @@ def start_of(
     return dataclasses.replace(prior, mean=layout.flatten(start))
 
 
-def _gaussian_of(
-    approximation: Approximation, log_posterior: LogPosterior, dense: bool
-) -> Gaussian:
+def _gaussian_of(fitted: Approximation, log_posterior: LogPosterior, dense: bool) -> Gaussian:
     fit, layout = fitted.fit, log_posterior.layout
     shapes = dict(zip(fit.layout.names, fit.layout.shapes, strict=True))
     same = [shapes.get(name) for name in fit.sites] == list(layout.shapes)
