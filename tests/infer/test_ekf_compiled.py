@@ -252,6 +252,19 @@ def test_predictions_before_the_first_step_are_the_priors(model, linearized):
         fit.fit  # noqa: B018
 
 
+def test_discrete_predictions_before_the_first_step():
+    """A Poisson's mean under b + x'w ~ N(0.1, 0.49 + 0.25 x'x): that of a log-normal."""
+    small = 0.2 * normals(3, D, seed=8)
+    variance = 0.49 + 0.25 * small.square().sum(1)
+    expected = (0.1 + variance / 2).exp()
+    spread = expected.square() * variance.expm1() + expected
+    pyro.set_rng_seed(9)
+    draws = ps.EKF(counts).predict(small)["y"]
+    assert float(((draws.mean(0) - expected) / (spread / 1000).sqrt()).abs().max()) < 4.4
+    observed = ps.EKF(counts).predict(small, torch.zeros(3))["y"]
+    assert float(((observed.mean(0) - expected) / (spread / 1000).sqrt()).abs().max()) < 4.4
+
+
 def test_predictions_before_the_first_step_are_from_the_fit_that_it_starts_from():
     begun = ekf(regression(), (X, Y), False)
     pyro.set_rng_seed(9)
