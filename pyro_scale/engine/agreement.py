@@ -18,6 +18,11 @@ _ELSEWHERE = 0.1
 #: The most they may differ by: a part of what is compared (or so many roundings of the coarsest
 #: site's), and roundings of what it comes from.
 _TOLERANCE, _COARSE, _ROUNDINGS = 1e-3, 16, 1e3
+#: Why a program computes something else than the step.
+IS_FROZEN = (
+    "compiled, it gives something else: what the model hands to NumPy or to lists on the way is "
+    "frozen when it is compiled; keep to torch"
+)
 #: The same of a program of an earlier run, in roundings: where it is refused without need, nothing
 #: is lost but the time of tracing the step again.
 _OF_THE_SAME = 32
@@ -39,10 +44,7 @@ def check(
     coarsest = max(torch.finfo(dtype).eps for dtype in engine.layout.dtypes)
     part = max(_TOLERANCE, _COARSE * coarsest)
     if not _agree(program, as_it_is, _elsewhere(engine, state, last), quiet, part, _ROUNDINGS):
-        raise RuntimeError(
-            "compiled, it gives something else: what the model hands to NumPy or to lists on the "
-            "way is frozen when it is compiled; keep to torch"
-        )
+        raise RuntimeError(IS_FROZEN)
 
 
 def agrees(
@@ -78,12 +80,14 @@ def _agree(
     for before, after, expected in zip(*leaves, strict=True):
         compared.append((after - before, expected - before, before))
     return all(
-        _close(given, expected, part, roundings * float(size.abs().nan_to_num(0, 0).amax()))
+        is_close(given, expected, part, roundings * float(size.abs().nan_to_num(0, 0).amax()))
         for given, expected, size in compared
     )
 
 
-def _close(actual: Tensor, expected: Tensor, part: float, roundings: float) -> bool:
+def is_close(actual: Tensor, expected: Tensor, part: float, roundings: float) -> bool:
+    """Whether they differ by at most a part of the largest that is expected, and so many units of
+    rounding."""
     eps = torch.finfo(actual.dtype).eps if actual.is_floating_point() else 0.0
     actual, expected = actual.double(), expected.double()
     allowed = part * float(expected.abs().nan_to_num().amax()) + roundings * eps

@@ -66,12 +66,12 @@ class _Kept:
 
     Attributes:
         build, by_column: the blueprint's.
-        constants: each gives a constant, or None once it is not what it was.
+        constants: what gives the constants, or None once one is not what it was.
         facts: what the blueprint is for.
     """
 
     build: Build
-    constants: Sequence[Callable[[], Tensor | None]]
+    constants: Callable[[], list[Tensor] | None]
     by_column: bool
     facts: Any
 
@@ -94,9 +94,8 @@ class Earlier:
         self, blueprint: Blueprint, engine: Engine, batches: Batches, state: Any, block: StepInputs
     ) -> None:
         """Keeps what a run has compiled."""
-        constants = [_again(constant) for constant in blueprint.constants]
         facts = _facts(engine, batches, state, block)
-        kept = _Kept(blueprint.build, constants, blueprint.by_column, facts)
+        kept = _Kept(blueprint.build, recall(blueprint.constants), blueprint.by_column, facts)
         others = [other for other in self._kept if other.facts != facts]
         self._kept = [kept, *others][:_MOST_KEPT]
 
@@ -108,8 +107,8 @@ class Earlier:
         kept = next((each for each in self._kept if each.facts == facts), None)
         if kept is None:
             return None
-        constants = [tensor for again in kept.constants if (tensor := again()) is not None]
-        if len(constants) < len(kept.constants):
+        constants = kept.constants()
+        if constants is None:
             return None
         program = kept.build(arrange(batches, kept.by_column), constants, whitening_of(engine))
         with contextlib.suppress(RuntimeError):  # a matrix that cannot be factorized at that point
@@ -143,6 +142,18 @@ def mark(tensor: Tensor) -> Any:
     """What is equal of the same tensor, until it is written to; it does not keep it alive."""
     version = None if tensor.is_inference() else tensor._version
     return WeakIdRef(tensor), version, _geometry(tensor)
+
+
+def recall(constants: Sequence[Constant]) -> Callable[[], list[Tensor] | None]:
+    """Gives what a step reads besides its arguments once more, or None where any of it is not what
+    it was; it keeps nothing alive."""
+    every = [_again(constant) for constant in constants]
+
+    def now() -> list[Tensor] | None:
+        tensors = [tensor for again in every if (tensor := again()) is not None]
+        return tensors if len(tensors) == len(every) else None
+
+    return now
 
 
 def _again(constant: Constant) -> Callable[[], Tensor | None]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Diagonal, matrix_or_diagonal
 from pyro_scale.core.kronecker import Kronecker
+from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
 from pyro_scale.diagnostics.psis import (
@@ -182,8 +183,7 @@ class Approximation(Method):
                 raise ArgumentError(WHOLE_NOWHERE)
             chosen = num_samples, batch_size, return_sites, reduce
             return predict_sharded(self._sharded.draws, args, kwargs, *chosen)
-        fit = self.fit
-        arguments = fit.log_posterior.bind(args, kwargs)
+        fit, arguments = self._to_predict(args, kwargs)
         if linearized:
             chosen = num_samples, batch_size, return_sites, reduce
             return predict_linearized(fit, arguments, *chosen)
@@ -192,6 +192,10 @@ class Approximation(Method):
         else:  # a network's 1,000 draws may be more than memory holds
             result = fit.thin(predictive.spread_evenly(fit.num_starts * fit.num_draws, num_samples))
         return predictive.predict(result, arguments, None, batch_size, return_sites, reduce)
+
+    def _to_predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Fit, Arguments]:
+        """What predicts, and the model's own arguments as that takes them."""
+        return self.fit, self.fit.log_posterior.bind(args, kwargs)
 
     def guide(self) -> Guide:
         """The Gaussian as a Pyro guide, for `pyro.infer.Predictive(model, guide=...)`, and `SVI`,

@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Self, get_args
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, Self, get_args
 
-import torch
 from torch import Tensor
 
-from pyro_scale.core.gaussian import Gaussian, as_structure
-from pyro_scale.core.layout import Layout
-from pyro_scale.core.memory import check_fits
+from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
-from pyro_scale.data.sources import Data
+from pyro_scale.data.sources import Data, IndexedData, TensorData
+from pyro_scale.engine.choose_executor import check_compile
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, DataError, ModelError
-from pyro_scale.fullbatch.chunks import split
+from pyro_scale.fullbatch.chunks import num_rows_in, split
 from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.ekf_filter import PATH_NUMBERS, Filter, Settings
+from pyro_scale.infer.ekf_program import LastProgram
+from pyro_scale.infer.ekf_start import start_of
+from pyro_scale.infer.ekf_walk import (
+    TransitionSd,
+    as_plain,
+    check_transition_sd,
+    does_walk,
+    drift_of,
+)
 from pyro_scale.kernels.ekf import EKFState
-from pyro_scale.model.curvature.gaussian_prior import gaussian_prior
 from pyro_scale.model.curvature.ggn import RowKind
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.rng.seeds import choose_seed
-from pyro_scale.run.initialize import check_sites, init_of
 from pyro_scale.run.problem import as_log_posterior, module_device
 from pyro_scale.run.single_step import batch_as_data
 
-#: Matrices that are held at once: precisions before and after, curvature, factor.
-_MATRICES = 8
+#: Batches from which compiling repays the few seconds that it takes.
+_REPAID_AFTER = 1000
 
 
 class Filtered(NamedTuple):
@@ -56,14 +61,15 @@ class EKF(Approximation):
     """The extended Kalman filter over the params: a Gaussian that absorbs the data batch by batch,
     once and in their order (the paper's A.4; Ollivier 2018), for online learning.
 
-        precision' = (precision^-1 + transition_sd^2 I)^-1 + lr C
+        precision' = (precision^-1 + diag(transition_sd^2))^-1 + lr C
         mean'      = mean + lr precision'^-1 g
 
     with g and C the gradient and curvature of the batch's log likelihood at the mean, sums over
     its rows.  It starts from the prior's mean and covariance in unconstrained space: exact for
     Gaussian sites, else of prior draws; `explain` says which.  On a linear model with Gaussian
     noise a dense filter is exact, in any order of the data; a diagonal one depends on the order.
-    Params of `pyro.param` stay as they are.
+    Params of `pyro.param` stay as they are.  `predict` before the first step is from the prior's
+    Gaussian, and needs no observations.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
@@ -71,12 +77,18 @@ class EKF(Approximation):
         curvature: `"ggn"`, `"monte_carlo"` or `"empirical_fisher"`, as for `Laplace`.
         lr: the power of the likelihood; 1 is Bayes' rule.
         transition_sd: how far each param walks at random before each batch, in unconstrained
-            units: for a truth that changes, and to forget.
+            units: for a truth that changes, and to forget.  A number, or a dict of sites -> numbers
+            or tensors of the sites' unconstrained shapes; sites that are not named stay.
         init_strategy: a fit whose Gaussian takes the prior's place; or where the mean starts, one
             of Pyro's or a dict of constrained tensors `[1, ...]`, the covariance being the prior's.
             A network whose weights all have prior mean 0 needs one, such as `ps.init_to_module`:
             at 0 its hidden units are all alike, and stay so.
         num_data: N, which a filter needs only where the data do not tell how many they are.
+        compile: whether steps become one compiled program: `"auto"` compiles runs of at least 1,000
+            batches, which repay the seconds that it takes; the result is the same to rounding.
+            Batches of another size than the first (the last one), steps on a GPU, models that
+            subsample by themselves and curvature from draws (`"monte_carlo"`) stay eager.  `step`
+            goes on with the run's program; without a run, True compiles its first batch.
 
     Raises:
         ArgumentError: an argument that is unknown or out of range.
@@ -98,6 +110,7 @@ class EKF(Approximation):
 
     #: What it is at, if it has begun.
     _filter: Filter | None = None
+    _made_fit: Fit | None = None
 
     def __init__(
         self,
@@ -106,17 +119,20 @@ class EKF(Approximation):
         structure: Structure = "diag",
         curvature: RowKind = "ggn",
         lr: float = 1.0,
-        transition_sd: float = 0.0,
+        transition_sd: TransitionSd = 0.0,
         init_strategy: Any = None,
         num_data: int | None = None,
+        compile: bool | Literal["auto"] = "auto",
     ):
         super().__init__(model, structure=structure, init_strategy=init_strategy, num_data=num_data)
         if curvature not in get_args(RowKind):
             raise ArgumentError(f"curvature={curvature!r}: pass one of {get_args(RowKind)}")
-        for name, value, least in (("lr", lr, 1e-300), ("transition_sd", transition_sd, 0)):
-            if not isinstance(value, int | float) or not least <= value < math.inf:
-                raise ArgumentError(f"{name}={value!r}: pass a number {'>' if least else '>='} 0")
-        self.curvature, self.lr, self.transition_sd = curvature, float(lr), float(transition_sd)
+        if not isinstance(lr, int | float) or not 0 < lr < math.inf:
+            raise ArgumentError(f"lr={lr!r}: pass a number > 0")
+        check_transition_sd(transition_sd)
+        check_compile(compile)
+        self.curvature, self.lr, self.transition_sd = curvature, float(lr), transition_sd
+        self._compile, self._last_program = compile, LastProgram()
 
     @without_vmap_warnings()
     def run(
@@ -161,21 +177,26 @@ class EKF(Approximation):
             )
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
         self._filter, self._fit = None, None
-        first = opened.first()
-        ekf_filter = self._begin(opened, first, choose_seed(seed))
-        size = opened.batch_size or ekf_filter.log_posterior.num_data
-        total = -(-ekf_filter.log_posterior.num_data // size)
+        ekf_filter = self._begin(opened, opened.first(), choose_seed(seed))
+        count = ekf_filter.log_posterior.num_data
+        if isinstance(opened, TensorData | IndexedData):  # whatever N they are to stand for
+            count = num_rows_in(opened) or count
+        total = -(-count // (opened.batch_size or count))
+        compiles = self._compile is True or (self._compile == "auto" and total >= _REPAID_AFTER)
         begun = time.perf_counter()
         with Progress(total, type(self).__name__, progress) as bar:
-            for chunk in split(ekf_filter.log_posterior, opened.in_order(opened.batch_size)):
-                bar.update(1, ekf_filter.absorb(chunk))
+            for log_lik in ekf_filter.absorb_all(opened, self._last_program if compiles else None):
+                bar.update(len(log_lik), float(log_lik[-1]))
         self._filter = ekf_filter
-        self._fit = ekf_filter.fit({"fitting_time": time.perf_counter() - begun})
-        self._check_the_fit(3 * ekf_filter.log_posterior.num_data)
+        compiling = ekf_filter.compile_seconds
+        times = {"fitting_time": time.perf_counter() - begun - compiling, "compile_time": compiling}
+        self._fit = ekf_filter.fit(times)
+        self._check_the_fit(3 * count)
         return self
 
     def step(self, *args: Any, **kwargs: Any) -> float:
-        """Absorbs one batch, given as the model's own arguments; of any size.
+        """Absorbs one batch, given as the model's own arguments; of any size.  One without rows
+        brings the params' walk alone.
 
         Returns:
             The batch's log likelihood at the mean before it, in nats.
@@ -183,20 +204,38 @@ class EKF(Approximation):
         Raises:
             NonFiniteError: the state became NaN or infinite.
         """
+        begins = self._filter is None
         if self._filter is None:
             opened = batch_as_data(self.model, self._num_data, args, kwargs)
             self._filter = self._begin(opened, opened.first(), choose_seed(None))
-        log_posterior = self._filter.log_posterior
+        ekf_filter, log_posterior = self._filter, self._filter.log_posterior
         if log_posterior.model_info.own_plate is not None:
             raise ModelError(
                 "the model subsamples by itself, so that a step does not say which rows are new: "
                 "pass batches to a model of batches"
             )
-        value = 0.0
-        for chunk in split(log_posterior, [log_posterior.bind(args, kwargs)]):
-            value += self._filter.absorb(chunk)
-        self._fit = self._filter.fit({}).replaced(data=None)
+        arguments = log_posterior.bind(args, kwargs)
+        if ekf_filter.takes_rows(arguments):
+            batches = rows.map_rows(lambda leaf: leaf[None], arguments)
+            if begins and self._compile is True:
+                ekf_filter.compile(batches, self._last_program)
+            value = float(ekf_filter.absorb(batches))
+        else:
+            (chunk,) = split(log_posterior, [arguments])
+            value = float(ekf_filter.absorb_chunk(chunk))
+        self._fit = None
         return value
+
+    @property
+    def _fit(self) -> Fit | None:
+        """What the filter knows now, which single steps leave to be made when it is asked for."""
+        if self._made_fit is None and self._filter is not None and self._filter.num_steps:
+            self._made_fit = self._filter.fit({}).replaced(data=None)
+        return self._made_fit
+
+    @_fit.setter
+    def _fit(self, fit: Fit | None) -> None:
+        self._made_fit = fit
 
     @property
     def filtered(self) -> Filtered:
@@ -213,9 +252,8 @@ class EKF(Approximation):
                 "longer, or comes from a file: run it in parts with step(), and read fit after each"
             )
         layout = self._filter.layout
-        mean, sd = (torch.stack(column) for column in zip(*self._filter.path, strict=True))
-        log_lik = torch.tensor(self._filter.log_lik, dtype=torch.float64)
-        return Filtered(layout.unflatten(mean), layout.unflatten(sd), log_lik)
+        mean, sd = self._filter.path
+        return Filtered(layout.unflatten(mean), layout.unflatten(sd), self._filter.log_lik)
 
     def diagnostics(self) -> Any:  # type: ignore[override]  # of no chains
         """A DataFrame of one row: how many steps there were, and the sum of the batches' log
@@ -230,7 +268,8 @@ class EKF(Approximation):
         return self._with_k(table)
 
     def _check_targets(self) -> None:
-        if self.lr != 1 or self.transition_sd or isinstance(self._init_strategy, Approximation):
+        walks = does_walk(self.transition_sd)
+        if self.lr != 1 or walks or isinstance(self._init_strategy, Approximation):
             raise ArgumentError(
                 "psis: with lr, transition_sd or a fit for its prior, a filter is not meant to be "
                 "the model's posterior"
@@ -239,44 +278,25 @@ class EKF(Approximation):
     def _first_batch(self) -> Arguments:
         return self._filter.data.first() if self._filter is not None else super()._first_batch()
 
-    def _begin(self, data: Data, arguments: Any, seed: int) -> Filter:
-        log_posterior = as_log_posterior(self.model, data.num_data)
-        log_posterior.prepare(arguments, None, seed)
-        if any(rule.whole_data for rule in log_posterior.model_info.scaling.rules.values()):
-            raise ModelError(
-                "the likelihood is a joint density of all rows, so a filter cannot absorb them "
-                "batch by batch: use Laplace or VI"
-            )
-        layout, dense = log_posterior.layout, self.structure == "dense"
-        if dense:
-            device = log_posterior.model_info.sites[layout.names[0]].value.device
-            check_fits(layout.size, layout.dtype, device, _MATRICES, "EKF")
-        prior = self._gaussian(log_posterior, arguments, layout, dense, seed)
-        state = EKFState(prior.mean, prior.precision)
-        settings = Settings(self.structure, self.curvature, self.lr, self.transition_sd)
-        return Filter(settings, log_posterior, data, layout, state, seed)
+    def _begin(self, data: Data, arguments: Arguments, seed: int) -> Filter:
+        return self._filter_of(as_log_posterior(self.model, data.num_data), data, arguments, seed)
 
-    def _gaussian(
-        self, log_posterior: LogPosterior, arguments: Any, layout: Layout, dense: bool, seed: int
-    ) -> Gaussian:
-        if not isinstance(self._init_strategy, Approximation):
-            prior = gaussian_prior(log_posterior, arguments, dense, seed)
-            if self._init_strategy is None:
-                return prior
-            if isinstance(self._init_strategy, Mapping):
-                check_sites(log_posterior, self._init_strategy)
-            init = init_of(log_posterior, self._init_strategy, 0, 1)
-            start = log_posterior.start(arguments, seed, 0, init)
-            return dataclasses.replace(prior, mean=layout.flatten(start))
-        fit = self._init_strategy.fit
-        shapes = dict(zip(fit.layout.names, fit.layout.shapes, strict=True))
-        same = [shapes.get(name) for name in fit.sites] == list(layout.shapes)
-        if not fit.gaussians:
-            raise ArgumentError("init_strategy: it has no Gaussian: pass a Laplace, VI or EKF")
-        if fit.sites != layout.names or not same:
-            raise ArgumentError(
-                f"init_strategy: it has a Gaussian over {fit.sites} of shapes "
-                f"{[list(shapes[name]) for name in fit.sites]}, the model has the sites "
-                f"{layout.names} of shapes {[list(shape) for shape in layout.shapes]}: fit those"
-            )
-        return as_structure(fit.at_temperature_1(0), dense)
+    def _to_predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Fit, Arguments]:
+        if self._fit is not None:
+            return super()._to_predict(args, kwargs)
+        data, seed = batch_as_data(self.model, self._num_data, args, kwargs), choose_seed(None)
+        log_posterior = as_log_posterior(self.model, data.num_data)
+        observed, arguments = log_posterior.with_drawn_observations(data.first(), seed)
+        start = self._filter_of(observed, data, arguments, seed)
+        return start.fit({}).replaced(data=None), arguments
+
+    def _filter_of(
+        self, log_posterior: LogPosterior, data: Data, arguments: Arguments, seed: int
+    ) -> Filter:
+        log_posterior.prepare(arguments, None, seed)
+        dense, layout = self.structure == "dense", log_posterior.layout
+        start = start_of(log_posterior, arguments, self._init_strategy, dense, seed)
+        drift = drift_of(self.transition_sd, layout).to(start.mean)
+        sds = as_plain(self.transition_sd)
+        settings = Settings(self.structure, self.curvature, self.lr, sds)
+        return Filter(settings, log_posterior, data, layout, EKFState.of(start), drift, seed)

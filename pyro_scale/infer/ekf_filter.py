@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
+from pyro_scale.compile.why_not import why_not
+from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
+from pyro_scale.core.rows import Arguments
+from pyro_scale.core.warn import warn
+from pyro_scale.data.blocks import blocks_in_order
 from pyro_scale.data.sources import Data
-from pyro_scale.errors import NonFiniteError
-from pyro_scale.fullbatch.chunks import Chunk
-from pyro_scale.kernels.ekf import EKFState, absorb, predict
-from pyro_scale.model import derivatives
-from pyro_scale.model.curvature.ggn import Curvature, RowKind
-from pyro_scale.model.log_posterior import LogPosterior, Params
-from pyro_scale.model.scaling import Evaluation
+from pyro_scale.errors import CompileWarning, NonFiniteError
+from pyro_scale.fullbatch.chunks import Chunk, split
+from pyro_scale.infer.ekf_program import LastProgram
+from pyro_scale.infer.ekf_step import Step
+from pyro_scale.kernels.ekf import EKFState
+from pyro_scale.model.curvature.ggn import RowKind
+from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: Numbers of the path that are kept: 256 MiB of float64.
 PATH_NUMBERS = 2**25
+#: Steps of a block, after which a run shows its progress and can be interrupted; and bytes of its
+#: batches.
+_MOST_STEPS, _BLOCK_BYTES = 256, 2**25
 
 
 class Settings(NamedTuple):
@@ -31,7 +40,7 @@ class Settings(NamedTuple):
     structure: str
     curvature: RowKind
     lr: float
-    transition_sd: float
+    transition_sd: float | Mapping[str, Any]
 
 
 class Filter:
@@ -41,53 +50,130 @@ class Filter:
         log_posterior: the model, understood.
         layout: of the latents.
         data: what it began with.
-        log_lik: of each step.
-        path: means and sds after each step; None once there are too many.
+        num_steps: how many batches it has absorbed.
+        program: what runs its steps, in words.
+        compile_seconds: how long it took to have that.
     """
 
     def __init__(
         self,
-        method: Settings,
+        settings: Settings,
         log_posterior: LogPosterior,
         data: Data,
         layout: Layout,
         state: EKFState,
+        drift: Tensor,
         seed: int,
     ):
-        self.log_posterior, self.layout = log_posterior, layout
-        self._method, self.data, self._state, self._seed = method, data, state, seed
-        self.log_lik: list[float] = []
-        self.path: list[tuple[Tensor, Tensor]] | None = []
+        self.log_posterior, self.layout, self.data = log_posterior, layout, data
+        self.num_steps, self.program, self.compile_seconds = 0, "eager", 0.0
+        self._settings, self._state, self._drift, self._seed = settings, state, drift, seed
+        self._lr = state.mean.new_tensor(settings.lr)
+        self._step = Step(log_posterior, layout, settings.curvature, bool(drift.any()))
+        self._compiled: LastProgram | None = None
+        self._log_lik: list[Tensor] = []
+        self._path: list[Tensor] | None = []
 
-    def absorb(self, chunk: Chunk) -> float:
-        """The next batch; returns its log likelihood at the mean before it."""
-        method = self._method
-        state = predict(self._state, method.transition_sd)
-        params = self.layout.unflatten(state.mean)
-        gradient, log_lik = self._gradient(params, chunk)
-        seed = derived_seed(self._seed, len(self.log_lik), Purpose.CURVATURE)
-        curvature = Curvature(self.log_posterior, method.curvature, seed=seed)
-        total = torch.zeros_like(state.precision)
-        for block in curvature.blocks(params, chunk.arguments, chunk.indices, None, chunk.keep):
-            block.add_to(total)
+    # ------------------------------------------------------------------ steps
+
+    def takes_rows(self, batch: Arguments) -> bool:
+        """Whether a batch is rows that the model takes as they are."""
+        return self.log_posterior.model_info.own_plate is None and rows.count(batch) is not None
+
+    def absorb_all(self, data: Data, last: LastProgram | None) -> Iterator[Tensor]:
+        """Goes through the data, and gives the log likelihoods of some steps at a time; where steps
+        are to be compiled, by the last run's program if that is the same."""
+        first = data.first()
+        if not self.takes_rows(first):
+            for chunk in split(self.log_posterior, data.in_order(data.batch_size)):
+                yield self.absorb_chunk(chunk)
+            return
+        each = sum(leaf.nbytes for leaf in (*rows.leaves(first), self._state.precision))
+        most = 1 if last is None else max(1, min(_MOST_STEPS, _BLOCK_BYTES // each))
+        for batches in blocks_in_order(data, data.batch_size, most):
+            if last is not None and self.num_steps == 0:
+                self.compile(batches, last)
+            yield self.absorb(batches)
+
+    def compile(self, batches: Arguments, last: LastProgram) -> None:
+        """Has steps on batches like these, whose rows are `[steps, B, ...]`, run by a compiled
+        loop from now on, by the last run's if that is the same.
+
+        Warns:
+            CompileWarning: they cannot be compiled.
+        """
+        begun = time.perf_counter()
         try:
-            state = absorb(state, gradient, total, method.lr)
+            self._step.check_is_traceable(self._state, rows.take(batches, 0))
+            facts = self.layout, self._settings.structure, self._step.curvature, self._step.drifts
+            inputs = self._state, self._lr, self._drift, batches
+            last.compile(self._step.on_rows, (facts, torch.get_num_threads()), *inputs)
+            self._compiled, self.program = last, "compiled loop"
+        except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
+            warn(
+                CompileWarning,
+                f"the filter's steps could not be compiled ({why_not(error)}; torch "
+                f"{torch.__version__}), so every step runs the model's Python, which takes "
+                "milliseconds; compile=False silences this",
+            )
+        self.compile_seconds = time.perf_counter() - begun
+
+    def absorb(self, batches: Arguments) -> Tensor:
+        """Some batches, whose rows are `[steps, B, ...]`, one after another; returns their log
+        likelihoods, each at the mean before it, `[steps]`."""
+        program = None if self._compiled is None else self._compiled.like(rows.take(batches, 0))
+        if program is not None:
+            state, path, log_lik = program.run(self._state, self._lr, self._drift, batches)
+            if _is_finite(state):
+                self._remember(state, path, log_lik)
+                return log_lik
+        # of a state that is not finite, this finds the step
+        steps, size = rows.leaves(batches)[0].shape[:2]
+        parts = (rows.take(batches, place) for place in range(steps))
+        return torch.cat([self.absorb_chunk(Chunk(p, None, slice(None), size)) for p in parts])
+
+    def absorb_chunk(self, chunk: Chunk) -> Tensor:
+        """One batch; returns its log likelihood at the mean before it, `[1]`."""
+        seed = derived_seed(self._seed, self.num_steps, Purpose.CURVATURE)
+        try:
+            state, log_lik = self._step(self._state, self._lr, self._drift, chunk, seed)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            state = EKFState(state.mean * torch.nan, state.precision)
-        if not bool(torch.isfinite(state.mean).all() & torch.isfinite(state.precision).all()):
+            state = self._state._replace(mean=self._state.mean * torch.nan)
+        if not _is_finite(state):
             raise NonFiniteError(
-                f"step {len(self.log_lik)}: the filter's state became NaN or infinite: clean the "
+                f"step {self.num_steps}: the filter's state became NaN or infinite: clean the "
                 "data (torch.isfinite finds bad rows), scale them, or give the sites tighter priors"
             )
-        self._state = state
-        self.log_lik.append(log_lik)
-        self._remember()
-        return log_lik
+        self._remember(state, torch.cat([state.mean, state.sd])[None], log_lik[None])
+        return log_lik[None]
+
+    def _remember(self, state: EKFState, path: Tensor, log_lik: Tensor) -> None:
+        self._state, self.num_steps = state, self.num_steps + len(log_lik)
+        self._log_lik.append(log_lik.double().cpu())
+        if 2 * self.layout.size * self.num_steps > PATH_NUMBERS:
+            self._path = None
+        if self._path is not None:
+            self._path.append(path)
+
+    # ------------------------------------------------------------------ what it knows
+
+    @property
+    def log_lik(self) -> Tensor:
+        """Each step's log likelihood, `[steps]`."""
+        return torch.cat([torch.empty(0, dtype=torch.float64), *self._log_lik])
+
+    @property
+    def path(self) -> tuple[Tensor, Tensor] | None:
+        """Means and sds after each step, `[steps, D]`; None once there are too many."""
+        if self._path is None:
+            return None
+        mean, sd = torch.cat(self._path).chunk(2, dim=1)
+        return mean, sd
 
     def fit(self, attrs: dict[str, Any]) -> Fit:
         """What it knows now."""
-        method, gaussian = self._method, self._gaussian()
-        facts = {"method": "EKF", **method._asdict(), "num_steps": len(self.log_lik)}
+        gaussian = self._state.gaussian
+        facts = {"method": "EKF", **self._settings._asdict(), "num_steps": self.num_steps}
         points = {name: p.unconstrained for name, p in self.log_posterior.points.items()}
         layout = Layout.of({**self.layout.unflatten(gaussian.mean), **points})
         center = layout.flatten({**self.layout.unflatten(gaussian.mean), **points})
@@ -99,32 +185,15 @@ class Filter:
             sites=self.layout.names,
             gaussians=(gaussian,),
             seed=self._seed,
-            attrs={**facts, **attrs, **facts_of(self.log_posterior, self._seed)},
-            trace=torch.tensor([self.log_lik], dtype=torch.float64),
+            attrs={
+                **facts,
+                "program": self.program,
+                **attrs,
+                **facts_of(self.log_posterior, self._seed),
+            },
+            trace=self.log_lik[None],
         )
 
-    def _gaussian(self) -> Gaussian:
-        mean, precision = self._state
-        if precision.dim() == 1:
-            return Diagonal.of_precision(mean, precision)
-        return Dense.of_precision(mean, precision)
 
-    def _gradient(self, params: Params, chunk: Chunk) -> tuple[Tensor, float]:
-        def evaluate(params: Params) -> Evaluation:
-            evaluation = self.log_posterior(params, chunk.arguments, chunk.indices)
-            return evaluation._replace(log_joint=evaluation.log_lik[chunk.keep].sum())
-
-        try:
-            gradient, evaluation = derivatives.gradient(evaluate, params)
-        except (RuntimeError, NotImplementedError):  # a model that functorch refuses
-            gradient, evaluation = derivatives.plain_gradient(evaluate, params)
-        return self.layout.flatten(gradient), float(evaluation.log_joint)
-
-    def _remember(self) -> None:
-        if self.path is None:
-            return
-        if 2 * self.layout.size * (len(self.path) + 1) > PATH_NUMBERS:
-            self.path = None
-            return
-        gaussian = self._gaussian()
-        self.path.append((gaussian.mean, gaussian.variance.sqrt()))
+def _is_finite(state: EKFState) -> bool:
+    return bool(torch.isfinite(state.mean).all() & torch.isfinite(state.precision).all())

@@ -111,7 +111,7 @@ class Method:
             for name, value in hyperparameters.items()
             if isinstance(value, int | float | str)
         )
-        fit, result = self.__dict__.get("_fit"), self.__dict__.get("_result")
+        fit, result = getattr(self, "_fit", None), self.__dict__.get("_result")
         if fit is not None:
             rows, kept = fit.log_posterior.num_data, f"starts: {fit.num_starts}"
         elif result is not None:

@@ -53,7 +53,7 @@ def as_precondition(
         )
     if asked == "dense" or asked == "low_rank" or asked == "diag":
         return asked
-    fit = asked.__dict__.get("_fit") if isinstance(asked, Method) else None
+    fit = getattr(asked, "_fit", None) if isinstance(asked, Method) else None
     if isinstance(fit, Fit) and fit.gaussians and fit.sites == tuple(fit.log_posterior.latents):
         gaussian = fit.gaussians[0]
         if isinstance(gaussian, Kronecker):

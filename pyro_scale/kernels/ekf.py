@@ -7,34 +7,47 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
+
 
 class EKFState(NamedTuple):
-    """The Gaussian's mean [D], and its precision, [D, D] or the diagonal [D]."""
+    """The Gaussian's mean [D], its elements' sds [D], and its precision, [D, D] or the diagonal
+    [D]."""
 
     mean: Tensor
+    sd: Tensor
     precision: Tensor
 
+    @classmethod
+    def of(cls, gaussian: Gaussian) -> EKFState:
+        """From a Gaussian."""
+        return cls(gaussian.mean, gaussian.variance.sqrt(), gaussian.precision)
 
-def predict(state: EKFState, transition_sd: float) -> EKFState:
+    @property
+    def gaussian(self) -> Gaussian:
+        """The Gaussian of this mean and precision."""
+        kind = Diagonal if self.precision.dim() == 1 else Dense
+        return kind.of_precision(self.mean, self.precision)
+
+
+def predict(state: EKFState, drift: Tensor) -> EKFState:
     """The state before the next batch, where the params walk at random between batches:
 
-    precision' = (precision^-1 + q I)^-1 = L (I + q L^T L)^-1 L^T,    precision = L L^T
+    precision' = (precision^-1 + Q)^-1 = L (I + L^T Q L)^-1 L^T,    precision = L L^T
 
-    with q = transition_sd^2; the last form loses nothing where q is large.
+    with Q diagonal, the walk's variances [D]; the last form loses nothing where they are large.
     """
-    if transition_sd == 0:
-        return state
-    precision, noise = state.precision, transition_sd**2
+    precision, sd = state.precision, (state.sd.square() + drift).sqrt()
     if precision.dim() == 1:
-        return EKFState(state.mean, precision / (1 + noise * precision))
-    eye = torch.eye(len(precision)).to(precision)
+        return EKFState(state.mean, sd, precision / (1 + drift * precision))
+    eye = torch.eye(len(precision), dtype=precision.dtype, device=precision.device)
     factor = torch.linalg.cholesky(precision)
-    inner = torch.linalg.cholesky(eye + noise * factor.mT @ factor)
+    inner = torch.linalg.cholesky(eye + factor.mT @ (drift[:, None] * factor))
     half = torch.linalg.solve_triangular(inner, factor.mT, upper=False)
-    return EKFState(state.mean, half.mT @ half)
+    return EKFState(state.mean, sd, half.mT @ half)
 
 
-def absorb(state: EKFState, gradient: Tensor, curvature: Tensor, lr: float) -> EKFState:
+def absorb(state: EKFState, gradient: Tensor, curvature: Tensor, lr: Tensor) -> EKFState:
     """The state after a batch, whose log likelihood, a sum over its rows, has this gradient [D]
     and curvature at the mean:
 
@@ -44,8 +57,6 @@ def absorb(state: EKFState, gradient: Tensor, curvature: Tensor, lr: float) -> E
     Ollivier 2018).
     """
     precision = state.precision + lr * curvature
-    if precision.dim() == 1:
-        return EKFState(state.mean + lr * gradient / precision, precision)
-    factor = torch.linalg.cholesky(precision)
-    step = torch.cholesky_solve(gradient[:, None], factor)[:, 0]
-    return EKFState(state.mean + lr * step, precision)
+    gaussian = state._replace(precision=precision).gaussian
+    mean = state.mean + lr * gaussian.covariance_times(gradient)
+    return EKFState(mean, gaussian.variance.sqrt(), precision)

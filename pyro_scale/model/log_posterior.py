@@ -36,6 +36,7 @@ from pyro_scale.model.scaling import Evaluation, Prior
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import terms_of
 from pyro_scale.model.transforms import is_real
+from pyro_scale.model.unobserved import observe_draws
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: How many starts of a chain are tried: of a model that half of all starts break, 20 fail once in
@@ -326,6 +327,16 @@ class LogPosterior:
         other._num_data = self._num_data or num_data
         other._program, other._model_info = Program(self.model), None
         return other
+
+    def with_drawn_observations(
+        self, arguments: Arguments, seed: int
+    ) -> tuple[LogPosterior, Arguments]:
+        """(The same, before it has seen a batch; a batch for it), of a model and rows that have not
+        been observed yet: their observations are draws from the prior."""
+        other = self.renew(self._num_data)
+        with own_generator(derived_seed(seed, 0, Purpose.INIT)):
+            other._program, arguments = observe_draws(self._program, arguments)
+        return other, arguments
 
     def with_prior(self, prior: Prior) -> LogPosterior:
         """The same with another log prior, a function of a run's sites and of its own."""

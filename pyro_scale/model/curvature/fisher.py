@@ -2,8 +2,9 @@
 
 Three ways to it: closed forms (`fisher_families.py`), sums over finite supports, and the second
 derivatives of the Kullback-Leibler divergence.  What none of them covers is `NoInformation`.
-It is computed eagerly, and in float64, since differences of trigammas cancel in float32; `base_of`
-and `own_arguments` go through `torch.func` and vmap.
+It is computed in float64, since differences of trigammas cancel in float32, and not under
+`torch.func`; `base_of` and `own_arguments` go through that and vmap.  All of it can be traced:
+what is checked of values has been checked before, as a step runs before it is traced.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.distributions as td
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_scale.compile.trace import is_tracing
 from pyro_scale.model.curvature.fisher_families import CATEGORICAL, CLOSED_FORMS, Blocks
 
 Arguments = dict[str, Tensor]
@@ -229,7 +231,7 @@ def _rebuild(base: Any, arguments: Arguments, batch_shape: torch.Size) -> Any:
         raise NoInformation(type(base).__name__) from None
     made = own_arguments(fn)
     same = made.keys() == arguments.keys() and all(
-        torch.allclose(made[name], value) for name, value in arguments.items()
+        is_tracing() or torch.allclose(made[name], value) for name, value in arguments.items()
     )
     if not same or fn.batch_shape != batch_shape:  # its arguments are not what it keeps
         raise NoInformation(type(base).__name__)
@@ -285,7 +287,7 @@ def _by_enumeration(base: Any, arguments: Arguments, names: Sequence[str]) -> Te
         log_prob = _rebuild(base, leaves, shape).log_prob(values)
         scores = _flat(torch.autograd.grad(log_prob.sum(), named), shape)
     probs = torch.where(counted, log_prob.detach().exp(), 0)
-    if not torch.allclose(probs.sum(0), torch.ones_like(probs[0]), atol=1e-4):
+    if not is_tracing() and not torch.allclose(probs.sum(0), torch.ones_like(probs[0]), atol=1e-4):
         raise NoInformation(type(base).__name__)
     scores = torch.where((probs > 0).unsqueeze(-1), scores, 0)
     return torch.einsum("k...,k...i,k...j->...ij", probs, scores, scores)
@@ -334,7 +336,8 @@ def _by_divergence(base: Any, arguments: Arguments, names: Sequence[str]) -> Ten
             raise NoInformation(type(base).__name__) from None
     matrix = torch.stack(rows, -2).detach()
     # a divergence is least where both are the same; where it has a slope there, the support moves
-    if (slope.detach() ** 2 > 1e-9 * matrix.diagonal(dim1=-2, dim2=-1).abs()).any():
+    slopes_squared, least = slope.detach() ** 2, 1e-9 * matrix.diagonal(dim1=-2, dim2=-1).abs()
+    if not is_tracing() and bool((slopes_squared > least).any()):
         raise NoInformation(type(base).__name__)
     return (matrix + matrix.mT) / 2
 

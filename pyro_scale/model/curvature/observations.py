@@ -351,12 +351,13 @@ def _exact(site: Site, rule: Rule, names: tuple[str, ...]) -> Exact:
 
 def _check_num_outputs(site: Site, base: Any, names: tuple[str, ...]) -> None:
     """Refuses matrices of Fisher information that are too large."""
-    if len(base.batch_shape) == 0:
+    shape = torch.Size(base.batch_shape)  # a tuple in some of Pyro's classes
+    if len(shape) == 0:
         return
     arguments = fisher.own_arguments(base)
     count = sum(arguments[name][0].numel() for name in names)  # of one part of the batch
-    each = count // max(1, base.batch_shape[1:].numel())
-    needed = 8 * base.batch_shape.numel() * each**2
+    each = count // max(1, shape[1:].numel())
+    needed = 8 * shape.numel() * each**2
     if needed > _MOST_BYTES:
         raise SiteError(
             f"site '{site.name}': the Fisher information of {each} outputs would take "
