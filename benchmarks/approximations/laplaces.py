@@ -80,7 +80,7 @@ def laplace_torch(
     structure: str = "Diag",
     dtype: str = "float32",
 ) -> Callable[[], Timing]:
-    """`DiagLaplace` or `FullLaplace`; the default backend is None."""
+    """`DiagLaplace`, `KronLaplace` or `FullLaplace`; the default backend is None."""
     _declare_operators()
     import laplace
     from laplace import curvature
@@ -94,10 +94,15 @@ def laplace_torch(
     def fit() -> Any:
         found = kind(next(nets), "classification", prior_precision=1.0, **options)
         found.fit(loader)
-        found.posterior_scale  # noqa: B018  (it is lazy: a factor, and its inverse)
+        if structure != "Kron":
+            found.posterior_scale  # noqa: B018  (it is lazy: a factor, and its inverse)
         return found
 
-    return _timed(fit, lambda found: found.posterior_precision)
+    def precision(found: Any) -> Tensor:
+        matrix = found.posterior_precision
+        return matrix.to_matrix() if structure == "Kron" else matrix
+
+    return _timed(fit, precision)
 
 
 def posteriors_laplace(

@@ -124,6 +124,7 @@ def of_gaussian(found: np.ndarray, reference: np.ndarray) -> float:
     return float(np.abs((found - reference) / np.concatenate([sd, sd])).max())
 
 
+BACKPACK = "laplace-torch, BackPACK, batch 1797"
 WIDE, NARROW = {"hidden": (64, 64)}, {"hidden": (16,)}
 
 
@@ -176,7 +177,12 @@ def _names(contenders: tuple[Contender, ...]) -> list[str]:
 
 
 def _laplace_question(
-    name: str, title: str, text: str, make: Callable[[str], tuple[Contender, ...]], **more: Any
+    name: str,
+    title: str,
+    text: str,
+    make: Callable[[str], tuple[Contender, ...]],
+    own_targets: tuple[Target, ...] = (),
+    **more: Any,
 ) -> Question:
     single, double = make("float32"), make("float64")
     default, posteriors = [
@@ -194,6 +200,7 @@ def _laplace_question(
             close=1e-5,
         ),
     )
+    targets += own_targets
     # laplace-torch's default makes a dense matrix of a float32 identity, whatever the type
     reference = next(each for each in _names(double) if "BackPACK" in each)
     return Question(name, title, text, (*single, *double), targets, reference, **more)
@@ -207,6 +214,15 @@ DIAGONAL = _laplace_question(
     "looks at the model, and evaluates the log joint for the evidence.  curvlinops itself has "
     "estimates of a diagonal and no exact one.",
     _diagonal,
+    (
+        Target(
+            "the curvature alone, against laplace-torch with BackPACK",
+            BACKPACK,
+            ours=f"{OURS}, the curvature alone",
+            faster=2,
+        ),
+        Target("all of run(), against laplace-torch with BackPACK", BACKPACK, faster=1 / 1.5),
+    ),
     distance=relative,
     difference="precision: largest relative difference",
 )
@@ -218,6 +234,40 @@ DENSE = _laplace_question(
     _dense,
     distance=of_matrix,
     difference="precision: largest difference over the roots of the diagonals",
+)
+
+_KRON = {**NARROW, "structure": "kron"}
+KRON = Question(
+    "kron",
+    "Kronecker factors of the network 64-16-10",
+    "1,210 weights, 1,797 rows in a single batch, as laplace-torch's factors depend on how the "
+    "data are split; from the weights to the eigenvalues.",
+    tuple(
+        _in(dtype, contender)
+        for dtype in ("float32", "float64")
+        for contender in (
+            Contender(OURS, "laplaces:ours", _KRON),
+            _laplace_torch("default (curvlinops)", None, 1797, structure="Kron", **NARROW),
+            _laplace_torch("BackPACK", "BackPackGGN", 1797, structure="Kron", **NARROW),
+        )
+    ),
+    (
+        Target(
+            "against laplace-torch's default",
+            "laplace-torch, default (curvlinops), batch 1797",
+            faster=1,
+        ),
+        Target("against laplace-torch with BackPACK", BACKPACK, faster=1 / 1.5),
+        Target(
+            "the precision, in float64",
+            "laplace-torch, default (curvlinops), batch 1797 (float64)",
+            ours=f"{OURS} (float64)",
+            close=1e-5,
+        ),
+    ),
+    f"{BACKPACK} (float64)",
+    of_matrix,
+    "precision: largest difference over the roots of the diagonals",
 )
 
 PRODUCT = Question(
@@ -259,6 +309,7 @@ FISHER = Question(
     ),
     (
         Target("against posteriors", "posteriors, diag_fisher, batch 32", faster=1),
+        Target("against laplace-torch with BackPACK", BACKPACK, faster=1),
         Target(
             "the precision",
             "laplace-torch, default (curvlinops), batch 128",
@@ -382,6 +433,7 @@ def _ekf(structure: str) -> Question:
 QUESTIONS = (
     DIAGONAL,
     DENSE,
+    KRON,
     PRODUCT,
     FISHER,
     _vi("diag", "AutoDiagonalNormal"),

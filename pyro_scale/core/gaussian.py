@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.kronecker import Kronecker
+from pyro_scale.core.low_rank import LowRank
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class Dense:
 
 
 #: Of any structure.
-Gaussian: TypeAlias = Diagonal | Dense | Kronecker
+Gaussian: TypeAlias = Diagonal | Dense | Kronecker | LowRank
 
 
 def as_structure(gaussian: Gaussian, dense: bool) -> Gaussian:
@@ -174,7 +175,7 @@ def as_structure(gaussian: Gaussian, dense: bool) -> Gaussian:
         return Diagonal(gaussian.mean, gaussian.variance.sqrt())
     if isinstance(gaussian, Diagonal):
         return Dense(gaussian.mean, gaussian.sd.diag())
-    if isinstance(gaussian, Kronecker):
+    if isinstance(gaussian, Kronecker | LowRank):
         return Dense.of_covariance(gaussian.mean, gaussian.covariance)
     return gaussian
 

@@ -18,13 +18,15 @@ from pyro_scale.errors import PyroScaleError
 from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.fullbatch.density import NEAR, FullDataDensity, no_mode
 from pyro_scale.fullbatch.kronecker import kronecker_at
+from pyro_scale.fullbatch.low_rank import low_rank_at
 from pyro_scale.fullbatch.precision import CurvatureKind, gaussian_at, precision_at
 from pyro_scale.fullbatch.shared import SharedDensity, sums_of
 from pyro_scale.model.curvature.ggn import Curvature
 
 T = TypeVar("T")
-#: Which elements a Gaussian knows to be correlated: none, all, or those of a weight.
-GaussianStructure: TypeAlias = Literal["diag", "dense", "kron"]
+#: Which elements a Gaussian knows to be correlated: none, all, those of a
+#: weight, or some directions.
+GaussianStructure: TypeAlias = Literal["diag", "dense", "kron", "low_rank"]
 
 #: Matrices that are held at once: the precision, its factor, the covariance's.
 _MATRICES = 6
@@ -68,6 +70,7 @@ class Search:
         num_rows: rows at a time.
         held: places of params that stay as they are.
         tuned: places of params that are set by the evidence.
+        rank: of a Gaussian of low rank.
     """
 
     density: FullDataDensity
@@ -78,6 +81,7 @@ class Search:
     num_rows: int | None = None
     held: Tensor | None = None
     tuned: Tensor | None = None
+    rank: int = 20
 
     def best(self, start: Tensor) -> Candidate:
         """The nearest candidate, from a position [D]; over what is tuned, that of most evidence.
@@ -157,6 +161,10 @@ class Search:
             return kronecker_at(
                 self.density, center, self.sites, self.kind, self.seed, self.num_rows
             )
+        if self.structure == "low_rank":
+            assert self.kind != "hessian"
+            how = self.sites, self.kind, self.rank, self.seed, self.num_rows
+            return low_rank_at(self.density, center, *how)
         precision = self._precision(center, self.structure == "dense")
         return gaussian_at(self.density, center, self.sites, precision)
 
@@ -174,7 +182,7 @@ class Search:
             like: where positions are.
             work: rank 0 does it.
         """
-        if ranks.is_alone or self.structure == "kron":  # whose factors every rank adds up itself
+        if ranks.is_alone or self.structure in ("kron", "low_rank"):  # by each
             return work(self)
         sums = sums_of(self.density, ranks, like.device)
         density = SharedDensity.of(self.density, sums)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Diagonal, matrix_or_diagonal
 from pyro_scale.core.kronecker import Kronecker
+from pyro_scale.core.low_rank import LowRank
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
@@ -337,7 +338,9 @@ class Approximation(Method):
     def _restore(self, contents: Mapping[str, Any], log_posterior: LogPosterior) -> None:
         result = result_of(contents, log_posterior)
         self.structure = contents["structure"]
-        kind: Any = {"dense": Dense, "diag": Diagonal, "kron": Kronecker}[self.structure]
+        kind: Any = {"dense": Dense, "diag": Diagonal, "kron": Kronecker, "low_rank": LowRank}[
+            self.structure
+        ]
         self._fit = Fit(
             log_posterior,
             None,

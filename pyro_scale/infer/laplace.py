@@ -34,6 +34,8 @@ from pyro_scale.run.resume import identity_of
 
 #: The square of the distance to the mode, in posterior sds, from which evidence is in doubt.
 _FAR = 0.01
+#: Structures that are made of the rows' terms.
+_OF_ROWS = ("kron", "low_rank")
 #: Dimensions up to which structure="auto" is dense.
 _MOST_DENSE = 1000
 #: Passes through the data, in evaluations of the log joint, that a fit is worth.
@@ -55,7 +57,9 @@ class Laplace(Approximation):
             Gaussian of correlated elements is too narrow.  `"kron"`, for networks: each weight of
             a product, convolution or projection, and each bias, has a block of Kronecker factors
             (K-FAC, Martens and Grosse 2015; Ritter et al. 2018), whose prior must have one scale;
-            other elements are independent.
+            other elements are independent.  `"low_rank"`, for anything else of many dimensions:
+            the directions that the data know most about, in units of the prior's sds, and a
+            diagonal.
         curvature: of the likelihood: `"ggn"`, the generalized Gauss-Newton matrix, never negative;
             `"monte_carlo"`, an estimate of it from one drawn observation a row, for many outputs;
             `"empirical_fisher"`; or `"hessian"`, of the whole log joint.  Where a distribution's
@@ -65,6 +69,7 @@ class Laplace(Approximation):
         sites: which sites get a Gaussian, such as a network's last layer; the others stay at the
             mode.  All by default.
         temperature: multiplies the covariance.
+        rank: how many directions `"low_rank"` has.
         init_strategy: where the search for the mode starts.
         num_data: N, which overrides what the data say.
 
@@ -100,6 +105,7 @@ class Laplace(Approximation):
         curvature: CurvatureKind = "ggn",
         sites: Sequence[str] | None = None,
         temperature: float = 1.0,
+        rank: int = 20,
         init_strategy: Any = None,
         num_data: int | None = None,
     ):
@@ -108,14 +114,15 @@ class Laplace(Approximation):
         kinds = [kind for part in get_args(CurvatureKind) for kind in (get_args(part) or (part,))]
         if curvature not in kinds:
             raise ArgumentError(f"curvature={curvature!r}: pass one of {kinds}")
-        if structure == "kron" and curvature == "hessian":
+        if structure in _OF_ROWS and curvature == "hessian":
             raise ArgumentError(
-                "structure='kron': a Hessian has no Kronecker factors: use curvature='ggn'"
+                f"structure={structure!r}: a Hessian has no such factors: use curvature='ggn'"
             )
         if isinstance(sites, str) or (sites is not None and not list(sites)):
             raise ArgumentError(f"sites={sites!r}: pass a list of sites' names")
         self.curvature, self.temperature = curvature, _as_temperature(temperature)
         self._sites = None if sites is None else list(sites)
+        self.rank = as_count("rank", rank)
 
     @without_vmap_warnings()
     def run(
@@ -305,12 +312,13 @@ class Laplace(Approximation):
             few = len(problem.engine.layout.places(sites)) <= _MOST_DENSE
             self.structure = "dense" if few else "diag"
         kind = self._kind(problem)
-        if self.structure == "kron" and kind == "hessian":
+        if self.structure in _OF_ROWS and kind == "hessian":
             raise ArgumentError(
-                "structure='kron': the data are one joint density, whose Hessian has no Kronecker "
-                "factors: use structure='diag' or 'dense'"
+                f"structure={self.structure!r}: the data are one joint density, and factors are "
+                "sums over rows: use structure='diag' or 'dense'"
             )
-        search = Search(density, sites, kind, self.structure, problem.seed, num_rows, held, tuned)
+        how = self.structure, problem.seed, num_rows, held, tuned, self.rank
+        search = Search(density, sites, kind, *how)
         search.check_fits(problem.positions)
         return search
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from pyro_scale.core.gaussian import as_structure
 from pyro_scale.core.kronecker import Kronecker
+from pyro_scale.core.low_rank import LowRank
 from pyro_scale.core.validation import AUTO, is_auto
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.method import Method
@@ -14,7 +15,7 @@ from pyro_scale.kernels import Kernel
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.tuning.choice import Precondition
 
-#: Dimensions up to which a Gaussian of Kronecker factors gives a dense map.
+#: Dimensions up to which a Gaussian of factors gives a dense map.
 _MOST_DENSE = 1000
 
 
@@ -56,7 +57,7 @@ def as_precondition(
     fit = getattr(asked, "_fit", None) if isinstance(asked, Method) else None
     if isinstance(fit, Fit) and fit.gaussians and fit.sites == tuple(fit.log_posterior.latents):
         gaussian = fit.gaussians[0]
-        if isinstance(gaussian, Kronecker):
+        if isinstance(gaussian, Kronecker | LowRank):
             return as_structure(gaussian.double(), len(gaussian.mean) <= _MOST_DENSE)
         return gaussian.double()
     raise ArgumentError(

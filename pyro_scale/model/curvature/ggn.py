@@ -133,8 +133,10 @@ class Curvature:
         vector: Params,
         indices: Tensor | None = None,
         held: Params | None = None,
+        keep: slice = slice(None),
     ) -> dict[str, Tensor]:
-        """The matrix times a vector by site, without the matrix: two gradients' worth of time."""
+        """The matrix times a vector by site, without the matrix: two gradients' worth of time;
+        other arguments as for `diagonal`."""
         arguments, held = rows.as_arguments(batch), held or {}
         indices = self._indices(arguments, indices)
         leaves = _leaves(params)
@@ -151,7 +153,8 @@ class Curvature:
                 outputs, moved = forward_ad.unpack_dual(observed.outputs())
             if moved is None:
                 return nothing
-            inner = observed.between(moved.detach())
+            inner = torch.zeros_like(moved)
+            inner[keep] = observed.between(moved.detach())[keep]
             back = torch.autograd.grad(
                 outputs, list(leaves.values()), inner, materialize_grads=True
             )
@@ -159,7 +162,7 @@ class Curvature:
         except (RuntimeError, NotImplementedError):  # operations without forward derivatives
             layout = Layout.of(params)
             flat = layout.flatten(vector)
-            blocks = self.blocks(params, arguments, indices, held)
+            blocks = self.blocks(params, arguments, indices, held, keep)
             return layout.unflatten(sum((b.times(flat) for b in blocks), torch.zeros_like(flat)))
 
     def kronecker(

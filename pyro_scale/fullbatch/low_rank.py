@@ -1,0 +1,85 @@
+"""The posterior's precision at a point by the directions that the data know most about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_scale.core.layout import Layout
+from pyro_scale.core.low_rank import LowRank
+from pyro_scale.fullbatch.chunks import Chunk, chunks_of
+from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.model.curvature.ggn import Curvature, RowKind
+from pyro_scale.model.curvature.prior_hessian import prior_precision
+from pyro_scale.rng.seeds import Purpose, derived_seed
+
+
+def low_rank_at(
+    density: FullDataDensity,
+    position: Tensor,
+    sites: Sequence[str],
+    kind: RowKind,
+    rank: int,
+    seed: int = 0,
+    num_rows: int | None = None,
+) -> LowRank:
+    """The Gaussian over some sites at a point: its precision is the prior's diagonal, the largest
+    part of the likelihood's curvature of that rank in units of the prior's sds (Spantini et al.
+    2015), and what the curvature's diagonal has beyond that.
+
+    The directions are found by Lanczos' method (ARPACK's, through SciPy) on products with the
+    curvature, a few passes through the data for each.
+
+    Args:
+        density: the log joint of all rows.
+        position: where, [D].
+        sites: whose elements.
+        kind: the curvature of the rows.
+        rank: how many directions.
+        seed: of Monte Carlo.
+        num_rows: rows at a time.
+    """
+    from scipy.sparse.linalg import LinearOperator, eigsh  # slow to import
+
+    log_posterior, params = density.log_posterior, density.layout.unflatten(position)
+    free = {name: params[name] for name in sites}
+    held = {name: value for name, value in params.items() if name not in free}
+    layout, num_data = Layout.of(free), log_posterior.num_data
+    rows = num_data / (density.num_rows or num_data)
+
+    def chunks() -> Iterator[tuple[Curvature, Chunk]]:
+        for place, chunk in enumerate(chunks_of(log_posterior, density.data, num_rows)):
+            own = derived_seed(seed, place, Purpose.CURVATURE)
+            yield Curvature(log_posterior, kind, seed=own), chunk
+
+    _, first = next(chunks())
+    prior = prior_precision(log_posterior, free, first.arguments, held, dense=False)
+    total = torch.zeros_like(prior)
+    for curvature, chunk in chunks():
+        where = (free, chunk.arguments, chunk.indices, held, chunk.keep)
+        total += rows * layout.flatten(curvature.diagonal(*where))
+    scale = torch.where(prior > 0, prior, prior + total).rsqrt()
+
+    def product(vector: np.ndarray) -> np.ndarray:
+        along = layout.unflatten(scale * torch.from_numpy(vector.reshape(-1)).to(scale))
+        result = torch.zeros_like(scale)
+        for curvature, chunk in chunks():
+            where = (free, chunk.arguments, along, chunk.indices, held, chunk.keep)
+            result += rows * layout.flatten(curvature.product(*where))
+        return (scale * result).double().cpu().numpy()
+
+    size = layout.size
+    start = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    operator = LinearOperator((size, size), matvec=product, dtype=np.float64)
+    if rank < size - 1:
+        lengths, axes = eigsh(operator, k=rank, which="LA", v0=start.numpy())
+    else:
+        lengths, axes = np.linalg.eigh(operator @ np.eye(size))
+    weights = torch.from_numpy(lengths).clamp(min=0).sqrt()
+    factor = (torch.from_numpy(axes) * weights).to(scale) / scale[:, None]
+    rest = (total - factor.square().sum(1)).clamp(min=0)
+    mean = position[density.layout.places(sites)]
+    return LowRank.of_precision(mean, prior + rest, factor)

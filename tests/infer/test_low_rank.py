@@ -1,0 +1,73 @@
+"""Laplace approximations of low rank, against dense ones."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from reference import close, normals
+
+import pyro_scale as ps
+from pyro_scale.core.low_rank import LowRank
+
+pytestmark = pytest.mark.usefixtures("float64", "store")
+QUIET = {"progress": False, "seed": 0}
+SCALES = torch.linspace(0.5, 2.0, 12, dtype=torch.float64)
+
+
+def model(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(12), SCALES).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+
+
+#: Of rank 4.
+X = normals(30, 4, seed=1) @ normals(4, 12, seed=2)
+DATA = X, normals(30, seed=3)
+PRECISION = torch.diag(SCALES**-2) + 4 * X.T @ X
+
+
+@pytest.mark.parametrize("batch_size", [None, 7])
+@pytest.mark.parametrize("rank", [4, 6, 11, 12])
+def test_it_is_exact_where_the_data_know_no_more_directions(rank, batch_size):
+    fit = ps.Laplace(model, structure="low_rank", rank=rank)
+    fit.run(DATA, batch_size=batch_size, **QUIET)
+    dense = ps.Laplace(model, structure="dense").run(DATA, **QUIET)
+    gaussian = fit.fit.gaussians[0]
+    close(gaussian.precision, PRECISION, 1e-7)
+    close(gaussian.mean, dense.fit.gaussians[0].mean, 1e-6)
+    close(fit.log_marginal_likelihood(), dense.log_marginal_likelihood(), 1e-6)
+
+
+def test_beyond_its_directions_it_has_the_diagonal():
+    """The largest of the curvature in units of the prior, and the rest of its diagonal."""
+    gaussian = ps.Laplace(model, structure="low_rank", rank=2).run(DATA, **QUIET).fit.gaussians[0]
+    scaled = 4 * SCALES[:, None] * X.T @ X * SCALES
+    lengths, axes = torch.linalg.eigh(scaled)
+    largest = (axes[:, -2:] * lengths[-2:]) @ axes[:, -2:].T / SCALES / SCALES[:, None]
+    rest = PRECISION.diagonal() - largest.diagonal()
+    close(gaussian.precision, largest + torch.diag(rest), 1e-7)
+    close(gaussian.precision.diagonal(), PRECISION.diagonal(), 1e-7)
+
+
+def test_the_gaussian_is_its_matrices(tmp_path):
+    diagonal, factor = normals(6, seed=4).exp(), normals(6, 2, seed=5)
+    precision = torch.diag(diagonal) + factor @ factor.T
+    gaussian = LowRank.of_precision(normals(6, seed=6), diagonal, factor)
+    covariance = torch.linalg.inv(precision)
+    close(gaussian.precision, precision, 1e-12)
+    close(gaussian.covariance, covariance, 1e-12)
+    close(gaussian.variance, covariance.diagonal(), 1e-12)
+    close(gaussian.log_det, torch.logdet(covariance), 1e-12)
+    root = gaussian.sample(torch.eye(6)) - gaussian.mean
+    close(root.T @ root, covariance, 1e-12)
+    x = normals(5, 6, seed=7)
+    reference = torch.distributions.MultivariateNormal(gaussian.mean, precision_matrix=precision)
+    close(torch.vmap(gaussian.log_prob)(x), reference.log_prob(x), 1e-12)
+    close(gaussian.temper(0.3).covariance, 0.3 * covariance, 1e-12)
+
+
+def test_a_fit_is_saved(tmp_path):
+    fit = ps.Laplace(model, structure="low_rank", rank=3).run(DATA, **QUIET)
+    fit.save(tmp_path / "fit")
+    again = ps.Laplace.load(tmp_path / "fit", model)
+    close(again.fit.gaussians[0].covariance, fit.fit.gaussians[0].covariance, 1e-12)
