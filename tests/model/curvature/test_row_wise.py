@@ -1,11 +1,15 @@
 """The squares of rows' gradients from autograd's graph, against Jacobians of the same functions;
 and of which params they are not to be had that way."""
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
-from reference import normals
+from reference import close, normals
+from torch import nn
 from torch.nn import functional as F
 
+import pyro_scale as ps
 from pyro_scale.model.curvature.row_wise import RowWise
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -172,3 +176,81 @@ def test_a_unit_that_is_dead_does_not_hide_where_rows_are():
     for own, rows in zip((found.get("w"), found.get("b")), jacobian, strict=True):
         if own is not None:
             assert torch.equal(own, rows.square().sum(0))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = nn.GRU(4, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.out(self.cell(x)[0][:, -1])
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.mix = nn.Embedding(4, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return F.linear(self.mix(self.table(x)).tanh().sum(1), self.table.weight)
+
+
+class MeanAndScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = nn.Linear(5, 3), nn.Linear(3, 1)
+
+    def forward(self, x):
+        f = self.out(self.hidden(x).tanh())
+        return torch.cat([f, f + self.out.bias], 1)
+
+
+class Adapted(nn.Module):
+    """A weight that is known, and a change of it of low rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.a, self.b = nn.Linear(5, 4), nn.Linear(5, 2, bias=False), nn.Linear(2, 4)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
+NETWORKS = {
+    "recurrent": (Recurrent, SEQUENCES),
+    "tied": (Tied, PLACES),
+    "mean and scale": (MeanAndScale, X),
+    "convolutions": (
+        lambda: nn.Sequential(nn.Conv2d(4, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(32, 3)),
+        IMAGES,
+    ),
+    "normalized": (lambda: nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)), X),
+    "adapted": (Adapted, X),
+}
+HEADS = {
+    "classes": (lambda f: dist.Categorical(logits=f), torch.arange(B) % 2),
+    "noise of each row": (lambda f: dist.Normal(f[:, 0], F.softplus(f[:, 1])), normals(B, seed=30)),
+}
+
+
+@pytest.mark.parametrize("kind", ["ggn", "empirical_fisher"])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_networks_diagonal_is_that_of_its_matrix(network, head, kind, store):
+    """Which is made of Jacobians of rows."""
+    torch.manual_seed(0)
+    (make, x), (likelihood, y) = NETWORKS[network], HEADS[head]
+    net = make()
+    weights = {name: value.detach().clone() for name, value in net.named_parameters()}
+    bayesian = ps.bayesianize(net)
+
+    def model(x, y=None):
+        f = bayesian(x)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", likelihood(f), obs=y)
+
+    curvature = ps.Curvature(ps.LogPosterior(model, num_data=B), kind)
+    found = curvature.diagonal(weights, (x, y))
+    dense = curvature.dense(weights, (x, y)).diagonal()
+    close(torch.cat([found[name].flatten() for name in weights]), dense, 1e-10)
