@@ -70,6 +70,8 @@ class Diagonal:
         """[D]."""
         return self.sd.square().reciprocal()
 
+    precision_diagonal = precision
+
     @property
     def log_det(self) -> Tensor:
         """The log determinant of the covariance."""
@@ -158,6 +160,11 @@ class Dense:
     def precision(self) -> Tensor:
         """[D, D]."""
         return torch.cholesky_inverse(self.scale_tril)
+
+    @property
+    def precision_diagonal(self) -> Tensor:
+        """[D]."""
+        return self.precision.diagonal()
 
     @property
     def log_det(self) -> Tensor:

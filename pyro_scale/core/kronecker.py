@@ -43,10 +43,9 @@ class Block(NamedTuple):
         """Standard normals `[..., m, n]` with the covariance."""
         return self.left @ (self.variances.sqrt() * noise) @ self.right.mT
 
-    @property
-    def variance(self) -> Tensor:
-        """Of each element, [m, n]."""
-        return self.left.square() @ self.variances @ self.right.square().mT
+    def diagonal(self, values: Tensor) -> Tensor:
+        """Of the matrix that has these values, [m, n], for its eigenvalues: [m, n]."""
+        return self.left.square() @ values @ self.right.square().mT
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,16 @@ class Kronecker:
         """[D]."""
         total = torch.zeros_like(self.mean)
         for block in self.blocks:
-            total[block.places] = block.variance
+            total[block.places] = block.diagonal(block.variances)
         return total.index_put((self.others,), self.other_variances)
+
+    @property
+    def precision_diagonal(self) -> Tensor:
+        """[D]."""
+        total = torch.zeros_like(self.mean)
+        for block in self.blocks:
+            total[block.places] = block.diagonal(1 / block.variances)
+        return total.index_put((self.others,), 1 / self.other_variances)
 
     @property
     def covariance(self) -> Tensor:

@@ -74,6 +74,11 @@ class LowRank:
         return self.scale.square() * (1 + rows)
 
     @property
+    def precision_diagonal(self) -> Tensor:
+        """[D]."""
+        return (1 + self.axes.square() @ self.lengths) / self.scale.square()
+
+    @property
     def covariance(self) -> Tensor:
         """[D, D]."""
         return self.covariance_times(torch.eye(len(self.mean)).to(self.mean))

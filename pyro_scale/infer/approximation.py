@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from pyro_scale.core.gaussian import Dense, Diagonal, matrix_or_diagonal
+from pyro_scale.core.gaussian import Dense, Diagonal
 from pyro_scale.core.kronecker import Kronecker
 from pyro_scale.core.low_rank import LowRank
 from pyro_scale.core.rows import Arguments
@@ -216,7 +216,7 @@ class Approximation(Method):
         if not fit.gaussians:
             raise ArgumentError(f"{type(self).__name__} has no Gaussian: fit a Laplace or VI")
         warm = [fit.at_temperature_1(start) for start in range(len(fit.gaussians))]
-        diagonals = [matrix_or_diagonal(each.precision, dense=False) for each in warm]
+        diagonals = [each.precision_diagonal for each in warm]
         mass = torch.ones_like(fit.centers[0])
         mass[fit.places] = torch.stack(diagonals).mean(0) / fit.log_posterior.num_data
         of_sites = fit.layout.unflatten(mass)

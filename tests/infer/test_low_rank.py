@@ -57,6 +57,7 @@ def test_the_gaussian_is_its_matrices(tmp_path):
     close(gaussian.precision, precision, 1e-12)
     close(gaussian.covariance, covariance, 1e-12)
     close(gaussian.variance, covariance.diagonal(), 1e-12)
+    close(gaussian.precision_diagonal, precision.diagonal(), 1e-12)
     close(gaussian.log_det, torch.logdet(covariance), 1e-12)
     root = gaussian.sample(torch.eye(6)) - gaussian.mean
     close(root.T @ root, covariance, 1e-12)

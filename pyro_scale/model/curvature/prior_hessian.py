@@ -41,7 +41,8 @@ def prior_precision(
     layout = Layout.of(params)
     position = layout.flatten(params)
     if log_posterior.gaussian_prior is not None and layout.names == log_posterior.latents:
-        return matrix_or_diagonal(log_posterior.gaussian_prior.precision, dense)
+        prior = log_posterior.gaussian_prior
+        return matrix_or_diagonal(prior.precision, dense) if dense else prior.precision_diagonal
     slope, here = _slope(log_posterior, layout, position, batch, held)
     times = _product(slope, here)
     probe, check = 1 + torch.rand(2, layout.size, generator=torch.Generator().manual_seed(0)).to(

@@ -180,6 +180,7 @@ def test_the_gaussian_is_its_matrices(tmp_path):
     close(gaussian.precision, precision, 1e-12)
     close(gaussian.covariance, covariance, 1e-12)
     close(gaussian.variance, covariance.diagonal(), 1e-12)
+    close(gaussian.precision_diagonal, precision.diagonal(), 1e-12)
     close(gaussian.log_det, torch.logdet(covariance), 1e-12)
     x = normals(6, 8, seed=4)
     reference = torch.distributions.MultivariateNormal(gaussian.mean, precision_matrix=precision)
