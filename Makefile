@@ -45,6 +45,7 @@ networks: .venv/installed
 	$(BIN)/python -W ignore benchmarks/networks/cost.py
 	OMP_NUM_THREADS=2 $(BIN)/python -W ignore benchmarks/networks/cost.py
 	$(BIN)/python -W ignore benchmarks/networks/digits.py
+	$(BIN)/python -W ignore benchmarks/networks/laplaces.py
 	$(BIN)/python -W ignore benchmarks/networks/ood.py
 	$(BIN)/python -W ignore benchmarks/networks/uci.py
 	$(BIN)/python -W ignore benchmarks/networks/untuned.py
