@@ -62,7 +62,15 @@ def rbf(points: Tensor) -> tuple[Tensor, Tensor]:
     """(k of all pairs of points `[n, D]`, `[n, n]`; h, 0-d)."""
     squares = points.square().sum(1)
     distances = squares[:, None] + squares - 2 * points @ points.T
-    median = (distances.median() - (-distances).median()) / 2  # of the lower one and the upper
-    bandwidth = median / math.log(len(points) + 1)
+    bandwidth = median(distances) / math.log(len(points) + 1)
     bandwidth = torch.where(bandwidth > 0, bandwidth, 1)  # of one particle
     return torch.exp(-distances / bandwidth), bandwidth
+
+
+def median(values: Tensor) -> Tensor:
+    """The median, 0-d; of an even number of values, between the two in the middle, of which
+    torch's is the lower."""
+    lower = values.median()
+    above = torch.where(values > lower, values, torch.inf).min()
+    is_middle = 2 * (values <= lower).sum() > values.numel()  # of an odd number, or a tie
+    return (lower + torch.where(is_middle, lower, above)) / 2
