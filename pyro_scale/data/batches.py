@@ -31,7 +31,8 @@ class Batch:
     """One step's data of all chains.
 
     Attributes:
-        arguments: the model's arguments, whose rows are `[chains, B, ...]`, or `[B, ...]`.
+        arguments: the model's arguments, whose rows are `[chains, B, ...]` (of chains that have
+            one batch, `[1, B, ...]`), or `[B, ...]`.
         per_chain: whether each chain has its own.
         indices: `[chains, B]` for a model that subsamples by itself.
     """

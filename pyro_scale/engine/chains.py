@@ -173,13 +173,14 @@ class Chains:
     ) -> None:
         """Writes down that a step breaks a chain, and what led to it: an element of the state that
         is not finite, or else what the model raised, or else the log joint."""
-        batch = batches.batch(batches.fixed, step.block.at(0)[2])
+        _, _, changing = step.block.of(slice(chain, chain + 1)).at(0)
+        batch = batches.batch(batches.fixed, changing)
         self.failures.append(
             Failure(
                 chain=chain,
                 step=step.block.start,
                 site=self._engine.layout.site_at(element or 0),
-                bad_batch=not rows.are_finite(batch.of_chain(chain)[0]),
+                bad_batch=not rows.are_finite(batch.of_chain(0)[0]),
                 error=error,
                 in_density=element is None and error is None,
             )

@@ -177,11 +177,11 @@ def _compile(
     """The steps as one program: a loop if it can be and is asked for, else a compiled step.
 
     On a processor nothing is gained by moving chains together: each has a loop of its own, on one
-    thread, or they take turns with a step on all threads.  Points tie them together, and a GPU is
-    filled by all of them at once.
+    thread, or they take turns with a step on all threads.  Points and kernels may tie them
+    together, and a GPU is filled by all of them at once.
     """
     on_processor = state.position.device.type == "cpu"
-    all_at_once = engine.has_points or not on_processor
+    all_at_once = engine.ties_chains or not on_processor
     single = all_at_once or num_chains == 1
     if not all_at_once:
         engine = dataclasses.replace(engine, vectorized=False)

@@ -32,7 +32,8 @@ class StepInputs:
         start: the number of the first step.
         values: every hyperparameter's, `[steps]`.
         noise: standard normals, `[chains, steps, normals, latents]`.
-        changing: what changes of the batches, tensors `[chains, steps, ...]`.
+        changing: what changes of the batches, tensors `[chains, steps, ...]`, or `[1, steps, ...]`
+            of chains that have one batch.
     """
 
     start: int
@@ -66,8 +67,10 @@ class StepInputs:
         return (self.part(i, min(i + size, len(self))) for i in range(0, len(self), size))
 
     def of(self, chains: slice) -> StepInputs:
-        """The block of some of the chains."""
-        changing = pytree.tree_map(lambda leaf: leaf[chains], self.changing)
+        """The block of some of the chains, which may all have one batch."""
+        changing = pytree.tree_map(
+            lambda leaf: leaf[chains] if len(leaf) > 1 else leaf, self.changing
+        )
         return StepInputs(self.start, self.values, self.noise[chains], changing)
 
     def copied(self) -> StepInputs:

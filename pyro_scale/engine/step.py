@@ -7,9 +7,9 @@ between steps.  So the same function can be traced and compiled.  This file defi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -38,6 +38,19 @@ class Density(Protocol):
     def row_gradients(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]: ...
+
+
+@runtime_checkable
+class Coupled(Protocol):
+    """A kernel whose chains move together, each by all gradients; they have one batch."""
+
+    def couple(self, positions: Tensor, gradients: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+        """Where each chain goes, from all positions and gradients, `[chains, D]`."""
+        ...
+
+    def move(self, state: Any, direction: Tensor) -> Any:
+        """A chain's next state, from where it goes, [D]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -132,6 +145,8 @@ class Engine:
         self, state: Any, batch: Batch, noise: Tensor, values: Mapping[str, Tensor]
     ) -> tuple[Any, Any]:
         """(The next state, each chain's evaluation); noise is `[chains, normals, latents]`."""
+        if isinstance(self.kernel, Coupled):
+            return self._step_together(self.kernel, state, batch, values)
         values = self.subtract_known_noise(self.kernel_values(values))
 
         def update(arguments: Any, indices: Any, state: Any, noise: Tensor) -> tuple[Any, Any]:
@@ -140,6 +155,19 @@ class Engine:
 
         state, evaluation = self._over_chains(update, batch, state, self.pad(noise))
         return self._share_points(state), evaluation
+
+    def _step_together(
+        self, kernel: Coupled, state: Any, batch: Batch, values: Mapping[str, Tensor]
+    ) -> tuple[Any, Any]:
+        """A step of chains that see each other.  Points, which they share, go by the mean
+        gradient."""
+        target = self._target(*batch.of_chain(0), self.whitening)
+        gradients, evaluation = self._each(target.grad, state.position)
+        own, points = gradients.split([self.num_latents, self.layout.size - self.num_latents], 1)
+        values = self.kernel.per_datum(values, self.density.num_data)
+        directions = kernel.couple(state.position[:, : self.num_latents], own, values)
+        directions = torch.cat([directions, points.mean(0).expand_as(points)], 1)
+        return self._each(kernel.move, state, directions), evaluation
 
     def evaluate(self, positions: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """(Each chain's log joint at its params, its gradient over N, `[chains, D]`), the way
@@ -185,8 +213,13 @@ class Engine:
 
     @property
     def has_points(self) -> bool:
-        """Whether there are points, which tie the chains together."""
+        """Whether there are points, which all chains share."""
         return self.num_latents < self.layout.size
+
+    @property
+    def ties_chains(self) -> bool:
+        """Whether chains take a step together: they share points, or see each other."""
+        return self.has_points or isinstance(self.kernel, Coupled)
 
     def to_params(self, positions: Tensor) -> Tensor:
         """Unconstrained params `[..., D]` where states are at these positions."""
@@ -203,11 +236,19 @@ class Engine:
             every = torch.vmap(function, in_dims=(*_batch_dims(batch), *(0 for _ in states)))
             return every(batch.arguments, batch.indices, *states)
         num_chains = len(pytree.tree_leaves(states)[0])
-        moved = [
+        return _stack(
             function(*batch.of_chain(c), *pytree.tree_map(lambda leaf, c=c: leaf[c], states))
             for c in range(num_chains)
-        ]
-        return pytree.tree_map(lambda *leaves: torch.stack(leaves), *moved)
+        )
+
+    def _each(self, function: Callable[..., Any], *states: Any) -> Any:
+        """function(*states) for every chain; states are `[chains, ...]`."""
+        if self.vectorized:
+            return torch.vmap(function)(*states)
+        num_chains = len(pytree.tree_leaves(states)[0])
+        return _stack(
+            function(*pytree.tree_map(lambda leaf, c=c: leaf[c], states)) for c in range(num_chains)
+        )
 
     def kernel_values(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A step's values as the kernel takes them: the temperature over N, and what differs from
@@ -267,6 +308,11 @@ class Engine:
         return pytree.tree_map(
             lambda leaf: share(leaf) if leaf.shape[1:] == (self.layout.size,) else leaf, state
         )
+
+
+def _stack(of_chains: Iterable[Any]) -> Any:
+    """What single chains give, with chains as the first dimension."""
+    return pytree.tree_map(lambda *leaves: torch.stack(leaves), *of_chains)
 
 
 def _batch_dims(batch: Batch) -> tuple[Any, int | None]:

@@ -42,6 +42,8 @@ ATTRIBUTES = {
     "ps.{name}(model, ...).run(data, num_samples=..., num_chains=...)",
     "report": "{name} chooses nothing to report: summary() and diagnostics() say what it is worth",
     "step": "{name} takes no steps of its own: call run(data, ...)",
+    "psis": "{name} gives draws and no density, so there are no importance weights: psis() is of "
+    "VI, IVON, Laplace and EKF",
     "step_size_bias": "{name} takes no steps whose size is felt in the draws",
     "num_chains": "arviz.from_pyro takes pyro.infer.MCMC: here call .to_arviz(), which has more",
 }

@@ -19,6 +19,7 @@ from pyro_scale.infer.approximation import Approximation
 from pyro_scale.infer.comparison_plot import plot
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.nuts import NUTS
+from pyro_scale.infer.svgd import SVGD
 from pyro_scale.metrics.regression import log_predictive_density
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.predictive import data_sites, log_likelihood_of, resample_equally
@@ -117,7 +118,7 @@ def compare(
     _check_posteriors(results)
     rows: dict[str, dict[str, float]] = {}
     for name, result in results.items():
-        rows[name] = _costs(result, isinstance(methods[name], Approximation))
+        rows[name] = _costs(result, isinstance(methods[name], Approximation | SVGD))
     reference = reference or _most_trusted(methods, rows)
     moments = {name: _moments(result) for name, result in results.items()}
     for name, method in methods.items():
@@ -184,6 +185,8 @@ def _most_trusted(methods: Mapping[str, Method], rows: Mapping[str, Mapping[str,
         method, row = methods[name], rows[name]
         if isinstance(method, Approximation):
             return 2, not method.fit.gaussians, method.structure != "dense"
+        if isinstance(method, SVGD):
+            return 2, False, True
         r_hat = math.inf if math.isnan(row["r_hat"]) else row["r_hat"]
         if isinstance(method, NUTS):
             is_exact = method._results().attrs["temperature"] == 1 and not bool(

@@ -146,8 +146,7 @@ class Optimized(Approximation):
     ) -> None:
         """As `run`, on one process or on some."""
         num_chains = as_count("num_chains", num_chains)
-        if (num_steps is None) == (num_epochs is None):
-            raise ArgumentError("pass one of num_steps and num_epochs, such as num_steps=5000")
+        check_length(num_steps, num_epochs)
         ranks.check(num_chains)
         seed = ranks.of_first(choose_seed(seed), "the choice of a seed")
         self._fit, self._stepping = None, None
@@ -158,13 +157,12 @@ class Optimized(Approximation):
         if not ranks.is_alone:
             check_same(ranks, identity_of(problem, self._attrs(), self.kernel.hyperparameters()))
         problem = with_frozen_features(problem)
-        epoch = -(-problem.log_posterior.num_data // (problem.data.batch_size or 2**62))
-        if num_epochs is not None:
-            num_steps = epoch * as_count("num_epochs", num_epochs)
-        steps = Steps(as_count("num_steps", num_steps), positions=False)
+        steps = Steps(count_steps(problem, num_steps, num_epochs), positions=False)
         stopping = None
         if self._early_stopping:
-            stopping = EarlyStopping(max(epoch, _WINDOW), problem.engine.layout.size)
+            stopping = EarlyStopping(
+                max(count_steps(problem, None, 1), _WINDOW), problem.engine.layout.size
+            )
 
         def stop(draws: Draws) -> bool:
             return all(ranks.of_all(stopping is not None and stopping.reached(draws), "a window"))
@@ -193,7 +191,7 @@ class Optimized(Approximation):
         if draws.error is not None:
             raise draws.error
         draws = gather(draws, problem)
-        _check_failures(draws)
+        check_failures(draws, "start")
         self._fit = self._finish(self._make_fit(problem, draws), problem)
         if not self._ends_exactly:
             self._warn_of_the_trace(draws)
@@ -221,7 +219,7 @@ class Optimized(Approximation):
             self._stepping = Stepping(problem, self.kernel)
         with without_vmap_warnings():
             draws, _ = self._stepping.step(args, kwargs)
-        _check_failures(draws)
+        check_failures(draws, "start")
         self._fit = self._make_fit(self._stepping.problem, draws).replaced(data=None)
         return float(draws.log_joint)
 
@@ -288,7 +286,7 @@ class Optimized(Approximation):
     def _make_fit(self, problem: Problem, draws: Draws) -> Fit:
         log_posterior, state = problem.log_posterior, draws.state
         values = self.kernel.values(draws.num_steps - 1)
-        attrs = {**self._attrs(), **facts_of(log_posterior, problem.seed), **_times(draws)}
+        attrs = {**self._attrs(), **facts_of(log_posterior, problem.seed), **times_of(draws)}
         places, gaussians = slice(0, problem.engine.num_latents), []
         if "temperature" in values:
             attrs["temperature"] = float(values["temperature"])
@@ -336,7 +334,38 @@ class Optimized(Approximation):
         warn(ConvergenceWarning, f"the {self.objective} {message}")
 
 
-def _check_failures(draws: Draws) -> None:
+def check_length(num_steps: int | None, num_epochs: int | None) -> None:
+    """Checks that one of two ways of saying how long a run is was taken.
+
+    Raises:
+        ArgumentError: both, or neither.
+    """
+    if (num_steps is None) == (num_epochs is None):
+        raise ArgumentError("pass one of num_steps and num_epochs, such as num_steps=5000")
+
+
+def count_steps(problem: Problem, num_steps: int | None, num_epochs: int | None) -> int:
+    """How many steps a run takes.
+
+    Raises:
+        ArgumentError: no count.
+    """
+    if num_epochs is None:
+        return as_count("num_steps", num_steps)
+    epoch = -(-problem.log_posterior.num_data // (problem.data.batch_size or 2**62))
+    return epoch * as_count("num_epochs", num_epochs)
+
+
+def check_failures(draws: Draws, mover: str) -> None:
+    """Checks that nothing broke.
+
+    Args:
+        draws: of the run.
+        mover: what its chains are called.
+
+    Raises:
+        NonFiniteError: the first that did, and why.
+    """
     if draws.failures:
         first = draws.failures[0]
         what, site = "the state became NaN or infinite", f", site '{first.site}'"
@@ -345,12 +374,13 @@ def _check_failures(draws: Draws) -> None:
         if first.in_density:
             what, site = NOT_A_DENSITY, ""
         raise NonFiniteError(
-            f"{what}: start {first.chain} at step {first.step}{site}: lower the optimizer's "
+            f"{what}: {mover} {first.chain} at step {first.step}{site}: lower the optimizer's "
             "lr, scale the data, or start nearer to the mode (init_strategy=)"
         )
 
 
-def _times(draws: Draws) -> dict[str, Any]:
+def times_of(draws: Draws) -> dict[str, Any]:
+    """What a run took, as `attrs` has it."""
     return {
         "num_steps": draws.num_steps,
         "sampling_time": draws.seconds,

@@ -10,6 +10,7 @@ from pyro_scale.kernels.psgld import pSGLD
 from pyro_scale.kernels.sghmc import SGHMC
 from pyro_scale.kernels.sgld import SGLD
 from pyro_scale.kernels.sgnht import SGNHT
+from pyro_scale.kernels.svgd import SVGD
 from pyro_scale.kernels.ubu import UBU
 from pyro_scale.kernels.vi import VI, FullRank, MeanField
 
@@ -21,6 +22,7 @@ __all__ = [
     "SGHMC",
     "SGLD",
     "SGNHT",
+    "SVGD",
     "UBU",
     "VI",
     "FullRank",

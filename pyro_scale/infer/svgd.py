@@ -1,0 +1,261 @@
+"""Stein variational gradient descent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, Never, Self
+
+import torch
+from torch import Tensor
+
+from pyro_scale import kernels
+from pyro_scale.core.online_moments import Moments
+from pyro_scale.core.schedules import Schedule
+from pyro_scale.core.validation import as_count
+from pyro_scale.core.warn import warn, without_vmap_warnings
+from pyro_scale.data.open import open_data
+from pyro_scale.data.sources import Data
+from pyro_scale.engine.choose_executor import check_compile
+from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.engine.loop import simulate
+from pyro_scale.engine.progress import Progress
+from pyro_scale.engine.reuse import Earlier
+from pyro_scale.errors import ArgumentError, ConvergenceWarning
+from pyro_scale.infer.method import Method
+from pyro_scale.infer.stochastic import check_failures, check_length, count_steps, times_of
+from pyro_scale.kernels.optimizer import as_optimizer, is_pure
+from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.posterior.collect import facts_of
+from pyro_scale.posterior.draws import Result
+from pyro_scale.rng.seeds import choose_seed
+from pyro_scale.run.frozen_features import with_frozen_features
+from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
+from pyro_scale.tuning.early_stopping import has_converged, still_rises
+
+#: Why there is no R-hat and no ESS.
+_COUPLED = (
+    "SVGD has no R-hat and no ESS: its particles are coupled and deterministic, so they are no "
+    "draws of chains: ksd() says how far they are from the posterior, and converged whether their "
+    "log joint has come to rest"
+)
+
+
+class SVGD(Method):
+    """Stein variational gradient descent (Liu and Wang 2016): particles that climb to the posterior
+    and repel each other (the equations are at `kernels.SVGD`), in unconstrained space.
+
+    Use this where a few points have to stand for a posterior of few dimensions.  In many, the
+    repulsion vanishes against the gradients and the particles' variance is far too small (Ba et
+    al. 2022): for networks, an ensemble, `MAP` with `num_chains`, predicts as well, and costs less.
+
+    `get_samples` gives the particles, as draws of one chain.  `pyro.param` sites are moved by the
+    particles' mean gradient.
+
+    Args:
+        model: a Pyro model, a `PyroModule` or a `LogPosterior`.
+        num_particles: how many; one alone climbs to the mode, in unconstrained space.
+        optimizer: one of TorchOpt's functional ones, `torchopt.adam(1e-2)` by default, or a
+            factory of one of torch.optim's, as for `MAP`.
+        temperature: 1 is the posterior; below, a cold one; a float or a schedule.
+        init_strategy: where particles start, as for `MAP`, dicts `[num_particles, ...]`; each in a
+            place of its own, as two in one place never part.
+        num_data: N, which overrides what the data say.
+        compile: as for samplers.
+
+    Raises:
+        ArgumentError: an argument that is unknown or out of range.
+
+    Example:
+        >>> import torch, torchopt, pyro, pyro.distributions as dist
+        >>> import pyro_scale as ps
+        >>> def model(y=None):
+        ...     mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        >>> svgd = ps.SVGD(model, num_particles=20, optimizer=torchopt.adam(0.05))
+        >>> svgd = svgd.run((torch.tensor([1.0, 2.0, 3.0]),), num_steps=500, seed=0, progress=False)
+        >>> mu = svgd.get_samples()["mu"]
+        >>> len(mu), round(float(mu.mean()), 2)  # 6 / 3.01
+        (20, 1.99)
+    """
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "num_chains": "num_particles=, of the constructor",
+        "num_samples": "num_particles=, of the constructor: particles are the draws",
+        "bandwidth": "nothing: the kernel's width follows the median distance of particles",
+        "kernel": "nothing: it is Gaussian, as wide as the median distance of particles",
+    }
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_particles: int = 50,
+        optimizer: Any = None,
+        temperature: float | Schedule = 1.0,
+        init_strategy: Any = None,
+        num_data: int | None = None,
+        compile: bool | Literal["auto"] = "auto",
+    ):
+        super().__init__(model, init_strategy=init_strategy, num_data=num_data)
+        check_compile(compile)
+        self.num_particles = as_count("num_particles", num_particles)
+        self.kernel = kernels.SVGD(optimizer=as_optimizer(optimizer), temperature=temperature)
+        self._compile, self._earlier = compile, Earlier()
+        self._trace: Tensor | None = None
+
+    @without_vmap_warnings()
+    def run(
+        self,
+        data: Any,
+        *,
+        num_steps: int | None = None,
+        num_epochs: int | None = None,
+        batch_size: int | None = None,
+        seed: int | None = None,
+        progress: bool = True,
+    ) -> Self:
+        """Takes `num_steps` steps with all particles, or as many as `num_epochs` epochs have; one
+        batch a step, for all of them.
+
+        Args:
+            data: as for samplers: a `DataLoader`, or the model's own arguments.
+            num_steps: steps; one of this and `num_epochs` is needed.
+            num_epochs: passes through the data.
+            batch_size: rows a step, for tensors; all of them by default.
+            seed: the same seed gives the same particles; drawn from torch's generator by default.
+            progress: whether to show a progress bar.
+
+        Returns:
+            The method itself.
+
+        Raises:
+            ArgumentError, DataError: before the model is run; two particles start in one place.
+            ModelError, SiteError, PlateError: before any step.
+            NonFiniteError: the state became NaN or infinite.
+
+        Warns:
+            ConvergenceWarning: the particles' log joint was still changing at the end.
+        """
+        check_length(num_steps, num_epochs)
+        self._result = self._trace = None
+        opened = open_data(data, batch_size, self._num_data, module_device(self.model))
+        problem = self._prepare(opened, choose_seed(seed))
+        steps = Steps(count_steps(problem, num_steps, num_epochs), positions=False)
+        with Progress(steps.total, f"SVGD, {self.num_particles} particles", progress) as bar:
+            draws = simulate(
+                problem.engine,
+                problem.positions,
+                problem.batches(1, "shuffle"),
+                self.kernel.columns(steps.total),
+                steps,
+                problem.seed,
+                self._compile if is_pure(self.kernel.optimizer) else False,
+                bar,
+                self._earlier,
+            )
+        if draws.error is not None:
+            raise draws.error
+        check_failures(draws, "particle")
+        self._result, self._trace = self._collect(problem, draws), draws.log_joint.mean(0)
+        if bool(still_rises(self._trace, self._size) | still_rises(-self._trace, self._size)):
+            warn(
+                ConvergenceWarning,
+                "the particles' log joint still changed over the last quarter of the "
+                f"{draws.num_steps} steps: take more steps, or a larger learning rate at first",
+            )
+        return self
+
+    @property
+    def trace(self) -> Tensor:
+        """The mean of the particles' log joints at every step, estimated from its batch, in nats,
+        a total: `[steps]`."""
+        self._results()
+        assert self._trace is not None
+        return self._trace
+
+    @property
+    def converged(self) -> bool:
+        """Whether the particles' mean log joint is known neither to rise nor to fall from the third
+        quarter of the steps to the last, by 0.1 nats times the root of the dimensions."""
+        known = [has_converged(way * self.trace, self._size) for way in (1, -1)]
+        return bool(torch.stack(known).all())
+
+    def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
+        """Where chains begin that start from particles, from each in turn, and `params`,
+        `[num_chains, ...]`."""
+        result = self._results()
+        particles = torch.arange(num_chains) % result.positions.shape[1]
+        sites = result.samples_at(torch.zeros_like(particles), particles)
+        params = {n: v.expand(num_chains, *v.shape) for n, v in result.params.items()}
+        return {name: sites[name] for name in result.log_posterior.latents} | params
+
+    def summary(self, var_names: list[str] | None = None) -> Any:
+        """As for samplers, of the particles; without R-hat, ESS and Monte Carlo errors, which are
+        of draws of chains."""
+        table = super().summary(var_names)
+        of_chains = [name for name in table.columns if name.startswith(("mcse", "ess", "r_hat"))]
+        return table.drop(columns=of_chains)
+
+    def moments(self, levels: Sequence[float] = (0.05, 0.5, 0.95)) -> dict[str, Moments]:
+        """As for samplers, of the particles; R-hat and ESS, which are of draws of chains, are
+        NaN."""
+        moments = super().moments(levels)
+        nothing = {name: torch.full_like(each.mean, torch.nan) for name, each in moments.items()}
+        return {
+            name: each._replace(r_hat=nothing[name], ess=nothing[name])
+            for name, each in moments.items()
+        }
+
+    def diagnostics(self, predict_at: Any = None) -> Never:
+        """Refuses: R-hat and ESS are of draws of chains.
+
+        Raises:
+            ArgumentError: always.
+        """
+        raise ArgumentError(_COUPLED)
+
+    # ------------------------------------------------------------------ inside
+
+    def _prepare(self, data: Data, seed: int) -> Problem:
+        log_posterior = as_log_posterior(self.model, data.num_data)
+        starts = self._starts(self.num_particles, seed)
+        problem = prepare(log_posterior, data, self.kernel, starts, self.num_particles, seed)
+        latents = problem.positions[:, : problem.engine.num_latents]
+        if len(torch.unique(latents, dim=0)) < self.num_particles:
+            raise ArgumentError(
+                "init_strategy: two particles start in the same place, and would never part: pass "
+                "one that draws, such as pyro.infer.autoguide.init_to_sample, or other values"
+            )
+        problem = with_frozen_features(problem)
+        return problem if is_pure(self.kernel.optimizer) else problem.with_engine(vectorized=False)
+
+    def _collect(self, problem: Problem, draws: Draws) -> Result:
+        last = draws.log_joint[:, -1]
+        return Result(
+            log_posterior=problem.log_posterior,
+            data=problem.data,
+            layout=problem.engine.layout,
+            positions=draws.state.position.detach()[None],
+            sample_stats={"lp": last[None]},
+            attrs={
+                "method": type(self).__name__,
+                "num_particles": self.num_particles,
+                "temperature": float(self.kernel.values(draws.num_steps - 1)["temperature"]),
+                **facts_of(problem.log_posterior, problem.seed),
+                **times_of(draws),
+                "batch_size": problem.batch_size,
+            },
+        )
+
+    @property
+    def _size(self) -> int:
+        """Dimensions."""
+        return self._results().layout.size
+
+    def _contents(self) -> dict[str, Any]:
+        return {**super()._contents(), "trace": self.trace}
+
+    def _restore(self, contents: Mapping[str, Any], log_posterior: LogPosterior) -> None:
+        super()._restore(contents, log_posterior)
+        self._trace = contents["trace"]
