@@ -48,7 +48,7 @@ class Coupled(Protocol):
         """Where each chain goes, from all positions and gradients, `[chains, D]`."""
         ...
 
-    def move(self, state: Any, direction: Tensor) -> Any:
+    def move(self, state: Any, direction: Tensor, values: Mapping[str, Tensor]) -> Any:
         """A chain's next state, from where it goes, [D]."""
         ...
 
@@ -167,7 +167,11 @@ class Engine:
         values = self.kernel.per_datum(values, self.density.num_data)
         directions = kernel.couple(state.position[:, : self.num_latents], own, values)
         directions = torch.cat([directions, points.mean(0).expand_as(points)], 1)
-        return self._each(kernel.move, state, directions), evaluation
+
+        def move(state: Any, direction: Tensor) -> Any:
+            return kernel.move(state, direction, values)
+
+        return self._each(move, state, directions), evaluation
 
     def evaluate(self, positions: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """(Each chain's log joint at its params, its gradient over N, `[chains, D]`), the way

@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters, Values
+from pyro_scale.kernels.hyperparameters import Hyper, Values
 from pyro_scale.kernels.map import MAPState
-from pyro_scale.kernels.optimizer import Optimizer, ascend, init_optimizer
+from pyro_scale.kernels.optimizer import Optimizing, ascend, init_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class SVGD(Hyperparameters):
+class SVGD(Optimizing):
     """x_i' = x_i + optimizer(phi(x_i)), over n particles (Liu and Wang 2016, algorithm 1):
 
         phi(x) = 1/n sum_j [k(x_j, x) g(x_j) + T d k(x_j, x) / d x_j]
@@ -33,7 +33,6 @@ class SVGD(Hyperparameters):
         temperature: 1 is the posterior; below, it is colder.
     """
 
-    optimizer: Optimizer
     temperature: Hyper = 1.0
 
     normals: ClassVar[int] = 0
@@ -41,7 +40,7 @@ class SVGD(Hyperparameters):
 
     def init(self, position: Tensor, values: Values, noise: Tensor) -> MAPState:
         """The state of a particle that starts at a position [D]."""
-        return MAPState(position, init_optimizer(self.optimizer, [position]))
+        return MAPState(position, init_optimizer(self.optimizer_at(values), [position]))
 
     def couple(self, positions: Tensor, gradients: Tensor, values: Values) -> Tensor:
         """phi at every particle, from their positions and gradients, `[n, D]` all."""
@@ -50,10 +49,10 @@ class SVGD(Hyperparameters):
         repulsion = 2 / bandwidth * (centered * kernel.sum(1, keepdim=True) - kernel @ centered)
         return (kernel @ gradients + values["temperature"] * repulsion) / len(positions)
 
-    def move(self, state: MAPState, direction: Tensor) -> MAPState:
+    def move(self, state: MAPState, direction: Tensor, values: Values) -> MAPState:
         """A particle's next state, from phi there, [D]."""
         (position,), optimizer = ascend(
-            self.optimizer, [direction], state.optimizer, [state.position]
+            self.optimizer_at(values), [direction], state.optimizer, [state.position]
         )
         return MAPState(position, optimizer)
 
