@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -15,12 +15,10 @@ from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.memory import check_fits
 from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.errors import PyroScaleError
-from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.fullbatch.density import NEAR, FullDataDensity, no_mode
 from pyro_scale.fullbatch.kronecker import kronecker_at
 from pyro_scale.fullbatch.precision import CurvatureKind, gaussian_at, precision_at
 from pyro_scale.fullbatch.shared import SharedDensity, sums_of
-from pyro_scale.model.curvature.ggn import Curvature
 
 T = TypeVar("T")
 #: Which elements a Gaussian knows to be correlated: none, all, or those of a weight.
@@ -65,6 +63,7 @@ class Search:
         kind: the curvature.
         structure: of the Gaussian.
         seed: of Monte Carlo.
+        notes: what of the curvature is estimated.
         num_rows: rows at a time.
         held: places of params that stay as they are.
         tuned: places of params that are set by the evidence.
@@ -75,6 +74,7 @@ class Search:
     kind: CurvatureKind
     structure: GaussianStructure
     seed: int
+    notes: Sequence[str] = ()
     num_rows: int | None = None
     held: Tensor | None = None
     tuned: Tensor | None = None
@@ -179,16 +179,6 @@ class Search:
         sums = sums_of(self.density, ranks, like.device)
         density = SharedDensity.of(self.density, sums)
         return sums.run(lambda: work(dataclasses.replace(self, density=density)))
-
-    def words(self, center: Tensor) -> str:
-        """The curvature's kind, and what of it is estimated."""
-        if self.kind == "hessian":
-            return self.kind
-        log_posterior = self.density.log_posterior
-        chunk = next(chunks_of(log_posterior, self.density.data, 1))
-        params = self.density.layout.unflatten(center)
-        notes = Curvature(log_posterior, self.kind).notes(params, chunk.arguments, chunk.indices)
-        return ", ".join([self.kind, *notes])
 
     def check_fits(self, position: Tensor) -> None:
         """Refuses a dense Gaussian that memory does not hold."""

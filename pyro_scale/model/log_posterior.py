@@ -215,11 +215,7 @@ class LogPosterior:
         with own_generator(derived_seed(seed, chain, Purpose.INIT, attempt)):
             sites = draw_latents(self._program, arguments, init).sites
         check_starts(sites, chain)
-        return {
-            site.name: site.unconstrained.detach().clone()
-            for site in sites.values()
-            if site.unconstrained is not None
-        }
+        return _unconstrained(sites)
 
     def prior_draws(self, arguments: Arguments, count: int, seed: int) -> dict[str, Tensor]:
         """Unconstrained draws of the latents from their priors, `[count, ...]`."""
@@ -254,11 +250,24 @@ class LogPosterior:
         for name in self.latents:
             if name not in values:
                 raise ArgumentError(f"unconstrain: no value for site '{name}'")
-        params = self.start(self.model_info.example, seed=0, values=values)
+        if self.is_unconstrained:
+            known = self.model_info.sites
+            sites = {n: replace(known[n], unconstrained=values[n]) for n in self.latents}
+            check_starts(sites)
+            params = _unconstrained(sites)
+        else:  # a support may depend on another site's value
+            params = self.start(self.model_info.example, seed=0, values=values)
         for name, point in self.points.items():
             if name in values:
                 params[name] = transform_to(point.constraint).inv(values[name])
         return params
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """The sites' own values where the model was first run, and those of params."""
+        sites = self.model_info.sites
+        points = {n: transform_to(p.constraint)(p.unconstrained) for n, p in self.points.items()}
+        return {name: sites[name].value for name in self.latents} | points
 
     def deterministics(self, params: Params) -> dict[str, Tensor]:
         """`pyro.deterministic` sites outside the data's plate."""
@@ -303,15 +312,18 @@ class LogPosterior:
 
     def prepare(
         self, arguments: Arguments, init: InitFunction | None = None, seed: int = 0
-    ) -> None:
+    ) -> Params | None:
         """Understands the model on a first batch; does nothing the second time.
 
         A start where the log density is not finite is drawn again, as Pyro does.
+
+        Returns:
+            What `start` would give for chain 0, where it has just been drawn.
         """
         init = init or self.default_init(0)
         for attempt in range(MOST_STARTS):
             if self._model_info is not None:
-                return
+                return None
             last = attempt == MOST_STARTS - 1
             with (
                 own_generator(derived_seed(seed, 0, Purpose.INIT, attempt)),
@@ -320,6 +332,8 @@ class LogPosterior:
                 if self._model_info is None:  # of another thread
                     info = self._preflight(self._program, arguments, init, self._num_data)
                     self._model_info = info
+                    return None if attempt else _unconstrained(info.sites)
+        return None
 
     def renew(self, num_data: int | None) -> LogPosterior:
         """The same, before it has seen a batch; `num_data` counts where it has none itself."""
@@ -443,6 +457,15 @@ class LogPosterior:
             return info.batch_size
         count = rows.count(arguments)
         return self.num_data if count is None else count
+
+
+def _unconstrained(sites: Mapping[str, Site]) -> dict[str, Tensor]:
+    """The latents' unconstrained values in a run, as tensors of their own."""
+    return {
+        site.name: site.unconstrained.detach().clone()
+        for site in sites.values()
+        if site.unconstrained is not None
+    }
 
 
 def _gaussian_log_prior(gaussian: Gaussian, sites: Mapping[str, Site], log_prior: Tensor) -> Tensor:

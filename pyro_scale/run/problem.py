@@ -155,10 +155,12 @@ def prepare(
     init_strategy: Any,
     num_chains: int,
     seed: int,
+    must_be_usable: bool = True,
 ) -> Problem:
     """Runs the model's preflight and finds every chain's start.
 
-    A method that takes no steps passes `Hyperparameters()`, by which nothing is moved.
+    A method that takes no steps passes `Hyperparameters()`, by which nothing is moved; one that is
+    told where to be, `must_be_usable=False`: the log joint is not evaluated at starts.
 
     Raises:
         ModelError, SiteError, PlateError: what is wrong with the model.
@@ -166,13 +168,21 @@ def prepare(
     """
     arguments = data.first()
     inits = [init_of(log_posterior, init_strategy, c, num_chains) for c in range(num_chains)]
-    log_posterior.prepare(arguments, inits[0], seed)
+    drawn = log_posterior.prepare(arguments, inits[0], seed)
     for warning in model_warnings(log_posterior.model_info):
         warn(ModelWarning, warning)
     data = _data_for(log_posterior, data)
     per_chain = data.batch_size is not None
     engine, positions = initialize(
-        log_posterior, kernel, arguments, inits, init_strategy, seed, per_chain
+        log_posterior,
+        kernel,
+        arguments,
+        inits,
+        init_strategy,
+        seed,
+        per_chain,
+        drawn,
+        must_be_usable,
     )
     check_all_rows(log_posterior, data, engine.layout.unflatten(positions[0]))
     return Problem(log_posterior, data, engine, positions, seed)
@@ -246,7 +256,7 @@ def position_of(problem: Problem, values: Mapping[str, Tensor], argument: str) -
         ArgumentError: a site is missing, unknown, or has another shape.
     """
     layout, start = problem.engine.layout, problem.positions[0]
-    sites = problem.log_posterior.constrain(layout.unflatten(start))
+    sites = problem.log_posterior.values
     for name, value in {**dict.fromkeys(problem.log_posterior.latents), **values}.items():
         like = sites.get(name)
         if value is None or like is None or torch.as_tensor(value).shape != like.shape:

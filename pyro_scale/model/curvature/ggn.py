@@ -221,6 +221,8 @@ class Curvature:
 
     def notes(self, params: Params, batch: Any, indices: Tensor | None = None) -> list[str]:
         """What is to be said of it: which sites' Fisher information is estimated."""
+        if self.kind == "empirical_fisher":  # of the log likelihood as it is
+            return []
         arguments = rows.as_arguments(batch)
         indices = self._indices(arguments, indices)
         observed = self._observe(_leaves(params), arguments, indices).observations
