@@ -17,7 +17,7 @@ from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.errors import PyroScaleError
 from pyro_scale.fullbatch.density import NEAR, FullDataDensity, no_mode
 from pyro_scale.fullbatch.kronecker import kronecker_at
-from pyro_scale.fullbatch.precision import CurvatureKind, gaussian_at, precision_at
+from pyro_scale.fullbatch.precision import CurvatureKind, Expansion, expansion_at, gaussian_at
 from pyro_scale.fullbatch.shared import SharedDensity, sums_of
 
 T = TypeVar("T")
@@ -43,14 +43,12 @@ class Candidate(NamedTuple):
         log_evidence: in nats.
         distance: the square of that to the mode, in the Gaussian's sds, by a step of Newton's
             method.
-        slope: of the log joint, [D], in nats.
     """
 
     center: Tensor
     gaussian: Gaussian
     log_evidence: float
     distance: float
-    slope: Tensor
 
 
 @dataclass(frozen=True)
@@ -99,33 +97,26 @@ class Search:
             """The log evidence and its slope: at a mode, that of the log joint is its own; that of
             the log determinant is taken by differences."""
             mode = candidate(values)
+            _, slope = self.density.grad(mode.center)
+            slope = self.density.log_posterior.num_data * slope[tuned]
             step = torch.finfo(values.dtype).eps ** (1 / 3)
             units = step * torch.eye(len(values)).to(values)
             above, below = (
                 torch.stack([candidate(values + sign * unit).gaussian.log_det for unit in units])
                 for sign in (1, -1)
             )
-            return mode.log_evidence, mode.slope[tuned] + (above - below) / (4 * step)
+            return mode.log_evidence, slope + (above - below) / (4 * step)
 
         return candidate(maximize(evidence, start[tuned]))
 
     def at(self, center: Tensor) -> Candidate:
         """The candidate at a point [D]."""
-        num_data, places = (
-            self.density.log_posterior.num_data,
-            self.density.layout.places(self.sites),
-        )
-        gaussian = self._gaussian(center)
-        value, slope = self.density.grad(center)
-        total = num_data * slope[places]
-        evidence = num_data * value + (len(places) * math.log(2 * math.pi) + gaussian.log_det) / 2
-        return Candidate(
-            center,
-            gaussian,
-            float(evidence),
-            float(total @ gaussian.covariance_times(total)),
-            num_data * slope,
-        )
+        value, slope, gaussian = self._around(center)
+        num_data = self.density.log_posterior.num_data
+        total = num_data * slope
+        evidence = num_data * value + (len(slope) * math.log(2 * math.pi) + gaussian.log_det) / 2
+        distance = float(total @ gaussian.covariance_times(total))
+        return Candidate(center, gaussian, float(evidence), distance)
 
     @property
     def _places(self) -> Tensor:
@@ -144,27 +135,28 @@ class Search:
         )
         if self.structure == "dense" or len(places) <= _FEW:
             mode = self.density.newton_refine(
-                mode, lambda at: self._precision(at, dense=True) / num_data, places
+                mode, lambda at: self._expansion(at, dense=True).precision / num_data, places
             ).position
         candidate = self.at(mode)
         if not candidate.distance <= NEAR * len(places):
             raise no_mode(_WITHOUT_MODE)
         return candidate
 
-    def _gaussian(self, center: Tensor) -> Gaussian:
+    def _around(self, center: Tensor) -> tuple[Tensor, Tensor, Gaussian]:
+        """(The log joint over N, its gradient over the sites [d], the Gaussian there)."""
         if self.structure == "kron":
             assert self.kind != "hessian"
-            return kronecker_at(
-                self.density, center, self.sites, self.kind, self.seed, self.num_rows
-            )
-        precision = self._precision(center, self.structure == "dense")
-        return gaussian_at(self.density, center, self.sites, precision)
+            value, slope = self.density.grad(center)
+            own = self.density, center, self.sites, self.kind, self.seed, self.num_rows
+            return value, slope[self._places], kronecker_at(*own)
+        value, slope, precision = self._expansion(center, self.structure == "dense")
+        return value, slope, gaussian_at(self.density, center, self.sites, precision)
 
-    def _precision(self, center: Tensor, dense: bool) -> Tensor:
+    def _expansion(self, center: Tensor, dense: bool) -> Expansion:
         how = self.sites, self.kind, dense, self.seed, self.num_rows
         if isinstance(self.density, SharedDensity):
-            return self.density.precision(center, *how)
-        return precision_at(self.density, center, *how)
+            return self.density.expansion(center, *how)
+        return expansion_at(self.density, center, *how)
 
     def on_ranks(self, ranks: Ranks, like: Tensor, work: Callable[[Search], T]) -> T:
         """What some work with the search comes to, on every rank; they share the rows out.
