@@ -28,6 +28,7 @@ from pyro_scale.model.checks import (
     check_observations,
     check_starts,
     check_terms,
+    differing,
     local_message,
 )
 from pyro_scale.model.classify import Probe, classify
@@ -95,15 +96,18 @@ def understand(
         check_latent_sizes(first.sites)
         own = own_plate(first.sites, count)
         recipe = _Recipe(program, first)
-        full = recipe.run(arguments)
-        check_names(full.sites)
         second = run_again(partial(recipe.run, arguments))
+        full = second.recorder
+        check_names(full.sites)
         validated = sites_to_validate(second)
         check_observations(full.sites, validated)
         check_densities(full.sites)
         terms = terms_of(full.sites)
         check_terms(terms)
-        check_no_random_draws(terms, terms_of(second.sites), second.drew, second.by)
+        again = terms_of(first.sites)
+        if differing(terms, again) is not None:  # by more than the way to unconstrained values
+            again = terms_of(recipe.run(arguments).sites)
+        check_no_random_draws(terms, again, second.drew, second.by)
         second.raise_error()
         if own is not None:
             batch_size = full.sites[own].fn.subsample_size

@@ -1,9 +1,9 @@
-"""The preflight's second run at the same latent values, which finds random draws and fails the
-model where Pyro's and torch's own checks do."""
+"""The preflight's second run, at the latent values of the first: with Pyro's and torch's own
+checks, and an eye on torch's generator."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pyro
@@ -13,21 +13,20 @@ from torch.distributions import Distribution
 from pyro_scale.errors import ModelError, PyroScaleError
 from pyro_scale.model.module_trace import trace_modules
 from pyro_scale.model.recorder import Recorder
-from pyro_scale.model.sites import Site
 
 
 class SecondRun(NamedTuple):
     """What came of it.
 
     Attributes:
-        sites: of the run.
+        recorder: of the run.
         drew: whether it drew from torch's generator.
         by: the module that did, in words.
         error: what the checks of shapes and of distributions' arguments have raised; the run is
             one without them, then.
     """
 
-    sites: Mapping[str, Site]
+    recorder: Recorder
     drew: bool
     by: str | None
     error: Exception | None = None
@@ -65,15 +64,14 @@ def sites_to_validate(second: SecondRun) -> set[str]:
     switched off for all of Pyro or torch, are the user's word."""
     if not (pyro.infer.util.is_validation_enabled() and Distribution._validate_args):
         return set()
-    if second.error is not None:
-        return set(second.sites)
-    return {site.name for site in second.sites.values() if site.validates}
+    sites = second.recorder.sites.values()
+    return {site.name for site in sites if second.error is not None or site.validates}
 
 
 def _traced(run: Callable[..., Recorder], validate: bool) -> SecondRun:
     before = torch.random.get_rng_state()
     with trace_modules() as trace:
-        sites = run(validate=validate).sites
+        recorder = run(validate=validate)
     drew = not torch.equal(before, torch.random.get_rng_state())
     by = trace.describe(trace.drew) if trace.drew is not None else None
-    return SecondRun(sites, drew, by)
+    return SecondRun(recorder, drew, by)
