@@ -29,14 +29,16 @@ from pyro_scale.model.checks import NotFiniteStartError, check_starts
 from pyro_scale.model.function import function_model
 from pyro_scale.model.init_strategies import init_to_module, init_to_reset, uniform
 from pyro_scale.model.model_info import ModelInfo
+from pyro_scale.model.module_trace import trace_modules
 from pyro_scale.model.preflight import InitFunction, draw_latents, understand, understand_function
 from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import Recorder, Simulator
 from pyro_scale.model.scaling import Evaluation, Prior
-from pyro_scale.model.sites import Site
+from pyro_scale.model.sites import Site, points_of_store
 from pyro_scale.model.terms import terms_of
 from pyro_scale.model.transforms import is_real
 from pyro_scale.model.unobserved import observe_draws
+from pyro_scale.model.write_guard import forbid_writes
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: How many starts of a chain are tried: of a model that half of all starts break, 20 fail once in
@@ -342,6 +344,11 @@ class LogPosterior:
         other._program, other._model_info = Program(self.model), None
         return other
 
+    def is_of_same_model(self, other: LogPosterior) -> bool:
+        """Whether another one is of the same callable, with the same prior."""
+        own, others = (self.model, self._prior), (other.model, other._prior)
+        return all(one is another for one, another in zip(own, others, strict=True))
+
     def with_drawn_observations(
         self, arguments: Arguments, seed: int
     ) -> tuple[LogPosterior, Arguments]:
@@ -449,6 +456,26 @@ class LogPosterior:
             recorder(latents=params, points=points, indices=chosen, enum_dim=enum_dim),
             validate,
         )
+
+    def run_as_first(self, arguments: Arguments) -> Recorder:
+        """Runs the model at the latent values of its first run, as the preflight does: on copies,
+        its modules checked, with params as they are now.
+
+        Raises:
+            ModelError: a module is not fit, or the model writes to what it is given.
+        """
+        info = self.model_info
+        values = {site.name: site.unconstrained for site in info.sites.values()}
+        latents = {name: value for name, value in values.items() if value is not None}
+        with (
+            own_generator(),
+            torch.no_grad(),
+            trace_modules(),
+            forbid_writes(self.model, arguments) as copies,
+        ):
+            store = points_of_store()
+            recorder = Recorder(latents=latents, enum_dim=info.enum_dim, store=store)
+            return self._program.run(copies, recorder)
 
     def batch_size(self, arguments: Arguments) -> int:
         """How many rows a batch has."""
