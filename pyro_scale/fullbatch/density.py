@@ -19,6 +19,7 @@ from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch.chunks import Chunk, chunks_of, is_row_wise, num_rows_in
 from pyro_scale.model.derivatives import hessian, hessian_diagonal
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.scaling import Evaluation
 from pyro_scale.rng.seeds import Purpose, generator
 
 #: Numbers that a chunk of the data may hold for each of its rows' parameters.
@@ -105,8 +106,8 @@ class FullDataDensity:
         Raises:
             DataError: the data do not hold N rows.
         """
-        value, gradient = _no_nats(position), torch.zeros_like(position)
-        for chunk, kept in self._pieces():
+        value, gradient = no_nats(position), torch.zeros_like(position)
+        for chunk, kept in self.pieces():
             here = position.detach().requires_grad_()
             with torch.enable_grad():
                 part = self._part(here, chunk, kept)
@@ -123,9 +124,9 @@ class FullDataDensity:
 
     def derivatives(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(The log joint, its gradient [D], its Hessian [D, D]), all over N, in one pass."""
-        value, gradient = _no_nats(position), torch.zeros_like(position)
+        value, gradient = no_nats(position), torch.zeros_like(position)
         matrix = position.new_zeros(self.layout.size, self.layout.size)
-        for chunk, kept in self._pieces():
+        for chunk, kept in self.pieces():
             here = position.detach().requires_grad_()
             with torch.enable_grad():
                 part = self._part(here, chunk, kept)
@@ -141,9 +142,9 @@ class FullDataDensity:
 
     def values(self, positions: Tensor) -> Tensor:
         """The log joint over N at each position, `[positions]`."""
-        total = _no_nats(positions).repeat(len(positions))
+        total = no_nats(positions).repeat(len(positions))
         with torch.no_grad():
-            for chunk, kept in self._pieces():
+            for chunk, kept in self.pieces():
 
                 def part(position: Tensor, chunk: Chunk = chunk, kept: int = kept) -> Tensor:
                     return self._part(position, chunk, kept)
@@ -266,7 +267,7 @@ class FullDataDensity:
 
     def _slopes(self, position: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """(The gradient of each chunk with its history, the leaf that it is with respect to)."""
-        for chunk, kept in self._pieces():
+        for chunk, kept in self.pieces():
             here = position.detach().requires_grad_()
             with torch.enable_grad():
                 part = self._part(here, chunk, kept)
@@ -275,17 +276,32 @@ class FullDataDensity:
 
     def _part(self, position: Tensor, chunk: Chunk, kept: int) -> Tensor:
         """A chunk's share of the log joint over N, of so many rows that are its own."""
-        params, num_data = self.layout.unflatten(position), self.log_posterior.num_data
+        params = self.layout.unflatten(position)
         evaluation = self.log_posterior(params, chunk.arguments, chunk.indices)
-        in_all = self.num_rows or num_data
-        # a total of many nats, whose changes are small
-        of_rows = evaluation.log_lik[chunk.keep].sum(dtype=torch.float64)
-        log_lik = of_rows * (num_data / in_all)
         nothing = 0 * position.square().sum()  # so that a flat or linear one has derivatives, too
-        return (evaluation.log_prior * (kept / in_all) + log_lik) / num_data + nothing
+        return self.part_of(evaluation, chunk, kept) + nothing
 
-    def _pieces(self) -> Iterator[tuple[Chunk, int]]:
-        seen, size = 0, _PIECE_NUMBERS // self.layout.size
+    def part_of(self, evaluation: Evaluation, chunk: Chunk, kept: int) -> Tensor:
+        """A chunk's share of the log joint over N, by its evaluation."""
+        num_data = self.log_posterior.num_data
+        with torch.enable_grad():  # a total of many nats, whose changes are small
+            of_rows = evaluation.log_lik[chunk.keep].sum(dtype=torch.float64)
+            log_lik = of_rows * (num_data / self.rows_in_all)
+            return (evaluation.log_prior * (kept / self.rows_in_all) + log_lik) / num_data
+
+    @property
+    def rows_in_all(self) -> int:
+        """How many rows the data have: N, or those that stand for N."""
+        return self.num_rows or self.log_posterior.num_data
+
+    def pieces(self, num_rows: int | None = None) -> Iterator[tuple[Chunk, int]]:
+        """(Chunks of all rows, or of this rank's share; how many of each are its own), about so
+        many rows at a time.
+
+        Raises:
+            DataError: the data do not hold N rows.
+        """
+        seen, size = 0, num_rows or _PIECE_NUMBERS // self.layout.size
         for chunk in chunks_of(self.log_posterior, self.data, size, self.share):
             kept = chunk.num_new
             yield chunk, kept
@@ -307,14 +323,14 @@ class FullDataDensity:
 
     def _check_rows(self, seen: int) -> None:
         num_data = self.log_posterior.num_data
-        if seen != (self.num_rows or num_data):
+        if seen != self.rows_in_all:
             raise DataError(
                 f"the data hold {seen} rows, not N = {num_data}: what needs all of them "
                 "(a mode, its curvature, lr='auto') cannot be had from a part"
             )
 
 
-def _no_nats(like: Tensor) -> Tensor:
+def no_nats(like: Tensor) -> Tensor:
     """Zero, in float64: of a total of many rows, the changes are small."""
     return torch.zeros((), dtype=torch.float64, device=like.device)
 

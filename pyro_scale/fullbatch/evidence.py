@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -15,13 +15,11 @@ from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.memory import check_fits
 from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.errors import PyroScaleError
-from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.fullbatch.density import NEAR, FullDataDensity, no_mode
 from pyro_scale.fullbatch.kronecker import kronecker_at
 from pyro_scale.fullbatch.low_rank import low_rank_at
-from pyro_scale.fullbatch.precision import CurvatureKind, gaussian_at, precision_at
+from pyro_scale.fullbatch.precision import CurvatureKind, Expansion, expansion_at, gaussian_at
 from pyro_scale.fullbatch.shared import SharedDensity, sums_of
-from pyro_scale.model.curvature.ggn import Curvature
 
 T = TypeVar("T")
 #: Which elements a Gaussian knows to be correlated: none, all, those of a
@@ -47,14 +45,12 @@ class Candidate(NamedTuple):
         log_evidence: in nats.
         distance: the square of that to the mode, in the Gaussian's sds, by a step of Newton's
             method.
-        slope: of the log joint, [D], in nats.
     """
 
     center: Tensor
     gaussian: Gaussian
     log_evidence: float
     distance: float
-    slope: Tensor
 
 
 @dataclass(frozen=True)
@@ -67,6 +63,7 @@ class Search:
         kind: the curvature.
         structure: of the Gaussian.
         seed: of Monte Carlo.
+        notes: what of the curvature is estimated.
         num_rows: rows at a time.
         held: places of params that stay as they are.
         tuned: places of params that are set by the evidence.
@@ -78,6 +75,7 @@ class Search:
     kind: CurvatureKind
     structure: GaussianStructure
     seed: int
+    notes: Sequence[str] = ()
     num_rows: int | None = None
     held: Tensor | None = None
     tuned: Tensor | None = None
@@ -103,33 +101,26 @@ class Search:
             """The log evidence and its slope: at a mode, that of the log joint is its own; that of
             the log determinant is taken by differences."""
             mode = candidate(values)
+            _, slope = self.density.grad(mode.center)
+            slope = self.density.log_posterior.num_data * slope[tuned]
             step = torch.finfo(values.dtype).eps ** (1 / 3)
             units = step * torch.eye(len(values)).to(values)
             above, below = (
                 torch.stack([candidate(values + sign * unit).gaussian.log_det for unit in units])
                 for sign in (1, -1)
             )
-            return mode.log_evidence, mode.slope[tuned] + (above - below) / (4 * step)
+            return mode.log_evidence, slope + (above - below) / (4 * step)
 
         return candidate(maximize(evidence, start[tuned]))
 
     def at(self, center: Tensor) -> Candidate:
         """The candidate at a point [D]."""
-        num_data, places = (
-            self.density.log_posterior.num_data,
-            self.density.layout.places(self.sites),
-        )
-        gaussian = self._gaussian(center)
-        value, slope = self.density.grad(center)
-        total = num_data * slope[places]
-        evidence = num_data * value + (len(places) * math.log(2 * math.pi) + gaussian.log_det) / 2
-        return Candidate(
-            center,
-            gaussian,
-            float(evidence),
-            float(total @ gaussian.covariance_times(total)),
-            num_data * slope,
-        )
+        value, slope, gaussian = self._around(center)
+        num_data = self.density.log_posterior.num_data
+        total = num_data * slope
+        evidence = num_data * value + (len(slope) * math.log(2 * math.pi) + gaussian.log_det) / 2
+        distance = float(total @ gaussian.covariance_times(total))
+        return Candidate(center, gaussian, float(evidence), distance)
 
     @property
     def _places(self) -> Tensor:
@@ -148,31 +139,33 @@ class Search:
         )
         if self.structure == "dense" or len(places) <= _FEW:
             mode = self.density.newton_refine(
-                mode, lambda at: self._precision(at, dense=True) / num_data, places
+                mode, lambda at: self._expansion(at, dense=True).precision / num_data, places
             ).position
         candidate = self.at(mode)
         if not candidate.distance <= NEAR * len(places):
             raise no_mode(_WITHOUT_MODE)
         return candidate
 
-    def _gaussian(self, center: Tensor) -> Gaussian:
+    def _around(self, center: Tensor) -> tuple[Tensor, Tensor, Gaussian]:
+        """(The log joint over N, its gradient over the sites [d], the Gaussian there)."""
         if self.structure == "kron":
             assert self.kind != "hessian"
-            return kronecker_at(
-                self.density, center, self.sites, self.kind, self.seed, self.num_rows
-            )
+            value, slope = self.density.grad(center)
+            own = self.density, center, self.sites, self.kind, self.seed, self.num_rows
+            return value, slope[self._places], kronecker_at(*own)
         if self.structure == "low_rank":
             assert self.kind != "hessian"
+            value, slope = self.density.grad(center)
             how = self.sites, self.kind, self.rank, self.seed, self.num_rows
-            return low_rank_at(self.density, center, *how)
-        precision = self._precision(center, self.structure == "dense")
-        return gaussian_at(self.density, center, self.sites, precision)
+            return value, slope[self._places], low_rank_at(self.density, center, *how)
+        value, slope, precision = self._expansion(center, self.structure == "dense")
+        return value, slope, gaussian_at(self.density, center, self.sites, precision)
 
-    def _precision(self, center: Tensor, dense: bool) -> Tensor:
+    def _expansion(self, center: Tensor, dense: bool) -> Expansion:
         how = self.sites, self.kind, dense, self.seed, self.num_rows
         if isinstance(self.density, SharedDensity):
-            return self.density.precision(center, *how)
-        return precision_at(self.density, center, *how)
+            return self.density.expansion(center, *how)
+        return expansion_at(self.density, center, *how)
 
     def on_ranks(self, ranks: Ranks, like: Tensor, work: Callable[[Search], T]) -> T:
         """What some work with the search comes to, on every rank; they share the rows out.
@@ -187,16 +180,6 @@ class Search:
         sums = sums_of(self.density, ranks, like.device)
         density = SharedDensity.of(self.density, sums)
         return sums.run(lambda: work(dataclasses.replace(self, density=density)))
-
-    def words(self, center: Tensor) -> str:
-        """The curvature's kind, and what of it is estimated."""
-        if self.kind == "hessian":
-            return self.kind
-        log_posterior = self.density.log_posterior
-        chunk = next(chunks_of(log_posterior, self.density.data, 1))
-        params = self.density.layout.unflatten(center)
-        notes = Curvature(log_posterior, self.kind).notes(params, chunk.arguments, chunk.indices)
-        return ", ".join([self.kind, *notes])
 
     def check_fits(self, position: Tensor) -> None:
         """Refuses a dense Gaussian that memory does not hold."""

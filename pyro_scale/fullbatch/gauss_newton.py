@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.errors import ModelError, SiteError
 from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.fullbatch.precision import precision_at
+from pyro_scale.fullbatch.precision import expansion_at
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class GaussNewtonDensity(FullDataDensity):
 
     def hessian(self, position: Tensor) -> Tensor:
         """The matrix over N, [D, D]."""
-        precision = precision_at(self, position, self.layout.names, "ggn", dense=True)
-        return -precision / self.log_posterior.num_data
+        return self.derivatives(position)[2]
 
     def derivatives(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(The log joint, its gradient [D], the matrix [D, D]), all over N, in two passes."""
-        return *self.grad(position), self.hessian(position)
+        """(The log joint, its gradient [D], the matrix [D, D]), all over N, in one pass."""
+        found = expansion_at(self, position, self.layout.names, "ggn", dense=True)
+        return found.value, found.slope, -found.precision / self.log_posterior.num_data
 
     @property
     def passes(self) -> int:

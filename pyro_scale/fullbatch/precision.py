@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,17 +11,32 @@ from torch import Tensor
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
 from pyro_scale.core.layout import Layout
 from pyro_scale.errors import ModelError
-from pyro_scale.fullbatch.chunks import chunks_of
-from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.fullbatch.chunks import CHUNK_ROWS
+from pyro_scale.fullbatch.density import FullDataDensity, no_nats
 from pyro_scale.model.curvature.ggn import Curvature, RowKind
-from pyro_scale.model.curvature.prior_hessian import prior_precision
+from pyro_scale.model.curvature.prior_hessian import precision_of_prior
+from pyro_scale.model.derivatives import gradient_of
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: Of the rows' sum, or `"hessian"`, that of the whole log joint.
 CurvatureKind: TypeAlias = RowKind | Literal["hessian"]
 
 
-def precision_at(
+class Expansion(NamedTuple):
+    """The log joint of all rows around a point, in the elements of some sites.
+
+    Attributes:
+        value: over N, in nats.
+        slope: its gradient over N, [d].
+        precision: minus its Hessian, or what stands for it, [d, d] or [d].
+    """
+
+    value: Tensor
+    slope: Tensor
+    precision: Tensor
+
+
+def expansion_at(
     density: FullDataDensity,
     position: Tensor,
     sites: Sequence[str],
@@ -29,11 +44,12 @@ def precision_at(
     dense: bool,
     seed: int = 0,
     num_rows: int | None = None,
-) -> Tensor:
-    """Minus the log joint's Hessian, or what stands for it, over some sites: [d, d] or [d].
+) -> Expansion:
+    """The log joint to second order at a position.
 
-    It goes through the data once, and holds no more than the sum and a block of rows.  Of a
-    density that ranks share out, it is this rank's terms.
+    It goes through the data once, with one run of the model for all that is asked of some rows,
+    and holds no more than the sum and a block of rows.  Of a density that ranks share out, it is
+    this rank's terms.
 
     Args:
         density: the log joint of all rows.
@@ -43,34 +59,52 @@ def precision_at(
         dense: whether it is the matrix or the diagonal.
         seed: of Monte Carlo.
         num_rows: rows at a time.
+
+    Raises:
+        DataError: the data do not hold N rows.
     """
-    log_posterior, layout = density.log_posterior, density.layout
+    log_posterior, share = density.log_posterior, density.share
     if kind == "hessian":
-        places = density.layout.places(sites)
-        if dense:
-            return -density.hessian(position)[places][:, places] * log_posterior.num_data
-        return -density.hessian_diagonal(position)[places] * log_posterior.num_data
-    params = layout.unflatten(position)
+        return _with_hessian(density, position, density.layout.places(sites), dense)
+    params = density.layout.unflatten(position)
     free = {name: params[name] for name in sites}
     held = {name: value for name, value in params.items() if name not in free}
-    total, scale = None, log_posterior.num_data / (density.num_rows or log_posterior.num_data)
-    chunks, share = chunks_of(log_posterior, density.data, num_rows, density.share), density.share
-    if share.rank:  # rank 0 has the first chunk, and counts the prior
-        size = len(layout.places(sites))
-        total = position.new_zeros((size, size) if dense else size)
-    for place, chunk in enumerate(chunks):
-        if total is None:
-            total = prior_precision(log_posterior, free, chunk.arguments, held, dense) / scale
+    layout, scale = Layout.of(free), log_posterior.num_data / density.rows_in_all
+    value, slope = no_nats(position), position.new_zeros(layout.size)
+    total = position.new_zeros((layout.size, layout.size) if dense else layout.size)
+    for place, (chunk, kept) in enumerate(density.pieces(num_rows or CHUNK_ROWS)):
         own = derived_seed(seed, share.rank + place * share.world, Purpose.CURVATURE)
         curvature = Curvature(log_posterior, kind, seed=own)
-        where = (free, chunk.arguments, chunk.indices, held, chunk.keep)
+        run = curvature.observe(free, chunk.arguments, chunk.indices, held)
+        with torch.enable_grad():
+            size = log_posterior.batch_size(chunk.arguments)
+            evaluation = log_posterior.evaluate(run.sites, size)
+        part = density.part_of(evaluation, chunk, kept)
+        slopes = gradient_of(part, run.leaves)
+        value, slope = value + part.detach(), slope + layout.flatten(slopes)
+        if not share.rank and not place:  # it counts once
+            total += precision_of_prior(log_posterior, evaluation.log_prior, run.leaves, dense)
+            total /= scale
+        where = (free, chunk.arguments, chunk.indices, held, chunk.keep, run)
         if dense:
             for block in curvature.blocks(*where):
                 block.add_to(total)
         else:
-            total += Layout.of(free).flatten(curvature.diagonal(*where))
-    assert total is not None  # there is data
-    return total.mul_(scale)  # some rows stand for all
+            total += layout.flatten(curvature.diagonal(*where))
+    return Expansion(value, slope, total.mul_(scale))  # some rows stand for all
+
+
+def _with_hessian(
+    density: FullDataDensity, position: Tensor, places: Tensor, dense: bool
+) -> Expansion:
+    """The same with the Hessian of the whole log joint."""
+    num_data = density.log_posterior.num_data
+    if dense:
+        value, slope, matrix = density.derivatives(position)
+        return Expansion(value, slope[places], -matrix[places][:, places] * num_data)
+    value, slope = density.grad(position)
+    diagonal = density.hessian_diagonal(position)
+    return Expansion(value, slope[places], -diagonal[places] * num_data)
 
 
 def gaussian_at(

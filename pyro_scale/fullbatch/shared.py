@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.distributed.sums import Sums, Terms
 from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.fullbatch.precision import CurvatureKind, precision_at
+from pyro_scale.fullbatch.precision import CurvatureKind, Expansion, expansion_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class SharedDensity(FullDataDensity):
         value, gradient = self.sums.ask("grad", position.detach())
         return value, gradient
 
-    def precision(
+    def expansion(
         self,
         position: Tensor,
         sites: Sequence[str],
@@ -44,10 +44,9 @@ class SharedDensity(FullDataDensity):
         dense: bool,
         seed: int,
         num_rows: int | None,
-    ) -> Tensor:
-        """See `precision_at`."""
-        total: Tensor = self.sums.ask("precision", position, sites, kind, dense, seed, num_rows)
-        return total
+    ) -> Expansion:
+        """See `expansion_at`."""
+        return Expansion(*self.sums.ask("expansion", position, sites, kind, dense, seed, num_rows))
 
 
 def sums_of(density: FullDataDensity, ranks: Ranks, device: torch.device) -> Sums:
@@ -58,5 +57,5 @@ def sums_of(density: FullDataDensity, ranks: Ranks, device: torch.device) -> Sum
     """
     density.check_rows()
     own = dataclasses.replace(density, share=ranks.share)
-    terms: dict[str, Terms] = {"grad": own.grad, "precision": partial(precision_at, own)}
+    terms: dict[str, Terms] = {"grad": own.grad, "expansion": partial(expansion_at, own)}
     return Sums(ranks, terms, device)

@@ -182,11 +182,13 @@ class Laplace(Approximation):
             opened = open_data(data, batch_size, self._num_data, module_device(self.model))
             log_posterior = as_log_posterior(self.model, opened.num_data)
             starts = self._starts(num_chains, seed)
-            problem = prepare(log_posterior, opened, Hyperparameters(), starts, num_chains, seed)
+            problem = prepare(
+                log_posterior, opened, Hyperparameters(), starts, num_chains, seed, mode is None
+            )
             self._check_same(problem, ranks)
             sites, tuned = self._sites_of(problem), _tuned_places(problem, tune or ())
             fixed = [_fixed_center(problem, mode, start) for start in range(num_chains)]
-            search = self._search(problem, sites, batch_size, tuned=tuned)
+            search = self._search(problem, sites, batch_size, fixed[0], tuned=tuned)
 
             def candidates(search: Search) -> list[Candidate]:
                 found = []
@@ -238,10 +240,12 @@ class Laplace(Approximation):
             for start, center in enumerate(old.centers):
                 opened = open_data(data, batch_size, None, module_device(self.model))
                 log_posterior = as_log_posterior(as_prior(old, start), opened.num_data)
-                problem = prepare(log_posterior, opened, Hyperparameters(), None, 1, old.seed)
+                problem = prepare(
+                    log_posterior, opened, Hyperparameters(), None, 1, old.seed, mode is None
+                )
                 self._check_same(problem, ranks)
-                search = self._search(problem, old.sites, batch_size, _points(problem))
                 fixed = _fixed_center(problem, mode, start)
+                search = self._search(problem, old.sites, batch_size, fixed, _points(problem))
                 candidates.append(search.on_ranks(ranks, center, _candidate_from(center, fixed)))
                 bar.update(1, candidates[-1].log_evidence)
             self._keep(problem, search, candidates, time.perf_counter() - begun, ranks)
@@ -304,6 +308,7 @@ class Laplace(Approximation):
         problem: Problem,
         sites: tuple[str, ...],
         num_rows: int | None,
+        fixed: Tensor | None,
         held: Tensor | None = None,
         tuned: Tensor | None = None,
     ) -> Search:
@@ -311,13 +316,13 @@ class Laplace(Approximation):
         if self._auto:
             few = len(problem.engine.layout.places(sites)) <= _MOST_DENSE
             self.structure = "dense" if few else "diag"
-        kind = self._kind(problem)
+        kind, notes = self._kind(problem, problem.positions[0] if fixed is None else fixed)
         if self.structure in _OF_ROWS and kind == "hessian":
             raise ArgumentError(
                 f"structure={self.structure!r}: the data are one joint density, and factors are "
                 "sums over rows: use structure='diag' or 'dense'"
             )
-        how = self.structure, problem.seed, num_rows, held, tuned, self.rank
+        how = self.structure, problem.seed, notes, num_rows, held, tuned, self.rank
         search = Search(density, sites, kind, *how)
         search.check_fits(problem.positions)
         return search
@@ -335,18 +340,19 @@ class Laplace(Approximation):
             }
             check_same(ranks, identity_of(problem, about, {}))
 
-    def _kind(self, problem: Problem) -> CurvatureKind:
-        """The curvature; the Hessian where the data have no GGN."""
-        if self.curvature != "ggn":
-            return self.curvature
+    def _kind(self, problem: Problem, position: Tensor) -> tuple[CurvatureKind, list[str]]:
+        """(The curvature; the Hessian where the data have no GGN.  What of it is estimated)."""
+        if self.curvature == "hessian":
+            return "hessian", []
         log_posterior = problem.log_posterior
         chunk = next(chunks_of(log_posterior, problem.data, 1))
-        params = problem.engine.layout.unflatten(problem.positions[0])
+        where = problem.engine.layout.unflatten(position), chunk.arguments, chunk.indices
         try:
-            Curvature(log_posterior).notes(params, chunk.arguments, chunk.indices)
+            return self.curvature, Curvature(log_posterior, self.curvature).notes(*where)
         except ModelError:
-            return "hessian"
-        return "ggn"
+            if self.curvature != "ggn":
+                raise
+            return "hessian", []
 
     def _sites_of(self, problem: Problem) -> tuple[str, ...]:
         latents = problem.log_posterior.latents
@@ -369,7 +375,7 @@ class Laplace(Approximation):
         attrs = {
             "method": type(self).__name__,
             "structure": self.structure,
-            "curvature": search.words(candidates[0].center)
+            "curvature": ", ".join([search.kind, *search.notes])
             + _NO_GGN * (search.kind != self.curvature),
             "temperature": self.temperature,
             "log_evidence": [candidate.log_evidence for candidate in candidates],

@@ -739,7 +739,8 @@ class Sampler(Method):
     def _prepare(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Problem:
         log_posterior = as_log_posterior(self.model, num_data)
         starts = self._starts(num_chains, seed)
-        return prepare(log_posterior, data, self.kernel, starts, num_chains, seed)
+        earlier = None if self._plan is None else self._plan.problem.understood
+        return prepare(log_posterior, data, self.kernel, starts, num_chains, seed, earlier=earlier)
 
     def _attrs(self) -> dict[str, Any]:
         hyperparameters = {

@@ -106,20 +106,28 @@ def check_no_random_draws(
     Args:
         terms: of one run.
         again: of the other.
-        drew: whether that one drew from torch's generator, which can go without a difference.
+        drew: whether one of them drew from torch's generator, which can go without a difference.
         by: what drew, in words, if that is a module.
     """
     advice = (
         f"so {by or 'something in the model'} draws at random: call .eval() on modules with "
         "dropout, and make every random draw a pyro.sample site"
     )
-    for name, term in terms.items():
-        if name not in again or not close(term.log_prob, again[name].log_prob, roundings=64):
-            raise ModelError(
-                f"site '{name}': two evaluations at the same latent values differ, {advice}"
-            )
+    name = differing(terms, again)
+    if name is not None:
+        raise ModelError(
+            f"site '{name}': two evaluations at the same latent values differ, {advice}"
+        )
     if drew:
         raise ModelError(f"an evaluation moves torch's random generator, {advice}")
+
+
+def differing(terms: Mapping[str, Term], again: Mapping[str, Term]) -> str | None:
+    """The first of a run's terms that another run does not have, or not the same."""
+    for name, term in terms.items():
+        if name not in again or not close(term.log_prob, again[name].log_prob, roundings=64):
+            return name
+    return None
 
 
 def check_local_latents(

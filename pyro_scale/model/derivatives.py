@@ -3,7 +3,7 @@ functorch refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +44,16 @@ def plain_gradient(
     return dict(zip(leaves, gradients, strict=True)), Evaluation(*(e.detach() for e in evaluation))
 
 
+def gradient_of(value: Tensor, leaves: Params) -> Gradient:
+    """The gradient of a value with its history, which stays, zero where it has none."""
+    if not value.requires_grad:
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    found = torch.autograd.grad(
+        value, list(leaves.values()), retain_graph=True, materialize_grads=True
+    )
+    return dict(zip(leaves, found, strict=True))
+
+
 def row_gradients(function: Callable[[Params], Tensor], params: Params) -> Gradient:
     """The gradient of each of a function's values `[B, ...]`, by entry, `[B, ..., *shape]`; one by
     one for models that vmap or functorch's gradient refuses."""
@@ -65,36 +75,36 @@ def row_gradients(function: Callable[[Params], Tensor], params: Params) -> Gradi
     }
 
 
-def hessian(slope: Tensor, here: Tensor) -> Tensor:
-    """The derivative of a gradient [D], with its history, by the leaf [D] that it is taken at:
-    [D, D], symmetric."""
+def hessian(slope: Tensor, *here: Tensor) -> Tensor:
+    """The derivative of a gradient [D], with its history, by the leaf [D], or the leaves of D
+    elements, that it is taken at: [D, D], symmetric."""
     matrix = torch.cat([rows for _, rows in _hessian_rows(slope, here)])
     return (matrix + matrix.T) / 2
 
 
-def hessian_diagonal(slope: Tensor, here: Tensor) -> Tensor:
+def hessian_diagonal(slope: Tensor, *here: Tensor) -> Tensor:
     """The diagonal of the same, [D], from as many products, without the matrix."""
     return torch.cat([rows[:, first:].diagonal() for first, rows in _hessian_rows(slope, here)])
 
 
-def _hessian_rows(slope: Tensor, here: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _hessian_rows(slope: Tensor, here: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
     """(The number of the first, some rows): many at once where vmap takes the model."""
     at_once = True
-    for first in range(0, len(here), _HESSIAN_ROWS):
-        count = min(_HESSIAN_ROWS, len(here) - first)
-        units = here.new_zeros(count, len(here))
-        units[:, first : first + count] = torch.eye(count).to(here)
+    for first in range(0, len(slope), _HESSIAN_ROWS):
+        count = min(_HESSIAN_ROWS, len(slope) - first)
+        units = slope.new_zeros(count, len(slope))
+        units[:, first : first + count] = torch.eye(count).to(slope)
         if at_once:
             try:
-                (rows,) = torch.autograd.grad(
+                found = torch.autograd.grad(
                     slope, here, units, retain_graph=True, is_grads_batched=True
                 )
             except (RuntimeError, NotImplementedError):
                 at_once = False
         if not at_once:
-            parts = [torch.autograd.grad(slope, here, u, retain_graph=True)[0] for u in units]
-            rows = torch.stack(parts)
-        yield first, rows
+            each = [torch.autograd.grad(slope, here, unit, retain_graph=True) for unit in units]
+            found = tuple(torch.stack(column) for column in zip(*each, strict=True))
+        yield first, torch.cat([each.reshape(len(units), -1) for each in found], dim=1)
 
 
 def _leaves(params: Params) -> Gradient:

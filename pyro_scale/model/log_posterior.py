@@ -29,14 +29,16 @@ from pyro_scale.model.checks import NotFiniteStartError, check_starts
 from pyro_scale.model.function import function_model
 from pyro_scale.model.init_strategies import init_to_module, init_to_reset, uniform
 from pyro_scale.model.model_info import ModelInfo
+from pyro_scale.model.module_trace import trace_modules
 from pyro_scale.model.preflight import InitFunction, draw_latents, understand, understand_function
 from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import Recorder, Simulator
 from pyro_scale.model.scaling import Evaluation, Prior
-from pyro_scale.model.sites import Site
+from pyro_scale.model.sites import Site, points_of_store
 from pyro_scale.model.terms import terms_of
 from pyro_scale.model.transforms import is_real
 from pyro_scale.model.unobserved import observe_draws
+from pyro_scale.model.write_guard import forbid_writes
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: How many starts of a chain are tried: of a model that half of all starts break, 20 fail once in
@@ -215,11 +217,7 @@ class LogPosterior:
         with own_generator(derived_seed(seed, chain, Purpose.INIT, attempt)):
             sites = draw_latents(self._program, arguments, init).sites
         check_starts(sites, chain)
-        return {
-            site.name: site.unconstrained.detach().clone()
-            for site in sites.values()
-            if site.unconstrained is not None
-        }
+        return _unconstrained(sites)
 
     def prior_draws(self, arguments: Arguments, count: int, seed: int) -> dict[str, Tensor]:
         """Unconstrained draws of the latents from their priors, `[count, ...]`."""
@@ -254,11 +252,24 @@ class LogPosterior:
         for name in self.latents:
             if name not in values:
                 raise ArgumentError(f"unconstrain: no value for site '{name}'")
-        params = self.start(self.model_info.example, seed=0, values=values)
+        if self.is_unconstrained:
+            known = self.model_info.sites
+            sites = {n: replace(known[n], unconstrained=values[n]) for n in self.latents}
+            check_starts(sites)
+            params = _unconstrained(sites)
+        else:  # a support may depend on another site's value
+            params = self.start(self.model_info.example, seed=0, values=values)
         for name, point in self.points.items():
             if name in values:
                 params[name] = transform_to(point.constraint).inv(values[name])
         return params
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """The sites' own values where the model was first run, and those of params."""
+        sites = self.model_info.sites
+        points = {n: transform_to(p.constraint)(p.unconstrained) for n, p in self.points.items()}
+        return {name: sites[name].value for name in self.latents} | points
 
     def deterministics(self, params: Params) -> dict[str, Tensor]:
         """`pyro.deterministic` sites outside the data's plate."""
@@ -303,15 +314,18 @@ class LogPosterior:
 
     def prepare(
         self, arguments: Arguments, init: InitFunction | None = None, seed: int = 0
-    ) -> None:
+    ) -> Params | None:
         """Understands the model on a first batch; does nothing the second time.
 
         A start where the log density is not finite is drawn again, as Pyro does.
+
+        Returns:
+            What `start` would give for chain 0, where it has just been drawn.
         """
         init = init or self.default_init(0)
         for attempt in range(MOST_STARTS):
             if self._model_info is not None:
-                return
+                return None
             last = attempt == MOST_STARTS - 1
             with (
                 own_generator(derived_seed(seed, 0, Purpose.INIT, attempt)),
@@ -320,6 +334,8 @@ class LogPosterior:
                 if self._model_info is None:  # of another thread
                     info = self._preflight(self._program, arguments, init, self._num_data)
                     self._model_info = info
+                    return None if attempt else _unconstrained(info.sites)
+        return None
 
     def renew(self, num_data: int | None) -> LogPosterior:
         """The same, before it has seen a batch; `num_data` counts where it has none itself."""
@@ -327,6 +343,11 @@ class LogPosterior:
         other._num_data = self._num_data or num_data
         other._program, other._model_info = Program(self.model), None
         return other
+
+    def is_of_same_model(self, other: LogPosterior) -> bool:
+        """Whether another one is of the same callable, with the same prior."""
+        own, others = (self.model, self._prior), (other.model, other._prior)
+        return all(one is another for one, another in zip(own, others, strict=True))
 
     def with_drawn_observations(
         self, arguments: Arguments, seed: int
@@ -436,6 +457,26 @@ class LogPosterior:
             validate,
         )
 
+    def run_as_first(self, arguments: Arguments) -> Recorder:
+        """Runs the model at the latent values of its first run, as the preflight does: on copies,
+        its modules checked, with params as they are now.
+
+        Raises:
+            ModelError: a module is not fit, or the model writes to what it is given.
+        """
+        info = self.model_info
+        values = {site.name: site.unconstrained for site in info.sites.values()}
+        latents = {name: value for name, value in values.items() if value is not None}
+        with (
+            own_generator(),
+            torch.no_grad(),
+            trace_modules(),
+            forbid_writes(self.model, arguments) as copies,
+        ):
+            store = points_of_store()
+            recorder = Recorder(latents=latents, enum_dim=info.enum_dim, store=store)
+            return self._program.run(copies, recorder)
+
     def batch_size(self, arguments: Arguments) -> int:
         """How many rows a batch has."""
         info = self.model_info
@@ -443,6 +484,15 @@ class LogPosterior:
             return info.batch_size
         count = rows.count(arguments)
         return self.num_data if count is None else count
+
+
+def _unconstrained(sites: Mapping[str, Site]) -> dict[str, Tensor]:
+    """The latents' unconstrained values in a run, as tensors of their own."""
+    return {
+        site.name: site.unconstrained.detach().clone()
+        for site in sites.values()
+        if site.unconstrained is not None
+    }
 
 
 def _gaussian_log_prior(gaussian: Gaussian, sites: Mapping[str, Site], log_prior: Tensor) -> Tensor:

@@ -7,14 +7,13 @@ random draws, and on other rows, to find the terms that follow the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-import pyro
 import torch
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.nn import PyroModule
 from torch import Tensor, nn
-from torch.distributions import Distribution
 
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import exclusive, own_generator
@@ -29,6 +28,7 @@ from pyro_scale.model.checks import (
     check_observations,
     check_starts,
     check_terms,
+    differing,
     local_message,
 )
 from pyro_scale.model.classify import Probe, classify
@@ -54,6 +54,7 @@ from pyro_scale.model.plates import (
 from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import LatentShapeChanged, Recorder
 from pyro_scale.model.scaling import Rule, Scaling
+from pyro_scale.model.second_run import run_again, sites_to_validate
 from pyro_scale.model.sites import points_of_store
 from pyro_scale.model.terms import terms_of
 from pyro_scale.model.write_guard import forbid_writes
@@ -95,20 +96,19 @@ def understand(
         check_latent_sizes(first.sites)
         own = own_plate(first.sites, count)
         recipe = _Recipe(program, first)
-        full = recipe.run(arguments)
+        second = run_again(partial(recipe.run, arguments))
+        full = second.recorder
         check_names(full.sites)
-        validated = _sites_to_validate(recipe, arguments)
+        validated = sites_to_validate(second)
         check_observations(full.sites, validated)
         check_densities(full.sites)
         terms = terms_of(full.sites)
         check_terms(terms)
-        state = torch.random.get_rng_state()
-        with trace_modules() as trace:
+        again = terms_of(first.sites)
+        if differing(terms, again) is not None:  # by more than the way to unconstrained values
             again = terms_of(recipe.run(arguments).sites)
-        drew = not torch.equal(state, torch.random.get_rng_state())
-        by = trace.describe(trace.drew) if trace.drew is not None else None
-        check_no_random_draws(terms, again, drew, by)
-        _check_with_validation(recipe, arguments)
+        check_no_random_draws(terms, again, second.drew, second.by)
+        second.raise_error()
         if own is not None:
             batch_size = full.sites[own].fn.subsample_size
             num_data = agreed_size(num_data, full.sites[own])
@@ -304,19 +304,6 @@ def _first_run(
     return recorder
 
 
-def _sites_to_validate(recipe: _Recipe, arguments: Arguments) -> set[str]:
-    """The sites whose values are to be checked: `validate_args=False`, and validation that is
-    switched off for all of Pyro or torch, are the user's word."""
-    if not (pyro.infer.util.is_validation_enabled() and Distribution._validate_args):
-        return set()
-    try:
-        sites = recipe.run(arguments, validate=True).sites
-    except Exception:  # validation itself will say it
-        sites = recipe.run(arguments).sites
-        return set(sites)
-    return {site.name for site in sites.values() if site.validates}
-
-
 def _is_frozen(first: Recorder, trace: ModuleTrace) -> bool:
     """Whether a module ran some of whose weights are neither drawn nor estimated."""
     moving = {p.parameter.data_ptr() for p in first.points.values() if p.parameter is not None}
@@ -334,18 +321,6 @@ def _weights(run: Recorder, executed: list[nn.Module]) -> frozenset[str]:
     layers = [m for m in executed if isinstance(m, PyroModule) and isinstance(m, _LAYERS)]
     names = {layer._pyro_get_fullname(name) for layer in layers for name in layer._pyro_samples}
     return frozenset(site.name for site in latents if WEIGHT in site.infer or site.name in names)
-
-
-def _check_with_validation(recipe: _Recipe, arguments: Arguments) -> None:
-    """Pyro's and torch's own checks of shapes and of distributions' arguments."""
-    if not pyro.infer.util.is_validation_enabled():
-        return
-    try:
-        recipe.run(arguments, validate=True)
-    except PyroScaleError:
-        raise
-    except ValueError as error:
-        raise ModelError(f"the model fails validation on the first batch: {error}") from error
 
 
 def _explain(error: LatentShapeChanged, size: int, part: int) -> SiteError:

@@ -143,7 +143,7 @@ def is_discrete(msg: Any) -> bool:
             "pyro.deterministic(name, value)"
         )
     try:
-        return bool(msg["fn"].support.is_discrete)
+        return bool(fn.support.is_discrete)
     except NotImplementedError:
         raise SiteError(
             f"site '{msg['name']}': {type(msg['fn']).__name__} has no support property, so its "

@@ -17,7 +17,7 @@ from pyro_scale.data.batches import Batch
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.kernels import Hyperparameters
-from pyro_scale.model.log_posterior import MOST_STARTS, LogPosterior
+from pyro_scale.model.log_posterior import MOST_STARTS, LogPosterior, Params
 from pyro_scale.model.preflight import InitFunction
 
 
@@ -29,6 +29,8 @@ def initialize(
     init_strategy: Any,
     seed: int,
     per_chain: bool,
+    drawn: Params | None = None,
+    must_be_usable: bool = True,
 ) -> tuple[Engine, Tensor]:
     """(What moves the chains, where they start, `[chains, D]`).
 
@@ -40,6 +42,9 @@ def initialize(
         init_strategy: the user's.
         seed: of the run.
         per_chain: whether each chain has its own minibatches.
+        drawn: chain 0's start, where the preflight has drawn it.
+        must_be_usable: whether the log joint has to be finite there; not of a method that is told
+            where to be.
 
     Raises:
         ArgumentError: a dict of starts or of hyperparameters that does not fit the model.
@@ -53,7 +58,8 @@ def initialize(
     def draw(chain: int, attempt: int) -> dict[str, Tensor]:
         return log_posterior.start(first, seed, chain, inits[chain], attempt=attempt)
 
-    starts = [draw(chain, 0) for chain in range(len(inits))]
+    first_start = dict(drawn) if drawn is not None else draw(0, 0)
+    starts = [first_start, *(draw(chain, 0) for chain in range(1, len(inits)))]
     layout, num_latents = Layout.of(starts[0] | params), Layout.of(starts[0]).size
     positions = torch.stack([layout.flatten(start | params) for start in starts])
     engine = Engine(with_all_sites(kernel, layout), log_posterior, layout, num_latents)
@@ -61,6 +67,8 @@ def initialize(
     def redraw(chain: int, attempt: int) -> Tensor:
         return layout.flatten(draw(chain, attempt) | params)
 
+    if not must_be_usable:
+        return engine, positions
     again = None if isinstance(init_strategy, dict) else redraw
     return _find_usable_starts(engine, log_posterior, positions, first, per_chain, again)
 

@@ -27,6 +27,7 @@ from pyro_scale.model.model_info import model_warnings
 from pyro_scale.model.other_batches import check_batches, check_supports
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.initialize import init_of, initialize
+from pyro_scale.run.understood import Understood
 
 #: Batches besides the first on which the rules are tried before a run.
 _OTHER_BATCHES = 2
@@ -46,6 +47,7 @@ class Problem:
         base: how a network's frozen base is run, in words.
         chooses_batches: whether the rows of a batch are the library's choice.
         ranks: the processes that the chains are shared out among.
+        understood: what the next run of the same model and data need not find out again.
     """
 
     log_posterior: LogPosterior
@@ -57,6 +59,7 @@ class Problem:
     base: str = "none"
     chooses_batches: bool = False
     ranks: Ranks = ALONE
+    understood: Understood | None = None
 
     @property
     def chains(self) -> range:
@@ -155,27 +158,46 @@ def prepare(
     init_strategy: Any,
     num_chains: int,
     seed: int,
+    must_be_usable: bool = True,
+    earlier: Understood | None = None,
 ) -> Problem:
     """Runs the model's preflight and finds every chain's start.
 
-    A method that takes no steps passes `Hyperparameters()`, by which nothing is moved.
+    A method that takes no steps passes `Hyperparameters()`, by which nothing is moved; one that is
+    told where to be, `must_be_usable=False`: the log joint is not evaluated at starts.  Where an
+    earlier run has understood the same model, the checks that look for what it may do on other
+    batches are not repeated.
 
     Raises:
         ModelError, SiteError, PlateError: what is wrong with the model.
         ArgumentError: a dict of starts that does not fit the model or the number of chains.
     """
-    arguments = data.first()
+    arguments, opened, asked = data.first(), data, log_posterior.given_num_data
+    known = None if earlier is None else earlier.again(log_posterior, data)
+    log_posterior = known or log_posterior
     inits = [init_of(log_posterior, init_strategy, c, num_chains) for c in range(num_chains)]
-    log_posterior.prepare(arguments, inits[0], seed)
+    drawn = log_posterior.prepare(arguments, inits[0], seed)
     for warning in model_warnings(log_posterior.model_info):
         warn(ModelWarning, warning)
     data = _data_for(log_posterior, data)
     per_chain = data.batch_size is not None
     engine, positions = initialize(
-        log_posterior, kernel, arguments, inits, init_strategy, seed, per_chain
+        log_posterior,
+        kernel,
+        arguments,
+        inits,
+        init_strategy,
+        seed,
+        per_chain,
+        drawn,
+        must_be_usable,
     )
-    check_all_rows(log_posterior, data, engine.layout.unflatten(positions[0]))
-    return Problem(log_posterior, data, engine, positions, seed)
+    params = engine.layout.unflatten(positions[0])
+    check_values(log_posterior, data, params)
+    if known is None:
+        check_other_batches(log_posterior, data, params)
+    understood = earlier if known else Understood.of(log_posterior, asked, opened)
+    return Problem(log_posterior, data, engine, positions, seed, understood=understood)
 
 
 def check_all_rows(log_posterior: LogPosterior, data: Data, params: Mapping[str, Tensor]) -> None:
@@ -186,11 +208,23 @@ def check_all_rows(log_posterior: LogPosterior, data: Data, params: Mapping[str,
         PlateError: what was taken for a row's, or for a constant, depends on the other rows.
     """
     data = _data_for(log_posterior, data)
-    if data.batch_size is None:
-        return
-    if isinstance(data, TensorData) and is_row_wise(log_posterior):
+    check_values(log_posterior, data, params)
+    check_other_batches(log_posterior, data, params)
+
+
+def check_values(log_posterior: LogPosterior, data: Data, params: Mapping[str, Tensor]) -> None:
+    """Refuses observed values outside of their support, in all rows of tensors."""
+    is_batch = data.batch_size is not None
+    if is_batch and isinstance(data, TensorData) and is_row_wise(log_posterior):
         check_supports(log_posterior, params, chunks_of(log_posterior, data))
-    check_batches(log_posterior, params, data.first(), data.spread(_OTHER_BATCHES))
+
+
+def check_other_batches(
+    log_posterior: LogPosterior, data: Data, params: Mapping[str, Tensor]
+) -> None:
+    """Tries the rules on some batches besides the first."""
+    if data.batch_size is not None:
+        check_batches(log_posterior, params, data.first(), data.spread(_OTHER_BATCHES))
 
 
 def check_can_adjust(problem: Problem, name: str) -> None:
@@ -246,7 +280,7 @@ def position_of(problem: Problem, values: Mapping[str, Tensor], argument: str) -
         ArgumentError: a site is missing, unknown, or has another shape.
     """
     layout, start = problem.engine.layout, problem.positions[0]
-    sites = problem.log_posterior.constrain(layout.unflatten(start))
+    sites = problem.log_posterior.values
     for name, value in {**dict.fromkeys(problem.log_posterior.latents), **values}.items():
         like = sites.get(name)
         if value is None or like is None or torch.as_tensor(value).shape != like.shape:

@@ -15,7 +15,7 @@ from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, BiasWarning, ModelError, SiteError
 from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.fullbatch.precision import precision_at
+from pyro_scale.fullbatch.precision import expansion_at
 from pyro_scale.model.control_variates import AnchorCurvature, ControlVariates
 from pyro_scale.model.curvature.observations import Exact, observe
 from pyro_scale.model.curvature.prior_hessian import prior_precision
@@ -120,7 +120,7 @@ def with_curvature(problem: Problem, density: FullDataDensity) -> Problem | None
         if len(exact) < len(observed) or log_posterior.model_info.own_plate is not None:
             return None
         position = density.layout.flatten(anchor)
-        total = precision_at(density, position, names, "ggn", dense=True)
+        total = expansion_at(density, position, names, "ggn", dense=True).precision
         total = total - prior_precision(log_posterior, anchor, first, None, dense=True)
         curved = dataclasses.replace(first_order, curvature=AnchorCurvature(total, exact))
         curved.grad(anchor, first)

@@ -1102,3 +1102,72 @@ def test_nothing_is_there_before_a_run():
     for read in (fit.log_marginal_likelihood, fit.diagnostics, fit.as_prior, fit.get_samples):
         with pytest.raises(NotRunError, match="Laplace has no fit yet"):
             read()
+
+
+def scaled_classes(x, y):
+    """A layer of weights on all reals, and a scale that is positive."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(D, 3), 1.0).to_event(2))
+    scale = pyro.sample("scale", dist.HalfNormal(1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Categorical(logits=scale * (x @ w)), obs=y)
+
+
+LABELS = (Y > 0).long() + (Y > 1).long()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("curvature", ["ggn", "empirical_fisher"])
+def test_all_that_comes_of_a_pass_at_a_given_mode(curvature, structure):
+    """Precision, evidence and distance, by the matrix and the gradient of all rows."""
+    mode = {"w": normals(D, 3, seed=5), "scale": torch.tensor(0.7)}
+    fit = laplace(scaled_classes, (X, LABELS), structure, curvature=curvature, mode=mode)
+    known = ps.LogPosterior(scaled_classes, num_data=N)
+    params = {"w": mode["w"], "scale": mode["scale"].log()}
+    by_site, evaluation = known.grad(params, (X, LABELS))
+    slope = torch.cat([by_site["w"].flatten(), by_site["scale"][None]])
+    matrix = ps.Curvature(known, curvature).dense(params, (X, LABELS))
+    prior = torch.ones(len(matrix))
+    prior[-1] = 2 * mode["scale"] ** 2  # of -scale^2 / 2 + log scale, in log scale
+    precision = matrix + torch.diag(prior)
+    if structure == "diag":
+        precision = torch.diag(precision.diagonal())
+    own = precision if structure == "dense" else precision.diagonal()
+    close(gaussian(fit).precision, own, 1e-9)
+    close(gaussian(fit).mean, torch.cat([params["w"].flatten(), params["scale"][None]]), 1e-12)
+    total = (len(prior) * math.log(2 * math.pi) - torch.logdet(precision)) / 2
+    attrs = fit.fit.attrs
+    close(double(attrs["log_evidence"][0]), (evaluation.log_joint + total)[None], 1e-9)
+    distance = slope @ torch.linalg.solve(precision, slope)
+    close(double(attrs["distance"][0]), distance[None], 1e-9)
+
+
+@pytest.mark.parametrize(("curvature", "runs"), [("ggn", 9), ("empirical_fisher", 8)])
+def test_a_given_mode_takes_few_runs_of_the_model(curvature, runs):
+    """Seven of the preflight, one for all that is asked at the mode, and the GGN's note of what is
+    estimated, on one row."""
+    calls = []
+
+    def classes(x, y):
+        calls.append(len(x))
+        w = pyro.sample("w", dist.Normal(torch.zeros(D, 40), 1.0).to_event(2))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Categorical(logits=x @ w), obs=y)
+
+    mode = {"w": normals(D, 40, seed=5)}
+    laplace(classes, (X, LABELS), "diag", curvature=curvature, mode=mode)
+    assert len(calls) <= runs
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_mode_that_is_not_finite(bad):
+    with pytest.raises(SiteError, match="off its support"):
+        laplace(regression(1.0), (X, Y), mode={"w": torch.full((D,), bad)})
+
+
+def test_chain_0_starts_where_the_preflight_was():
+    known = ps.LogPosterior(scaled_classes, num_data=N)
+    drawn = known.prepare((X, LABELS), seed=3)
+    again = known.start((X, LABELS), seed=3)
+    assert drawn.keys() == again.keys()
+    assert all(torch.equal(drawn[name], again[name]) for name in drawn)
+    assert known.prepare((X, LABELS), seed=3) is None

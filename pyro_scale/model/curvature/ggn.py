@@ -85,6 +85,7 @@ class Curvature:
         indices: Tensor | None = None,
         held: Params | None = None,
         keep: slice = slice(None),
+        run: Observed | None = None,
     ) -> dict[str, Tensor]:
         """The diagonal by site.
 
@@ -98,14 +99,15 @@ class Curvature:
             indices: the rows to take, for a model that subsamples by itself.
             held: unconstrained values of the other sites.
             keep: which rows of the batch count.
+            run: `observe` of the same, where it has been run.
         """
         arguments, held = rows.as_arguments(batch), dict(held or {})
         indices = self._indices(arguments, indices)
+        run = run or self.observe(params, arguments, indices, held)
         found: dict[str, Tensor] = {}
         with suppress(RuntimeError, NotImplementedError):  # a backward pass that cannot be repeated
-            if (of_rows := self._graph(params, arguments, indices, held)) is not None:
-                graph, observed = of_rows
-                found = graph.squares(observed.columns, observed.num_columns, keep)
+            if (graph := self._graph(run)) is not None:
+                found = graph.squares(run.columns, run.num_columns, keep)
         others = {name: value for name, value in params.items() if name not in found}
         if others:
             layout = Layout.of(others)
@@ -180,9 +182,9 @@ class Curvature:
         indices = self._indices(arguments, indices)
         factors: dict[str, list[Factors]] = {}
         with suppress(RuntimeError, NotImplementedError):  # as for the diagonal
-            if (of_rows := self._graph(params, arguments, indices, held)) is not None:
-                graph, observed = of_rows
-                factors = factors_of(graph, observed.columns, observed.num_columns, keep)
+            run = self.observe(params, arguments, indices, held)
+            if (graph := self._graph(run)) is not None:
+                factors = factors_of(graph, run.columns, run.num_columns, keep)
         others = {name: value for name, value in params.items() if name not in factors}
         held |= {name: params[name] for name in factors}
         return factors, self.diagonal(others, arguments, indices, held, keep) if others else {}
@@ -224,6 +226,8 @@ class Curvature:
 
     def notes(self, params: Params, batch: Any, indices: Tensor | None = None) -> list[str]:
         """What is to be said of it: which sites' Fisher information is estimated."""
+        if self.kind == "empirical_fisher":  # of the log likelihood as it is
+            return []
         arguments = rows.as_arguments(batch)
         indices = self._indices(arguments, indices)
         observed = self._observe(_leaves(params), arguments, indices).observations
@@ -236,27 +240,31 @@ class Curvature:
         indices: Tensor | None = None,
         held: Params | None = None,
         keep: slice = slice(None),
+        run: Observed | None = None,
     ) -> Iterator[Block]:
         """The sum's terms of some rows at a time, with their Jacobians; arguments as for
         `diagonal`."""
         held, indices = held or {}, self._indices(arguments, indices)
-        observed = self._observe({**held, **_leaves(params)}, arguments, indices).observations
+        observed = (run or self.observe(params, arguments, indices, held)).observations
         if observed:  # some row depends on the params
             yield from blocks_of(
                 self.log_posterior, observed, params, arguments, indices, held, keep
             )
 
-    def _graph(
+    def observe(
         self, params: Params, arguments: Arguments, indices: Tensor | None, held: Params
-    ) -> tuple[RowWise, Observed] | None:
-        """The graph of the rows' outputs, with the observations; None of a model that takes
-        nothing less than all rows."""
+    ) -> Observed:
+        """A run of the model on a batch, differentiable in the params; arguments as for
+        `diagonal`."""
+        return self._observe({**held, **_leaves(params)}, arguments, indices)
+
+    def _graph(self, run: Observed) -> RowWise | None:
+        """The graph of the rows' outputs; None of a model that takes nothing less than all
+        rows."""
         if self.log_posterior.model_info.whole_only:
             return None
-        leaves = _leaves(params)
-        observed = self._observe({**held, **leaves}, arguments, indices)
         with torch.enable_grad():
-            return RowWise.of(observed.outputs(), leaves), observed
+            return RowWise.of(run.outputs(), run.leaves)
 
     def _indices(self, arguments: Arguments, indices: Tensor | None) -> Tensor | None:
         """Which rows a model takes that subsamples by itself: some, unless the caller says."""

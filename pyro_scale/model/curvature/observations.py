@@ -231,10 +231,12 @@ class Observed:
     """A run of the model on a batch.
 
     Attributes:
+        leaves: the params that it can be differentiated in.
         sites: of the run, with their graph.
-        observations: those that depend on the params.
+        observations: those that depend on these params.
     """
 
+    leaves: Params
     sites: Mapping[str, Site]
     observations: Sequence[Observation]
 
@@ -295,9 +297,10 @@ def observe(
         )
     with torch.enable_grad():
         sites = log_posterior.run(params, arguments, indices).sites
+    leaves = {name: value for name, value in params.items() if value.requires_grad}
     if kind == "empirical_fisher":
         count, first = log_posterior.batch_size(arguments), next(iter(params.values()))
-        return Observed(sites, [Total(scaling, first.new_zeros(count, 0))])
+        return Observed(leaves, sites, [Total(scaling, first.new_zeros(count, 0))])
     summed = set() if log_posterior.model_info.enum_dim is None else _enumerated_terms(sites)
     observations = []
     for name, rule in ruled.items():
@@ -309,7 +312,7 @@ def observe(
                 "curvature='empirical_fisher' or 'hessian'"
             )
         observations.append(_observation(sites[name], rule, kind, num_draws))
-    return Observed(sites, [each for each in observations if each is not None])
+    return Observed(leaves, sites, [each for each in observations if each is not None])
 
 
 def _enumerated_terms(sites: Mapping[str, Site]) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,54 +24,63 @@ def prior_product(
     held: Params | None = None,
 ) -> dict[str, Tensor]:
     """Minus the Hessian of the log prior times a vector, by site."""
-    layout = Layout.of(params)
-    slope, here = _slope(log_posterior, layout, layout.flatten(params), batch, held)
-    return layout.unflatten(_product(slope, here)(layout.flatten(vector)))
+    layout, leaves = Layout.of(params), _leaves(params)
+    with torch.enable_grad():
+        log_prior = log_posterior({**(held or {}), **leaves}, batch).log_prior
+    slope = _slope(log_prior, leaves)
+    return layout.unflatten(_product(slope, leaves, layout.flatten(vector)))
 
 
 def prior_precision(
     log_posterior: LogPosterior, params: Params, batch: Any, held: Params | None, dense: bool
 ) -> Tensor:
-    """Minus the Hessian of the log prior, in the order of params: [D, D], or its diagonal [D].
+    """Minus the Hessian of the log prior, in the order of params: [D, D], or its diagonal [D]."""
+    leaves = _leaves(params)
+    with torch.enable_grad():
+        log_prior = log_posterior({**(held or {}), **leaves}, batch).log_prior
+    return precision_of_prior(log_posterior, log_prior, leaves, dense)
+
+
+def precision_of_prior(
+    log_posterior: LogPosterior, log_prior: Tensor, leaves: Params, dense: bool
+) -> Tensor:
+    """The same, given the log prior with its history.
 
     Priors of independent elements have a diagonal Hessian, which one product with a vector of no
     zeros finds, and another one, at random, confirms.
     """
-    layout = Layout.of(params)
-    position = layout.flatten(params)
+    layout = Layout.of(leaves)
     if log_posterior.gaussian_prior is not None and layout.names == log_posterior.latents:
         prior = log_posterior.gaussian_prior
         return matrix_or_diagonal(prior.precision, dense) if dense else prior.precision_diagonal
-    slope, here = _slope(log_posterior, layout, position, batch, held)
-    times = _product(slope, here)
+    slope = _slope(log_prior, leaves)
     probe, check = 1 + torch.rand(2, layout.size, generator=torch.Generator().manual_seed(0)).to(
-        position
+        slope
     )
-    diagonal = times(probe) / probe
-    rounding = _ROUNDINGS * torch.finfo(position.dtype).eps * diagonal.abs() * check
-    if bool(((times(check) - diagonal * check).abs() <= rounding).all()):
+    diagonal = _product(slope, leaves, probe) / probe
+    rounding = _ROUNDINGS * torch.finfo(layout.dtype).eps * diagonal.abs() * check
+    apart = (_product(slope, leaves, check) - diagonal * check).abs()
+    if bool((apart <= rounding).all()):
         return matrix_or_diagonal(diagonal, dense)
-    return -(hessian(slope, here) if dense else hessian_diagonal(slope, here))
+    every = hessian if dense else hessian_diagonal
+    return -every(slope, *leaves.values())
 
 
-def _slope(
-    log_posterior: LogPosterior, layout: Layout, position: Tensor, batch: Any, held: Params | None
-) -> tuple[Tensor, Tensor]:
-    """(The gradient of the log prior with its history, the leaf that it is with respect to)."""
-    here = position.detach().requires_grad_()
-    with torch.enable_grad():
-        params = {**layout.unflatten(here), **(held or {})}
-        nothing = 0 * here.square().sum()  # so that a flat or linear prior has derivatives, too
-        value = log_posterior(params, batch).log_prior + nothing
-        (slope,) = torch.autograd.grad(value, here, create_graph=True)
-    return slope, here
+def _leaves(params: Params) -> dict[str, Tensor]:
+    return {name: value.detach().requires_grad_() for name, value in params.items()}
 
 
-def _product(slope: Tensor, here: Tensor) -> Callable[[Tensor], Tensor]:
-    """Minus the Hessian times a vector."""
+def _slope(log_prior: Tensor, leaves: Params) -> Tensor:
+    """The gradient of the log prior with its history, [D]."""
+    with torch.enable_grad():  # so that a flat or linear prior has derivatives, too
+        nothing = sum((0 * leaf.square().sum() for leaf in leaves.values()), torch.zeros(()))
+        slopes = torch.autograd.grad(
+            log_prior + nothing.to(log_prior), list(leaves.values()), create_graph=True
+        )
+        return Layout.of(leaves).flatten(dict(zip(leaves, slopes, strict=True)))
 
-    def times(vector: Tensor) -> Tensor:
-        (product,) = torch.autograd.grad(slope, here, vector, retain_graph=True)
-        return -product
 
-    return times
+def _product(slope: Tensor, leaves: Params, vector: Tensor) -> Tensor:
+    """Minus the Hessian times a vector, [D]."""
+    found = torch.autograd.grad(slope, list(leaves.values()), vector, retain_graph=True)
+    return -Layout.of(leaves).flatten(dict(zip(leaves, found, strict=True)))

@@ -1,0 +1,174 @@
+"""What a run has understood of its model serves the next one, unless anything has changed."""
+
+import copy
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from reference import double, normals
+
+import pyro_scale as ps
+from pyro_scale.errors import ModelError, PlateError, SiteError
+from pyro_scale.model import log_posterior
+from pyro_scale.run import problem
+
+pytestmark = pytest.mark.usefixtures("store")
+
+N, B = 40, 8
+
+
+class Regression:
+    """A model with all that may change between two runs."""
+
+    def __init__(self):
+        self.loc, self.sd, self.scale = double(0, 0), 0.3, double(1.0)
+        self.net = torch.nn.Linear(2, 2, dtype=torch.float64)
+        torch.nn.init.eye_(self.net.weight)
+        self.free = torch.nn.Linear(2, 1, dtype=torch.float64)
+        torch.nn.init.ones_(self.free.weight)
+        self.dropout = torch.nn.Dropout(0.5).eval()
+        self.extra = self.centered = self.whole_plate = False
+
+    def __call__(self, x, y):
+        if self.centered:
+            x = x - x.mean(0)
+        w = pyro.sample("w", dist.Normal(self.loc, double(1.0)).to_event(1))
+        if self.extra:
+            pyro.sample("v", dist.Normal(double(0.0), 1.0))
+        pyro.module("free", self.free)
+        mean = self.dropout(self.net(x)) @ w + self.free(x)[:, 0]
+        size = {} if self.whole_plate else {"subsample_size": len(x)}
+        plate = pyro.plate("data", len(x) if self.whole_plate else N, **size)
+        with plate, pyro.poutine.scale(scale=self.scale):
+            pyro.sample("y", dist.Normal(mean, self.sd), obs=y)
+
+
+def data():
+    x = normals(N, 2, seed=1)
+    return x, x @ double(1, -0.5) + 0.3 * normals(N, seed=2)
+
+
+def ran(sampler, rows, **how):
+    steps = {"num_samples": 5, "warmup_steps": 0, "thinning": 1, "num_chains": 2, "seed": 0}
+    sampler.run(rows, **{**steps, "batch_size": B, "progress": False, **how})
+    return sampler._results().positions
+
+
+def sampler(model):
+    return ps.BAOA(model, lr=0.01, compile=False)
+
+
+@pytest.fixture
+def understood(monkeypatch):
+    """An entry for each preflight, and for each time that other batches are tried."""
+    calls = []
+
+    def counted(module, name):
+        function = getattr(module, name)
+
+        def call(*args):
+            calls.append(name)
+            return function(*args)
+
+        monkeypatch.setattr(module, name, call)
+
+    counted(log_posterior, "understand")
+    counted(problem, "check_batches")
+    return calls
+
+
+def test_what_is_known_serves_again(understood):
+    """From other starts, for other numbers of chains; the draws are a new sampler's."""
+    model, rows = Regression(), data()
+    first = sampler(model)
+    ran(first, rows)
+    for how in ({"seed": 1}, {"seed": 2, "num_chains": 3}):
+        understood.clear()
+        found = ran(first, rows, **how)
+        assert understood == []
+        assert torch.equal(found, ran(sampler(model), rows, **how))
+        assert understood == ["understand", "check_batches"]
+
+
+CHANGES = {
+    "a number": lambda model, x, y: setattr(model, "sd", 0.3 * (1 + 1e-9)),
+    "a tensor": lambda model, x, y: setattr(model, "loc", double(0, 1e-9)),
+    "a tensor written to": lambda model, x, y: model.loc.add_(1e-9),
+    "a scale written to": lambda model, x, y: model.scale.mul_(1 + 1e-9),
+    "a frozen weight": lambda model, x, y: model.net.weight.data.mul_(1 + 1e-9),
+    "a free weight": lambda model, x, y: model.free.weight.data.mul_(1 + 1e-9),
+    "an equal parameter": lambda model, x, y: setattr(
+        model.free, "weight", torch.nn.Parameter(model.free.weight.detach().clone())
+    ),
+    "a weight that is frozen": lambda model, x, y: model.free.requires_grad_(False),
+    "another site": lambda model, x, y: setattr(model, "extra", True),
+    "another plate": lambda model, x, y: setattr(model, "whole_plate", True),
+    "data": lambda model, x, y: y[-1:].add_(1e-9),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_is_seen(change, understood):
+    model, rows = Regression(), data()
+    first = sampler(model)
+    ran(first, rows)
+    understood.clear()
+    CHANGES[change](model, *rows)
+    found = ran(first, rows)
+    assert understood == ["understand", "check_batches"]
+    assert torch.equal(found, ran(sampler(model), rows))
+
+
+@pytest.mark.parametrize("how", [{"batch_size": B + 1}, {"batch_size": None}])
+def test_other_batches_are_another_problem(how, understood):
+    model, rows = Regression(), data()
+    first = sampler(model)
+    ran(first, rows)
+    understood.clear()
+    ran(first, rows, **how)
+    assert "understand" in understood
+
+
+def test_equal_data_are_other_data(understood):
+    model, rows = Regression(), data()
+    first = sampler(model)
+    ran(first, rows)
+    understood.clear()
+    ran(first, tuple(column.clone() for column in rows))
+    assert "understand" in understood
+
+
+WRONG = {
+    "random": (lambda model, x, y: model.dropout.train(), ModelError),
+    "rows that depend on others": (
+        lambda model, x, y: setattr(model, "centered", True),
+        PlateError,
+    ),
+    "values off the support": (
+        lambda model, x, y: y.numpy().__setitem__(-1, float("nan")),
+        SiteError,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_model_that_went_wrong_is_refused(name):
+    """NumPy writes to the last row unseen by torch: its value is looked at in every run."""
+    break_it, error = WRONG[name]
+    model, rows = Regression(), data()
+    first = sampler(model)
+    ran(first, rows)
+    break_it(model, *rows)
+    with pytest.raises(error):
+        ran(first, rows)
+
+
+def test_a_copy_understands_for_itself(understood):
+    model, rows = Regression(), data()
+    first = sampler(model)
+    found = ran(first, rows)
+    understood.clear()
+    other = copy.deepcopy(first)
+    assert torch.equal(ran(other, rows), found)
+    assert "understand" in understood
