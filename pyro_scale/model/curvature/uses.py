@@ -46,21 +46,23 @@ class Rows(NamedTuple):
         return values.unflatten(axis, shape).movedim(places, (lead, lead + 1))
 
 
-def find_rows(cotangent: Tensor, chosen: Tensor) -> Rows | None:
-    """Where an operation's rows are, given the gradient at its output of some rows' results:
-    wherever it is not zero, these rows are, and no others.
+def find_rows(plain: Tensor, weighted: Tensor, weights: Tensor) -> Rows | None:
+    """Where an operation's rows are: in the dimension along which gradients at its output go with
+    the weights of the rows' results.
 
     Args:
-        cotangent: the gradient.
-        chosen: which rows, `[B]`.
+        plain: the gradients of some results of all rows.
+        weighted: those of the results times weights.
+        weights: one a row, [B], all different.
     """
-    count = len(chosen)
-    axes = [axis for axis, size in enumerate(cotangent.shape) if size and size % count == 0]
-    for axis in sorted(axes, key=lambda axis: cotangent.shape[axis] != count):
+    count, tolerance = len(weights), torch.finfo(plain.dtype).eps ** 0.5
+    axes = [axis for axis, size in enumerate(plain.shape) if size and size % count == 0]
+    for axis in sorted(axes, key=lambda axis: plain.shape[axis] != count):
         for outer in (True, False):
             rows = Rows(axis, count, outer)
-            touched = (rows.split(cotangent) != 0).reshape(count, -1).any(1)
-            if bool(touched.any()) and not bool((touched & ~chosen).any()):
+            expected = rows.split(plain).flatten(1) * weights[:, None]
+            apart = (rows.split(weighted).flatten(1) - expected).abs().amax(1)
+            if bool((apart <= tolerance * expected.abs().amax(1)).all()):
                 return rows
     return None
 
