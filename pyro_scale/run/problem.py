@@ -172,7 +172,7 @@ def prepare(
         ModelError, SiteError, PlateError: what is wrong with the model.
         ArgumentError: a dict of starts that does not fit the model or the number of chains.
     """
-    arguments, opened, asked = data.first(), data, log_posterior.given_num_data
+    arguments = data.first()
     known = None if earlier is None else earlier.again(log_posterior, data)
     log_posterior = known or log_posterior
     inits = [init_of(log_posterior, init_strategy, c, num_chains) for c in range(num_chains)]
@@ -196,7 +196,7 @@ def prepare(
     check_values(log_posterior, data, params)
     if known is None:
         check_other_batches(log_posterior, data, params)
-    understood = earlier if known else Understood.of(log_posterior, asked, opened)
+    understood = None if known is None else earlier
     return Problem(log_posterior, data, engine, positions, seed, understood=understood)
 
 

@@ -40,15 +40,14 @@ class Understood:
     seen: Any
 
     @classmethod
-    def of(cls, log_posterior: LogPosterior, num_data: int | None, data: Data) -> Self | None:
+    def of(cls, log_posterior: LogPosterior, data: Data) -> Self | None:
         """What is known of a model now; None where changes of the data would not be noticed.
 
         Args:
             log_posterior: understood and checked.
-            num_data: N as the run was told.
             data: all rows.
         """
-        asked = _asked(num_data, data)
+        asked = _asked(log_posterior.given_num_data, data)
         seen = None if asked is None else _seen(log_posterior, data.first())
         return None if seen is None else cls(log_posterior, asked, seen)
 

@@ -23,6 +23,7 @@ class Regression:
 
     def __init__(self):
         self.loc, self.sd, self.scale = double(0, 0), 0.3, double(1.0)
+        self.told = double(1.0)
         self.net = torch.nn.Linear(2, 2, dtype=torch.float64)
         torch.nn.init.eye_(self.net.weight)
         self.free = torch.nn.Linear(2, 1, dtype=torch.float64)
@@ -36,6 +37,7 @@ class Regression:
         w = pyro.sample("w", dist.Normal(self.loc, double(1.0)).to_event(1))
         if self.extra:
             pyro.sample("v", dist.Normal(double(0.0), 1.0))
+        pyro.deterministic("told", self.told)
         pyro.module("free", self.free)
         mean = self.dropout(self.net(x)) @ w + self.free(x)[:, 0]
         size = {} if self.whole_plate else {"subsample_size": len(x)}
@@ -96,6 +98,7 @@ CHANGES = {
     "a tensor": lambda model, x, y: setattr(model, "loc", double(0, 1e-9)),
     "a tensor written to": lambda model, x, y: model.loc.add_(1e-9),
     "a scale written to": lambda model, x, y: model.scale.mul_(1 + 1e-9),
+    "a value written to": lambda model, x, y: model.told.add_(1e-9),
     "a frozen weight": lambda model, x, y: model.net.weight.data.mul_(1 + 1e-9),
     "a free weight": lambda model, x, y: model.free.weight.data.mul_(1 + 1e-9),
     "an equal parameter": lambda model, x, y: setattr(
