@@ -3,7 +3,7 @@ et al. 2018)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.fullbatch.precision import indefinite
 from pyro_scale.model.curvature.ggn import Curvature, RowKind
 from pyro_scale.model.curvature.kronecker import Factors
 from pyro_scale.model.curvature.prior_hessian import prior_precision
@@ -46,26 +47,34 @@ def kronecker_at(
 
     Raises:
         ArgumentError: no site has factors.
-        ModelError: a block's prior is not the same for all of its elements.
+        ModelError: a block's prior is not the same for all of its elements, or not positive.
     """
     log_posterior, params = density.log_posterior, density.layout.unflatten(position)
     free = {name: params[name] for name in sites}
     held = {name: value for name, value in params.items() if name not in free}
-    layout = Layout.of(free)
-    factors: dict[str, list[Factors]] = {}
-    prior, total = torch.zeros(0), torch.zeros(layout.size).to(position)
-    for place, chunk in enumerate(chunks_of(log_posterior, density.data, num_rows)):
-        if place == 0:
-            prior = prior_precision(log_posterior, free, chunk.arguments, held, dense=False)
-        own = derived_seed(seed, place, Purpose.CURVATURE)
-        curvature = Curvature(log_posterior, kind, seed=own)
-        where = (free, chunk.arguments, chunk.indices, held, chunk.keep)
-        found, others = curvature.kronecker(*where)
-        for name, each in found.items():
-            for part in each:
-                part.add_to_each(factors.setdefault(name, []))
-        if others:
-            total[layout.places(list(others))] += Layout.of(others).flatten(others)
+    layout, first = Layout.of(free), next(chunks_of(log_posterior, density.data, num_rows))
+    prior = prior_precision(log_posterior, free, first.arguments, held, dense=False)
+
+    def sums(among: Container[str]) -> tuple[dict[str, list[Factors]], Tensor, set[str]]:
+        """(Factors, the diagonal of all others, what has factors in all chunks)."""
+        factors: dict[str, list[Factors]] = {}
+        total, everywhere = torch.zeros(layout.size).to(position), set(free)
+        for place, chunk in enumerate(chunks_of(log_posterior, density.data, num_rows)):
+            own = derived_seed(seed, place, Purpose.CURVATURE)
+            curvature = Curvature(log_posterior, kind, seed=own)
+            where = (free, chunk.arguments, chunk.indices, held, chunk.keep)
+            found, others = curvature.kronecker(*where, among)
+            for name, each in found.items():
+                for part in each:
+                    part.add_to_each(factors.setdefault(name, []))
+            if others:
+                total[layout.places(list(others))] += Layout.of(others).flatten(others)
+            everywhere &= set(found)
+        return factors, total, everywhere
+
+    factors, total, everywhere = sums(free)
+    if everywhere < set(factors):  # of a single row, more looks like a row's
+        factors, total, everywhere = sums(everywhere)
     if not factors:
         raise ArgumentError(
             "structure='kron': no site is the weight of a matrix product, a convolution or a "
@@ -73,12 +82,16 @@ def kronecker_at(
         )
     scale = log_posterior.num_data / (density.num_rows or log_posterior.num_data)
     alone = layout.places([name for name in free if name not in factors])
+    precision = scale * total + prior
+    least = torch.where(total > 0, precision, prior)
+    if not bool((least > 0).all()):
+        places = density.layout.places(sites)
+        raise indefinite(density, int(places[least.argmin()]), float(least.min()))
     blocks = [
         _block(name, each, prior, scale, layout) for name, own in factors.items() for each in own
     ]
-    variances = 1 / (scale * total + prior)[alone]
     mean = position[density.layout.places(sites)]
-    return Kronecker(mean, tuple(blocks), alone, variances)
+    return Kronecker(mean, tuple(blocks), alone, 1 / precision[alone])
 
 
 def _block(name: str, factors: Factors, prior: Tensor, scale: float, layout: Layout) -> Block:
@@ -92,4 +105,5 @@ def _block(name: str, factors: Factors, prior: Tensor, scale: float, layout: Lay
             f"{float(own.max()):.3g}: use structure='diag', or give the site a Normal prior of one "
             "scale"
         )
-    return Block.of_precision(places, scale * factors.mean_inputs, factors.outputs, isotropic)
+    inputs, outputs = scale * factors.mean_inputs.to(own), factors.outputs.to(own)
+    return Block.of_precision(places, inputs, outputs, isotropic)

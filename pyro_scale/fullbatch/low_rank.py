@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.low_rank import LowRank
+from pyro_scale.errors import ModelError
 from pyro_scale.fullbatch.chunks import Chunk, chunks_of
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.model.curvature.ggn import Curvature, RowKind
@@ -41,6 +42,9 @@ def low_rank_at(
         rank: how many directions.
         seed: of Monte Carlo.
         num_rows: rows at a time.
+
+    Raises:
+        ModelError: the prior has no positive curvature at some element.
     """
     from scipy.sparse.linalg import LinearOperator, eigsh  # slow to import
 
@@ -57,11 +61,17 @@ def low_rank_at(
 
     _, first = next(chunks())
     prior = prior_precision(log_posterior, free, first.arguments, held, dense=False)
+    if not bool((prior > 0).all()):
+        site = density.layout.site_at(int(density.layout.places(sites)[prior.argmin()]))
+        raise ModelError(
+            f"site '{site}': structure='low_rank' takes its units from the prior, whose curvature "
+            f"is {float(prior.min()):.3g} there: use structure='dense' or 'diag', or a Normal prior"
+        )
     total = torch.zeros_like(prior)
     for curvature, chunk in chunks():
         where = (free, chunk.arguments, chunk.indices, held, chunk.keep)
         total += rows * layout.flatten(curvature.diagonal(*where))
-    scale = torch.where(prior > 0, prior, prior + total).rsqrt()
+    scale = prior.rsqrt()
 
     def product(vector: np.ndarray) -> np.ndarray:
         along = layout.unflatten(scale * torch.from_numpy(vector.reshape(-1)).to(scale))
@@ -74,7 +84,9 @@ def low_rank_at(
     size = layout.size
     start = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     operator = LinearOperator((size, size), matvec=product, dtype=np.float64)
-    if rank < size - 1:
+    if not bool((total > 0).any()):  # the data say nothing
+        lengths, axes = np.zeros(1), np.eye(size, 1)
+    elif rank < size - 1:
         lengths, axes = eigsh(operator, k=rank, which="LA", v0=start.numpy())
     else:
         lengths, axes = np.linalg.eigh(operator @ np.eye(size))

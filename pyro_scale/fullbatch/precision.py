@@ -120,16 +120,17 @@ def gaussian_at(
     if precision.dim() == 1:
         if bool((precision > 0).all()):
             return Diagonal.of_precision(mean, precision)
-        raise _indefinite(density, int(places[precision.argmin()]), float(precision.min()))
+        raise indefinite(density, int(places[precision.argmin()]), float(precision.min()))
     try:
         return Dense.of_precision(mean, precision)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         values, vectors = torch.linalg.eigh(precision)
         worst = int(places[vectors[:, 0].abs().argmax()])
-        raise _indefinite(density, worst, float(values[0])) from None
+        raise indefinite(density, worst, float(values[0])) from None
 
 
-def _indefinite(density: FullDataDensity, place: int, least: float) -> ModelError:
+def indefinite(density: FullDataDensity, place: int, least: float) -> ModelError:
+    """What is said where a precision is not positive, at a place of a position."""
     site = density.layout.site_at(place)
     return ModelError(
         f"site '{site}': the log joint's curvature there is {least:.3g}, so there is no Gaussian. "

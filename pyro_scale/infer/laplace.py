@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 import torch
 from torch import Tensor
 
+from pyro_scale.core.gaussian import Diagonal
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
@@ -317,6 +318,13 @@ class Laplace(Approximation):
             few = len(problem.engine.layout.places(sites)) <= _MOST_DENSE
             self.structure = "dense" if few else "diag"
         kind, notes = self._kind(problem, problem.positions[0] if fixed is None else fixed)
+        prior = problem.log_posterior.gaussian_prior
+        if self.structure in _OF_ROWS and not isinstance(prior, Diagonal | None):
+            raise ArgumentError(
+                f"structure={self.structure!r}: the prior is another fit's Gaussian, whose "
+                "correlations it cannot keep: run it on all rows together, or use "
+                "structure='dense' (or 'diag') for both"
+            )
         if self.structure in _OF_ROWS and kind == "hessian":
             raise ArgumentError(
                 f"structure={self.structure!r}: the data are one joint density, and factors are "

@@ -10,7 +10,7 @@ the place of the arguments, and for Monte Carlo the log likelihoods of drawn obs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
@@ -174,17 +174,18 @@ class Curvature:
         indices: Tensor | None = None,
         held: Params | None = None,
         keep: slice = slice(None),
+        among: Container[str] | None = None,
     ) -> tuple[dict[str, list[Factors]], dict[str, Tensor]]:
-        """(Kronecker factors of the blocks of those sites that are weights of products,
-        convolutions and projections, or biases; the diagonal by site of all others); arguments as
-        for `diagonal`.  See `pyro_scale.model.curvature.kronecker`."""
+        """(Kronecker factors of the blocks of those sites, among some or all, that are weights of
+        products, convolutions and projections, or biases; the diagonal by site of all others);
+        arguments as for `diagonal`.  See `pyro_scale.model.curvature.kronecker`."""
         arguments, held = rows.as_arguments(batch), dict(held or {})
         indices = self._indices(arguments, indices)
         factors: dict[str, list[Factors]] = {}
         with suppress(RuntimeError, NotImplementedError):  # as for the diagonal
             run = self.observe(params, arguments, indices, held)
             if (graph := self._graph(run)) is not None:
-                factors = factors_of(graph, run.columns, run.num_columns, keep)
+                factors = factors_of(graph, run.columns, run.num_columns, keep, among or params)
         others = {name: value for name, value in params.items() if name not in factors}
         held |= {name: params[name] for name in factors}
         return factors, self.diagonal(others, arguments, indices, held, keep) if others else {}

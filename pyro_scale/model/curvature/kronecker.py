@@ -9,7 +9,7 @@ row uses at several positions has them all for rows ("expand"; Eschenhagen et al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,8 @@ from torch import Tensor
 from pyro_scale.model.curvature.row_wise import Entry, RowWise, to_param
 from pyro_scale.model.curvature.uses import Elementwise, Gradients, Product
 
-_BASE = 2**12
+#: Digits of places, each of which the shortest floats hold.
+_BASE, _DIGITS = 2**7, 5
 
 
 @dataclass
@@ -59,7 +60,11 @@ class Factors:
 
 
 def factors_of(
-    graph: RowWise, columns: Callable[[int, int], Tensor], count: int, keep: slice
+    graph: RowWise,
+    columns: Callable[[int, int], Tensor],
+    count: int,
+    keep: slice,
+    among: Container[str],
 ) -> dict[str, list[Factors]]:
     """The factors of the params that have them, of some rows: weights of products, and biases,
     whose inputs are 1; by param, of parts that have no element in common.
@@ -69,8 +74,11 @@ def factors_of(
         columns: weights of the rows' results by their outputs, as for `RowWise.squares`.
         count: of a row's results.
         keep: which rows count.
+        among: which params are asked for.
     """
-    of_param = {name: own for name, own in graph.entries.items() if _has_factors(own)}
+    of_param = {
+        name: own for name, own in graph.entries.items() if name in among and _has_factors(own)
+    }
     total: dict[str, list[Factors]] = {name: [] for name in of_param}
     graph = RowWise(graph.outputs, of_param, graph.leaves)
     for start, found in enumerate(graph.gradients(columns, count, keep)):
@@ -85,10 +93,15 @@ def factors_of(
 
 def _has_factors(entries: tuple[Entry, ...]) -> bool:
     return bool(entries) and all(
-        bool(((entry.slope == 1) | (entry.slope == 0)).all())
-        and (isinstance(entry.use, Product) or _is_bias(entry))
+        _slope(entry) is not None and (isinstance(entry.use, Product) or _is_bias(entry))
         for entry in entries
     )
+
+
+def _slope(entry: Entry) -> float | None:
+    """The number that a param is multiplied by on its way, if it is but one."""
+    slopes = entry.slope[entry.slope != 0].unique()
+    return float(slopes) if len(slopes) == 1 else None
 
 
 def _is_bias(entry: Entry) -> bool:
@@ -100,22 +113,24 @@ def _is_bias(entry: Entry) -> bool:
 def _covers(found: list[Factors], leaf: Tensor) -> bool:
     """Whether each element is in one block."""
     places = torch.cat([each.places.flatten() for each in found])
-    return len(places) == leaf.numel() == len(places.unique())
+    return len(places) == leaf.numel() == len(places.unique()) and int(places.min()) == 0
 
 
 def _of_entry(entry: Entry, gradients: Gradients, leaf: Tensor, keep: slice) -> Iterator[Factors]:
     """One use's, by group of a grouped product."""
-    use = entry.use
+    use, slope = entry.use, _slope(entry)
     assert isinstance(use, Product | Elementwise)
+    assert slope is not None
+    dtype = torch.promote_types(leaf.dtype, torch.float32)
     with torch.no_grad():
-        each = use.by_row(gradients.each)
+        each = slope * use.by_row(gradients.each)
         if isinstance(use, Product):
             outputs, inputs = each[:, :, keep].movedim(1, 0), use.inputs[:, keep]
         else:
             outputs, inputs = each[None, :, keep], each.new_ones(1, *each[0, keep, :, :1].shape)
         groups = zip(_places(entry, leaf), inputs, outputs, strict=True)
         for places, of_inputs, of_outputs in groups:
-            a, g = of_inputs.flatten(0, 1), of_outputs.flatten(0, 2)
+            a, g = of_inputs.flatten(0, 1).to(dtype), of_outputs.flatten(0, 2).to(dtype)
             yield Factors(places, a.mT @ a, g.mT @ g, len(a))
 
 
@@ -129,13 +144,14 @@ def _places(entry: Entry, leaf: Tensor) -> Tensor:
         shape = torch.Size((1, 1, use.as_used.numel()))
         as_used = partial(Tensor.reshape, shape=use.as_used)
     numbers = 1 + torch.arange(shape.numel(), device=leaf.device)
-    digits = [numbers % _BASE, numbers // _BASE]  # floats do not hold all integers
-    low, high = (
-        to_param(entry.edge, leaf, as_used(digit.to(leaf.dtype).reshape(shape))).flatten().long()
-        for digit in digits
-    )
-    of_param = low + _BASE * high
+    slope = _slope(entry)
+    assert slope is not None
+    of_param = torch.zeros(leaf.numel(), dtype=torch.long)
+    for place in range(_DIGITS):  # floats do not hold all integers
+        digit = (numbers // _BASE**place % _BASE).to(leaf.dtype).reshape(shape)
+        found = to_param(entry.edge, leaf, as_used(digit)) / slope
+        of_param += _BASE**place * found.flatten().round().long().cpu()
+    places = torch.full((shape.numel(),), -1)
     used = of_param > 0
-    places = torch.empty(shape.numel(), dtype=torch.long, device=leaf.device)
     places[of_param[used] - 1] = torch.nonzero(used)[:, 0]
-    return places.reshape(shape)
+    return places.to(leaf.device).reshape(shape)

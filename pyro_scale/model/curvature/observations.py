@@ -196,7 +196,7 @@ class Drawn:
         return self.width
 
     def columns(self, start: int, stop: int) -> Tensor:
-        draws = torch.eye(self.width)[start:stop, None].to(self.known.device)
+        draws = torch.eye(self.width, dtype=torch.float64)[start:stop, None].to(self.known.device)
         return draws.expand(-1, len(self.known), -1) / self.width**0.5
 
 

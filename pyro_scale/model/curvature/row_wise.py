@@ -25,6 +25,8 @@ from pyro_scale.model.curvature.uses import (
     find_rows,
     has_rows_to_find,
     is_elementwise,
+    is_expansion,
+    reads_data,
     use_of,
 )
 
@@ -79,7 +81,8 @@ class RowWise:
             for name, leaf in leaves.items()
         }
         asked = {node for nodes in followed.values() for node in nodes}
-        rows = _rows_of([node for node in asked if has_rows_to_find(node)], outputs)
+        uses = [node for node in asked if has_rows_to_find(node) and not _is_of_params(node)]
+        rows = _rows_of(uses, outputs)
         entries = {}
         for name, leaf in leaves.items():
             root = roots.get(id(leaf))
@@ -225,6 +228,22 @@ def _rows_of(nodes: Sequence[Node], outputs: Tensor) -> dict[Node, Rows | None]:
         node: find_rows(plain, weighted, weights)
         for node, (plain, weighted) in zip(nodes, found, strict=True)
     }
+
+
+def _is_of_params(node: Node) -> bool:
+    """Whether an operation is of params alone: what it gives is no row's, though of one row it
+    looks like that.  Repeating a param for all rows makes it theirs."""
+    if is_expansion(node):
+        return False
+    waiting, seen = [node], {node}
+    while waiting:
+        node = waiting.pop()
+        if reads_data(node):
+            return False
+        new = {source for source, _ in node.next_functions if source is not None} - seen
+        seen |= new
+        waiting.extend(new)
+    return True
 
 
 def _gradients(outputs: Tensor, nodes: Sequence[Node], seeds: Tensor) -> Sequence[Tensor]:

@@ -161,12 +161,14 @@ class Elementwise:
         rows: where they are.
         shape: the param's there, with as many dimensions as the output.
         as_used: the same without those that it lacks.
+        is_bias: whether it is a layer's, whose positions a row's are as for the layer's weight.
     """
 
     slope: Tensor | float
     rows: Rows
     shape: torch.Size
     as_used: torch.Size
+    is_bias: bool = False
 
     def squares(self, gradients: Gradients) -> Tensor:
         if not self.is_shared:  # each place is one row's own
@@ -179,7 +181,8 @@ class Elementwise:
         if self._positions(gradients.each) == 1 and not isinstance(self.slope, Tensor):
             squares = self._by_row(gradients.squares[None]).sum((0, 1, 2)) * self.slope**2
         else:
-            squares = self.by_row(gradients.each).sum(2).square().sum((0, 1))
+            sums = self._by_row(gradients.each * self.slope).sum(2)
+            squares = sums.square().sum((0, 1))
         return squares.reshape(self.as_used)
 
     @property
@@ -193,8 +196,10 @@ class Elementwise:
         return self.shape[self.rows.axis] == 1
 
     def by_row(self, gradients: Tensor) -> Tensor:
-        """Gradients at the output, `[C, ...]`, as `[C, B, T, n]` by elements that rows share."""
-        return self._by_row(gradients * self.slope)
+        """Gradients at the output, `[C, ...]`, as `[C, B, T, n]` by elements that rows share; T is
+        1 but for a layer's bias, as sums over positions are exact."""
+        each = self._by_row(gradients * self.slope)
+        return each if self.is_bias else each.sum(2, keepdim=True)
 
     def _by_row(self, values: Tensor) -> Tensor:
         each = self.rows.split(values, 1)  # [C, B, T, others]
@@ -230,6 +235,23 @@ def use_of(
     """
     make = _MAKERS.get(node.name())
     return None if make is None else make(node, operand, shape, output, rows)
+
+
+def is_expansion(node: Node) -> bool:
+    """Whether a node repeats a tensor."""
+    return node.name() == "ExpandBackward0"
+
+
+def reads_data(node: Node) -> bool:
+    """Whether a node takes a tensor that is no param's, but for a number; or reads places of a
+    table, which are none either."""
+    if node.name() in _LOOKUPS:
+        return True
+    others = [place for place, (source, _) in enumerate(node.next_functions) if source is None]
+    if node.name() in ("MulBackward0", "DivBackward0") and others:
+        factor = node._saved_other if others == [1] else node._saved_self
+        return factor is None or factor.dim() > 0
+    return bool(others)
 
 
 def is_elementwise(node: Node) -> bool:
@@ -277,7 +299,8 @@ def _product_and_sum(
     node: Node, operand: int, shape: torch.Size, output: torch.Size, rows: Rows
 ) -> Use | None:
     if operand == 0:
-        return _broadcast(float(node._saved_beta), shape, output, rows)
+        is_bias = shape[-1:] == output[-1:]
+        return _broadcast(float(node._saved_beta), shape, output, rows, is_bias=is_bias)
     if node._saved_alpha != 1:
         return None
     return _matrix_product(
@@ -308,7 +331,8 @@ def _convolution(
     if rows.axis != 0 or output[0] != rows.num_rows:
         return None
     if operand == 2:
-        return _broadcast(1.0, torch.Size((*shape, *(1,) * (len(output) - 2))), output, rows, shape)
+        aligned = torch.Size((*shape, *(1,) * (len(output) - 2)))
+        return _broadcast(1.0, aligned, output, rows, shape, is_bias=True)
     if operand != 1 or node._saved_transposed or len(shape) not in (3, 4):
         return None
     groups, lift = node._saved_groups, len(shape) == 3  # images of height 1
@@ -409,13 +433,15 @@ def _broadcast(
     output: torch.Size,
     rows: Rows,
     as_used: torch.Size | None = None,
+    is_bias: bool = False,
 ) -> Use | None:
     if slope is None:
         return None
     aligned = torch.Size((1,) * (len(output) - len(shape)) + tuple(shape))
-    return Elementwise(slope, rows, aligned, shape if as_used is None else as_used)
+    return Elementwise(slope, rows, aligned, shape if as_used is None else as_used, is_bias)
 
 
+_LOOKUPS = {"EmbeddingBackward0", "IndexBackward0", "IndexSelectBackward0"}
 _ELEMENTWISE = {"AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0"}
 _MAKERS: dict[str, Callable[[Node, int, torch.Size, torch.Size, Rows], Use | None]] = {
     "MmBackward0": _product,

@@ -223,3 +223,110 @@ def test_a_fit_is_saved_and_predicts(tmp_path):
     close(again.fit.gaussians[0].covariance, fit.fit.gaussians[0].covariance, 1e-12)
     predicted = fit.predict(data[0], num_samples=50, linearized=True)
     assert predicted["y"].shape == (50, 20)
+
+
+def of(model, data, **how):
+    return ps.Laplace(model, structure="kron").run(data, **how, **QUIET).fit.gaussians[0]
+
+
+@pytest.mark.parametrize("size", [20, 10, 7, 1])
+def test_weights_that_are_products_of_weights_are_alike_in_all_chunks(size):
+    """A last chunk of one row, in which what is of params alone looks like the row's."""
+    shapes = {"w": (4, 2), "a": (4, 1), "b": (1, 2), "c": (2,)}
+
+    def model(x, y):
+        p = {
+            n: pyro.sample(n, dist.Normal(torch.zeros(s), 1.0).to_event())
+            for n, s in shapes.items()
+        }
+        with pyro.plate("data", len(x)):
+            mean = x @ (p["w"] + p["a"] @ p["b"]) + p["c"]
+            pyro.sample("y", dist.Normal(mean, 0.5).to_event(1), obs=y)
+
+    data = normals(41, 4, seed=1), normals(41, 2, seed=2)
+    mode = {n: normals(*s, seed=5 + i) for i, (n, s) in enumerate(shapes.items())}
+    whole = of(model, data, mode=mode)
+    close(of(model, data, mode=mode, batch_size=size).covariance, whole.covariance, 1e-9)
+    assert {tuple(block.places.shape) for block in whole.blocks} == {(4, 2), (1, 2)}
+
+
+def test_units_that_are_dead_in_a_chunk_change_nothing():
+    def model(x, y):
+        a = pyro.sample("a", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+        b = pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal((x @ a).relu() @ b, 0.5), obs=y)
+
+    data = normals(16, 3, seed=1), normals(16, seed=2)
+    mode = {"a": normals(3, 2, seed=3), "b": normals(2, seed=4)}
+    whole = of(model, data, mode=mode)
+    for size in (8, 4, 2, 1):
+        close(of(model, data, mode=mode, batch_size=size).covariance, whole.covariance, 1e-9)
+
+
+def test_masked_weights_are_on_the_diagonal():
+    mask = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+        v = pyro.sample("v", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal((x @ (w * mask)).tanh() @ v, 0.5), obs=y)
+
+    data = normals(9, 3, seed=1), normals(9, seed=2)
+    gaussian = of(model, data, mode={"w": normals(3, 2, seed=3), "v": normals(2, seed=4)})
+    (block,) = gaussian.blocks
+    assert block.places.flatten().tolist() == [6, 7]
+    assert gaussian.others.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_weight_times_a_number():
+    """As of a layer in which the gradient does not depend on the width."""
+
+    def model(x, y, by=1.0):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ (w * 0.4), 0.5), obs=y)
+
+    x, y = normals(9, 3, seed=1), normals(9, seed=2)
+    close(of(model, (x, y)).precision, torch.eye(3) + 4 * 0.16 * x.T @ x, 1e-9)
+
+
+def test_what_is_broadcast_over_outputs_is_summed():
+    noise = 0.1 * torch.eye(4) + 0.9
+
+    def model(x, y):
+        a = pyro.sample("a", dist.Normal(torch.zeros(2, 4), 1.0).to_event(2))
+        m = pyro.sample("m", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.MultivariateNormal(x @ a + m, noise), obs=y)
+
+    gaussian = of(model, (normals(6, 2, seed=1), normals(6, 4, seed=2)))
+    expected = 1 + 6 * torch.linalg.inv(noise).sum()
+    close(1 / gaussian.variance[-1], expected, 1e-9)
+
+
+@pytest.mark.parametrize("structure", ["kron", "low_rank"])
+def test_priors_that_give_no_gaussian_are_refused(structure):
+    def model(x, y):
+        w = pyro.sample("w", dist.StudentT(1.0, torch.zeros(2), 0.1).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 5.0), obs=y)
+
+    data = normals(6, 2, seed=1), normals(6, seed=2)
+    fit, far = ps.Laplace(model, structure=structure), {"w": torch.tensor([3.0, 3.0])}
+    with pytest.raises(ModelError, match="site 'w'"):
+        fit.run(data, mode=far, **QUIET)
+    fit = ps.Laplace(model, structure="dense").run(data, **QUIET)
+    with pytest.raises(ArgumentError, match="another fit's Gaussian"):
+        ps.Laplace(fit.as_prior(), structure=structure).run(data, **QUIET)
+
+
+def test_params_of_another_precision_than_the_data():
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=torch.float32), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w.double(), 0.5), obs=y)
+
+    x, y = normals(9, 3, seed=1), normals(9, seed=2)
+    close(of(model, (x, y)).precision, torch.eye(3) + 4 * x.T @ x, 1e-4)

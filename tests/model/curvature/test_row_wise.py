@@ -254,3 +254,21 @@ def test_a_networks_diagonal_is_that_of_its_matrix(network, head, kind, store):
     found = curvature.diagonal(weights, (x, y))
     dense = curvature.dense(weights, (x, y)).diagonal()
     close(torch.cat([found[name].flatten() for name in weights]), dense, 1e-10)
+
+
+@pytest.mark.parametrize("places", [[2, 1, 2], [0, 1, 2], [1, 1, 1]])
+def test_a_table_with_as_many_places_as_there_are_rows(places):
+    """Its places are not the rows', whichever rows read them."""
+    x, made = normals(3, seed=1), normals(3, 2, seed=2)
+
+    def function(p):
+        table = torch.tanh(made @ p["w"]) * p["s"]
+        return (table[torch.tensor(places)] * x)[:, None]
+
+    params = {"w": normals(2, seed=3), "s": normals(3, seed=4)}
+    leaves = {n: value.clone().requires_grad_() for n, value in params.items()}
+    graph = RowWise.of(function(leaves), leaves)
+    found = graph.squares(lambda a, b: torch.ones(b - a, 3, 1), 1, slice(None))
+    jacobian = torch.func.jacrev(function)(params)
+    for n, own in found.items():
+        close(own, jacobian[n].square().sum((0, 1)), 1e-12)
