@@ -6,7 +6,7 @@ once.  A pure function, which can be traced and compiled, puts the two together 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -139,14 +139,22 @@ class WholeData(ByStep):
 
 @dataclass(frozen=True)
 class GatheredRows(ByStep):
-    """Rows in memory, gathered by index; of every batch, a part of it where there is one."""
+    """Rows in memory, gathered by index; of every batch, a part of it where there is one.
+
+    Attributes:
+        fixed: all rows.
+        indices: of each step's.
+        packed: gives the same rows as compiled loops read them, one tensor for each of `fixed`.
+        part: of every batch.
+    """
 
     fixed: Arguments
     indices: RowIndices
+    packed: Callable[[], Sequence[Tensor]]
     part: slice | None = None
 
     def of_rows(self, part: slice) -> GatheredRows:
-        return GatheredRows(self.fixed, self.indices, part)
+        return GatheredRows(self.fixed, self.indices, self.packed, part)
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:
         if self.part is None:
@@ -157,7 +165,7 @@ class GatheredRows(ByStep):
         return Batch(rows.take(fixed, changing), per_chain=True)
 
     def sources(self, changing: Any) -> list[Source]:
-        return [Gathered(leaf, changing) for leaf in rows.leaves(self.fixed)]
+        return [Gathered(leaf, changing) for leaf in self.packed()]
 
 
 @dataclass(frozen=True)
