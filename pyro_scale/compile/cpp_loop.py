@@ -35,7 +35,8 @@ _LOOP = """
 // Large tables are in main memory, so the next step's rows are asked for ahead.  They go to the
 // second-level cache: the first has few places for what is on its way, and loads wait for one.
 template <int64_t count, int64_t bytes>
-static void gather(char* rows, const char* table, int64_t stride, const char* at, const char* soon) {
+static void gather(char* rows, const char* table, int64_t stride, const char* at,
+                   const char* soon) {
     const int64_t* indices = reinterpret_cast<const int64_t*>(at);
     const int64_t* next = reinterpret_cast<const int64_t*>(soon);
     for (int64_t i = 0; i < count; ++i) {
