@@ -32,13 +32,18 @@ _LOOP = """
 #include <memory>
 #include <utility>
 
+// Large tables are in main memory, so the next step's rows are asked for ahead.  They go to the
+// second-level cache: the first has few places for what is on its way, and loads wait for one.
 template <int64_t count, int64_t bytes>
-static void gather(char* rows, const char* table, const char* at, const char* soon) {
+static void gather(char* rows, const char* table, int64_t stride, const char* at,
+                   const char* soon) {
     const int64_t* indices = reinterpret_cast<const int64_t*>(at);
     const int64_t* next = reinterpret_cast<const int64_t*>(soon);
     for (int64_t i = 0; i < count; ++i) {
-        __builtin_prefetch(table + next[i] * bytes);  // large tables are in main memory
-        std::memcpy(rows + i * bytes, table + indices[i] * bytes, bytes);
+        const char* ahead = table + next[i] * stride;
+        for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
+        if (bytes > 8) __builtin_prefetch(ahead + bytes - 1, 0, 2);
+        std::memcpy(rows + i * bytes, table + indices[i] * stride, bytes);
     }
 }
 %(kernels)s
@@ -194,7 +199,8 @@ _KINDS = {Fixed: "fixed", PerStep: "per step", Gathered: "gathered"}
 
 @dataclass(frozen=True)
 class _Pointer:
-    """A tensor that the loop reads, and how far it moves on with each group and step."""
+    """A tensor that the loop reads, and how far it moves on with each group and step; a table, how
+    far with each row."""
 
     tensor: Tensor
     group_stride: int
@@ -215,7 +221,8 @@ def _pointers_of(source: Source) -> list[_Pointer]:
         case PerStep(tensor):
             return [_per_step(tensor)]
         case Gathered(table, indices):
-            return [_Pointer(table.contiguous(), 0, 0), _per_step(indices)]
+            table = table if table[:1].is_contiguous() else table.contiguous()
+            return [_Pointer(table, 0, table.stride(0)), _per_step(indices)]
         case Fixed(tensor):
             return [_Pointer(tensor, 0, 0)]
 
@@ -234,7 +241,8 @@ def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
             pointers.append(f"const char* index{i} = sources[{place}];")
             soon = f"index{i} + ahead * strides[{place}]"
             row = view.num_bytes // count
-            before.append(f"gather<{count}, {row}>({view.root}, table{i}, index{i}, {soon});")
+            rows = f"{view.root}, table{i}, strides[{table}]"
+            before.append(f"gather<{count}, {row}>({rows}, index{i}, {soon});")
             after.append(f"index{i} += strides[{place}];")
             continue
         pointers.append(f"char* {view.root} = sources[{place}];")

@@ -6,7 +6,8 @@ once.  A pure function, which can be traced and compiled, puts the two together 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,11 +18,10 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.step_inputs import Fixed, Gathered, PerStep, Source
+from pyro_scale.data.memory_layout import store_by_column
 from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.errors import DataError
 
-#: Of a vector register, on the widest processors.
-_REGISTER_BYTES = 64
 #: Spans whose ends a loader remembers: more than are drawn ahead.
 _POSITIONS = 16
 
@@ -115,15 +115,11 @@ class WholeData(ByStep):
 
     fixed: Arguments
 
+    @functools.cached_property
     def by_column(self) -> WholeData:
-        """The same with narrow tables stored column by column, where a table's rows are shorter
-        than a vector register: what is done to all rows then fills whole registers."""
-
-        def stored(leaf: Tensor) -> Tensor:
-            narrow = leaf.dim() == 2 and leaf.shape[1] * leaf.element_size() <= _REGISTER_BYTES
-            return rows.by_column(leaf) if narrow else leaf
-
-        return WholeData(rows.map_rows(stored, self.fixed))
+        """The same with tables stored by column: what is done to all rows then fills whole vector
+        registers."""
+        return WholeData(store_by_column(self.fixed))
 
     def of_rows(self, part: slice) -> WholeData:
         return WholeData(rows.take(self.fixed, part))
@@ -140,14 +136,22 @@ class WholeData(ByStep):
 
 @dataclass(frozen=True)
 class GatheredRows(ByStep):
-    """Rows in memory, gathered by index; of every batch, a part of it where there is one."""
+    """Rows in memory, gathered by index; of every batch, a part of it where there is one.
+
+    Attributes:
+        fixed: all rows.
+        indices: of each step's.
+        packed: gives the same rows as compiled loops read them, one tensor for each of `fixed`.
+        part: of every batch.
+    """
 
     fixed: Arguments
     indices: RowIndices
+    packed: Callable[[], Sequence[Tensor]]
     part: slice | None = None
 
     def of_rows(self, part: slice) -> GatheredRows:
-        return GatheredRows(self.fixed, self.indices, part)
+        return GatheredRows(self.fixed, self.indices, self.packed, part)
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:
         if self.part is None:
@@ -158,7 +162,7 @@ class GatheredRows(ByStep):
         return Batch(rows.take(fixed, changing), per_chain=True)
 
     def sources(self, changing: Any) -> list[Source]:
-        return [Gathered(leaf, changing) for leaf in rows.leaves(self.fixed)]
+        return [Gathered(leaf, changing) for leaf in self.packed()]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ workers nor on the sampler's order.  Any other loader is a stream (stream.py).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
 from pyro_scale.data.batches import Batches, GatheredRows, OwnIndices, ReadBatches, WholeData
 from pyro_scale.data.loaders import read_by_index
+from pyro_scale.data.memory_layout import pack
 from pyro_scale.data.row_sampler import RowIndices, Sampling
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
@@ -87,14 +89,22 @@ class TensorData:
         chains: Sequence[int] | None = None,
     ) -> Batches:
         if self.batch_size is None:
-            return WholeData(self.arguments)
+            return self._whole
         num_rows, device = rows.count(self.arguments) or 0, rows.device(self.arguments)
         indices = RowIndices(
             seed, chains or range(num_chains), num_rows, self.batch_size, sampling, device
         )
         # rows are gathered at every step, from memory in which each lies in one piece
         table = rows.map_rows(lambda tensor: tensor.contiguous(), self.arguments)
-        return GatheredRows(table, indices)
+        return GatheredRows(table, indices, lambda: self._packed)
+
+    @functools.cached_property
+    def _whole(self) -> WholeData:
+        return WholeData(self.arguments)
+
+    @functools.cached_property
+    def _packed(self) -> list[Tensor]:
+        return pack(rows.leaves(self.arguments))
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
         num_rows = rows.count(self.arguments)

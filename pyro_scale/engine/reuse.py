@@ -57,7 +57,7 @@ def whitening_of(engine: Engine) -> list[Tensor]:
 
 def arrange(batches: Batches, by_column: bool) -> Batches:
     """Batches as a compiled step takes them."""
-    return batches.by_column() if by_column and isinstance(batches, WholeData) else batches
+    return batches.by_column if by_column and isinstance(batches, WholeData) else batches
 
 
 @dataclass(frozen=True)

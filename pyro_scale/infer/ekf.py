@@ -35,7 +35,7 @@ from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import as_log_posterior, module_device
-from pyro_scale.run.single_step import batch_as_data
+from pyro_scale.run.single_step import batch_as_data, check_rows
 
 #: Batches from which compiling repays the few seconds that it takes.
 _REPAID_AFTER = 1000
@@ -215,6 +215,7 @@ class EKF(Approximation):
                 "pass batches to a model of batches"
             )
         arguments = log_posterior.bind(args, kwargs)
+        check_rows(arguments)
         if ekf_filter.takes_rows(arguments):
             batches = rows.map_rows(lambda leaf: leaf[None], arguments)
             if begins and self._compile is True:

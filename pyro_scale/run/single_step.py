@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.rows import Arguments
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
 from pyro_scale.engine.chains import Chains
@@ -27,6 +28,16 @@ def batch_as_data(
         DataError: a tensor is a single value, beside others that are rows.
     """
     arguments = as_log_posterior(model, None).bind(args, kwargs)
+    check_rows(arguments)
+    return open_data(arguments, None, num_data, module_device(model))
+
+
+def check_rows(arguments: Arguments) -> None:
+    """Refuses a row that lacks the dimension of rows: its columns would count as rows.
+
+    Raises:
+        DataError: a tensor is a single value, beside others that are rows.
+    """
     if rows.count(arguments) is not None:
         for name, leaf in rows.named_leaves(arguments):
             if isinstance(leaf, Tensor) and leaf.dim() == 0:
@@ -34,7 +45,6 @@ def batch_as_data(
                     f"argument {name} is a single value, the others are rows: one row is "
                     "step(x[i : i + 1], y[i : i + 1]); bind constants with functools.partial"
                 )
-    return open_data(arguments, None, num_data, module_device(model))
 
 
 class Stepping:
@@ -55,7 +65,9 @@ class Stepping:
         """(What the next step leaves, the hyperparameters' values up to it), on a batch given as
         the model's own arguments."""
         problem, chains = self.problem, self._chains
-        if rows.count(problem.log_posterior.bind(args, kwargs)) == 0:
+        arguments = problem.log_posterior.bind(args, kwargs)
+        check_rows(arguments)
+        if rows.count(arguments) == 0:
             raise DataError("step: the batch has no rows; leave it out")
         count, batches = chains.count, problem.batches_of(args, kwargs)
         values = {name: value[None] for name, value in self._kernel.values(count).items()}

@@ -756,3 +756,18 @@ def test_nothing_is_there_before_a_run():
     for name in ("fit", "filtered"):
         with pytest.raises(NotRunError, match="EKF has no fit yet"):
             getattr(fit, name)
+
+
+def test_a_row_without_its_dimension_is_refused_at_every_step():
+    """Its columns would count as rows."""
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    x, y = normals(6, 3, seed=1), normals(6, seed=2)
+    ekf = ps.EKF(model)
+    ekf.step(x[:3], y[:3])
+    with pytest.raises(DataError, match="one row is"):
+        ekf.step(x[3], y[3])
