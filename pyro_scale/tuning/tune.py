@@ -17,7 +17,8 @@ from pyro_scale.errors import ArgumentError, BiasWarning, ModelError, SiteError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.precision import expansion_at
 from pyro_scale.model.control_variates import AnchorCurvature, ControlVariates
-from pyro_scale.model.curvature.observations import Exact, observe
+from pyro_scale.model.curvature.observations import Exact
+from pyro_scale.model.curvature.observed import observe
 from pyro_scale.model.curvature.prior_hessian import prior_precision
 from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.tuning import step_size

@@ -28,7 +28,7 @@ from pyro_scale.core.validation import as_count
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.curvature.jacobians import Block, blocks_of
 from pyro_scale.model.curvature.kronecker import Factors, factors_of
-from pyro_scale.model.curvature.observations import Observed, observe
+from pyro_scale.model.curvature.observed import Observed, observe
 from pyro_scale.model.curvature.prior_hessian import prior_product
 from pyro_scale.model.curvature.row_wise import RowWise
 from pyro_scale.model.log_posterior import LogPosterior, Params

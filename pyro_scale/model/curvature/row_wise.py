@@ -3,7 +3,7 @@
 What a model computes is in the graph that autograd records of it, whoever wrote it: a module, a
 Pyro model by hand, effects of groups.  The gradients of all rows at an operation's output come from
 one backward pass, as no row's result depends on another's; with what the operation has saved, they
-say what the rows' gradients are (`uses.py`), without a Jacobian of theirs.
+say what the rows' gradients are (`operations.py`, `uses.py`), without a Jacobian of theirs.
 """
 
 from __future__ import annotations
@@ -17,18 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pyro_scale.model.curvature.uses import (
-    Gradients,
-    Node,
-    Rows,
-    Use,
-    find_rows,
+from pyro_scale.model.curvature.operations import (
     has_rows_to_find,
     is_elementwise,
     is_expansion,
     reads_data,
     use_of,
 )
+from pyro_scale.model.curvature.uses import Gradients, Node, Rows, Use, find_rows
 
 #: Numbers of gradients at outputs that are held at once.
 _BLOCK_NUMBERS = 2**23
