@@ -9,12 +9,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from pyro_scale.core.gaussian_parts import OfTensors
 from pyro_scale.core.kronecker import Kronecker
 from pyro_scale.core.low_rank import LowRank
 
 
 @dataclass(frozen=True)
-class Diagonal:
+class Diagonal(OfTensors):
     """Independent elements.
 
     Args:
@@ -29,19 +30,6 @@ class Diagonal:
     def of_precision(cls, mean: Tensor, precision: Tensor) -> Diagonal:
         """From each element's precision, [D]."""
         return cls(mean, precision.rsqrt())
-
-    @classmethod
-    def of_contents(cls, **contents: Tensor) -> Diagonal:
-        """From what `contents` gave."""
-        return cls(**contents)
-
-    def contents(self) -> dict[str, Tensor]:
-        """Its tensors by name."""
-        return dict(vars(self))
-
-    def double(self) -> Diagonal:
-        """The same in float64."""
-        return Diagonal(self.mean.double(), self.sd.double())
 
     def temper(self, temperature: float) -> Diagonal:
         """The covariance times the temperature."""
@@ -79,7 +67,7 @@ class Diagonal:
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(OfTensors):
     """Correlated elements.
 
     Args:
@@ -112,19 +100,6 @@ class Dense:
         torch.linalg.solve_triangular(backwards, inverse, upper=False, out=inverse)
         del backwards
         return cls(mean, inverse.flip(-2, -1).mT)
-
-    @classmethod
-    def of_contents(cls, **contents: Tensor) -> Dense:
-        """From what `contents` gave."""
-        return cls(**contents)
-
-    def contents(self) -> dict[str, Tensor]:
-        """Its tensors by name."""
-        return dict(vars(self))
-
-    def double(self) -> Dense:
-        """The same in float64."""
-        return Dense(self.mean.double(), self.scale_tril.double())
 
     def temper(self, temperature: float) -> Dense:
         """The covariance times the temperature."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from pyro_scale.core.gaussian_parts import ByProducts
 
 
 class Block(NamedTuple):
@@ -49,7 +50,7 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kronecker:
+class Kronecker(ByProducts):
     """Blocks of elements, and elements by themselves.
 
     Args:
@@ -99,52 +100,34 @@ class Kronecker:
         return self.mean + away
 
     def covariance_times(self, vector: Tensor) -> Tensor:
-        """The covariance times vectors [..., D]."""
         return self._by_part(vector, lambda block, x: block.stretch(x, block.variances), torch.mul)
 
     def precision_times(self, vector: Tensor) -> Tensor:
-        """The precision times vectors [..., D]."""
         return self._by_part(
             vector, lambda block, x: block.stretch(x, 1 / block.variances), torch.div
         )
 
-    def log_prob(self, x: Tensor) -> Tensor:
-        """The log density at x [D], in nats."""
-        away = x - self.mean
-        scaled = torch.dot(away, self.precision_times(away))
-        return -(scaled + self.log_det + len(self.mean) * math.log(2 * math.pi)) / 2
-
     @property
     def variance(self) -> Tensor:
         """[D]."""
-        total = torch.zeros_like(self.mean)
-        for block in self.blocks:
-            total[block.places] = block.diagonal(block.variances)
-        return total.index_put((self.others,), self.other_variances)
+        return self._diagonal(lambda variances: variances)
 
     @property
     def precision_diagonal(self) -> Tensor:
         """[D]."""
-        total = torch.zeros_like(self.mean)
-        for block in self.blocks:
-            total[block.places] = block.diagonal(1 / block.variances)
-        return total.index_put((self.others,), 1 / self.other_variances)
-
-    @property
-    def covariance(self) -> Tensor:
-        """[D, D]."""
-        return self.covariance_times(torch.eye(len(self.mean)).to(self.mean))
-
-    @property
-    def precision(self) -> Tensor:
-        """[D, D]."""
-        return self.precision_times(torch.eye(len(self.mean)).to(self.mean))
+        return self._diagonal(torch.reciprocal)
 
     @property
     def log_det(self) -> Tensor:
-        """The log determinant of the covariance."""
         parts = [self.other_variances, *(block.variances for block in self.blocks)]
         return torch.stack([part.log().sum() for part in parts]).sum()
+
+    def _diagonal(self, of_variances: Callable[[Tensor], Tensor]) -> Tensor:
+        """Of the matrix whose eigenvalues are a function of the variances, [D]."""
+        total = torch.zeros_like(self.mean)
+        for block in self.blocks:
+            total[block.places] = block.diagonal(of_variances(block.variances))
+        return total.index_put((self.others,), of_variances(self.other_variances))
 
     def _by_part(
         self,

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyro_scale.core.gaussian_parts import ByProducts, OfTensors
+
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRank(OfTensors, ByProducts):
     """The precision diag(scale)^-1 (I + U diag(lengths) U^T) diag(scale)^-1.
 
     Args:
@@ -32,19 +34,6 @@ class LowRank:
         axes, singular, _ = torch.linalg.svd(scale[:, None] * factor, full_matrices=False)
         return cls(mean, scale, axes, singular.square())
 
-    @classmethod
-    def of_contents(cls, **contents: Tensor) -> LowRank:
-        """From what `contents` gave."""
-        return cls(**contents)
-
-    def contents(self) -> dict[str, Tensor]:
-        """Its tensors by name."""
-        return dict(vars(self))
-
-    def double(self) -> LowRank:
-        """The same in float64."""
-        return LowRank(*(value.double() for value in vars(self).values()))
-
     def temper(self, temperature: float) -> LowRank:
         """The covariance times the temperature."""
         return LowRank(self.mean, self.scale * math.sqrt(temperature), self.axes, self.lengths)
@@ -54,18 +43,10 @@ class LowRank:
         return self.mean + self.scale * self._stretched(noise, (1 + self.lengths).rsqrt())
 
     def covariance_times(self, vector: Tensor) -> Tensor:
-        """The covariance times vectors [..., D]."""
         return self.scale * self._stretched(self.scale * vector, 1 / (1 + self.lengths))
 
     def precision_times(self, vector: Tensor) -> Tensor:
-        """The precision times vectors [..., D]."""
         return self._stretched(vector / self.scale, 1 + self.lengths) / self.scale
-
-    def log_prob(self, x: Tensor) -> Tensor:
-        """The log density at x [D], in nats."""
-        away = x - self.mean
-        scaled = torch.dot(away, self.precision_times(away))
-        return -(scaled + self.log_det + len(self.mean) * math.log(2 * math.pi)) / 2
 
     @property
     def variance(self) -> Tensor:
@@ -79,18 +60,7 @@ class LowRank:
         return (1 + self.axes.square() @ self.lengths) / self.scale.square()
 
     @property
-    def covariance(self) -> Tensor:
-        """[D, D]."""
-        return self.covariance_times(torch.eye(len(self.mean)).to(self.mean))
-
-    @property
-    def precision(self) -> Tensor:
-        """[D, D]."""
-        return self.precision_times(torch.eye(len(self.mean)).to(self.mean))
-
-    @property
     def log_det(self) -> Tensor:
-        """The log determinant of the covariance."""
         return 2 * self.scale.log().sum() - self.lengths.log1p().sum()
 
     def _stretched(self, vector: Tensor, by: Tensor) -> Tensor:

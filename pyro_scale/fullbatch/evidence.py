@@ -25,6 +25,8 @@ T = TypeVar("T")
 #: Which elements a Gaussian knows to be correlated: none, all, those of a
 #: weight, or some directions.
 GaussianStructure: TypeAlias = Literal["diag", "dense", "kron", "low_rank"]
+#: Those that are made of the rows' terms.
+OF_ROWS: tuple[GaussianStructure, ...] = ("kron", "low_rank")
 
 #: Matrices that are held at once: the precision, its factor, the covariance's.
 _MATRICES = 6
@@ -148,16 +150,13 @@ class Search:
 
     def _around(self, center: Tensor) -> tuple[Tensor, Tensor, Gaussian]:
         """(The log joint over N, its gradient over the sites [d], the Gaussian there)."""
-        if self.structure == "kron":
+        if self.structure in OF_ROWS:
             assert self.kind != "hessian"
             value, slope = self.density.grad(center)
-            own = self.density, center, self.sites, self.kind, self.seed, self.num_rows
-            return value, slope[self._places], kronecker_at(*own)
-        if self.structure == "low_rank":
-            assert self.kind != "hessian"
-            value, slope = self.density.grad(center)
-            how = self.sites, self.kind, self.rank, self.seed, self.num_rows
-            return value, slope[self._places], low_rank_at(self.density, center, *how)
+            where, how = (self.density, center, self.sites, self.kind), (self.seed, self.num_rows)
+            if self.structure == "kron":
+                return value, slope[self._places], kronecker_at(*where, *how)
+            return value, slope[self._places], low_rank_at(*where, self.rank, *how)
         value, slope, precision = self._expansion(center, self.structure == "dense")
         return value, slope, gaussian_at(self.density, center, self.sites, precision)
 
@@ -175,7 +174,7 @@ class Search:
             like: where positions are.
             work: rank 0 does it.
         """
-        if ranks.is_alone or self.structure in ("kron", "low_rank"):  # by each
+        if ranks.is_alone or self.structure in OF_ROWS:  # each rank finds them
             return work(self)
         sums = sums_of(self.density, ranks, like.device)
         density = SharedDensity.of(self.density, sums)

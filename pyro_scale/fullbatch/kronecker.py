@@ -13,11 +13,10 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.fullbatch.precision import indefinite
-from pyro_scale.model.curvature.ggn import Curvature, RowKind
+from pyro_scale.fullbatch.precision import curvatures_of, indefinite
+from pyro_scale.model.curvature.ggn import RowKind
 from pyro_scale.model.curvature.kronecker import Factors
 from pyro_scale.model.curvature.prior_hessian import prior_precision
-from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: By how much of itself a prior's precision may differ within a block.
 _SAME = 1e-5
@@ -59,9 +58,7 @@ def kronecker_at(
         """(Factors, the diagonal of all others, what has factors in all chunks)."""
         factors: dict[str, list[Factors]] = {}
         total, everywhere = torch.zeros(layout.size).to(position), set(free)
-        for place, chunk in enumerate(chunks_of(log_posterior, density.data, num_rows)):
-            own = derived_seed(seed, place, Purpose.CURVATURE)
-            curvature = Curvature(log_posterior, kind, seed=own)
+        for curvature, chunk in curvatures_of(density, kind, seed, num_rows):
             where = (free, chunk.arguments, chunk.indices, held, chunk.keep)
             found, others = curvature.kronecker(*where, among)
             for name, each in found.items():
@@ -80,7 +77,7 @@ def kronecker_at(
             "structure='kron': no site is the weight of a matrix product, a convolution or a "
             f"projection, or a bias, among {list(sites)}: use structure='diag' or 'dense'"
         )
-    scale = log_posterior.num_data / (density.num_rows or log_posterior.num_data)
+    scale = log_posterior.num_data / density.rows_in_all
     alone = layout.places([name for name in free if name not in factors])
     precision = scale * total + prior
     least = torch.where(total > 0, precision, prior)

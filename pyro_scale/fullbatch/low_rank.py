@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.low_rank import LowRank
 from pyro_scale.errors import ModelError
-from pyro_scale.fullbatch.chunks import Chunk, chunks_of
+from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.model.curvature.ggn import Curvature, RowKind
+from pyro_scale.fullbatch.precision import curvatures_of
+from pyro_scale.model.curvature.ggn import RowKind
 from pyro_scale.model.curvature.prior_hessian import prior_precision
-from pyro_scale.rng.seeds import Purpose, derived_seed
 
 
 def low_rank_at(
@@ -52,14 +52,8 @@ def low_rank_at(
     free = {name: params[name] for name in sites}
     held = {name: value for name, value in params.items() if name not in free}
     layout, num_data = Layout.of(free), log_posterior.num_data
-    rows = num_data / (density.num_rows or num_data)
-
-    def chunks() -> Iterator[tuple[Curvature, Chunk]]:
-        for place, chunk in enumerate(chunks_of(log_posterior, density.data, num_rows)):
-            own = derived_seed(seed, place, Purpose.CURVATURE)
-            yield Curvature(log_posterior, kind, seed=own), chunk
-
-    _, first = next(chunks())
+    rows = num_data / density.rows_in_all
+    first = next(chunks_of(log_posterior, density.data, num_rows))
     prior = prior_precision(log_posterior, free, first.arguments, held, dense=False)
     if not bool((prior > 0).all()):
         site = density.layout.site_at(int(density.layout.places(sites)[prior.argmin()]))
@@ -68,7 +62,7 @@ def low_rank_at(
             f"is {float(prior.min()):.3g} there: use structure='dense' or 'diag', or a Normal prior"
         )
     total = torch.zeros_like(prior)
-    for curvature, chunk in chunks():
+    for curvature, chunk in curvatures_of(density, kind, seed, num_rows):
         where = (free, chunk.arguments, chunk.indices, held, chunk.keep)
         total += rows * layout.flatten(curvature.diagonal(*where))
     scale = prior.rsqrt()
@@ -76,7 +70,7 @@ def low_rank_at(
     def product(vector: np.ndarray) -> np.ndarray:
         along = layout.unflatten(scale * torch.from_numpy(vector.reshape(-1)).to(scale))
         result = torch.zeros_like(scale)
-        for curvature, chunk in chunks():
+        for curvature, chunk in curvatures_of(density, kind, seed, num_rows):
             where = (free, chunk.arguments, along, chunk.indices, held, chunk.keep)
             result += rows * layout.flatten(curvature.product(*where))
         return (scale * result).double().cpu().numpy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
 from pyro_scale.core.layout import Layout
 from pyro_scale.errors import ModelError
-from pyro_scale.fullbatch.chunks import CHUNK_ROWS
+from pyro_scale.fullbatch.chunks import CHUNK_ROWS, Chunk, chunks_of
 from pyro_scale.fullbatch.density import FullDataDensity, no_nats
 from pyro_scale.model.curvature.ggn import Curvature, RowKind
 from pyro_scale.model.curvature.prior_hessian import precision_of_prior
@@ -92,6 +92,16 @@ def expansion_at(
         else:
             total += layout.flatten(curvature.diagonal(*where))
     return Expansion(value, slope, total.mul_(scale))  # some rows stand for all
+
+
+def curvatures_of(
+    density: FullDataDensity, kind: RowKind, seed: int, num_rows: int | None
+) -> Iterator[tuple[Curvature, Chunk]]:
+    """Every chunk of the rows, with its curvature; arguments as for `expansion_at`."""
+    chunks = chunks_of(density.log_posterior, density.data, num_rows)
+    for place, chunk in enumerate(chunks):
+        own = derived_seed(seed, place, Purpose.CURVATURE)
+        yield Curvature(density.log_posterior, kind, seed=own), chunk
 
 
 def _with_hessian(

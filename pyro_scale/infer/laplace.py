@@ -21,7 +21,7 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ApproximationWarning, ArgumentError, ModelError
 from pyro_scale.fullbatch.chunks import chunks_of, is_row_wise
 from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.fullbatch.evidence import Candidate, GaussianStructure, Search
+from pyro_scale.fullbatch.evidence import OF_ROWS, Candidate, GaussianStructure, Search
 from pyro_scale.fullbatch.precision import CurvatureKind
 from pyro_scale.infer.approximation import Approximation, as_prior
 from pyro_scale.kernels import Hyperparameters
@@ -35,8 +35,6 @@ from pyro_scale.run.resume import identity_of
 
 #: The square of the distance to the mode, in posterior sds, from which evidence is in doubt.
 _FAR = 0.01
-#: Structures that are made of the rows' terms.
-_OF_ROWS = ("kron", "low_rank")
 #: Dimensions up to which structure="auto" is dense.
 _MOST_DENSE = 1000
 #: Passes through the data, in evaluations of the log joint, that a fit is worth.
@@ -115,7 +113,7 @@ class Laplace(Approximation):
         kinds = [kind for part in get_args(CurvatureKind) for kind in (get_args(part) or (part,))]
         if curvature not in kinds:
             raise ArgumentError(f"curvature={curvature!r}: pass one of {kinds}")
-        if structure in _OF_ROWS and curvature == "hessian":
+        if structure in OF_ROWS and curvature == "hessian":
             raise ArgumentError(
                 f"structure={structure!r}: a Hessian has no such factors: use curvature='ggn'"
             )
@@ -319,13 +317,13 @@ class Laplace(Approximation):
             self.structure = "dense" if few else "diag"
         kind, notes = self._kind(problem, problem.positions[0] if fixed is None else fixed)
         prior = problem.log_posterior.gaussian_prior
-        if self.structure in _OF_ROWS and not isinstance(prior, Diagonal | None):
+        if self.structure in OF_ROWS and not isinstance(prior, Diagonal | None):
             raise ArgumentError(
                 f"structure={self.structure!r}: the prior is another fit's Gaussian, whose "
                 "correlations it cannot keep: run it on all rows together, or use "
                 "structure='dense' (or 'diag') for both"
             )
-        if self.structure in _OF_ROWS and kind == "hessian":
+        if self.structure in OF_ROWS and kind == "hessian":
             raise ArgumentError(
                 f"structure={self.structure!r}: the data are one joint density, and factors are "
                 "sums over rows: use structure='diag' or 'dense'"
