@@ -12,6 +12,12 @@ from pyro_scale.errors import CallError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+#: What a method without checkpoints has.
+_KEPT = (
+    "save(path), which keeps the results; another run starts from them by the constructor's "
+    "init_strategy=load(path, model)"
+)
+
 #: An argument elsewhere -> what there is here.
 ELSEWHERE = {
     "num_warmup": "warmup_steps=, in steps of the sampler",
@@ -28,6 +34,8 @@ ELSEWHERE = {
     "num_steps": "num_samples=, warmup_steps= and thinning=: steps are warmup_steps + "
     "num_samples * thinning",
     "num_epochs": "num_samples=, warmup_steps= and thinning=, in steps",
+    "checkpoint": _KEPT,
+    "resume": _KEPT,
     "prob": "arviz.summary(fit.to_arviz(), ...), whose interval it is",
     "hdi_prob": "arviz.summary(fit.to_arviz(), ...), whose interval it is",
     "ci_prob": "arviz.summary(fit.to_arviz(), ...), whose interval it is",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Never, Self
 
@@ -30,6 +31,7 @@ from pyro_scale.posterior.draws import Result
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.frozen_features import with_frozen_features
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
+from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.tuning.early_stopping import has_converged, still_rises
 
 #: Why there is no R-hat and no ESS.
@@ -49,7 +51,8 @@ class SVGD(Method):
     al. 2022): for networks, an ensemble, `MAP` with `num_chains`, predicts as well, and costs less.
 
     `get_samples` gives the particles, as draws of one chain.  `pyro.param` sites are moved by the
-    particles' mean gradient.
+    particles' mean gradient.  There are no checkpoints: `save` keeps the particles, and another run
+    starts from them by `init_strategy=SVGD.load(...)`, with its optimizer afresh.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
@@ -57,8 +60,8 @@ class SVGD(Method):
         optimizer: one of TorchOpt's functional ones, `torchopt.adam(1e-2)` by default, or a
             factory of one of torch.optim's, as for `MAP`.
         temperature: 1 is the posterior; below, a cold one; a float or a schedule.
-        init_strategy: where particles start, as for `MAP`, dicts `[num_particles, ...]`; each in a
-            place of its own, as two in one place never part.
+        init_strategy: where particles start, as for `MAP`, dicts `[num_particles, ...]`, or another
+            `SVGD`; each in a place of its own, as two in one place never part.
         num_data: N, which overrides what the data say.
         compile: as for samplers.
 
@@ -82,6 +85,7 @@ class SVGD(Method):
     elsewhere: ClassVar[Mapping[str, str]] = {
         "num_chains": "num_particles=, of the constructor",
         "num_samples": "num_particles=, of the constructor: particles are the draws",
+        "mesh": "nothing: one process moves all particles; MAP's num_chains share batches by mesh=",
         "bandwidth": "nothing: the kernel's width follows the median distance of particles",
         "kernel": "nothing: it is Gaussian, as wide as the median distance of particles",
     }
@@ -138,9 +142,9 @@ class SVGD(Method):
             ConvergenceWarning: the particles' log joint was still changing at the end.
         """
         check_length(num_steps, num_epochs)
-        self._result = self._trace = None
+        self._result = self._trace = self._stepping = None
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
-        problem = self._prepare(opened, choose_seed(seed))
+        problem = with_frozen_features(self._prepare(opened, choose_seed(seed)))
         steps = Steps(count_steps(problem, num_steps, num_epochs), positions=False)
         with Progress(steps.total, f"SVGD, {self.num_particles} particles", progress) as bar:
             draws = simulate(
@@ -166,10 +170,35 @@ class SVGD(Method):
             )
         return self
 
+    @without_vmap_warnings()
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Moves all particles by one step on a batch, given as the model's own arguments.
+
+        For loops of your own.  `num_data` is needed, unless the model's plate says it; the seed
+        is drawn from torch's generator at the first step.  `get_samples` gives the particles after
+        the latest one, `trace` what it returned.
+
+        Returns:
+            The mean of the particles' log joints, estimated from the batch, in nats, before the
+            step.
+
+        Raises:
+            NonFiniteError: the state became NaN or infinite.
+        """
+        if self._stepping is None:
+            data = batch_as_data(self.model, self._num_data, args, kwargs)
+            self._stepping = Stepping(self._prepare(data, choose_seed(None)), self.kernel)
+        draws, _ = self._stepping.step(args, kwargs)
+        check_failures(draws, "particle")
+        result = self._collect(self._stepping.problem, draws)
+        self._result = dataclasses.replace(result, data=None)
+        self._trace = draws.log_joint.mean(0)
+        return float(self._trace)
+
     @property
     def trace(self) -> Tensor:
         """The mean of the particles' log joints at every step, estimated from its batch, in nats,
-        a total: `[steps]`."""
+        a total: `[steps]`; of `step`, of the latest one."""
         self._results()
         assert self._trace is not None
         return self._trace
@@ -227,7 +256,6 @@ class SVGD(Method):
                 "init_strategy: two particles start in the same place, and would never part: pass "
                 "one that draws, such as pyro.infer.autoguide.init_to_sample, or other values"
             )
-        problem = with_frozen_features(problem)
         return problem if is_pure(self.kernel.optimizer) else problem.with_engine(vectorized=False)
 
     def _collect(self, problem: Problem, draws: Draws) -> Result:

@@ -84,11 +84,15 @@ def scores(theta, chosen):
     return N / len(x) * likelihood - theta / 2.0**2
 
 
+def batches(num_steps, size=B):
+    """The rows of each step."""
+    return RowIndices(0, range(1), N, size, "shuffle").span(0, num_steps)[0]
+
+
 def by_hand(num_steps, lr, adagrad, temperature, size=B, start=START):
     """Gradient descent, or the released code's AdaGrad, on minibatches."""
     theta, history = start.numpy().copy(), 0.0
-    rows = RowIndices(0, range(1), N, size, "shuffle").span(0, num_steps)[0]
-    for chosen in rows:
+    for chosen in batches(num_steps, size):
         step = phi(theta, scores(theta, chosen), temperature) / N
         if adagrad:
             history = 0.9 * history + 0.1 * step**2
@@ -165,6 +169,37 @@ def test_a_param_goes_by_the_mean_gradient():
     slopes = (residuals @ X / 0.5**2 - START / 2.0**2).numpy()
     directions = torch.from_numpy(phi(START.numpy(), slopes, 1.0)) / N
     close(particles(svgd), START + 0.2 * directions, 1e-12)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_single_steps_are_those_of_a_run(name):
+    """On the run's batches, one after another, a param among what moves."""
+    run = ran(OPTIMIZERS[name][1], 7, model=shifted)
+    svgd = ps.SVGD(
+        shifted,
+        num_particles=len(START),
+        optimizer=OPTIMIZERS[name][1],
+        init_strategy={"w": START},
+        num_data=N,
+    )
+    for chosen, expected in zip(batches(7), run.trace, strict=True):
+        log_joint = svgd.step(X[chosen], Y[chosen])
+        assert log_joint == pytest.approx(float(expected), rel=1e-12)
+        close(svgd.trace, expected[None], 1e-12)
+    close(particles(svgd), particles(run), 1e-12)
+    close(svgd.params["shift"], run.params["shift"], 1e-12)
+    with pytest.raises(ArgumentError, match="step\\(\\) keeps no data"):
+        svgd.log_likelihood()
+    assert svgd.log_likelihood(data=(X, Y))["y"].shape == (6, N)
+    svgd.run((X, Y), num_steps=7, batch_size=B, **QUIET)  # afresh
+    close(particles(svgd), particles(run), 1e-12)
+
+
+def test_a_step_that_breaks_says_which_particle():
+    svgd = ps.SVGD(regression, num_particles=3, optimizer=torchopt.sgd(1e200), num_data=N)
+    svgd.step(X[:B], Y[:B])
+    with pytest.raises(NonFiniteError, match="particle 0 at step 1"):
+        svgd.step(X[:B], Y[:B])
 
 
 def test_models_that_vmap_refuses_and_that_subsample_take_the_same_steps():
@@ -307,6 +342,10 @@ def test_results_come_back_from_a_file(tmp_path):
     assert torch.equal(particles(loaded), particles(svgd))
     assert torch.equal(loaded.trace, svgd.trace)
     assert loaded.converged == svgd.converged
+    further = ps.SVGD(
+        regression, num_particles=6, optimizer=torchopt.sgd(0.0), init_strategy=loaded
+    )
+    close(particles(further.run((X, Y), num_steps=1, **QUIET)), particles(svgd), 0)
 
 
 def test_it_says_whether_it_has_come_to_rest():
@@ -324,8 +363,14 @@ def test_what_cannot_be_is_refused():
         ran(torchopt.sgd(1e9), 200)
     with pytest.raises(ArgumentError, match="pass one of num_steps and num_epochs"):
         ps.SVGD(regression).run((X, Y), **QUIET)
-    with pytest.raises(ArgumentError, match="num_chains': here it is num_particles="):
-        ps.SVGD(regression).run((X, Y), num_steps=2, num_chains=2)
+    for name, there_is in {
+        "num_chains": "num_particles=, of the constructor",
+        "mesh": "nothing: one process moves all particles",
+        "checkpoint": "save\\(path\\), which keeps the results",
+        "resume": "save\\(path\\), which keeps the results",
+    }.items():
+        with pytest.raises(ArgumentError, match=f"no argument '{name}': here it is {there_is}"):
+            ps.SVGD(regression).run((X, Y), num_steps=2, **{name: 2})
 
 
 def test_an_epoch_goes_through_all_rows():
