@@ -14,7 +14,7 @@ test: .venv/installed
 
 # What touches ArviZ, with the newest one, on a newer Python.
 MATRIX_PYTHON ?= python3.13
-MATRIX_TESTS := $(addprefix tests/,infer/test_approximations.py infer/test_compare.py infer/test_nuts.py infer/test_nuts_faults.py \
+MATRIX_TESTS := $(addprefix tests/,infer/test_approximations.py infer/test_compare.py infer/test_nuts.py infer/test_nuts_faults.py infer/test_svgd.py \
 	storage core/test_online_moments.py diagnostics/test_convergence.py diagnostics/test_loo.py \
 	end_to_end/test_readme.py posterior/test_results.py posterior/test_round_trips.py)
 

@@ -47,7 +47,7 @@ def as_flag(name: str, value: object) -> bool:
 
 
 def evenly(total: int, count: int) -> Tensor:
-    """At most `some` of the places 0, 1, ..., total - 1, evenly spread from the first to the
+    """At most `count` of the places 0, 1, ..., total - 1, evenly spread from the first to the
     last."""
     places = torch.linspace(0, total - 1, min(total, count), dtype=torch.float64)
     return places.round().long()
