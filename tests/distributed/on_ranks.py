@@ -1,4 +1,4 @@
-"""What each process of a test does: `torchrun on_ranks.py CASE FOLDER`; also run by itself.
+"""What each process of a test does: `torchrun on_ranks.py CASE FOLDER`; also called by a test.
 
 Each writes what it found to `FOLDER/rank-<rank>.pt`.
 """
@@ -205,7 +205,6 @@ def moments(fit):
 
 def stores(folder):
     """Runs that keep draws on disk, or none; files hold seven draws of a chain."""
-    sinks._MOST_DRAWS = 7
     folder = Path(folder)
 
     def kept(name, sampler, **how):
@@ -254,7 +253,6 @@ def on_a_full_disk(kept, sampler):
 
 def resumable(folder, kind, case):
     """A run that goes on after it was killed, its draws on disk or nowhere."""
-    sinks._MOST_DRAWS, sinks._WAIT_SECONDS, sinks._WAIT_TIMES = 500, 0.05, 0
     store = Path(folder) / "draws.zarr" if kind == "stored" else False
     draws = 12_000 if case == "extend" else 10_000
     fit = checkpointed(folder, resume=case != "begin", store=store, num_samples=draws)
@@ -436,9 +434,11 @@ def main(case, folder):
     elif case == "dies":
         result = dies_on_rank_1()
     elif case == "stores":
-        result = stores(folder)
+        with mock.patch.object(sinks, "_MOST_DRAWS", 7):
+            result = stores(folder)
     elif "-" in case:
-        result = resumable(folder, *case.split("-"))
+        with mock.patch.multiple(sinks, _MOST_DRAWS=500, _WAIT_SECONDS=0.05, _WAIT_TIMES=0):
+            result = resumable(folder, *case.split("-"))
     else:
         result = found(checkpointed(folder, resume=case == "resume"))
     torch.save(result, Path(folder) / f"rank-{RANK}.pt")

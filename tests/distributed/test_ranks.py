@@ -1,6 +1,7 @@
 """Runs on several processes: the draws of one, whoever moves the chains, and whoever dies."""
 
 import contextlib
+import importlib
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from repetitions import slow_but
 from torch import distributed as dist
 
 import pyro_scale as ps
@@ -20,7 +22,8 @@ from pyro_scale.distributed.shares import Rows
 from pyro_scale.run.problem import check_rows_can_be_shared
 from pyro_scale.run.resume import Journal
 
-PROGRAM = Path(__file__).parent / "on_ranks.py"
+HERE = Path(__file__).parent
+PROGRAM = "on_ranks"
 CASES = [
     "eager",
     "compiled",
@@ -40,12 +43,12 @@ needs_gloo = pytest.mark.skipif(
 pytestmark = needs_gloo
 
 
-def start(case, folder, world, agent=True, program=PROGRAM.name):
+def start(case, folder, world, agent=True, program=PROGRAM):
     """The processes: one of torchrun's, or the ranks themselves."""
     folder.mkdir(exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    arguments = [str(PROGRAM.with_name(program)), case, str(folder)]
+    arguments = [str(HERE / f"{program}.py"), case, str(folder)]
     if world == 1:
         return [subprocess.Popen([sys.executable, *arguments], env=environment, **how)]
     if agent:
@@ -67,10 +70,15 @@ def start(case, folder, world, agent=True, program=PROGRAM.name):
     ]
 
 
-def results(case, folder, world, agent=True, program=PROGRAM.name):
-    """What each rank has found; None of those that left nothing."""
-    processes = start(case, folder, world, agent, program)
-    said = [process.communicate(timeout=300)[0] for process in processes]
+def results(case, folder, world, agent=True, program=PROGRAM):
+    """What each rank has found; None of those that left nothing.  One rank is this process."""
+    said = []
+    if world == 1:
+        folder.mkdir(exist_ok=True)
+        importlib.import_module(program).main(case, folder)
+    else:
+        processes = start(case, folder, world, agent, program)
+        said = [process.communicate(timeout=300)[0] for process in processes]
     files = [folder / f"rank-{rank}.pt" for rank in range(world)]
     assert any(file.exists() for file in files), said
     return [torch.load(f, weights_only=False) if f.exists() else None for f in files]
@@ -82,7 +90,7 @@ def alone(tmp_path_factory):
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=slow_but([2, 3, 8], 2))
 def shared(request, tmp_path_factory):
     return results("cases", tmp_path_factory.mktemp("ranks") / "n", request.param)
 
@@ -295,12 +303,12 @@ def test_a_chain_that_breaks_on_one_rank_lets_the_others_finish(errors):
         assert len(found["afterwards"]["w"]) == (8 if rank == 0 else 4)
 
 
-def test_a_rank_that_dies_is_named(tmp_path):
+@pytest.mark.parametrize("world", slow_but([2, 3], 2))
+def test_a_rank_that_dies_is_named(world, tmp_path):
     """Without torchrun, which would end the others by itself."""
-    found = results("dies", tmp_path, 3, agent=False)
-    assert found[1] is None
-    for rank in (0, 2):
-        kind, message = found[rank]
+    found = results("dies", tmp_path, world, agent=False)
+    assert found.pop(1) is None
+    for kind, message in found:
         assert kind == "RankError"
         assert "rank 1 has not come to" in message
 
@@ -313,31 +321,19 @@ def test_nonsense_is_refused(value):
         Ranks.of(value)
 
 
-def in_a_process(code):
-    """What a process by itself prints."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
-    )
-    return done.stdout
-
-
 def test_a_group_that_passes_no_tensors_of_processors_on_is_refused():
-    told = in_a_process(
-        """
-import torch
-from torch import distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from pyro_scale.distributed.ranks import Ranks
-dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-try:
-    Ranks.of("auto")
-except Exception as error:
-    print(type(error).__name__, error, Ranks.of(False).is_alone, dist.is_initialized())
-"""
-    )
-    assert told.startswith("ArgumentError the process group's backend is")
-    assert "cpu:gloo,cuda:nccl" in told
-    assert told.endswith("True True\n")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(
+            ps.errors.ArgumentError, match=r"the process group's backend is.*cpu:gloo,cuda:nccl"
+        ):
+            Ranks.of("auto")
+        assert Ranks.of(False).is_alone
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_mesh_of_another_device_is_refused():
@@ -375,6 +371,7 @@ def test_a_process_by_itself_talks_to_nobody():
     assert Ranks.of("auto") is ALONE
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path):
     pytest.importorskip("sklearn")
     example = Path(__file__).parents[2] / "examples/distributed.py"

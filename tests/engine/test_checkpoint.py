@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
 
 import pyro
@@ -206,8 +207,8 @@ def same(one, other):
     "case",
     slow_but(
         CASES,
-        *["BAOA", "SGNHT", "compiled", "shared batches", "a chosen step"],
-        *["control variates", "points", "a loader by index", "workers", "a stream"],
+        *["SGNHT", "compiled", "shared batches", "control variates", "points"],
+        *["a loader by index", "a stream"],
     ),
 )
 def test_a_run_that_was_cut_short_goes_on_bit_for_bit(case, cut, tmp_path, monkeypatch):
@@ -274,8 +275,10 @@ class Breaks(Dataset):
         return X[i], Y[i]
 
 
-@pytest.mark.parametrize("after", [900, 1200])  # in the run, and when noise is estimated after it
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("workers", "after"),  # in the run, and when noise is estimated after it
+    slow_but(product([0, 1], [900, 1200]), (0, 900), (1, 1200)),
+)
 def test_a_loader_that_breaks_leaves_draws_and_checkpoint(workers, after, tmp_path):
     sampler = ps.BAOA(regression, **SMALL)
     loader = DataLoader(Breaks(after), batch_size=B, num_workers=workers)
@@ -483,8 +486,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("now", KINDS)
-@pytest.mark.parametrize("then", KINDS)
+@pytest.mark.parametrize(
+    ("then", "now"),
+    slow_but(product(KINDS, KINDS), ("tensors", "tensors"), *pairwise([*KINDS, "tensors"])),
+)
 def test_the_kind_of_data_counts(then, now, tmp_path, monkeypatch):
     """Though the first batch is the same, the later ones would be others."""
     monkeypatch.setattr(Noisy, "__getitem__", Plain.__getitem__)
@@ -640,7 +645,7 @@ def unfinished(tmp_path_factory):
     return {file.name: file.read_bytes() for file in files}, whole
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", slow_but(range(200), *range(20)))  # of 20, every file
 def test_damage_is_noticed(seed, unfinished, tmp_path):
     """The draws are those of the whole run, or it is refused; the latest state may be lost."""
     held, whole = unfinished

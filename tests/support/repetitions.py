@@ -1,5 +1,7 @@
 """Which cases of a test `make test` runs; the others repeat its claim under `-m slow`."""
 
+from itertools import product
+
 import pytest
 
 
@@ -14,3 +16,11 @@ def slow_but(cases, *quick):
         )
         for case in cases
     ]
+
+
+def each_once(*lists):
+    """All combinations of the lists' values, as slow, but for a few in which each value comes."""
+    lists = [list(values) for values in lists]
+    count = max(map(len, lists))
+    quick = [tuple(values[i % len(values)] for values in lists) for i in range(count)]
+    return slow_but(product(*lists), *quick)
