@@ -7,6 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import normals
+from repetitions import each_once
 from torch.utils.data import DataLoader, TensorDataset
 from warned import quiet, told
 
@@ -99,11 +100,14 @@ def test_elements_of_whitened_chains_are_measured_along_their_covariance(precond
 @pytest.mark.parametrize(
     ("method", "lr", "how", "hot"),
     [
-        (ps.SGLD, 0.02, {}, False),
+        pytest.param(ps.SGLD, 0.02, {}, False, marks=pytest.mark.slow),
         (ps.SGLD, 0.5, {}, True),  # the variance is 1 / (1 - 0.5 / 2) of the posterior's
         (ps.BAOA, 0.5, {}, False),  # exact
         (ps.BAOA, 0.05, {"batch_size": B, "sampling": "replacement"}, True),
-        (ps.BAOA, 0.004, {"batch_size": B, "sampling": "replacement", "thinning": 50}, False),
+        pytest.param(
+            *(ps.BAOA, 0.004, {"batch_size": B, "sampling": "replacement", "thinning": 50}, False),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_too_large_a_step_is_said_and_a_right_one_is_not(method, lr, how, hot):
@@ -117,8 +121,7 @@ def test_too_large_a_step_is_said_and_a_right_one_is_not(method, lr, how, hot):
         assert f"lower lr from {lr:.2g} to about" in said[0]
 
 
-@pytest.mark.parametrize("sampling", ["replacement", "shuffle"])
-@pytest.mark.parametrize("lr", [0.05, 0.2])
+@pytest.mark.parametrize(("sampling", "lr"), each_once(["replacement", "shuffle"], [0.05, 0.2]))
 def test_what_minibatches_heat_is_measured(lr, sampling):
     """Within a fifth, of shuffled ones too, which theory overestimates."""
     fit = run(ps.BAOA(mean_of_normal, lr=lr), batch_size=B, sampling=sampling, num_chains=16)
