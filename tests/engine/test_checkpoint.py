@@ -413,6 +413,14 @@ def test_the_seed_is_that_of_the_run(tmp_path):
     same(run("BAOA", resume=tmp_path, seed=None), whole)
 
 
+@pytest.fixture(scope="module")
+def finished(float64, tmp_path_factory):
+    """The checkpoints of a run."""
+    directory = tmp_path_factory.mktemp("finished")
+    run("BAOA", checkpoint=directory)
+    return directory
+
+
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
@@ -431,9 +439,8 @@ def test_the_seed_is_that_of_the_run(tmp_path):
         ({"data": (X[:50], Y[:50])}, "num_data was 60, is 50"),
     ],
 )
-def test_another_run_is_refused_with_what_differs(changed, what, tmp_path):
-    run("BAOA", checkpoint=tmp_path)
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+def test_another_run_is_refused_with_what_differs(changed, what, finished):
+    before = {file.name: file.read_bytes() for file in finished.iterdir()}
     method, data, how = CASES["BAOA"]
     changed = dict(changed)
     method, data = changed.pop("method", method), changed.pop("data", data)
@@ -441,8 +448,8 @@ def test_another_run_is_refused_with_what_differs(changed, what, tmp_path):
     if "not there" in what:
         how.pop("batch_size")
     with pytest.raises(FileError, match=rf"is another run \(.*{what}"):
-        method().run(data, resume=tmp_path, **how)
-    assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+        method().run(data, resume=finished, **how)
+    assert before == {file.name: file.read_bytes() for file in finished.iterdir()}
 
 
 def test_of_hyperparameters_by_site_those_that_differ_are_named(tmp_path):

@@ -11,7 +11,7 @@ def slow_but(cases, *quick):
     assert all(case in cases for case in quick), "a quick case that is not there"
     return [
         pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
+            *(case if type(case) is tuple else (case,)),
             marks=[] if any(case is each or case == each for each in quick) else [pytest.mark.slow],
         )
         for case in cases
