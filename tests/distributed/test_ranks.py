@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import on_ranks
 import pytest
 import torch
 from repetitions import slow_but
@@ -24,16 +25,10 @@ from pyro_scale.run.resume import Journal
 
 HERE = Path(__file__).parent
 PROGRAM = "on_ranks"
-CASES = [
-    "eager",
-    "compiled",
-    "everywhere",
-    "loader",
-    "stream",
-    "untuned",
-    "untuned batches",
-    "points",
-]
+CASES = slow_but(
+    ["eager", "compiled", "everywhere", "loader", "stream", "untuned", "untuned batches", "points"],
+    *["eager", "compiled", "untuned", "points"],
+)
 #: Of those, what is too short to be compiled.
 EAGER = {"eager", "everywhere", "loader", "stream", "points"}
 
@@ -43,12 +38,12 @@ needs_gloo = pytest.mark.skipif(
 pytestmark = needs_gloo
 
 
-def start(case, folder, world, agent=True, program=PROGRAM):
+def start(case, folder, world, agent=True, program=PROGRAM, names=()):
     """The processes: one of torchrun's, or the ranks themselves."""
     folder.mkdir(exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    arguments = [str(HERE / f"{program}.py"), case, str(folder)]
+    arguments = [str(HERE / f"{program}.py"), case, str(folder), *names]
     if world == 1:
         return [subprocess.Popen([sys.executable, *arguments], env=environment, **how)]
     if agent:
@@ -70,29 +65,37 @@ def start(case, folder, world, agent=True, program=PROGRAM):
     ]
 
 
-def results(case, folder, world, agent=True, program=PROGRAM):
+def results(case, folder, world, agent=True, program=PROGRAM, names=()):
     """What each rank has found; None of those that left nothing.  One rank is this process."""
     said = []
     if world == 1:
         folder.mkdir(exist_ok=True)
-        importlib.import_module(program).main(case, folder)
+        importlib.import_module(program).main(case, folder, *names)
     else:
-        processes = start(case, folder, world, agent, program)
+        processes = start(case, folder, world, agent, program, names)
         said = [process.communicate(timeout=300)[0] for process in processes]
     files = [folder / f"rank-{rank}.pt" for rank in range(world)]
     assert any(file.exists() for file in files), said
     return [torch.load(f, weights_only=False) if f.exists() else None for f in files]
 
 
+def asked(request):
+    """The cases of this file's tests that are run in this session."""
+    items = [item for item in request.session.items if item.path == request.path]
+    cases = [item.callspec.params.get("case") for item in items if hasattr(item, "callspec")]
+    return [*dict.fromkeys(case for case in cases if case)]
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    (found,) = results("cases", tmp_path_factory.mktemp("ranks") / "1", 1)
+def alone(request, tmp_path_factory):
+    names = ["ignored", *(name for name in asked(request) if name in on_ranks.CASES)]
+    (found,) = results("cases", tmp_path_factory.mktemp("ranks") / "1", 1, names=names)
     return found
 
 
 @pytest.fixture(scope="module", params=slow_but([2, 3, 8], 2))
-def shared(request, tmp_path_factory):
-    return results("cases", tmp_path_factory.mktemp("ranks") / "n", request.param)
+def shared(request, alone, tmp_path_factory):
+    return results("cases", tmp_path_factory.mktemp("ranks") / "n", request.param, names=alone)
 
 
 def same(case, found, expected):
@@ -135,8 +138,9 @@ def test_a_group_can_be_ignored(alone, shared):
 
 
 @pytest.fixture(scope="module")
-def on_one(tmp_path_factory):
-    (found,) = results("mesh-1-1", tmp_path_factory.mktemp("mesh") / "1", 1)
+def on_one(request, tmp_path_factory):
+    names = ["loader", "trajectory", *asked(request)]
+    (found,) = results("mesh-1-1", tmp_path_factory.mktemp("mesh") / "1", 1, names=names)
     return found
 
 
@@ -145,28 +149,34 @@ def on_one(tmp_path_factory):
 )
 def on_mesh(request, tmp_path_factory):
     case, folder = "-".join(["mesh", *map(str, request.param)]), tmp_path_factory.mktemp("mesh")
-    found = results(case, folder / "n", request.param[0] * request.param[1])
+    names = ["loader", "trajectory", *asked(request)]
+    found = results(case, folder / "n", request.param[0] * request.param[1], names=names)
     (alone,) = results("alone", folder / "n", 1)
     return [{**each, "gone on with alone": alone} for each in found]
 
 
 @pytest.mark.parametrize(
     ("case", "tolerance"),
-    [
-        ("one step", 1e-12),
-        ("small batches", 1e-12),
-        ("trajectory", 1e-8),
-        ("compiled", 1e-8),
-        ("compiled points", 1e-8),
-        ("whole data", 1e-8),
-        ("loader", 1e-8),
-        ("stream", 1e-8),
-        ("frozen base", 1e-8),
-        ("frozen base, whole data", 1e-8),
-        ("points", 1e-8),
-        ("rows by rank", 1e-12),  # 300 and 103 of them
-        ("streams by rank", 1e-12),
-    ],
+    slow_but(
+        [
+            ("one step", 1e-12),
+            ("small batches", 1e-12),
+            ("trajectory", 1e-8),
+            ("compiled", 1e-8),
+            ("compiled points", 1e-8),
+            ("whole data", 1e-8),
+            ("loader", 1e-8),
+            ("stream", 1e-8),
+            ("frozen base", 1e-8),
+            ("frozen base, whole data", 1e-8),
+            ("points", 1e-8),
+            ("rows by rank", 1e-12),  # 300 and 103 of them
+            ("streams by rank", 1e-12),
+        ],
+        *[("one step", 1e-12), ("small batches", 1e-12), ("trajectory", 1e-8)],
+        *[("compiled", 1e-8), ("loader", 1e-8), ("frozen base", 1e-8)],
+        *[("rows by rank", 1e-12), ("streams by rank", 1e-12)],
+    ),
 )
 def test_gradients_over_ranks_are_those_of_one_process(case, tolerance, on_one, on_mesh):
     """Batches of 21, 1 and 403 rows on two ranks do not divide evenly: the prior and every row
@@ -178,17 +188,13 @@ def test_gradients_over_ranks_are_those_of_one_process(case, tolerance, on_one, 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        "MAP",
-        "MAP by torch.optim",
-        "MAP, compiled",
-        "MAP that stops",
-        "MAP to the mode",
-        "MAP, rows by rank",
-        "VI",
-        "VI, dense",
-        "IVON",
-    ],
+    slow_but(
+        [
+            *["MAP", "MAP by torch.optim", "MAP, compiled", "MAP that stops", "MAP to the mode"],
+            *["MAP, rows by rank", "VI", "VI, dense", "IVON"],
+        ],
+        *["MAP", "MAP, rows by rank", "VI"],
+    ),
 )
 def test_fits_over_ranks_are_those_of_one_process(case, on_one, on_mesh):
     """Every rank has all starts, their last values, spreads and traces."""
