@@ -53,7 +53,7 @@ def z_of(table, site, expected):
         pytest.param(ps.SGHMC, 0.5, 4 / (4 - 1.0 - 0.25), marks=pytest.mark.slow),
         pytest.param(ps.BAOA, 0.1, 1.0, marks=pytest.mark.slow),
         (ps.BAOA, 0.9, 1.0),
-        (ps.SGNHT, 0.2, 1.0),
+        pytest.param(ps.SGNHT, 0.2, 1.0, marks=pytest.mark.slow),
         pytest.param(ps.UBU, 0.1, None, marks=pytest.mark.slow),
     ],
 )

@@ -306,7 +306,7 @@ def of_many_runs(method, count, monkeypatch, num_chains=4, **how):
     ("method", "lr", "how"),
     [
         (ps.SGLD, 0.01, {"thinning": 20}),
-        (ps.BAOA, 0.3, {}),
+        pytest.param(ps.BAOA, 0.3, {}, marks=pytest.mark.slow),
         (ps.BAOA, 0.3, {"num_chains": 2, "num_samples": 60}),
     ],
 )

@@ -247,9 +247,9 @@ def test_auto_counts_chain_steps(asked):
 @pytest.mark.parametrize(
     "steps",
     [
-        {"num_samples": 50},
+        pytest.param({"num_samples": 50}, marks=pytest.mark.slow),
         {"num_samples": 10, "thinning": 4, "warmup_steps": 10},
-        {"num_samples": 1, "warmup_steps": 49},
+        pytest.param({"num_samples": 1, "warmup_steps": 49}, marks=pytest.mark.slow),
     ],
 )
 def test_auto_counts_all_steps(steps, monkeypatch):

@@ -593,7 +593,7 @@ def still(method, fit, num_chains, seed=8, **arguments):
     return method.fit.centers[:, :FREE]
 
 
-@pytest.mark.parametrize("name", ["Laplace diag", "VI diag", "EKF dense"])
+@pytest.mark.parametrize("name", slow_but(["Laplace diag", "VI diag", "EKF dense"], "Laplace diag"))
 def test_samplers_start_at_draws_of_a_fit(name):
     row, fit = ROWS[name], fit_of(name)
     with warnings.catch_warnings():
@@ -603,7 +603,9 @@ def test_samplers_start_at_draws_of_a_fit(name):
         check_standard(whitened(fit, start, begun[start :: row.starts]))
 
 
-@pytest.mark.parametrize("name", ["MAP dense", "VI dense", "EKF diag", "Laplace diag"])
+@pytest.mark.parametrize(
+    "name", slow_but(["MAP dense", "VI dense", "EKF diag", "Laplace diag"], "VI dense")
+)
 def test_everything_starts_at_the_same_draws_of_a_fit(name):
     fit = fit_of(name)
     optimizer = torchopt.sgd(1e-12)

@@ -334,7 +334,6 @@ OPTIMA = slow_but(
     [(kind, temperature) for kind in VIAS for temperature in (1.0, 0.25)],
     ("diag", 1.0),
     ("dense", 0.25),
-    ("IVON", 1.0),
 )
 
 

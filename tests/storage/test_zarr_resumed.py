@@ -805,7 +805,15 @@ def test_names_of_sites_that_cannot_be_files_are_refused(name, tmp_path):
     assert not (tmp_path / "draws.zarr").exists()
 
 
-@pytest.mark.parametrize("names", [("p", "p_dim_0"), ("p_dim_0", "p"), ("p", "p.q"), ("é", "w w")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("p", "p_dim_0"),
+        ("é", "w w"),
+        pytest.param(("p_dim_0", "p"), marks=pytest.mark.slow),
+        pytest.param(("p", "p.q"), marks=pytest.mark.slow),
+    ],
+)
 def test_names_that_look_like_others_are_kept_apart(names, tmp_path):
     def model(x):
         for name in names:
