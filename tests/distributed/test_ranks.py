@@ -429,9 +429,8 @@ def killed(folder, world, seconds, case="checkpoint", seed=0):
             process.communicate()
 
 
-@pytest.mark.parametrize(
-    ("worlds", "seconds"), slow_but([((3, 2), 0.2), ((2, 1), 0.1), ((1, 3), 0.1)], ((2, 1), 0.1))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("worlds", "seconds"), [((3, 2), 0.2), ((2, 1), 0.1), ((1, 3), 0.1)])
 def test_a_killed_run_goes_on_on_any_number_of_processes(worlds, seconds, uninterrupted, tmp_path):
     first, then = worlds
     killed(tmp_path, first, seconds)

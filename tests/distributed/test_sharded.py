@@ -203,7 +203,8 @@ def test_a_run_goes_on_on_any_number_of_processes(world, alone, two, folder):
         close(found, alone["runs"]["SGHMC"], 1e-8)
 
 
-@pytest.mark.parametrize("how", slow_but(["killed", "damaged"], "damaged"))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "damaged"])
 def test_the_state_before_is_taken_where_the_latest_is_not_whole(how, alone, two, folder, tmp_path):
     """A process that is killed while it writes leaves no facts; a changed byte is seen."""
     shutil.copytree(folder / "two" / "run", tmp_path / "run")

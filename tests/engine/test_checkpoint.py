@@ -207,8 +207,7 @@ def same(one, other):
     "case",
     slow_but(
         CASES,
-        *["SGNHT", "compiled", "shared batches", "control variates", "points"],
-        *["a loader by index", "a stream"],
+        *["SGNHT", "compiled", "points", "a loader by index", "a stream"],
     ),
 )
 def test_a_run_that_was_cut_short_goes_on_bit_for_bit(case, cut, tmp_path, monkeypatch):
