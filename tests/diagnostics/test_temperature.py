@@ -51,7 +51,9 @@ def test_on_a_gaussian_it_is_the_variance_over_the_posteriors(temperature):
 
 
 def test_by_hand_on_another_model():
-    fit = run(ps.BAOA(two_sites, lr=0.1), num_samples=50, num_chains=2)
+    fit = run(
+        ps.BAOA(two_sites, lr=0.1), num_samples=50, warmup_steps=100, thinning=1, num_chains=2
+    )
     w = fit._result.positions.flatten(0, 1).clone().requires_grad_()
     a, log_b = w[:, :3], w[:, 3:]
     prior = dist.Normal(0.0, 1.0)
