@@ -1,16 +1,20 @@
-# `make demo`, `test`, `matrix`, `bench`, `accuracy`, `untuned`, `verdicts`, `rows`, `approximations`, `networks`, `programs`, `distributed`: each makes .venv if it is missing.
+# `make demo`, `test`, `test-slow`, `matrix`, `bench`, `accuracy`, `untuned`, `verdicts`, `rows`, `approximations`, `networks`, `programs`, `distributed`: each makes .venv if it is missing.
 
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test matrix bench accuracy untuned verdicts rows approximations networks programs distributed lint types notebooks clean
+.PHONY: demo test test-slow matrix bench accuracy untuned verdicts rows approximations networks programs distributed lint types notebooks clean
 
 demo: .venv/installed
 	$(BIN)/python -W ignore::FutureWarning examples/demo.py
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# The repetitions, whole programs and long runs that `test` leaves out.
+test-slow: .venv/installed
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
 
 # What touches ArviZ, with the newest one, on a newer Python.
 MATRIX_PYTHON ?= python3.13

@@ -8,6 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import double, normals
+from repetitions import slow_but
 
 from pyro_scale.compile.compiled import compile_value_and_gradient
 from pyro_scale.compile.trace import trace
@@ -67,7 +68,13 @@ def special(x):
 
 @pytest.mark.parametrize(
     ("density", "size"),
-    [(logistic, 3), (product, 6), (gaussian, 6), (distances, 6), (determinant, 6), (special, 2)],
+    slow_but(
+        [
+            *[(logistic, 3), (product, 6), (gaussian, 6), (distances, 6), (determinant, 6)],
+            (special, 2),
+        ],
+        *[(product, 6), (gaussian, 6), (distances, 6), (special, 2)],
+    ),
 )
 def test_it_is_autograds(density, size):
     others = [X, Y] if density in (logistic, product) else []

@@ -10,6 +10,7 @@ import pytest
 import torch
 import warned
 from reference import double, normals
+from repetitions import slow_but
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError
@@ -95,15 +96,18 @@ def test_false_alarms_are_rare():
 
 @pytest.mark.parametrize(
     ("apart", "num_chains", "num_samples", "is_said"),
-    [
-        (0.5, 4, 99, False),
-        (0.5, 4, 100, True),
-        (0.5, 12, 49, False),
-        (0.5, 12, 50, True),
-        (2.0, 4, 19, False),
-        (2.0, 4, 20, True),
-        pytest.param(2.0, 1, 400, False, marks=pytest.mark.slow),
-    ],
+    slow_but(
+        [
+            (0.5, 4, 99, False),
+            (0.5, 4, 100, True),
+            (0.5, 12, 49, False),
+            (0.5, 12, 50, True),
+            (2.0, 4, 19, False),
+            (2.0, 4, 20, True),
+            (2.0, 1, 400, False),
+        ],
+        *[(0.5, 4, 99, False), (0.5, 12, 50, True)],
+    ),
 )
 def test_few_draws_say_only_what_is_not_chance(apart, num_chains, num_samples, is_said):
     """R-hats of about 1.1 and 2.2, as variances between chains are apart^2 of those within."""

@@ -7,7 +7,7 @@ import torch
 from gaussian import bound, stationary
 from linear import location, standardized
 from reference import double
-from repetitions import slow_but
+from repetitions import each_once, slow_but
 from warned import quiet, told
 
 import pyro_scale as ps
@@ -53,7 +53,7 @@ def z_of(table, site, expected):
         pytest.param(ps.SGHMC, 0.5, 4 / (4 - 1.0 - 0.25), marks=pytest.mark.slow),
         pytest.param(ps.BAOA, 0.1, 1.0, marks=pytest.mark.slow),
         (ps.BAOA, 0.9, 1.0),
-        (ps.SGNHT, 0.2, 1.0),
+        pytest.param(ps.SGNHT, 0.2, 1.0, marks=pytest.mark.slow),
         pytest.param(ps.UBU, 0.1, None, marks=pytest.mark.slow),
     ],
 )
@@ -166,8 +166,7 @@ def test_moments_are_even_and_those_of_longer_runs_among_them(count):
     assert set(longer[longer <= steps.kept[-1]].tolist()) <= set(steps.looks.tolist())
 
 
-@pytest.mark.parametrize("compile", [True, False])
-@pytest.mark.parametrize("num_samples", [20, 150])
+@pytest.mark.parametrize(("compile", "num_samples"), each_once([False, True], [20, 150]))
 def test_they_are_of_the_states_at_those_steps(compile, num_samples):
     """Against a run of single draws, whose state it leaves."""
     how = {"batch_size": B, "num_chains": 3, "warmup_steps": 0, "thinning": 1}

@@ -152,9 +152,7 @@ TOO_LONG = {
     ("name", "compile"),
     slow_but(
         [(name, compile) for name in TOO_LONG for compile in (False, True)],
-        *((name, False) for name in TOO_LONG),
-        ("BAOA", True),
-        ("by site", True),
+        *[("at once", False), ("SGNHT", False), ("a schedule", False), ("by site", True)],
     ),
 )
 def test_the_states_are_those_of_the_run(name, compile):

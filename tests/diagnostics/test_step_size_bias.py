@@ -112,13 +112,16 @@ def sghmc(e, friction=1.0):
 
 @pytest.mark.parametrize(
     ("method", "lr", "expected"),
-    [
-        (ps.SGLD, 0.5, 1 / (1 - 0.25)),
-        (ps.SGLD, 1.0, 1 / (1 - 0.5)),
-        (ps.SGHMC, 0.5, sghmc(0.5)),
-        (ps.SGHMC, 1.0, sghmc(1.0)),
-        (ps.BAOA, 0.8, 1.0),
-    ],
+    slow_but(
+        [
+            (ps.SGLD, 0.5, 1 / (1 - 0.25)),
+            (ps.SGLD, 1.0, 1 / (1 - 0.5)),
+            (ps.SGHMC, 0.5, sghmc(0.5)),
+            (ps.SGHMC, 1.0, sghmc(1.0)),
+            (ps.BAOA, 0.8, 1.0),
+        ],
+        *[(ps.SGLD, 0.5, 1 / (1 - 0.25)), (ps.BAOA, 0.8, 1.0)],
+    ),
 )
 def test_of_a_step_on_gaussians(method, lr, expected):
     """Of the steepest of three elements; a flat one has the least."""
@@ -303,7 +306,7 @@ def of_many_runs(method, count, monkeypatch, num_chains=4, **how):
     ("method", "lr", "how"),
     [
         (ps.SGLD, 0.01, {"thinning": 20}),
-        (ps.BAOA, 0.3, {}),
+        pytest.param(ps.BAOA, 0.3, {}, marks=pytest.mark.slow),
         (ps.BAOA, 0.3, {"num_chains": 2, "num_samples": 60}),
     ],
 )
@@ -416,7 +419,10 @@ def test_elements_that_do_not_move_have_no_bias():
 
 @pytest.mark.parametrize(
     ("size", "thinning", "places", "other"),
-    [(250, 4, 1, 5), (250, 2, 2, 3), (50, 10, 2, 11), (100, 15, 2, 17)],
+    slow_but(
+        [(250, 4, 1, 5), (250, 2, 2, 3), (50, 10, 2, 11), (100, 15, 2, 17)],
+        *[(250, 4, 1, 5), (100, 15, 2, 17)],
+    ),
 )
 def test_of_few_places_of_an_epoch(size, thinning, places, other):
     """Shuffled batches heat there by what half the step says nothing of."""

@@ -7,6 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import normals
+from repetitions import each_once, slow_but
 from torch.utils.data import DataLoader, TensorDataset
 from warned import quiet, told
 
@@ -50,7 +51,9 @@ def test_on_a_gaussian_it_is_the_variance_over_the_posteriors(temperature):
 
 
 def test_by_hand_on_another_model():
-    fit = run(ps.BAOA(two_sites, lr=0.1), num_samples=50, num_chains=2)
+    fit = run(
+        ps.BAOA(two_sites, lr=0.1), num_samples=50, warmup_steps=100, thinning=1, num_chains=2
+    )
     w = fit._result.positions.flatten(0, 1).clone().requires_grad_()
     a, log_b = w[:, :3], w[:, 3:]
     prior = dist.Normal(0.0, 1.0)
@@ -99,11 +102,14 @@ def test_elements_of_whitened_chains_are_measured_along_their_covariance(precond
 @pytest.mark.parametrize(
     ("method", "lr", "how", "hot"),
     [
-        (ps.SGLD, 0.02, {}, False),
+        pytest.param(ps.SGLD, 0.02, {}, False, marks=pytest.mark.slow),
         (ps.SGLD, 0.5, {}, True),  # the variance is 1 / (1 - 0.5 / 2) of the posterior's
         (ps.BAOA, 0.5, {}, False),  # exact
         (ps.BAOA, 0.05, {"batch_size": B, "sampling": "replacement"}, True),
-        (ps.BAOA, 0.004, {"batch_size": B, "sampling": "replacement", "thinning": 50}, False),
+        pytest.param(
+            *(ps.BAOA, 0.004, {"batch_size": B, "sampling": "replacement", "thinning": 50}, False),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_too_large_a_step_is_said_and_a_right_one_is_not(method, lr, how, hot):
@@ -117,8 +123,7 @@ def test_too_large_a_step_is_said_and_a_right_one_is_not(method, lr, how, hot):
         assert f"lower lr from {lr:.2g} to about" in said[0]
 
 
-@pytest.mark.parametrize("sampling", ["replacement", "shuffle"])
-@pytest.mark.parametrize("lr", [0.05, 0.2])
+@pytest.mark.parametrize(("sampling", "lr"), each_once(["replacement", "shuffle"], [0.05, 0.2]))
 def test_what_minibatches_heat_is_measured(lr, sampling):
     """Within a fifth, of shuffled ones too, which theory overestimates."""
     fit = run(ps.BAOA(mean_of_normal, lr=lr), batch_size=B, sampling=sampling, num_chains=16)
@@ -230,7 +235,10 @@ def test_it_comes_back_from_a_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("error", "draws", "verdict"),
-    [(0.04, 1000, "yes"), (0.06, 1000, "unknown"), (0.06, 100, "yes"), (0.15, 100, "unknown")],
+    slow_but(
+        [(0.04, 1000, "yes"), (0.06, 1000, "unknown"), (0.06, 100, "yes"), (0.15, 100, "unknown")],
+        *[(0.06, 1000, "unknown"), (0.06, 100, "yes")],
+    ),
 )
 def test_a_bar_that_is_wider_than_the_tolerance_tells_nothing(error, draws, verdict):
     """2 x 0.06 is more than 1.05^2 - 1.  Of 400 draws even a normal has 0.07, which is no fault."""

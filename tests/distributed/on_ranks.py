@@ -1,4 +1,4 @@
-"""What each process of a test does: `torchrun on_ranks.py CASE FOLDER`; also run by itself.
+"""What each process of a test does: `torchrun on_ranks.py CASE FOLDER NAMES`; also called by tests.
 
 Each writes what it found to `FOLDER/rank-<rank>.pt`.
 """
@@ -205,7 +205,6 @@ def moments(fit):
 
 def stores(folder):
     """Runs that keep draws on disk, or none; files hold seven draws of a chain."""
-    sinks._MOST_DRAWS = 7
     folder = Path(folder)
 
     def kept(name, sampler, **how):
@@ -254,7 +253,6 @@ def on_a_full_disk(kept, sampler):
 
 def resumable(folder, kind, case):
     """A run that goes on after it was killed, its draws on disk or nowhere."""
-    sinks._MOST_DRAWS, sinks._WAIT_SECONDS, sinks._WAIT_TIMES = 500, 0.05, 0
     store = Path(folder) / "draws.zarr" if kind == "stored" else False
     draws = 12_000 if case == "extend" else 10_000
     fit = checkpointed(folder, resume=case != "begin", store=store, num_samples=draws)
@@ -312,8 +310,9 @@ def places_read(drawn):
     return own.read
 
 
-def on_mesh(shape, folder):
-    """Runs whose batches are shared out; the same without a mesh in one process."""
+def on_mesh(shape, folder, names):
+    """Runs whose batches are shared out, of which some have names; the same without a mesh in one
+    process."""
     mesh = None
     if "RANK" in os.environ:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("chain", "data"))
@@ -344,47 +343,52 @@ def on_mesh(shape, folder):
     compiled = ran(ps.SGHMC(model, lr=0.05, compile=True), num_chains=2)
     read_by_index = RowByRow()
     loader = DataLoader(read_by_index, 21, shuffle=True)
-    return {
-        "one step": drawn(ps.BAOA(model, lr=0.05), num_samples=1, **few),
-        "small batches": drawn(ps.SGLD(model, lr=0.05), num_samples=9, batch_size=1, **few),
-        "trajectory": drawn(ps.SGHMC(model, lr=0.05), num_chains=2),
-        "compiled": compiled.get_samples(group_by_chain=True),
-        "program": compiled.diagnostics().attrs["program"],
-        "compiled points": drawn(ps.BAOA(with_param, lr=0.05, compile=True), num_chains=2),
-        "whole data": drawn(ps.BAOA(model, lr=0.05), num_chains=2, batch_size=None),
-        "loader": drawn(ps.BAOA(model, lr=0.05), loader, num_chains=2, batch_size="auto"),
-        "rows read": len(read_by_index.read),
-        "stream": drawn(
+    runs = {
+        "one step": lambda: drawn(ps.BAOA(model, lr=0.05), num_samples=1, **few),
+        "small batches": lambda: drawn(ps.SGLD(model, lr=0.05), num_samples=9, batch_size=1, **few),
+        "trajectory": lambda: drawn(ps.SGHMC(model, lr=0.05), num_chains=2),
+        "compiled points": lambda: drawn(ps.BAOA(with_param, lr=0.05, compile=True), num_chains=2),
+        "whole data": lambda: drawn(ps.BAOA(model, lr=0.05), num_chains=2, batch_size=None),
+        "loader": lambda: drawn(ps.BAOA(model, lr=0.05), loader, num_chains=2, batch_size="auto"),
+        "stream": lambda: drawn(
             ps.BAOA(model, lr=0.05), DataLoader(Rows(), 21), num_chains=2, batch_size="auto"
         ),
-        "frozen base": renamed(drawn(ps.BAOA(frozen_base(), lr=0.05), num_chains=2)),
-        "frozen base, whole data": renamed(
+        "frozen base": lambda: renamed(drawn(ps.BAOA(frozen_base(), lr=0.05), num_chains=2)),
+        "frozen base, whole data": lambda: renamed(
             drawn(ps.BAOA(frozen_base(), lr=0.05), num_chains=2, batch_size=None)
         ),
-        "points": drawn(ps.BAOA(with_param, lr=0.05), num_chains=2),
-        "MAP": fitted(ps.MAP(model)),
-        "MAP by torch.optim": fitted(
+        "points": lambda: drawn(ps.BAOA(with_param, lr=0.05), num_chains=2),
+        "MAP": lambda: fitted(ps.MAP(model)),
+        "MAP by torch.optim": lambda: fitted(
             ps.MAP(model, optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
         ),
-        "MAP, compiled": fitted(ps.MAP(model, compile=True)),
-        "MAP that stops": fitted(
+        "MAP, compiled": lambda: fitted(ps.MAP(model, compile=True)),
+        "MAP that stops": lambda: fitted(
             ps.MAP(model, optimizer=torchopt.adam(0.05), early_stopping=True), num_steps=5000
         ),
-        "MAP to the mode": fitted(ps.MAP(model, structure="dense"), batch_size=None),
-        "VI": fitted(ps.VI(model, optimizer=torchopt.adam(falling), num_particles=2)),
-        "VI, dense": fitted(ps.VI(model, structure="dense")),
-        "IVON": fitted(ps.IVON(model), data=DataLoader(Rows(), 21), batch_size=None),
-        "MAP, rows by rank": fitted(
+        "MAP to the mode": lambda: fitted(ps.MAP(model, structure="dense"), batch_size=None),
+        "VI": lambda: fitted(ps.VI(model, optimizer=torchopt.adam(falling), num_particles=2)),
+        "VI, dense": lambda: fitted(ps.VI(model, structure="dense")),
+        "IVON": lambda: fitted(ps.IVON(model), data=DataLoader(Rows(), 21), batch_size=None),
+        "MAP, rows by rank": lambda: fitted(
             ps.MAP(model), OWN_ROWS, batch_size=None, rows_by_rank=mesh is not None
         ),
-        "few starts": told(lambda: fitted(ps.MAP(model), num_chains=1)) if shape[0] > 1 else None,
-        "rows by rank": drawn(ps.BAOA(model, lr=0.05), OWN_ROWS, batch_size=None, **by_rank),
-        "streams by rank": drawn(
+        "rows by rank": lambda: drawn(
+            ps.BAOA(model, lr=0.05), OWN_ROWS, batch_size=None, **by_rank
+        ),
+        "streams by rank": lambda: drawn(
             ps.BAOA(model, lr=0.05),
             DataLoader(OwnStream(), len(OWN_ROWS[0])),
             batch_size="auto",
             **by_rank,
         ),
+    }
+    named = {name: call() for name, call in runs.items() if name in names}
+    return named | {
+        "compiled": compiled.get_samples(group_by_chain=True),
+        "program": compiled.diagnostics().attrs["program"],
+        "rows read": len(read_by_index.read),
+        "few starts": told(lambda: fitted(ps.MAP(model), num_chains=1)) if shape[0] > 1 else None,
         "batches by rank": drawn(
             ps.BAOA(model, lr=0.05), OWN_ROWS, **by_rank | {"num_samples": 50}
         ),
@@ -413,12 +417,12 @@ def renamed(samples):
     return {"w": torch.cat([value.flatten(2) for value in samples.values()], -1)}
 
 
-def main(case, folder):
+def main(case, folder, *names):
     join_group()
     if case == "cases":
         result = {}
-        for name, call in CASES.items():
-            result[name] = call()
+        for name in names:
+            result[name] = CASES[name]()
     elif case == "errors":
         kinds = ("data", "seed", "length", "checkpoint", "who keeps", "bad argument")
         kinds += ("bad data", "model", "starts", "version")
@@ -427,7 +431,7 @@ def main(case, folder):
         result["breaks"] = breaks_chain_3()
         result["afterwards"] = by_hand()
     elif case.startswith("mesh"):
-        result = on_mesh(tuple(int(size) for size in case.split("-")[1:]), folder)
+        result = on_mesh(tuple(int(size) for size in case.split("-")[1:]), folder, names)
     elif case == "alone":  # goes on with what a mesh has begun
         how = BY_HAND | {"num_samples": 20, "warmup_steps": 20, "thinning": 2, "num_chains": 2}
         goes_on = ps.SGHMC(model, lr=0.05)
@@ -436,9 +440,11 @@ def main(case, folder):
     elif case == "dies":
         result = dies_on_rank_1()
     elif case == "stores":
-        result = stores(folder)
+        with mock.patch.object(sinks, "_MOST_DRAWS", 7):
+            result = stores(folder)
     elif "-" in case:
-        result = resumable(folder, *case.split("-"))
+        with mock.patch.multiple(sinks, _MOST_DRAWS=500, _WAIT_SECONDS=0.05, _WAIT_TIMES=0):
+            result = resumable(folder, *case.split("-"))
     else:
         result = found(checkpointed(folder, resume=case == "resume"))
     torch.save(result, Path(folder) / f"rank-{RANK}.pt")

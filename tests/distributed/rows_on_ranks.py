@@ -1,5 +1,5 @@
 """What each process does of tests of rows that ranks share out: `torchrun rows_on_ranks.py CASES
-FOLDER`; also run by itself."""
+FOLDER`; also called by a test."""
 
 import sys
 import warnings

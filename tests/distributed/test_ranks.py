@@ -1,6 +1,7 @@
 """Runs on several processes: the draws of one, whoever moves the chains, and whoever dies."""
 
 import contextlib
+import importlib
 import os
 import random
 import signal
@@ -10,8 +11,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import on_ranks
 import pytest
 import torch
+from repetitions import slow_but
 from torch import distributed as dist
 
 import pyro_scale as ps
@@ -20,17 +23,12 @@ from pyro_scale.distributed.shares import Rows
 from pyro_scale.run.problem import check_rows_can_be_shared
 from pyro_scale.run.resume import Journal
 
-PROGRAM = Path(__file__).parent / "on_ranks.py"
-CASES = [
-    "eager",
-    "compiled",
-    "everywhere",
-    "loader",
-    "stream",
-    "untuned",
-    "untuned batches",
-    "points",
-]
+HERE = Path(__file__).parent
+PROGRAM = "on_ranks"
+CASES = slow_but(
+    ["eager", "compiled", "everywhere", "loader", "stream", "untuned", "untuned batches", "points"],
+    *["eager", "compiled", "untuned", "points"],
+)
 #: Of those, what is too short to be compiled.
 EAGER = {"eager", "everywhere", "loader", "stream", "points"}
 
@@ -40,12 +38,12 @@ needs_gloo = pytest.mark.skipif(
 pytestmark = needs_gloo
 
 
-def start(case, folder, world, agent=True, program=PROGRAM.name):
+def start(case, folder, world, agent=True, program=PROGRAM, names=()):
     """The processes: one of torchrun's, or the ranks themselves."""
     folder.mkdir(exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    arguments = [str(PROGRAM.with_name(program)), case, str(folder)]
+    arguments = [str(HERE / f"{program}.py"), case, str(folder), *names]
     if world == 1:
         return [subprocess.Popen([sys.executable, *arguments], env=environment, **how)]
     if agent:
@@ -67,24 +65,37 @@ def start(case, folder, world, agent=True, program=PROGRAM.name):
     ]
 
 
-def results(case, folder, world, agent=True, program=PROGRAM.name):
-    """What each rank has found; None of those that left nothing."""
-    processes = start(case, folder, world, agent, program)
-    said = [process.communicate(timeout=300)[0] for process in processes]
+def results(case, folder, world, agent=True, program=PROGRAM, names=()):
+    """What each rank has found; None of those that left nothing.  One rank is this process."""
+    said = []
+    if world == 1:
+        folder.mkdir(exist_ok=True)
+        importlib.import_module(program).main(case, folder, *names)
+    else:
+        processes = start(case, folder, world, agent, program, names)
+        said = [process.communicate(timeout=300)[0] for process in processes]
     files = [folder / f"rank-{rank}.pt" for rank in range(world)]
     assert any(file.exists() for file in files), said
     return [torch.load(f, weights_only=False) if f.exists() else None for f in files]
 
 
+def asked(request):
+    """The cases of this file's tests that are run in this session."""
+    items = [item for item in request.session.items if item.path == request.path]
+    cases = [item.callspec.params.get("case") for item in items if hasattr(item, "callspec")]
+    return [*dict.fromkeys(case for case in cases if case)]
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    (found,) = results("cases", tmp_path_factory.mktemp("ranks") / "1", 1)
+def alone(request, tmp_path_factory):
+    names = ["ignored", *(name for name in asked(request) if name in on_ranks.CASES)]
+    (found,) = results("cases", tmp_path_factory.mktemp("ranks") / "1", 1, names=names)
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 3, pytest.param(8, marks=pytest.mark.slow)])
-def shared(request, tmp_path_factory):
-    return results("cases", tmp_path_factory.mktemp("ranks") / "n", request.param)
+@pytest.fixture(scope="module", params=slow_but([2, 3, 8], 2))
+def shared(request, alone, tmp_path_factory):
+    return results("cases", tmp_path_factory.mktemp("ranks") / "n", request.param, names=alone)
 
 
 def same(case, found, expected):
@@ -127,8 +138,9 @@ def test_a_group_can_be_ignored(alone, shared):
 
 
 @pytest.fixture(scope="module")
-def on_one(tmp_path_factory):
-    (found,) = results("mesh-1-1", tmp_path_factory.mktemp("mesh") / "1", 1)
+def on_one(request, tmp_path_factory):
+    names = ["loader", "trajectory", *asked(request)]
+    (found,) = results("mesh-1-1", tmp_path_factory.mktemp("mesh") / "1", 1, names=names)
     return found
 
 
@@ -137,28 +149,34 @@ def on_one(tmp_path_factory):
 )
 def on_mesh(request, tmp_path_factory):
     case, folder = "-".join(["mesh", *map(str, request.param)]), tmp_path_factory.mktemp("mesh")
-    found = results(case, folder / "n", request.param[0] * request.param[1])
+    names = ["loader", "trajectory", *asked(request)]
+    found = results(case, folder / "n", request.param[0] * request.param[1], names=names)
     (alone,) = results("alone", folder / "n", 1)
     return [{**each, "gone on with alone": alone} for each in found]
 
 
 @pytest.mark.parametrize(
     ("case", "tolerance"),
-    [
-        ("one step", 1e-12),
-        ("small batches", 1e-12),
-        ("trajectory", 1e-8),
-        ("compiled", 1e-8),
-        ("compiled points", 1e-8),
-        ("whole data", 1e-8),
-        ("loader", 1e-8),
-        ("stream", 1e-8),
-        ("frozen base", 1e-8),
-        ("frozen base, whole data", 1e-8),
-        ("points", 1e-8),
-        ("rows by rank", 1e-12),  # 300 and 103 of them
-        ("streams by rank", 1e-12),
-    ],
+    slow_but(
+        [
+            ("one step", 1e-12),
+            ("small batches", 1e-12),
+            ("trajectory", 1e-8),
+            ("compiled", 1e-8),
+            ("compiled points", 1e-8),
+            ("whole data", 1e-8),
+            ("loader", 1e-8),
+            ("stream", 1e-8),
+            ("frozen base", 1e-8),
+            ("frozen base, whole data", 1e-8),
+            ("points", 1e-8),
+            ("rows by rank", 1e-12),  # 300 and 103 of them
+            ("streams by rank", 1e-12),
+        ],
+        *[("one step", 1e-12), ("small batches", 1e-12), ("trajectory", 1e-8)],
+        *[("compiled", 1e-8), ("loader", 1e-8), ("frozen base", 1e-8)],
+        *[("rows by rank", 1e-12), ("streams by rank", 1e-12)],
+    ),
 )
 def test_gradients_over_ranks_are_those_of_one_process(case, tolerance, on_one, on_mesh):
     """Batches of 21, 1 and 403 rows on two ranks do not divide evenly: the prior and every row
@@ -170,17 +188,13 @@ def test_gradients_over_ranks_are_those_of_one_process(case, tolerance, on_one, 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        "MAP",
-        "MAP by torch.optim",
-        "MAP, compiled",
-        "MAP that stops",
-        "MAP to the mode",
-        "MAP, rows by rank",
-        "VI",
-        "VI, dense",
-        "IVON",
-    ],
+    slow_but(
+        [
+            *["MAP", "MAP by torch.optim", "MAP, compiled", "MAP that stops", "MAP to the mode"],
+            *["MAP, rows by rank", "VI", "VI, dense", "IVON"],
+        ],
+        *["MAP", "MAP, rows by rank", "VI"],
+    ),
 )
 def test_fits_over_ranks_are_those_of_one_process(case, on_one, on_mesh):
     """Every rank has all starts, their last values, spreads and traces."""
@@ -295,12 +309,12 @@ def test_a_chain_that_breaks_on_one_rank_lets_the_others_finish(errors):
         assert len(found["afterwards"]["w"]) == (8 if rank == 0 else 4)
 
 
-def test_a_rank_that_dies_is_named(tmp_path):
+@pytest.mark.parametrize("world", slow_but([2, 3], 2))
+def test_a_rank_that_dies_is_named(world, tmp_path):
     """Without torchrun, which would end the others by itself."""
-    found = results("dies", tmp_path, 3, agent=False)
-    assert found[1] is None
-    for rank in (0, 2):
-        kind, message = found[rank]
+    found = results("dies", tmp_path, world, agent=False)
+    assert found.pop(1) is None
+    for kind, message in found:
         assert kind == "RankError"
         assert "rank 1 has not come to" in message
 
@@ -313,31 +327,19 @@ def test_nonsense_is_refused(value):
         Ranks.of(value)
 
 
-def in_a_process(code):
-    """What a process by itself prints."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
-    )
-    return done.stdout
-
-
 def test_a_group_that_passes_no_tensors_of_processors_on_is_refused():
-    told = in_a_process(
-        """
-import torch
-from torch import distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from pyro_scale.distributed.ranks import Ranks
-dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-try:
-    Ranks.of("auto")
-except Exception as error:
-    print(type(error).__name__, error, Ranks.of(False).is_alone, dist.is_initialized())
-"""
-    )
-    assert told.startswith("ArgumentError the process group's backend is")
-    assert "cpu:gloo,cuda:nccl" in told
-    assert told.endswith("True True\n")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(
+            ps.errors.ArgumentError, match=r"the process group's backend is.*cpu:gloo,cuda:nccl"
+        ):
+            Ranks.of("auto")
+        assert Ranks.of(False).is_alone
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_mesh_of_another_device_is_refused():
@@ -375,6 +377,7 @@ def test_a_process_by_itself_talks_to_nobody():
     assert Ranks.of("auto") is ALONE
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path):
     pytest.importorskip("sklearn")
     example = Path(__file__).parents[2] / "examples/distributed.py"
@@ -426,14 +429,8 @@ def killed(folder, world, seconds, case="checkpoint", seed=0):
             process.communicate()
 
 
-@pytest.mark.parametrize(
-    ("worlds", "seconds"),
-    [
-        ((3, 2), 0.2),
-        pytest.param((2, 1), 0.1, marks=pytest.mark.slow),
-        pytest.param((1, 3), 0.1, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("worlds", "seconds"), [((3, 2), 0.2), ((2, 1), 0.1), ((1, 3), 0.1)])
 def test_a_killed_run_goes_on_on_any_number_of_processes(worlds, seconds, uninterrupted, tmp_path):
     first, then = worlds
     killed(tmp_path, first, seconds)

@@ -6,7 +6,7 @@ from test_ranks import needs_gloo, results
 
 pytestmark = needs_gloo
 
-PROGRAM = "rows_on_ranks.py"
+PROGRAM = "rows_on_ranks"
 EXACT = [
     "dense, ggn",
     "dense, hessian",

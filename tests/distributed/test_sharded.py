@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from repetitions import slow_but
 from test_ranks import needs_gloo
 
 from pyro_scale.rng.seeds import Purpose
@@ -195,13 +196,14 @@ def test_what_sharded_networks_have_not_is_refused_on_all_ranks(what, kind, word
 # ------------------------------------------------------------------ checkpoints
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", slow_but([1, 2, 3], 1))
 def test_a_run_goes_on_on_any_number_of_processes(world, alone, two, folder):
     place = folder / "two" / str(world - 1)
     for found in results("resume", place, world):
         close(found, alone["runs"]["SGHMC"], 1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "damaged"])
 def test_the_state_before_is_taken_where_the_latest_is_not_whole(how, alone, two, folder, tmp_path):
     """A process that is killed while it writes leaves no facts; a changed byte is seen."""

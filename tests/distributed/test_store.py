@@ -164,7 +164,8 @@ def test_a_killed_run_without_draws_goes_on_to_the_same_moments(uninterrupted, t
             torch.testing.assert_close(value, expected[part], **close)
 
 
-@pytest.mark.parametrize("worlds", [(3, 2), pytest.param((2, 1), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("worlds", [(3, 2), (2, 1)])
 def test_a_killed_run_with_a_store_goes_on_to_the_same_store(worlds, uninterrupted, tmp_path):
     """On fewer processes, then longer on one more: parts are at different steps, and so are the
     files of their chains."""

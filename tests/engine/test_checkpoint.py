@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
 
 import pyro
@@ -206,8 +207,7 @@ def same(one, other):
     "case",
     slow_but(
         CASES,
-        *["BAOA", "SGNHT", "compiled", "shared batches", "a chosen step"],
-        *["control variates", "points", "a loader by index", "workers", "a stream"],
+        *["SGNHT", "compiled", "points", "a loader by index", "a stream"],
     ),
 )
 def test_a_run_that_was_cut_short_goes_on_bit_for_bit(case, cut, tmp_path, monkeypatch):
@@ -274,8 +274,10 @@ class Breaks(Dataset):
         return X[i], Y[i]
 
 
-@pytest.mark.parametrize("after", [900, 1200])  # in the run, and when noise is estimated after it
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("workers", "after"),  # in the run, and when noise is estimated after it
+    slow_but(product([0, 1], [900, 1200]), (0, 900), (1, 1200)),
+)
 def test_a_loader_that_breaks_leaves_draws_and_checkpoint(workers, after, tmp_path):
     sampler = ps.BAOA(regression, **SMALL)
     loader = DataLoader(Breaks(after), batch_size=B, num_workers=workers)
@@ -410,6 +412,14 @@ def test_the_seed_is_that_of_the_run(tmp_path):
     same(run("BAOA", resume=tmp_path, seed=None), whole)
 
 
+@pytest.fixture(scope="module")
+def finished(float64, tmp_path_factory):
+    """The checkpoints of a run."""
+    directory = tmp_path_factory.mktemp("finished")
+    run("BAOA", checkpoint=directory)
+    return directory
+
+
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
@@ -428,9 +438,8 @@ def test_the_seed_is_that_of_the_run(tmp_path):
         ({"data": (X[:50], Y[:50])}, "num_data was 60, is 50"),
     ],
 )
-def test_another_run_is_refused_with_what_differs(changed, what, tmp_path):
-    run("BAOA", checkpoint=tmp_path)
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+def test_another_run_is_refused_with_what_differs(changed, what, finished):
+    before = {file.name: file.read_bytes() for file in finished.iterdir()}
     method, data, how = CASES["BAOA"]
     changed = dict(changed)
     method, data = changed.pop("method", method), changed.pop("data", data)
@@ -438,8 +447,8 @@ def test_another_run_is_refused_with_what_differs(changed, what, tmp_path):
     if "not there" in what:
         how.pop("batch_size")
     with pytest.raises(FileError, match=rf"is another run \(.*{what}"):
-        method().run(data, resume=tmp_path, **how)
-    assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+        method().run(data, resume=finished, **how)
+    assert before == {file.name: file.read_bytes() for file in finished.iterdir()}
 
 
 def test_of_hyperparameters_by_site_those_that_differ_are_named(tmp_path):
@@ -483,8 +492,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("now", KINDS)
-@pytest.mark.parametrize("then", KINDS)
+@pytest.mark.parametrize(
+    ("then", "now"),
+    slow_but(product(KINDS, KINDS), ("tensors", "tensors"), *pairwise([*KINDS, "tensors"])),
+)
 def test_the_kind_of_data_counts(then, now, tmp_path, monkeypatch):
     """Though the first batch is the same, the later ones would be others."""
     monkeypatch.setattr(Noisy, "__getitem__", Plain.__getitem__)
@@ -640,7 +651,7 @@ def unfinished(tmp_path_factory):
     return {file.name: file.read_bytes() for file in files}, whole
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", slow_but(range(200), *range(20)))  # of 20, every file
 def test_damage_is_noticed(seed, unfinished, tmp_path):
     """The draws are those of the whole run, or it is refused; the latest state may be lost."""
     held, whole = unfinished

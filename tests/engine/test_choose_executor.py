@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import warnings
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -136,7 +137,10 @@ def test_the_compilers_own_error_is_said(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("module", "step"),
-    [(choose_executor, "trace"), (compiled, "compile_graph"), (compiled, "build_library")],
+    slow_but(
+        [(choose_executor, "trace"), (compiled, "compile_graph"), (compiled, "build_library")],
+        (compiled, "build_library"),
+    ),
 )
 def test_then_the_step_itself(module, step, monkeypatch, tmp_path):
     """Whatever part of compiling it fails in: no C++ compiler, for one."""
@@ -168,7 +172,7 @@ def reading(x, y):
         pyro.sample("y", dist.Bernoulli(logits=(x @ w) * (1 + 0.1 * w[0].item() ** 2)), obs=y)
 
 
-@pytest.mark.parametrize("model", [branching, reading])
+@pytest.mark.parametrize("model", slow_but([branching, reading], branching))
 def test_then_chain_by_chain(model):
     """What vmap refuses and what cannot be traced; a trace of one branch would be wrong."""
     with warnings.catch_warnings(record=True) as caught:
@@ -243,9 +247,9 @@ def test_auto_counts_chain_steps(asked):
 @pytest.mark.parametrize(
     "steps",
     [
-        {"num_samples": 50},
+        pytest.param({"num_samples": 50}, marks=pytest.mark.slow),
         {"num_samples": 10, "thinning": 4, "warmup_steps": 10},
-        {"num_samples": 1, "warmup_steps": 49},
+        pytest.param({"num_samples": 1, "warmup_steps": 49}, marks=pytest.mark.slow),
     ],
 )
 def test_auto_counts_all_steps(steps, monkeypatch):
@@ -351,8 +355,13 @@ def settings_now():
     }
 
 
-@pytest.mark.parametrize("where", [None, "trace", "compile_graph", "build_library", "inside"])
-@pytest.mark.parametrize("validation", [True, False])
+@pytest.mark.parametrize(
+    ("where", "validation"),
+    slow_but(
+        product([None, "trace", "compile_graph", "build_library", "inside"], [True, False]),
+        *[(None, True), ("compile_graph", False), ("inside", True)],
+    ),
+)
 def test_settings_are_as_they_were(where, validation, monkeypatch, tmp_path):
     """After a compiled run and after one that failed at any point."""
     keep_in(tmp_path, monkeypatch)
@@ -442,7 +451,7 @@ def two_sites_and_a_point(x):
         pyro.sample("x", dist.Normal(w, 1.0).to_event(1), obs=x)
 
 
-@pytest.mark.parametrize(("thinning", "warmup"), [(1, 0), (3, 10)])
+@pytest.mark.parametrize(("thinning", "warmup"), slow_but([(1, 0), (3, 10)], (3, 10)))
 def test_a_bad_row_stops_each_chain_when_it_comes_to_it(thinning, warmup):
     """Known from the indices; the others' draws are those of a run without the bad row."""
     rows, bad = normals(400, 3), 13

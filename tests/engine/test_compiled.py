@@ -6,6 +6,7 @@ neither as an error nor as a strange shape: only as other numbers.
 
 import dataclasses
 import functools
+import itertools
 import re
 from typing import Any, NamedTuple
 
@@ -114,8 +115,14 @@ def hypers(method, kind):
     }
 
 
-@pytest.mark.parametrize("kind", ["floats", "schedules", "temperature 0"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    slow_but(
+        itertools.product(METHODS, ["floats", "schedules", "temperature 0"]),
+        *[(ps.BAOA, "temperature 0"), (ps.SGNHT, "schedules"), (ps.UBU, "floats")],
+        (ps.pSGLD, "schedules"),
+    ),
+)
 def test_every_kernel(method, kind):
     make = functools.partial(method, logistic, **hypers(method, kind))
     fast = checked(make, (X, Y), batch_size=B, num_chains=3, warmup_steps=3, seed=4)
@@ -147,7 +154,7 @@ def test_values_by_site(method):
     assert "lr_s" in fast._results().sample_stats
 
 
-@pytest.mark.parametrize("thinning", [1, 3])
+@pytest.mark.parametrize("thinning", slow_but([1, 3], 3))
 def test_cycles(thinning):
     """What is kept is not even: sampling phases of 7 steps, of every 20."""
     cycle = ps.schedules.Cyclical(0.3, cycle_steps=20, exploration=0.65, settling=0.0)
@@ -258,7 +265,7 @@ def test_two_kernels_that_differ_in_what_is_kept_alone():
     assert not torch.isclose(*draws).all(-1).any()
 
 
-@pytest.mark.parametrize("method", slow_but(METHODS, ps.BAOA, ps.SGNHT))
+@pytest.mark.parametrize("method", slow_but(METHODS, ps.SGNHT))
 def test_many_chains_over_threads(method):
     """Loops of several chains side by side write nowhere but in their own parts."""
     make = functools.partial(method, logistic, **hypers(method, "floats"))
@@ -344,11 +351,13 @@ DATA = {
 }
 
 
-SLOW = {"all rows but one", "dict, whole", "not tensors", "loader, dict", "shared stream"}
-
-
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind for kind in DATA]
+    "kind",
+    slow_but(
+        DATA,
+        *["whole", "not tensors, batches", "model subsamples", "loader, map-style"],
+        *["stream", "shared", "none"],
+    ),
 )
 def test_every_kind_of_data(kind):
     model, data, kwargs = DATA[kind]
@@ -394,15 +403,9 @@ LAYOUTS = {
     ("kind", "batch_size"),
     slow_but(
         [(kind, size) for kind in LAYOUTS for size in (None, B)],
-        ("held by the model", B),
         ("one tensor twice", B),
         ("transposed", None),
         ("part of a larger one", B),
-        ("every second", None),
-        ("expanded rows", B),
-        ("expanded outcomes", None),
-        ("views of one tensor", B),
-        ("with a graph", None),
     ),
 )
 def test_however_the_rows_lie_in_memory(kind, batch_size):
@@ -430,7 +433,7 @@ def test_rows_of_several_types_beside_float32_latents(batch_size):
     assert fast._results().positions.dtype == torch.float32
 
 
-@pytest.mark.parametrize("method", slow_but(METHODS, ps.BAOA, ps.SGNHT))
+@pytest.mark.parametrize("method", slow_but(METHODS, ps.SGNHT))
 def test_float32(method):
     """Beside 1e-5 of rounding, a wrong number would show just as well."""
     torch.set_default_dtype(torch.float32)
@@ -689,7 +692,7 @@ MODELS = {  # model, data, program, lr
     "kind",
     slow_but(
         MODELS,
-        *(k for k in MODELS if k not in {"simplex", "ordered", "mixture", "convolutions"}),
+        *["hierarchical", "scaled products", "mlp", "Gaussian process"],
     ),
 )
 def test_every_kind_of_model(kind):

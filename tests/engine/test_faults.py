@@ -228,7 +228,7 @@ def from_loader(dataset, **kwargs):
     return ps.BAOA(regression, lr=0.05, compile=False), loader, {**LOADED, **kwargs}
 
 
-@pytest.mark.parametrize("after", [9, 9 * 13])
+@pytest.mark.parametrize("after", slow_but([9, 9 * 13], 9 * 13))
 def test_a_worker_that_dies_is_an_error_in_a_moment(after, tmp_path):
     """Its draws and its checkpoint are kept, and the run goes on with a worker that lives.
 
@@ -266,7 +266,7 @@ def test_a_data_set_that_raises_at_once_is_that_error(after, workers):
         sampler.run(loader, **how)
 
 
-@pytest.mark.parametrize("kept", ["memory", "store", "nowhere"])
+@pytest.mark.parametrize("kept", slow_but(["memory", "store", "nowhere"], "store"))
 def test_a_data_set_that_raises_later_leaves_what_there_was(kept, tmp_path):
     where = {"memory": None, "store": tmp_path / "draws.zarr", "nowhere": False}[kept]
     sampler, loader, how = from_loader(Dies(200, gone), workers=0, store=where)
@@ -298,7 +298,7 @@ class Refused(Exception):
     pass
 
 
-@pytest.mark.parametrize("kept", ["memory", "store", "nowhere"])
+@pytest.mark.parametrize("kept", slow_but(["memory", "store", "nowhere"], "memory"))
 def test_a_model_that_raises_at_a_later_step_leaves_what_there_was(kept, tmp_path):
     calls = []
 

@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from repetitions import slow_but
 
 import pyro_scale as ps
 
@@ -12,7 +13,11 @@ Y = 0.5 * X + torch.randn(40, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "compile"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)]
+    ("dtype", "compile"),
+    slow_but(
+        [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)],
+        (torch.bfloat16, True),
+    ),
 )
 def test_a_gaussian_posterior_is_right(dtype, compile):
     one = torch.ones((), dtype=dtype)

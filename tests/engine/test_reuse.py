@@ -132,9 +132,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(
-    "change", slow_but(CHANGES, "a number", "written to", "a weight's memory", "its shape")
-)
+@pytest.mark.parametrize("change", slow_but(CHANGES, "a number", "a weight's memory"))
 def test_what_changes_is_seen(change):
     """Changes of a billionth are: a run is what a new sampler's is."""
     before = Y.clone()

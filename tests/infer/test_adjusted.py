@@ -5,6 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import double, normals
+from repetitions import slow_but
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
@@ -43,7 +44,7 @@ def check(run, temperature=1.0):
     assert ess > 1500
 
 
-@pytest.mark.parametrize("temperature", [1.0, 3.0])
+@pytest.mark.parametrize("temperature", slow_but([1.0, 3.0], 3.0))
 def test_it_is_right_with_nothing_set(temperature):
     run = ps.GHMC(line, temperature=temperature).run((X, Y), **QUIET)
     check(run, temperature)
@@ -95,7 +96,7 @@ def test_compiled_is_eager():
     assert 0 < rates[0] < 1  # so that there are rejections among the steps
 
 
-@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("compile", slow_but([True, False], False))
 def test_resumed_is_uninterrupted(tmp_path, compile):
     """Bit for bit, with what is compared and counted."""
 

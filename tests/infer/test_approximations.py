@@ -22,6 +22,7 @@ from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.nn import PyroModule, PyroParam, PyroSample
 from reference import close, double, log_jacobian, normals
+from repetitions import slow_but
 from torch.distributions import MultivariateNormal, biject_to, constraints
 
 import pyro_scale as ps
@@ -134,6 +135,9 @@ GAUSSIANS = [row for row in TABLE if row.has_gaussian]
 every = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 every_gaussian = pytest.mark.parametrize("row", GAUSSIANS, ids=lambda row: row.name)
 ROWS = {row.name: row for row in TABLE}
+FEW = [ROWS[name] for name in ("MAP dense", "Laplace diag", "VI diag", "EKF dense")]
+#: Of what takes long, one of each kind.
+some = pytest.mark.parametrize("row", slow_but(TABLE, *FEW), ids=lambda row: row.name)
 
 
 @functools.cache
@@ -245,7 +249,7 @@ def test_a_maps_draws_are_its_modes(structure):
     close(twice["w"][:2], fit.get_samples()["w"])
 
 
-@every
+@some
 def test_a_start_is_the_same_whatever_others_there_are(row):
     """Draws too: their seeds are by start."""
     if row.method is ps.EKF:
@@ -290,7 +294,7 @@ def test_fresh_draws_are_of_each_gaussian_in_turn(row):
 # ------------------------------------------------------------------ predictions
 
 
-@every
+@some
 def test_predictions_are_drawn_at_each_draw(row):
     fit = fit_of(row.name)
     torch.manual_seed(0)
@@ -339,7 +343,7 @@ def pointwise(samples):
     return -0.5 * z.square() - s.log() - 0.5 * math.log(2 * math.pi)
 
 
-@every
+@some
 def test_log_likelihood_is_a_value_a_row_without_scaling(row):
     fit = fit_of(row.name)
     values = fit.log_likelihood()
@@ -352,7 +356,7 @@ def test_log_likelihood_is_a_value_a_row_without_scaling(row):
 # ------------------------------------------------------------------ tables
 
 
-@every
+@some
 def test_arviz_has_what_a_sampler_gives_but_statistics(row):
     fit = fit_of(row.name)
     idata = fit.to_arviz()
@@ -446,7 +450,7 @@ def with_param(x, y=None):
         return pyro.sample("y", dist.Normal(x @ w, scale), obs=y)
 
 
-@every
+@some
 def test_a_second_run_starts_afresh(row):
     first = row.fitted(with_param, (X, Y))
     again = row.of(with_param)
@@ -462,7 +466,7 @@ def test_a_second_run_starts_afresh(row):
     assert torch.equal(again.fit.centers, first.fit.centers)
 
 
-@every
+@some
 def test_pyros_param_store_is_as_it_was(row):
     pyro.param("other", double(1.0, 2.0))
     pyro.param("scale", double(5.0)[0], constraint=constraints.positive)
@@ -485,7 +489,7 @@ def tensors_of(gaussian):
     return dict(vars(gaussian))
 
 
-@every
+@some
 def test_a_fit_comes_back_from_a_file_bit_for_bit(row, tmp_path):
     fit = fit_of(row.name)
     fit.save(tmp_path / "fit.ps")
@@ -589,7 +593,7 @@ def still(method, fit, num_chains, seed=8, **arguments):
     return method.fit.centers[:, :FREE]
 
 
-@pytest.mark.parametrize("name", ["Laplace diag", "VI diag", "EKF dense"])
+@pytest.mark.parametrize("name", slow_but(["Laplace diag", "VI diag", "EKF dense"], "Laplace diag"))
 def test_samplers_start_at_draws_of_a_fit(name):
     row, fit = ROWS[name], fit_of(name)
     with warnings.catch_warnings():
@@ -599,7 +603,9 @@ def test_samplers_start_at_draws_of_a_fit(name):
         check_standard(whitened(fit, start, begun[start :: row.starts]))
 
 
-@pytest.mark.parametrize("name", ["MAP dense", "VI dense", "EKF diag", "Laplace diag"])
+@pytest.mark.parametrize(
+    "name", slow_but(["MAP dense", "VI dense", "EKF diag", "Laplace diag"], "VI dense")
+)
 def test_everything_starts_at_the_same_draws_of_a_fit(name):
     fit = fit_of(name)
     optimizer = torchopt.sgd(1e-12)
@@ -836,7 +842,7 @@ class Regression(PyroModule):
             return pyro.sample("y", dist.Normal(mean, self.noise), obs=y)
 
 
-@every
+@some
 def test_modules_are_models(row, tmp_path):
     model = Regression()
     fit = row.fitted(model, (X, Y))

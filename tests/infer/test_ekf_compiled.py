@@ -10,6 +10,7 @@ import pytest
 import torch
 from linear import PRIOR_MEAN, SD, D, linear_data, regression, rows
 from reference import close, double, normals
+from repetitions import each_once
 from row_datasets import RowByRow
 from torch.utils.data import DataLoader
 
@@ -59,8 +60,9 @@ def same(one, other, tolerance=1e-12):
         close(*pair, tolerance)
 
 
-@pytest.mark.parametrize("structure", ["diag", "dense"])
-@pytest.mark.parametrize("curvature", ["ggn", "empirical_fisher"])
+@pytest.mark.parametrize(
+    ("structure", "curvature"), each_once(["diag", "dense"], ["empirical_fisher", "ggn"])
+)
 def test_a_compiled_loop_takes_the_eager_steps(structure, curvature):
     """The last batch of three rows is eager; steps go on with the loop, and with other sizes."""
     asked = {"curvature": curvature, "lr": 0.7, "transition_sd": {"w": double(0.1, 0.0, 0.3)}}
@@ -171,15 +173,21 @@ def two_sites(x, y=None):
         return pyro.sample("y", dist.Normal(x[:, 0] * a + x[:, 1:] @ w, SD), obs=y)
 
 
+WALKS = [
+    ({"a": 0.3}, (0.3, 0.0, 0.0)),
+    ({"w": double(0.0, 2.0)}, (0.0, 0.0, 2.0)),
+    ({"w": 0.4, "a": torch.tensor(0.1)}, (0.1, 0.4, 0.4)),
+]
+
+
 @pytest.mark.parametrize(
-    ("sds", "each"),
+    ("compile", "sds", "each"),
     [
-        ({"a": 0.3}, (0.3, 0.0, 0.0)),
-        ({"w": double(0.0, 2.0)}, (0.0, 0.0, 2.0)),
-        ({"w": 0.4, "a": torch.tensor(0.1)}, (0.1, 0.4, 0.4)),
+        *((False, *walk) for walk in WALKS),
+        (True, *WALKS[2]),
+        *(pytest.param(True, *walk, marks=pytest.mark.slow) for walk in WALKS[:2]),
     ],
 )
-@pytest.mark.parametrize("compile", [True, False])
 def test_sites_walk_as_far_as_they_are_told(compile, sds, each):
     fit = ekf(two_sites, (X, Y), compile, transition_sd=sds)
     parts = [slice(i, min(i + BATCH, N)) for i in range(0, N, BATCH)]

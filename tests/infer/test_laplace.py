@@ -15,6 +15,7 @@ import torch
 import torchopt
 from linear import PRIOR_MEAN, SD, D, linear_data, linear_posterior, regression, rows
 from reference import close, double, normals
+from repetitions import each_once
 from row_datasets import RowByRow, Stream
 from torch.distributions import MultivariateNormal, constraints
 from torch.utils.data import DataLoader, TensorDataset
@@ -77,8 +78,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("variance", [1.0, 1e8])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "variance"), each_once(WAYS, [1.0, 1e8]))
 def test_a_linear_regression_has_its_exact_posterior(way, variance):
     data, kwargs = WAYS[way]
     fit = laplace(regression(variance), data, **kwargs)
@@ -172,9 +172,7 @@ PRIORS = {
 }
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", PRIORS)
+@pytest.mark.parametrize(("name", "kind", "structure"), each_once(PRIORS, KINDS, STRUCTURES))
 def test_the_prior_is_in_every_precision_once(name, kind, structure):
     """Nothing else is there, however many batches."""
     prior, precision = PRIORS[name]
@@ -278,8 +276,7 @@ CANONICAL = {
 }
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("name", CANONICAL)
+@pytest.mark.parametrize(("name", "structure"), each_once(CANONICAL, STRUCTURES))
 def test_the_ggn_is_the_hessian_where_the_link_is_canonical(name, structure):
     family, eta, width = CANONICAL[name]
     data, model = (X2, draw(family(eta))), of_outputs(family, width)
@@ -592,9 +589,9 @@ THIRDS = (slice(0, 9), slice(9, 20), slice(20, N))
 ALONE = torch.eye(D).repeat(13, 1)[:N] * normals(N, 1, seed=9)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("temperature", [1.0, 0.3])
-@pytest.mark.parametrize("kind", ["ggn", "hessian"])
+@pytest.mark.parametrize(
+    ("structure", "kind", "temperature"), each_once(STRUCTURES, ["ggn", "hessian"], [1.0, 0.3])
+)
 @pytest.mark.parametrize("parts", [HALVES, THIRDS], ids=["two", "three"])
 def test_parts_one_after_another_are_all_at_once(parts, kind, temperature, structure):
     x = X if structure == "dense" else ALONE

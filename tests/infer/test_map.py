@@ -11,6 +11,7 @@ import torch
 import torchopt
 from pyro.infer.autoguide import init_to_value
 from reference import close, double, normals
+from repetitions import each_once, slow_but
 from row_datasets import RowByRow
 from torch.distributions import constraints
 from torch.utils.data import DataLoader, TensorDataset
@@ -121,8 +122,7 @@ CONJUGATE = {
 
 
 @pytest.mark.filterwarnings("ignore:the log joint still rose")
-@pytest.mark.parametrize("batch_size", [None, 3])
-@pytest.mark.parametrize("family", CONJUGATE)
+@pytest.mark.parametrize(("family", "batch_size"), each_once(CONJUGATE, [3, None]))
 def test_a_dense_map_is_the_mode_without_jacobian_to_rounding(family, batch_size):
     model, y, mode, other = CONJUGATE[family]
     fit = ps.MAP(model, structure="dense", optimizer=torchopt.adam(0.05))
@@ -516,7 +516,7 @@ LOADERS = {
 
 
 @pytest.mark.filterwarnings("ignore:the log joint still rose")
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", slow_but(LOADERS, next(iter(LOADERS))))
 def test_loaders_lead_to_the_same_mode(name):
     asked = {"structure": "dense", "optimizer": torchopt.sgd(0.1)}
     whole = ps.MAP(scaled, **asked).run((X, Y), num_steps=200, **QUIET)

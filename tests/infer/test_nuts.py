@@ -4,6 +4,7 @@ import math
 import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pyro
 import pyro.distributions as dist
@@ -13,6 +14,7 @@ from linear import linear_data, linear_posterior, regression
 from pyro.contrib import gp
 from pyro.nn import PyroModule, PyroSample
 from reference import double, normals
+from repetitions import slow_but
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
@@ -39,9 +41,13 @@ def z_of_mean(draws, exact):
     return float((draws.mean() - exact) / (draws.std() / math.sqrt(ess)))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.3])
-@pytest.mark.parametrize("mass", ["diag", "low_rank"])
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("compiled", "mass", "temperature"),
+    slow_but(
+        product([True, False], ["diag", "low_rank"], [1.0, 0.3]),
+        *[(True, "diag", 0.3), (True, "low_rank", 1.0)],
+    ),
+)
 def test_a_conjugate_posterior(temperature, mass, compiled):
     """Means within 4.4 errors, and so squares about the exact mean."""
     few = {} if compiled else {"num_samples": 300, "warmup_steps": 300}
@@ -128,7 +134,7 @@ def gaussian_process(x, y):
     pyro.sample("y", dist.MultivariateNormal(torch.zeros(len(x)), covariance), obs=y)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", slow_but([True, False], True))
 def test_a_gaussian_process_against_quadrature(compiled):
     """By ATen's Cholesky factors."""
     x = torch.linspace(-2, 2, 12).double()
@@ -277,12 +283,12 @@ def test_everything_that_a_sampler_offers(tmp_path):
 
 def test_progress_is_told_of_each_chain(capsys):
     ps.NUTS(linear, compile=False).run(
-        (X, Y), num_samples=300, warmup_steps=300, num_chains=2, seed=1, progress=True
+        (X, Y), num_samples=40, warmup_steps=40, num_chains=2, seed=1, progress=True
     )
     told = capsys.readouterr().err
     assert "NUTS, 2 chains, eager log density" in told
     assert re.search(r"chain 0: \d+ draws, 0 divergent, step size [\d.]+; chain 1: \d+", told)
-    assert "1200/1200" in told
+    assert "160/160" in told
 
 
 def funnel():
@@ -321,12 +327,15 @@ def apart(nuts):
 
 @pytest.mark.parametrize(
     ("change", "temperature", "expected"),
-    [
-        (None, 1.0, "NUTS"),
-        (None, 0.9, "SGLD"),
-        (with_divergence, 1.0, "SGLD"),
-        (apart, 1.0, "SGLD"),
-    ],
+    slow_but(
+        [
+            (None, 1.0, "NUTS"),
+            (None, 0.9, "SGLD"),
+            (with_divergence, 1.0, "SGLD"),
+            (apart, 1.0, "SGLD"),
+        ],
+        *[(None, 1.0, "NUTS"), (with_divergence, 1.0, "SGLD")],
+    ),
 )
 def test_it_is_the_reference_if_nothing_speaks_against_it(change, temperature, expected):
     """Before a sampler with a larger ESS; and not if the alternative is itself untrusted."""

@@ -7,6 +7,7 @@ Statistical tests have fixed seeds; were those drawn anew, a z beyond 4.4 would 
 import inspect
 import math
 import warnings
+from itertools import product
 
 import gaussian
 import pyro
@@ -17,6 +18,7 @@ from methods import STOCHASTIC
 from pyro.infer.autoguide import initialization
 from pyro.nn import PyroModule, PyroSample
 from reference import double, normals
+from repetitions import slow_but
 from torch import nn
 from torch.distributions import constraints
 from torch.utils.data import DataLoader, Dataset
@@ -70,9 +72,13 @@ def stationary_factor(method, lr, over_n):
     return (4 - 2 * lr) / (4 - 2 * lr - lr**2 * over_n)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.3])
-@pytest.mark.parametrize("num_data", [None, 200])
-@pytest.mark.parametrize("method", SAMPLERS)
+@pytest.mark.parametrize(
+    ("method", "num_data", "temperature"),
+    slow_but(
+        product(SAMPLERS, [None, 200], [1.0, 0.3]),
+        *[(ps.BAOA, None, 0.3), (ps.SGHMC, 200, 0.3), (ps.SGLD, 200, 0.3)],
+    ),
+)
 def test_stationary_variance_on_the_whole_data(method, num_data, temperature):
     """2000 columns are as many independent chains; draws 15 steps apart are independent to
     e^-6.  The steps are large: the factors are 1, 1.5 and 2 (N = 20) or 1, 1.4 and 1.7."""
@@ -87,7 +93,7 @@ def test_stationary_variance_on_the_whole_data(method, num_data, temperature):
     assert abs(centered.mean()) < 4.4 * (expected / centered.numel()) ** 0.5
 
 
-@pytest.mark.parametrize("method", SAMPLERS)
+@pytest.mark.parametrize("method", slow_but(SAMPLERS, ps.SGLD))
 def test_a_model_without_arguments_samples_its_prior(method):
     def model():
         pyro.sample("w", dist.Normal(torch.ones(3000).double(), 0.5).to_event(1))
@@ -116,8 +122,10 @@ def one_column(y):
         pyro.sample("y", dist.Normal(w, 1.0), obs=y)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-@pytest.mark.parametrize("method", SAMPLERS)
+@pytest.mark.parametrize(
+    ("method", "temperature"),
+    slow_but(product(SAMPLERS, [1.0, 0.5]), (ps.BAOA, 0.5), (ps.SGLD, 0.5)),
+)
 class TestGradientNoise:
     """A normal mean with N = 40, half of the rows at +2 and half at -2, so that V = 4."""
 
@@ -238,8 +246,11 @@ def grouped(method, num_chains=4, data=ROWS, model=regression, **kwargs):
 
 @pytest.mark.parametrize(
     ("method", "sampling"),
-    [(method, "shuffle") for method in METHODS]
-    + [(ps.BAOA, "replacement"), (ps.BAOA, "symmetric")],
+    slow_but(
+        [(method, "shuffle") for method in METHODS]
+        + [(ps.BAOA, "replacement"), (ps.BAOA, "symmetric")],
+        *[(ps.SGNHT, "shuffle"), (ps.UBU, "shuffle"), (ps.BAOA, "symmetric")],
+    ),
 )
 def test_chain_i_is_the_same_whatever_the_number_of_chains(method, sampling):
     """Same start, noise and batches: vmapped chains are those of runs one by one."""
@@ -265,7 +276,7 @@ def test_chain_i_is_the_same_with_a_loader():
         close(draws, grouped(ps.BAOA, 4)[name][:2], rtol=1e-11)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but(METHODS, ps.BAOA, ps.SGNHT))
 def test_same_seed_same_draws(method):
     first, second, other = grouped(method), grouped(method), grouped(method, seed=4)
     for name in ("w", "s"):
@@ -333,8 +344,13 @@ def test_shared_batches_are_chain_zeros():
 # ------------------------------------------------------------------ steps
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("warmup", "thinning"), [(0, 3), (5, 1), (4, 3), (1, 7)])
+@pytest.mark.parametrize(
+    ("method", "warmup", "thinning"),
+    slow_but(
+        [(method, *steps) for method in METHODS for steps in [(0, 3), (5, 1), (4, 3), (1, 7)]],
+        *[(ps.BAOA, 0, 3), (ps.BAOA, 5, 1), (ps.SGNHT, 4, 3), (ps.UBU, 4, 3)],
+    ),
+)
 def test_exactly_the_right_states_are_kept(method, warmup, thinning):
     every = grouped(method, 2, num_samples=warmup + 4 * thinning)
     kept = grouped(method, 2, num_samples=4, warmup_steps=warmup, thinning=thinning)
@@ -436,7 +452,7 @@ def test_step_returns_the_log_joint_before_it_and_moves_the_chain():
         close(sampler.get_samples()["w"], w[None])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but(METHODS, ps.BAOA, ps.SGNHT))
 def test_steps_are_a_run(method):
     """Same seed, whole data: seven steps end where a run of seven does."""
     sampler = method(regression, lr=0.1)
@@ -680,7 +696,7 @@ def test_points_move_by_their_mean_gradient_at_temperature_zero():
     pyro.clear_param_store()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but(METHODS, ps.BAOA, ps.SGHMC))
 def test_points_have_no_noise_at_any_temperature(method):
     """A point that no latent touches goes its noiseless way while the latent is sampled."""
 

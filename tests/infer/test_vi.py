@@ -334,7 +334,6 @@ OPTIMA = slow_but(
     [(kind, temperature) for kind in VIAS for temperature in (1.0, 0.25)],
     ("diag", 1.0),
     ("dense", 0.25),
-    ("IVON", 1.0),
 )
 
 
@@ -444,7 +443,9 @@ def test_epochs_are_steps_through_the_data():
 # ------------------------------------------------------------------ programs, chains
 
 
-@pytest.mark.parametrize("kind", [*VIAS, "dense, sticking"])
+@pytest.mark.parametrize(
+    "kind", slow_but([*VIAS, "dense, sticking"], "diag", "dense, sticking", "IVON")
+)
 def test_compiled_is_eager(kind):
     make = VIAS[kind.split(",")[0]]
     if "sticking" in kind:

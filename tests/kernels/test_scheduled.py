@@ -3,6 +3,7 @@ every step, and compiled against eager."""
 
 import math
 import warnings
+from itertools import product
 
 import pyro
 import pyro.distributions as dist
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torchopt
 from reference import close, double, normals
+from repetitions import slow_but
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError
@@ -78,7 +80,9 @@ def start():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", slow_but(OPTIMIZERS, "adam, staircase, with an end", "sgd", "two schedules")
+)
 def test_it_is_torchopts_own_loop_compiled_or_not(name):
     optimizer, ends = OPTIMIZERS[name], {}
     for compile, program in ((True, "compiled loop"), (False, "eager")):
@@ -91,8 +95,10 @@ def test_it_is_torchopts_own_loop_compiled_or_not(name):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("sticking", [False, True])
-@pytest.mark.parametrize("structure", ["diag", "dense"])
+@pytest.mark.parametrize(
+    ("structure", "sticking"),
+    slow_but(product(["diag", "dense"], [False, True]), ("dense", True)),
+)
 def test_compiled_variational_inference_is_eager(structure, sticking):
     """In minibatches, from two starts; sticking the landing when dense solves L^T x = eps."""
     optimizer, fits = torchopt.adam(SCHEDULES["exponential"]), []

@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from repetitions import slow_but
 
 import pyro_scale as ps
 from pyro_scale.errors import NonFiniteError
@@ -39,8 +40,13 @@ def nan_above():
 MODELS = [(nan_outside, None, "c", "NaN"), (infinite_outside, Y, "y", "infinite")]
 
 
-@pytest.mark.parametrize(("model", "data", "site", "word"), MODELS)
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(
+    ("model", "data", "site", "word", "compile"),
+    slow_but(
+        [(*model, compile) for model in MODELS for compile in (False, True)],
+        *[(*MODELS[0], False), (*MODELS[1], True)],
+    ),
+)
 def test_a_chain_that_leaves_the_support_stops(model, data, site, word, compile, tmp_path):
     start = {"w": torch.full((2,), 1.0)} if data is None else {"b": torch.full((2,), 2.5)}
     sampler = ps.BAOA(model, lr=0.8, compile=compile, init_strategy=start)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from pyro import poutine
 from reference import double, normals
-from repetitions import slow_but
+from repetitions import each_once, slow_but
 
 import pyro_scale as ps
 from pyro_scale import metrics
@@ -220,7 +220,14 @@ def reduced_as_by_hand(fit, case, e, tolerance=1e-12, **chosen):
                 close(found["e"], e.quantile(levels, dim=0), tolerance)
 
 
-@pytest.fixture(params=[(None, 0), (1, 0), (5, 300), (100, 0)], ids=str)
+@pytest.fixture(
+    params=[
+        pytest.param((None, 0), id="all"),
+        pytest.param((1, 0), id="1", marks=pytest.mark.slow),
+        pytest.param((5, 300), id="5"),
+        pytest.param((100, 0), id="100", marks=pytest.mark.slow),
+    ]
+)
 def batch_size(request, monkeypatch):
     """Rows at a time, and once also fewer draws at a time than there are."""
     rows, small = request.param
@@ -296,8 +303,7 @@ def test_draws_count_by_their_weights():
     assert float((e - exact).norm()) < 0.2 * float((outputs(fit).mean(0) - exact).norm())
 
 
-@pytest.mark.parametrize("left", [True, False], ids=["left", "right"])
-@pytest.mark.parametrize("classes", [False, True], ids=["Normal", "Categorical"])
+@pytest.mark.parametrize(("left", "classes"), each_once([True, False], [False, True]))
 def test_plates_left_or_right_of_the_datas(left, classes, batch_size):
     """Three outputs in a plate of their own; a deterministic site with the rows in its middle."""
 

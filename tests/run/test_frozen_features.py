@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from repetitions import each_once, slow_but
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -138,26 +139,26 @@ def test_draws_are_the_same(monkeypatch, kind):
     check_same(monkeypatch, classifier(net, include), (x, LABELS), batch_size=B)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"batch_size": None},
-        {"batch_size": N},
-        {"batch_size": N - 1},
-        {"batch_size": 2},
-        {"batch_size": B, "sampling": "replacement"},
-        {"batch_size": B, "sampling": "symmetric"},
-        {"batch_size": B, "share_batches": True},
-        {"batch_size": B, "num_chains": 1},
-    ],
-    ids=str,
-)
+HOW = [
+    {"batch_size": None},
+    {"batch_size": N},
+    {"batch_size": N - 1},
+    {"batch_size": 2},
+    {"batch_size": B, "sampling": "replacement"},
+    {"batch_size": B, "sampling": "symmetric"},
+    {"batch_size": B, "share_batches": True},
+    {"batch_size": B, "num_chains": 1},
+]
+
+
+@pytest.mark.parametrize("how", slow_but(HOW, HOW[0], HOW[2], HOW[6]), ids=str)
 def test_draws_are_the_same_however_rows_come(monkeypatch, how):
     check_same(monkeypatch, classifier(CONVOLUTION), (X, LABELS), **how)
 
 
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("kind", ["rows", "noisy rows", "tensors"])
+@pytest.mark.parametrize(
+    ("kind", "share"), each_once(["rows", "noisy rows", "tensors"], [False, True])
+)
 def test_draws_are_the_same_from_loaders(monkeypatch, kind, share):
     """Rows that differ at every reading are put through the base at every reading."""
     rows = TensorDataset(X, LABELS) if kind == "tensors" else Rows(kind == "noisy rows")
@@ -165,7 +166,7 @@ def test_draws_are_the_same_from_loaders(monkeypatch, kind, share):
     check_same(monkeypatch, classifier(CONVOLUTION), loader, share_batches=share)
 
 
-@pytest.mark.parametrize("batch_size", [B, None])
+@pytest.mark.parametrize("batch_size", slow_but([B, None], B))
 def test_draws_are_the_same_where_more_memory_is_needed_than_there_is(monkeypatch, batch_size):
     monkeypatch.setattr(frozen_features, "bytes_of", lambda device: 10)
     check_same(monkeypatch, classifier(CONVOLUTION), (X, LABELS), batch_size=batch_size)
@@ -189,7 +190,7 @@ def test_points_move_as_they_would(monkeypatch):
         CONVOLUTION.requires_grad_(True)
 
 
-@pytest.mark.parametrize("method", [ps.MAP, ps.VI, ps.IVON])
+@pytest.mark.parametrize("method", slow_but([ps.MAP, ps.VI, ps.IVON], ps.VI))
 def test_approximations_are_the_same(monkeypatch, method):
     fits = []
     for taken_out in (frozen_base, left):

@@ -7,6 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import double, normals
+from repetitions import slow_but
 
 import pyro_scale as ps
 from pyro_scale.errors import ModelError, PlateError, SiteError
@@ -111,7 +112,14 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    slow_but(
+        CHANGES,
+        *["a number", "a tensor written to", "a frozen weight", "another site", "another plate"],
+        "data",
+    ),
+)
 def test_what_changes_is_seen(change, understood):
     model, rows = Regression(), data()
     first = sampler(model)

@@ -19,6 +19,7 @@ from both_arviz import groups_of
 from places import SUPPORT
 from pyro.nn import PyroModule, PyroParam
 from reference import double, normals
+from repetitions import slow_but
 from stored import of_two_params
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -340,7 +341,14 @@ def clean_params():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of few steps
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    slow_but(
+        CASES,
+        *["minibatches", "float32", "chosen coordinates", "control variates", "weights"],
+        *["params", "network", "stream", "supports", "steps"],
+    ),
+)
 def test_what_is_read_is_what_was_written(case, tmp_path):
     fit, model, data, arguments = CASES[case]
     before = fit()
@@ -354,7 +362,9 @@ def test_what_is_read_is_what_was_written(case, tmp_path):
     assert groups == {"posterior", "sample_stats"}
 
 
-@pytest.mark.parametrize("case", ["minibatches", "params", "own subsamples", "steps"])
+@pytest.mark.parametrize(
+    "case", slow_but(["minibatches", "params", "own subsamples", "steps"], "own subsamples")
+)
 def test_what_was_read_can_be_written_again(case, tmp_path):
     fit, model, data, arguments = CASES[case]
     before = fit()

@@ -160,14 +160,7 @@ ALIKE = {
 
 
 #: What differs from plain runs in memory; the other cases do so in the same way.
-QUICK = [
-    "minibatches",
-    "compiled",
-    "supports",
-    "cycles",
-    "weights",
-    "a file more than full",
-]
+QUICK = ["compiled", "supports", "weights", "a file more than full"]
 
 
 @pytest.mark.parametrize("what", ALIKE)
@@ -178,13 +171,13 @@ def test_a_run_with_a_store_is_one_in_memory(case, what, pairs):
     ALIKE[what](*pairs(case))
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, *QUICK))
+@pytest.mark.parametrize("case", slow_but(CASES, "supports", "weights"))
 def test_predictions_are_those_of_a_run_in_memory(case, pairs):
     """Of the same seed, as torch's generator is used."""
     s.same_predictions(*pairs(case), CASES[case][1])
 
 
-@pytest.mark.parametrize("reduce", ["mean", "variance", [0.1, 0.5]])
+@pytest.mark.parametrize("reduce", slow_but(["mean", "variance", [0.1, 0.5]], "variance"))
 def test_reduced_predictions_are_those_of_a_run_in_memory(reduce, pairs):
     one, other = (
         s.predicted(fit, (X[:4],), reduce=reduce, num_samples=90)["y"]
@@ -383,10 +376,14 @@ def test_of_chains_that_broke_the_model_is_not_asked(most, tmp_path, float64, mo
 
 @pytest.mark.parametrize(
     "case",
-    [
-        *["minibatches", "thinned", "supports", "points", "scalars", "plates", "network", "cycles"],
-        *["one chain", "compiled", "single precision", "two dtypes", "shared batches"],
-    ],
+    slow_but(
+        [
+            *["minibatches", "thinned", "supports", "points", "scalars", "plates", "network"],
+            *["cycles", "one chain", "compiled", "single precision", "two dtypes"],
+            "shared batches",
+        ],
+        *["supports", "cycles", "compiled", "single precision"],
+    ),
 )
 def test_without_draws_there_is_what_they_come_to(case):
     how, _ = CASES[case]
@@ -478,7 +475,10 @@ def opened(path):
     return xarray.open_datatree(path, engine="zarr", chunks=None)
 
 
-@pytest.mark.parametrize("case", ["minibatches", "supports", "plates", "network", "weights"])
+@pytest.mark.parametrize(
+    "case",
+    slow_but(["minibatches", "supports", "plates", "network", "weights"], "supports", "weights"),
+)
 def test_xarray_and_arviz_open_it_by_themselves(case, tmp_path):
     how, _ = CASES[case]
     stored = fitted(**how, store=tmp_path / "draws.zarr")

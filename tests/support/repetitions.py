@@ -1,5 +1,7 @@
 """Which cases of a test `make test` runs; the others repeat its claim under `-m slow`."""
 
+from itertools import product
+
 import pytest
 
 
@@ -9,8 +11,16 @@ def slow_but(cases, *quick):
     assert all(case in cases for case in quick), "a quick case that is not there"
     return [
         pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
+            *(case if type(case) is tuple else (case,)),
             marks=[] if any(case is each or case == each for each in quick) else [pytest.mark.slow],
         )
         for case in cases
     ]
+
+
+def each_once(*lists):
+    """All combinations of the lists' values, as slow, but for a few in which each value comes."""
+    lists = [list(values) for values in lists]
+    count = max(map(len, lists))
+    quick = [tuple(values[i % len(values)] for values in lists) for i in range(count)]
+    return slow_but(product(*lists), *quick)

@@ -8,6 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import double, normals
+from repetitions import slow_but
 
 import pyro_scale as ps
 from pyro_scale.diagnostics.verdict import report as verdict_on
@@ -52,7 +53,10 @@ def check(draws, mean, sd, ess):
     assert float(log_sd.abs().max()) < 4.5 + 0.02 * (2 * ess) ** 0.5  # the step's own, at most
 
 
-@pytest.mark.parametrize("method", [ps.BAOA, ps.GHMC, ps.SGHMC, ps.UBU, ps.SGNHT, ps.SGLD])
+@pytest.mark.parametrize(
+    "method",
+    slow_but([ps.BAOA, ps.GHMC, ps.SGHMC, ps.UBU, ps.SGNHT, ps.SGLD], ps.BAOA, ps.GHMC, ps.SGLD),
+)
 def test_every_sampler_is_right_with_nothing_set(method):
     run = method(gaussian).run(None, **QUIET)
     report = run.report()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from methods import METHODS, STOCHASTIC, by_name
 from reference import Doubled, close, double, normals
-from repetitions import slow_but
+from repetitions import each_once, slow_but
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
@@ -119,8 +119,7 @@ def some_params(problem, seed, spread=1.0):
 # ------------------------------------------------------------------ the gradient
 
 
-@pytest.mark.parametrize("gradient", ["grad", "plain_grad"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "gradient"), each_once(CASES, ["grad", "plain_grad"]))
 class TestGradient:
     def test_the_mean_over_a_partition_is_the_whole_gradient(self, case, gradient):
         problem = with_control_variates(case)
@@ -230,7 +229,7 @@ def ran(method, model, data, seed=4, **kwargs):
 HYPERPARAMETERS = {"lr", "control_variates", "subtract_noise", "compile", "friction", "mass"}
 
 
-@pytest.mark.parametrize("row", STOCHASTIC, ids=by_name)
+@pytest.mark.parametrize("row", slow_but(STOCHASTIC, METHODS["BAOA"], METHODS["SGLD"]), ids=by_name)
 def test_a_linear_gaussian_model_has_no_noise_left_anywhere(row):
     """Every batch of a normal mean then has the whole data's gradient, so that chains are those
     of the whole data, for every method."""
@@ -284,7 +283,7 @@ def test_compiled_is_eager(case):
         close(both[0].get_samples()[name], draws, 1e-9)
 
 
-@pytest.mark.parametrize("row", STOCHASTIC, ids=by_name)
+@pytest.mark.parametrize("row", slow_but(STOCHASTIC, METHODS["SGNHT"], METHODS["UBU"]), ids=by_name)
 def test_every_method_goes_with_them(row):
     """Near the mode, where chains start here, the noise falls to a small part.  There pSGLD's
     first gradients are next to nothing, and its steps 10^5 times lr."""
@@ -389,7 +388,7 @@ def by_site(values):
     return {"a": float(values[0]), "b": float(values[1])}
 
 
-@pytest.mark.parametrize("row", STOCHASTIC, ids=by_name)
+@pytest.mark.parametrize("row", slow_but(STOCHASTIC, METHODS["BAOA"], METHODS["SGLD"]), ids=by_name)
 def test_the_inflation_is_known_to_rounding(row):
     """B = N/2: every two batches are all rows.  1 + lr N V/(2 friction mass B) by element (SGLD:
     lr N V/(2 B)), times 1 - B/N, as a batch's rows are all different."""

@@ -9,6 +9,7 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from reference import close, double, normals
+from repetitions import slow_but
 
 import pyro_scale as ps
 from pyro_scale import kernels
@@ -217,7 +218,7 @@ def test_one_row_of_many_is_seen():
     assert noise == pytest.approx((1 - double(0.5).exp().item()) ** 2 / 50, rel=1e-6)
 
 
-@pytest.mark.parametrize("width", [0.1, 1.0, 20.0])
+@pytest.mark.parametrize("width", slow_but([0.1, 1.0, 20.0], 0.1, 20.0))
 def test_steps_are_as_long_as_the_noise_allows(width):
     """Longer than the noise of first order would have them, where that is too much."""
     first, whole = whitened_at_the_mode(groups, width)
@@ -251,7 +252,7 @@ def whitened_at_the_mode(model, width=1.0, lr=0.5, batch_size=B):
     return problem.with_engine(whitening=whitening), whole
 
 
-@pytest.mark.parametrize("width", [0.1, 0.5, 0.7])
+@pytest.mark.parametrize("width", slow_but([0.1, 0.5, 0.7], 0.5))
 def test_a_batch_has_as_few_rows_as_heat_little(width, monkeypatch):
     """The fewest of powers of two; none is taken where its rows are not for the library to choose,
     and no more than there were."""

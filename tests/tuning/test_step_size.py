@@ -3,6 +3,7 @@
 import functools
 import math
 import warnings
+from itertools import product
 
 import pyro
 import pyro.distributions as dist
@@ -12,6 +13,7 @@ from gaussian import Field
 from logistic import PRIOR_SD, Logistic, Problem
 from methods import METHODS, STOCHASTIC
 from reference import double, normals
+from repetitions import slow_but
 
 import pyro_scale as ps
 from pyro_scale import kernels
@@ -191,8 +193,13 @@ def test_it_is_within_twice_the_best_of_a_grid_at_a_million_gradients(name, row)
     assert float(mine.median()) < 2 * float(grid.median(1).values.min())
 
 
-@pytest.mark.parametrize("name", ["BAOA", "SGHMC", "SGLD", "UBU", "pSGLD"])
-@pytest.mark.parametrize("rows", [2 * 10**4, pytest.param(2 * 10**5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    slow_but(
+        product(["BAOA", "SGHMC", "SGLD", "UBU", "pSGLD"], [2 * 10**4, 2 * 10**5]),
+        *[("BAOA", 2 * 10**4), ("SGLD", 2 * 10**4)],
+    ),
+)
 def test_the_error_is_as_predicted(name, rows):
     """Within a factor of 1.5 on a Gaussian, over 60 chains from four starts, which the shorter
     budget remembers."""
@@ -471,7 +478,7 @@ def of_cliff(start, method=ps.SGLD, num_chains=1):
     return sampler.run(None, num_samples=300, num_chains=num_chains, seed=0, **EVERY_STEP, **QUIET)
 
 
-@pytest.mark.parametrize("method", [ps.SGLD, ps.SGHMC, ps.BAOA])
+@pytest.mark.parametrize("method", slow_but([ps.SGLD, ps.SGHMC, ps.BAOA], ps.BAOA))
 def test_it_is_halved_until_no_chain_diverges(method):
     """At the start the curvature is 12 w^2 times the mode's."""
     at_mode = of_cliff(0.001, method)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from pyro.nn import PyroModule, PyroSample
 from reference import normals
+from repetitions import slow_but
 from torch import nn
 
 import pyro_scale as ps
@@ -41,7 +42,7 @@ def classifier():
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("method", [ps.BAOA, ps.SGLD, ps.SGNHT])
+@pytest.mark.parametrize("method", slow_but([ps.BAOA, ps.SGLD, ps.SGNHT], ps.BAOA, ps.SGLD))
 def test_temperature_0_ends_at_the_mode_with_a_draw_a_chain(method):
     y = X @ torch.tensor([1.0, -0.5, 0.2]) + NOISE * normals(200, seed=1)
     run = method(line, temperature=0).run((X, y), **QUIET)
