@@ -476,8 +476,9 @@ class Sampler(Method):
         """What tells a start or a preconditioner from others that were drawn or fitted, but for
         rounding."""
         sizes = {"starts": problem.positions}
-        if dataclasses.is_dataclass(fit := self._settings.precondition):
-            sizes |= {f"precondition.{name}": value for name, value in vars(fit).items()}
+        fit = self._settings.precondition
+        if fit is not None and not isinstance(fit, str):
+            sizes |= {"precondition.mean": fit.mean, "precondition.sd": fit.variance.sqrt()}
         return {name: f"{float(value.double().norm()):.4g}" for name, value in sizes.items()}
 
     def _collect(
