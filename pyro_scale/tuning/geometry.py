@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian, as_structure
 from pyro_scale.core.whitening import DiagonalWhitening, whiten
 from pyro_scale.distributed.ranks import ALONE
+from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.gauss_newton import anchored
 from pyro_scale.fullbatch.kronecker import kronecker_at
@@ -91,16 +92,32 @@ def with_geometry(
         gaussian = factors.temper(temperature)
     elif kind == "diag":
         gaussian = as_structure(gaussian, dense=False)
-    whitening = whiten(gaussian, num_data, like)
+    problem = whitened_by(problem, gaussian)
+    whitening = problem.engine.whitening
     if kind == "low_rank" and isinstance(whitening, DiagonalWhitening):
-        whitening = with_axes(whitening, density, temperature)
-    problem = problem.with_engine(whitening=whitening)
+        problem = problem.with_engine(whitening=with_axes(whitening, density, temperature))
     if asked.starts:
         problem = dataclasses.replace(problem, positions=_starts(problem, density, modes, gaussian))
     if modes is not None and isinstance(modes.best.gaussian, Dense) and density is not whole:
         mean, precision = modes.best.gaussian.mean, modes.best.gaussian.precision
         density = anchored(density, mean.to(like), precision * temperature)
     return problem, modes, density
+
+
+def whitened_by(problem: Problem, gaussian: Gaussian) -> Problem:
+    """The problem in coordinates in which a Gaussian over its latents is isotropic.
+
+    Raises:
+        ArgumentError: it has another number of elements.
+    """
+    elements, latents = len(gaussian.mean), problem.engine.num_latents
+    if elements != latents:
+        raise ArgumentError(
+            f"precondition: the fit has {elements:,} elements, the model's latent sites have "
+            f"{latents:,}: pass a fit of this model"
+        )
+    num_data = problem.log_posterior.num_data
+    return problem.with_engine(whitening=whiten(gaussian, num_data, problem.positions))
 
 
 def _kind(asked: Precondition, size: int) -> str:
