@@ -58,10 +58,10 @@ class Laplace(Approximation):
             Gaussian of correlated elements is too narrow.  `"kron"`, for networks: each weight of
             a product, convolution or projection, and each bias, has a block of Kronecker factors
             (K-FAC, Martens and Grosse 2015; Ritter et al. 2018), whose prior must have one scale
-            unless it is a vector; other elements are independent.  `fit.attrs["factors"]` and
-            `fit.attrs["independent"]` list the sites of either kind.  `"low_rank"`, for anything else of many dimensions:
-            the directions that the data know most about, in units of the prior's sds, and a
-            diagonal.
+            unless it is a vector; other elements are independent.  `fit.attrs["factors"]`
+            and `fit.attrs["independent"]` list the sites of either kind.  `"low_rank"`, for
+            anything else of many dimensions: the directions that the data know most about, in
+            units of the prior's sds, and a diagonal.
         curvature: of the likelihood: `"ggn"`, the generalized Gauss-Newton matrix, never negative;
             `"monte_carlo"`, an estimate of it from one drawn observation a row, for many outputs;
             `"empirical_fisher"`; or `"hessian"`, of the whole log joint.  Where a distribution's

@@ -169,7 +169,9 @@ def test_variational_inference_starts_where_the_factors_say():
 
 def test_what_is_no_fit_of_the_model_is_refused():
     other = ps.Laplace(linear, structure="kron", sites=["w"])
-    with pytest.raises(ArgumentError, match="precondition=<Laplace.*not run>: pass None, or a fit"):
+    with pytest.raises(
+        ArgumentError, match=r"precondition=<Laplace.*not run>: pass None, or a fit"
+    ):
         ps.MAP(linear, precondition=other)
     other.run((X, Y), **QUIET)
     with pytest.raises(ArgumentError, match="a fit of all sites"):

@@ -348,7 +348,9 @@ def test_masked_weights_are_on_the_diagonal():
 def test_a_mask_that_lets_all_through_changes_nothing(size):
     """In a chunk of one row, too, where weights times a mask look like the row's."""
 
-    def model(x, y, mask=torch.ones(4, 2)):
+    mask = torch.ones(4, 2)
+
+    def model(x, y):
         w = pyro.sample("w", dist.Normal(torch.zeros(4, 2), 1.0).to_event(2))
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(x @ (w * mask), 0.5).to_event(1), obs=y)
