@@ -3,7 +3,8 @@ et al. 2018)."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,28 @@ from pyro_scale.model.curvature.prior_hessian import correlated_sites, prior_pre
 
 #: By how much of itself a prior's precision may differ within a block.
 _SAME = 1e-5
+
+
+class Sums(NamedTuple):
+    """Sums over rows.
+
+    Attributes:
+        factors: by site, of parts that have no element in common.
+        diagonal: of the curvature, of the elements of all other sites, [d].
+        everywhere: the sites with factors in every chunk.
+    """
+
+    factors: dict[str, list[Factors]]
+    diagonal: Tensor
+    everywhere: set[str]
+
+    def plus(self, others: Sums) -> Sums:
+        """These and those of other rows."""
+        factors = {name: list(own) for name, own in self.factors.items()}
+        for name, own in others.factors.items():
+            for part in own:
+                part.add_to_each(factors.setdefault(name, []))
+        return Sums(factors, self.diagonal + others.diagonal, self.everywhere & others.everywhere)
 
 
 def kronecker_at(
@@ -55,23 +78,15 @@ def kronecker_at(
     layout, first = Layout.of(free), next(chunks_of(log_posterior, density.data, num_rows))
     prior = prior_precision(log_posterior, free, first.arguments, held, dense=False)
 
-    def sums(among: Container[str]) -> tuple[dict[str, list[Factors]], Tensor, set[str]]:
-        """(Factors, the diagonal of all others, what has factors in all chunks)."""
-        factors: dict[str, list[Factors]] = {}
-        total, everywhere = torch.zeros(layout.size).to(position), set(free)
-        for curvature, chunk in curvatures_of(density, kind, seed, num_rows):
-            where = (free, chunk.arguments, chunk.indices, held, chunk.keep)
-            found, others = curvature.kronecker(*where, among)
-            for name, each in found.items():
-                for part in each:
-                    part.add_to_each(factors.setdefault(name, []))
-            if others:
-                total[layout.places(list(others))] += Layout.of(others).flatten(others)
-            everywhere &= set(found)
-        return factors, total, everywhere
+    def sums(among: Collection[str]) -> Sums:
+        how = position, sites, kind, set(among), seed, num_rows
+        first, *others = density.of_each(_sums, *how)
+        for each in others:
+            first = first.plus(each)
+        return first
 
-    factors, total, everywhere = sums(free)
-    if everywhere < set(factors):  # of a single row, more looks like a row's
+    factors, total, everywhere = sums(sites)
+    if everywhere < set(factors):  # what looks like a row's in some chunks is not in others
         factors, total, everywhere = sums(everywhere)
     if not factors:
         raise ArgumentError(
@@ -102,6 +117,30 @@ def kronecker_at(
             blocks.append(block)
     mean = position[density.layout.places(sites)]
     return Kronecker(mean, tuple(blocks), alone, 1 / precision[alone])
+
+
+def _sums(
+    density: FullDataDensity,
+    position: Tensor,
+    sites: Sequence[str],
+    kind: RowKind,
+    among: Container[str],
+    seed: int,
+    num_rows: int | None,
+) -> Sums:
+    """This rank's; factors of those sites that are among some."""
+    params = density.layout.unflatten(position)
+    free = {name: params.pop(name) for name in sites}
+    layout = Layout.of(free)
+    total = Sums({}, position.new_zeros(layout.size), set(free))
+    for curvature, chunk in curvatures_of(density, kind, seed, num_rows):
+        where = (free, chunk.arguments, chunk.indices, params, chunk.keep)
+        found, others = curvature.kronecker(*where, among)
+        diagonal = torch.zeros_like(total.diagonal)
+        if others:
+            diagonal[layout.places(list(others))] = Layout.of(others).flatten(others)
+        total = total.plus(Sums(found, diagonal, set(found)))
+    return total
 
 
 def _check_is_vector(name: str, factors: Sequence[Factors]) -> None:
