@@ -11,14 +11,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
+from pyro_scale.core.gaussian import Dense, Gaussian
+from pyro_scale.core.kronecker import Kronecker
+from pyro_scale.core.low_rank import LowRank
+
 #: Elements up to which a product with a matrix is written as a sum, which compiled code fuses with
 #: what is around it; beyond, it is a call of a library.
 _FUSED = 48
+#: Orthonormal bases [m, m] and [n, n] of matrices [m, n].
+Bases: TypeAlias = tuple[Tensor, Tensor]
 
 
 class Whitening(Protocol):
@@ -31,6 +37,10 @@ class Whitening(Protocol):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
         """The map of other such tensors."""
+        ...
+
+    def double(self) -> Self:
+        """The same in float64."""
         ...
 
     def to_params(self, whitened: Tensor) -> Tensor:
@@ -64,6 +74,10 @@ class _OfTensors:
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
         return type(self)(*tensors)
+
+    def double(self) -> Self:
+        doubled = [each.double() if each.is_floating_point() else each for each in self.tensors]
+        return self.with_tensors(doubled)
 
 
 @dataclass(frozen=True)
@@ -161,6 +175,105 @@ class LowRankWhitening(_OfTensors):
     def variance(self) -> Tensor:
         rows = self.axes.square() @ (self.stretch.square() - 1)
         return self.scale.square() * (1 + rows)
+
+
+@dataclass(frozen=True)
+class KroneckerWhitening(_OfTensors):
+    """S = Q diag(scale), with Q orthogonal: a matrix [m, n] of some elements is turned by bases of
+    its rows and of its columns.  The coordinates of these elements are where the elements are.
+
+    Attributes:
+        center: [d].
+        scale: the sd along each of the bases' pairs, or of an element by itself, [d].
+        order: the places of the matrices' elements, one matrix after another, then of those that
+            are in none, [d].
+        ranks: the inverse of that order, [d].
+        bases: of each matrix.
+    """
+
+    center: Tensor
+    scale: Tensor
+    order: Tensor
+    ranks: Tensor
+    bases: tuple[Bases, ...]
+
+    @classmethod
+    def of(cls, gaussian: Kronecker, units: float, like: Tensor) -> KroneckerWhitening:
+        """That of a Gaussian whose sds are multiplied by a number."""
+        variances = torch.empty_like(gaussian.mean)
+        for block in gaussian.blocks:
+            variances[block.places] = block.variances
+        variances[gaussian.others] = gaussian.other_variances
+        places = [block.places.flatten() for block in gaussian.blocks]
+        order = torch.cat([*places, gaussian.others]).to(like.device)
+        bases = tuple((block.left.to(like), block.right.to(like)) for block in gaussian.blocks)
+        scale = (variances.sqrt() * units).to(like)
+        return cls(gaussian.mean.to(like), scale, order, order.argsort(), bases)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        bases = (basis for pair in self.bases for basis in pair)
+        return (self.center, self.scale, self.order, self.ranks, *bases)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
+        center, scale, order, ranks, *bases = tensors
+        pairs = zip(bases[::2], bases[1::2], strict=True)
+        return dataclasses.replace(
+            self, center=center, scale=scale, order=order, ranks=ranks, bases=tuple(pairs)
+        )
+
+    def to_params(self, whitened: Tensor) -> Tensor:
+        return self.center + self.push_forward(whitened)
+
+    def to_whitened(self, params: Tensor) -> Tensor:
+        return self._turned(params - self.center, back=True) / self.scale
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        return self.scale * self._turned(gradient, back=True)
+
+    def push_forward(self, tangent: Tensor) -> Tensor:
+        return self._turned(self.scale * tangent)
+
+    @property
+    def variance(self) -> Tensor:
+        squares = tuple((left.square(), right.square()) for left, right in self.bases)
+        mixed = dataclasses.replace(self, bases=squares)
+        return mixed._turned(self.scale.square())
+
+    def _turned(self, vector: Tensor, back: bool = False) -> Tensor:
+        """Q v, or Q' v."""
+        ordered, parts, start = vector[..., self.order], [], 0
+        for bases in self.bases:
+            left, right = (basis.mT if back else basis for basis in bases)
+            size = len(left) * len(right)
+            parts.append(_times_both(left, right, ordered[..., start : start + size]))
+            start += size
+        return torch.cat([*parts, ordered[..., start:]], -1)[..., self.ranks]
+
+
+def whiten(gaussian: Gaussian, num_data: int, like: Tensor) -> Whitening:
+    """The map to coordinates in which a Gaussian is isotropic, of variance 1/N."""
+    center, units = gaussian.mean.to(like), num_data**0.5
+    if isinstance(gaussian, Dense):
+        return DenseWhitening(center, (gaussian.scale_tril * units).to(like))
+    if isinstance(gaussian, Kronecker):
+        return KroneckerWhitening.of(gaussian, units, like)
+    if isinstance(gaussian, LowRank):
+        stretch = (1 + gaussian.lengths).rsqrt()
+        scale, axes = (gaussian.scale * units).to(like), gaussian.axes.to(like)
+        return LowRankWhitening(center, scale, axes, stretch.to(like))
+    return DiagonalWhitening(center, (gaussian.sd * units).to(like))
+
+
+def _times_both(left: Tensor, right: Tensor, vector: Tensor) -> Tensor:
+    """left Z right', of matrices Z [m, n] as vectors `[..., m n]`; a basis of one vector changes
+    nothing."""
+    if len(left) == 1:
+        return _times(right, vector)
+    if len(right) == 1:
+        return _times(left, vector)
+    matrix = vector.unflatten(-1, (len(left), len(right)))
+    return (left @ matrix @ right.mT).flatten(-2)
 
 
 def _times(matrix: Tensor, vector: Tensor) -> Tensor:

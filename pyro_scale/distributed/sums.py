@@ -56,7 +56,7 @@ class Sums:
                     self._ranks.tell(None, _PLACE)
         else:
             while (asked := self._ranks.tell(None, _PLACE)) is not None:
-                self._sum(*self._unpacked(asked))
+                self._answer(*self._unpacked(asked))
         found = self._ranks.of_first(found, "what sums over rows have led to")
         result: T = self._unpacked(found)
         return result
@@ -70,10 +70,24 @@ class Sums:
         """
         if self._ranks.is_alone:
             return self._terms[name](*arguments)
-        self._ranks.tell(self._packed((name, arguments)), _PLACE)
-        return self._sum(name, arguments)
+        return self._ask("all", name, arguments)
 
-    def _sum(self, name: str, arguments: Sequence[Any]) -> Any:
+    def ask_each(self, name: str, *arguments: Any) -> list[Any]:
+        """Every rank's named terms by themselves, whatever they are, by rank; on rank 0.
+
+        Raises:
+            PyroScaleError, LinAlgError, RankError: as for `ask`.
+        """
+        if self._ranks.is_alone:
+            return [self._terms[name](*arguments)]
+        found: list[Any] = self._ask("each", name, arguments)
+        return found
+
+    def _ask(self, whose: str, name: str, arguments: Sequence[Any]) -> Any:
+        self._ranks.tell(self._packed((whose, name, arguments)), _PLACE)
+        return self._answer(whose, name, arguments)
+
+    def _answer(self, whose: str, name: str, arguments: Sequence[Any]) -> Any:
         terms: Any = ()
         error: BaseException | None = None
         try:
@@ -84,6 +98,9 @@ class Sums:
         if bool(failed):
             self._raise(error)
             return None  # rank 0 decides what follows
+        if whose == "each":
+            every = self._ranks.at_first(self._packed(terms), _PLACE)
+            return None if every is None else [self._unpacked(each) for each in every]
         parts = [terms] if isinstance(terms, Tensor) else list(terms)
         vector = torch.cat([part.detach().cpu().double().flatten() for part in parts])
         sums = self._ranks.add_up(vector, _PLACE).split([part.numel() for part in parts])

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from pyro_scale.model.derivatives import hessian, hessian_diagonal
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.scaling import Evaluation
 from pyro_scale.rng.seeds import Purpose, generator
+
+T = TypeVar("T")
 
 #: Numbers that a chunk of the data may hold for each of its rows' parameters.
 _PIECE_NUMBERS = 2**22
@@ -114,6 +116,20 @@ class FullDataDensity:
                 (slope,) = torch.autograd.grad(part, here)
             value, gradient = value + part.detach(), gradient + slope
         return value, gradient
+
+    def add_up(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function of a density and the arguments comes to, of all rows: a tensor, or some,
+        whose terms ranks add up.
+
+        Args:
+            function: of a module, as other ranks find it there by name.
+            arguments: which other ranks are told.
+        """
+        return function(self, *arguments)
+
+    def of_each(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """The same of each rank's rows, by rank: values that do not add up."""
+        return [function(self, *arguments)]
 
     def hessian(self, position: Tensor) -> Tensor:
         """The Hessian over N, [D, D]: minus the posterior's precision over N at the mode."""

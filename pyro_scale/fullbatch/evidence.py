@@ -162,9 +162,7 @@ class Search:
 
     def _expansion(self, center: Tensor, dense: bool) -> Expansion:
         how = self.sites, self.kind, dense, self.seed, self.num_rows
-        if isinstance(self.density, SharedDensity):
-            return self.density.expansion(center, *how)
-        return expansion_at(self.density, center, *how)
+        return Expansion(*self.density.add_up(expansion_at, center, *how))
 
     def on_ranks(self, ranks: Ranks, like: Tensor, work: Callable[[Search], T]) -> T:
         """What some work with the search comes to, on every rank; they share the rows out.
@@ -174,7 +172,7 @@ class Search:
             like: where positions are.
             work: rank 0 does it.
         """
-        if ranks.is_alone or self.structure in OF_ROWS:  # each rank finds them
+        if ranks.is_alone:
             return work(self)
         sums = sums_of(self.density, ranks, like.device)
         density = SharedDensity.of(self.density, sums)

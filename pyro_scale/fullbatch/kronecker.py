@@ -3,7 +3,8 @@ et al. 2018)."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +17,32 @@ from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.precision import curvatures_of, indefinite
 from pyro_scale.model.curvature.ggn import RowKind
 from pyro_scale.model.curvature.kronecker import Factors
-from pyro_scale.model.curvature.prior_hessian import prior_precision
+from pyro_scale.model.curvature.prior_hessian import correlated_sites, prior_precision
 
 #: By how much of itself a prior's precision may differ within a block.
 _SAME = 1e-5
+
+
+class Sums(NamedTuple):
+    """Sums over rows.
+
+    Attributes:
+        factors: by site, of parts that have no element in common.
+        diagonal: of the curvature, of the elements of all other sites, [d].
+        everywhere: the sites with factors in every chunk.
+    """
+
+    factors: dict[str, list[Factors]]
+    diagonal: Tensor
+    everywhere: set[str]
+
+    def plus(self, others: Sums) -> Sums:
+        """These and those of other rows."""
+        factors = {name: list(own) for name, own in self.factors.items()}
+        for name, own in others.factors.items():
+            for part in own:
+                part.add_to_each(factors.setdefault(name, []))
+        return Sums(factors, self.diagonal + others.diagonal, self.everywhere & others.everywhere)
 
 
 def kronecker_at(
@@ -46,7 +69,8 @@ def kronecker_at(
 
     Raises:
         ArgumentError: no site has factors.
-        ModelError: a block's prior is not the same for all of its elements, or not positive.
+        ModelError: the prior of a weight has several scales or correlates its elements, unless the
+            weight is a vector; or a precision is not positive.
     """
     log_posterior, params = density.log_posterior, density.layout.unflatten(position)
     free = {name: params[name] for name in sites}
@@ -54,23 +78,15 @@ def kronecker_at(
     layout, first = Layout.of(free), next(chunks_of(log_posterior, density.data, num_rows))
     prior = prior_precision(log_posterior, free, first.arguments, held, dense=False)
 
-    def sums(among: Container[str]) -> tuple[dict[str, list[Factors]], Tensor, set[str]]:
-        """(Factors, the diagonal of all others, what has factors in all chunks)."""
-        factors: dict[str, list[Factors]] = {}
-        total, everywhere = torch.zeros(layout.size).to(position), set(free)
-        for curvature, chunk in curvatures_of(density, kind, seed, num_rows):
-            where = (free, chunk.arguments, chunk.indices, held, chunk.keep)
-            found, others = curvature.kronecker(*where, among)
-            for name, each in found.items():
-                for part in each:
-                    part.add_to_each(factors.setdefault(name, []))
-            if others:
-                total[layout.places(list(others))] += Layout.of(others).flatten(others)
-            everywhere &= set(found)
-        return factors, total, everywhere
+    def sums(among: Collection[str]) -> Sums:
+        how = position, sites, kind, set(among), seed, num_rows
+        first, *others = density.of_each(_sums, *how)
+        for each in others:
+            first = first.plus(each)
+        return first
 
-    factors, total, everywhere = sums(free)
-    if everywhere < set(factors):  # of a single row, more looks like a row's
+    factors, total, everywhere = sums(sites)
+    if everywhere < set(factors):  # what looks like a row's in some chunks is not in others
         factors, total, everywhere = sums(everywhere)
     if not factors:
         raise ArgumentError(
@@ -84,23 +100,73 @@ def kronecker_at(
     if not bool((least > 0).all()):
         places = density.layout.places(sites)
         raise indefinite(density, int(places[least.argmin()]), float(least.min()))
-    blocks = [
-        _block(name, each, prior, scale, layout) for name, own in factors.items() for each in own
-    ]
+    blocks = []
+    correlated = correlated_sites(log_posterior, free, first.arguments, held)
+    for name, own in factors.items():
+        own_prior = prior[layout.slices()[name]]
+        if name in correlated:
+            _check_is_vector(name, own)
+            others = held | {other: value for other, value in free.items() if other != name}
+            site = {name: free[name]}
+            own_prior = prior_precision(log_posterior, site, first.arguments, others, dense=True)
+        for each in own:
+            block = _block(name, each, own_prior, scale, layout)
+            if not bool((block.variances > 0).all()):
+                place = density.layout.places(sites)[block.places.flatten()[0]]
+                raise indefinite(density, int(place), float(1 / block.variances.min()))
+            blocks.append(block)
     mean = position[density.layout.places(sites)]
     return Kronecker(mean, tuple(blocks), alone, 1 / precision[alone])
 
 
-def _block(name: str, factors: Factors, prior: Tensor, scale: float, layout: Layout) -> Block:
-    places = layout.slices()[name].start + factors.places
-    own = prior[places]
-    isotropic = own.mean()
-    if bool(((own - isotropic).abs() > _SAME * isotropic.abs()).any()):
+def _sums(
+    density: FullDataDensity,
+    position: Tensor,
+    sites: Sequence[str],
+    kind: RowKind,
+    among: Container[str],
+    seed: int,
+    num_rows: int | None,
+) -> Sums:
+    """This rank's; factors of those sites that are among some."""
+    params = density.layout.unflatten(position)
+    free = {name: params.pop(name) for name in sites}
+    layout = Layout.of(free)
+    total = Sums({}, position.new_zeros(layout.size), set(free))
+    for curvature, chunk in curvatures_of(density, kind, seed, num_rows):
+        where = (free, chunk.arguments, chunk.indices, params, chunk.keep)
+        found, others = curvature.kronecker(*where, among)
+        diagonal = torch.zeros_like(total.diagonal)
+        if others:
+            diagonal[layout.places(list(others))] = Layout.of(others).flatten(others)
+        total = total.plus(Sums(found, diagonal, set(found)))
+    return total
+
+
+def _check_is_vector(name: str, factors: Sequence[Factors]) -> None:
+    """Refuses a prior of correlated elements where it does not fit into a block."""
+    if len(factors) > 1 or 1 not in factors[0].places.shape:
         raise ModelError(
-            f"site '{name}': structure='kron' needs one prior scale for all of a weight's elements "
-            f"at the mode, and the prior's precision is from {float(own.min()):.3g} to "
-            f"{float(own.max()):.3g}: use structure='diag', or give the site a Normal prior of one "
-            "scale"
+            f"site '{name}': structure='kron' needs a prior of independent elements for a weight, "
+            "and this one correlates them: use structure='dense' or 'diag', or give the site a "
+            "Normal prior of one scale"
         )
-    inputs, outputs = scale * factors.mean_inputs.to(own), factors.outputs.to(own)
-    return Block.of_precision(places, inputs, outputs, isotropic)
+
+
+def _block(name: str, factors: Factors, prior: Tensor, scale: float, layout: Layout) -> Block:
+    """One block, with the prior's precision of the site's elements, [d] or [d, d]."""
+    inputs, outputs = scale * factors.mean_inputs.to(prior), factors.outputs.to(prior)
+    where, places = factors.places.flatten(), layout.slices()[name].start + factors.places
+    if prior.dim() == 2:
+        return Block.of_vector(places, torch.kron(inputs, outputs), prior[where][:, where])
+    own, isotropic = prior[where], prior[where].mean()
+    if bool(((own - isotropic).abs() <= _SAME * isotropic.abs()).all()):
+        return Block.of_precision(places, inputs, outputs, isotropic)
+    if 1 in places.shape:
+        return Block.of_vector(places, torch.kron(inputs, outputs), own.diag())
+    raise ModelError(
+        f"site '{name}': structure='kron' needs one prior scale for all of a weight's elements at "
+        f"the mode, and the prior's precision is from {float(own.min()):.3g} to "
+        f"{float(own.max()):.3g}: use structure='diag', or give the site a Normal prior of one "
+        "scale"
+    )

@@ -61,19 +61,12 @@ def low_rank_at(
             f"site '{site}': structure='low_rank' takes its units from the prior, whose curvature "
             f"is {float(prior.min()):.3g} there: use structure='dense' or 'diag', or a Normal prior"
         )
-    total = torch.zeros_like(prior)
-    for curvature, chunk in curvatures_of(density, kind, seed, num_rows):
-        where = (free, chunk.arguments, chunk.indices, held, chunk.keep)
-        total += rows * layout.flatten(curvature.diagonal(*where))
-    scale = prior.rsqrt()
+    how = position, sites, kind, seed, num_rows
+    total, scale = rows * density.add_up(_curvature, None, *how), prior.rsqrt()
 
     def product(vector: np.ndarray) -> np.ndarray:
-        along = layout.unflatten(scale * torch.from_numpy(vector.reshape(-1)).to(scale))
-        result = torch.zeros_like(scale)
-        for curvature, chunk in curvatures_of(density, kind, seed, num_rows):
-            where = (free, chunk.arguments, along, chunk.indices, held, chunk.keep)
-            result += rows * layout.flatten(curvature.product(*where))
-        return (scale * result).double().cpu().numpy()
+        along = scale * torch.from_numpy(vector.reshape(-1)).to(scale)
+        return (scale * rows * density.add_up(_curvature, along, *how)).double().cpu().numpy()
 
     size = layout.size
     start = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -89,3 +82,27 @@ def low_rank_at(
     rest = (total - factor.square().sum(1)).clamp(min=0)
     mean = position[density.layout.places(sites)]
     return LowRank.of_precision(mean, prior + rest, factor)
+
+
+def _curvature(
+    density: FullDataDensity,
+    vector: Tensor | None,
+    position: Tensor,
+    sites: Sequence[str],
+    kind: RowKind,
+    seed: int,
+    num_rows: int | None,
+) -> Tensor:
+    """The rows' curvature times a vector, [d], or its diagonal."""
+    params = density.layout.unflatten(position)
+    free = {name: params.pop(name) for name in sites}
+    layout = Layout.of(free)
+    total = position.new_zeros(layout.size)
+    for curvature, chunk in curvatures_of(density, kind, seed, num_rows):
+        where = (chunk.indices, params, chunk.keep)
+        if vector is None:
+            found = curvature.diagonal(free, chunk.arguments, *where)
+        else:
+            found = curvature.product(free, chunk.arguments, layout.unflatten(vector), *where)
+        total += layout.flatten(found)
+    return total

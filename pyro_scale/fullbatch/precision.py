@@ -97,10 +97,12 @@ def expansion_at(
 def curvatures_of(
     density: FullDataDensity, kind: RowKind, seed: int, num_rows: int | None
 ) -> Iterator[tuple[Curvature, Chunk]]:
-    """Every chunk of the rows, with its curvature; arguments as for `expansion_at`."""
-    chunks = chunks_of(density.log_posterior, density.data, num_rows)
+    """Every chunk of the rows, or of this rank's share, with its curvature; arguments as for
+    `expansion_at`."""
+    share = density.share
+    chunks = chunks_of(density.log_posterior, density.data, num_rows, share)
     for place, chunk in enumerate(chunks):
-        own = derived_seed(seed, place, Purpose.CURVATURE)
+        own = derived_seed(seed, share.rank + place * share.world, Purpose.CURVATURE)
         yield Curvature(density.log_posterior, kind, seed=own), chunk
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from pyro_scale.distributed.ranks import Ranks
-from pyro_scale.distributed.sums import Sums, Terms
+from pyro_scale.distributed.sums import Sums
 from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.fullbatch.precision import CurvatureKind, Expansion, expansion_at
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +37,13 @@ class SharedDensity(FullDataDensity):
         value, gradient = self.sums.ask("grad", position.detach())
         return value, gradient
 
-    def expansion(
-        self,
-        position: Tensor,
-        sites: Sequence[str],
-        kind: CurvatureKind,
-        dense: bool,
-        seed: int,
-        num_rows: int | None,
-    ) -> Expansion:
-        """See `expansion_at`."""
-        return Expansion(*self.sums.ask("expansion", position, sites, kind, dense, seed, num_rows))
+    def add_up(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the function comes to on all ranks, added up."""
+        return self.sums.ask("function", function, *arguments)
+
+    def of_each(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """What the function comes to on each rank."""
+        return self.sums.ask_each("function", function, *arguments)
 
 
 def sums_of(density: FullDataDensity, ranks: Ranks, device: torch.device) -> Sums:
@@ -57,5 +54,8 @@ def sums_of(density: FullDataDensity, ranks: Ranks, device: torch.device) -> Sum
     """
     density.check_rows()
     own = dataclasses.replace(density, share=ranks.share)
-    terms: dict[str, Terms] = {"grad": own.grad, "expansion": partial(expansion_at, own)}
-    return Sums(ranks, terms, device)
+
+    def value(function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(own, *arguments)
+
+    return Sums(ranks, {"grad": own.grad, "function": value}, device)

@@ -12,7 +12,9 @@ from typing import Any, ClassVar, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from pyro_scale.core.gaussian import Diagonal
+from pyro_scale.core.gaussian import Diagonal, Gaussian
+from pyro_scale.core.kronecker import Kronecker
+from pyro_scale.core.layout import Layout
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
@@ -55,10 +57,11 @@ class Laplace(Approximation):
         structure: `"dense"`, `"diag"`, or `"auto"`: dense up to 1,000 dimensions, as a diagonal
             Gaussian of correlated elements is too narrow.  `"kron"`, for networks: each weight of
             a product, convolution or projection, and each bias, has a block of Kronecker factors
-            (K-FAC, Martens and Grosse 2015; Ritter et al. 2018), whose prior must have one scale;
-            other elements are independent.  `"low_rank"`, for anything else of many dimensions:
-            the directions that the data know most about, in units of the prior's sds, and a
-            diagonal.
+            (K-FAC, Martens and Grosse 2015; Ritter et al. 2018), whose prior must have one scale
+            unless it is a vector; other elements are independent.  `fit.attrs["factors"]`
+            and `fit.attrs["independent"]` list the sites of either kind.  `"low_rank"`, for
+            anything else of many dimensions: the directions that the data know most about, in
+            units of the prior's sds, and a diagonal.
         curvature: of the likelihood: `"ggn"`, the generalized Gauss-Newton matrix, never negative;
             `"monte_carlo"`, an estimate of it from one drawn observation a row, for many outputs;
             `"empirical_fisher"`; or `"hessian"`, of the whole log joint.  Where a distribution's
@@ -387,6 +390,7 @@ class Laplace(Approximation):
             "log_evidence": [candidate.log_evidence for candidate in candidates],
             "distance": [candidate.distance for candidate in candidates],
             "fitting_time": seconds,
+            **_factors_of(candidates[0].gaussian, search.sites, problem.engine.layout),
             **facts_of(problem.log_posterior, problem.seed),
         }
         self._fit = Fit(
@@ -401,6 +405,18 @@ class Laplace(Approximation):
             ranks=ranks if ranks.keeps_all else ALONE,
         )
         self._check_the_fit(_PASSES * problem.log_posterior.num_data, ranks)
+
+
+def _factors_of(gaussian: Gaussian, sites: Sequence[str], layout: Layout) -> dict[str, str]:
+    """Which sites have Kronecker factors, and which have independent elements."""
+    if not isinstance(gaussian, Kronecker):
+        return {}
+    own = layout.places(sites)[gaussian.others.cpu()].tolist()
+    alone = {layout.site_at(place) for place in own}
+    return {
+        "factors": ", ".join(name for name in sites if name not in alone),
+        "independent": ", ".join(name for name in sites if name in alone),
+    }
 
 
 def _as_temperature(temperature: float) -> float:

@@ -10,9 +10,10 @@ from torch import Tensor
 from pyro_scale import kernels
 from pyro_scale.core.memory import check_fits
 from pyro_scale.core.warn import warn
-from pyro_scale.errors import ApproximationWarning
+from pyro_scale.errors import ApproximationWarning, ArgumentError
 from pyro_scale.fullbatch.density import NEAR, FullDataDensity
-from pyro_scale.infer.approximation import Structure
+from pyro_scale.infer.approximation import Approximation, Structure
+from pyro_scale.infer.precondition import A_FIT, gaussian_of
 from pyro_scale.infer.stochastic import Optimized
 from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.model.log_posterior import LogPosterior
@@ -42,6 +43,14 @@ class MAP(Optimized):
         early_stopping: whether to stop when every start's log joint is known to rise no more from
             the third quarter of the steps until now to the last (see `converged`); not with an lr
             that is to fall first.
+        precondition: a fit (`Laplace`, `VI`) in whose coordinates the optimizer moves: params =
+            mean + S z, with S S' = N times the fit's covariance.  Where the fit is that of the
+            mode, the loss has a curvature of 1 there in every direction, and
+            `torchopt.sgd(1.0)` on all rows is Newton's method.  With Kronecker factors it is
+            K-FAC's step (Martens and Grosse 2015), with factors that stay as they are.
+
+    Raises:
+        ArgumentError: an argument that is unknown or out of range, such as a fit of some sites.
 
     Example:
         >>> import torch, pyro, pyro.distributions as dist
@@ -66,7 +75,12 @@ class MAP(Optimized):
         num_data: int | None = None,
         compile: bool | Literal["auto"] = "auto",
         early_stopping: bool = False,
+        precondition: Approximation | None = None,
     ):
+        if precondition is not None:
+            self._preconditioner = gaussian_of(precondition)
+            if self._preconditioner is None:
+                raise ArgumentError(f"precondition={precondition!r}: pass None, or {A_FIT}")
         super().__init__(
             model,
             kernels.MAP(optimizer=as_optimizer(optimizer)),

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pyro_scale.core.gaussian import as_structure
-from pyro_scale.core.kronecker import Kronecker
-from pyro_scale.core.low_rank import LowRank
+from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.validation import AUTO, is_auto
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.method import Method
@@ -15,8 +13,10 @@ from pyro_scale.kernels import Kernel
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.tuning.choice import Precondition
 
-#: Dimensions up to which a Gaussian of factors gives a dense map.
-_MOST_DENSE = 1000
+#: What has a Gaussian, in words.
+A_FIT = "a fit of all sites that has been run (Laplace, VI, EKF)"
+#: The kinds of coordinates.
+_KINDS = "auto", "dense", "kron", "low_rank", "diag"
 
 
 def as_precondition(
@@ -52,15 +52,18 @@ def as_precondition(
             f"precondition={asked!r} moves chains in other coordinates than the sites', where "
             f"{'mass' if has_mass else by_site[0]} has no meaning: leave one of them out"
         )
-    if asked == "dense" or asked == "low_rank" or asked == "diag":
+    if asked in _KINDS[1:]:
         return asked
+    gaussian = gaussian_of(asked)
+    if gaussian is None:
+        kinds = ", ".join(map(repr, _KINDS))
+        raise ArgumentError(f"precondition={asked!r}: pass {kinds}, None, or {A_FIT}")
+    return gaussian
+
+
+def gaussian_of(asked: Any) -> Gaussian | None:
+    """The Gaussian of a fit of all sites, in float64; None of anything else."""
     fit = getattr(asked, "_fit", None) if isinstance(asked, Method) else None
     if isinstance(fit, Fit) and fit.gaussians and fit.sites == tuple(fit.log_posterior.latents):
-        gaussian = fit.gaussians[0]
-        if isinstance(gaussian, Kronecker | LowRank):
-            return as_structure(gaussian.double(), len(gaussian.mean) <= _MOST_DENSE)
-        return gaussian.double()
-    raise ArgumentError(
-        f"precondition={asked!r}: pass 'auto', 'dense', 'low_rank', 'diag', None, or a fit of all "
-        "sites that has been run (Laplace, VI, EKF)"
-    )
+        return fit.gaussians[0].double()
+    return None

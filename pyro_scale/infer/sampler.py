@@ -96,9 +96,11 @@ class Sampler(Method):
             size is chosen and steps take minibatches.
         precondition: the coordinates that chains move in.  `"auto"` whitens the posterior, by a
             matrix up to 500 dimensions (`"dense"`), by elements and the 48 directions that stand
-            out beyond (`"low_rank"`), or by elements alone (`"diag"`): first by
+            out beyond (`"low_rank"`), by Kronecker factors of a network's weights (`"kron"`), or by
+            elements alone (`"diag"`): first by
             the curvature at the mode, then by what chains see in warm-up.  So lr and friction mean
-            the same on every posterior.  A fit (`Laplace`, `VI`) gives its Gaussian.  None moves
+            the same on every posterior.  A fit (`Laplace`, `VI`) gives its Gaussian, whose
+            structure the coordinates keep.  None moves
             parameters themselves, and is what `"auto"` means where lr or mass is a number.
         subtract_noise: whether the injected noise is reduced by the gradient noise of minibatches,
             estimated at the mode; by element, and not below zero.  Batches are then drawn with
@@ -476,8 +478,9 @@ class Sampler(Method):
         """What tells a start or a preconditioner from others that were drawn or fitted, but for
         rounding."""
         sizes = {"starts": problem.positions}
-        if dataclasses.is_dataclass(fit := self._settings.precondition):
-            sizes |= {f"precondition.{name}": value for name, value in vars(fit).items()}
+        fit = self._settings.precondition
+        if fit is not None and not isinstance(fit, str):
+            sizes |= {"precondition.mean": fit.mean, "precondition.sd": fit.variance.sqrt()}
         return {name: f"{float(value.double().norm()):.4g}" for name, value in sizes.items()}
 
     def _collect(

@@ -233,6 +233,8 @@ def start(
         raise ArgumentError(
             f"structure={method.structure!r}: {name} has 'diag' of sharded networks"
         )
+    elif method._preconditioner is not None:
+        raise ArgumentError(f"precondition: {name} has none for sharded networks: leave it out")
     log_posterior = as_log_posterior(method.model, method._num_data or num_data)
     if not isinstance(kernel, Kernel):
         log_posterior = method._target(log_posterior)

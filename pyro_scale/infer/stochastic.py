@@ -41,6 +41,7 @@ from pyro_scale.run.problem import (
 from pyro_scale.run.resume import digest_of, identity_of
 from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.tuning.early_stopping import EarlyStopping, got_worse, has_converged, still_rises
+from pyro_scale.tuning.geometry import whitened_by
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -259,6 +260,8 @@ class Optimized(Approximation):
 
     #: Whether the optimizer only brings it near to what is found otherwise.
     _ends_exactly = False
+    #: In whose coordinates the optimizer moves.
+    _preconditioner: Gaussian | None = None
 
     def _target(self, log_posterior: LogPosterior) -> LogPosterior:
         return log_posterior
@@ -278,6 +281,8 @@ class Optimized(Approximation):
         starts = self._starts(num_chains, seed)
         problem = prepare(log_posterior, data, self.kernel, starts, num_chains, seed)
         self._check(problem)
+        if self._preconditioner is not None:
+            problem = whitened_by(problem, self._preconditioner)
         if self._is_pure:
             return problem
         one_by_one = dataclasses.replace(problem.engine, vectorized=False)
@@ -298,7 +303,7 @@ class Optimized(Approximation):
             log_posterior=log_posterior,
             data=problem.data,
             layout=problem.engine.layout,
-            centers=state.position.detach(),
+            centers=problem.engine.to_params(state.position.detach()),
             sites=log_posterior.latents,
             gaussians=tuple(gaussians),
             seed=problem.seed,

@@ -80,7 +80,7 @@ class Fit:
         for first in range(0, last + 1, _AT_ONCE):
             normals = self.noise(min(_AT_ONCE, _DRAWS - first), source)
             noise.append(normals[chosen[(chosen >= first) & (chosen < first + _AT_ONCE)] - first])
-        return self._at(start, torch.cat(noise))
+        return self.at(start, torch.cat(noise))
 
     def by_start(self, chosen: Tensor) -> list[Tensor]:
         """Those of all starts' draws that are chosen, in order, `[n, D]` of each start."""
@@ -97,7 +97,7 @@ class Fit:
         positions = self.centers[starts]
         if self.gaussians:
             for start in range(len(self.centers)):
-                positions[starts == start] = self._at(start, noise[starts == start])
+                positions[starts == start] = self.at(start, noise[starts == start])
         return self._result_of(positions[None])
 
     def noise(self, count: int, source: torch.Generator | None = None) -> Tensor:
@@ -127,7 +127,7 @@ class Fit:
         """Where in a position the Gaussians' elements are, [d]."""
         return self.layout.places(self.sites)
 
-    def _at(self, start: int, noise: Tensor) -> Tensor:
+    def at(self, start: int, noise: Tensor) -> Tensor:
         """Positions `[n, D]`, from standard normals `[n, d]`."""
         positions = self.centers[start].repeat(len(noise), 1)
         positions[:, self.places] = self.gaussians[start].sample(noise)

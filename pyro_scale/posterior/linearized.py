@@ -30,6 +30,7 @@ from pyro_scale.posterior.predictive import (
     row_axes,
     spread_evenly,
 )
+from pyro_scale.posterior.probit import GivenLogits, check_probit, shrink, sum_of_squares
 from pyro_scale.posterior.reductions import Reduce, Reduction, reduction_of
 
 
@@ -40,9 +41,10 @@ def predict(
     batch_size: int | None,
     return_sites: Sequence[str] | None,
     reduce: Reduce | None = None,
+    probit: bool = False,
 ) -> dict[str, Any]:
     """Draws of the observed sites, `[draws, ...]`, one for each draw of the approximation, or what
-    is kept of them.
+    is kept of them; with `probit`, of the distribution that MacKay's approximation gives.
 
     Raises:
         ArgumentError: there is no Gaussian; a site has no arguments that can be linearized.
@@ -69,7 +71,7 @@ def predict(
 
     def kept(chunk: Chunk) -> dict[str, Any]:
         drawn = [
-            _draw(fit, start, own, chunk, return_sites or names)
+            _draw(fit, start, own, chunk, return_sites or names, probit)
             for start, own in enumerate(positions)
             if len(own)
         ]
@@ -78,6 +80,7 @@ def predict(
         }
 
     asked = {"num_samples": num_samples, "batch_size": batch_size, "return_sites": return_sites}
+    asked["probit"] = probit
     with readers_of(here, "linearized predict", arguments, True, reduce=reduce, **asked) as readers:
         chunks = chunks_for(here, arguments, batch_size, readers.share)
         values = join(readers.map(kept, chunks), axes)
@@ -95,9 +98,10 @@ def _reduce_draws(sites: Sequence[Site], reduction: Reduction | None) -> Any:
 
 
 def _draw(
-    fit: Fit, start: int, positions: Tensor, chunk: Chunk, names: Sequence[str]
+    fit: Fit, start: int, positions: Tensor, chunk: Chunk, names: Sequence[str], probit: bool
 ) -> dict[str, Site]:
-    """Sites whose distributions and draws are those of the positions `[n, D]` of one start."""
+    """Sites whose distributions and draws are those of the positions `[n, D]` of one start, or as
+    many of their distribution by the probit approximation."""
 
     def sites(position: Tensor, drawn: Mapping[str, Tensor] | None = None) -> Mapping[str, Site]:
         params, log_posterior = fit.layout.unflatten(position), fit.log_posterior
@@ -109,12 +113,21 @@ def _draw(
     linear = {name: _linear_arguments(here[name]) for name in names}
     drawn = {name: site.value.detach() for name, site in here.items() if site.kind == "observed"}
 
+    if probit:
+        check_probit([here[name] for name in names])
+
     def outputs(position: Tensor) -> dict[str, dict[str, Tensor]]:
-        there = sites(position, drawn)  # nothing is drawn under vmap
+        with GivenLogits() as given:
+            there = sites(position, drawn)  # nothing is drawn under vmap
+            own = {name: given.arguments(there[name]) for name in linear}
         return {
-            name: {key: to.inv(_arguments(there[name])[key]) for key, to in own.items()}
-            for name, own in linear.items()
+            name: {key: to.inv(own[name][key]) for key, to in scales.items()}
+            for name, scales in linear.items()
         }
+
+    def change(away: Tensor) -> dict[str, dict[str, Tensor]]:
+        found: dict[str, dict[str, Tensor]] = torch.func.jvp(outputs, (center,), (away,))[1]
+        return found
 
     def moved(away: Tensor) -> dict[str, dict[str, Tensor]]:
         now, change = torch.func.jvp(outputs, (center,), (away,))[:2]
@@ -122,7 +135,12 @@ def _draw(
 
     with torch.no_grad(), PlainLSTM():
         try:
-            chunks = list(in_chunks(moved, [positions - center]))
+            if probit:
+                variances = sum_of_squares(change, fit, start)
+                shrunk = pytree.tree_map(shrink, outputs(center), variances)
+                chunks = [pytree.tree_map(lambda x: x.expand(len(positions), *x.shape), shrunk)]
+            else:
+                chunks = list(in_chunks(moved, [positions - center]))
         except NotImplementedError as error:
             raise ArgumentError(
                 f"linearized=True: an operation of the model has no forward derivative ({error}): "

@@ -15,9 +15,9 @@ from pyro_scale.tuning.modes import Modes
 from pyro_scale.tuning.pilot import Pilot
 from pyro_scale.tuning.windows import Window
 
-#: What chains move in: coordinates whitened by a matrix, by elements and a few
-#: directions, or by elements; or latents themselves.
-Precondition: TypeAlias = Literal["auto", "dense", "low_rank", "diag"] | Gaussian | None
+#: What chains move in: coordinates whitened by a matrix, by Kronecker factors, by elements and a
+#: few directions, or by elements; or latents themselves.
+Precondition: TypeAlias = Literal["auto", "dense", "kron", "low_rank", "diag"] | Gaussian | None
 
 #: Runs chains: (problem, values, steps, seed, noise) -> draws.
 Simulate = Callable[..., Draws]

@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 
-from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening
+from pyro_scale.core.whitening import (
+    DenseWhitening,
+    DiagonalWhitening,
+    KroneckerWhitening,
+    LowRankWhitening,
+)
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import ArgumentError
@@ -40,6 +45,13 @@ from pyro_scale.tuning.windows import FIRST_WINDOW, Window, warm_up
 #: The step size in whitened coordinates: at most this, and none whose law of a standard normal has
 #: an sd that is off by more.
 _LONGEST_LR, _SD_BIAS = 0.5, 0.015
+#: What chains are whitened by, in words.
+_WORDS: dict[type, str] = {
+    DenseWhitening: "a matrix",
+    DiagonalWhitening: "elements",
+    KroneckerWhitening: "Kronecker factors",
+    LowRankWhitening: "elements and a few directions",
+}
 #: The friction in whitened coordinates: about that which lets all directions relax fastest.
 FRICTION = 1.0
 
@@ -198,10 +210,7 @@ def _reasons(
             f"{modes.searches} searches found"
         )
     if whitening is not None:
-        by = "elements"
-        if not isinstance(whitening, DiagonalWhitening):
-            is_dense = isinstance(whitening, DenseWhitening)
-            by = "a matrix" if is_dense else "elements and a few directions"
+        by = _WORDS[type(whitening)]
         found["geometry"] = f"whitened by {by}, from the draws of {window.steps} steps of warm-up"
     size, density = problem.data.batch_size, engine.density
     if size is not None:

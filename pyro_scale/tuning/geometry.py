@@ -8,11 +8,13 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
-from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening, Whitening
+from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian, as_structure
+from pyro_scale.core.whitening import DiagonalWhitening, whiten
 from pyro_scale.distributed.ranks import ALONE
+from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.gauss_newton import anchored
+from pyro_scale.fullbatch.kronecker import kronecker_at
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
@@ -84,10 +86,16 @@ def with_geometry(
         gaussian = modes.best.gaussian
     assert gaussian is not None
     kind = _kind(asked.precondition, len(gaussian.mean))
-    whitening = _whitening(gaussian, kind == "dense", num_data, like)
+    if kind == "kron":
+        sites, mode = problem.log_posterior.latents, gaussian.mean.to(like)
+        factors = kronecker_at(density, mode, sites, "ggn", problem.seed).double()
+        gaussian = factors.temper(temperature)
+    elif kind == "diag":
+        gaussian = as_structure(gaussian, dense=False)
+    problem = whitened_by(problem, gaussian)
+    whitening = problem.engine.whitening
     if kind == "low_rank" and isinstance(whitening, DiagonalWhitening):
-        whitening = with_axes(whitening, density, temperature)
-    problem = problem.with_engine(whitening=whitening)
+        problem = problem.with_engine(whitening=with_axes(whitening, density, temperature))
     if asked.starts:
         problem = dataclasses.replace(problem, positions=_starts(problem, density, modes, gaussian))
     if modes is not None and isinstance(modes.best.gaussian, Dense) and density is not whole:
@@ -96,26 +104,36 @@ def with_geometry(
     return problem, modes, density
 
 
+def whitened_by(problem: Problem, gaussian: Gaussian) -> Problem:
+    """The problem in coordinates in which a Gaussian over its latents is isotropic.
+
+    Raises:
+        ArgumentError: it has another number of elements.
+    """
+    elements, latents = len(gaussian.mean), problem.engine.num_latents
+    if elements != latents:
+        raise ArgumentError(
+            f"precondition: the fit has {elements:,} elements, the model's latent sites have "
+            f"{latents:,}: pass a fit of this model"
+        )
+    num_data = problem.log_posterior.num_data
+    return problem.with_engine(whitening=whiten(gaussian, num_data, problem.positions))
+
+
 def _kind(asked: Precondition, size: int) -> str:
     """The form of the geometry, of so many dimensions."""
     if asked == "auto":
         return "dense" if size <= _DENSE else "low_rank"
     if isinstance(asked, str):
         return asked
-    return "dense" if isinstance(asked, Dense) and size <= _DENSE else "diag"
+    if isinstance(asked, Dense):
+        return "dense" if size <= _DENSE else "diag"
+    return "as it is"
 
 
 def _on_all_rows(gaussian: Gaussian, whole: FullDataDensity, like: Tensor) -> Tensor:
     """The mode of all rows, which is near."""
     return whole.lbfgs(gaussian.mean.to(like), "").position.double()
-
-
-def _whitening(gaussian: Gaussian, is_dense: bool, num_data: int, like: Tensor) -> Whitening:
-    """The map to coordinates in which a Gaussian is isotropic, of variance 1/N."""
-    center, scale = gaussian.mean.to(like), num_data**0.5
-    if is_dense and isinstance(gaussian, Dense):
-        return DenseWhitening(center, (gaussian.scale_tril * scale).to(like))
-    return DiagonalWhitening(center, (gaussian.variance.sqrt() * scale).to(like))
 
 
 def _starts(

@@ -66,7 +66,7 @@ def learn(
         largest: the factor by which an sd may change.
     """
     size, share = z.shape[1], count / (count + 2)
-    doubled = old.with_tensors([tensor.double() for tensor in old.tensors])
+    doubled = old.double()
     z = z - z.mean(0)
     moved = doubled.push_forward(z)
     ratio = moved.square().mean(0) / doubled.variance

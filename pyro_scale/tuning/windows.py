@@ -18,6 +18,7 @@ from pyro_scale.core.autocorrelation import autocorrelation_time, split_r_hat
 from pyro_scale.core.whitening import (
     DenseWhitening,
     DiagonalWhitening,
+    KroneckerWhitening,
     LowRankWhitening,
     Whitening,
 )
@@ -133,8 +134,7 @@ def warm_up(
 
 def to_whitened(whitening: Whitening, params: Tensor) -> Tensor:
     """Params `[..., d]` in whitened coordinates, in double precision."""
-    doubled = whitening.with_tensors([tensor.double() for tensor in whitening.tensors])
-    return doubled.to_whitened(params)
+    return whitening.double().to_whitened(params)
 
 
 def _with_lr(problem: Problem, lr: float) -> Problem:
@@ -220,11 +220,11 @@ def _update(old: Whitening, z: Tensor, count: float) -> tuple[float, Whitening]:
         share, chance = count / (count + 2), 1.0
         lengths, new = learn_low_rank(old, flat, count, _LARGEST_CHANGE)
     else:
-        assert isinstance(old, DiagonalWhitening)
+        assert isinstance(old, DiagonalWhitening | KroneckerWhitening)  # of independent z
         share, chance = count / (count + 2), 1.0
         lengths = share * flat.var(0) + 1 - share
         bounded = lengths.clamp(_LARGEST_CHANGE**-2, _LARGEST_CHANGE**2)
-        new = DiagonalWhitening(old.center, old.scale * bounded.sqrt().to(old.scale))
+        new = dataclasses.replace(old, scale=old.scale * bounded.sqrt().to(old.scale))
     chance += 3 / count**0.5  # of sds, and Marchenko and Pastur's edges of a covariance's
     sds = lengths.clamp(min=1e-300).sqrt()
     return float(torch.maximum(sds, 1 / sds).max()) / chance**share, new

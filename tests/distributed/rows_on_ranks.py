@@ -40,6 +40,23 @@ def with_shift(x, y=None):
         pyro.sample("y", dist.Normal(x @ w + shift, 1e-6), obs=y)
 
 
+def network(x, y=None):
+    w = pyro.sample("w", dist.Normal(ZERO.expand(3, 4), 1.0).to_event(2))
+    b = pyro.sample("b", dist.Normal(ZERO.expand(4), 1.0).to_event(1))
+    v = pyro.sample("v", dist.Normal(ZERO.expand(4), 1.0).to_event(1))
+    scale = pyro.sample("scale", dist.LogNormal(ZERO, 0.1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Bernoulli(logits=scale * ((x @ w + b).tanh() @ v)), obs=y)
+
+
+WEIGHTS = {
+    "w": torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4),
+    "b": torch.linspace(0, 1, 4, dtype=torch.float64),
+    "v": torch.linspace(1, -1, 4, dtype=torch.float64),
+    "scale": ZERO + 1.2,
+}
+
+
 def laplace(a_model=model, data=(X, Y), how=(), **asked):
     fit = run(ps.Laplace(a_model, **asked), data, **QUIET, **dict(how)).fit
     return {
@@ -72,6 +89,12 @@ def laplaces():
         "points": laplace(with_param),
         "one density": laplace(process, data=(X[:60], Y[:60])),
         "fewer rows than ranks": laplace(data=(X[:2], Y[:2])),
+        "kron": laplace(network, structure="kron", how={"mode": WEIGHTS}),
+        "kron, many chunks": laplace(
+            network, structure="kron", how={"mode": WEIGHTS, "batch_size": 10}
+        ),
+        "kron, one row": laplace(network, (X[:1], Y[:1]), structure="kron", how={"mode": WEIGHTS}),
+        "low rank": laplace(network, structure="low_rank", rank=3, how={"mode": WEIGHTS}),
         "update": updated(),
     }
     drawn = {"monte_carlo": laplace(curvature="monte_carlo")}

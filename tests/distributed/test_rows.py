@@ -24,6 +24,10 @@ EXACT = [
     "points",
     "one density",
     "fewer rows than ranks",
+    "kron",
+    "kron, many chunks",
+    "kron, one row",
+    "low rank",
     "update",
 ]
 #: Where a search ends, and what hangs on it, is known to the precision of its last step.

@@ -120,5 +120,5 @@ def test_a_posterior_of_many_dimensions_is_right_with_nothing_set():
 
 
 def test_what_is_no_geometry_is_refused():
-    with pytest.raises(ArgumentError, match="'dense', 'low_rank', 'diag'"):
+    with pytest.raises(ArgumentError, match="'dense', 'kron', 'low_rank', 'diag'"):
         ps.BAOA(gaussian, precondition="lowrank")

@@ -30,7 +30,7 @@ from pyro_scale.model.curvature.jacobians import Block, blocks_of
 from pyro_scale.model.curvature.kronecker import Factors, factors_of
 from pyro_scale.model.curvature.observed import Observed, observe
 from pyro_scale.model.curvature.prior_hessian import prior_product
-from pyro_scale.model.curvature.row_wise import RowWise
+from pyro_scale.model.curvature.row_wise import CannotRepeat, RowWise
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.scaling import Evaluation
 from pyro_scale.rng.seeds import Purpose, derived_seed
@@ -105,7 +105,7 @@ class Curvature:
         indices = self._indices(arguments, indices)
         run = run or self.observe(params, arguments, indices, held)
         found: dict[str, Tensor] = {}
-        with suppress(RuntimeError, NotImplementedError):  # a backward pass that cannot be repeated
+        with suppress(CannotRepeat):
             if (graph := self._graph(run)) is not None:
                 found = graph.squares(run.columns, run.num_columns, keep)
         others = {name: value for name, value in params.items() if name not in found}
@@ -153,19 +153,17 @@ class Curvature:
                 if not observed.observations:
                     return nothing
                 outputs, moved = forward_ad.unpack_dual(observed.outputs())
-            if moved is None:
-                return nothing
-            inner = torch.zeros_like(moved)
-            inner[keep] = observed.between(moved.detach())[keep]
-            back = torch.autograd.grad(
-                outputs, list(leaves.values()), inner, materialize_grads=True
-            )
-            return dict(zip(leaves, back, strict=True))
-        except (RuntimeError, NotImplementedError):  # operations without forward derivatives
+        except RuntimeError:  # of operations without forward derivatives; others' come again
             layout = Layout.of(params)
             flat = layout.flatten(vector)
             blocks = self.blocks(params, arguments, indices, held, keep)
             return layout.unflatten(sum((b.times(flat) for b in blocks), torch.zeros_like(flat)))
+        if moved is None:
+            return nothing
+        inner = torch.zeros_like(moved)
+        inner[keep] = observed.between(moved.detach())[keep]
+        back = torch.autograd.grad(outputs, list(leaves.values()), inner, materialize_grads=True)
+        return dict(zip(leaves, back, strict=True))
 
     def kronecker(
         self,
@@ -181,9 +179,12 @@ class Curvature:
         arguments as for `diagonal`.  See `pyro_scale.model.curvature.kronecker`."""
         arguments, held = rows.as_arguments(batch), dict(held or {})
         indices = self._indices(arguments, indices)
+        if rows.count(arguments) == 1 and indices is None:  # what is of params alone looks like a
+            twice = torch.zeros(2, dtype=torch.long, device=rows.device(arguments))  # single row's
+            arguments, keep = rows.take(arguments, twice), slice(0, len(range(*keep.indices(1))))
         factors: dict[str, list[Factors]] = {}
-        with suppress(RuntimeError, NotImplementedError):  # as for the diagonal
-            run = self.observe(params, arguments, indices, held)
+        run = self.observe(params, arguments, indices, held)
+        with suppress(CannotRepeat):
             if (graph := self._graph(run)) is not None:
                 factors = factors_of(graph, run.columns, run.num_columns, keep, among or params)
         others = {name: value for name, value in params.items() if name not in factors}

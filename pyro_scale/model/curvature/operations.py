@@ -27,7 +27,21 @@ def use_of(
         rows: where its rows are.
     """
     make = _MAKERS.get(node.name())
-    return None if make is None else make(node, operand, shape, output, rows)
+    if make is None or not _has_saved(node):
+        return None
+    return make(node, operand, shape, output, rows)
+
+
+def _has_saved(node: Node) -> bool:
+    """Whether what a node has saved can be read: it was not written to since, nor is it computed
+    anew, as checkpoints of activations are."""
+    try:
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                getattr(node, name)
+    except RuntimeError:
+        return False
+    return True
 
 
 def is_expansion(node: Node) -> bool:

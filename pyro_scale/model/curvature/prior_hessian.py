@@ -44,26 +44,50 @@ def prior_precision(
 def precision_of_prior(
     log_posterior: LogPosterior, log_prior: Tensor, leaves: Params, dense: bool
 ) -> Tensor:
-    """The same, given the log prior with its history.
-
-    Priors of independent elements have a diagonal Hessian, which one product with a vector of no
-    zeros finds, and another one, at random, confirms.
-    """
+    """The same, given the log prior with its history."""
     layout = Layout.of(leaves)
     if log_posterior.gaussian_prior is not None and layout.names == log_posterior.latents:
         prior = log_posterior.gaussian_prior
         return matrix_or_diagonal(prior.precision, dense) if dense else prior.precision_diagonal
     slope = _slope(log_prior, leaves)
-    probe, check = 1 + torch.rand(2, layout.size, generator=torch.Generator().manual_seed(0)).to(
-        slope
-    )
-    diagonal = _product(slope, leaves, probe) / probe
-    rounding = _ROUNDINGS * torch.finfo(layout.dtype).eps * diagonal.abs() * check
-    apart = (_product(slope, leaves, check) - diagonal * check).abs()
-    if bool((apart <= rounding).all()):
+    diagonal = _own_diagonal(slope, leaves, slice(None))
+    if diagonal is not None:
         return matrix_or_diagonal(diagonal, dense)
     every = hessian if dense else hessian_diagonal
     return -every(slope, *leaves.values())
+
+
+def correlated_sites(
+    log_posterior: LogPosterior, params: Params, batch: Any, held: Params | None
+) -> set[str]:
+    """The sites whose own elements the prior correlates, whatever it does between sites."""
+    if log_posterior.gaussian_prior is not None:  # one of independent elements, or refused
+        return set()
+    layout, leaves = Layout.of(params), _leaves(params)
+    with torch.enable_grad():
+        log_prior = log_posterior({**(held or {}), **leaves}, batch).log_prior
+    slope = _slope(log_prior, leaves)
+    apart = {
+        name: _own_diagonal(slope, leaves, place) is None for name, place in layout.slices().items()
+    }
+    return {name for name, is_apart in apart.items() if is_apart}
+
+
+def _own_diagonal(slope: Tensor, leaves: Params, place: slice) -> Tensor | None:
+    """The diagonal of minus the Hessian's block of some elements, if it has nothing else: one
+    product with a vector of no zeros finds it, and another one, at random, confirms it."""
+    generator = torch.Generator().manual_seed(0)
+    probe, check = 1 + torch.rand(2, len(slope[place]), generator=generator).to(slope)
+
+    def product(own: Tensor) -> Tensor:
+        vector = torch.zeros_like(slope)
+        vector[place] = own
+        return _product(slope, leaves, vector)[place]
+
+    diagonal = product(probe) / probe
+    rounding = _ROUNDINGS * torch.finfo(slope.dtype).eps * diagonal.abs() * check
+    is_all = bool(((product(check) - diagonal * check).abs() <= rounding).all())
+    return diagonal if is_all else None
 
 
 def _leaves(params: Params) -> dict[str, Tensor]:

@@ -35,6 +35,10 @@ _MOST_ENTRIES = 64
 _Edge: TypeAlias = tuple[Node, int]
 
 
+class CannotRepeat(Exception):
+    """A graph whose backward pass cannot be taken again, or in part: the general way takes it."""
+
+
 class Entry(NamedTuple):
     """A way of a param into the graph.
 
@@ -67,7 +71,11 @@ class RowWise:
 
     @classmethod
     def of(cls, outputs: Tensor, leaves: Mapping[str, Tensor]) -> RowWise:
-        """The graph of outputs `[B, K]`, in which params are leaves."""
+        """The graph of outputs `[B, K]`, in which params are leaves.
+
+        Raises:
+            CannotRepeat: its backward pass cannot be taken again.
+        """
         if not outputs.requires_grad:  # no row depends on the params
             return cls(outputs, dict.fromkeys(leaves, ()), leaves)
         takers = _takers(outputs.grad_fn)
@@ -202,13 +210,20 @@ def _are_disjoint(entries: Sequence[Entry]) -> bool:
 
 
 def to_param(edge: _Edge, leaf: Tensor, values: Tensor) -> Tensor:
-    """Values in the shape in which an operation takes a param, times the slope, in the param's."""
+    """Values in the shape in which an operation takes a param, times the slope, in the param's.
+
+    Raises:
+        CannotRepeat: the way back cannot be taken.
+    """
     node, place = edge
     if hasattr(node, "variable"):
         return values
-    (found,) = torch.autograd.grad(
-        [GradientEdge(node, place)], [leaf], [values.to(leaf)], retain_graph=True
-    )
+    try:
+        (found,) = torch.autograd.grad(
+            [GradientEdge(node, place)], [leaf], [values.to(leaf)], retain_graph=True
+        )
+    except RuntimeError as error:
+        raise CannotRepeat(str(error)) from error
     return found
 
 
@@ -243,14 +258,21 @@ def _is_of_params(node: Node) -> bool:
 
 
 def _gradients(outputs: Tensor, nodes: Sequence[Node], seeds: Tensor) -> Sequence[Tensor]:
-    """The gradients at operations' outputs, `[C, ...]`, of results `[C, B, K]`."""
+    """The gradients at operations' outputs, `[C, ...]`, of results `[C, B, K]`.
+
+    Raises:
+        CannotRepeat: there is no such pass.
+    """
     edges = [GradientEdge(node, 0) for node in nodes]
     if not edges:
         return []
     try:
         return torch.autograd.grad(outputs, edges, seeds, retain_graph=True, is_grads_batched=True)
     except RuntimeError:  # a backward pass that vmap refuses
-        each = [torch.autograd.grad(outputs, edges, seed, retain_graph=True) for seed in seeds]
+        try:
+            each = [torch.autograd.grad(outputs, edges, seed, retain_graph=True) for seed in seeds]
+        except RuntimeError as error:
+            raise CannotRepeat(str(error)) from error
         return [torch.stack(column) for column in zip(*each, strict=True)]
 
 

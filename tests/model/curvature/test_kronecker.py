@@ -9,11 +9,14 @@ import pytest
 import torch
 from reference import close, normals
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import pyro_scale as ps
 from pyro_scale.core.kronecker import Block, Kronecker
 from pyro_scale.core.layout import Layout
 from pyro_scale.errors import ArgumentError, ModelError
+from pyro_scale.model.curvature import ggn
+from pyro_scale.model.curvature.uses import Product
 
 pytestmark = pytest.mark.usefixtures("float64", "store")
 QUIET = {"progress": False, "seed": 0}
@@ -203,15 +206,76 @@ def test_what_has_no_factors_is_said():
     with pytest.raises(ArgumentError, match="a Hessian has no such factors"):
         ps.Laplace(effects, structure="kron", curvature="hessian")
 
-    def two_scales(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), torch.tensor([1.0, 2.0])).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
 
-    with pytest.raises(ModelError, match="'w': structure='kron' needs one prior scale"):
-        ps.Laplace(two_scales, structure="kron").run(
-            (normals(8, 2, seed=1), normals(8, seed=2)), **QUIET
-        )
+SCALES = torch.tensor([1.0, 2.0, 0.3], dtype=torch.float64)
+CORRELATED = 0.5 * torch.eye(3).double() + 0.5
+PRIORS = {
+    "several scales": dist.Normal(torch.zeros(3).double(), SCALES).to_event(1),
+    "correlated": dist.MultivariateNormal(torch.zeros(3).double(), CORRELATED),
+}
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_a_vector_has_any_gaussian_prior(prior):
+    """As a weight of one output, and as a bias: the precision is the exact one of each site."""
+
+    def model(x, y):
+        w = pyro.sample("w", PRIORS[prior])
+        b = pyro.sample("b", PRIORS[prior])
+        z = pyro.sample("z", dist.Normal(0.0, 2.0))
+        with pyro.plate("data", len(x)):
+            mean = (x @ w + z)[:, None] + torch.zeros(3) + b
+            pyro.sample("y", dist.Normal(mean, 0.5).to_event(1), obs=y)
+
+    x, y = normals(8, 3, seed=1), normals(8, 3, seed=2)
+    fit = ps.Laplace(model, structure="kron").run((x, y), **QUIET)
+    covariance = CORRELATED if prior == "correlated" else SCALES.square().diag()
+    precision = torch.linalg.inv(covariance)
+    found = fit.fit.gaussians[0].precision
+    close(found[:3, :3], precision + 3 * 4 * x.T @ x, 1e-8)
+    close(found[3:6, 3:6], precision + 8 * 4 * torch.eye(3), 1e-8)
+    assert (fit.fit.attrs["factors"], fit.fit.attrs["independent"]) == ("w, b, z", "")
+
+
+@pytest.mark.parametrize(
+    ("prior", "words"),
+    [
+        (dist.Normal(torch.zeros(3, 2).double(), SCALES[:, None]).to_event(2), "one prior scale"),
+        (
+            dist.MultivariateNormal(torch.zeros(2).double(), CORRELATED[:2, :2])
+            .expand([3])
+            .to_event(1),
+            "independent elements",
+        ),
+    ],
+)
+def test_a_matrix_needs_a_prior_of_one_scale(prior, words):
+    def model(x, y):
+        w = pyro.sample("w", prior)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 0.5).to_event(1), obs=y)
+
+    data = normals(8, 3, seed=1), normals(8, 2, seed=2)
+    with pytest.raises(ModelError, match=f"'w': structure='kron' needs .*{words}"):
+        ps.Laplace(model, structure="kron").run(data, **QUIET)
+
+
+def test_a_prior_that_ties_sites_together_is_one_of_independent_elements():
+    """A scale of the weights' own, as in hierarchies: blocks are of single sites."""
+
+    def model(x, y):
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 0.5))
+        w = pyro.sample("w", dist.Normal(torch.zeros(3, 2), scale).to_event(2))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 0.5).to_event(1), obs=y)
+
+    x, y = normals(8, 3, seed=1), normals(8, 2, seed=2)
+    mode = {"scale": torch.tensor(2.0), "w": normals(3, 2, seed=3)}
+    fit = ps.Laplace(model, structure="kron").run((x, y), mode=mode, **QUIET)
+    expected = torch.kron(4 * x.T @ x, torch.eye(2)) + torch.eye(6) / 4
+    close(fit.fit.gaussians[0].precision[1:, 1:], expected, 1e-9)
+    assert fit.fit.attrs["factors"] == "w"
+    assert fit.fit.attrs["independent"] == "scale"
 
 
 def test_a_fit_is_saved_and_predicts(tmp_path):
@@ -278,6 +342,64 @@ def test_masked_weights_are_on_the_diagonal():
     (block,) = gaussian.blocks
     assert block.places.flatten().tolist() == [6, 7]
     assert gaussian.others.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("size", [20, 10, 7, 1])
+def test_a_mask_that_lets_all_through_changes_nothing(size):
+    """In a chunk of one row, too, where weights times a mask look like the row's."""
+
+    mask = torch.ones(4, 2)
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(4, 2), 1.0).to_event(2))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ (w * mask), 0.5).to_event(1), obs=y)
+
+    data, mode = (normals(41, 4, seed=1), normals(41, 2, seed=2)), {"w": normals(4, 2, seed=3)}
+    expected = torch.kron(4 * data[0].T @ data[0], torch.eye(2)) + torch.eye(8)
+    close(of(model, data, mode=mode, batch_size=size).precision, expected, 1e-9)
+
+
+def test_a_bug_in_the_graphs_curvature_does_not_vanish(monkeypatch):
+    """Nor one of the model's, though the general way is there."""
+    model, weights = model_of(NETWORKS["layers"][0], HEADS["classes"][0])
+    curvature = ps.Curvature(ps.LogPosterior(model, num_data=6))
+    batch = normals(6, 4, seed=1), torch.arange(6) % 3
+    curvature.diagonal(weights, batch)
+
+    def broken(self, gradients):
+        raise RuntimeError("shapes cannot be multiplied")
+
+    monkeypatch.setattr(Product, "squares", broken)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        curvature.diagonal(weights, batch)
+    monkeypatch.setattr(ggn, "observe", broken)
+    for of_params in (curvature.diagonal, curvature.kronecker):
+        with pytest.raises((RuntimeError, TypeError)):
+            of_params(weights, batch)
+
+
+def test_activations_that_are_computed_anew_go_the_general_way():
+    """Their graph is gone after one backward pass."""
+    shape = (4, 5)
+
+    def model(x, y, again=True):
+        w = pyro.sample("w", dist.Normal(torch.zeros(shape), 1.0).to_event(2))
+        v = pyro.sample("v", dist.Normal(torch.zeros(5), 1.0).to_event(1))
+
+        def hidden(x, w):
+            return (x @ w).tanh()
+
+        h = checkpoint(hidden, x, w, use_reentrant=False) if again else hidden(x, w)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(h @ v, 0.5), obs=y)
+
+    params = {"w": normals(*shape, seed=1), "v": normals(5, seed=2)}
+    batch = normals(6, 4, seed=3), normals(6, seed=4)
+    plain = ps.Curvature(ps.LogPosterior(partial(model, again=False), num_data=6))
+    found = ps.Curvature(ps.LogPosterior(model, num_data=6)).diagonal(params, batch)
+    for name, expected in plain.diagonal(params, batch).items():
+        close(found[name], expected, 1e-10)
 
 
 def test_a_weight_times_a_number():
