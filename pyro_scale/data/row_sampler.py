@@ -56,17 +56,17 @@ class RowIndices:
         device: torch.device | None = None,
     ):
         check_sampling(sampling)
-        if sampling != "replacement" and 8 * len(chains) * num_rows > _MOST_BYTES:
+        if sampling != "replacement" and 4 * len(chains) * num_rows > _MOST_BYTES:
             raise ArgumentError(
                 f"sampling='{sampling}' would hold {len(chains)} orders of {num_rows} rows "
-                f"({8 * len(chains) * num_rows / 2**30:.0f} GiB): pass sampling='replacement'"
+                f"({4 * len(chains) * num_rows / 2**30:.0f} GiB): pass sampling='replacement'"
             )
         self._streams = Streams.of(seed, chains, Purpose.BATCHES)
         self._num_rows, self._batch_size, self._sampling = num_rows, batch_size, sampling
         self._device = device
         whole = num_rows // batch_size * batch_size
         self._period = 2 * whole if sampling == "symmetric" else num_rows
-        self._epoch, self._order = -1, torch.empty(len(chains), 0, dtype=torch.long, device=device)
+        self._epoch, self._order = -1, torch.empty(len(chains), 0, dtype=torch.int32, device=device)
 
     def at(self, step: int) -> Tensor:
         """The indices of one step, `[chains, batch_size]`."""

@@ -105,7 +105,7 @@ class DealtBatches:
         return dataclasses.replace(self, part=part)
 
     def steps(self, start: int, position: Any) -> Iterator[tuple[list[Arguments], Any]]:
-        pieces, order = self._pieces(position), torch.empty(1, self.num_chains, dtype=torch.long)
+        pieces, order = self._pieces(position), torch.empty(1, self.num_chains, dtype=torch.int32)
         streams = Streams.of(self.seed, [0], Purpose.BATCHES)
         for step in itertools.count(start):
             dealt = [next(pieces) for _ in range(self.num_chains)]

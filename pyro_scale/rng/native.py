@@ -246,7 +246,8 @@ extern "C" void integers(Streams streams, uint64_t first, int64_t count, uint64_
         fill<int64_t, 2>(streams[i], first, count, out, group);
 }
 
-static void permute(const Stream& stream, uint64_t index, int64_t size, int64_t* out) {
+// of 32 bits, so that twice as many rows are in the cache
+static void permute(const Stream& stream, uint64_t index, int64_t size, int32_t* out) {
     uint64_t place = index * ((size + 1) / 2);
     for (int64_t i = 0; i < size; ++i) out[i] = i;
     Words w;
@@ -263,7 +264,7 @@ static void permute(const Stream& stream, uint64_t index, int64_t size, int64_t*
     }
 }
 
-extern "C" void permutations(Streams streams, uint64_t index, int64_t size, int64_t* out) {
+extern "C" void permutations(Streams streams, uint64_t index, int64_t size, int32_t* out) {
     for (int64_t i = 0; i < streams.count; ++i) permute(streams[i], index, size, out + i * size);
 }
 """

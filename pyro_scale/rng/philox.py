@@ -114,7 +114,7 @@ def integers(streams: Streams, first: int, bound: int, out: Tensor) -> None:
 
 
 def permutations(streams: Streams, index: int, out: Tensor) -> None:
-    """The index-th permutation of every stream, int64 `[chains, size]`.
+    """The index-th permutation of every stream, int32 `[chains, size]`.
 
     Fisher and Yates: each place is swapped with one at random of those from it on.
     """

@@ -39,11 +39,11 @@ def fill_integers(streams: Streams, first: int, bound: int, out: Tensor) -> None
 
 
 def fill_permutations(streams: Streams, index: int, out: Tensor) -> None:
-    """Writes the index-th permutation of every stream, `[chains, size]`."""
+    """Writes the index-th permutation of every stream, int32 `[chains, size]`."""
     if out.device.type == "cpu":
         _source(out).permutations(streams, index, out)
         return
-    orders = torch.empty(out.shape, dtype=torch.int64)
+    orders = torch.empty(out.shape, dtype=torch.int32)
     fill_permutations(streams, index, orders)
     out.copy_(orders)
 

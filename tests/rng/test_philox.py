@@ -135,7 +135,7 @@ def test_integers_are_upper_halves_of_products(stream, first, count, bound):
 @quick
 @given(streams, st.integers(0, 2**40), st.integers(1, 200))
 def test_permutations_of_cpp_are_torchs(stream, index, size):
-    ours = torch.empty(len(stream.chains), size, dtype=torch.int64)
+    ours = torch.empty(len(stream.chains), size, dtype=torch.int32)
     theirs = torch.empty_like(ours)
     fill_permutations(stream, index, ours)
     philox.permutations(stream, index, theirs)
@@ -181,7 +181,7 @@ def test_without_a_compiler_the_numbers_are_the_same(monkeypatch, tmp_path):
 def test_what_a_stream_holds_never_changes():
     """A release that changed these would change every published run."""
     out = torch.empty(1, 3, dtype=torch.float64)
-    rows = torch.empty(1, 6, dtype=torch.int64)
+    rows = torch.empty(1, 6, dtype=torch.int32)
     fill_normals(Streams.of(0, [0], 1), 0, out)
     fill_permutations(Streams.of(0, [0], 2), 0, rows)
     assert out[0].tolist() == [-2.269761116116283, -0.14112072969199152, -1.5022970395408228]
@@ -274,10 +274,10 @@ def test_normals_have_the_normal_distribution(dtype):
 
 def test_every_order_of_four_rows_is_as_likely():
     """120,000 permutations of 4 rows: chi squared of 23 degrees; p below 1e-4 once in 10,000."""
-    rows = torch.empty(120_000, 4, dtype=torch.int64)
+    rows = torch.empty(120_000, 4, dtype=torch.int32)
     for index, row in enumerate(rows):
         fill_permutations(Streams.of(5, [0], 2), index, row[None])
-    codes = rows @ torch.tensor([64, 16, 4, 1])
+    codes = rows.long() @ torch.tensor([64, 16, 4, 1])
     _, counts = codes.unique(return_counts=True)
     assert len(counts) == 24
     assert p_of_chi_square(counts.double()) > 1e-4
