@@ -18,7 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.compile.cpp_source import indent, write_buffers, write_kernels
+from pyro_scale.compile.cpp_source import (
+    indent,
+    is_small,
+    write_buffers,
+    write_kernels,
+    write_local_buffers,
+)
 from pyro_scale.compile.inductor import Compiled
 from pyro_scale.compile.lowering import Plan, plan_of
 from pyro_scale.compile.trace import Graph
@@ -52,17 +58,24 @@ static void run_group(int64_t steps, int64_t left, int64_t every, char** sources
                       const int64_t* strides, char* positions, char* log_joints, char* last) {
 %(buffers)s
 %(pointers)s
-    for (int64_t step = 0; step < steps; ++step) {
-        const int64_t ahead = step + 1 < steps;
+    const auto move = [&](int64_t ahead) __attribute__((always_inline)) {
 %(step)s
-        if (--left == 0) {
+    };
+    for (int64_t step = 0; step < steps; ++step) {
+        const bool ends = step + 1 == steps;
+        if (--left > 0 && !ends) {
+            move(1);  // a copy of the step, without what only the log joint needs
+            continue;
+        }
+        move(!ends);
+        if (left == 0) {
             std::memcpy(positions, in%(place)d, %(position)d);
             std::memcpy(log_joints, %(log_joint)s, %(log_joint_bytes)d);
             positions += %(position)d;
             log_joints += %(log_joint_bytes)d;
             left = every;
         }
-        if (step + 1 == steps) std::memcpy(last, %(log_joint)s, %(log_joint_bytes)d);
+        if (ends) std::memcpy(last, %(log_joint)s, %(log_joint_bytes)d);
     }
 %(home)s
 }
@@ -259,9 +272,10 @@ def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
         else:
             after.append(f"std::memcpy({old}, {view.address}, {size});")
         home.append(f"if ({old} != sources[{i}]) std::memcpy(sources[{i}], {old}, {size});")
+    small = is_small(plan)
     return _LOOP % {
-        "kernels": write_kernels(plan),
-        "buffers": write_buffers(plan),
+        "kernels": write_kernels(plan, inline=small),
+        "buffers": write_local_buffers(plan) if small else write_buffers(plan),
         "pointers": indent(pointers, 4),
         "step": indent([*before, *plan.lines, *after], 8),
         "home": indent(home, 4),

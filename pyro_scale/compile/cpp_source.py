@@ -11,6 +11,8 @@ from pyro_scale.compile.views import NotALoop
 
 #: Bytes, of every buffer's first one.
 _ALIGNMENT = 64
+#: Bytes of all buffers that may lie on a thread's stack.
+_MOST_ON_STACK = 2**16
 
 _ARENA = """
     // kept from one call to the next, for clearing new pages takes longer than a step
@@ -23,16 +25,36 @@ _ARENA = """
 """
 
 
-def write_kernels(plan: Plan) -> str:
+def is_small(plan: Plan) -> bool:
+    """Whether a plan's buffers can be local variables, of which a compiler sees all uses: it leaves
+    out what is computed for nothing."""
+    return not plan.calls_aten and sum(map(_aligned, plan.buffers.values())) <= _MOST_ON_STACK
+
+
+def write_kernels(plan: Plan, inline: bool = False) -> str:
     """The kernels that a plan calls, and what its calls of ATen need.
+
+    Args:
+        plan: whose.
+        inline: whether kernels become part of what calls them.
 
     Raises:
         NotALoop: a kernel is not one C++ function.
     """
     parts = [ATEN] if plan.calls_aten else []
     parts += [SUBSTITUTION] if plan.substitutes else []
-    parts += [_rename(name, kernel.source) for name, kernel in plan.kernels.items()]
+    static = "__attribute__((always_inline)) static inline" if inline else "static"
+    parts += [_rename(name, kernel.source, static) for name, kernel in plan.kernels.items()]
     return "\n".join(parts)
+
+
+def write_local_buffers(plan: Plan) -> str:
+    """A pointer to each of a plan's buffers, on the stack."""
+    lines = []
+    for root, num_bytes in plan.buffers.items():
+        lines.append(f"alignas({_ALIGNMENT}) char {root}_memory[{_aligned(num_bytes)}];")
+        lines.append(f"char* {root} = {root}_memory;")
+    return indent(lines, 4)
 
 
 def write_buffers(plan: Plan) -> str:
@@ -40,7 +62,7 @@ def write_buffers(plan: Plan) -> str:
     pointers, size = [], 0
     for root, num_bytes in plan.buffers.items():
         pointers.append(f"char* {root} = base + {size};")
-        size += -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        size += _aligned(num_bytes)
     arena = {"alignment": _ALIGNMENT, "bytes": max(size, _ALIGNMENT)}
     return _ARENA.strip("\n") % arena + "\n" + indent(pointers, 4)
 
@@ -50,9 +72,14 @@ def indent(lines: list[str], by: int) -> str:
     return "\n".join(" " * by + line for line in lines)
 
 
-def _rename(name: str, source: str) -> str:
-    """A kernel's source as a function of that name."""
-    renamed, count = re.subn(r'extern "C"\s+void\s+kernel\(', f"static void {name}(", source)
+def _aligned(num_bytes: int) -> int:
+    """The bytes of a buffer, so that the next one is aligned."""
+    return -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _rename(name: str, source: str, static: str) -> str:
+    """A kernel's source as a static function of that name."""
+    renamed, count = re.subn(r'extern "C"\s+void\s+kernel\(', f"{static} void {name}(", source)
     if count != 1:
         raise NotALoop("a kernel that is not one C++ function")
     return renamed

@@ -1,16 +1,21 @@
 """Autocorrelation times and R-hat of many elements at once.
 
 ArviZ judges results; it takes milliseconds for each element, and tuning looks at all of them again
-and again.
+and again.  Here some elements at a time are worked on, as many as stay in the cache, each of which
+has its chains in one piece.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 #: Variances below this part of the square of what varies are rounding.
 _NONE = 1e-24
+#: Numbers that are worked on at a time.
+_AT_ONCE = 2**15
 
 
 def autocorrelation_time(draws: Tensor) -> Tensor:
@@ -22,18 +27,7 @@ def autocorrelation_time(draws: Tensor) -> Tensor:
     Args:
         draws: `[chains, draws, elements]`, four draws a chain or more.
     """
-    chains, count, _ = draws.shape
-    centered = draws.double() - draws.double().mean(1, keepdim=True)
-    spectrum = torch.fft.rfft(centered, n=2 * count, dim=1)
-    covariance = torch.fft.irfft(spectrum.abs().square(), n=2 * count, dim=1)[:, :count] / count
-    within = covariance.mean(0)  # [lags, elements]
-    between = draws.double().mean(1).var(0) if chains > 1 else torch.zeros_like(within[0])
-    total = within[0] * (count - 1) / count + between
-    still = total <= _NONE * draws.double().square().mean((0, 1))
-    correlation = 1 - (within[0] - within) / torch.where(still, 1.0, total)
-    pairs = correlation[: count // 2 * 2].unflatten(0, (-1, 2)).sum(1)
-    pairs = torch.cummin(pairs, 0).values.clamp(min=0)
-    return torch.where(still, 1.0, (2 * pairs.sum(0) - 1).clamp(min=1 / count))
+    return _by_element(_autocorrelation_time, draws)
 
 
 def split_r_hat(draws: Tensor) -> Tensor:
@@ -42,26 +36,7 @@ def split_r_hat(draws: Tensor) -> Tensor:
     Args:
         draws: `[chains, draws, elements]`, four draws a chain or more.
     """
-    half = draws.shape[1] // 2
-    halves = torch.cat([draws[:, :half], draws[:, -half:]]).double()
-    within = halves.var(1).mean(0)
-    between = halves.mean(1).var(0)
-    still = within <= _NONE * halves.square().mean((0, 1))
-    ratio = between / torch.where(still, 1.0, within)
-    return torch.where(still & (between == 0), 1.0, ((half - 1) / half + ratio).sqrt())
-
-
-def rank_normalized(draws: Tensor) -> Tensor:
-    """Normal scores of all chains' ranks together (Vehtari et al. 2021), of each element.
-
-    Args:
-        draws: `[chains, draws, elements]`.
-    """
-    flat = draws.double().flatten(0, 1)
-    ordered, order = flat.sort(0)
-    ranks = torch.empty_like(flat).scatter_(0, order, _shared_ranks(ordered))
-    scores = torch.special.ndtri((ranks - 0.375) / (len(flat) + 0.25))
-    return scores.reshape(draws.shape)
+    return _by_element(_split_r_hat, draws)
 
 
 def mixing_of(draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,30 +46,98 @@ def mixing_of(draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Args:
         draws: `[chains, draws, elements]`, eight draws a chain or more.
     """
-    flat = draws.double().flatten(0, 1)
-    folded = (draws.double() - flat.median(0).values).abs()
-    scores = rank_normalized(draws)
-    r_hat = torch.maximum(split_r_hat(scores), split_r_hat(rank_normalized(folded)))
-    tails = flat.quantile(torch.tensor([0.05, 0.95], dtype=torch.float64, device=flat.device), 0)
-    tail = torch.stack([_effective((draws.double() <= tail).double()) for tail in tails]).amin(0)
-    return r_hat, _effective(scores), tail
+    r_hat, bulk, tail = _by_element(_mixing_of, draws)
+    return r_hat, bulk, tail
+
+
+# ------------------------------------------------------------------ elements [elements, chains, n]
+
+
+def _by_element(function: Callable[[Tensor], Tensor], draws: Tensor) -> Tensor:
+    """A function of `[some elements, chains, draws]`, `[..., some elements]`, of all of them."""
+    chains, count, _ = draws.shape
+    blocks = draws.split(max(1, _AT_ONCE // (chains * count)), dim=2)
+    parts = [function(block.permute(2, 0, 1).double().contiguous()) for block in blocks]
+    return torch.cat(parts, -1)
+
+
+def _autocorrelation_time(draws: Tensor) -> Tensor:
+    _, chains, count = draws.shape
+    means = draws.mean(2, keepdim=True)
+    spectrum = torch.view_as_real(torch.fft.rfft(draws - means, n=2 * count))
+    power = spectrum.square_().sum(-1).mean(1)
+    within = torch.fft.irfft(power, n=2 * count)[:, :count] / count  # [elements, lags]
+    between = means[..., 0].var(1) if chains > 1 else torch.zeros_like(within[:, 0])
+    total = within[:, 0] * (count - 1) / count + between
+    still = total <= _NONE * draws.square().mean((1, 2))
+    correlation = 1 - (within[:, :1] - within) / torch.where(still, 1.0, total)[:, None]
+    pairs = correlation[:, : count // 2 * 2].unflatten(1, (-1, 2)).sum(2)
+    pairs = torch.cummin(pairs, 1).values.clamp(min=0)
+    return torch.where(still, 1.0, (2 * pairs.sum(1) - 1).clamp(min=1 / count))
+
+
+def _halves(draws: Tensor) -> Tensor:
+    """Every chain as two, `[elements, 2 chains, half of the draws]`."""
+    half = draws.shape[2] // 2
+    return torch.cat([draws[..., :half], draws[..., -half:]], 1)
+
+
+def _split_r_hat(draws: Tensor) -> Tensor:
+    halves = _halves(draws)
+    half = halves.shape[2]
+    means = halves.mean(2, keepdim=True)
+    # torch's own var is many times slower
+    within = (halves - means).square_().sum(2).mean(1) / (half - 1)
+    between = means[..., 0].var(1)
+    still = within <= _NONE * halves.square().mean((1, 2))
+    ratio = between / torch.where(still, 1.0, within)
+    return torch.where(still & (between == 0), 1.0, ((half - 1) / half + ratio).sqrt())
+
+
+def _mixing_of(draws: Tensor) -> Tensor:
+    """The three numbers of each element, `[3, elements]`."""
+    ordered, order = draws.flatten(1).sort(1)
+    middle = ordered[:, (ordered.shape[1] - 1) // 2]
+    scores = _normal_scores(ordered, order).view_as(draws)
+    folded = (draws - middle[:, None, None]).abs()
+    of_folded = _normal_scores(*folded.flatten(1).sort(1)).view_as(draws)
+    r_hat = torch.maximum(_split_r_hat(scores), _split_r_hat(of_folded))
+    below = [draws <= _quantile(ordered, part)[:, None, None] for part in (0.05, 0.95)]
+    tail = torch.minimum(*(_effective(each.double()) for each in below))
+    return torch.stack([r_hat, _effective(scores), tail])
 
 
 def _effective(draws: Tensor) -> Tensor:
-    """Effective draws of chains in halves, `[elements]`."""
-    half = draws.shape[1] // 2
-    halves = torch.cat([draws[:, :half], draws[:, -half:]])
-    return halves.shape[0] * half / autocorrelation_time(halves)
+    """Effective draws of chains in halves."""
+    halves = _halves(draws)
+    return halves.shape[1] * halves.shape[2] / _autocorrelation_time(halves)
 
 
-def _shared_ranks(ordered: Tensor) -> Tensor:
-    """Ranks of values in order, `[draws, elements]`; equal ones have the mean of theirs."""
-    places = torch.arange(len(ordered), device=ordered.device)[:, None].expand_as(ordered)
-    rises = ordered[1:] != ordered[:-1]
+def _quantile(ordered: Tensor, part: float) -> Tensor:
+    """Of values in order, `[elements, values]`, with the values between two of them on a line."""
+    place = part * (ordered.shape[1] - 1)
+    low = ordered[:, int(place)]
+    high = ordered[:, min(int(place) + 1, ordered.shape[1] - 1)]
+    return torch.lerp(low, high, place - int(place))
+
+
+def _normal_scores(ordered: Tensor, order: Tensor) -> Tensor:
+    """Normal scores of the ranks of values (Vehtari et al. 2021), `[elements, values]`; equal ones
+    have the mean of their ranks.
+
+    Args:
+        ordered: the values in order.
+        order: their places.
+    """
+    count = ordered.shape[1]
+    halves = torch.arange(2, 2 * count + 1, device=ordered.device).double() / 2  # 1, 1.5, 2, ...
+    scores = torch.special.ndtri((halves - 0.375) / (count + 0.25))
+    rises = ordered[:, 1:] != ordered[:, :-1]
     if bool(rises.all()):
-        return places.double() + 1
-    first, last = places.clone(), places.clone()
-    first[1:] *= rises  # 0 within a group, whose first place is the largest until then
-    last[:-1] = last[:-1].where(rises, len(ordered) - 1)
-    last = last.flip(0).cummin(0).values.flip(0)
-    return (first.cummax(0).values + last).double() / 2 + 1
+        return torch.empty_like(ordered).scatter_(1, order, scores[::2].expand_as(ordered))
+    first = torch.arange(count, device=ordered.device).repeat(len(ordered), 1)
+    last = first.clone()
+    first[:, 1:] *= rises  # 0 within a group, whose first place is the largest until then
+    last[:, :-1] = last[:, :-1].where(rises, count - 1)
+    last = last.flip(1).cummin(1).values.flip(1)
+    return torch.empty_like(ordered).scatter_(1, order, scores[first.cummax(1).values + last])

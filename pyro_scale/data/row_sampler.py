@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pyro_scale.errors import ArgumentError
-from pyro_scale.rng.philox import Stream
+from pyro_scale.rng.philox import Streams
 from pyro_scale.rng.seeds import Purpose
-from pyro_scale.rng.streams import fill_integers, fill_permutation
+from pyro_scale.rng.streams import fill_integers, fill_permutations
 
 Sampling = Literal["shuffle", "replacement", "symmetric"]
 
@@ -56,17 +56,17 @@ class RowIndices:
         device: torch.device | None = None,
     ):
         check_sampling(sampling)
-        if sampling != "replacement" and 8 * len(chains) * num_rows > _MOST_BYTES:
+        if sampling != "replacement" and 4 * len(chains) * num_rows > _MOST_BYTES:
             raise ArgumentError(
                 f"sampling='{sampling}' would hold {len(chains)} orders of {num_rows} rows "
-                f"({8 * len(chains) * num_rows / 2**30:.0f} GiB): pass sampling='replacement'"
+                f"({4 * len(chains) * num_rows / 2**30:.0f} GiB): pass sampling='replacement'"
             )
-        self._streams = [Stream(seed, chain, Purpose.BATCHES) for chain in chains]
+        self._streams = Streams.of(seed, chains, Purpose.BATCHES)
         self._num_rows, self._batch_size, self._sampling = num_rows, batch_size, sampling
         self._device = device
         whole = num_rows // batch_size * batch_size
         self._period = 2 * whole if sampling == "symmetric" else num_rows
-        self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
+        self._epoch, self._order = -1, torch.empty(len(chains), 0, dtype=torch.int32, device=device)
 
     def at(self, step: int) -> Tensor:
         """The indices of one step, `[chains, batch_size]`."""
@@ -81,12 +81,11 @@ class RowIndices:
             out: an earlier span as long as this one, to write over.
         """
         if out is None:
-            shape = len(self._streams), stop - start, self._batch_size
+            shape = len(self._streams.chains), stop - start, self._batch_size
             out = torch.empty(shape, dtype=torch.long, device=self._device)
         begin, end = start * self._batch_size, stop * self._batch_size
         if self._sampling == "replacement":
-            for stream, own in zip(self._streams, out, strict=True):
-                fill_integers(stream, begin, self._num_rows, own.view(-1))
+            fill_integers(self._streams, begin, self._num_rows, out.view(len(out), -1))
             return out
         indices, place = out.view(len(out), end - begin), begin
         while place < end:
@@ -100,18 +99,15 @@ class RowIndices:
     def _held(self, epoch: int) -> Tensor:
         """All chains' orders in an epoch, held until another one is asked for."""
         if self._epoch != epoch:
-            self._order = self._order.new_empty(len(self._streams), self._period)
-            for stream, order in zip(self._streams, self._order, strict=True):
-                self._shuffle(stream, epoch, order)
-            self._epoch = epoch
+            shape = len(self._order), self._num_rows
+            rows = self._order if self._order.shape == shape else self._order.new_empty(shape)
+            fill_permutations(self._streams, epoch, rows)
+            self._epoch, self._order = epoch, self._as_order(rows)
         return self._order
 
-    def _shuffle(self, stream: Stream, epoch: int, order: Tensor) -> None:
+    def _as_order(self, rows: Tensor) -> Tensor:
+        """The order of an epoch from a permutation of the rows."""
         if self._sampling == "shuffle":
-            fill_permutation(stream, epoch, order)
-            return
-        half = self._period // 2
-        rows = order.new_empty(self._num_rows)
-        fill_permutation(stream, epoch, rows)
-        order[:half] = rows[:half]
-        order[half:] = rows[:half].view(-1, self._batch_size).flip(0).flatten()
+            return rows
+        forwards = rows[:, : self._period // 2].view(len(rows), -1, self._batch_size)
+        return torch.cat([forwards, forwards.flip(1)], 1).flatten(1)

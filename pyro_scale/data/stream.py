@@ -19,9 +19,9 @@ from pyro_scale.data.batches import Batches, ReadBatches, different_shapes
 from pyro_scale.data.loaders import is_iterable_style, isolate, read_by_index, receive
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.rng.philox import Stream
+from pyro_scale.rng.philox import Streams
 from pyro_scale.rng.seeds import Purpose, derived_seed
-from pyro_scale.rng.streams import fill_permutation
+from pyro_scale.rng.streams import fill_permutations
 
 
 @dataclass
@@ -105,12 +105,13 @@ class DealtBatches:
         return dataclasses.replace(self, part=part)
 
     def steps(self, start: int, position: Any) -> Iterator[tuple[list[Arguments], Any]]:
-        pieces, order = self._pieces(position), torch.empty(self.num_chains, dtype=torch.long)
+        pieces, order = self._pieces(position), torch.empty(1, self.num_chains, dtype=torch.int32)
+        streams = Streams.of(self.seed, [0], Purpose.BATCHES)
         for step in itertools.count(start):
             dealt = [next(pieces) for _ in range(self.num_chains)]
             # at random: dealt in turn, a chain could get the same part of the data for ever
-            fill_permutation(Stream(self.seed, 0, Purpose.BATCHES), step, order)
-            own = [rows.take(dealt[order[chain]][0], self.part) for chain in self.chains]
+            fill_permutations(streams, step, order)
+            own = [rows.take(dealt[order[0, chain]][0], self.part) for chain in self.chains]
             yield own, dealt[-1][1]
 
     def _pieces(self, position: Any) -> Iterator[tuple[Arguments, Any]]:

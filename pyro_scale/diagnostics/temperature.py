@@ -107,13 +107,14 @@ def virial(
         batch = batches.batch(batches.fixed, of_draws)
         gradient = engine.gradient(draws.to(problem.positions.device), batch).cpu()
         parts = -(draws - center) * _along(engine, gradient) * engine.density.num_data
-        squares.append(gradient.double().square().sum(0))
+        squares.append(gradient.square().sum(0, dtype=torch.float64))
         steepest = _largest(squares[0], slices) if steepest is None else steepest
-        of_sites = torch.stack([parts[:, place].double().mean(-1) for place in slices], -1)
+        means = [parts[:, place].mean(-1, dtype=torch.float64) for place in slices]
+        of_sites = torch.stack(means, -1)
         of_sites = torch.stack([of_sites, parts[:, steepest].double()], -1)
         found.append(of_sites.unflatten(0, (chains, len(places))))
-        elements.append(parts.double().sum(0))
-        spreads.append(parts.double().square().sum(0))
+        elements.append(parts.sum(0, dtype=torch.float64))
+        spreads.append(parts.square().sum(0, dtype=torch.float64))
     count = chains * len(chosen)
     sums = (torch.stack(each).sum(0) / count for each in (elements, spreads, squares))
     of_elements, variance, mean_square = sums

@@ -116,7 +116,7 @@ def warn_of_short_warmup(
     chains, _, size = result.positions.shape
     chosen = spread(result.positions, max(_FEWEST_DRAWS, _MOST_NUMBERS // (chains * size)))
     draws = result.positions[torch.arange(chains)[:, None], chosen].flatten(0, 1)
-    latents = draws[..., : problem.engine.num_latents].double()
+    latents = draws[..., : problem.engine.num_latents]
     cyclical = isinstance(problem.engine.kernel.lr, Cyclical)
     if len(latents) < _FEWEST_DRAWS or values["temperature"] == 0 or cyclical:
         return
@@ -124,7 +124,9 @@ def warn_of_short_warmup(
     if theory is None:
         return
     values = engine.kernel_values(values)
-    precision = values["temperature"] / engine.pad(latents.var(0))
+    # torch's own var is many times slower here
+    squares = (latents - latents.mean(0)).square_().sum(0, dtype=torch.float64)
+    precision = values["temperature"] / engine.pad(squares / (len(latents) - 1))
     steps = float(theory.relaxation_steps(values, precision)[: engine.num_latents].max())
     if warmup_steps < 5 * steps:
         warn(

@@ -1,6 +1,7 @@
 """The numbers of `philox.py` in C++, bit for bit, many counters side by side.
 
-Loops over `WIDTH` counters have no branches, so compilers turn them into SIMD instructions.
+Loops over `WIDTH` counters have no branches, so compilers turn them into SIMD instructions, but
+for Philox itself, which is written in vectors.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pyro_scale.compile.cache import library
 from pyro_scale.compile.plain import build_plain
 from pyro_scale.core.exclusive import exclusive
 from pyro_scale.rng import philox
-from pyro_scale.rng.philox import Stream
+from pyro_scale.rng.philox import Streams
 
 _SOURCE = """
 #include <algorithm>
@@ -27,11 +28,33 @@ _SOURCE = """
 #include <cstdint>
 #include <cstring>
 #include <utility>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
-static constexpr int WIDTH = 32;
+// products of lower halves, which g++ does not know to be one instruction
+#if defined(__AVX512F__)
+typedef uint64_t Lanes __attribute__((vector_size(64)));
+static inline Lanes product(Lanes x, Lanes y) {
+    return (Lanes)_mm512_mul_epu32((__m512i)x, (__m512i)y);
+}
+#elif defined(__AVX2__)
+typedef uint64_t Lanes __attribute__((vector_size(32)));
+static inline Lanes product(Lanes x, Lanes y) {
+    return (Lanes)_mm256_mul_epu32((__m256i)x, (__m256i)y);
+}
+#else
+typedef uint64_t Lanes __attribute__((vector_size(16)));
+static inline Lanes product(Lanes x, Lanes y) {
+    return (x & 0xffffffffull) * (y & 0xffffffffull);
+}
+#endif
 
-// the words of counters side by side, one to 64 bits: the product of two is one instruction
-struct Words {
+// counters at a time, and the vectors of them that are in registers together
+static constexpr int WIDTH = 32, LANES = sizeof(Lanes) / sizeof(uint64_t), TOGETHER = 2;
+
+// the words of counters side by side, each the lower half of 64 bits
+struct alignas(64) Words {
     uint64_t a[WIDTH], b[WIDTH], c[WIDTH], d[WIDTH];
 };
 
@@ -41,24 +64,35 @@ struct Stream {
 };
 
 static inline void philox(const Stream& stream, uint64_t place, Words& w) {
-    for (int i = 0; i < WIDTH; ++i) {
-        w.a[i] = (uint32_t)(place + i);
-        w.b[i] = (place + i) >> 32;
-        w.c[i] = stream.chain;
-        w.d[i] = stream.purpose;
-    }
-    uint32_t low = (uint32_t)stream.seed, high = (uint32_t)(stream.seed >> 32);
-    for (int round = 0; round < %(rounds)d; ++round) {
-        for (int i = 0; i < WIDTH; ++i) {
-            const uint64_t x = %(multiplier0)dull * (uint32_t)w.a[i];
-            const uint64_t y = %(multiplier1)dull * (uint32_t)w.c[i];
-            w.a[i] = (y >> 32) ^ w.b[i] ^ low;
-            w.c[i] = (x >> 32) ^ w.d[i] ^ high;
-            w.b[i] = (uint32_t)y;
-            w.d[i] = (uint32_t)x;
+    const Lanes by0 = Lanes{} + %(multiplier0)dull, by1 = Lanes{} + %(multiplier1)dull;
+    Lanes places;
+    for (int i = 0; i < LANES; ++i) places[i] = place + i;
+    for (int first = 0; first < WIDTH; first += TOGETHER * LANES) {
+        Lanes a[TOGETHER], b[TOGETHER], c[TOGETHER], d[TOGETHER];
+        for (int i = 0; i < TOGETHER; ++i) {
+            a[i] = places;
+            b[i] = places >> 32;
+            c[i] = Lanes{} + stream.chain;
+            d[i] = Lanes{} + stream.purpose;
+            places += LANES;
         }
-        low += %(weyl0)du;
-        high += %(weyl1)du;
+        uint64_t low = (uint32_t)stream.seed, high = stream.seed >> 32;
+        #pragma GCC unroll %(rounds)d
+        for (int round = 0; round < %(rounds)d; ++round) {
+            for (int i = 0; i < TOGETHER; ++i) {
+                const Lanes x = product(a[i], by0), y = product(c[i], by1);
+                a[i] = (y >> 32) ^ b[i] ^ low;
+                c[i] = (x >> 32) ^ d[i] ^ high;
+                b[i] = y;
+                d[i] = x;
+            }
+            low = (uint32_t)(low + %(weyl0)du);
+            high = (uint32_t)(high + %(weyl1)du);
+        }
+        std::memcpy(w.a + first, a, sizeof a);
+        std::memcpy(w.b + first, b, sizeof b);
+        std::memcpy(w.c + first, c, sizeof c);
+        std::memcpy(w.d + first, d, sizeof d);
     }
 }
 
@@ -78,24 +112,33 @@ static constexpr double coefficient(int n) {
     return (n / 2 %% 2 ? -1.0 : 1.0) / factorial;
 }
 
+// conversions of numbers below 2^31 and below 2^52 that are SIMD instructions everywhere
+static inline float convert(int32_t n) { return (float)n; }
+static inline double convert(int64_t n) {
+    const int64_t bits = n | 0x4330000000000000ll;
+    double above;
+    std::memcpy(&above, &bits, sizeof above);
+    return above - 0x1p52;
+}
+
 // e log 2 + 2 artanh s
 template <class T> static inline T logarithm(T u) {
     using F = Format<T>;
     typename F::Int bits;
     std::memcpy(&bits, &u, sizeof(T));
-    typename F::Int exponent = (bits >> F::mantissa) - F::bias;
+    T exponent = convert((typename F::Int)(bits >> F::mantissa)) - F::bias;
     constexpr typename F::Int one = 1;
     bits = (bits & ((one << F::mantissa) - 1)) | ((typename F::Int)F::bias << F::mantissa);
     T m;
     std::memcpy(&m, &bits, sizeof(T));
     const bool low = m < (T)%(sqrt_half).17g;
     m = low ? m * 2 : m;
-    exponent -= low;
+    exponent -= low ? 1 : 0;
     const T s = (m - 1) / (m + 1), square = s * s;
     T series = (T)(1.0 / (2 * F::log_terms - 1));
     #pragma GCC unroll 16
     for (int k = F::log_terms - 2; k >= 0; --k) series = series * square + (T)(1.0 / (2 * k + 1));
-    return (T)exponent * (T)%(log2).17g + (2 * s) * series;
+    return exponent * (T)%(log2).17g + (2 * s) * series;
 }
 
 template <class T> static inline void box_muller(T uniform, uint32_t quadrant, T t, T* out) {
@@ -121,9 +164,9 @@ static inline void pair(uint32_t u, uint32_t v, float* out) {
 
 // the uniform from 52 bits: k + 1/2 is a double
 static inline void pair(uint64_t u, uint64_t v, double* out) {
-    const double uniform = ((double)(int64_t)(u >> 12) + 0.5) * 0x1p-52;
-    const int64_t centered = (int64_t)((v & 0x3fffffffffffffffull) >> 10) - (1ll << 51);
-    const double t = ((double)centered + 0.5) * %(angle64).17g;
+    const double uniform = (convert((int64_t)(u >> 12)) + 0.5) * 0x1p-52;
+    const double centered = convert((int64_t)(v << 2 >> 12)) - 0x1p51;
+    const double t = (centered + 0.5) * %(angle64).17g;
     box_muller(uniform, (uint32_t)(v >> 62), t, out);
 }
 
@@ -140,21 +183,21 @@ static inline void group(const Stream& stream, uint64_t place, double* out) {
     Words w;
     philox(stream, place, w);
     for (int i = 0; i < WIDTH; ++i)
-        pair(w.b[i] << 32 | w.a[i], w.d[i] << 32 | w.c[i], out + 2 * i);
+        pair(w.b[i] << 32 | (uint32_t)w.a[i], w.d[i] << 32 | (uint32_t)w.c[i], out + 2 * i);
 }
 
-static inline uint64_t below(uint64_t bound, uint64_t low, uint64_t high) {
+static inline uint64_t below(uint64_t bound, uint32_t low, uint32_t high) {
     return (high * bound + (low * bound >> 32)) >> 32;
 }
 
-// numbers first, first + 1, ... of groups of them
+// numbers first, first + 1, ... of a stream, from groups of them
 template <class T, int PER, class Group>
-static void fill(uint64_t first, int64_t count, T* out, Group group) {
+static void fill(const Stream& stream, uint64_t first, int64_t count, T* out, Group group) {
     uint64_t place = first / PER;
     int64_t skip = first %% PER;
-    T numbers[WIDTH * PER];
+    alignas(64) T numbers[WIDTH * PER];
     while (count > 0) {
-        group(place, numbers);
+        group(stream, place, numbers);
         const int64_t taken = std::min(count, WIDTH * PER - skip);
         std::memcpy(out, numbers + skip, taken * sizeof(T));
         out += taken;
@@ -164,27 +207,47 @@ static void fill(uint64_t first, int64_t count, T* out, Group group) {
     }
 }
 
-extern "C" void normals32(Stream stream, uint64_t first, int64_t count, float* out) {
-    fill<float, 4>(first, count, out, [&](uint64_t p, float* to) { group(stream, p, to); });
+// streams of one seed and purpose, a chain each
+struct Streams {
+    uint64_t seed;
+    const int64_t* chains;
+    int64_t count;
+    uint32_t purpose;
+
+    Stream operator[](int64_t i) const { return {seed, (uint32_t)chains[i], purpose}; }
+};
+
+template <class T, int PER>
+static void normals(const Streams& streams, uint64_t first, int64_t count, T* out) {
+    for (int64_t i = 0; i < streams.count; ++i, out += count)
+        fill<T, PER>(streams[i], first, count, out,
+                     [](const Stream& s, uint64_t place, T* to) { group(s, place, to); });
 }
 
-extern "C" void normals64(Stream stream, uint64_t first, int64_t count, double* out) {
-    fill<double, 2>(first, count, out, [&](uint64_t p, double* to) { group(stream, p, to); });
+extern "C" void normals32(Streams streams, uint64_t first, int64_t count, float* out) {
+    normals<float, 4>(streams, first, count, out);
 }
 
-extern "C" void integers(Stream stream, uint64_t first, int64_t count, uint64_t bound,
+extern "C" void normals64(Streams streams, uint64_t first, int64_t count, double* out) {
+    normals<double, 2>(streams, first, count, out);
+}
+
+extern "C" void integers(Streams streams, uint64_t first, int64_t count, uint64_t bound,
                          int64_t* out) {
-    fill<int64_t, 2>(first, count, out, [&](uint64_t place, int64_t* to) {
+    const auto group = [bound](const Stream& stream, uint64_t place, int64_t* to) {
         Words w;
         philox(stream, place, w);
         for (int i = 0; i < WIDTH; ++i) {
             to[2 * i] = below(bound, w.a[i], w.b[i]);
             to[2 * i + 1] = below(bound, w.c[i], w.d[i]);
         }
-    });
+    };
+    for (int64_t i = 0; i < streams.count; ++i, out += count)
+        fill<int64_t, 2>(streams[i], first, count, out, group);
 }
 
-extern "C" void permutation(Stream stream, uint64_t index, int64_t size, int64_t* out) {
+// of 32 bits, so that twice as many rows are in the cache
+static void permute(const Stream& stream, uint64_t index, int64_t size, int32_t* out) {
     uint64_t place = index * ((size + 1) / 2);
     for (int64_t i = 0; i < size; ++i) out[i] = i;
     Words w;
@@ -200,15 +263,25 @@ extern "C" void permutation(Stream stream, uint64_t index, int64_t size, int64_t
         }
     }
 }
+
+extern "C" void permutations(Streams streams, uint64_t index, int64_t size, int32_t* out) {
+    for (int64_t i = 0; i < streams.count; ++i) permute(streams[i], index, size, out + i * size);
+}
 """
 
 
-class _Stream(ctypes.Structure):
+class _Streams(ctypes.Structure):
     _fields_ = (
         ("seed", ctypes.c_uint64),
-        ("chain", ctypes.c_uint32),
+        ("chains", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
         ("purpose", ctypes.c_uint32),
     )
+
+
+def _as_structure(streams: Streams) -> _Streams:
+    chains = streams.chains
+    return _Streams(streams.seed, chains.data_ptr(), len(chains), streams.purpose)
 
 
 class Native:
@@ -219,29 +292,29 @@ class Native:
     """
 
     def __init__(self, functions: ctypes.CDLL):
-        stream, number, place = _Stream, ctypes.c_int64, ctypes.c_uint64
+        streams, number, place = _Streams, ctypes.c_int64, ctypes.c_uint64
         pointer = ctypes.c_void_p
         self._normals: dict[torch.dtype, Any] = {
             torch.float32: functions.normals32,
             torch.float64: functions.normals64,
         }
         for function in self._normals.values():
-            function.argtypes = [stream, place, number, pointer]
-        self._integers, self._permutation = functions.integers, functions.permutation
-        self._integers.argtypes = [stream, place, number, place, pointer]
-        self._permutation.argtypes = [stream, place, number, pointer]
+            function.argtypes = [streams, place, number, pointer]
+        self._integers, self._permutations = functions.integers, functions.permutations
+        self._integers.argtypes = [streams, place, number, place, pointer]
+        self._permutations.argtypes = [streams, place, number, pointer]
 
-    def normals(self, stream: Stream, first: int, out: Tensor) -> None:
+    def normals(self, streams: Streams, first: int, out: Tensor) -> None:
         """As in `philox`."""
-        self._normals[out.dtype](_Stream(*stream), first, len(out), out.data_ptr())
+        self._normals[out.dtype](_as_structure(streams), first, out.shape[1], out.data_ptr())
 
-    def integers(self, stream: Stream, first: int, bound: int, out: Tensor) -> None:
+    def integers(self, streams: Streams, first: int, bound: int, out: Tensor) -> None:
         """As in `philox`."""
-        self._integers(_Stream(*stream), first, len(out), bound, out.data_ptr())
+        self._integers(_as_structure(streams), first, out.shape[1], bound, out.data_ptr())
 
-    def permutation(self, stream: Stream, index: int, out: Tensor) -> None:
+    def permutations(self, streams: Streams, index: int, out: Tensor) -> None:
         """As in `philox`."""
-        self._permutation(_Stream(*stream), index, len(out), out.data_ptr())
+        self._permutations(_as_structure(streams), index, out.shape[1], out.data_ptr())
 
 
 def source() -> str:
@@ -283,11 +356,11 @@ def _native() -> Native | None:
 
 def _agrees(built: Native) -> bool:
     """Whether it computes what torch does, bit for bit: a compiler may know better than IEEE."""
-    stream = Stream(2**62 + 12345, 7, 1)
+    streams = Streams(2**62 + 12345, torch.tensor([7, 11]), 1)
     for dtype in philox.PER_COUNTER:
-        ours, theirs = torch.empty(999, dtype=dtype), torch.empty(999, dtype=dtype)
-        built.normals(stream, 2**33 + 1, ours)
-        philox.normals(stream, 2**33 + 1, theirs)
+        ours, theirs = torch.empty(2, 999, dtype=dtype), torch.empty(2, 999, dtype=dtype)
+        built.normals(streams, 2**33 + 1, ours)
+        philox.normals(streams, 2**33 + 1, theirs)
         if not torch.equal(ours, theirs):
             return False
     return True

@@ -13,6 +13,7 @@ alike everywhere, and logarithms, sines and cosines are sums of their series.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,18 +34,23 @@ PER_COUNTER = {torch.float32: 4, torch.float64: 2}
 _MASK = 0xFFFFFFFF
 
 
-class Stream(NamedTuple):
-    """One stream of random numbers.
+class Streams(NamedTuple):
+    """Streams of random numbers, one a chain.
 
     Attributes:
         seed: the run's, the key.
-        chain: its number, below 2^32.
+        chains: their numbers, int64 `[chains]` in main memory, each below 2^32.
         purpose: what the numbers are for, below 2^32.
     """
 
     seed: int
-    chain: int
+    chains: Tensor
     purpose: int
+
+    @classmethod
+    def of(cls, seed: int, chains: Sequence[int], purpose: int) -> Streams:
+        """The streams of chains with these numbers."""
+        return cls(seed, torch.tensor(chains, dtype=torch.int64), purpose)
 
 
 def philox(key: int, counters: list[Tensor]) -> list[Tensor]:
@@ -64,35 +70,34 @@ def philox(key: int, counters: list[Tensor]) -> list[Tensor]:
 
 
 def words(
-    stream: Stream, first: int, count: int, device: torch.device | None = None
+    streams: Streams, first: int, count: int, device: torch.device | None = None
 ) -> list[Tensor]:
-    """The four words at places first ... first + count - 1 of a stream, `[count]` each."""
-    places = torch.arange(first, first + count, device=device)
+    """The four words at places first ... first + count - 1, `[chains, count]` each."""
+    places = torch.arange(first, first + count, device=device).expand(len(streams.chains), -1)
     like = torch.zeros_like(places)
-    counters = [places & _MASK, _high(places), like + stream.chain, like + stream.purpose]
-    return philox(stream.seed, counters)
+    chains = like + streams.chains.to(places.device)[:, None]
+    return philox(streams.seed, [places & _MASK, _high(places), chains, like + streams.purpose])
 
 
-def normals(stream: Stream, first: int, out: Tensor) -> None:
-    """Standard normals number first, first + 1, ... of a stream, to a float32 or float64 vector.
+def normals(streams: Streams, first: int, out: Tensor) -> None:
+    """Standard normals number first, first + 1, ... of streams, `[chains, numbers]`, float32 or
+    float64.
 
     Box and Muller: two uniforms are the radius and the angle of two normals.
     """
-    per = PER_COUNTER[out.dtype]
-    start, stop = first // per, -(-(first + len(out)) // per)
-    drawn = words(stream, start, stop - start, out.device)
+    per, count = PER_COUNTER[out.dtype], out.shape[1]
+    start, stop = first // per, -(-(first + count) // per)
+    a, b, c, d = words(streams, start, stop - start, out.device)
     if out.dtype == torch.float32:
-        a, b, c, d = drawn
         pairs = [*_pair32(a, b), *_pair32(c, d)]
     else:
-        a, b, c, d = drawn
         pairs = [*_pair64((b << 20) | (a >> 12), d, c)]
     offset = first - start * per
-    out.copy_(torch.stack(pairs, -1).flatten()[offset : offset + len(out)])
+    out.copy_(torch.stack(pairs, -1).flatten(1)[:, offset : offset + count])
 
 
-def integers(stream: Stream, first: int, bound: int, out: Tensor) -> None:
-    """Integers below a bound, number first, first + 1, ... of a stream, to an int64 vector.
+def integers(streams: Streams, first: int, bound: int, out: Tensor) -> None:
+    """Integers below a bound, number first, first + 1, ... of streams, int64 `[chains, numbers]`.
 
     They are the upper half of a product with 64 random bits, so that no number is likelier than
     another by more than bound/2^64 of its probability.
@@ -100,26 +105,31 @@ def integers(stream: Stream, first: int, bound: int, out: Tensor) -> None:
     Args:
         bound: at most 2^32.
     """
-    start, stop = first // 2, -(-(first + len(out)) // 2)
-    a, b, c, d = words(stream, start, stop - start, out.device)
-    drawn = torch.stack([_below(bound, a, b), _below(bound, c, d)], -1).flatten()
-    out.copy_(drawn[first - 2 * start :][: len(out)])
+    count = out.shape[1]
+    start, stop = first // 2, -(-(first + count) // 2)
+    a, b, c, d = words(streams, start, stop - start, out.device)
+    drawn = torch.stack([_below(bound, a, b), _below(bound, c, d)], -1).flatten(1)
+    offset = first - 2 * start
+    out.copy_(drawn[:, offset : offset + count])
 
 
-def permutation(stream: Stream, index: int, out: Tensor) -> None:
-    """The index-th permutation of a stream, to an int64 vector.
+def permutations(streams: Streams, index: int, out: Tensor) -> None:
+    """The index-th permutation of every stream, int32 `[chains, size]`.
 
     Fisher and Yates: each place is swapped with one at random of those from it on.
     """
-    size = len(out)
+    size = out.shape[1]
     per = -(-size // 2)
-    a, b, c, d = (word.cpu() for word in words(stream, index * per, per))
+    a, b, c, d = (word.cpu() for word in words(streams, index * per, per))
     remaining = size - torch.arange(2 * per).clamp(max=size - 1).view(-1, 2)
     steps = torch.stack([_below(remaining[:, 0], a, b), _below(remaining[:, 1], c, d)], -1)
-    order = list(range(size))
-    for i, step in enumerate(steps.flatten()[:size].tolist()):
-        order[i], order[i + step] = order[i + step], order[i]
-    out.copy_(torch.tensor(order))
+    orders = []
+    for own in steps.flatten(1)[:, :size].tolist():
+        order = list(range(size))
+        for i, step in enumerate(own):
+            order[i], order[i + step] = order[i + step], order[i]
+        orders.append(order)
+    out.copy_(torch.tensor(orders))
 
 
 def _high(product: Tensor) -> Tensor:

@@ -15,41 +15,41 @@ from torch import Tensor
 
 from pyro_scale.rng import philox
 from pyro_scale.rng.native import Native, native
-from pyro_scale.rng.philox import Stream
+from pyro_scale.rng.philox import Streams
 from pyro_scale.rng.seeds import Purpose
 
 
-def fill_normals(stream: Stream, first: int, out: Tensor) -> None:
-    """Writes standard normals number first, first + 1, ... of a stream to a vector.
+def fill_normals(streams: Streams, first: int, out: Tensor) -> None:
+    """Writes standard normals number first, first + 1, ... of streams, `[chains, numbers]`.
 
     The same bits on every processor and device; those of another dtype than float64 are drawn in
     float32 and rounded.
     """
     if out.dtype in philox.PER_COUNTER:
-        _source(out).normals(stream, first, out)
+        _source(out).normals(streams, first, out)
         return
     drawn = out.new_empty(out.shape, dtype=torch.float32)
-    fill_normals(stream, first, drawn)
+    fill_normals(streams, first, drawn)
     out.copy_(drawn)
 
 
-def fill_integers(stream: Stream, first: int, bound: int, out: Tensor) -> None:
-    """Writes integers below a bound, number first, first + 1, ... of a stream, to a vector."""
-    _source(out).integers(stream, first, bound, out)
+def fill_integers(streams: Streams, first: int, bound: int, out: Tensor) -> None:
+    """Writes integers below a bound, number first, first + 1, ... of streams, `[chains, n]`."""
+    _source(out).integers(streams, first, bound, out)
 
 
-def fill_permutation(stream: Stream, index: int, out: Tensor) -> None:
-    """Writes the index-th permutation of a stream to a vector."""
+def fill_permutations(streams: Streams, index: int, out: Tensor) -> None:
+    """Writes the index-th permutation of every stream, int32 `[chains, size]`."""
     if out.device.type == "cpu":
-        _source(out).permutation(stream, index, out)
+        _source(out).permutations(streams, index, out)
         return
-    order = torch.empty(len(out), dtype=torch.int64)
-    fill_permutation(stream, index, order)
-    out.copy_(order)
+    orders = torch.empty(out.shape, dtype=torch.int32)
+    fill_permutations(streams, index, orders)
+    out.copy_(orders)
 
 
 def _source(out: Tensor) -> Native:
-    """What fills a vector."""
+    """What fills a tensor."""
     on_processor = out.device.type == "cpu" and out.is_contiguous()
     return (native() if on_processor else None) or philox  # type: ignore[return-value]
 
@@ -75,7 +75,7 @@ class NoiseStream:
         device: torch.device,
         purpose: Purpose = Purpose.NOISE,
     ):
-        self._streams = [Stream(seed, chain, purpose) for chain in chains]
+        self._streams = Streams.of(seed, chains, purpose)
         self._shape, self._like = shape, torch.empty(0, dtype=dtype, device=device)
 
     def at(self, step: int) -> Tensor:
@@ -92,10 +92,10 @@ class NoiseStream:
                 system has to clear first, can take longer than drawing.
         """
         if out is None:
-            out = self._like.new_empty(len(self._streams), stop - start, *self._shape)
+            chains = len(self._streams.chains)
+            out = self._like.new_empty(chains, stop - start, *self._shape)
         first = start * math.prod(self._shape)
-        for stream, own in zip(self._streams, out, strict=True):
-            fill_normals(stream, first, own.view(-1))  # never a copy
+        fill_normals(self._streams, first, out.view(len(out), -1))
         return out
 
 
@@ -154,7 +154,8 @@ class ShardNoise:
         purpose: Purpose = Purpose.NOISE,
         chain: int = 0,
     ):
-        self._stream, self._shape, self._places = Stream(seed, chain, purpose), shape, places
+        self._streams = Streams.of(seed, [chain], purpose)
+        self._shape, self._places = shape, places
         self._like = torch.empty(0, dtype=dtype, device=device)
 
     def at(self, step: int) -> Tensor:
@@ -164,5 +165,5 @@ class ShardNoise:
         for number, row in enumerate(out):
             before = (step * normals + number) * size
             for (first, _), part in zip(self._places, row.split(counts), strict=True):
-                fill_normals(self._stream, before + first, part)
+                fill_normals(self._streams, before + first, part[None])
         return out

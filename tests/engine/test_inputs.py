@@ -17,7 +17,7 @@ from pyro_scale.engine.chunking import Pace
 from pyro_scale.engine.draws import Steps
 from pyro_scale.engine.inputs import Inputs, StepInputs, steps_within_budget
 from pyro_scale.rng import philox
-from pyro_scale.rng.philox import Stream
+from pyro_scale.rng.philox import Streams
 from pyro_scale.rng.seeds import Purpose
 from pyro_scale.rng.streams import NoiseStream
 
@@ -52,7 +52,7 @@ def test_noise_in_spans_is_noise_step_by_step(cuts, start):
         for step in range(first, last):
             for chain in range(2):
                 own = torch.empty(10, dtype=torch.float64)
-                philox.normals(Stream(3, chain, Purpose.NOISE), 10 * step, own)
+                philox.normals(Streams.of(3, [chain], Purpose.NOISE), 10 * step, own[None])
                 assert torch.equal(span[chain, step - first], own.view(2, 5))
 
 

@@ -12,12 +12,13 @@ from scipy import stats
 from pyro_scale.rng import native as native_module
 from pyro_scale.rng import philox
 from pyro_scale.rng.native import native
-from pyro_scale.rng.philox import Stream
-from pyro_scale.rng.streams import fill_integers, fill_normals, fill_permutation
+from pyro_scale.rng.philox import Streams
+from pyro_scale.rng.streams import fill_integers, fill_normals, fill_permutations
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
+words = st.integers(0, 2**32 - 1)
 streams = st.builds(
-    Stream, st.integers(0, 2**63 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)
+    Streams.of, st.integers(0, 2**63 - 1), st.lists(words, min_size=1, max_size=3), words
 )
 firsts = st.one_of(st.integers(0, 200), st.integers(2**31 - 99, 2**35), st.integers(2**60, 2**61))
 FLOATS = [torch.float32, torch.float64]
@@ -50,10 +51,11 @@ def test_published_vectors(counter, key, words):
 
 def test_a_streams_counter_holds_place_chain_and_purpose():
     """Each in words of its own, so that no two numbers of a run share a counter."""
-    stream, place = Stream(9 << 32 | 4, 7, 3), 5 << 32 | 2
-    found = philox.words(stream, place, 1)
-    counter = [torch.tensor([word]) for word in (2, 5, 7, 3)]
-    assert found == philox.philox(9 << 32 | 4, counter)
+    key, place = 9 << 32 | 4, 5 << 32 | 2
+    found = torch.stack(philox.words(Streams.of(key, [7, 8], 3), place, 1))
+    for i, chain in enumerate((7, 8)):
+        expected = philox.philox(key, [torch.tensor([word]) for word in (2, 5, chain, 3)])
+        assert torch.equal(found[:, i], torch.stack(expected))
 
 
 # ------------------------------------------------------------------ exact arithmetic
@@ -61,7 +63,7 @@ def test_a_streams_counter_holds_place_chain_and_purpose():
 
 def normals_by_hand(stream, count, dtype):
     """Box and Muller with numpy's functions in long double, from the same words."""
-    a, b, c, d = (np.asarray(word, dtype=np.uint64) for word in philox.words(stream, 0, count))
+    a, b, c, d = (np.asarray(word[0], dtype=np.uint64) for word in philox.words(stream, 0, count))
     full = np.longdouble
     pi = full("3.14159265358979323846264338327950288")
     if dtype == torch.float32:
@@ -86,11 +88,11 @@ def normals_by_hand(stream, count, dtype):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float64, 4e-15)])
 def test_normals_are_box_and_mullers(dtype, tolerance):
     """Of 20,000 counters, beside long double: the error is absolute, as angles are rounded."""
-    stream = Stream(123, 4, 1)
+    stream = Streams.of(123, [4], 1)
     expected = normals_by_hand(stream, 20_000, dtype)
-    out = torch.empty(len(expected), dtype=dtype)
+    out = torch.empty(1, len(expected), dtype=dtype)
     fill_normals(stream, 0, out)
-    assert np.abs(out.numpy() - expected.astype(np.float64)).max() < tolerance
+    assert np.abs(out[0].numpy() - expected.astype(np.float64)).max() < tolerance
 
 
 @quick
@@ -99,7 +101,8 @@ def test_cpp_gives_torchs_normals_bit_for_bit(stream, first, count, dtype):
     built = native()
     if built is None:
         pytest.skip("there is no C++ compiler")
-    ours, theirs = torch.empty(count, dtype=dtype), torch.empty(count, dtype=dtype)
+    ours = torch.empty(len(stream.chains), count, dtype=dtype)
+    theirs = torch.empty_like(ours)
     built.normals(stream, first, ours)
     philox.normals(stream, first, theirs)
     assert torch.equal(ours, theirs)
@@ -107,9 +110,10 @@ def test_cpp_gives_torchs_normals_bit_for_bit(stream, first, count, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_million_normals_of_cpp_are_torchs(compiled, dtype):
-    ours, theirs = torch.empty(10**6 + 7, dtype=dtype), torch.empty(10**6 + 7, dtype=dtype)
-    compiled.normals(Stream(2**61, 5, 1), 3, ours)
-    philox.normals(Stream(2**61, 5, 1), 3, theirs)
+    streams = Streams.of(2**61, [5, 99], 1)
+    ours, theirs = (torch.empty(2, 10**6 // 2 + 7, dtype=dtype) for _ in range(2))
+    compiled.normals(streams, 3, ours)
+    philox.normals(streams, 3, theirs)
     assert torch.equal(ours, theirs)
 
 
@@ -117,11 +121,13 @@ def test_a_million_normals_of_cpp_are_torchs(compiled, dtype):
 @given(streams, firsts, st.integers(1, 300), st.integers(1, 2**32))
 def test_integers_are_upper_halves_of_products(stream, first, count, bound):
     """Python's integers, from the words; C++ and torch alike."""
-    a, b, c, d = (w.tolist() for w in philox.words(stream, first // 2, count // 2 + 2))
-    numbers = [n for i in range(len(a)) for n in (b[i] << 32 | a[i], d[i] << 32 | c[i])]
-    expected = [number * bound >> 64 for number in numbers[first % 2 :][:count]]
+    expected = []
+    for words in zip(*philox.words(stream, first // 2, count // 2 + 2), strict=True):
+        a, b, c, d = (word.tolist() for word in words)
+        numbers = [n for i in range(len(a)) for n in (b[i] << 32 | a[i], d[i] << 32 | c[i])]
+        expected.append([number * bound >> 64 for number in numbers[first % 2 :][:count]])
     for fill in (fill_integers, philox.integers):
-        out = torch.empty(count, dtype=torch.int64)
+        out = torch.empty(len(expected), count, dtype=torch.int64)
         fill(stream, first, bound, out)
         assert out.tolist() == expected
 
@@ -129,18 +135,19 @@ def test_integers_are_upper_halves_of_products(stream, first, count, bound):
 @quick
 @given(streams, st.integers(0, 2**40), st.integers(1, 200))
 def test_permutations_of_cpp_are_torchs(stream, index, size):
-    ours, theirs = torch.empty(size, dtype=torch.int64), torch.empty(size, dtype=torch.int64)
-    fill_permutation(stream, index, ours)
-    philox.permutation(stream, index, theirs)
+    ours = torch.empty(len(stream.chains), size, dtype=torch.int32)
+    theirs = torch.empty_like(ours)
+    fill_permutations(stream, index, ours)
+    philox.permutations(stream, index, theirs)
     assert torch.equal(ours, theirs)
-    assert torch.equal(ours.sort().values, torch.arange(size))
+    assert torch.equal(ours.sort().values, torch.arange(size).expand_as(ours))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_float32_rounded(dtype):
-    out, full = torch.empty(50, dtype=dtype), torch.empty(50)
-    fill_normals(Stream(1, 2, 3), 11, out)
-    fill_normals(Stream(1, 2, 3), 11, full)
+    out, full = torch.empty(2, 50, dtype=dtype), torch.empty(2, 50)
+    fill_normals(Streams.of(1, [2, 4], 3), 11, out)
+    fill_normals(Streams.of(1, [2, 4], 3), 11, full)
     assert torch.equal(out, full.to(dtype))
 
 
@@ -150,22 +157,22 @@ def test_a_library_whose_numbers_are_others_is_not_used(monkeypatch):
     fused = native_module.source().replace("t * t;", "std::fma(t, t, T(1e-12));")
     monkeypatch.setattr(native_module, "source", lambda: fused)
     assert native() is None
-    out, expected = torch.empty(9), torch.empty(9)
-    fill_normals(Stream(1, 2, 3), 0, out)
-    philox.normals(Stream(1, 2, 3), 0, expected)
+    out, expected = torch.empty(2, 9), torch.empty(2, 9)
+    fill_normals(Streams.of(1, [2, 4], 3), 0, out)
+    philox.normals(Streams.of(1, [2, 4], 3), 0, expected)
     assert torch.equal(out, expected)
     native_module._native.cache_clear()
 
 
 def test_without_a_compiler_the_numbers_are_the_same(monkeypatch, tmp_path):
-    stream, with_it = Stream(5, 6, 1), torch.empty(99, dtype=torch.float64)
+    stream, with_it = Streams.of(5, [6], 1), torch.empty(1, 99, dtype=torch.float64)
     fill_normals(stream, 7, with_it)
     native_module._native.cache_clear()
     monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "/nowhere/g++")
     monkeypatch.setattr(native_module, "build_plain", lambda source: 1 / 0)
     assert native() is None
-    without = torch.empty(99, dtype=torch.float64)
+    without = torch.empty(1, 99, dtype=torch.float64)
     fill_normals(stream, 7, without)
     assert torch.equal(with_it, without)
     native_module._native.cache_clear()
@@ -173,11 +180,12 @@ def test_without_a_compiler_the_numbers_are_the_same(monkeypatch, tmp_path):
 
 def test_what_a_stream_holds_never_changes():
     """A release that changed these would change every published run."""
-    out, rows = torch.empty(3, dtype=torch.float64), torch.empty(6, dtype=torch.int64)
-    fill_normals(Stream(0, 0, 1), 0, out)
-    fill_permutation(Stream(0, 0, 2), 0, rows)
-    assert out.tolist() == [-2.269761116116283, -0.14112072969199152, -1.5022970395408228]
-    assert rows.tolist() == [4, 5, 3, 1, 0, 2]
+    out = torch.empty(1, 3, dtype=torch.float64)
+    rows = torch.empty(1, 6, dtype=torch.int32)
+    fill_normals(Streams.of(0, [0], 1), 0, out)
+    fill_permutations(Streams.of(0, [0], 2), 0, rows)
+    assert out[0].tolist() == [-2.269761116116283, -0.14112072969199152, -1.5022970395408228]
+    assert rows[0].tolist() == [4, 5, 3, 1, 0, 2]
 
 
 # ------------------------------------------------------------------ statistics
@@ -202,7 +210,7 @@ def p_values(seed, size, pieces):
     bits, power, lagged = torch.zeros(256, dtype=torch.int64), [], 0.0
     out, beside = torch.empty(size, dtype=torch.float64), torch.empty(size, dtype=torch.float64)
     for piece in range(pieces):
-        fill_normals(Stream(seed, 0, 1), piece * size, out)
+        fill_normals(Streams.of(seed, [0], 1), piece * size, out[None])
         cells += torch.bincount(torch.bucketize(out, edges), minlength=1024)
         tails += [float((out.abs() > at).sum()) for at in (4, 5, 6)]
         ups += int(((out > 0)[1:] != (out > 0)[:-1]).sum())
@@ -210,16 +218,16 @@ def p_values(seed, size, pieces):
         spectrum = torch.fft.rfft(out)[1:-1].abs().square() / size
         power.append(spectrum.view(-1)[: len(spectrum) // 64 * 64].view(64, -1).mean(1))
         for name, stream in {
-            "key": Stream(seed ^ 1 << 40, 0, 1),
-            "next key": Stream(seed + 1, 0, 1),
-            "chain": Stream(seed, 1, 1),
-            "purpose": Stream(seed, 0, 2),
+            "key": Streams.of(seed ^ 1 << 40, [0], 1),
+            "next key": Streams.of(seed + 1, [0], 1),
+            "chain": Streams.of(seed, [1], 1),
+            "purpose": Streams.of(seed, [0], 2),
         }.items():
-            fill_normals(stream, piece * size, beside)
+            fill_normals(stream, piece * size, beside[None])
             other[name] += float(out @ beside)
             if name == "next key":
                 other["square"] += float((out.square() - 1) @ (beside.square() - 1)) / 2
-        words = torch.stack(philox.words(Stream(seed, 3, 1), piece * 4096, 4096)).flatten()
+        words = torch.stack(philox.words(Streams.of(seed, [3], 1), piece * 4096, 4096)).flatten()
         for shift in (0, 8, 16, 24):
             bits += torch.bincount((words >> shift) & 255, minlength=256)
     count, changes = size * pieces, (size - 1) * pieces
@@ -259,17 +267,17 @@ def test_a_billion_normals():
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_normals_have_the_normal_distribution(dtype):
     out = torch.empty(2 * 10**6, dtype=dtype)
-    fill_normals(Stream(17, 0, 1), 0, out)
+    fill_normals(Streams.of(17, [0], 1), 0, out[None])
     statistic, p = stats.kstest(out.double().numpy(), "norm")
     assert p > 1e-4, statistic
 
 
 def test_every_order_of_four_rows_is_as_likely():
     """120,000 permutations of 4 rows: chi squared of 23 degrees; p below 1e-4 once in 10,000."""
-    rows = torch.empty(120_000, 4, dtype=torch.int64)
+    rows = torch.empty(120_000, 4, dtype=torch.int32)
     for index, row in enumerate(rows):
-        fill_permutation(Stream(5, 0, 2), index, row)
-    codes = rows @ torch.tensor([64, 16, 4, 1])
+        fill_permutations(Streams.of(5, [0], 2), index, row[None])
+    codes = rows.long() @ torch.tensor([64, 16, 4, 1])
     _, counts = codes.unique(return_counts=True)
     assert len(counts) == 24
     assert p_of_chi_square(counts.double()) > 1e-4
