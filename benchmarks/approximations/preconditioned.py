@@ -1,6 +1,8 @@
-"""Steps to the mode of a network in the coordinates of a fit: the log joint after some steps of
-Adam on all rows, for its best learning rate, and the time of a step, over Adam's on the weights'
-own scales.  `python benchmarks/approximations/preconditioned.py`"""
+"""Steps to the mode of a network in the coordinates of a fit.
+
+It prints the log joint after some steps of Adam on all rows, for its best learning rate (in
+brackets): `python benchmarks/approximations/preconditioned.py`.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,6 @@ def compare(seed: int) -> None:
     quiet = {"seed": 0, "progress": False}
     rough = ps.MAP(model).run(data, num_steps=300, **quiet)
     start = dict(rough.get_samples().items())
-    times = {}
     for structure in (None, "diag", "low_rank", "kron"):
         fit = None
         if structure is not None:
@@ -54,12 +55,8 @@ def compare(seed: int) -> None:
             mode = ps.MAP(model, init_strategy=start, **how).run(data, num_steps=LOOKS[-1], **quiet)
             for look in LOOKS:
                 best[look] = max(best[look], (float(mode.trace[0, look - 1]), rate))
-            seconds = mode.fit.attrs["sampling_time"] / LOOKS[-1]
-            times[structure] = min(seconds, times.get(structure, seconds))
         cells = " | ".join(f"{value:.1f} ({rate:g})" for value, rate in best.values())
-        print(
-            f"| {seed} | {structure} | {cells} | {times[structure] / times[None]:.2f} |", flush=True
-        )
+        print(f"| {seed} | {structure} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":
