@@ -28,6 +28,8 @@ from pyro_scale.model.curvature.uses import Gradients, Node, Rows, Use, find_row
 
 #: Numbers of gradients at outputs that are held at once.
 _BLOCK_NUMBERS = 2**23
+#: Exponents of two among which rows are told apart, so that float32 does not overflow.
+_MOST_EXPONENT = 64
 #: Ways of a param into the graph, beyond which it is not followed.
 _MOST_ENTRIES = 64
 
@@ -213,16 +215,23 @@ def to_param(edge: _Edge, leaf: Tensor, values: Tensor) -> Tensor:
 
 
 def _rows_of(nodes: Sequence[Node], outputs: Tensor) -> dict[Node, Rows | None]:
-    """Where the rows of operations' outputs are, by how gradients there go with weights of rows."""
+    """Where the rows of operations' outputs are, by how gradients there go with weights of rows.
+
+    Weights are powers of two, by which all rounding goes, too, so that gradients that are small
+    differences of large numbers do as well.  Those have few exponents, so a row's number is written
+    in several digits.
+    """
     generator = torch.Generator().manual_seed(0)
-    count = len(outputs)
-    weights = (1 + torch.randperm(count, generator=generator)) / count
-    weights = 10 ** (3 * weights).to(outputs)  # neighbours of 4,096 differ by a sixth of a percent
+    left, digits = torch.randperm(len(outputs), generator=generator), list[Tensor]()
+    while not digits or bool(left.any()):
+        digits.append(left % _MOST_EXPONENT)
+        left = left // _MOST_EXPONENT
+    weights = 2.0 ** torch.stack(digits).to(outputs)
     some = (1 + torch.rand(outputs.shape, generator=generator)).to(outputs)
-    found = _gradients(outputs, nodes, torch.stack([some, weights[:, None] * some]))
+    found = _gradients(outputs, nodes, torch.cat([some[None], weights[..., None] * some]))
     return {
-        node: find_rows(plain, weighted, weights)
-        for node, (plain, weighted) in zip(nodes, found, strict=True)
+        node: find_rows(each[0], each[1:], weights)
+        for node, each in zip(nodes, found, strict=True)
     }
 
 

@@ -52,17 +52,17 @@ def find_rows(plain: Tensor, weighted: Tensor, weights: Tensor) -> Rows | None:
 
     Args:
         plain: the gradients of some results of all rows.
-        weighted: those of the results times weights.
-        weights: one a row, [B], all different.
+        weighted: those of the results times weights, `[P, ...]`.
+        weights: of rows, `[P, B]`, by which all are told apart.
     """
-    count, tolerance = len(weights), torch.finfo(plain.dtype).eps ** 0.5
+    count, tolerance = weights.shape[1], torch.finfo(plain.dtype).eps ** 0.5
     axes = [axis for axis, size in enumerate(plain.shape) if size and size % count == 0]
     for axis in sorted(axes, key=lambda axis: plain.shape[axis] != count):
         for outer in (True, False):
             rows = Rows(axis, count, outer)
-            expected = rows.split(plain).flatten(1) * weights[:, None]
-            apart = (rows.split(weighted).flatten(1) - expected).abs().amax(1)
-            if bool((apart <= tolerance * expected.abs().amax(1)).all()):
+            expected = rows.split(plain).flatten(1) * weights[..., None]
+            apart = (rows.split(weighted, 1).flatten(2) - expected).abs().amax(2)
+            if bool((apart <= tolerance * expected.abs().amax(2)).all()):
                 return rows
     return None
 
