@@ -45,6 +45,15 @@ class Rows(NamedTuple):
         places = (axis, axis + 1) if self.outer else (axis + 1, axis)
         return values.unflatten(axis, shape).movedim(places, (lead, lead + 1))
 
+    def times(self, weights: Tensor, values: Tensor) -> Tensor:
+        """Values of the output's shape times weights of the rows, `[C, B]`: `[C, ...]`."""
+        positions = values.shape[self.axis] // self.num_rows
+        each = (
+            weights.repeat_interleave(positions, 1) if self.outer else weights.repeat(1, positions)
+        )
+        others = (1,) * (values.dim() - self.axis - 1)
+        return each.reshape(len(weights), *(1,) * self.axis, -1, *others) * values
+
 
 def find_rows(plain: Tensor, weighted: Tensor, weights: Tensor) -> Rows | None:
     """Where an operation's rows are: in the dimension along which gradients at its output go with
