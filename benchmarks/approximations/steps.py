@@ -3,6 +3,8 @@ columns, batches of 32."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +26,8 @@ ROWS, COLUMNS = 768, 8
 FILTERED_BATCHES, EAGER_BATCHES = 600, 24
 #: Steps over which Adam's lr falls, after which fits no longer move by much: from, to.
 SETTLING, LR, LAST_LR = 3000, 1e-2, 1e-4
+#: Steps after which compiled and eager fits are compared.
+COMPARED = 300
 #: Sds of q at first.
 FIRST_SD = 0.1
 Batch = tuple[Tensor, Tensor]
@@ -165,6 +169,68 @@ def vi_pyro(guide: str, steps: int) -> Callable[[], Timing]:
         seconds = time.perf_counter() - begin
         posterior = made.get_posterior()
         return Timing({"": seconds / steps}, draws=_row(posterior.mean, posterior.variance.sqrt()))
+
+    return timing
+
+
+# ------------------------------------------------------------------ whole runs
+
+
+def falling(method: str, structure: str, lr: str, way: str = "compiled") -> Callable[[], Timing]:
+    """A step of `ps.MAP` or `ps.VI` by the kind of its lr; the fit that is compared is that of 300
+    steps, compiled or eager."""
+    options: dict[str, Any] = {"optimizer": _adam(lr)}
+    if method == "VI":
+        options |= {"structure": structure, "sticking_the_landing": True}
+    made = getattr(ps, method)(logistic_model, compile=way == "compiled", **options)
+    data = _data()
+
+    def run(steps: int) -> Any:
+        settings = {"num_steps": steps, "batch_size": LOGISTIC_BATCH, "progress": False}
+        return made.run(data, seed=0, **settings).fit
+
+    steps = 50_000 if way == "compiled" else COMPARED
+    run(COMPARED)
+
+    def timing() -> Timing:
+        seconds = run(steps).attrs["sampling_time"] / steps
+        fit = run(COMPARED)
+        sd = fit.gaussians[0].variance.sqrt() if fit.gaussians else torch.ones(COLUMNS)
+        return Timing({"": seconds}, draws=_row(fit.centers[0], sd))
+
+    return timing
+
+
+def first_and_later(method: str, structure: str, steps: int) -> Callable[[], Timing]:
+    """Whole runs of `ps.VI` or `ps.EKF`: of an object that has run before, of a new one, and the
+    first one of all, whose code is not compiled yet."""
+    os.environ["PYRO_SCALE_CACHE_DIR"] = tempfile.mkdtemp()
+    settings: dict[str, Any] = {"batch_size": LOGISTIC_BATCH, "seed": 0, "progress": False}
+    if method == "VI":
+        data, options = _data(), {"optimizer": _adam(), "sticking_the_landing": True}
+        settings["num_steps"] = steps
+    else:
+        x, y = logistic_data(steps * LOGISTIC_BATCH, COLUMNS)
+        data, options = (torch.from_numpy(x), torch.from_numpy(y)), {"num_data": len(x)}
+
+    def new() -> Any:
+        return getattr(ps, method)(logistic_model, structure=structure, compile=True, **options)
+
+    def seconds(method: Any) -> float:
+        begin = time.perf_counter()
+        method.run(data, **settings)
+        return time.perf_counter() - begin
+
+    earlier = new()
+    first = seconds(earlier)
+    of_first = earlier.fit.gaussians[0]
+
+    def timing() -> Timing:
+        of_new, again = seconds(new()), seconds(earlier)
+        found = earlier.fit.gaussians[0]
+        apart = (found.mean - of_first.mean).abs().max() / of_first.variance.sqrt().min()
+        timed = {"": again, "a new object": of_new, "the first of all": first}
+        return Timing(timed, draws=np.array([[float(apart)]]))
 
     return timing
 

@@ -84,19 +84,26 @@ class Dense(OfTensors):
         return cls(mean, torch.linalg.cholesky(covariance))
 
     @classmethod
-    def of_precision(cls, mean: Tensor, precision: Tensor) -> Dense:
+    def of_precision(cls, mean: Tensor, precision: Tensor, overwrite: bool = False) -> Dense:
         """From a precision matrix, [D, D].
 
         Backwards in both directions, a Cholesky factor of the precision is the transpose of one of
         the covariance's inverse: no more than one factor and one triangular solve, each in its own
-        memory, so that there are three matrices at once with the one that is given.
+        memory, so that there are three matrices at once with the one that is given; two where its
+        memory may be taken.
+
+        Args:
+            mean: [D].
+            precision: [D, D].
+            overwrite: whether the precision is not needed any more.
 
         Raises:
-            torch.linalg.LinAlgError: it is not positive definite.
+            torch.linalg.LinAlgError: it is not positive definite; then it is as it was.
         """
         backwards = precision.flip(-2, -1).mT  # by column, as LAPACK has it
         torch.linalg.cholesky(backwards, out=backwards)
-        inverse = torch.eye(len(mean), dtype=mean.dtype, device=mean.device).mT
+        inverse = (precision.zero_() if overwrite else torch.zeros_like(precision)).mT
+        inverse.diagonal().fill_(1)
         torch.linalg.solve_triangular(backwards, inverse, upper=False, out=inverse)
         del backwards
         return cls(mean, inverse.flip(-2, -1).mT)

@@ -122,7 +122,7 @@ def _with_hessian(
 def gaussian_at(
     density: FullDataDensity, position: Tensor, sites: Sequence[str], precision: Tensor
 ) -> Gaussian:
-    """The Gaussian over some sites of this precision, [d, d] or [d].
+    """The Gaussian over some sites of this precision, [d, d], whose memory it takes, or [d].
 
     Raises:
         ModelError: it is not positive definite; it names the site.
@@ -134,7 +134,7 @@ def gaussian_at(
             return Diagonal.of_precision(mean, precision)
         raise indefinite(density, int(places[precision.argmin()]), float(precision.min()))
     try:
-        return Dense.of_precision(mean, precision)
+        return Dense.of_precision(mean, precision, overwrite=True)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         values, vectors = torch.linalg.eigh(precision)
         worst = int(places[vectors[:, 0].abs().argmax()])

@@ -26,8 +26,8 @@ def check_transition_sd(given: object) -> None:
         argument = "transition_sd" if site is None else f"transition_sd['{site}']"
         kinds = "a number" if site is None else "a number or a tensor of them"
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_number = is_number or (site is not None and isinstance(value, Tensor))
-        if not is_number or not _is_sd(torch.as_tensor(value)):
+        is_tensor = site is not None and isinstance(value, Tensor) and value.dtype != torch.bool
+        if not (is_number or is_tensor) or not _is_sd(torch.as_tensor(value)):
             raise ArgumentError(f"{argument}={value!r}: pass {kinds} >= 0")
 
 

@@ -184,7 +184,7 @@ class Laplace(Approximation):
             opened = open_data(data, batch_size, self._num_data, module_device(self.model))
             log_posterior = as_log_posterior(self.model, opened.num_data)
             starts = self._starts(num_chains, seed)
-            problem = prepare(
+            problem = self._understand(
                 log_posterior, opened, Hyperparameters(), starts, num_chains, seed, mode is None
             )
             self._check_same(problem, ranks)

@@ -22,14 +22,16 @@ from pyro_scale.diagnostics.summary import summary
 from pyro_scale.errors import ArgumentError, NotRunError, PyroScaleWarning
 from pyro_scale.infer.call_checks import ATTRIBUTES, check_calls
 from pyro_scale.infer.sharded import WHOLE_NOWHERE, predict_sharded
+from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior import export, predictive, result_files
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.reductions import Reduce
 from pyro_scale.posterior.serialization import contents_of, result_of, understood
 from pyro_scale.rng.seeds import choose_seed
-from pyro_scale.run.problem import module_device
+from pyro_scale.run.problem import Problem, module_device, prepare
 from pyro_scale.run.single_step import Stepping
+from pyro_scale.run.understood import Understood
 from pyro_scale.storage import files
 
 #: Bytes of pointwise log likelihood that `to_arviz` computes without being asked.
@@ -60,6 +62,8 @@ class Method:
 
     #: Arguments that others have and this method has not -> what there is here.
     elsewhere: ClassVar[Mapping[str, str]] = {}
+    #: What the last run understood of the model, for the next one.
+    _understood: Understood | None = None
     #: What single steps go on from, where a method takes them.
     _stepping: Stepping | None = None
     #: What there is instead where the model's network is sharded over processes.
@@ -479,6 +483,23 @@ class Method:
         return data.first()
 
     # ------------------------------------------------------------------ inside
+
+    def _understand(
+        self,
+        log_posterior: LogPosterior,
+        data: Data,
+        kernel: Hyperparameters,
+        starts: Any,
+        num_chains: int,
+        seed: int,
+        must_be_usable: bool = True,
+    ) -> Problem:
+        """The model on the data, after the preflight or with what the last run knows of it;
+        arguments as for `prepare`."""
+        how = kernel, starts, num_chains, seed, must_be_usable
+        problem = prepare(log_posterior, data, *how, earlier=self._understood)
+        self._understood = problem.understood or Understood.of(problem.log_posterior, data)
+        return problem
 
     def _starts(self, num_chains: int, seed: int) -> Any:
         """The init strategy, a fit's draws among them."""

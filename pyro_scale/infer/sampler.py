@@ -58,13 +58,11 @@ from pyro_scale.run.problem import (
     check_can_adjust,
     check_rows_can_be_shared,
     module_device,
-    prepare,
 )
 from pyro_scale.run.resume import Journal, digest_of, identity_of
 from pyro_scale.run.run import RunPlan, Trajectory
 from pyro_scale.run.shared_starts import check_superchains, with_shared_starts
 from pyro_scale.run.single_step import Stepping, batch_as_data
-from pyro_scale.run.understood import Understood
 from pyro_scale.storage.files import FilePath
 from pyro_scale.tuning.adjust import acceptance_rate
 from pyro_scale.tuning.batches import prepare_in_batches
@@ -743,13 +741,7 @@ class Sampler(Method):
     def _prepare(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Problem:
         log_posterior = as_log_posterior(self.model, num_data)
         starts = self._starts(num_chains, seed)
-        earlier = None if self._plan is None else self._plan.problem.understood
-        how = self.kernel, starts, num_chains, seed
-        problem = prepare(log_posterior, data, *how, earlier=earlier)
-        if problem.understood is not None:
-            return problem
-        understood = Understood.of(problem.log_posterior, data)
-        return dataclasses.replace(problem, understood=understood)
+        return self._understand(log_posterior, data, self.kernel, starts, num_chains, seed)
 
     def _attrs(self) -> dict[str, Any]:
         hyperparameters = {

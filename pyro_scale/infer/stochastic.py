@@ -36,7 +36,6 @@ from pyro_scale.run.problem import (
     as_log_posterior,
     check_rows_can_be_shared,
     module_device,
-    prepare,
 )
 from pyro_scale.run.resume import digest_of, identity_of
 from pyro_scale.run.single_step import Stepping, batch_as_data
@@ -279,7 +278,7 @@ class Optimized(Approximation):
     def _prepare(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Problem:
         log_posterior = self._target(as_log_posterior(self.model, num_data))
         starts = self._starts(num_chains, seed)
-        problem = prepare(log_posterior, data, self.kernel, starts, num_chains, seed)
+        problem = self._understand(log_posterior, data, self.kernel, starts, num_chains, seed)
         self._check(problem)
         if self._preconditioner is not None:
             problem = whitened_by(problem, self._preconditioner)

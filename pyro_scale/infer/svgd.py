@@ -30,7 +30,7 @@ from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.draws import Result
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.frozen_features import with_frozen_features
-from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
+from pyro_scale.run.problem import Problem, as_log_posterior, module_device
 from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.tuning.early_stopping import has_converged, still_rises
 
@@ -249,7 +249,8 @@ class SVGD(Method):
     def _prepare(self, data: Data, seed: int) -> Problem:
         log_posterior = as_log_posterior(self.model, data.num_data)
         starts = self._starts(self.num_particles, seed)
-        problem = prepare(log_posterior, data, self.kernel, starts, self.num_particles, seed)
+        how = self.kernel, starts, self.num_particles, seed
+        problem = self._understand(log_posterior, data, *how)
         latents = problem.positions[:, : problem.engine.num_latents]
         if len(torch.unique(latents, dim=0)) < self.num_particles:
             raise ArgumentError(

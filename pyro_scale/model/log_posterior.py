@@ -217,7 +217,7 @@ class LogPosterior:
         with own_generator(derived_seed(seed, chain, Purpose.INIT, attempt)):
             sites = draw_latents(self._program, arguments, init).sites
         check_starts(sites, chain)
-        return _unconstrained(sites)
+        return unconstrained_values(sites)
 
     def prior_draws(self, arguments: Arguments, count: int, seed: int) -> dict[str, Tensor]:
         """Unconstrained draws of the latents from their priors, `[count, ...]`."""
@@ -256,7 +256,7 @@ class LogPosterior:
             known = self.model_info.sites
             sites = {n: replace(known[n], unconstrained=values[n]) for n in self.latents}
             check_starts(sites)
-            params = _unconstrained(sites)
+            params = unconstrained_values(sites)
         else:  # a support may depend on another site's value
             params = self.start(self.model_info.example, seed=0, values=values)
         for name, point in self.points.items():
@@ -334,7 +334,7 @@ class LogPosterior:
                 if self._model_info is None:  # of another thread
                     info = self._preflight(self._program, arguments, init, self._num_data)
                     self._model_info = info
-                    return None if attempt else _unconstrained(info.sites)
+                    return None if attempt else unconstrained_values(info.sites)
         return None
 
     def renew(self, num_data: int | None) -> LogPosterior:
@@ -486,7 +486,7 @@ class LogPosterior:
         return self.num_data if count is None else count
 
 
-def _unconstrained(sites: Mapping[str, Site]) -> dict[str, Tensor]:
+def unconstrained_values(sites: Mapping[str, Site]) -> dict[str, Tensor]:
     """The latents' unconstrained values in a run, as tensors of their own."""
     return {
         site.name: site.unconstrained.detach().clone()

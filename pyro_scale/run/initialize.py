@@ -17,7 +17,12 @@ from pyro_scale.data.batches import Batch
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.kernels import Hyperparameters
-from pyro_scale.model.log_posterior import MOST_STARTS, LogPosterior, Params
+from pyro_scale.model.log_posterior import (
+    MOST_STARTS,
+    LogPosterior,
+    Params,
+    unconstrained_values,
+)
 from pyro_scale.model.preflight import InitFunction
 
 
@@ -58,8 +63,11 @@ def initialize(
     def draw(chain: int, attempt: int) -> dict[str, Tensor]:
         return log_posterior.start(first, seed, chain, inits[chain], attempt=attempt)
 
-    first_start = dict(drawn) if drawn is not None else draw(0, 0)
-    starts = [first_start, *(draw(chain, 0) for chain in range(1, len(inits)))]
+    if must_be_usable:
+        first_start = dict(drawn) if drawn is not None else draw(0, 0)
+        starts = [first_start, *(draw(chain, 0) for chain in range(1, len(inits)))]
+    else:
+        starts = [unconstrained_values(log_posterior.model_info.sites)] * len(inits)
     layout, num_latents = Layout.of(starts[0] | params), Layout.of(starts[0]).size
     positions = torch.stack([layout.flatten(start | params) for start in starts])
     engine = Engine(with_all_sites(kernel, layout), log_posterior, layout, num_latents)

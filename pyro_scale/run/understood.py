@@ -49,7 +49,10 @@ class Understood:
         """
         asked = _asked(log_posterior.given_num_data, data)
         seen = None if asked is None else _seen(log_posterior, data.first())
-        return None if seen is None else cls(log_posterior, asked, seen)
+        if seen is None:
+            return None
+        kept = pytree.tree_map_only(Tensor, torch.clone, seen)  # which the user may write to
+        return cls(log_posterior, asked, kept)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy has other tensors
@@ -77,18 +80,17 @@ def _asked(num_data: int | None, data: Data) -> Any:
 
 
 def _seen(log_posterior: LogPosterior, arguments: Arguments) -> Any:
-    """What a run of the model shows of it, in tensors of its own; None where it fails."""
+    """What a run of the model shows of it; None where it fails."""
     try:
         run = log_posterior.run_as_first(arguments)
         terms = terms_of(run.sites)
     except Exception:  # understanding the model anew will say it
         return None
-    seen = (
+    return (
         [(name, term.log_prob, term.scale, term.plates) for name, term in terms.items()],
         [_facts(site) for site in run.sites.values()],
         [_facts_of_point(point) for point in run.points.values()],
     )
-    return pytree.tree_map_only(Tensor, torch.clone, seen)  # which the user may write to
 
 
 def _facts(site: Site) -> Any:
@@ -106,12 +108,8 @@ def _facts_of_point(point: Point) -> Any:
 
 def _are_same(one: Any, other: Any) -> bool:
     """Whether two nested lists are, tensors to the bit."""
-    ones, structure = pytree.tree_flatten(one)
-    others, same = pytree.tree_flatten(other)
-    return structure == same and all(map(_is_same, ones, others))
-
-
-def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_are_same, one, other))
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return type(one) is type(other) and bool(one == other)
     return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)

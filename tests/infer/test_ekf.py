@@ -678,6 +678,7 @@ def test_a_joint_density_is_refused():
         {"transition_sd": -0.1},
         {"transition_sd": math.nan},
         {"transition_sd": True},
+        {"transition_sd": {"w": True}},
         {"init_strategy": 3},
     ],
     ids=str,

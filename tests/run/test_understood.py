@@ -94,6 +94,24 @@ def test_what_is_known_serves_again(understood):
         assert understood == ["understand", "check_batches"]
 
 
+def test_what_is_known_serves_laplace_again(understood):
+    """At a mode that is given, another one, and where the model has changed."""
+    model, rows = Regression(), data()
+    fit = ps.Laplace(model, structure="diag")
+    for w, calls in ((double(1, 0), 1), (double(0, 1), 0)):
+        understood.clear()
+        fit.run(rows, mode={"w": w}, seed=0, progress=False)
+        assert understood == ["understand"] * calls
+        new = ps.Laplace(model, structure="diag")
+        new.run(rows, mode={"w": w}, seed=0, progress=False)
+        assert torch.equal(fit.fit.gaussians[0].sd, new.fit.gaussians[0].sd)
+        assert fit.fit.attrs["log_evidence"] == new.fit.attrs["log_evidence"]
+    understood.clear()
+    model.sd = 0.5
+    fit.run(rows, mode={"w": double(0, 1)}, seed=0, progress=False)
+    assert understood == ["understand"]
+
+
 CHANGES = {
     "a number": lambda model, x, y: setattr(model, "sd", 0.3 * (1 + 1e-9)),
     "a tensor": lambda model, x, y: setattr(model, "loc", double(0, 1e-9)),

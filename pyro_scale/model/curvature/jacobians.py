@@ -16,7 +16,7 @@ from pyro_scale.model.derivatives import row_gradients
 from pyro_scale.model.log_posterior import LogPosterior, Params
 
 #: Numbers of a block of Jacobians.
-_BLOCK_NUMBERS = 2**21
+_BLOCK_NUMBERS = 2**20
 #: Rows that are differentiated together, which takes as many backward passes through all of them.
 _TOGETHER = 64
 

@@ -96,12 +96,15 @@ def _leaves(params: Params) -> dict[str, Tensor]:
 
 def _slope(log_prior: Tensor, leaves: Params) -> Tensor:
     """The gradient of the log prior with its history, [D]."""
-    with torch.enable_grad():  # so that a flat or linear prior has derivatives, too
-        nothing = sum((0 * leaf.square().sum() for leaf in leaves.values()), torch.zeros(()))
+    layout = Layout.of(leaves)
+    with torch.enable_grad():
+        nothing = 0 * layout.flatten(leaves)  # so that a flat or linear prior has derivatives, too
+        if not log_prior.requires_grad:
+            return nothing
         slopes = torch.autograd.grad(
-            log_prior + nothing.to(log_prior), list(leaves.values()), create_graph=True
+            log_prior, list(leaves.values()), create_graph=True, materialize_grads=True
         )
-        return Layout.of(leaves).flatten(dict(zip(leaves, slopes, strict=True)))
+        return layout.flatten(dict(zip(leaves, slopes, strict=True))) + nothing
 
 
 def _product(slope: Tensor, leaves: Params, vector: Tensor) -> Tensor:

@@ -28,6 +28,8 @@ from pyro_scale.model.curvature.uses import Gradients, Node, Rows, Use, find_row
 
 #: Numbers of gradients at outputs that are held at once.
 _BLOCK_NUMBERS = 2**23
+#: Exponents of two among which rows are told apart, so that float32 does not overflow.
+_MOST_EXPONENT = 64
 #: Ways of a param into the graph, beyond which it is not followed.
 _MOST_ENTRIES = 64
 
@@ -63,11 +65,15 @@ class RowWise:
     Attributes:
         outputs: of each row, `[B, K]`, with their graph.
         entries: of the params whose every way into the graph is known.
+        leaves: the params.
+        slopes: where rows have a single output, its gradients at operations' outputs, of all rows,
+            and where the rows are: those of any results are multiples of them.
     """
 
     outputs: Tensor
     entries: Mapping[str, tuple[Entry, ...]]
     leaves: Mapping[str, Tensor] = field(repr=False)
+    slopes: Mapping[Node, tuple[Tensor, Rows]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, outputs: Tensor, leaves: Mapping[str, Tensor]) -> RowWise:
@@ -86,7 +92,7 @@ class RowWise:
         }
         asked = {node for nodes in followed.values() for node in nodes}
         uses = [node for node in asked if has_rows_to_find(node) and not _is_of_params(node)]
-        rows = _rows_of(uses, outputs)
+        plain, rows = _rows_of(uses, outputs)
         entries = {}
         for name, leaf in leaves.items():
             root = roots.get(id(leaf))
@@ -95,7 +101,10 @@ class RowWise:
             own = () if root is None else _entries((root, 0), leaf, takers, rows)
             if own is not None:
                 entries[name] = tuple(own)
-        return cls(outputs, entries, leaves)
+        if outputs.shape[1] > 1:
+            return cls(outputs, entries, leaves)
+        slopes = {node: (plain[node], found) for node, found in rows.items() if found is not None}
+        return cls(outputs, entries, leaves, slopes)
 
     def squares(
         self, columns: Callable[[int, int], Tensor], count: int, keep: slice
@@ -131,7 +140,11 @@ class RowWise:
         kept[keep] = 1
         for start in range(0, count, size):
             seeds = columns(start, min(start + size, count)).to(self.outputs) * kept
-            found = _gradients(self.outputs, nodes, seeds)
+            if self.slopes:
+                places = [self.slopes[node] for node in nodes]
+                found: Sequence[Tensor] = [rows.times(seeds[..., 0], each) for each, rows in places]
+            else:
+                found = _gradients(self.outputs, nodes, seeds)
             yield {node: Gradients(each) for node, each in zip(nodes, found, strict=True)}
 
 
@@ -227,18 +240,29 @@ def to_param(edge: _Edge, leaf: Tensor, values: Tensor) -> Tensor:
     return found
 
 
-def _rows_of(nodes: Sequence[Node], outputs: Tensor) -> dict[Node, Rows | None]:
-    """Where the rows of operations' outputs are, by how gradients there go with weights of rows."""
+def _rows_of(
+    nodes: Sequence[Node], outputs: Tensor
+) -> tuple[dict[Node, Tensor], dict[Node, Rows | None]]:
+    """(The gradients of some results at operations' outputs, of the outputs themselves where a row
+    has one; where the rows are, by how gradients there go with weights of rows).
+
+    Weights are powers of two, by which all rounding goes, too, so that gradients that are small
+    differences of large numbers do as well.  Those have few exponents, so a row's number is written
+    in several digits.
+    """
     generator = torch.Generator().manual_seed(0)
-    count = len(outputs)
-    weights = (1 + torch.randperm(count, generator=generator)) / count
-    weights = 10 ** (3 * weights).to(outputs)  # neighbours of 4,096 differ by a sixth of a percent
-    some = (1 + torch.rand(outputs.shape, generator=generator)).to(outputs)
-    found = _gradients(outputs, nodes, torch.stack([some, weights[:, None] * some]))
-    return {
-        node: find_rows(plain, weighted, weights)
-        for node, (plain, weighted) in zip(nodes, found, strict=True)
-    }
+    left, digits = torch.randperm(len(outputs), generator=generator), list[Tensor]()
+    while not digits or bool(left.any()):
+        digits.append(left % _MOST_EXPONENT)
+        left = left // _MOST_EXPONENT
+    weights = 2.0 ** torch.stack(digits).to(outputs)
+    some = torch.ones_like(outputs)
+    if outputs.shape[1] > 1:  # so that nothing cancels
+        some += torch.rand(outputs.shape, generator=generator).to(outputs)
+    found = _gradients(outputs, nodes, torch.cat([some[None], weights[..., None] * some]))
+    plain = {node: each[0] for node, each in zip(nodes, found, strict=True)}
+    pairs = zip(nodes, found, strict=True)
+    return plain, {node: find_rows(each[0], each[1:], weights) for node, each in pairs}
 
 
 def _is_of_params(node: Node) -> bool:

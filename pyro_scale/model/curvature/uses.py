@@ -45,6 +45,15 @@ class Rows(NamedTuple):
         places = (axis, axis + 1) if self.outer else (axis + 1, axis)
         return values.unflatten(axis, shape).movedim(places, (lead, lead + 1))
 
+    def times(self, weights: Tensor, values: Tensor) -> Tensor:
+        """Values of the output's shape times weights of the rows, `[C, B]`: `[C, ...]`."""
+        positions = values.shape[self.axis] // self.num_rows
+        each = (
+            weights.repeat_interleave(positions, 1) if self.outer else weights.repeat(1, positions)
+        )
+        others = (1,) * (values.dim() - self.axis - 1)
+        return each.reshape(len(weights), *(1,) * self.axis, -1, *others) * values
+
 
 def find_rows(plain: Tensor, weighted: Tensor, weights: Tensor) -> Rows | None:
     """Where an operation's rows are: in the dimension along which gradients at its output go with
@@ -52,17 +61,17 @@ def find_rows(plain: Tensor, weighted: Tensor, weights: Tensor) -> Rows | None:
 
     Args:
         plain: the gradients of some results of all rows.
-        weighted: those of the results times weights.
-        weights: one a row, [B], all different.
+        weighted: those of the results times weights, `[P, ...]`.
+        weights: of rows, `[P, B]`, by which all are told apart.
     """
-    count, tolerance = len(weights), torch.finfo(plain.dtype).eps ** 0.5
+    count, tolerance = weights.shape[1], torch.finfo(plain.dtype).eps ** 0.5
     axes = [axis for axis, size in enumerate(plain.shape) if size and size % count == 0]
     for axis in sorted(axes, key=lambda axis: plain.shape[axis] != count):
         for outer in (True, False):
             rows = Rows(axis, count, outer)
-            expected = rows.split(plain).flatten(1) * weights[:, None]
-            apart = (rows.split(weighted).flatten(1) - expected).abs().amax(1)
-            if bool((apart <= tolerance * expected.abs().amax(1)).all()):
+            expected = rows.split(plain).flatten(1) * weights[..., None]
+            apart = (rows.split(weighted, 1).flatten(2) - expected).abs().amax(2)
+            if bool((apart <= tolerance * expected.abs().amax(2)).all()):
                 return rows
     return None
 

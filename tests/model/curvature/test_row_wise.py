@@ -178,6 +178,21 @@ def test_a_unit_that_is_dead_does_not_hide_where_rows_are():
             assert torch.equal(own, rows.square().sum(0))
 
 
+def test_rounding_does_not_hide_where_rows_are():
+    """Rows that a classifier is sure of have gradients that are small differences of large
+    numbers."""
+    x, w = 4 * normals(300, 5, seed=1).float(), normals(6, 5, seed=2).float().requires_grad_()
+    v = normals(3, 6, seed=3).float().requires_grad_()
+    logits = F.linear(F.linear(x, w).tanh(), 4 * v)
+    of_rows = F.log_softmax(logits, 1).gather(1, logits.argmax(1, keepdim=True))
+    found = RowWise.of(of_rows, {"w": w, "v": v}).squares(
+        lambda a, b: torch.ones(b - a, len(x), 1), 1, slice(None)
+    )
+    each = [torch.autograd.grad(row, (w, v), retain_graph=True) for row in of_rows[:, 0]]
+    for own, rows in zip((found["w"], found["v"]), zip(*each, strict=True), strict=True):
+        assert torch.allclose(own, torch.stack(rows).square().sum(0), rtol=1e-4, atol=1e-7)
+
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
