@@ -184,7 +184,7 @@ MANY_CHAINS = Suite(
             "against BlackJAX, the better form",
             OURS,
             ("BlackJAX, vmap in scan", "BlackJAX, scan in vmap"),
-            1.3,
+            1.5,
         ),
     ),
 )
