@@ -187,14 +187,14 @@ class KroneckerWhitening(_OfTensors):
         scale: the sd along each of the bases' pairs, or of an element by itself, [d].
         order: the places of the matrices' elements, one matrix after another, then of those that
             are in none, [d].
-        ranks: the inverse of that order, [d].
+        inverse: of that order, [d].
         bases: of each matrix.
     """
 
     center: Tensor
     scale: Tensor
     order: Tensor
-    ranks: Tensor
+    inverse: Tensor
     bases: tuple[Bases, ...]
 
     @classmethod
@@ -213,13 +213,13 @@ class KroneckerWhitening(_OfTensors):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         bases = (basis for pair in self.bases for basis in pair)
-        return (self.center, self.scale, self.order, self.ranks, *bases)
+        return (self.center, self.scale, self.order, self.inverse, *bases)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
-        center, scale, order, ranks, *bases = tensors
+        center, scale, order, inverse, *bases = tensors
         pairs = zip(bases[::2], bases[1::2], strict=True)
         return dataclasses.replace(
-            self, center=center, scale=scale, order=order, ranks=ranks, bases=tuple(pairs)
+            self, center=center, scale=scale, order=order, inverse=inverse, bases=tuple(pairs)
         )
 
     def to_params(self, whitened: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ class KroneckerWhitening(_OfTensors):
             size = len(left) * len(right)
             parts.append(_times_both(left, right, ordered[..., start : start + size]))
             start += size
-        return torch.cat([*parts, ordered[..., start:]], -1)[..., self.ranks]
+        return torch.cat([*parts, ordered[..., start:]], -1)[..., self.inverse]
 
 
 def whiten(gaussian: Gaussian, num_data: int, like: Tensor) -> Whitening:

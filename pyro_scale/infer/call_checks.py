@@ -48,7 +48,7 @@ ELSEWHERE = {
 ATTRIBUTES = {
     "setup": "{name} is no kernel of pyro.infer.MCMC but runs by itself: "
     "ps.{name}(model, ...).run(data, num_samples=..., num_chains=...)",
-    "report": "{name} chooses nothing to report: summary() and diagnostics() say what it is worth",
+    "report": "{name} chooses nothing to report: summary() has what it found",
     "step": "{name} takes no steps of its own: call run(data, ...)",
     "psis": "{name} gives draws and no density, so there are no importance weights: psis() is of "
     "VI, IVON, Laplace and EKF",

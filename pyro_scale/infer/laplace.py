@@ -71,7 +71,7 @@ class Laplace(Approximation):
         sites: which sites get a Gaussian, such as a network's last layer; the others stay at the
             mode.  All by default.
         temperature: multiplies the covariance.
-        rank: how many directions `"low_rank"` has.
+        rank: how many directions `"low_rank"` has; 20 by default.
         init_strategy: where the search for the mode starts.
         num_data: N, which overrides what the data say.
 
@@ -107,7 +107,7 @@ class Laplace(Approximation):
         curvature: CurvatureKind = "ggn",
         sites: Sequence[str] | None = None,
         temperature: float = 1.0,
-        rank: int = 20,
+        rank: int | None = None,
         init_strategy: Any = None,
         num_data: int | None = None,
     ):
@@ -124,7 +124,12 @@ class Laplace(Approximation):
             raise ArgumentError(f"sites={sites!r}: pass a list of sites' names")
         self.curvature, self.temperature = curvature, _as_temperature(temperature)
         self._sites = None if sites is None else list(sites)
-        self.rank = as_count("rank", rank)
+        if rank is not None and structure != "low_rank":
+            raise ArgumentError(
+                f"rank={rank!r}: structure={structure!r} has none: pass structure='low_rank', or "
+                "leave rank out"
+            )
+        self.rank = 20 if rank is None else as_count("rank", rank)
 
     @without_vmap_warnings()
     def run(

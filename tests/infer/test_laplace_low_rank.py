@@ -8,6 +8,7 @@ from reference import close, normals
 
 import pyro_scale as ps
 from pyro_scale.core.low_rank import LowRank
+from pyro_scale.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("float64", "store")
 QUIET = {"progress": False, "seed": 0}
@@ -72,3 +73,9 @@ def test_a_fit_is_saved(tmp_path):
     fit.save(tmp_path / "fit")
     again = ps.Laplace.load(tmp_path / "fit", model)
     close(again.fit.gaussians[0].covariance, fit.fit.gaussians[0].covariance, 1e-12)
+
+
+@pytest.mark.parametrize(("structure", "rank"), [("auto", 5), ("dense", 20), ("low_rank", 0)])
+def test_a_rank_that_means_nothing_is_refused(structure, rank):
+    with pytest.raises(ArgumentError, match=f"rank={rank}"):
+        ps.Laplace(model, structure=structure, rank=rank)
