@@ -28,25 +28,6 @@ class Block(NamedTuple):
     right: Tensor
     variances: Tensor
 
-    @classmethod
-    def of_precision(cls, places: Tensor, left: Tensor, right: Tensor, isotropic: Tensor) -> Block:
-        """Of the precision `left x right + isotropic I`, with positive semi-definite factors [m, m]
-        and [n, n]."""
-        (a, left), (b, right) = torch.linalg.eigh(left), torch.linalg.eigh(right)
-        of_pairs = torch.outer(a.clamp(min=0), b.clamp(min=0))
-        return cls(places, left, right, 1 / (of_pairs + isotropic))
-
-    @classmethod
-    def of_vector(cls, places: Tensor, curvature: Tensor, prior: Tensor) -> Block:
-        """Of elements [1, n] or [m, 1] of the precision `curvature + prior`, matrices of which the
-        first is positive semi-definite but for rounding."""
-        lengths, axes = torch.linalg.eigh(curvature.double())
-        sound = (axes * lengths.clamp(min=0)) @ axes.mT
-        lengths, axes = (x.to(prior) for x in torch.linalg.eigh(sound + prior.double()))
-        one = torch.ones(1, 1).to(prior)
-        left, right = (one, axes) if len(places) == 1 else (axes, one)
-        return cls(places, left, right, 1 / lengths.reshape(places.shape))
-
     def stretch(self, values: Tensor, by: Tensor) -> Tensor:
         """Values `[..., m, n]` along the bases' vectors, times numbers [m, n], as they were."""
         return self.left @ (by * (self.left.mT @ values @ self.right)) @ self.right.mT

@@ -70,6 +70,7 @@ class Search:
         held: places of params that stay as they are.
         tuned: places of params that are set by the evidence.
         rank: of a Gaussian of low rank.
+        corrected: whether Kronecker factors have the curvature's own diagonal in their bases.
     """
 
     density: FullDataDensity
@@ -82,6 +83,7 @@ class Search:
     held: Tensor | None = None
     tuned: Tensor | None = None
     rank: int = 20
+    corrected: bool = False
 
     def best(self, start: Tensor) -> Candidate:
         """The nearest candidate, from a position [D]; over what is tuned, that of most evidence.
@@ -155,7 +157,8 @@ class Search:
             value, slope = self.density.grad(center)
             where, how = (self.density, center, self.sites, self.kind), (self.seed, self.num_rows)
             if self.structure == "kron":
-                return value, slope[self._places], kronecker_at(*where, *how)
+                found = kronecker_at(*where, *how, self.corrected)
+                return value, slope[self._places], found
             return value, slope[self._places], low_rank_at(*where, self.rank, *how)
         value, slope, precision = self._expansion(center, self.structure == "dense")
         return value, slope, gaussian_at(self.density, center, self.sites, precision)

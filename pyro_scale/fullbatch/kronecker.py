@@ -3,7 +3,7 @@ et al. 2018)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.precision import curvatures_of, indefinite
 from pyro_scale.model.curvature.ggn import RowKind
-from pyro_scale.model.curvature.kronecker import Factors
+from pyro_scale.model.curvature.kronecker import Basis, Factors
 from pyro_scale.model.curvature.prior_hessian import correlated_sites, prior_precision
 
 #: By how much of itself a prior's precision may differ within a block.
@@ -52,6 +52,7 @@ def kronecker_at(
     kind: RowKind,
     seed: int = 0,
     num_rows: int | None = None,
+    corrected: bool = False,
 ) -> Kronecker:
     """The Gaussian over some sites at a point.
 
@@ -66,6 +67,8 @@ def kronecker_at(
         kind: the curvature of the rows.
         seed: of Monte Carlo.
         num_rows: rows at a time.
+        corrected: whether blocks have the curvature's own diagonal in their bases (EKFAC), which
+            takes a second pass through the rows.
 
     Raises:
         ArgumentError: no site has factors.
@@ -100,7 +103,7 @@ def kronecker_at(
     if not bool((least > 0).all()):
         places = density.layout.places(sites)
         raise indefinite(density, int(places[least.argmin()]), float(least.min()))
-    blocks = []
+    blocks: list[_Block] = []
     correlated = correlated_sites(log_posterior, free, first.arguments, held)
     for name, own in factors.items():
         own_prior = prior[layout.slices()[name]]
@@ -109,14 +112,75 @@ def kronecker_at(
             others = held | {other: value for other, value in free.items() if other != name}
             site = {name: free[name]}
             own_prior = prior_precision(log_posterior, site, first.arguments, others, dense=True)
-        for each in own:
-            block = _block(name, each, own_prior, scale, layout)
-            if not bool((block.variances > 0).all()):
-                place = density.layout.places(sites)[block.places.flatten()[0]]
-                raise indefinite(density, int(place), float(1 / block.variances.min()))
-            blocks.append(block)
+        blocks.extend(_block(name, each, own_prior, scale) for each in own)
+    if corrected:
+        bases = {name: [each.basis for each in blocks if each.site == name] for name in factors}
+        parts = density.of_each(_eigenvalues, position, sites, kind, bases, seed, num_rows)
+        blocks = [
+            each.corrected(scale * torch.stack(of_ranks).sum(0))
+            for each, *of_ranks in zip(blocks, *parts, strict=True)
+        ]
+    for each in blocks:
+        if not bool((each.precision > 0).all()):
+            place = layout.slices()[each.site].start + int(each.basis.places.flatten()[0])
+            place = int(density.layout.places(sites)[place])
+            raise indefinite(density, place, float(each.precision.min()))
     mean = position[density.layout.places(sites)]
-    return Kronecker(mean, tuple(blocks), alone, 1 / precision[alone])
+    found = tuple(each.in_all(layout) for each in blocks)
+    return Kronecker(mean, found, alone, 1 / precision[alone])
+
+
+class _Block(NamedTuple):
+    """A block of a site's elements, in a basis in which its precision is diagonal.
+
+    Attributes:
+        site: its name.
+        basis: with places in the site.
+        curvature: the likelihood's part of the precision, [m, n].
+        prior: the prior's, which broadcasts.
+    """
+
+    site: str
+    basis: Basis
+    curvature: Tensor
+    prior: Tensor
+
+    @property
+    def precision(self) -> Tensor:
+        """[m, n]."""
+        return self.curvature + self.prior
+
+    def corrected(self, curvature: Tensor) -> _Block:
+        """With the curvature's own diagonal in the basis."""
+        return self._replace(curvature=curvature.to(self.curvature))
+
+    def in_all(self, layout: Layout) -> Block:
+        """In a vector of all sites."""
+        places, left, right = self.basis
+        return Block(layout.slices()[self.site].start + places, left, right, 1 / self.precision)
+
+
+def _eigenvalues(
+    density: FullDataDensity,
+    position: Tensor,
+    sites: Sequence[str],
+    kind: RowKind,
+    bases: Mapping[str, Sequence[Basis]],
+    seed: int,
+    num_rows: int | None,
+) -> list[Tensor]:
+    """The diagonals of this rank's rows' curvature in some bases, site after site."""
+    params = density.layout.unflatten(position)
+    free = {name: params.pop(name) for name in sites}
+    held = params | {name: value for name, value in free.items() if name not in bases}
+    own = {name: free[name] for name in bases}
+    total = [each.left.new_zeros(each.places.shape) for of in bases.values() for each in of]
+    for curvature, chunk in curvatures_of(density, kind, seed, num_rows):
+        where = (own, chunk.arguments, bases, chunk.indices, held, chunk.keep)
+        found = curvature.eigenvalues(*where)
+        each = [values for name in bases for values in found[name]]
+        total = [sums + values for sums, values in zip(total, each, strict=True)]
+    return total
 
 
 def _sums(
@@ -153,20 +217,41 @@ def _check_is_vector(name: str, factors: Sequence[Factors]) -> None:
         )
 
 
-def _block(name: str, factors: Factors, prior: Tensor, scale: float, layout: Layout) -> Block:
+def _block(name: str, factors: Factors, prior: Tensor, scale: float) -> _Block:
     """One block, with the prior's precision of the site's elements, [d] or [d, d]."""
     inputs, outputs = scale * factors.mean_inputs.to(prior), factors.outputs.to(prior)
-    where, places = factors.places.flatten(), layout.slices()[name].start + factors.places
-    if prior.dim() == 2:
-        return Block.of_vector(places, torch.kron(inputs, outputs), prior[where][:, where])
-    own, isotropic = prior[where], prior[where].mean()
-    if bool(((own - isotropic).abs() <= _SAME * isotropic.abs()).all()):
-        return Block.of_precision(places, inputs, outputs, isotropic)
-    if 1 in places.shape:
-        return Block.of_vector(places, torch.kron(inputs, outputs), own.diag())
+    where = factors.places.flatten()
+    own = prior[where] if prior.dim() == 1 else prior[where][:, where]
+    if prior.dim() == 1 and _is_same(own):
+        (a, left), (b, right) = torch.linalg.eigh(inputs), torch.linalg.eigh(outputs)
+        curvature = torch.outer(a.clamp(min=0), b.clamp(min=0))
+        return _Block(name, Basis(factors.places, left, right), curvature, own.mean())
+    if 1 in factors.places.shape:
+        return _of_vector(name, factors.places, torch.kron(inputs, outputs), own)
     raise ModelError(
         f"site '{name}': structure='kron' needs one prior scale for all of a weight's elements at "
         f"the mode, and the prior's precision is from {float(own.min()):.3g} to "
         f"{float(own.max()):.3g}: use structure='diag', or give the site a Normal prior of one "
         "scale"
     )
+
+
+def _is_same(precision: Tensor) -> bool:
+    mean = precision.mean()
+    return bool(((precision - mean).abs() <= _SAME * mean.abs()).all())
+
+
+def _of_vector(name: str, places: Tensor, curvature: Tensor, prior: Tensor) -> _Block:
+    """A block of elements [1, n] or [m, 1], whose curvature is positive semi-definite but for
+    rounding, with any prior."""
+    prior = prior.diag() if prior.dim() == 1 else prior
+    lengths, axes = torch.linalg.eigh(curvature.double())
+    sound = (axes * lengths.clamp(min=0)) @ axes.mT
+    _, axes = torch.linalg.eigh(sound + prior.double())
+    of_rows, of_prior = (
+        ((matrix @ axes) * axes).sum(0).reshape(places.shape).to(prior)
+        for matrix in (sound, prior.double())
+    )
+    one, axes = torch.ones(1, 1).to(prior), axes.to(prior)
+    left, right = (one, axes) if len(places) == 1 else (axes, one)
+    return _Block(name, Basis(places, left, right), of_rows, of_prior)

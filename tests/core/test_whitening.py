@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from curvatures import kronecker_block
 from reference import close, normals
 
 from pyro_scale.core.gaussian import Dense, Diagonal
-from pyro_scale.core.kronecker import Block, Kronecker
+from pyro_scale.core.kronecker import Kronecker
 from pyro_scale.core.low_rank import LowRank
 from pyro_scale.core.whitening import (
     DenseWhitening,
@@ -71,8 +72,8 @@ def gaussians():
     places = torch.tensor([[6, 0], [2, 5], [1, 7]])
     left, right, bias = (x @ x.T for x in (normals(n, 5, seed=n).double() for n in (3, 2, 2)))
     blocks = (
-        Block.of_precision(places, left, right, torch.tensor(0.5)),
-        Block.of_precision(torch.tensor([[4, 3]]), left[:1, :1], bias, torch.tensor(2.0)),
+        kronecker_block(places, left, right, torch.tensor(0.5)),
+        kronecker_block(torch.tensor([[4, 3]]), left[:1, :1], bias, torch.tensor(2.0)),
     )
     mean, sd = normals(9, seed=6).double(), normals(9, seed=7).double().exp()
     rows = normals(9, 3, seed=8).double()

@@ -94,6 +94,9 @@ def laplaces():
             network, structure="kron", how={"mode": WEIGHTS, "batch_size": 10}
         ),
         "kron, one row": laplace(network, (X[:1], Y[:1]), structure="kron", how={"mode": WEIGHTS}),
+        "kron, corrected": laplace(
+            network, structure="kron", corrected=True, how={"mode": WEIGHTS, "batch_size": 10}
+        ),
         "low rank": laplace(network, structure="low_rank", rank=3, how={"mode": WEIGHTS}),
         "update": updated(),
     }

@@ -27,6 +27,7 @@ EXACT = [
     "kron",
     "kron, many chunks",
     "kron, one row",
+    "kron, corrected",
     "low rank",
     "update",
 ]

@@ -7,6 +7,7 @@ import torch
 from reference import close, double, normals
 
 import pyro_scale as ps
+from pyro_scale.core.kronecker import Block
 from pyro_scale.core.layout import Layout
 
 TIGHT = 1e-10
@@ -162,3 +163,9 @@ def of_gamma(outputs):
 def of_cells(cells):
     """Of M, with these weights of rows and outputs."""
     return torch.einsum("bi,bj,bk,kl->ikjl", X, X, cells / NOISE**2, torch.eye(3)).reshape(6, 6)
+
+
+def kronecker_block(places, left, right, isotropic):
+    """A block of the precision `left x right + isotropic I`."""
+    (a, left), (b, right) = torch.linalg.eigh(left), torch.linalg.eigh(right)
+    return Block(places, left, right, 1 / (torch.outer(a, b) + isotropic))

@@ -10,7 +10,7 @@ the place of the arguments, and for Monte Carlo the log likelihoods of drawn obs
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
@@ -27,7 +27,7 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.curvature.jacobians import Block, blocks_of
-from pyro_scale.model.curvature.kronecker import Factors, factors_of
+from pyro_scale.model.curvature.kronecker import Basis, Factors, eigenvalues_of, factors_of
 from pyro_scale.model.curvature.observed import Observed, observe
 from pyro_scale.model.curvature.prior_hessian import prior_product
 from pyro_scale.model.curvature.row_wise import CannotRepeat, RowWise
@@ -179,9 +179,7 @@ class Curvature:
         arguments as for `diagonal`.  See `pyro_scale.model.curvature.kronecker`."""
         arguments, held = rows.as_arguments(batch), dict(held or {})
         indices = self._indices(arguments, indices)
-        if rows.count(arguments) == 1 and indices is None:  # what is of params alone looks like a
-            twice = torch.zeros(2, dtype=torch.long, device=rows.device(arguments))  # single row's
-            arguments, keep = rows.take(arguments, twice), slice(0, len(range(*keep.indices(1))))
+        arguments, keep = _two_rows(arguments, keep) if indices is None else (arguments, keep)
         factors: dict[str, list[Factors]] = {}
         run = self.observe(params, arguments, indices, held)
         with suppress(CannotRepeat):
@@ -190,6 +188,26 @@ class Curvature:
         others = {name: value for name, value in params.items() if name not in factors}
         held |= {name: params[name] for name in factors}
         return factors, self.diagonal(others, arguments, indices, held, keep) if others else {}
+
+    def eigenvalues(
+        self,
+        params: Params,
+        batch: Any,
+        bases: Mapping[str, Sequence[Basis]],
+        indices: Tensor | None = None,
+        held: Params | None = None,
+        keep: slice = slice(None),
+    ) -> dict[str, list[Tensor]]:
+        """The diagonal of the curvature in bases of blocks that have Kronecker factors, such as
+        the factors' eigenvectors (EKFAC; George et al. 2018), by site, `[m, n]` for each block;
+        other arguments as for `diagonal`."""
+        arguments = rows.as_arguments(batch)
+        indices = self._indices(arguments, indices)
+        arguments, keep = _two_rows(arguments, keep) if indices is None else (arguments, keep)
+        run = self.observe(params, arguments, indices, held or {})
+        graph = self._graph(run)
+        assert graph is not None  # or there would be no factors
+        return eigenvalues_of(graph, run.columns, run.num_columns, keep, bases)
 
     def natural_gradient(
         self, params: Params, batch: Any, damping: float = 0.0, indices: Tensor | None = None
@@ -282,6 +300,14 @@ class Curvature:
             return observe(
                 self.log_posterior, params, arguments, indices, self.kind, self.num_draws
             )
+
+
+def _two_rows(arguments: rows.Arguments, keep: slice) -> tuple[rows.Arguments, slice]:
+    """A single row twice, of which one counts: what is of params alone looks like one row's."""
+    if rows.count(arguments) != 1:
+        return arguments, keep
+    twice = torch.zeros(2, dtype=torch.long, device=rows.device(arguments))
+    return rows.take(arguments, twice), slice(0, len(range(*keep.indices(1))))
 
 
 def _leaves(params: Params) -> dict[str, Tensor]:

@@ -5,13 +5,17 @@ output, so that the curvature of the weight is the sum of (a a^T) x (g g^T) over
 K-FAC takes the mean of the first times the sum of the second: exact for one row, and wherever the
 two do not vary together, such as in a deep linear network with Gaussian noise.  A weight that each
 row uses at several positions has them all for rows ("expand"; Eschenhagen et al. 2023).
+
+In the basis of the factors' eigenvectors, the curvature's own diagonal is known without a matrix,
+too: the squares of the rows' gradients in it (EKFAC; George et al. 2018).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +25,50 @@ from pyro_scale.model.curvature.uses import Elementwise, Gradients, Product
 
 #: Digits of places, each of which the shortest floats hold.
 _BASE, _DIGITS = 2**7, 5
+
+
+class Part(NamedTuple):
+    """What rows' gradients consist of, in one use of some elements of a param.
+
+    Attributes:
+        places: where they are in the flat param, [m, n].
+        inputs: a, of T positions a row, `[B, T, m]`.
+        outputs: g, of C results a row, `[C, B, T, n]`.
+    """
+
+    places: Tensor
+    inputs: Tensor
+    outputs: Tensor
+
+    @property
+    def factors(self) -> Factors:
+        """Sums over rows, positions and results."""
+        a, g = self.inputs.flatten(0, 1), self.outputs.flatten(0, 2)
+        return Factors(self.places, a.mT @ a, g.mT @ g, len(a))
+
+
+class Basis(NamedTuple):
+    """Of some elements of a param, as a matrix.
+
+    Attributes:
+        places: where they are in the flat param, [m, n].
+        left: orthonormal, [m, m].
+        right: orthonormal, [n, n].
+    """
+
+    places: Tensor
+    left: Tensor
+    right: Tensor
+
+    def squares(self, parts: Sequence[Part]) -> Tensor:
+        """The squares of the rows' gradients in it, added up, [m, n]; a row's gradient is the sum
+        over all uses and positions."""
+        with torch.no_grad():
+            inputs = torch.cat([part.inputs for part in parts], 1)
+            outputs = torch.cat([part.outputs for part in parts], 2)
+            inputs, outputs = inputs @ self.left.to(inputs), outputs @ self.right.to(outputs)
+            product = Product(inputs[None], _as_it_is, len(self.right), _as_it_is)
+            return product.squares(Gradients(outputs[:, None]))[0]
 
 
 @dataclass
@@ -84,11 +132,35 @@ def factors_of(
     for start, found in enumerate(graph.gradients(columns, count, keep)):
         for name, own in of_param.items():
             for entry in own:
-                for each in _of_entry(entry, found[entry.node], graph.leaves[name], keep):
+                for part in _parts(entry, found[entry.node], graph.leaves[name], keep):
+                    each = part.factors
                     if start:  # more results of the same rows
                         each.inputs, each.count = torch.zeros_like(each.inputs), 0
                     each.add_to_each(total[name])
     return {name: found for name, found in total.items() if _covers(found, graph.leaves[name])}
+
+
+def eigenvalues_of(
+    graph: RowWise,
+    columns: Callable[[int, int], Tensor],
+    count: int,
+    keep: slice,
+    bases: Mapping[str, Sequence[Basis]],
+) -> dict[str, list[Tensor]]:
+    """The diagonal of the curvature in bases of its blocks, of some rows; by param, `[m, n]` for
+    each block.  Arguments as for `factors_of`."""
+    own = {name: graph.entries[name] for name in bases}
+    graph = RowWise(graph.outputs, own, graph.leaves)
+    total = {
+        name: [each.left.new_zeros(each.places.shape) for each in bases[name]] for name in bases
+    }
+    for found in graph.gradients(columns, count, keep):
+        for name, entries in own.items():
+            leaf = graph.leaves[name]
+            parts = [part for e in entries for part in _parts(e, found[e.node], leaf, keep)]
+            for basis, sums in zip(bases[name], total[name], strict=True):
+                sums += basis.squares([p for p in parts if torch.equal(p.places, basis.places)])
+    return total
 
 
 def _has_factors(entries: tuple[Entry, ...]) -> bool:
@@ -116,7 +188,7 @@ def _covers(found: list[Factors], leaf: Tensor) -> bool:
     return len(places) == leaf.numel() == len(places.unique()) and int(places.min()) == 0
 
 
-def _of_entry(entry: Entry, gradients: Gradients, leaf: Tensor, keep: slice) -> Iterator[Factors]:
+def _parts(entry: Entry, gradients: Gradients, leaf: Tensor, keep: slice) -> Iterator[Part]:
     """One use's, by group of a grouped product."""
     use, slope = entry.use, _slope(entry)
     assert isinstance(use, Product | Elementwise)
@@ -128,10 +200,12 @@ def _of_entry(entry: Entry, gradients: Gradients, leaf: Tensor, keep: slice) -> 
             outputs, inputs = each[:, :, keep].movedim(1, 0), use.inputs[:, keep]
         else:
             outputs, inputs = each[None, :, keep], each.new_ones(1, *each[0, keep, :, :1].shape)
-        groups = zip(_places(entry, leaf), inputs, outputs, strict=True)
-        for places, of_inputs, of_outputs in groups:
-            a, g = of_inputs.flatten(0, 1).to(dtype), of_outputs.flatten(0, 2).to(dtype)
-            yield Factors(places, a.mT @ a, g.mT @ g, len(a))
+        for places, a, g in zip(_places(entry, leaf), inputs, outputs, strict=True):
+            yield Part(places, a.to(dtype), g.to(dtype))
+
+
+def _as_it_is(values: Tensor) -> Tensor:
+    return values
 
 
 def _places(entry: Entry, leaf: Tensor) -> Tensor:

@@ -7,12 +7,13 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from curvatures import kronecker_block
 from reference import close, normals
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pyro_scale as ps
-from pyro_scale.core.kronecker import Block, Kronecker
+from pyro_scale.core.kronecker import Kronecker
 from pyro_scale.core.layout import Layout
 from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.model.curvature import ggn
@@ -168,11 +169,68 @@ def test_the_gaussian_of_a_fit_in_any_number_of_chunks():
         close(fit.log_marginal_likelihood(), evidence, 1e-9)
 
 
+class Twice(nn.Module):
+    """A weight that is used twice, one of its uses scaled."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(0.5 * normals(4, 4)), nn.Parameter(normals(4))
+
+    def forward(self, x):
+        return (x @ self.weight + self.bias).tanh() @ self.weight[:, :4] * 1.5
+
+
+@pytest.mark.parametrize("network", ["layers", "convolutions", "attention", "twice"])
+def test_corrected_blocks_have_the_curvatures_diagonal_in_their_bases(network):
+    """In any number of chunks, a row's uses and positions summed before they are squared."""
+    make, shape = (NETWORKS | {"twice": (Twice, (4,))})[network]
+    model, weights = model_of(make, HEADS["classes"][0])
+    data = normals(12, *shape, seed=1), HEADS["classes"][1](12)
+    dense = ps.Curvature(ps.LogPosterior(model, num_data=12)).dense(weights, data)
+    dense = dense + torch.eye(len(dense))
+    how = {"mode": weights, **QUIET}
+    plain = ps.Laplace(model, structure="kron").run(data, **how).fit.gaussians[0]
+    for size in (None, 5):
+        fit = ps.Laplace(model, structure="kron", corrected=True)
+        gaussian = fit.run(data, batch_size=size, **how).fit.gaussians[0]
+        assert len(gaussian.blocks) == len(plain.blocks)
+        for block, without in zip(gaussian.blocks, plain.blocks, strict=True):
+            basis, places = torch.kron(block.left, block.right), block.places.flatten()
+            exact = dense[places][:, places]
+            close(1 / block.variances.flatten(), (basis.T @ exact @ basis).diagonal(), 1e-10)
+            if size is None:  # or what no row has is turned by rounding
+                close(block.left, without.left, 1e-12)
+                close(block.right, without.right, 1e-12)
+            far = (gaussian.precision[places][:, places] - exact).norm()
+            assert far <= (plain.precision[places][:, places] - exact).norm() + 1e-10
+
+
+def test_a_vector_is_corrected_with_a_prior_of_several_scales():
+    scales, x, y = torch.tensor([0.5, 1.0, 2.0, 3.0]), normals(9, 4, seed=1), normals(9, seed=2)
+
+    def counts(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(4), scales).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Poisson((x @ w).exp()), obs=y)
+
+    mode = {"w": 0.1 * torch.ones(4)}
+    fit = ps.Laplace(counts, structure="kron", corrected=True)
+    (block,) = fit.run((x, y.abs().round()), mode=mode, **QUIET).fit.gaussians[0].blocks
+    axes = block.left if len(block.left) > 1 else block.right
+    exact = (x * (x @ mode["w"]).exp()[:, None]).T @ x + torch.diag(scales**-2)
+    close(1 / block.variances.flatten(), (axes.T @ exact @ axes).diagonal(), 1e-10)
+
+
+def test_there_must_be_factors_to_correct():
+    with pytest.raises(ArgumentError, match="no factors to correct"):
+        ps.Laplace(model_of(*NETWORKS["layers"][:1], HEADS["classes"][0])[0], corrected=True)
+
+
 def test_the_gaussian_is_its_matrices(tmp_path):
     left, right = normals(3, 5, seed=1), normals(2, 4, seed=2)
     left, right = left @ left.T, right @ right.T
     places = torch.tensor([[4, 0], [2, 5], [1, 7]])
-    block = Block.of_precision(places, left, right, torch.tensor(0.5))
+    block = kronecker_block(places, left, right, torch.tensor(0.5))
     gaussian = Kronecker(
         normals(8, seed=3), (block,), torch.tensor([3, 6]), torch.tensor([2.0, 3.0])
     )
