@@ -62,8 +62,17 @@ def as_precondition(
 
 
 def gaussian_of(asked: Any) -> Gaussian | None:
-    """The Gaussian of a fit of all sites, in float64; None of anything else."""
+    """The Gaussian of a fit of all sites, in float64; None of anything else.
+
+    Raises:
+        ArgumentError: the fit's temperature is 0.
+    """
     fit = getattr(asked, "_fit", None) if isinstance(asked, Method) else None
+    if isinstance(fit, Fit) and fit.gaussians and fit.temperature == 0:
+        raise ArgumentError(
+            "precondition: at temperature 0 the fit has no spread, hence no scales to move in: "
+            "pass fit.at_temperature(1), or a fit at another temperature"
+        )
     if isinstance(fit, Fit) and fit.gaussians and fit.sites == tuple(fit.log_posterior.latents):
         return fit.gaussians[0].double()
     return None

@@ -23,7 +23,7 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
-from pyro_scale.errors import ArgumentError, NotRunError
+from pyro_scale.errors import ArgumentError, CallError, NotRunError
 from pyro_scale.model import derivatives
 from pyro_scale.model.checks import NotFiniteStartError, check_starts
 from pyro_scale.model.function import function_model
@@ -288,13 +288,21 @@ class LogPosterior:
         return next(broken, "?")
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The model's arguments as given by position and name, in one of the two forms."""
+        """The model's arguments as given by position and name, in one of the two forms.
+
+        Raises:
+            CallError: the model takes no such arguments.
+        """
         if not kwargs:
             return args
         if not args:
             return kwargs
-        model = getattr(self.model, "forward", self.model)
-        return dict(inspect.signature(model).bind(*args, **kwargs).arguments)
+        signature = inspect.signature(getattr(self.model, "forward", self.model))
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise CallError(f"the model, which takes {signature}: {error}") from None
+        return dict(bound.arguments)
 
     def write_points(self, values: Params) -> None:
         """Puts constrained values of points into Pyro's param store, or into their modules."""

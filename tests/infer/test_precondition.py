@@ -187,3 +187,10 @@ def test_what_is_no_fit_of_the_model_is_refused():
     fit = ps.Laplace(smaller, structure="diag").run((X[:, :2], Y), **QUIET)
     with pytest.raises(ArgumentError, match="the fit has 1 elements, the model's latent sites"):
         ps.MAP(linear, precondition=fit).run((X, Y), num_steps=1, **QUIET)
+
+
+def test_a_fit_without_spread_has_no_coordinates():
+    cold = ps.Laplace(linear, structure="kron", temperature=0.0).run((X, Y), **QUIET)
+    for method in (ps.MAP, ps.BAOA):
+        with pytest.raises(ArgumentError, match="temperature 0 the fit has no spread"):
+            method(linear, precondition=cold)

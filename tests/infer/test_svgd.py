@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import pyro_scale as ps
 from pyro_scale.data.row_sampler import RowIndices
-from pyro_scale.errors import ArgumentError, ConvergenceWarning, NonFiniteError
+from pyro_scale.errors import ArgumentError, CallError, ConvergenceWarning, NonFiniteError
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -363,6 +363,8 @@ def test_what_cannot_be_is_refused():
         ran(torchopt.sgd(1e9), 200)
     with pytest.raises(ArgumentError, match="pass one of num_steps and num_epochs"):
         ps.SVGD(regression).run((X, Y), **QUIET)
+    with pytest.raises(CallError, match=r"takes \(x, y\): .*'linearized'"):
+        ran(torchopt.sgd(1e-3), 1).predict(X, Y, linearized=True)
     for name, there_is in {
         "num_chains": "num_particles=, of the constructor",
         "mesh": "nothing: one process moves all particles",

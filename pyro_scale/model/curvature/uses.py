@@ -64,14 +64,15 @@ def find_rows(plain: Tensor, weighted: Tensor, weights: Tensor) -> Rows | None:
         weighted: those of the results times weights, `[P, ...]`.
         weights: of rows, `[P, B]`, by which all are told apart.
     """
-    count, tolerance = weights.shape[1], torch.finfo(plain.dtype).eps ** 0.5
+    count, numbers = weights.shape[1], torch.finfo(plain.dtype)
+    rounding = numbers.tiny * weights  # of gradients so small that they have few digits
     axes = [axis for axis, size in enumerate(plain.shape) if size and size % count == 0]
     for axis in sorted(axes, key=lambda axis: plain.shape[axis] != count):
         for outer in (True, False):
             rows = Rows(axis, count, outer)
             expected = rows.split(plain).flatten(1) * weights[..., None]
             apart = (rows.split(weighted, 1).flatten(2) - expected).abs().amax(2)
-            if bool((apart <= tolerance * expected.abs().amax(2)).all()):
+            if bool((apart <= numbers.eps**0.5 * expected.abs().amax(2) + rounding).all()):
                 return rows
     return None
 

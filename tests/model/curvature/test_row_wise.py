@@ -193,6 +193,23 @@ def test_rounding_does_not_hide_where_rows_are():
         assert torch.allclose(own, torch.stack(rows).square().sum(0), rtol=1e-4, atol=1e-7)
 
 
+def test_rows_whose_gradients_have_few_digits_hide_nothing():
+    """Below the least normal number: of a row's class whose chance is 1 to rounding."""
+    x, w = normals(6, 5, seed=1).float(), normals(4, 5, seed=2).float().requires_grad_()
+    v = normals(3, 4, seed=3).float().requires_grad_()
+    far = torch.tensor([88.0, 0.0, 92.0, 0.0, 95.0, 0.0]).float()[:, None] * torch.eye(3)[0].float()
+    logits = F.linear(F.linear(x, w).tanh(), v) + far
+    of_rows = F.log_softmax(logits, 1)[:, :1]
+    least = torch.autograd.grad(of_rows[4], [w], retain_graph=True)[0].abs().max()
+    assert 0 < float(least) < torch.finfo(torch.float32).tiny
+    found = RowWise.of(of_rows, {"w": w, "v": v})
+    assert set(found.entries) == {"w", "v"}
+    squares = found.squares(lambda a, b: torch.ones(b - a, len(x), 1).float(), 1, slice(None))
+    each = [torch.autograd.grad(row, (w, v), retain_graph=True) for row in of_rows[:, 0]]
+    for own, rows in zip((squares["w"], squares["v"]), zip(*each, strict=True), strict=True):
+        assert torch.allclose(own, torch.stack(rows).square().sum(0), rtol=1e-4, atol=1e-7)
+
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
