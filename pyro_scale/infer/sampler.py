@@ -95,11 +95,11 @@ class Sampler(Method):
         precondition: the coordinates that chains move in.  `"auto"` whitens the posterior, by a
             matrix up to 500 dimensions (`"dense"`), by elements and the 48 directions that stand
             out beyond (`"low_rank"`), by Kronecker factors of a network's weights (`"kron"`), or by
-            elements alone (`"diag"`): first by
-            the curvature at the mode, then by what chains see in warm-up.  So lr and friction mean
-            the same on every posterior.  A fit (`Laplace`, `VI`) gives its Gaussian, whose
-            structure the coordinates keep.  None moves
-            parameters themselves, and is what `"auto"` means where lr or mass is a number.
+            elements alone (`"diag"`): first by the curvature at the mode, then by what chains see
+            in windows of warm-up, which come before the run's own steps.  So lr and friction mean
+            the same on every posterior.  A fit (`Laplace`, `VI`) gives its Gaussian to begin with,
+            whose structure the coordinates keep.  None moves parameters themselves, and is what
+            `"auto"` means where lr or mass is a number.
         subtract_noise: whether the injected noise is reduced by the gradient noise of minibatches,
             estimated at the mode; by element, and not below zero.  Batches are then drawn with
             replacement.
