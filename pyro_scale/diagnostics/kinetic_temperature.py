@@ -16,6 +16,7 @@ from torch import Tensor
 from pyro_scale.diagnostics.temperature import Virial
 from pyro_scale.engine.draws import Draws
 from pyro_scale.kernels.gaussian import GaussianChain
+from pyro_scale.kernels.kernel import Kernel
 from pyro_scale.run.measurements import GradientNoise, Kinetic
 from pyro_scale.run.problem import Problem
 
@@ -23,6 +24,8 @@ from pyro_scale.run.problem import Problem
 _FLATTEST = 1e-6
 #: The least part of the temperature that draws are taken to have.
 _COLDEST = 0.1
+#: Elements at a time, for the processor's cache.
+_ELEMENTS = 2**13
 
 
 def kinetic(
@@ -82,6 +85,19 @@ def _expect(problem: Problem, values: Mapping[str, Tensor], precision: Tensor) -
     if kernel.theory is None:
         return torch.full_like(precision, torch.nan)
     values = problem.engine.latent_values(values)
+    blocks = torch.arange(len(precision)).split(_ELEMENTS)
+    parts = [slice(int(block[0]), int(block[-1]) + 1) for block in blocks]
+    return torch.cat([_of_some(kernel, _at(values, part), precision[part]) for part in parts])
+
+
+def _at(values: Mapping[str, Tensor], part: slice) -> dict[str, Tensor]:
+    """Values of some elements, where these differ."""
+    return {name: value[part] if value.dim() else value for name, value in values.items()}
+
+
+def _of_some(kernel: Kernel, values: Mapping[str, Tensor], precision: Tensor) -> Tensor:
+    """The same of some elements."""
+    assert kernel.theory is not None
     settled = kernel.theory.linearize(kernel, values, torch.zeros_like(precision))
     steepness = precision / values["mass"]  # in units where the mass is 1
     steepness = steepness.maximum(_FLATTEST / values["lr"].square() * torch.ones_like(steepness))
