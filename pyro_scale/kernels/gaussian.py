@@ -59,7 +59,7 @@ class GaussianChain:
         still = torch.stack([zero] * kernel.normals)
 
         def moved(state: Any, noise: Tensor, target: _Linear) -> Tensor:
-            return torch.stack(list(kernel.update(state, target, values, noise)[0]), dim=-1)
+            return torch.stack(list(kernel.update(state, target, values, noise)[0]))
 
         alone = _Linear(precision, zero)
         places = range(len(rest))
@@ -71,12 +71,11 @@ class GaussianChain:
             )
             for i in range(kernel.normals)
         ]
-        noise = torch.stack(kicks, dim=-1)
-        return cls(
-            torch.stack(columns, dim=-1),
-            noise @ noise.mT,
-            moved(rest, still, _Linear(precision, one)),
-        )
+        injected = [kick[:, None] * kick for kick in kicks]
+        pushed = moved(rest, still, _Linear(precision, one))
+        # modes last in memory, where each entry of all of them is one vector
+        each = torch.stack(columns, 1), sum(injected[1:], start=injected[0]), pushed
+        return cls(*(entries.movedim(-1, 0) for entries in each))
 
     @property
     def stable(self) -> Tensor:

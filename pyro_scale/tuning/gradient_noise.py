@@ -102,9 +102,12 @@ def takes_single_rows(problem: Problem, position: Tensor, arguments: Arguments) 
     if not (has_batches and is_row_wise(log_posterior) and problem.engine.vectorized):
         return False
     params = problem.engine.layout.unflatten(position)
+
+    def log_lik(arguments: Arguments) -> Tensor:
+        return torch.stack(list(log_posterior.log_likelihood(params, arguments).values())).sum(0)
+
     try:
-        together = log_posterior(params, arguments).log_lik
-        alone = _over_rows(lambda row: log_posterior(params, row).log_lik, arguments)[:, 0]
+        together, alone = log_lik(arguments), _over_rows(log_lik, arguments)[:, 0]
         return torch.allclose(alone, together, rtol=_ROUNDING, atol=_ROUNDING)
     except Exception:  # the model's own, of one row
         return False

@@ -28,6 +28,6 @@ def row_moments(
     squares = curvature.diagonal(among, arguments, held=held, run=run)
     leaves = [run.leaves[name] for name in among]
     with torch.enable_grad():
-        total = run.outputs().sum()
+        total = run.outputs.sum()
     sums = torch.autograd.grad(total, leaves, materialize_grads=True, allow_unused=True)
     return dict(zip(among, sums, strict=True)), squares
