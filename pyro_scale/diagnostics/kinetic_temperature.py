@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyro_scale.diagnostics.temperature import Virial
 from pyro_scale.engine.draws import Draws
+from pyro_scale.engine.step import Engine
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.kernel import Kernel
 from pyro_scale.run.measurements import GradientNoise, Kinetic
@@ -52,10 +53,15 @@ def kinetic(
         return None
     precision = _precision(problem, values, noise, virial)
     if precision is None:
-        return Kinetic(measured, torch.full(measured.shape[-1:], torch.nan, dtype=torch.float64))
-    of_elements = _expect(problem, values, precision)
-    places = [problem.engine.layout.slices()[name] for name in problem.log_posterior.latents]
-    return Kinetic(measured, torch.stack([of_elements[place].mean() for place in places]))
+        unknown = torch.full(measured.shape[-1:], torch.nan, dtype=torch.float64)
+        return Kinetic.of(measured, unknown)
+    engine, latents = problem.engine, problem.log_posterior.latents
+
+    def expect() -> Tensor:
+        of_elements = _expect(engine, values, precision)
+        return torch.stack([of_elements[engine.layout.slices()[name]].mean() for name in latents])
+
+    return Kinetic(measured, expect)
 
 
 def _precision(
@@ -76,15 +82,15 @@ def _precision(
     return square * problem.engine.density.num_data / heat.maximum(_COLDEST * values["temperature"])
 
 
-def _expect(problem: Problem, values: Mapping[str, Tensor], precision: Tensor) -> Tensor:
+def _expect(engine: Engine, values: Mapping[str, Tensor], precision: Tensor) -> Tensor:
     """The momentum's variance over m T / N, `[latents]`, on a Gaussian of such precisions.
 
     To first order in lr^2 L the variance depends on L_ii alone, however elements are correlated.
     """
-    kernel = problem.engine.kernel
+    kernel = engine.kernel
     if kernel.theory is None:
         return torch.full_like(precision, torch.nan)
-    values = problem.engine.latent_values(values)
+    values = engine.latent_values(values)
     blocks = torch.arange(len(precision)).split(_ELEMENTS)
     parts = [slice(int(block[0]), int(block[-1]) + 1) for block in blocks]
     return torch.cat([_of_some(kernel, _at(values, part), precision[part]) for part in parts])
