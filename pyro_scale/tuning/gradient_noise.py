@@ -230,7 +230,7 @@ def gradient_noise(
             pairs = zip(at, own, strict=True)
             each = [_variance_of_rows(density, engine.layout, *pair) for pair in pairs]
             part = _part_of_batches(size, density.num_data, sampling)
-            return (sum(each) * (part / len(at))).cpu()
+            return torch.stack(each).mean(0).mul_(part).cpu()
         parts = []
         for block in torch.arange(len(at)).split(together):
             batches_there = [own[place] for place in block]
