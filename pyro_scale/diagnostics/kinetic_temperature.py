@@ -15,7 +15,9 @@ from torch import Tensor
 
 from pyro_scale.diagnostics.temperature import Virial
 from pyro_scale.engine.draws import Draws
+from pyro_scale.engine.step import Engine
 from pyro_scale.kernels.gaussian import GaussianChain
+from pyro_scale.kernels.kernel import Kernel
 from pyro_scale.run.measurements import GradientNoise, Kinetic
 from pyro_scale.run.problem import Problem
 
@@ -23,6 +25,8 @@ from pyro_scale.run.problem import Problem
 _FLATTEST = 1e-6
 #: The least part of the temperature that draws are taken to have.
 _COLDEST = 0.1
+#: Elements at a time, for the processor's cache.
+_ELEMENTS = 2**13
 
 
 def kinetic(
@@ -49,10 +53,15 @@ def kinetic(
         return None
     precision = _precision(problem, values, noise, virial)
     if precision is None:
-        return Kinetic(measured, torch.full(measured.shape[-1:], torch.nan, dtype=torch.float64))
-    of_elements = _expect(problem, values, precision)
-    places = [problem.engine.layout.slices()[name] for name in problem.log_posterior.latents]
-    return Kinetic(measured, torch.stack([of_elements[place].mean() for place in places]))
+        unknown = torch.full(measured.shape[-1:], torch.nan, dtype=torch.float64)
+        return Kinetic.of(measured, unknown)
+    engine, latents = problem.engine, problem.log_posterior.latents
+
+    def expect() -> Tensor:
+        of_elements = _expect(engine, values, precision)
+        return torch.stack([of_elements[engine.layout.slices()[name]].mean() for name in latents])
+
+    return Kinetic(measured, expect)
 
 
 def _precision(
@@ -73,15 +82,28 @@ def _precision(
     return square * problem.engine.density.num_data / heat.maximum(_COLDEST * values["temperature"])
 
 
-def _expect(problem: Problem, values: Mapping[str, Tensor], precision: Tensor) -> Tensor:
+def _expect(engine: Engine, values: Mapping[str, Tensor], precision: Tensor) -> Tensor:
     """The momentum's variance over m T / N, `[latents]`, on a Gaussian of such precisions.
 
     To first order in lr^2 L the variance depends on L_ii alone, however elements are correlated.
     """
-    kernel = problem.engine.kernel
+    kernel = engine.kernel
     if kernel.theory is None:
         return torch.full_like(precision, torch.nan)
-    values = problem.engine.latent_values(values)
+    values = engine.latent_values(values)
+    blocks = torch.arange(len(precision)).split(_ELEMENTS)
+    parts = [slice(int(block[0]), int(block[-1]) + 1) for block in blocks]
+    return torch.cat([_of_some(kernel, _at(values, part), precision[part]) for part in parts])
+
+
+def _at(values: Mapping[str, Tensor], part: slice) -> dict[str, Tensor]:
+    """Values of some elements, where these differ."""
+    return {name: value[part] if value.dim() else value for name, value in values.items()}
+
+
+def _of_some(kernel: Kernel, values: Mapping[str, Tensor], precision: Tensor) -> Tensor:
+    """The same of some elements."""
+    assert kernel.theory is not None
     settled = kernel.theory.linearize(kernel, values, torch.zeros_like(precision))
     steepness = precision / values["mass"]  # in units where the mass is 1
     steepness = steepness.maximum(_FLATTEST / values["lr"].square() * torch.ones_like(steepness))

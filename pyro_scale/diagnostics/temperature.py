@@ -106,7 +106,7 @@ def virial(
         of_draws = pytree.tree_map(lambda leaf: leaf[alive].flatten(0, 1), taken)
         batch = batches.batch(batches.fixed, of_draws)
         gradient = engine.gradient(draws.to(problem.positions.device), batch).cpu()
-        parts = -(draws - center) * _along(engine, gradient) * engine.density.num_data
+        parts = (center - draws).mul_(_along(engine, gradient)).mul_(engine.density.num_data)
         squares.append(gradient.square().sum(0, dtype=torch.float64))
         steepest = _largest(squares[0], slices) if steepest is None else steepest
         means = [parts[:, place].mean(-1, dtype=torch.float64) for place in slices]

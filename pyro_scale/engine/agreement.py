@@ -89,6 +89,5 @@ def is_close(actual: Tensor, expected: Tensor, part: float, roundings: float) ->
     """Whether they differ by at most a part of the largest that is expected, and so many units of
     rounding."""
     eps = torch.finfo(actual.dtype).eps if actual.is_floating_point() else 0.0
-    actual, expected = actual.double(), expected.double()
     allowed = part * float(expected.abs().nan_to_num().amax()) + roundings * eps
     return torch.allclose(actual, expected, rtol=0, atol=allowed, equal_nan=True)

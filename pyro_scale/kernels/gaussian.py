@@ -59,7 +59,7 @@ class GaussianChain:
         still = torch.stack([zero] * kernel.normals)
 
         def moved(state: Any, noise: Tensor, target: _Linear) -> Tensor:
-            return torch.stack(list(kernel.update(state, target, values, noise)[0]), dim=-1)
+            return torch.stack(list(kernel.update(state, target, values, noise)[0]))
 
         alone = _Linear(precision, zero)
         places = range(len(rest))
@@ -71,16 +71,19 @@ class GaussianChain:
             )
             for i in range(kernel.normals)
         ]
-        noise = torch.stack(kicks, dim=-1)
-        return cls(
-            torch.stack(columns, dim=-1),
-            noise @ noise.mT,
-            moved(rest, still, _Linear(precision, one)),
-        )
+        injected = [kick[:, None] * kick for kick in kicks]
+        pushed = moved(rest, still, _Linear(precision, one))
+        # modes last in memory, where each entry of all of them is one vector
+        each = torch.stack(columns, 1), sum(injected[1:], start=injected[0]), pushed
+        return cls(*(entries.movedim(-1, 0) for entries in each))
 
     @property
     def stable(self) -> Tensor:
         """Whether the chain stays bounded, `[modes]`."""
+        if self.transition.shape[-1] == 2:  # Jury's conditions
+            (a, b), (c, d) = _entries(self.transition)
+            det = a * d - b * c
+            return (det.abs() < 1) & ((a + d).abs() < 1 + det)
         finite_rows = self.transition.isfinite().all(-1).all(-1)
         # MKL may write out of bounds for what is not a number
         finite = torch.where(finite_rows[:, None, None], self.transition, 0)
@@ -150,10 +153,44 @@ class GaussianChain:
 def _sum(transition: Tensor, start: Tensor) -> Tensor:
     """The sum over t >= 0 of A^t start A^t', which solves S = A S A' + start."""
     size = transition.shape[-1]
+    if size == 2:
+        return _sum_of_pairs(transition, start)
     eye = torch.eye(size * size, dtype=transition.dtype)
     solution, failed = torch.linalg.solve_ex(eye - _kron(transition), start.flatten(1))
     solved = (failed == 0)[:, None]  # of a step so short that it rounds to none there is no sum
     return torch.where(solved, solution, torch.nan).view_as(start)
+
+
+def _sum_of_pairs(transition: Tensor, start: Tensor) -> Tensor:
+    """The same of a position and a momentum, element by element: large networks have hundreds of
+    thousands of them.
+
+    By Cayley and Hamilton S is a combination of Q, B Q + Q B' and B Q B', with B = 1 - A and Q the
+    start; short steps, where B is small, cost no digits.
+    """
+    (a, b), (c, d) = _entries(torch.eye(2, dtype=transition.dtype) - transition)
+    (p, q), (r, s) = _entries(start)
+    det_b = a * d - b * c
+    lost = a + d - det_b  # 1 - det A
+    det = 1 - lost
+    whole = lost * det_b * (2 * (1 + det) - det_b)
+    of_start = (1 + det) * lost.square() + det_b * 2 * det + whole
+    of_sides = lost * (1 + det) + det * det_b
+    t, u, v, w = a * p + b * r, a * q + b * s, c * p + d * r, c * q + d * s  # B Q
+    sides = (2 * t, u + p * c + q * d, v + r * a + s * b, 2 * w)  # of a symmetric Q
+    both = (t * a + u * b, t * c + u * d, v * a + w * b, v * c + w * d)
+    terms = zip((p, q, r, s), sides, both, strict=True)
+    found = [of_start * one - of_sides * two + (1 + det) * three for one, two, three in terms]
+    total = torch.stack(found, -1).unflatten(-1, (2, 2))
+    return torch.where(whole[:, None, None] != 0, total / whole[:, None, None], torch.nan)
+
+
+def _entries(matrix: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Those of `[modes, 2, 2]`, each `[modes]`."""
+    first, second = matrix.unbind(-2)
+    a, b = first.unbind(-1)
+    c, d = second.unbind(-1)
+    return (a, b), (c, d)
 
 
 def _kron(matrix: Tensor) -> Tensor:

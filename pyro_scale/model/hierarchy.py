@@ -31,13 +31,21 @@ def centered_latents(
     latents, indices = list(log_posterior.latents), log_posterior.first_indices()
     with torch.no_grad():
         here = _scales(log_posterior.run(params, arguments, indices).sites, latents)
+
+        def changed(moved: Params) -> list[str]:
+            there = _scales(
+                log_posterior.run({**params, **moved}, arguments, indices).sites, latents
+            )
+            return [name for name, scale in there.items() if not torch.equal(scale, here[name])]
+
+        # each by another length, so that no two cancel
+        moves = {name: _MOVE * (1 + place / len(latents)) for place, name in enumerate(latents)}
         parents: dict[str, list[str]] = {}
-        for parent in latents:
-            moved = {**params, parent: params[parent] + _MOVE}
-            there = _scales(log_posterior.run(moved, arguments, indices).sites, latents)
-            for name, scale in there.items():
-                if name != parent and not torch.equal(scale, here[name]):
-                    parents.setdefault(name, []).append(parent)
+        if changed({name: params[name] + move for name, move in moves.items()}):
+            for parent in latents:
+                for name in changed({parent: params[parent] + _MOVE}):
+                    if name != parent:
+                        parents.setdefault(name, []).append(parent)
     return parents
 
 

@@ -164,8 +164,8 @@ class LogPosterior:
     ) -> dict[str, Tensor]:
         """Each data site's log likelihood a row, `[B]`: without N/B, the user's scale in it."""
         arguments = rows.as_arguments(batch)
-        terms = terms_of(self.run(params, arguments, indices).sites)
-        return self.model_info.scaling.rows(terms, self.batch_size(arguments))
+        sites = self.run(params, arguments, indices).sites
+        return self.model_info.scaling.rows_of_run(sites, self.batch_size(arguments))
 
     def simulate(
         self,

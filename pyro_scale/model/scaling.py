@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_scale.errors import PlateError, SiteError
 from pyro_scale.model.sites import Site
-from pyro_scale.model.terms import Term, aligned_scale
+from pyro_scale.model.terms import Term, aligned_scale, terms_of
 
 _ESCAPE = "write plate('data', {num_data}, subsample_size=len(x)) around it"
 
@@ -106,6 +106,14 @@ class Scaling:
                         + _ESCAPE.format(num_data=self.num_data)
                     )
         return rows
+
+    def rows_of_run(self, sites: Mapping[str, Site], batch_size: int) -> dict[str, Tensor]:
+        """The same of one run, without its priors where no site is enumerated: those of a network
+        take longer than its rows."""
+        if all(site.enum_dim is None for site in sites.values()):
+            ruled = {name for name, rule in self.rules.items() if rule.role == "rows"}
+            sites = {name: site for name, site in sites.items() if name in ruled}
+        return self.rows(terms_of(sites), batch_size)
 
     def _check(self, terms: Mapping[str, Term], batch_size: int) -> None:
         for name in terms.keys() ^ self.rules.keys():

@@ -31,7 +31,7 @@ def contents_of(result: Result, arguments: Arguments) -> dict[str, Any]:
         result: of the run.
         arguments: the batch that the model was understood on.
     """
-    noise = result.gradient_noise
+    noise, kinetic = result.gradient_noise, result.kinetic
     return {
         **model_contents(result.log_posterior, result.layout, arguments),
         **_plain_draws(result),
@@ -39,7 +39,7 @@ def contents_of(result: Result, arguments: Arguments) -> dict[str, Any]:
         "attrs": result.attrs,
         "gradient_noise": None if noise is None else dict(vars(noise)),
         "virial": result.virial,
-        "kinetic": None if result.kinetic is None else dict(vars(result.kinetic)),
+        "kinetic": kinetic and {"measured": kinetic.measured, "expected": kinetic.expected},
         "chains": result.chains,
     }
 
@@ -94,7 +94,7 @@ def result_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Resul
         attrs=contents["attrs"],
         gradient_noise=None if noise is None else GradientNoise(**noise),
         virial=contents["virial"],
-        kinetic=None if contents["kinetic"] is None else Kinetic(**contents["kinetic"]),
+        kinetic=None if contents["kinetic"] is None else Kinetic.of(**contents["kinetic"]),
         chains=contents["chains"],
     )
     _check_shapes(result)

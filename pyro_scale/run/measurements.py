@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -30,9 +33,22 @@ class Kinetic:
     Attributes:
         measured: at some moments of the run, `[chains, moments, latent sites]`, each the mean
             over a site's elements.
-        expected: on a Gaussian posterior at this step size, without minibatches,
-            `[latent sites]`; NaN where that is not known.
+        expect: gives `expected` when it is asked for, as it takes a while for large models.
     """
 
     measured: Tensor
-    expected: Tensor
+    expect: Callable[[], Tensor]
+
+    @cached_property
+    def expected(self) -> Tensor:
+        """On a Gaussian posterior at this step size, without minibatches, `[latent sites]`; NaN
+        where that is not known."""
+        return self.expect()
+
+    @classmethod
+    def of(cls, measured: Tensor, expected: Tensor) -> Self:
+        """What is known already."""
+        return cls(measured, lambda: expected)
+
+    def __reduce__(self) -> Any:
+        return Kinetic.of, (self.measured, self.expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -156,17 +157,19 @@ class RunPlan:
 
 
 def _inspection(problem: Problem) -> Callable[[Tensor, Batch], None] | None:
-    """Tries the rules on batches that the run meets, at the first chain's position."""
+    """Tries the rules on batches that the run meets, at the first chain's position; not on the
+    first where an earlier run of the same model has done so."""
     log_posterior, layout = problem.log_posterior, problem.engine.layout
     if problem.features is not None or not is_checked(log_posterior.model_info):
         return None
     if problem.ranks.rows is not None:  # what one rank raised, the others would wait for
         return None
 
-    first = problem.data.first()
+    first, calls = problem.data.first(), itertools.count()
+    left_out = 0 if problem.understood is None else 1
 
     def inspect(positions: Tensor, batch: Batch) -> None:
-        if bool(torch.isfinite(positions[0]).all()):
+        if next(calls) >= left_out and bool(torch.isfinite(positions[0]).all()):
             check_batch(log_posterior, layout.unflatten(positions[0]), *batch.of_chain(0), first)
 
     return inspect

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batches, batches_from
@@ -18,6 +19,8 @@ from pyro_scale.engine.step import Density, Engine
 from pyro_scale.errors import BiasWarning
 from pyro_scale.fullbatch.chunks import chunks_of, is_row_wise
 from pyro_scale.model.control_variates import ControlVariates
+from pyro_scale.model.curvature.row_moments import row_moments
+from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.run.measurements import GradientNoise
 from pyro_scale.run.problem import Problem
 from pyro_scale.storage.lazy_draws import Positions, spread
@@ -99,9 +102,12 @@ def takes_single_rows(problem: Problem, position: Tensor, arguments: Arguments) 
     if not (has_batches and is_row_wise(log_posterior) and problem.engine.vectorized):
         return False
     params = problem.engine.layout.unflatten(position)
+
+    def log_lik(arguments: Arguments) -> Tensor:
+        return torch.stack(list(log_posterior.log_likelihood(params, arguments).values())).sum(0)
+
     try:
-        together = log_posterior(params, arguments).log_lik
-        alone = _over_rows(lambda row: log_posterior(params, row).log_lik, arguments)[:, 0]
+        together, alone = log_lik(arguments), _over_rows(log_lik, arguments)[:, 0]
         return torch.allclose(alone, together, rtol=_ROUNDING, atol=_ROUNDING)
     except Exception:  # the model's own, of one row
         return False
@@ -145,8 +151,28 @@ def gradient_variance(
     # torch's own var is many times slower here
     centered = gradients - gradients.mean(1, keepdim=True)
     variance = (centered.square_().sum(1) / (gradients.shape[1] - 1)).mean(0)
+    return variance * _part_of_batches(batch_size, num_data, sampling)
+
+
+def _part_of_batches(batch_size: int, num_data: int, sampling: Sampling) -> float:
+    """The variance of a batch's mean over that of rows: less where its rows are all different."""
     all_different = 0.0 if sampling == "replacement" else batch_size / num_data
-    return variance / batch_size * (1 - all_different)
+    return (1 - all_different) / batch_size
+
+
+def _variance_of_rows(
+    log_posterior: LogPosterior, layout: Layout, position: Tensor, batches: Sequence[OwnBatch]
+) -> Tensor:
+    """The variance of rows' gradients, `[latents]`, without a row's own."""
+    params, every = layout.unflatten(position), [arguments for arguments, _ in batches]
+    moments = [row_moments(log_posterior, params, arguments) for arguments in every]
+    latents = [name for name in layout.names if name in log_posterior.latents]
+    total, squares = (
+        torch.stack([torch.cat([of[name].flatten() for name in latents]) for of in each]).sum(0)
+        for each in zip(*moments, strict=True)
+    )
+    count = sum(rows.count(arguments) or 1 for arguments in every)
+    return (squares - total.square_() / count).clamp_(min=0) / (count - 1)
 
 
 def gradient_noise(
@@ -194,11 +220,19 @@ def gradient_noise(
     if singly:
         own = [[(rows.take(arguments, few), None) for arguments, _ in some] for some in own]
 
+    together = max(1, _AT_ONCE // in_rows)  # positions whose rows' gradients are in memory
+
     def variance_of(density: Density, heats: bool = False) -> Tensor | None:
-        """The mean over positions: the rows of some of them at a time are in memory; in the
-        direction that an element of whitened chains is heated from."""
+        """The mean over positions; in the direction that an element of whitened chains is heated
+        from."""
+        own_axes = not heats or engine.whitening is None
+        if isinstance(density, LogPosterior) and singly and own_axes and together == 1:
+            pairs = zip(at, own, strict=True)
+            each = [_variance_of_rows(density, engine.layout, *pair) for pair in pairs]
+            part = _part_of_batches(size, density.num_data, sampling)
+            return torch.stack(each).mean(0).mul_(part).cpu()
         parts = []
-        for block in torch.arange(len(at)).split(max(1, _AT_ONCE // in_rows)):
+        for block in torch.arange(len(at)).split(together):
             batches_there = [own[place] for place in block]
             gradients = row_gradients(problem, density, at[block], batches_there, singly)
             if gradients is None:

@@ -32,3 +32,14 @@ def test_the_scale_and_not_the_location_counts():
 def test_what_is_advised_leaves_none():
     mended = pyro.poutine.reparam(schools, {"theta": LocScaleReparam(0.0, shape_params=["df"])})
     assert found(mended) == {}
+
+
+def test_effects_of_parents_do_not_cancel():
+    def model(y):
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(y)):
+            theta = pyro.sample("theta", dist.Normal(0.0, (a - b).exp()))
+            pyro.sample("y", dist.Normal(theta, 1.0), obs=y)
+
+    assert found(model) == {"theta": ["a", "b"]}

@@ -12,7 +12,7 @@ from repetitions import slow_but
 import pyro_scale as ps
 from pyro_scale.errors import ModelError, PlateError, SiteError
 from pyro_scale.model import log_posterior
-from pyro_scale.run import problem
+from pyro_scale.run import problem, run
 
 pytestmark = pytest.mark.usefixtures("store")
 
@@ -201,3 +201,17 @@ def test_a_copy_understands_for_itself(understood):
     other = copy.deepcopy(first)
     assert torch.equal(ran(other, rows), found)
     assert "understand" in understood
+
+
+def test_first_steps_are_inspected_once(monkeypatch):
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(double(0, 0), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 0.3), obs=y)
+
+    looks, first, rows = [], sampler(model), data()
+    monkeypatch.setattr(run, "check_batch", lambda *args: looks.append(args))
+    ran(first, rows, num_samples=20)
+    assert len(looks) == 2
+    ran(first, rows, num_samples=20)
+    assert len(looks) == 3

@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import pyro_scale as ps
+from pyro_scale.model.curvature.row_moments import row_moments
+from pyro_scale.tuning import gradient_noise
 from pyro_scale.tuning.gradient_noise import row_gradients, takes_single_rows
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -54,8 +56,18 @@ def squares_of_rows(x, y):
         pyro.sample("y", dist.Normal(mu, 1.0), obs=x[:, 0])
 
 
-def ran(model, **others):
-    return ps.SGLD(model, lr=1e-14, compile=False, **others).run((X, Y), **HOW)
+def used_twice(x, y):
+    """`v` has no operation that each row has a part of its own in, and `w` has."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    v = pyro.sample("v", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("data", len(x)), pyro.poutine.scale(scale=0.5):
+        logits = (x @ w) * (x @ v).exp() + x.square() @ v
+        pyro.sample("y", dist.Bernoulli(logits=logits), obs=y.double())
+
+
+def ran(model, batch_size=B, **others):
+    how = {**HOW, "batch_size": batch_size}
+    return ps.SGLD(model, lr=1e-14, compile=False, **others).run((X, Y), **how)
 
 
 @pytest.mark.parametrize("others", [{}, {"control_variates": True}])
@@ -96,3 +108,29 @@ def test_the_variance_is_that_of_some_rows_of_a_batch():
     seen = X[:, 0][indices[:, :, :64]]  # [chains, steps, 64]
     expected = seen.var(-1).mean() / B * (1 - B / N)
     close(sampler._results().gradient_noise.variance, expected[None], 1e-9)
+
+
+@pytest.mark.parametrize("model", [network(), used_twice])
+def test_moments_are_those_of_rows(model):
+    problem = ran(model)._plan.problem
+    params = problem.engine.layout.unflatten(problem.positions[1])
+    rows = problem.log_posterior.row_gradients(params, (X[:B], Y[:B]))
+    sums, squares = row_moments(problem.log_posterior, params, (X[:B], Y[:B]))
+    for name, each in rows.items():
+        close(sums[name], each.sum(0), 1e-11)
+        close(squares[name], each.square().sum(0), 1e-11)
+
+
+@pytest.mark.parametrize("size", [B, 24])
+@pytest.mark.parametrize("model", [network(), used_twice])
+def test_a_large_models_noise_is_that_of_rows_one_by_one(model, size, monkeypatch):
+    """Where a draw's rows fill a block of memory, their own gradients are not formed; smaller
+    batches are put together."""
+    noise = ran(model, batch_size=size)._results().gradient_noise
+    monkeypatch.setattr(gradient_noise, "_AT_ONCE", 1)
+    formed = []
+    monkeypatch.setattr(gradient_noise, "row_gradients", lambda *args: formed.append(args))
+    found = ran(model, batch_size=size)._results().gradient_noise
+    assert not formed
+    close(found.variance / noise.variance, torch.ones_like(noise.variance), 1e-10)
+    close(found.inflation / noise.inflation, torch.ones_like(noise.variance), 1e-10)

@@ -152,7 +152,7 @@ class Curvature:
                 observed = self._observe({**held, **duals}, arguments, indices)
                 if not observed.observations:
                     return nothing
-                outputs, moved = forward_ad.unpack_dual(observed.outputs())
+                outputs, moved = forward_ad.unpack_dual(observed.outputs)
         except RuntimeError:  # of operations without forward derivatives; others' come again
             layout = Layout.of(params)
             flat = layout.flatten(vector)
@@ -284,7 +284,7 @@ class Curvature:
         if self.log_posterior.model_info.whole_only:
             return None
         with torch.enable_grad():
-            return RowWise.of(run.outputs(), run.leaves)
+            return RowWise.of(run.outputs, run.leaves)
 
     def _indices(self, arguments: Arguments, indices: Tensor | None) -> Tensor | None:
         """Which rows a model takes that subsamples by itself: some, unless the caller says."""

@@ -19,7 +19,7 @@ from pyro_scale.errors import SiteError
 from pyro_scale.model.curvature import fisher
 from pyro_scale.model.scaling import Rule, Scaling
 from pyro_scale.model.sites import Site
-from pyro_scale.model.terms import align, terms_of, unwrap
+from pyro_scale.model.terms import align, unwrap
 
 #: Of matrices of Fisher information of a batch.
 _MOST_BYTES = 2**30
@@ -212,7 +212,7 @@ class Total:
     note: None = None
 
     def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
-        of_sites = self.scaling.rows(terms_of(sites), len(known))
+        of_sites = self.scaling.rows_of_run(sites, len(known))
         return sum(of_sites.values(), start=torch.zeros(()))[:, None]
 
     def times(self, jacobian: Tensor, known: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class Observed:
     sites: Mapping[str, Site]
     observations: Sequence[Observation]
 
+    @cached_property
     def outputs(self) -> Tensor:
         """All of each row, `[B, K]`, with their graph."""
         each = [one.outputs(self.sites, one.known) for one in self.observations]
