@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 
 from pyro_scale.compile.aten_calls import ATEN
 from pyro_scale.compile.lowering import Plan
@@ -44,7 +45,10 @@ def write_kernels(plan: Plan, inline: bool = False) -> str:
     parts = [ATEN] if plan.calls_aten else []
     parts += [SUBSTITUTION] if plan.substitutes else []
     static = "__attribute__((always_inline)) static inline" if inline else "static"
-    parts += [_rename(name, kernel.source, static) for name, kernel in plan.kernels.items()]
+    parts += [
+        _rename(name, kernel.source, static, plan.shared[name])
+        for name, kernel in plan.kernels.items()
+    ]
     return "\n".join(parts)
 
 
@@ -77,9 +81,17 @@ def _aligned(num_bytes: int) -> int:
     return -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
 
 
-def _rename(name: str, source: str, static: str) -> str:
-    """A kernel's source as a static function of that name."""
-    renamed, count = re.subn(r'extern "C"\s+void\s+kernel\(', f"{static} void {name}(", source)
-    if count != 1:
+def _rename(name: str, source: str, static: str, shared: Set[int]) -> str:
+    """A kernel's source as a static function of that name.
+
+    Arguments that share no memory are marked so: else a compiler must take every store for one to
+    the step size, say, and computes anew for each element what depends on that alone.
+    """
+    match = re.search(r'extern "C"\s+void\s+kernel\(([^)]*)\)', source)
+    if match is None:
         raise NotALoop("a kernel that is not one C++ function")
-    return renamed
+    arguments = ", ".join(
+        argument if place in shared else argument.replace("*", "* __restrict__")
+        for place, argument in enumerate(match[1].split(","))
+    )
+    return f"{source[: match.start()]}{static} void {name}({arguments}){source[match.end() :]}"

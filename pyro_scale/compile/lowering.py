@@ -45,6 +45,7 @@ class Plan:
         buffers: each buffer's bytes.
         outputs: what the step returns.
         kernels: those that are called, by name.
+        shared: of each, its arguments that lie in the memory of another one in some call.
         views: the tensors that have a name at this point of the source.
         results: those of operations of ATen's that have a name at this point.
         free: buffers that nothing uses any more, at this point.
@@ -56,6 +57,7 @@ class Plan:
     buffers: dict[str, int] = field(default_factory=dict)
     outputs: list[View] = field(default_factory=list)
     kernels: dict[str, CppKernel] = field(default_factory=dict)
+    shared: dict[str, set[int]] = field(default_factory=dict)
     views: dict[str, View] = field(default_factory=dict)
     results: dict[str, list[View]] = field(default_factory=dict)
     free: list[str] = field(default_factory=list)
@@ -110,9 +112,13 @@ class Plan:
         kernel = self.names.get(function)
         if isinstance(kernel, CppKernel):
             self.kernels[function] = kernel
+            views = [self._view(argument) for argument in call.args]
+            roots = [view.root for view in views]
+            shared = {i for i, root in enumerate(roots) if roots.count(root) > 1}
+            self.shared[function] = self.shared.get(function, set()) | shared
             pointers = [
-                f"({kind}){self._view(argument).address}"
-                for kind, argument in zip(kernel.argument_types, call.args, strict=True)
+                f"({kind}){view.address}"
+                for kind, view in zip(kernel.argument_types, views, strict=True)
                 if self._is_pointer(kind)
             ]
             self.lines.append(f"{function}({', '.join(pointers)});")

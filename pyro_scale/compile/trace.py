@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from pyro_scale.compile.by_piece import update_by_piece
 from pyro_scale.core.onednn import without_onednn
 
 
@@ -72,6 +73,7 @@ def trace(function: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor])
         module = traced(*examples)
     _spread_failures(module)
     _write_dtypes(module)
+    update_by_piece(module)
     constants = _lift_constants(module)
     return Graph(module, constants, [*examples, *(each.tensor for each in constants)], dtypes)
 

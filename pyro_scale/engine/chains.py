@@ -105,8 +105,8 @@ class Chains:
 
     def _find_broken(self, moved: Any, kept: Kept) -> Tensor:
         """Which chains were alive and are no longer."""
-        is_sound = torch.isfinite(moved.position).all(dim=-1)
-        return self.alive & ~(is_sound & torch.isfinite(kept.log_joint).all(dim=-1)).cpu()
+        is_sound = _are_finite(moved.position) & _are_finite(kept.log_joint)
+        return self.alive & ~is_sound.cpu()
 
     def _step(
         self, program: Program, batches: Batches, block: StepInputs, steps: Steps, draws: Draws
@@ -198,6 +198,12 @@ class Chains:
         stand_in = int(torch.nonzero(self.alive)[0])
         places = torch.arange(len(self.alive)).where(self.alive, stand_in)
         return pytree.tree_map(lambda leaf: leaf[places.to(leaf.device)], state)
+
+
+def _are_finite(values: Tensor) -> Tensor:
+    """Whether all of each chain's values `[chains, ...]` are finite."""
+    finite = torch.isfinite(values.sum(dim=-1))  # no term is infinite or NaN where a sum is finite
+    return finite if bool(finite.all()) else torch.isfinite(values).all(dim=-1)
 
 
 def _gone(position: Tensor) -> int | None:

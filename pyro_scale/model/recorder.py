@@ -29,7 +29,7 @@ from pyro_scale.model.sites import (
     validates,
     without_validation,
 )
-from pyro_scale.model.transforms import bijection
+from pyro_scale.model.transforms import bijection, is_real
 
 #: Dimensions of a torch tensor, with some left for the arithmetic on them.
 _MOST_DIMS = 60
@@ -146,8 +146,11 @@ class Recorder(Messenger):
         wanted = fn.batch_shape + fn.event_shape
         if value.shape != wanted and not self._enum_dims:
             raise LatentShapeChanged(name, value.shape, wanted)
-        log_det = transform.log_abs_det_jacobian(unconstrained, value)
-        self._jacobians[name] = unconstrained, log_det.sum()
+        if is_real(fn.support):  # the identity: there is nothing to add up, however many there are
+            log_det = unconstrained.new_zeros(())
+        else:
+            log_det = transform.log_abs_det_jacobian(unconstrained, value).sum()
+        self._jacobians[name] = unconstrained, log_det
         msg["value"] = value
 
     def _pyro_post_sample(self, msg: Any) -> None:
