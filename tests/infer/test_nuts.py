@@ -339,7 +339,7 @@ def apart(nuts):
 )
 def test_it_is_the_reference_if_nothing_speaks_against_it(change, temperature, expected):
     """Before a sampler with a larger ESS; and not if the alternative is itself untrusted."""
-    nuts = ps.NUTS(linear, temperature=temperature).run((X, Y), num_samples=300, **QUIET)
+    nuts = ps.NUTS(linear, temperature=temperature).run((X, Y), num_samples=1000, **QUIET)
     other = ps.SGLD(linear, lr=0.003).run(
         (X, Y), num_samples=4000, thinning=10, warmup_steps=0, num_chains=1, **QUIET
     )
