@@ -35,7 +35,7 @@ class RowIndices:
     the two epochs out.
 
     Args:
-        seed: the run's seed.
+        seed: the run's seed, or each chain's own.
         chains: the chains' numbers.
         num_rows: the range of the indices, at most 2^32.
         batch_size: indices a step.
@@ -48,7 +48,7 @@ class RowIndices:
 
     def __init__(
         self,
-        seed: int,
+        seed: int | Sequence[int],
         chains: Sequence[int],
         num_rows: int,
         batch_size: int,

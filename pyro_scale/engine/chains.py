@@ -34,7 +34,7 @@ class Chains:
         engine: says what a step is.
         positions: where they start, `[chains, D]`.
         values: the hyperparameters' values at step 0, which momenta are drawn by.
-        seed: of the run.
+        seed: of the run, or of each chain.
         numbers: the chains', by which they draw; 0, 1, ... by default.
     """
 
@@ -43,7 +43,7 @@ class Chains:
         engine: Engine,
         positions: Tensor,
         values: Mapping[str, Tensor],
-        seed: int,
+        seed: int | Sequence[int],
         numbers: Sequence[int] | None = None,
     ):
         self._engine = engine
@@ -217,7 +217,7 @@ def _gone(position: Tensor) -> int | None:
     return farthest if is_far else None
 
 
-def _first_noise(engine: Engine, positions: Tensor, seed: int, numbers: Sequence[int]) -> Tensor:
+def _first_noise(engine: Engine, positions: Tensor, seed: int | Sequence[int], numbers: Sequence[int]) -> Tensor:
     """What momenta are drawn from, `[chains, latents]`."""
     dtype, device = positions.dtype, positions.device
     return NoiseStream(seed, numbers, (engine.num_latents,), dtype, device, Purpose.MOMENTUM).at(0)

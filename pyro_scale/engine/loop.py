@@ -35,7 +35,7 @@ def simulate(
     batches: Batches,
     values: Mapping[str, Tensor],
     steps: Steps,
-    seed: int,
+    seed: int | Sequence[int],
     compile: bool | Literal["auto"],
     progress: Progress,
     earlier: Earlier,
@@ -61,7 +61,7 @@ def simulate(
         batches: the chains' batches.
         values: the hyperparameters' block.
         steps: how many, and which are kept.
-        seed: of the run.
+        seed: of the run, or of each chain.
         compile: whether steps become one program.
         progress: is told how far it is.
         earlier: what the same object has compiled before.

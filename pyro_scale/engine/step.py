@@ -78,6 +78,11 @@ class Target:
         gradient = self.layout.flatten(by_site) / self.density.num_data
         return _leading(self.whitening, "pull_back", gradient), evaluation
 
+    def own(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The hyperparameters' values for this chain, where chains have values of their own."""
+        own = getattr(self.density, "own_values", None)
+        return values if own is None else own(values, self.arguments)
+
     def total(self, values: Tensor) -> Tensor:
         """The sum of a value for each element of the chain, of which a position may be a part."""
         total: Tensor = getattr(self.density, "total", torch.sum)(values)
@@ -151,7 +156,7 @@ class Engine:
 
         def update(arguments: Any, indices: Any, state: Any, noise: Tensor) -> tuple[Any, Any]:
             target = self._target(arguments, indices, self.whitening)
-            return self.kernel.update(state, target, values, noise)
+            return self.kernel.update(state, target, target.own(values), noise)
 
         state, evaluation = self._over_chains(update, batch, state, self.pad(noise))
         return self._share_points(state), evaluation

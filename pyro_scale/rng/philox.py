@@ -38,26 +38,28 @@ class Streams(NamedTuple):
     """Streams of random numbers, one a chain.
 
     Attributes:
-        seed: the run's, the key.
+        seeds: the run's, or each chain's own, int64 `[chains]` in main memory: the keys.
         chains: their numbers, int64 `[chains]` in main memory, each below 2^32.
         purpose: what the numbers are for, below 2^32.
     """
 
-    seed: int
+    seeds: Tensor
     chains: Tensor
     purpose: int
 
     @classmethod
-    def of(cls, seed: int, chains: Sequence[int], purpose: int) -> Streams:
-        """The streams of chains with these numbers."""
-        return cls(seed, torch.tensor(chains, dtype=torch.int64), purpose)
+    def of(cls, seed: int | Sequence[int], chains: Sequence[int], purpose: int) -> Streams:
+        """The streams of chains with these numbers, of one seed or of a seed each."""
+        numbers = torch.tensor(chains, dtype=torch.int64)
+        seeds = torch.tensor(seed, dtype=torch.int64).expand(len(numbers)).contiguous()
+        return cls(seeds, numbers, purpose)
 
 
-def philox(key: int, counters: list[Tensor]) -> list[Tensor]:
+def philox(key: int | Tensor, counters: list[Tensor]) -> list[Tensor]:
     """Four words for each counter.
 
     Args:
-        key: 64 bits.
+        key: 64 bits; or an int64 tensor of keys, which goes with the counters.
         counters: four words, int64 tensors of numbers below 2^32.
     """
     a, b, c, d = counters
@@ -76,7 +78,8 @@ def words(
     places = torch.arange(first, first + count, device=device).expand(len(streams.chains), -1)
     like = torch.zeros_like(places)
     chains = like + streams.chains.to(places.device)[:, None]
-    return philox(streams.seed, [places & _MASK, _high(places), chains, like + streams.purpose])
+    keys = streams.seeds.to(places.device)[:, None]
+    return philox(keys, [places & _MASK, _high(places), chains, like + streams.purpose])
 
 
 def normals(streams: Streams, first: int, out: Tensor) -> None:

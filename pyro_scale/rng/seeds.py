@@ -32,6 +32,7 @@ class Purpose(IntEnum):
     WINDOW = 10
     PILOT = 11
     PREDICTION = 12
+    SIMULATION = 13
 
 
 def choose_seed(seed: int | None) -> int:

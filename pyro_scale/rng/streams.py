@@ -58,7 +58,7 @@ class NoiseStream:
     """Standard normals for every step of every chain.
 
     Args:
-        seed: the run's seed.
+        seed: the run's seed, or each chain's own.
         chains: the chains' numbers.
         shape: the noise of one step of one chain, `[normals, D]`.
         dtype: of the noise.
@@ -68,7 +68,7 @@ class NoiseStream:
 
     def __init__(
         self,
-        seed: int,
+        seed: int | Sequence[int],
         chains: Sequence[int],
         shape: tuple[int, ...],
         dtype: torch.dtype,
@@ -112,7 +112,7 @@ class RefinedNoise(NoiseStream):
 
     def __init__(
         self,
-        seed: int,
+        seed: int | Sequence[int],
         chains: Sequence[int],
         shape: tuple[int, ...],
         dtype: torch.dtype,

@@ -1,0 +1,260 @@
+"""Data sets drawn from a model, and the latents that each of them was drawn from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from pyro.distributions import Delta
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_scale.core import rows
+from pyro_scale.core.exclusive import own_generator
+from pyro_scale.core.rows import Arguments
+from pyro_scale.core.warn import without_vmap_warnings
+from pyro_scale.errors import DataError, ModelError, SiteError
+from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.sites import Site
+from pyro_scale.posterior.predictive import data_axes
+from pyro_scale.rng.seeds import Purpose, derived_seed
+
+#: Data sets that are drawn at a time, by a seed of their own: the same, however many there are.
+AT_ONCE = 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a site's observations are.
+
+    Attributes:
+        axis: of their rows; None for an observation that has none, which every row then holds.
+        leaf: which of the arguments' leaves holds them too; None where none does.
+        dtype: of that leaf, or of the observations.
+        missing: which of them are not observed, where some are NaN.
+    """
+
+    axis: int | None
+    leaf: int | None
+    dtype: torch.dtype
+    missing: Tensor | None
+
+    def as_rows(self, value: Tensor, num_rows: int) -> Tensor:
+        """Drawn values with their rows first."""
+        if self.missing is not None:
+            value = torch.where(self.missing, torch.nan, value)
+        if self.axis is None:
+            return value.expand(num_rows, *value.shape)
+        return value.movedim(self.axis, 0)
+
+    def as_value(self, table: Tensor) -> Tensor:
+        """The site's value, by its rows."""
+        return table[0] if self.axis is None else table.movedim(0, self.axis)
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A model that draws data like those that it is given.
+
+    Attributes:
+        log_posterior: of the model, understood on the data.
+        arguments: the data, as the model takes them.
+        places: of each observed site.
+    """
+
+    log_posterior: LogPosterior
+    arguments: Arguments
+    places: Mapping[str, Place]
+
+    @classmethod
+    def of(cls, log_posterior: LogPosterior, arguments: Arguments) -> Generator:
+        """The generator of a model, which it checks.
+
+        Raises:
+            SiteError: a site that cannot be drawn, by name.
+            ModelError: params, which all data sets would share, or subsamples of its own.
+            DataError: there are no observations.
+        """
+        log_posterior.prepare(arguments)
+        _check(log_posterior)
+        sites = log_posterior.model_info.sites
+        observed = {name: site for name, site in sites.items() if site.kind == "observed"}
+        if not observed:
+            raise DataError(
+                "sbc: the model observes nothing: pass the data that it is run on, observations "
+                "included"
+            )
+        axes, leaves = data_axes(log_posterior.model_info), pytree.tree_leaves(arguments)
+        has_rows = rows.count(arguments) is not None
+        places = {
+            name: _place(site, axes.get(name) if has_rows else None, leaves)
+            for name, site in observed.items()
+        }
+        generator = cls(log_posterior, arguments, places)
+        generator._check_that_data_are_drawn()
+        return generator
+
+    def with_arguments(self, arguments: Arguments) -> Generator:
+        """The same on other rows."""
+        return dataclasses.replace(self, arguments=arguments)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the data; 1 where the model takes none."""
+        return rows.count(self.arguments) or 1
+
+    @property
+    def latents(self) -> tuple[str, ...]:
+        """The sites that are drawn from their priors."""
+        return self.log_posterior.latents
+
+    def model(self) -> Callable[..., Any]:
+        """The model of (the arguments without observations, the observations by site), each a
+        pytree of rows."""
+        run, places = self.log_posterior.model, self.places
+
+        def simulated(arguments: Arguments, observed: Mapping[str, Tensor]) -> Any:
+            values = {name: places[name].as_value(table) for name, table in observed.items()}
+            leaves, structure = pytree.tree_flatten(arguments, is_leaf=lambda x: x is None)
+            for name, place in places.items():
+                if place.leaf is not None:
+                    leaves[place.leaf] = values[name].to(place.dtype)
+            with poutine.condition(data=values):
+                return rows.call(run, pytree.tree_unflatten(leaves, structure))
+
+        return simulated
+
+    def shared(self) -> Arguments:
+        """The arguments that all data sets have in common: None in place of observations."""
+        held = {place.leaf for place in self.places.values()}
+        leaves, structure = pytree.tree_flatten(self.arguments)
+        kept = [None if i in held else leaf for i, leaf in enumerate(leaves)]
+        return pytree.tree_unflatten(kept, structure)
+
+    def given(self, observed: Mapping[str, Tensor]) -> Arguments:
+        """The arguments as a user passes them, with other observations, of a data set."""
+        leaves, structure = pytree.tree_flatten(self.arguments)
+        for name, place in self.places.items():
+            if place.leaf is not None:
+                leaves[place.leaf] = place.as_value(observed[name]).to(place.dtype)
+        return pytree.tree_unflatten(leaves, structure)
+
+    def prior_draws(self, count: int, seed: int) -> dict[str, Tensor]:
+        """Unconstrained latents from their priors, `[count, ...]`."""
+        seeds = _seeds(count, seed, 0)
+        parts = [self.log_posterior.prior_draws(self.arguments, AT_ONCE, own) for own in seeds]
+        return {n: torch.cat([part[n] for part in parts])[:count] for n in self.latents}
+
+    def draw(self, params: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+        """Observations at unconstrained latents `[count, ...]`: by site, `[count, rows, ...]`."""
+        count, parts = len(next(iter(params.values()))), []
+        for number, own in enumerate(_seeds(count, seed, 1)):
+            places = torch.arange(number * AT_ONCE, (number + 1) * AT_ONCE).clamp(max=count - 1)
+            parts.append(self._draw({name: value[places] for name, value in params.items()}, own))
+        return {n: torch.cat([part[n] for part in parts])[:count] for n in self.places}
+
+    def _draw(self, params: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+        num_rows, indices = self.num_rows, self.log_posterior.first_indices()
+
+        def one(own: dict[str, Tensor]) -> dict[str, Tensor]:
+            sites = self.log_posterior.simulate(own, self.arguments, indices).sites
+            return {name: sites[name].value for name in self.places}
+
+        with own_generator(seed), torch.no_grad(), without_vmap_warnings():
+            try:
+                drawn = torch.vmap(one, randomness="different")(dict(params))
+            except (RuntimeError, NotImplementedError):  # a model, or a sampler, that vmap refuses
+                every = [
+                    one({name: value[i] for name, value in params.items()})
+                    for i in range(len(next(iter(params.values()))))
+                ]
+                drawn = {name: torch.stack([each[name] for each in every]) for name in self.places}
+        as_rows = {
+            name: torch.stack([place.as_rows(value, num_rows) for value in drawn[name]])
+            for name, place in self.places.items()
+        }
+        return as_rows
+
+    def _check_that_data_are_drawn(self) -> None:
+        """Checks that no observation depends on the data but for itself, as in an autoregression:
+        drawn one by one given the data, they would not be a draw of the model.
+
+        Raises:
+            SiteError: it names the site.
+        """
+        params = self.prior_draws(1, 0)
+        once = self.draw(params, 0)
+        other = self.draw(params, 1)
+        again = self.with_arguments(
+            self.given({name: table[0] for name, table in other.items()})
+        ).draw(params, 0)
+        for name, table in once.items():
+            if not torch.equal(table.nan_to_num(), again[name].nan_to_num()):
+                raise SiteError(
+                    f"site '{name}': its distribution depends on observations, so that no data set "
+                    "can be drawn from the model as it is called: write it for observations that "
+                    "are None, one step after another, and pass that as simulator="
+                )
+
+
+def _check(log_posterior: LogPosterior) -> None:
+    info = log_posterior.model_info
+    if log_posterior.points:
+        name = next(iter(log_posterior.points))
+        raise ModelError(
+            f"sbc: '{name}' is a param, which has no prior to draw from: give it one "
+            "(pyro.sample), or keep it fixed"
+        )
+    if info.own_plate is not None:
+        raise ModelError(
+            f"sbc: plate '{info.own_plate}' takes subsamples by itself, but a data set has all "
+            "rows: leave subsample_size out and pass batch_size="
+        )
+    for site in info.sites.values():
+        if site.kind == "factor":
+            raise SiteError(
+                f"site '{site.name}' is a pyro.factor, of which no data can be drawn: write it as "
+                "an observation of a distribution"
+            )
+        if site.kind in ("latent", "observed") and not _can_be_drawn(site):
+            what = "an improper prior" if site.kind == "latent" else "a distribution without draws"
+            raise SiteError(
+                f"site '{site.name}': {type(site.fn).__name__} is {what}, so that no data set can "
+                "be drawn: give it a proper distribution, or pass simulator="
+            )
+
+
+def _can_be_drawn(site: Site) -> bool:
+    if site.kind == "observed" and isinstance(site.fn, Delta):
+        return True
+    try:
+        with own_generator(0), torch.no_grad():
+            drawn = site.fn.sample()
+    except NotImplementedError:
+        return False
+    return bool(torch.isfinite(drawn).all()) or site.kind == "observed"
+
+
+def _place(site: Site, from_right: int | None, leaves: list[Any]) -> Place:
+    """Where a site's rows are, and its values among the arguments."""
+    axis = None if from_right is None else site.value.dim() + from_right
+    leaf = next((i for i, each in enumerate(leaves) if _is_same(each, site.value)), None)
+    dtype = site.value.dtype if leaf is None else leaves[leaf].dtype
+    missing = torch.isnan(site.value)
+    return Place(axis, leaf, dtype, missing if bool(missing.any()) else None)
+
+
+def _is_same(leaf: Any, value: Tensor) -> bool:
+    if not isinstance(leaf, Tensor) or leaf.shape != value.shape:
+        return False
+    return torch.allclose(leaf.to(value), value, rtol=0, atol=0, equal_nan=True)
+
+
+def _seeds(count: int, seed: int, purpose: int) -> list[int]:
+    """Of so many draws, those that are drawn together."""
+    numbers = range(-(-count // AT_ONCE))
+    return [derived_seed(seed, purpose, Purpose.SIMULATION, number) for number in numbers]

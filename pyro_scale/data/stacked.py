@@ -1,0 +1,87 @@
+"""Data sets side by side, one a chain: what they have in common is held once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core import rows
+from pyro_scale.core.rows import Arguments
+from pyro_scale.core.step_inputs import Fixed, Gathered, Source
+from pyro_scale.data.batches import Batch, ByStep
+from pyro_scale.data.row_sampler import RowIndices
+
+
+@dataclass(frozen=True)
+class StackedBatches(ByStep):
+    """Batches of chains that have a data set each.
+
+    A batch's arguments are `(constants, shared, own)`: tensors of each chain, such as its
+    coordinates; the rows of what all data sets have in common; those of the chain's own.  Which
+    data set is a chain's is an index like those of its rows, so that one compiled loop serves all
+    chains.  Constants are `[1, ...]`, and so are `own` where all rows are taken.
+
+    Attributes:
+        shared: rows that all data sets have, `[N, ...]`.
+        own: rows of each, `[chains, N, ...]`.
+        num_rows: N.
+        constants: of each chain, `[chains, ...]`.
+        indices: of each step's rows; None where all are taken.
+    """
+
+    shared: Arguments
+    own: Arguments
+    num_rows: int
+    constants: Sequence[Tensor] = ()
+    indices: RowIndices | None = None
+    _flat: Any = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        flat = rows.map_rows(lambda table: table.flatten(0, 1), self.own)
+        object.__setattr__(self, "_flat", flat)
+
+    @property
+    def fixed(self) -> Any:
+        """What all steps share: the rows.  Constants may change from run to run."""
+        return self.shared, self._flat if self.indices else self.own
+
+    @property
+    def num_chains(self) -> int:
+        """How many data sets there are."""
+        return len(rows.leaves((*self.constants, self.own))[0])
+
+    def take(self, start: int, stop: int, out: Any = None) -> Any:
+        number = torch.arange(self.num_chains)[:, None, None].expand(-1, stop - start, 1)
+        if self.indices is None:
+            return [number]
+        rows_, own = (None, None) if out is None else out[1:]
+        rows_ = self.indices.span(start, stop, rows_)
+        return [number, rows_, torch.add(rows_, number * self.num_rows, out=own)]
+
+    def batch(self, fixed: Any, changing: Any) -> Batch:
+        shared, own = fixed
+        number = changing[0]
+        constants = tuple(table[number] for table in self.constants)
+        if self.indices is None:
+            every = rows.map_rows(lambda table: table.expand(len(number), *table.shape), shared)
+            own = rows.take(own, number)
+        else:
+            every, own = rows.take(shared, changing[1]), rows.take(own, changing[2])
+        return Batch((constants, every, own), per_chain=True)
+
+    def sources(self, changing: Any) -> list[Source]:
+        shared, own = self.fixed
+        number = changing[0]
+        constants = [Gathered(table, number) for table in self.constants]
+        if self.indices is None:
+            every: list[Source] = [Fixed(table[None]) for table in rows.leaves(shared)]
+            return [*constants, *every, *(Gathered(table, number) for table in rows.leaves(own))]
+        every = [Gathered(table, changing[1]) for table in rows.leaves(shared)]
+        return [*constants, *every, *(Gathered(table, changing[2]) for table in rows.leaves(own))]
+
+    def of_rows(self, part: slice) -> StackedBatches:
+        raise NotImplementedError("chains with data of their own are moved by one process")
