@@ -46,8 +46,8 @@ class StackedBatches(ByStep):
 
     @property
     def fixed(self) -> Any:
-        """What all steps share: the rows.  Constants may change from run to run."""
-        return self.shared, self._flat if self.indices else self.own
+        """What all data sets share: other data sets are other inputs of the same program."""
+        return self.shared
 
     @property
     def num_chains(self) -> int:
@@ -55,33 +55,32 @@ class StackedBatches(ByStep):
         return len(rows.leaves((*self.constants, self.own))[0])
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:
-        number = torch.arange(self.num_chains)[:, None, None].expand(-1, stop - start, 1)
+        device = rows.device((*self.constants, self.own))
+        number = torch.arange(self.num_chains, device=device)[:, None, None]
+        number = number.expand(-1, stop - start, 1)
         if self.indices is None:
             return [number]
-        rows_, own = (None, None) if out is None else out[1:]
-        rows_ = self.indices.span(start, stop, rows_)
-        return [number, rows_, torch.add(rows_, number * self.num_rows, out=own)]
+        places, own = (None, None) if out is None else out[1:]
+        places = self.indices.span(start, stop, places)
+        return [number, places, torch.add(places, number * self.num_rows, out=own)]
 
     def batch(self, fixed: Any, changing: Any) -> Batch:
-        shared, own = fixed
         number = changing[0]
         constants = tuple(table[number] for table in self.constants)
         if self.indices is None:
-            every = rows.map_rows(lambda table: table.expand(len(number), *table.shape), shared)
-            own = rows.take(own, number)
-        else:
-            every, own = rows.take(shared, changing[1]), rows.take(own, changing[2])
-        return Batch((constants, every, own), per_chain=True)
+            shared = rows.map_rows(lambda table: table.expand(len(number), *table.shape), fixed)
+            return Batch((constants, shared, rows.take(self.own, number)), per_chain=True)
+        shared, own = rows.take(fixed, changing[1]), rows.take(self._flat, changing[2])
+        return Batch((constants, shared, own), per_chain=True)
 
     def sources(self, changing: Any) -> list[Source]:
-        shared, own = self.fixed
-        number = changing[0]
-        constants = [Gathered(table, number) for table in self.constants]
+        shared, number = rows.leaves(self.shared), changing[0]
+        constants: list[Source] = [Gathered(table, number) for table in self.constants]
         if self.indices is None:
-            every: list[Source] = [Fixed(table[None]) for table in rows.leaves(shared)]
-            return [*constants, *every, *(Gathered(table, number) for table in rows.leaves(own))]
-        every = [Gathered(table, changing[1]) for table in rows.leaves(shared)]
-        return [*constants, *every, *(Gathered(table, changing[2]) for table in rows.leaves(own))]
+            own = [Gathered(table, number) for table in rows.leaves(self.own)]
+            return [*constants, *(Fixed(table[None]) for table in shared), *own]
+        own = [Gathered(table, changing[2]) for table in rows.leaves(self._flat)]
+        return [*constants, *(Gathered(table, changing[1]) for table in shared), *own]
 
     def of_rows(self, part: slice) -> StackedBatches:
         raise NotImplementedError("chains with data of their own are moved by one process")

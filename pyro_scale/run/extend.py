@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.core.autocorrelation import autocorrelation_time, split_r_hat
 from pyro_scale.core.validation import evenly
+from pyro_scale.data.batches import Batches
 from pyro_scale.engine.checkpoint import Checkpoint, RunState
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.run.run import Trajectory
@@ -65,24 +66,34 @@ def extended(
     plan = dataclasses.replace(
         plan, steps=steps, columns=plan.problem.engine.kernel.columns(steps.total)
     )
+    last = every_second(draws, trajectory.batches)
+    longer = plan.execute(title, last=last, stop=stop)
+    longer.draws.seconds += draws.seconds
+    longer.draws.compile_seconds += draws.compile_seconds
+    return longer
+
+
+def every_second(draws: Draws, batches: Batches) -> Checkpoint:
+    """What a run goes on from that keeps every second draw.
+
+    Args:
+        draws: of a finished run.
+        batches: that it took.
+    """
     alive = torch.ones(len(draws.positions), dtype=torch.bool)
     alive[[failure.chain for failure in draws.failures]] = False
     run_state = RunState(
         draws.num_steps, pytree.tree_leaves(draws.state), alive, tuple(draws.failures)
     )
-    last = Checkpoint(
+    return Checkpoint(
         number=0,
         parts=(),
         facts={},
         run_state=run_state,
-        batches=trajectory.batches.position(draws.num_steps),
+        batches=batches.position(draws.num_steps),
         positions=draws.positions[:, 1::2],
         log_joint=draws.log_joint[:, 1::2],
         kinetic=None,
         look_every=1,
         program=draws.program,
     )
-    longer = plan.execute(title, last=last, stop=stop)
-    longer.draws.seconds += draws.seconds
-    longer.draws.compile_seconds += draws.compile_seconds
-    return longer

@@ -127,7 +127,7 @@ def pilot(
             draws = own.positions
             latents = problem.engine.num_latents
             one, other = (ran.positions[..., :latents].double() for ran in (own, half))
-            bias = _bias(one, other, order)
+            bias = bias_of(one, other, order)
             problem = _moved(problem, own)
             factor = bias.excess ** (-1 / order) if bias.excess > 1 else 1.0
             if factor == 1 and bias.is_vague:
@@ -159,7 +159,7 @@ def _moved(problem: Problem, draws: Draws) -> Problem:
     return dataclasses.replace(problem, positions=last)
 
 
-def _bias(own: Tensor, half: Tensor, order: int) -> Bias:
+def bias_of(own: Tensor, half: Tensor, order: int) -> Bias:
     """From draws at a step and at half of it on the same noise, `[chains, draws, d]`."""
     center = (own + half).mean((0, 1)) / 2
     sd = half.flatten(0, 1).std(0).clamp(min=1e-300)

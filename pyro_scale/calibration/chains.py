@@ -1,0 +1,165 @@
+"""Draws from the posterior of every data set, by a chain each."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_scale.calibration.stack import Stack
+from pyro_scale.calibration.warm_up import (
+    Kind,
+    Lengths,
+    Warm,
+    move_in_windows,
+    shorten_steps,
+    start_at_modes,
+)
+from pyro_scale.core.autocorrelation import autocorrelation_time
+from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.kernels import Kernel
+from pyro_scale.run.extend import every_second
+from pyro_scale.tuning.choose import FRICTION, longest_lr
+
+#: Draws that ranks are taken among.
+NUM_DRAWS = 100
+#: Draws of a chain, of which these are some; effective ones among them; the part of the chains that
+#: may have fewer; and times that thinning is doubled until no more do.
+_DRAWS, LEAST_ESS, _MOST_SLOW, _MOST_DOUBLINGS = 400, 200, 0.01, 8
+#: Thinning over an autocorrelation time, of a chain that is among the slowest.
+_SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class Method:
+    """A sampler, and what of it is to be chosen.
+
+    Attributes:
+        kernel: with stand-ins for what is chosen.
+        lr: whether the step size is chosen.
+        friction: whether the friction is.
+        kind: of the coordinates; None where chains move in params.
+        warmup_steps: of the run; None where they are to be chosen.
+        thinning: of the run; None likewise.
+    """
+
+    kernel: Kernel
+    lr: bool
+    friction: bool
+    kind: Kind | None
+    warmup_steps: int | None
+    thinning: int | None
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What all chains come to.
+
+    Attributes:
+        positions: params of `NUM_DRAWS` draws, `[chains, draws, D]`; NaN after a chain broke.
+        ess: effective draws before thinning, of the element that has fewest, `[chains]`.
+        failed: what became of chains that broke, by number.
+        lengths: of the stages.
+        steps: of each chain, by stage.
+        lr: each chain's step size, `[chains]`.
+        program: how steps were run, in words.
+    """
+
+    positions: Tensor
+    ess: Tensor
+    failed: dict[int, str]
+    lengths: Lengths
+    steps: dict[str, int]
+    lr: Tensor
+    program: str
+
+
+def sample(
+    stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None = None
+) -> Sampled:
+    """Runs a chain on every data set.
+
+    Args:
+        stack: the data sets.
+        method: the sampler.
+        starts: where chains begin, or searches for modes, params `[chains, D]`.
+        lengths: of the stages; None has these data sets decide.
+    """
+    kernel, is_over = method.kernel, method.warmup_steps is None
+    if method.friction and hasattr(kernel, "friction"):
+        kernel = dataclasses.replace(kernel, friction=FRICTION)  # type: ignore[call-arg]
+    if method.lr:
+        kernel = dataclasses.replace(kernel, lr=longest_lr(kernel))
+    warm = Warm(kernel, starts, None, Lengths(), 0)
+    if method.kind is not None:
+        warm = start_at_modes(stack, kernel, starts, method.kind)
+    if method.kind is not None or is_over:
+        adapts = method.kind is not None
+        warm = move_in_windows(stack, warm, lengths, adapts, method.lr)
+    if method.lr:
+        order = 1 if kernel.theory is None else kernel.theory.order
+        warm = shorten_steps(stack, warm, order, lengths)
+    if method.thinning is not None:
+        draws = stack.run(
+            kernel,
+            warm.positions,
+            Steps(NUM_DRAWS, method.warmup_steps or 0, method.thinning),
+            coordinates=warm.coordinates,
+        )
+        thinning = method.thinning
+    else:
+        thinning = max(1, math.ceil(_SHARE * warm.lengths.thinning))
+        thinning = thinning if lengths is None else lengths.thinning
+        draws, thinning = _until_effective(stack, warm, method, thinning)
+    kept = draws.positions[:, draws.positions.shape[1] // NUM_DRAWS - 1 :: draws.positions.shape[1] // NUM_DRAWS]
+    params = kept
+    if warm.coordinates is not None:
+        params = warm.coordinates.mapped("to_params", kept.to(starts)).cpu()
+    factor = torch.ones(stack.num_chains) if warm.coordinates is None else warm.coordinates.factor
+    first_lr = kernel.columns(1)["lr"].flatten()[0]
+    return Sampled(
+        positions=params,
+        ess=_effective(draws),
+        failed={each.chain: _why(each) for each in draws.failures},
+        lengths=dataclasses.replace(warm.lengths, thinning=thinning),
+        steps={"warm-up": warm.steps, "draws": draws.num_steps},
+        lr=factor * first_lr,
+        program=draws.program,
+    )
+
+
+def _until_effective(
+    stack: Stack, warm: Warm, method: Method, thinning: int
+) -> tuple[Draws, int]:
+    """(Draws of which nearly all chains have enough effective ones, their thinning)."""
+    warmup_steps, last = method.warmup_steps or 0, None
+    for doublings in range(_MOST_DOUBLINGS + 1):
+        steps = Steps(_DRAWS, warmup_steps, thinning)
+        draws = stack.run(
+            warm.kernel, warm.positions, steps, coordinates=warm.coordinates, last=last
+        )
+        slow = float((_effective(draws) < LEAST_ESS).double().mean())
+        if slow <= _MOST_SLOW or doublings == _MOST_DOUBLINGS:
+            break
+        ended, thinning = draws, 2 * thinning
+        last = lambda batches, ended=ended: every_second(ended, batches)  # noqa: E731
+    return draws, thinning
+
+
+def _effective(draws: Draws) -> Tensor:
+    """Effective draws of each chain, of the element or the log joint that has fewest; 0 of chains
+    that broke."""
+    series = torch.cat([draws.positions.double(), draws.log_joint[..., None]], -1)
+    chains, count, size = series.shape
+    sound = series.isfinite().all(-1).all(-1)
+    series = torch.where(sound[:, None, None], series, 0.0)
+    times = autocorrelation_time(series.permute(1, 0, 2).flatten(1)[None]).view(chains, size)
+    return torch.where(sound, count / times.amax(1), 0.0)
+
+
+def _why(failure: object) -> str:
+    site, step = getattr(failure, "site", "?"), getattr(failure, "step", 0)
+    return f"not finite after step {step:,}, at site '{site}' first"

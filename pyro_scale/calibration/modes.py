@@ -1,0 +1,102 @@
+"""The mode of each data set's posterior, all searches side by side."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.calibration.stack import Stack, take_one
+from pyro_scale.core.warn import without_vmap_warnings
+
+#: Steps of Levenberg's and Marquardt's at most; the gain in nats that ends a search; how the
+#: damping changes after a step that is taken or not.
+_MOST_STEPS, _NEAR, _EASED, _DAMPED = 60, 1e-4, 0.2, 5.0
+#: Curvatures below this part of the largest one count as that.
+_FLATTEST = 1e-6
+
+
+class Gaussians(NamedTuple):
+    """What each search came to.
+
+    Attributes:
+        mean: the mode, or where the search ended, `[chains, D]`.
+        precision: minus the Hessian there, its eigenvalues made positive, in float64,
+            `[chains, D, D]`.
+        value: the log joint there, in nats, `[chains]`.
+        found: whether it is a mode, `[chains]`.
+        looks: at value, gradient and Hessian, that a search took.
+    """
+
+    mean: Tensor
+    precision: Tensor
+    value: Tensor
+    found: Tensor
+    looks: int
+
+
+def find_modes(stack: Stack, starts: Tensor) -> Gaussians:
+    """Newton's method from each start, `[chains, D]`, damped by curvature as it is needed, in units
+    of each element's own curvature."""
+    position, damping = starts.clone(), torch.ones(stack.num_chains, dtype=torch.float64)
+    value, slope, curvature = look(stack, position)
+    found, looks = torch.zeros(stack.num_chains, dtype=torch.bool), 1
+    for _ in range(_MOST_STEPS):
+        units = curvature.diagonal(dim1=1, dim2=2).abs()
+        units = torch.where(units > 0, units, 1.0).rsqrt()
+        scaled = units[:, :, None] * curvature * units[:, None]
+        lengths, axes = torch.linalg.eigh(scaled)
+        along = (axes.mT @ (units * slope)[..., None])[..., 0]
+        gain = (along.square() / lengths.clamp(min=1e-12)).sum(-1) / 2
+        found = (lengths[:, 0] > 0) & (gain < _NEAR)
+        if bool(found.all()):
+            break
+        shift = damping + (-lengths[:, 0]).clamp(min=0) * 1.5
+        step = units * (axes @ (along / (lengths + shift[:, None]))[..., None])[..., 0]
+        there = torch.where(found[:, None], position, position + step.to(position))
+        ahead = look(stack, there)
+        looks += 1
+        taken = (ahead[0] >= value - 1e-9 * value.abs()) & ~found
+        damping = torch.where(taken, damping * _EASED, damping * _DAMPED).clamp(1e-9, 1e9)
+        position = torch.where(taken[:, None], there, position)
+        value = torch.where(taken, ahead[0], value)
+        slope = torch.where(taken[:, None], ahead[1], slope)
+        curvature = torch.where(taken[:, None, None], ahead[2], curvature)
+    return Gaussians(position, positive(curvature), value, found, looks)
+
+
+def look(stack: Stack, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(The log joint `[chains]`, its gradient `[chains, D]`, minus its Hessian `[chains, D, D]`) of
+    each data set at a position of its own, in nats and float64; the log joint is minus infinity
+    where any of them is not finite."""
+
+    def of_one(number: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def log_joint(position: Tensor) -> Tensor:
+            return stack.log_joint(position, number)
+
+        here = take_one(positions, number)
+        slope, value = torch.func.grad_and_value(log_joint)(here)
+        return value, slope, torch.func.jacfwd(torch.func.grad(log_joint))(here)
+
+    with without_vmap_warnings():
+        value, slope, hessian = (each.double() for each in stack.each(of_one))
+    finite = value.isfinite() & slope.isfinite().all(-1) & hessian.isfinite().all(-1).all(-1)
+    return (
+        torch.where(finite, value, -torch.inf),
+        torch.where(finite[:, None], slope, 0.0),
+        torch.where(finite[:, None, None], -hessian, torch.eye(hessian.shape[-1]).double()),
+    )
+
+
+def positive(curvature: Tensor) -> Tensor:
+    """Curvatures `[..., D, D]` with the absolute values of their eigenvalues, and none that is next
+    to nothing."""
+    units = curvature.diagonal(dim1=-2, dim2=-1).abs()
+    units = torch.where(units > 0, units, 1.0).sqrt()
+    scaled = curvature / units[..., :, None] / units[..., None, :]
+    lengths, axes = torch.linalg.eigh(scaled)
+    lengths = lengths.abs()
+    lengths = torch.maximum(lengths, _FLATTEST * lengths.amax(-1, keepdim=True))
+    fixed = (axes * lengths[..., None, :]) @ axes.mT
+    return fixed * units[..., :, None] * units[..., None, :]

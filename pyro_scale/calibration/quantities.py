@@ -1,0 +1,124 @@
+"""What is ranked: latents, the log likelihood, and functions of latents and data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.calibration.simulations import Generator
+from pyro_scale.calibration.stack import take_one
+from pyro_scale.core.layout import Layout
+from pyro_scale.errors import ArgumentError
+from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.terms import terms_of
+from pyro_scale.posterior.draws import in_chunks
+from pyro_scale.rng.seeds import Purpose, generator
+
+#: A function of one draw's sites, and of the data as the model takes them.
+Quantity = Callable[..., Any]
+#: The name of the log likelihood, which is always among them.
+LOGLIK = "loglik"
+
+
+class Ranked(NamedTuple):
+    """Quantities of some data sets.
+
+    Attributes:
+        ranks: of the true value among draws, `[data sets, ...]`: how many are smaller.
+        true: the value that the data were drawn from.
+        mean, sd: of the draws.
+    """
+
+    ranks: dict[str, Tensor]
+    true: dict[str, Tensor]
+    mean: dict[str, Tensor]
+    sd: dict[str, Tensor]
+
+
+def check_quantities(quantities: Mapping[str, Quantity], sites: tuple[str, ...]) -> None:
+    """Refuses names that are taken, and what cannot be called.
+
+    Raises:
+        ArgumentError: it names the quantity.
+    """
+    for name, function in quantities.items():
+        if not callable(function):
+            raise ArgumentError(
+                f"quantities[{name!r}] is not callable: pass a function of (sites, data)"
+            )
+        if name in sites:
+            raise ArgumentError(
+                f"quantities[{name!r}]: a latent site has this name, and is ranked anyway: choose "
+                "another"
+            )
+
+
+def rank(
+    generator_: Generator,
+    log_posterior: LogPosterior,
+    layout: Layout,
+    observed: Mapping[str, Tensor],
+    true: Tensor,
+    draws: Tensor,
+    quantities: Mapping[str, Quantity],
+    seed: int,
+) -> Ranked:
+    """The ranks of true values among draws.
+
+    Args:
+        generator_: which knows what users' functions take.
+        log_posterior: of the model of (shared rows, own rows).
+        layout: of a position.
+        observed: rows of each data set, by site, `[data sets, N, ...]`.
+        true: params that they were drawn from, `[data sets, D]`.
+        draws: params, `[data sets, draws, D]`; those of a chain that broke may be NaN.
+        quantities: functions of (sites, data).
+        seed: of the order of equal values.
+    """
+    count = draws.shape[1] + 1
+    positions = torch.cat([draws, true[:, None].to(draws)], 1).flatten(0, 1)
+    shared, names = generator_.shared(), set(generator_.places)
+
+    def values(number: Tensor) -> dict[str, Tensor]:
+        data_set = number // count
+        own = {name: take_one(table, data_set) for name, table in observed.items()}
+        params = layout.unflatten(take_one(positions, number))
+        sites = log_posterior.run(params, (shared, own)).sites
+        latents = {s.name: s.value for s in sites.values() if s.kind == "latent"}
+        found = dict(latents)
+        terms = terms_of(sites).values()
+        of_data = [(t.log_prob * t.scale).sum() for t in terms if names & set(t.name.split("+"))]
+        found[LOGLIK] = torch.stack([term.double() for term in of_data]).sum()
+        data = generator_.given(own)
+        for name, quantity in quantities.items():
+            found[name] = torch.as_tensor(quantity(latents, data))
+        return found
+
+    with torch.no_grad():
+        parts = list(in_chunks(values, [torch.arange(len(positions))]))
+    every = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    source = generator(seed, 3, Purpose.SIMULATION)
+    ranked = Ranked({}, {}, {}, {})
+    for name, flat in every.items():
+        value = flat.unflatten(0, (-1, count)).double()
+        drawn, truth = value[:, :-1], value[:, -1]
+        below = (drawn < truth[:, None]).sum(1)
+        equal = (drawn == truth[:, None]).sum(1)
+        tie = torch.rand(equal.shape, generator=source, dtype=torch.float64) * (equal + 1)
+        ranked.ranks[name] = below + tie.long().clamp(max=equal)
+        ranked.true[name], ranked.mean[name] = truth, drawn.mean(1)
+        ranked.sd[name] = drawn.std(1)
+    return ranked
+
+
+def takes_two(function: Quantity) -> bool:
+    """Whether a function can be called with (sites, data)."""
+    try:
+        inspect.signature(function).bind({}, ())
+    except TypeError:
+        return False
+    return True

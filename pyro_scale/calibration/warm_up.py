@@ -1,0 +1,339 @@
+"""Warm-up of chains that have a data set each: every chain learns a geometry and a step size."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pyro_scale.calibration.modes import find_modes, look
+from pyro_scale.calibration.stack import Coordinates, Stack, take_one
+from pyro_scale.core.autocorrelation import autocorrelation_time, split_r_hat
+from pyro_scale.core.gaussian import Dense
+from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening
+from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.kernels import Kernel
+from pyro_scale.rng.seeds import Purpose, generator
+from pyro_scale.rng.streams import NoiseStream, RefinedNoise
+from pyro_scale.tuning.pilot import LEAST_PILOT, bias_of
+
+#: Steps of the first window, each of which is twice as long as the one before, and their number.
+FIRST_WINDOW, MOST_WINDOWS = 256, 7
+#: Draws of a window or a pilot, and the part of a window that is left out.
+_DRAWS, _LEFT_OUT = 256, 0.25
+#: Halves of a chain agree below this, and a geometry is right where no sd changes by more than this
+#: factor beyond chance; in this part of the chains.
+_MOST_R_HAT, _MOST_CHANGE, _MOST_CHAINS = 1.1, 1.25, 0.9
+#: By how much a window may change a direction's sd.
+_LARGEST_CHANGE = 3.0
+#: Nats below the best draw, for each dimension and in all, where a posterior is not.
+_NATS_EACH, _NATS = 10.0, 20.0
+#: How far chains start from the mode in its Gaussian's sds; nats below it, for each dimension and
+#: in all, at which none starts; times that a start is moved to halfway.
+_DISPERSION, _DEEP_EACH, _DEEP, _MOST_HALVINGS = 2.0, 4.0, 10.0, 40
+#: Draws of each chain at which the curvature is looked at.
+_LOOKS = 4
+#: Autocorrelation times of a pilot, its draws, and what a step may be multiplied by.
+_TIMES, _PILOT_DRAWS, _SHORTEST, _LONGEST = 60.0, 512, 0.4, 0.8
+#: What a step is multiplied by where a chain's coupled paths part.
+_SHORTER = 0.7
+_MOST_PILOTS = 4
+
+Kind = Literal["dense", "diag"]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long the stages are: the same for all data sets, as some of them have shown.
+
+    Attributes:
+        windows: of warm-up.
+        pilots: of the step size, and the steps of each.
+        pilot: steps of one.
+        thinning: steps from one draw to the next.
+    """
+
+    windows: int = 0
+    pilots: int = 0
+    pilot: int = LEAST_PILOT
+    thinning: int = 1
+
+
+@dataclass(frozen=True)
+class Warm:
+    """Chains after warm-up.
+
+    Attributes:
+        kernel: with the longest step size.
+        positions: `[chains, D]`, in their coordinates.
+        coordinates: of each chain; None where they move in params.
+        lengths: of what there was, and of what comes.
+        steps: taken by each chain.
+        looks: at value, gradient and Hessian.
+        rough: chains that did not find a mode, `[chains]`.
+    """
+
+    kernel: Kernel
+    positions: Tensor
+    coordinates: Coordinates | None
+    lengths: Lengths
+    steps: int
+    looks: int = 0
+    rough: Tensor | None = None
+
+
+def start_at_modes(stack: Stack, kernel: Kernel, starts: Tensor, kind: Kind) -> Warm:
+    """Chains around the modes of their posteriors, in coordinates in which these are isotropic.
+
+    Args:
+        stack: the data sets.
+        kernel: with the longest step size.
+        starts: where searches begin, `[chains, D]`.
+        kind: what coordinates are stretched by: a matrix, or elements.
+    """
+    gaussians, units = find_modes(stack, starts), stack.num_data**0.5
+    covariance = torch.linalg.inv(gaussians.precision)
+    temperature = float(kernel.values(0)["temperature"])
+    if kind == "dense":
+        root = torch.linalg.cholesky(temperature * (covariance + covariance.mT) / 2)
+        whitening: DenseWhitening | DiagonalWhitening = DenseWhitening(
+            gaussians.mean, (units * root).to(starts)
+        )
+    else:
+        sd = (temperature * covariance.diagonal(dim1=1, dim2=2)).sqrt()
+        whitening = DiagonalWhitening(gaussians.mean, (units * sd).to(starts))
+    coordinates = Coordinates(whitening, torch.ones(stack.num_chains, dtype=starts.dtype))
+    size = starts.shape[1]
+    away = torch.stack([_noise(seed, size) for seed in stack.seeds]).to(starts)
+    away = _DISPERSION * away / units
+    lowest = gaussians.value - (_DEEP_EACH * size + _DEEP)
+    for _ in range(_MOST_HALVINGS):
+        params = coordinates.mapped("to_params", away)
+        value = stack.each(lambda number, at=params: stack.log_joint(take_one(at, number), number))
+        deep = ~(value.double() > lowest)
+        if not bool(deep.any()):
+            break
+        away = torch.where(deep[:, None], away / 2, away)
+    rough = ~gaussians.found
+    return Warm(kernel, away, coordinates, Lengths(), 0, gaussians.looks, rough)
+
+
+def move_in_windows(
+    stack: Stack, warm: Warm, lengths: Lengths | None, adapts: bool, adapts_lr: bool
+) -> Warm:
+    """Chains after windows, each of which is twice as long as the one before, and after each of
+    which a chain's coordinates become what its draws say.
+
+    Args:
+        stack: the data sets.
+        warm: chains at their starts.
+        lengths: how many windows; None goes on until most chains' halves agree.
+        adapts: whether coordinates are learned.
+        adapts_lr: whether a chain's step size may be shortened.
+    """
+    most = MOST_WINDOWS if lengths is None else lengths.windows
+    for number in range(most):
+        length = FIRST_WINDOW * 2**number
+        every = max(1, length // _DRAWS)
+        steps = Steps(length // every, 0, every)
+        draws = stack.run(
+            warm.kernel, warm.positions, steps, (Purpose.WINDOW, number), warm.coordinates
+        )
+        warm, times, agree = _learn(stack, warm, draws, adapts, adapts_lr)
+        thinning = math.ceil(float(times.quantile(0.95)) * every)
+        warm = dataclasses.replace(
+            warm,
+            steps=warm.steps + length,
+            lengths=dataclasses.replace(warm.lengths, windows=number + 1, thinning=thinning),
+        )
+        if lengths is None and float(agree.double().mean()) >= _MOST_CHAINS:
+            break
+    return _with_stable_steps(stack, warm) if adapts_lr else warm
+
+
+def shorten_steps(stack: Stack, warm: Warm, order: int, lengths: Lengths | None) -> Warm:
+    """Chains whose step sizes leave little bias, as pilots at the step and at half of it tell, on
+    the same noise.
+
+    Args:
+        stack: the data sets.
+        warm: chains after their windows.
+        order: the power of lr with which the bias falls.
+        lengths: how many pilots, and how long; None goes on until most chains need no shorter step.
+    """
+    assert warm.coordinates is not None
+    wanted = max(LEAST_PILOT, math.ceil(_TIMES * warm.lengths.thinning))
+    length = wanted if lengths is None else lengths.pilot
+    most = _MOST_PILOTS if lengths is None else lengths.pilots
+    every = max(1, length // _PILOT_DRAWS)
+    for number in range(most):
+        stage = Purpose.PILOT, number
+        steps = Steps(length // every, 0, every)
+        own = stack.run(warm.kernel, warm.positions, steps, stage, warm.coordinates)
+        half = _at_half_step(stack, warm, steps, stage)
+        factor, times = _factors(own, half, order)
+        coordinates = dataclasses.replace(
+            warm.coordinates, factor=warm.coordinates.factor * factor.to(warm.positions)
+        )
+        assert coordinates is not None
+        thinning = math.ceil(float((times * every / factor).quantile(0.95)))
+        warm = dataclasses.replace(
+            warm,
+            positions=_last(own, warm.positions),
+            coordinates=coordinates,
+            steps=warm.steps + 3 * length,
+            lengths=dataclasses.replace(
+                warm.lengths, pilots=number + 1, pilot=length, thinning=thinning
+            ),
+        )
+        if lengths is None and float((factor == 1).double().mean()) >= _MOST_CHAINS:
+            break
+    return warm
+
+
+def _noise(seed: int, size: int) -> Tensor:
+    return torch.randn(
+        size, generator=generator(seed, 0, Purpose.INIT, 1), dtype=torch.float64
+    )
+
+
+def _last(draws: Draws, before: Tensor) -> Tensor:
+    """Where chains are; where they were, of those that broke."""
+    last = draws.positions[:, -1].to(before)
+    return torch.where(last.isfinite().all(-1, keepdim=True), last, before)
+
+
+def _at_half_step(stack: Stack, warm: Warm, steps: Steps, stage: tuple[Purpose, int]) -> Draws:
+    twice = Steps(steps.num_samples, 0, 2 * steps.thinning)
+    columns: dict[str, Tensor] = dict(warm.kernel.columns(twice.total))
+    columns["lr"] = columns["lr"] / 2
+    return stack.run(
+        warm.kernel, warm.positions, twice, stage, warm.coordinates, columns, RefinedNoise
+    )
+
+
+def _factors(own: Draws, half: Draws, order: int) -> tuple[Tensor, Tensor]:
+    """(What each chain's step is multiplied by, draws per independent one), `[chains]`."""
+    factors, times = [], []
+    for one, other in zip(own.positions.double(), half.positions.double(), strict=True):
+        if not bool(one.isfinite().all() & other.isfinite().all()):
+            factors.append(_SHORTEST)
+            times.append(1.0)
+            continue
+        bias = bias_of(one[None], other[None], order)
+        factor = bias.excess ** (-1 / order) if bias.excess > 1 else 1.0
+        factors.append(1.0 if factor == 1 else min(max(factor, _SHORTEST), _LONGEST))
+        times.append(float(autocorrelation_time(one[None]).max()))
+    return torch.tensor(factors, dtype=torch.float64), torch.tensor(times, dtype=torch.float64)
+
+
+def _learn(
+    stack: Stack, warm: Warm, draws: Draws, adapts: bool, adapts_lr: bool
+) -> tuple[Warm, Tensor, Tensor]:
+    """(Chains with what a window's draws say; draws per independent one, `[chains]`; whether each
+    chain's halves agree, on the geometry that it was run with)."""
+    z = draws.positions.double()
+    fallen = (draws.log_joint.cummax(1).values - draws.log_joint)[
+        :, int(_LEFT_OUT * draws.log_joint.shape[1]) :
+    ].amax(1)
+    depth = _NATS_EACH * z.shape[-1] + _NATS
+    sound = z.isfinite().all(-1).all(-1)
+    if stack.batch_size is None:
+        sound &= ~(fallen > depth)
+    kept = z[:, int(_LEFT_OUT * z.shape[1]) :]
+    kept = torch.where(sound[:, None, None], kept, 0.0)
+    times, r_hat = _mixing(kept)
+    agree = sound & (r_hat < _MOST_R_HAT)
+    positions, coordinates = _last(draws, warm.positions), warm.coordinates
+    if coordinates is None or not adapts:
+        return dataclasses.replace(warm, positions=positions), times, agree
+    count = kept.shape[1] / times.clamp(min=1)
+    change, coordinates = _update(stack, coordinates, kept, count, sound)
+    agree &= change < _MOST_CHANGE
+    if adapts_lr:
+        factor = torch.where(sound, coordinates.factor, coordinates.factor / 2)
+        coordinates = dataclasses.replace(coordinates, factor=factor)
+    assert warm.coordinates is not None
+    there = warm.coordinates.mapped("to_params", torch.where(sound[:, None], positions, 0))
+    positions = coordinates.mapped("to_whitened", there[:, None])[:, 0].to(positions)
+    return dataclasses.replace(warm, positions=positions, coordinates=coordinates), times, agree
+
+
+def _mixing(z: Tensor) -> tuple[Tensor, Tensor]:
+    """(Draws per independent one, split R-hat), the largest of each chain's own, of draws
+    `[chains, draws, D]` and their squares."""
+    chains, _, size = z.shape
+    side_by_side = z.permute(1, 0, 2).flatten(1)[None]
+    squares = (z - z.mean(1, keepdim=True)).square().permute(1, 0, 2).flatten(1)[None]
+    times = torch.maximum(autocorrelation_time(side_by_side), autocorrelation_time(squares))
+    r_hat = split_r_hat(side_by_side)
+    return times.view(chains, size).amax(1), r_hat.view(chains, size).amax(1)
+
+
+def _update(
+    stack: Stack, old: Coordinates, z: Tensor, count: Tensor, sound: Tensor
+) -> tuple[Tensor, Coordinates]:
+    """(The largest factor by which a direction's sd changes beyond chance, `[chains]`; coordinates
+    that the draws make isotropic).
+
+    Args:
+        stack: the data sets.
+        old: coordinates of the draws.
+        z: the draws, `[chains, draws, D]`, of variance 1/N where the coordinates are right.
+        count: how many independent ones each chain's are worth, `[chains]`.
+        sound: whose draws count.
+    """
+    size, units = z.shape[-1], stack.num_data**0.5
+    center = old.mapped("to_params", z.mean(1).to(old.factor))
+    away = (z - z.mean(1, keepdim=True)) * units
+    if isinstance(old.whitening, DenseWhitening):
+        share, chance = count / (count + size + 1), 1 + 2 * (size / count).sqrt()
+        covariance = away.mT @ away / (z.shape[1] - 1)
+        eye = torch.eye(size, dtype=z.dtype)
+        mixed = share[:, None, None] * covariance + (1 - share)[:, None, None] * eye
+        mixed = torch.where(sound[:, None, None], mixed, eye)
+        lengths, axes = torch.linalg.eigh(mixed)
+        bounded = lengths.clamp(_LARGEST_CHANGE**-2, _LARGEST_CHANGE**2)
+        root = torch.linalg.cholesky((axes * bounded[:, None]) @ axes.mT)
+        factor = old.whitening.factor.double() @ root
+        whitening: DenseWhitening | DiagonalWhitening = DenseWhitening(
+            center, factor.to(old.factor)
+        )
+    else:
+        assert isinstance(old.whitening, DiagonalWhitening)
+        share, chance = count / (count + 2), torch.ones_like(count)
+        lengths = share[:, None] * away.square().mean(1) + (1 - share)[:, None]
+        lengths = torch.where(sound[:, None], lengths, 1.0)
+        bounded = lengths.clamp(_LARGEST_CHANGE**-2, _LARGEST_CHANGE**2)
+        whitening = DiagonalWhitening(
+            center, old.whitening.scale * bounded.sqrt().to(old.factor)
+        )
+    chance = chance + 3 / count.sqrt()
+    sds = lengths.clamp(min=1e-300).sqrt()
+    change = torch.maximum(sds, 1 / sds).amax(1) / chance**share
+    kept = torch.where(sound[:, None], center, old.whitening.center)
+    tensors = [kept.to(center), *whitening.tensors[1:]]
+    return change, Coordinates(whitening.with_tensors(tensors), old.factor)
+
+
+def _with_stable_steps(stack: Stack, warm: Warm) -> Warm:
+    """Chains whose step sizes are at most half of what is stable where they are, and near it."""
+    coordinates = warm.coordinates
+    assert coordinates is not None
+    steepest = torch.zeros(stack.num_chains, dtype=torch.float64)
+    for number in range(_LOOKS):
+        noise = torch.stack([_noise(seed + number, warm.positions.shape[1]) for seed in stack.seeds])
+        z = noise.to(warm.positions) / stack.num_data**0.5
+        _, _, curvature = look(stack, coordinates.mapped("to_params", z))
+        pulled = coordinates.mapped("pull_back", curvature.to(z))
+        pulled = coordinates.mapped("pull_back", pulled.mT.contiguous()).double()
+        steepest = torch.maximum(steepest, torch.linalg.eigvalsh(pulled / stack.num_data)[:, -1])
+    stable = steepest.clamp(min=1e-12).rsqrt() / float(warm.kernel.lr)
+    factor = torch.minimum(coordinates.factor, stable.to(coordinates.factor))
+    coordinates = dataclasses.replace(coordinates, factor=factor)
+    return dataclasses.replace(warm, coordinates=coordinates, looks=warm.looks + _LOOKS)
