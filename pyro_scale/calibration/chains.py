@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +21,15 @@ from pyro_scale.calibration.warm_up import (
     start_at_modes,
 )
 from pyro_scale.core.autocorrelation import autocorrelation_time
-from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.engine.draws import Draws, Failure, Steps
 from pyro_scale.kernels import Kernel
 from pyro_scale.run.extend import every_second
 from pyro_scale.tuning.choose import FRICTION, longest_lr
 
 #: Draws that ranks are taken among.
 NUM_DRAWS = 100
+#: Dimensions up to which chains are whitened by a matrix each.
+MOST_DENSE = 100
 #: Draws of a chain, of which these are some; effective ones among them; the part of the chains that
 #: may have fewer; and times that thinning is doubled until no more do.
 _DRAWS, LEAST_ESS, _MOST_SLOW, _MOST_DOUBLINGS = 400, 200, 0.01, 8
@@ -64,7 +68,7 @@ class Sampled:
         failed: what became of chains that broke, by number.
         lengths: of the stages.
         steps: of each chain, by stage.
-        lr: each chain's step size, `[chains]`.
+        facts: what else there is to say.
         program: how steps were run, in words.
     """
 
@@ -73,7 +77,7 @@ class Sampled:
     failed: dict[int, str]
     lengths: Lengths
     steps: dict[str, int]
-    lr: Tensor
+    facts: Mapping[str, Any]
     program: str
 
 
@@ -113,11 +117,11 @@ def sample(
     else:
         thinning = max(1, math.ceil(_SHARE * warm.lengths.thinning))
         thinning = thinning if lengths is None else lengths.thinning
-        draws, thinning = _until_effective(stack, warm, method, thinning)
-    kept = draws.positions[:, draws.positions.shape[1] // NUM_DRAWS - 1 :: draws.positions.shape[1] // NUM_DRAWS]
-    params = kept
+        draws, thinning = _untileffective(stack, warm, method, thinning)
+    every = draws.positions.shape[1] // NUM_DRAWS
+    params = draws.positions[:, every - 1 :: every]
     if warm.coordinates is not None:
-        params = warm.coordinates.mapped("to_params", kept.to(starts)).cpu()
+        params = warm.coordinates.mapped("to_params", params.to(starts)).cpu()
     factor = torch.ones(stack.num_chains) if warm.coordinates is None else warm.coordinates.factor
     first_lr = kernel.columns(1)["lr"].flatten()[0]
     return Sampled(
@@ -126,12 +130,12 @@ def sample(
         failed={each.chain: _why(each) for each in draws.failures},
         lengths=dataclasses.replace(warm.lengths, thinning=thinning),
         steps={"warm-up": warm.steps, "draws": draws.num_steps},
-        lr=factor * first_lr,
+        facts={"lr": _in_words(factor * first_lr)},
         program=draws.program,
     )
 
 
-def _until_effective(
+def _untileffective(
     stack: Stack, warm: Warm, method: Method, thinning: int
 ) -> tuple[Draws, int]:
     """(Draws of which nearly all chains have enough effective ones, their thinning)."""
@@ -150,9 +154,12 @@ def _until_effective(
 
 
 def _effective(draws: Draws) -> Tensor:
-    """Effective draws of each chain, of the element or the log joint that has fewest; 0 of chains
-    that broke."""
-    series = torch.cat([draws.positions.double(), draws.log_joint[..., None]], -1)
+    return effective(torch.cat([draws.positions.double(), draws.log_joint[..., None]], -1))
+
+
+def effective(series: Tensor) -> Tensor:
+    """Effective draws of each chain, of the element that has fewest, of series `[chains, draws,
+    elements]`; 0 of chains that broke."""
     chains, count, size = series.shape
     sound = series.isfinite().all(-1).all(-1)
     series = torch.where(sound[:, None, None], series, 0.0)
@@ -160,6 +167,11 @@ def _effective(draws: Draws) -> Tensor:
     return torch.where(sound, count / times.amax(1), 0.0)
 
 
-def _why(failure: object) -> str:
-    site, step = getattr(failure, "site", "?"), getattr(failure, "step", 0)
-    return f"not finite after step {step:,}, at site '{site}' first"
+def _why(failure: Failure) -> str:
+    return f"not finite after step {failure.step:,}, at site '{failure.site}' first"
+
+
+def _in_words(lr: Tensor) -> str:
+    """The step sizes of all chains."""
+    least, most = float(lr.min()), float(lr.max())
+    return f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,13 +9,12 @@ import torch
 from torch import Tensor
 
 from pyro_scale.calibration.simulations import Generator
-from pyro_scale.calibration.stack import take_one
-from pyro_scale.core.layout import Layout
+from pyro_scale.calibration.stack import Stack, take_one
+from pyro_scale.core.exclusive import own_generator
+from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError
-from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.terms import terms_of
 from pyro_scale.posterior.draws import in_chunks
-from pyro_scale.rng.seeds import Purpose, generator
 
 #: A function of one draw's sites, and of the data as the model takes them.
 Quantity = Callable[..., Any]
@@ -58,50 +56,48 @@ def check_quantities(quantities: Mapping[str, Quantity], sites: tuple[str, ...])
 
 
 def rank(
-    generator_: Generator,
-    log_posterior: LogPosterior,
-    layout: Layout,
-    observed: Mapping[str, Tensor],
+    model: Generator,
+    stack: Stack,
     true: Tensor,
     draws: Tensor,
     quantities: Mapping[str, Quantity],
+    predict_at: Arguments | None,
     seed: int,
 ) -> Ranked:
     """The ranks of true values among draws.
 
     Args:
-        generator_: which knows what users' functions take.
-        log_posterior: of the model of (shared rows, own rows).
-        layout: of a position.
-        observed: rows of each data set, by site, `[data sets, N, ...]`.
+        model: the one that is fitted, which knows what users' functions take.
+        stack: the data sets.
         true: params that they were drawn from, `[data sets, D]`.
         draws: params, `[data sets, draws, D]`; those of a chain that broke may be NaN.
         quantities: functions of (sites, data).
-        seed: of the order of equal values.
+        predict_at: rows whose observations are drawn at every draw; None for none.
+        seed: of these, and of the order of equal values.
     """
-    count = draws.shape[1] + 1
+    count, names = draws.shape[1] + 1, set(model.places)
     positions = torch.cat([draws, true[:, None].to(draws)], 1).flatten(0, 1)
-    shared, names = generator_.shared(), set(generator_.places)
 
     def values(number: Tensor) -> dict[str, Tensor]:
-        data_set = number // count
-        own = {name: take_one(table, data_set) for name, table in observed.items()}
-        params = layout.unflatten(take_one(positions, number))
-        sites = log_posterior.run(params, (shared, own)).sites
+        shared, own = stack.arguments(number // count)
+        params = stack.layout.unflatten(take_one(positions, number))
+        sites = stack.log_posterior.run(params, (shared, own)).sites
         latents = {s.name: s.value for s in sites.values() if s.kind == "latent"}
-        found = dict(latents)
         terms = terms_of(sites).values()
         of_data = [(t.log_prob * t.scale).sum() for t in terms if names & set(t.name.split("+"))]
-        found[LOGLIK] = torch.stack([term.double() for term in of_data]).sum()
-        data = generator_.given(own)
+        found = {**latents, LOGLIK: torch.stack([term.double() for term in of_data]).sum()}
         for name, quantity in quantities.items():
-            found[name] = torch.as_tensor(quantity(latents, data))
+            found[name] = torch.as_tensor(quantity(latents, model.given(own)))
+        if predict_at is not None:
+            drawn = model.log_posterior.simulate(params, predict_at).sites
+            found |= {f"{name} (predicted)": drawn[name].value for name in names}
         return found
 
-    with torch.no_grad():
-        parts = list(in_chunks(values, [torch.arange(len(positions))]))
+    numbers, is_random = torch.arange(len(positions)), predict_at is not None
+    with own_generator(seed), torch.no_grad():
+        parts = list(in_chunks(values, [numbers], is_random))
     every = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    source = generator(seed, 3, Purpose.SIMULATION)
+    source = torch.Generator().manual_seed(seed)
     ranked = Ranked({}, {}, {}, {})
     for name, flat in every.items():
         value = flat.unflatten(0, (-1, count)).double()
@@ -113,12 +109,3 @@ def rank(
         ranked.true[name], ranked.mean[name] = truth, drawn.mean(1)
         ranked.sd[name] = drawn.std(1)
     return ranked
-
-
-def takes_two(function: Quantity) -> bool:
-    """Whether a function can be called with (sites, data)."""
-    try:
-        inspect.signature(function).bind({}, ())
-    except TypeError:
-        return False
-    return True

@@ -51,6 +51,11 @@ class Place:
             return value.expand(num_rows, *value.shape)
         return value.movedim(self.axis, 0)
 
+    def as_leaf(self, value: Tensor) -> Tensor:
+        """A value as the argument holds it: classes and counts may be of another dtype there."""
+        both_real = self.dtype.is_floating_point and value.is_floating_point()
+        return value if both_real else value.to(self.dtype)
+
     def as_value(self, table: Tensor) -> Tensor:
         """The site's value, by its rows."""
         return table[0] if self.axis is None else table.movedim(0, self.axis)
@@ -122,7 +127,7 @@ class Generator:
             leaves, structure = pytree.tree_flatten(arguments, is_leaf=lambda x: x is None)
             for name, place in places.items():
                 if place.leaf is not None:
-                    leaves[place.leaf] = values[name].to(place.dtype)
+                    leaves[place.leaf] = place.as_leaf(values[name])
             with poutine.condition(data=values):
                 return rows.call(run, pytree.tree_unflatten(leaves, structure))
 
@@ -145,17 +150,42 @@ class Generator:
 
     def prior_draws(self, count: int, seed: int) -> dict[str, Tensor]:
         """Unconstrained latents from their priors, `[count, ...]`."""
-        seeds = _seeds(count, seed, 0)
+        numbers = range(-(-count // AT_ONCE))
+        seeds = [derived_seed(seed, 0, Purpose.SIMULATION, number) for number in numbers]
         parts = [self.log_posterior.prior_draws(self.arguments, AT_ONCE, own) for own in seeds]
         return {n: torch.cat([part[n] for part in parts])[:count] for n in self.latents}
 
-    def draw(self, params: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-        """Observations at unconstrained latents `[count, ...]`: by site, `[count, rows, ...]`."""
+    def draw(
+        self, params: Mapping[str, Tensor], seed: int, start: int = 0, stop: int | None = None
+    ) -> dict[str, Tensor]:
+        """Observations at unconstrained latents `[count, ...]`: by site, `[..., rows, ...]`.
+
+        Args:
+            params: of all data sets.
+            seed: of all.
+            start, stop: the numbers of the data sets that are wanted; all by default.
+        """
         count, parts = len(next(iter(params.values()))), []
-        for number, own in enumerate(_seeds(count, seed, 1)):
+        stop, first = count if stop is None else stop, start // AT_ONCE
+        for number in range(first, -(-stop // AT_ONCE)):
             places = torch.arange(number * AT_ONCE, (number + 1) * AT_ONCE).clamp(max=count - 1)
+            own = derived_seed(seed, 1, Purpose.SIMULATION, number)
             parts.append(self._draw({name: value[places] for name, value in params.items()}, own))
-        return {n: torch.cat([part[n] for part in parts])[:count] for n in self.places}
+        wanted = slice(start - first * AT_ONCE, stop - first * AT_ONCE)
+        return {n: torch.cat([part[n] for part in parts])[wanted] for n in self.places}
+
+    def observations(self) -> dict[str, Tensor]:
+        """Those of the data, by site, `[rows, ...]`."""
+        sites = self.log_posterior.model_info.sites
+        return {n: p.as_rows(sites[n].value, self.num_rows) for n, p in self.places.items()}
+
+    def doubled(self) -> Generator:
+        """The same on every row twice."""
+        twice = rows.map_rows(lambda leaf: torch.cat([leaf, leaf]), self.arguments)
+        places = {
+            name: dataclasses.replace(place, missing=None) for name, place in self.places.items()
+        }
+        return dataclasses.replace(self, arguments=twice, places=places)
 
     def _draw(self, params: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
         num_rows, indices = self.num_rows, self.log_posterior.first_indices()
@@ -252,9 +282,3 @@ def _is_same(leaf: Any, value: Tensor) -> bool:
     if not isinstance(leaf, Tensor) or leaf.shape != value.shape:
         return False
     return torch.allclose(leaf.to(value), value, rtol=0, atol=0, equal_nan=True)
-
-
-def _seeds(count: int, seed: int, purpose: int) -> list[int]:
-    """Of so many draws, those that are drawn together."""
-    numbers = range(-(-count // AT_ONCE))
-    return [derived_seed(seed, purpose, Purpose.SIMULATION, number) for number in numbers]

@@ -121,6 +121,15 @@ class Stack:
         params = self.layout.unflatten(position)
         return self.log_posterior(params, self.arguments(number)).log_joint
 
+    def log_joints(self, positions: Tensor) -> Tensor:
+        """Those of all data sets, each at params of its own, `[chains, D]`: `[chains]`."""
+
+        def of_one(number: Tensor) -> Tensor:
+            return self.log_joint(take_one(positions, number), number)
+
+        values: Tensor = self.each(of_one)
+        return values
+
     def run(
         self,
         kernel: Kernel,
@@ -186,10 +195,9 @@ class Stack:
             raise draws.error
         return draws
 
-    def of(self, chains: slice) -> Stack:
-        """Some of the data sets."""
-        own = {name: table[chains] for name, table in self.own.items()}
-        return dataclasses.replace(self, own=own, seeds=self.seeds[chains])
+    def with_data(self, own: Mapping[str, Tensor], seeds: Sequence[int]) -> Stack:
+        """Other data sets of the same model."""
+        return dataclasses.replace(self, own=own, seeds=seeds)
 
 
 def take_one(table: Tensor, number: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.calibration.modes import find_modes, look
-from pyro_scale.calibration.stack import Coordinates, Stack, take_one
+from pyro_scale.calibration.stack import Coordinates, Stack
 from pyro_scale.core.autocorrelation import autocorrelation_time, split_r_hat
 from pyro_scale.core.gaussian import Dense
 from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening
@@ -114,8 +114,7 @@ def start_at_modes(stack: Stack, kernel: Kernel, starts: Tensor, kind: Kind) -> 
     lowest = gaussians.value - (_DEEP_EACH * size + _DEEP)
     for _ in range(_MOST_HALVINGS):
         params = coordinates.mapped("to_params", away)
-        value = stack.each(lambda number, at=params: stack.log_joint(take_one(at, number), number))
-        deep = ~(value.double() > lowest)
+        deep = ~(stack.log_joints(params).double() > lowest)
         if not bool(deep.any()):
             break
         away = torch.where(deep[:, None], away / 2, away)

@@ -156,6 +156,18 @@ class NativeFunction:
         self.copy_address: int = ctypes.cast(library.copy, ctypes.c_void_p).value or 0
         self.inputs_address = ctypes.addressof(self._pointers)
 
+    def reading(self, inputs: Sequence[Tensor]) -> NativeFunction:
+        """The same machine code on other tensors, in place of the first of its own.
+
+        Raises:
+            ValueError: they lie in memory in another way than its own.
+        """
+        for given, own in zip(inputs, self.inputs, strict=False):
+            facts = [(t.dtype, t.shape, t.stride()) for t in (given, own)]
+            if facts[0] != facts[1]:
+                raise ValueError(f"the function reads {facts[1]}, not {facts[0]}")
+        return NativeFunction(self._library, self.size, [*inputs, *self.inputs[len(inputs) :]])
+
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(The value, 0-d; the gradient), both as the C code gives them: not finite where they are
         not.

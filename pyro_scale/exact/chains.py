@@ -64,28 +64,63 @@ def sample(
         SiteError: a chain has no finite start.
         KeyboardInterrupt: before any draw after warm-up.
     """
+    seeds = [derived_seed(seed, number, Purpose.NOISE) for number in range(len(starts))]
+    length = len(starts) * _length(settings)
+    with Progress(length, title, progress) as bar:
+        densities = [density] * len(starts)
+        return _sample(densities, by_pointer, starts, settings, seeds, bar)
+
+
+def sample_each(
+    densities: Sequence[LogDensity],
+    by_pointer: bool,
+    starts: Tensor,
+    settings: Settings,
+    seeds: Sequence[int],
+    bar: Progress,
+) -> Draws:
+    """The first chain of a run of each density, with a seed of its own.
+
+    Raises:
+        KeyboardInterrupt: not all have finished.
+    """
+    own = [derived_seed(seed, 0, Purpose.NOISE) for seed in seeds]
+    draws = _sample(densities, by_pointer, starts, settings, own, bar)
+    if draws.interrupted:
+        raise KeyboardInterrupt
+    return draws
+
+
+def _sample(
+    densities: Sequence[LogDensity],
+    by_pointer: bool,
+    starts: Tensor,
+    settings: Settings,
+    seeds: Sequence[int],
+    bar: Progress,
+) -> Draws:
+    """Runs a chain of each density, with a seed of its own."""
     waiting, running, done = list(range(len(starts))), dict[int, Chain](), dict[int, ChainDraws]()
     places = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     length, interrupted = _length(settings), False
-    with Progress(len(starts) * length, title, progress) as bar:
-        try:
-            while waiting or running:
-                while waiting and len(running) < places:
-                    number = waiting.pop(0)
-                    own_seed = derived_seed(seed, number, Purpose.NOISE)
-                    running[number] = Chain(density, by_pointer, starts[number], settings, own_seed)
-                for number, chain in list(running.items()):
-                    draws = chain.wait(_GLANCE)
-                    if draws is not None:
-                        done[number] = draws
-                        del running[number]
-                _show(bar, running, len(done) * length)
-        except KeyboardInterrupt:
-            interrupted = True
-            done |= _stop(running)
-        except BaseException:
-            _stop(running)
-            raise
+    try:
+        while waiting or running:
+            while waiting and len(running) < places:
+                number = waiting.pop(0)
+                how = by_pointer, starts[number], settings, seeds[number]
+                running[number] = Chain(densities[number], *how)
+            for number, chain in list(running.items()):
+                draws = chain.wait(_GLANCE)
+                if draws is not None:
+                    done[number] = draws
+                    del running[number]
+            _show(bar, running, len(done) * length)
+    except KeyboardInterrupt:
+        interrupted = True
+        done |= _stop(running)
+    except BaseException:
+        _stop(running)
+        raise
     if interrupted and min((len(d.positions) for d in done.values()), default=0) == 0:
         raise KeyboardInterrupt
     return _together([done[number] for number in sorted(done)], interrupted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,6 +85,15 @@ class EagerFunction:
             self.not_finite_at.copy_(x)
         return value, gradient
 
+    def on(self, arguments: Arguments) -> EagerFunction:
+        """The same of other rows."""
+        other = copy.copy(self)
+        in_float64 = self.layout.dtype == torch.float64
+        other._arguments = rows.map_rows(_widen, arguments) if in_float64 else arguments
+        other.examples = [self.examples[0], *rows.leaves(other._arguments)]
+        other.not_finite_at = torch.full_like(self.not_finite_at, torch.nan)
+        return other
+
     def literals(self) -> contextlib.AbstractContextManager[None]:
         """Numbers that the model makes have the position's dtype meanwhile."""
         in_float64 = self.layout.dtype == torch.float64
@@ -147,6 +156,13 @@ class LogDensity:
     function: NativeFunction | EagerFunction
     layout: Layout
     program: str
+
+    def on(self, arguments: Arguments) -> LogDensity:
+        """The same of other rows, as many and of the same kinds."""
+        if isinstance(self.function, EagerFunction):
+            return replace(self, function=self.function.on(arguments))
+        leaves = rows.leaves(rows.map_rows(_widen, arguments))
+        return replace(self, function=self.function.reading(leaves))
 
     @property
     def native(self) -> NativeFunction | None:
