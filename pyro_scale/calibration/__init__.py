@@ -1,4 +1,1 @@
-"""Simulation-based calibration: whether a method's posteriors are right on average over the prior.
-
-`results.py` has what a user gets, `rank_shape.py` says what ranks look like, `plots.py` draws them.
-"""
+"""Simulation-based calibration: whether posteriors are right, on average over the prior."""

@@ -13,13 +13,9 @@ from torch import Tensor
 
 from pyro_scale.calibration.plots import Panel, plot_ecdf_differences
 from pyro_scale.calibration.rank_shape import describe_ranks
+from pyro_scale.calibration.scores import scores
 from pyro_scale.errors import ArgumentError
-from pyro_scale.metrics.uniformity import (
-    ecdf_counts,
-    holm,
-    rank_coverage,
-    uniformity_p_values,
-)
+from pyro_scale.metrics.uniformity import holm, uniformity_p_values
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.export import attributes
 
@@ -30,8 +26,6 @@ if TYPE_CHECKING:
 SIGNIFICANT = 0.05
 #: The part of the simulations that may be broken or slow where ranks are still taken as they are.
 MOST_DOUBTFUL = 0.01
-#: Intervals whose coverage is shown.
-_LEVELS = 0.5, 0.8, 0.95
 #: Panels of a figure, and columns.
 _MOST_PANELS, _COLUMNS = 20, 4
 #: Elements and simulations that a text names.
@@ -47,6 +41,7 @@ class SBC:
     uniform, for every quantity of parameters and data (Talts et al. 2018; Modrak et al. 2023).
 
     `print(sbc)` says what the ranks look like, `summary()` is the table, `plot()` the picture.
+    The test is that of Saeilynoja, Buerkner and Vehtari (2022), without simulation.
 
     Attributes:
         ranks: by quantity, how many draws lie below the true value, int64 `[S, *shape]`.
@@ -62,6 +57,26 @@ class SBC:
         attrs: method, settings, seconds.
         of_data: the quantities that are functions of the data too, as the log likelihood is; they
             have no prior variance.
+
+    Example:
+        `mu ~ N(0, 1)` and one observation `y ~ N(mu, 1)`, so that the posterior is N(y / 2, 1 / 2);
+        and draws whose sd is half of that:
+
+        >>> import torch
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> mu, noise = torch.randn(2, 500, generator=generator)
+        >>> y = mu + noise
+        >>> draws = y / 2 + 0.5 * 0.5**0.5 * torch.randn(99, 500, generator=generator)
+        >>> sbc = SBC(
+        ...     ranks={"mu": (draws < mu).sum(0)}, num_draws=99, true={"mu": mu},
+        ...     mean={"mu": draws.mean(0)}, sd={"mu": draws.std(0)}, ess=torch.full((500,), 99.0),
+        ...     failed={}, slow=[], seeds=range(500))
+        >>> sbc.verdict
+        'miscalibrated'
+        >>> print(str(sbc).splitlines()[1].partition(" (")[0])
+        mu: ranks pile up at both ends: draws are too narrow
+        >>> sbc.summary()[["z_score_sd", "contraction", "coverage_95"]].round(2).loc["mu"].tolist()
+        [2.02, 0.88, 0.69]
     """
 
     ranks: Mapping[str, Tensor]
@@ -92,7 +107,7 @@ class SBC:
         | column | what | of exact draws |
         |---|---|---|
         | `ecdf_deviation` | largest distance of the ranks' ECDF from the uniform one | near 0 |
-        | `p_value` | exact probability that uniform ranks are as far outside a pointwise band | |
+        | `p_value` | exact probability of an ECDF as unlikely as this one, if uniform | |
         | `p_holm` | the same, adjusted for all elements of all quantities | above 0.05 |
         | `z_score` | mean of (posterior mean - true) / posterior sd | 0 +- 1/sqrt(S) |
         | `z_score_sd` | its standard deviation over simulations | near 1 |
@@ -241,31 +256,12 @@ class SBC:
         """The summary of all quantities."""
         import pandas
 
-        ranks, true = self._flat(self.ranks), self._flat(self.true).double()
-        mean, sd = self._flat(self.mean).double(), self._flat(self.sd).double()
-        places = torch.arange(1, self.num_draws + 1).double()[:, None] / (self.num_draws + 1)
-        ecdf = ecdf_counts(ranks, self.num_draws).double() / self.num_simulations
-        p_values = uniformity_p_values(ranks, self.num_draws)
-        z_scores = (mean - true) / sd
-        z_scores = z_scores.where(z_scores.isfinite(), torch.nan)
-        z_score = z_scores.nanmean(0)
-        contraction = 1 - sd.square() / true.var(0)
-        contraction = contraction.where(contraction.isfinite(), torch.nan).nanmedian(0).values
-        is_of_data = [self._of_label[label] in self.of_data for label in self.elements]
-        contraction[torch.tensor(is_of_data)] = torch.nan
-        columns = {
-            "ecdf_deviation": (ecdf - places).abs().amax(0),
-            "p_value": p_values,
-            "p_holm": holm(p_values),
-            "z_score": z_score,
-            "z_score_sd": (z_scores - z_score).square().nanmean(0).sqrt(),
-            "contraction": contraction,
-        }
-        for level in _LEVELS:
-            columns[f"coverage_{100 * level:.0f}"] = rank_coverage(ranks, self.num_draws, level)
+        true, mean, sd = (self._flat(each).double() for each in (self.true, self.mean, self.sd))
+        is_of_data = torch.tensor([name in self.of_data for name in self._of_label.values()])
+        columns = scores(self._flat(self.ranks), self.num_draws, true, mean, sd, is_of_data)
         return pandas.DataFrame(
             {name: column.numpy() for name, column in columns.items()},
-            index=pandas.Index(list(self.elements), name="element"),
+            index=pandas.Index(list(self._of_label), name="element"),
         )
 
     @cached_property
