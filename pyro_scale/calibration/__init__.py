@@ -1,1 +1,1 @@
-"""Whether a method is calibrated on a model: data sets drawn from it, fits of all of them, ranks."""
+"""Simulation-based calibration: whether posteriors are right, on average over the prior."""

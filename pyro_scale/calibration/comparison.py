@@ -1,0 +1,70 @@
+"""Simulation-based calibration of several settings, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyro_scale.calibration.plots import Panel, plot_ecdf_differences
+from pyro_scale.calibration.results import SBC
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Columns of a figure.
+_MOST_COLUMNS = 6
+
+
+class SBCComparison(Mapping[str, SBC]):
+    """The calibration of several settings or methods, an `SBC` each, by name.
+
+    Args:
+        results: by setting; p-values are adjusted within each.
+    """
+
+    def __init__(self, results: Mapping[str, SBC]) -> None:
+        self._results = dict(results)
+
+    def __getitem__(self, setting: str) -> SBC:
+        return self._results[setting]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._results)
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def summary(self, var_names: Sequence[str] | None = None) -> Any:
+        """The tables of `SBC.summary`, below each other: the index is (setting, element)."""
+        import pandas
+
+        tables = {setting: sbc.summary(var_names) for setting, sbc in self.items()}
+        return pandas.concat(tables, names=["setting", "element"])
+
+    def plot(self, var_names: Sequence[str] | None = None, level: float = 0.95) -> Figure:
+        """ECDF differences as in `SBC.plot`, a row a setting, a column an element.
+
+        Of more than 6 elements those with the least p-values in any setting are shown.
+        """
+        table = self.summary(var_names)
+        least = table.p_value.groupby(level="element", sort=False).min()
+        labels, note = list(least.index), ""
+        if len(labels) > _MOST_COLUMNS:
+            kept = set(least.sort_values(kind="stable").index[:_MOST_COLUMNS])
+            labels = [label for label in labels if label in kept]
+            note = f"{_MOST_COLUMNS} of {len(least)} elements: those with the least p-values"
+        rows: list[list[Panel | None]] = []
+        for setting, sbc in self.items():
+            rows.append([None] * len(labels))
+            for column, label in enumerate(labels):
+                if label in sbc.elements:
+                    p_value = float(table.p_value[setting, label])
+                    title = f"{setting}\n{label}  p = {p_value:.2g}"
+                    rows[-1][column] = Panel(title, sbc.elements[label], sbc.num_draws)
+        return plot_ecdf_differences(rows, level, note)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{setting}: {sbc.headline}" for setting, sbc in self.items())
+
+    def __repr__(self) -> str:
+        return f"SBCComparison({list(self)})"

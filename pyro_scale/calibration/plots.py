@@ -1,0 +1,95 @@
+"""Plots of ECDF differences.  Matplotlib is imported when the first is drawn.
+
+ArviZ's `plot_ecdf_pit` draws the same differences, but simulates its envelope and takes ranks as
+if they were continuous; the band here is the one that p-values belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.metrics.uniformity import ecdf_band, ecdf_counts
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+#: A panel's width and height in inches.
+_WIDTH, _HEIGHT = 2.6, 2.1
+#: Okabe and Ito's (2008) blue, vermilion and a gray: they differ for color-blind eyes as well.
+_INSIDE, _OUTSIDE, _BAND = "#0072B2", "#D55E00", "0.85"
+
+
+class Panel(NamedTuple):
+    """The ranks of one element, `[S]`, among as many draws."""
+
+    title: str
+    ranks: Tensor
+    num_draws: int
+
+
+def plot_ecdf_differences(
+    rows: Sequence[Sequence[Panel | None]], level: float, note: str = ""
+) -> Figure:
+    """A figure of small multiples: ECDF minus uniform, with its simultaneous band.
+
+    Args:
+        rows: the panels, rows of the same length; None stays empty.
+        level: the probability that the whole ECDF of uniform ranks stays inside.
+        note: a line below the panels.
+    """
+    import matplotlib.pyplot as plt
+
+    size = _WIDTH * max(2, len(rows[0])), _HEIGHT * len(rows) + 0.9
+    figure, axes = plt.subplots(
+        len(rows),
+        len(rows[0]),
+        figsize=size,
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    bands: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    for row, panels in zip(axes, rows, strict=True):
+        for ax, panel in zip(row, panels, strict=True):
+            if panel is None:
+                ax.set_visible(False)
+                continue
+            shape = len(panel.ranks), panel.num_draws
+            if shape not in bands:
+                bands[shape] = ecdf_band(*shape, level)
+            _draw(ax, panel, *bands[shape])
+    for column in axes.T:  # the lowest panel of each column has the numbers of the places
+        shown = [ax for ax in column if ax.get_visible()]
+        if shown:
+            shown[-1].tick_params(labelbottom=True)
+    figure.supylabel("ECDF - uniform", fontsize="medium")
+    text = f"rank / (draws + 1)\nband: simultaneous, {level:.0%} a panel"
+    figure.supxlabel("\n".join(filter(None, [text, note])), fontsize="medium")
+    return figure
+
+
+def _draw(ax: Axes, panel: Panel, lower: Tensor, upper: Tensor) -> None:
+    size, num_draws = len(panel.ranks), panel.num_draws
+    z = torch.arange(num_draws + 2).double() / (num_draws + 1)
+    ecdf = ecdf_counts(panel.ranks, num_draws).double() / size
+    rounding = 0.5 / size
+    is_inside = bool(((ecdf > lower - rounding) & (ecdf < upper + rounding)).all())
+    below, above, line = (_with_ends(each) - z for each in (lower, upper, ecdf))
+    ax.fill_between(z.numpy(), below.numpy(), above.numpy(), color=_BAND, lw=0)
+    ax.axhline(0, color="0.5", lw=0.8)
+    ax.plot(z.numpy(), line.numpy(), color=_INSIDE if is_inside else _OUTSIDE, lw=1.4)
+    ax.set_title(panel.title, fontsize="medium")
+    ax.set(xlim=(0, 1), xticks=[0, 0.5, 1])
+    ax.set_xticklabels(["0", "0.5", "1"])
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _with_ends(fractions: Tensor) -> Tensor:
+    """An ECDF is 0 at 0 and 1 at 1."""
+    return torch.cat([fractions.new_zeros(1), fractions, fractions.new_ones(1)])

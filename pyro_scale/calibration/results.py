@@ -1,0 +1,301 @@
+"""What simulation-based calibration finds: ranks, and whether they are uniform."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_scale.calibration.plots import Panel, plot_ecdf_differences
+from pyro_scale.calibration.rank_shape import describe_ranks
+from pyro_scale.calibration.scores import scores
+from pyro_scale.errors import ArgumentError
+from pyro_scale.metrics.uniformity import holm, uniformity_p_values
+from pyro_scale.posterior import arviz_api
+from pyro_scale.posterior.export import attributes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Ranks that are less likely, by Holm's method over all elements, are not uniform.
+SIGNIFICANT = 0.05
+#: The part of the simulations that may be broken or slow where ranks are still taken as they are.
+MOST_DOUBTFUL = 0.01
+#: Panels of a figure, and columns.
+_MOST_PANELS, _COLUMNS = 20, 4
+#: Elements and simulations that a text names.
+_MOST_NAMED = 10
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SBC:
+    """Simulation-based calibration of a method: ranks of true values among posterior draws.
+
+    Parameters are drawn from the prior, data from the model, draws from the posterior of these
+    data, for each simulation.  If the draws are exact then the true value's rank among them is
+    uniform, for every quantity of parameters and data (Talts et al. 2018; Modrak et al. 2023).
+
+    `print(sbc)` says what the ranks look like, `summary()` is the table, `plot()` the picture.
+    The test is that of Saeilynoja, Buerkner and Vehtari (2022), without simulation.
+
+    Attributes:
+        ranks: by quantity, how many draws lie below the true value, int64 `[S, *shape]`.
+        num_draws: L, the draws of each simulation; ranks are 0 to L.
+        true: by quantity, the values that the data were simulated from, `[S, *shape]`.
+        mean: the draws' means, `[S, *shape]`.
+        sd: the draws' standard deviations, `[S, *shape]`.
+        ess: each simulation's least effective number of draws, before they were thinned to L,
+            `[S]`.
+        failed: simulations that broke, and why.  Their ranks, of what draws they have, count.
+        slow: simulations of too few effective draws.
+        seeds: each simulation's seed, `[S]`.
+        attrs: method, settings, seconds.
+        of_data: the quantities that are functions of the data too, as the log likelihood is; they
+            have no prior variance.
+
+    Example:
+        `mu ~ N(0, 1)` and one observation `y ~ N(mu, 1)`, so that the posterior is N(y / 2, 1 / 2);
+        and draws whose sd is half of that:
+
+        >>> import torch
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> mu, noise = torch.randn(2, 500, generator=generator)
+        >>> y = mu + noise
+        >>> draws = y / 2 + 0.5 * 0.5**0.5 * torch.randn(99, 500, generator=generator)
+        >>> sbc = SBC(
+        ...     ranks={"mu": (draws < mu).sum(0)}, num_draws=99, true={"mu": mu},
+        ...     mean={"mu": draws.mean(0)}, sd={"mu": draws.std(0)}, ess=torch.full((500,), 99.0),
+        ...     failed={}, slow=[], seeds=range(500))
+        >>> sbc.verdict
+        'miscalibrated'
+        >>> print(str(sbc).splitlines()[1].partition(" (")[0])
+        mu: ranks pile up at both ends: draws are too narrow
+        >>> sbc.summary()[["z_score_sd", "contraction", "coverage_95"]].round(2).loc["mu"].tolist()
+        [2.02, 0.88, 0.69]
+    """
+
+    ranks: Mapping[str, Tensor]
+    num_draws: int
+    true: Mapping[str, Tensor]
+    mean: Mapping[str, Tensor]
+    sd: Mapping[str, Tensor]
+    ess: Tensor
+    failed: Mapping[int, str]
+    slow: Sequence[int]
+    seeds: Sequence[int] | Tensor
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    of_data: Sequence[str] = ()
+
+    @property
+    def num_simulations(self) -> int:
+        """S."""
+        return len(self.ess)
+
+    @cached_property
+    def elements(self) -> dict[str, Tensor]:
+        """The ranks of each element by its label in the table, `[S]`."""
+        return dict(zip(self._of_label, self._flat(self.ranks).unbind(1), strict=True))
+
+    def summary(self, var_names: Sequence[str] | None = None) -> Any:
+        """A DataFrame, one row an element of a quantity.
+
+        | column | what | of exact draws |
+        |---|---|---|
+        | `ecdf_deviation` | largest distance of the ranks' ECDF from the uniform one | near 0 |
+        | `p_value` | exact probability of an ECDF as unlikely as this one, if uniform | |
+        | `p_holm` | the same, adjusted for all elements of all quantities | above 0.05 |
+        | `z_score` | mean of (posterior mean - true) / posterior sd | 0 +- 1/sqrt(S) |
+        | `z_score_sd` | its standard deviation over simulations | near 1 |
+        | `contraction` | median of 1 - posterior variance / prior variance | |
+        | `coverage_50`, `_80`, `_95` | how often central intervals hold the true value | 0.5, ... |
+
+        The prior variance is that of the true values over simulations; quantities that are
+        functions of the data have none, and NaN for a contraction (Schad, Betancourt and Vasishth
+        2021 for z-scores and contraction).  z-scores and contraction leave out simulations whose
+        mean or sd is not finite; all ranks count.
+
+        Args:
+            var_names: the quantities to show; all by default.
+
+        Raises:
+            ArgumentError: an unknown quantity.
+        """
+        chosen = self._names(var_names)
+        return self._table[[self._of_label[label] in chosen for label in self._table.index]].copy()
+
+    @cached_property
+    def verdict(self) -> Literal["calibrated", "miscalibrated", "unknown"]:
+        """Whether ranks are uniform, at 5% by Holm's method over all elements of all quantities.
+
+        If more than 1% of the simulations failed or were slow, ranks are not taken as they are.
+        They are miscalibrated if they would be so whatever the ranks of these simulations were,
+        and else it is unknown.
+        """
+        if len(self._doubtful) <= MOST_DOUBTFUL * self.num_simulations:
+            surely_not = bool((self._table.p_holm <= SIGNIFICANT).any())
+            return "miscalibrated" if surely_not else "calibrated"
+        is_doubtful = torch.zeros(self.num_simulations, dtype=torch.bool)
+        is_doubtful[self._doubtful] = True
+        p_values = uniformity_p_values(self._flat(self.ranks), self.num_draws, is_doubtful)
+        return "miscalibrated" if bool((holm(p_values) <= SIGNIFICANT).any()) else "unknown"
+
+    def plot(self, var_names: Sequence[str] | None = None, level: float = 0.95) -> Figure:
+        """ECDF differences, a panel an element, with the simultaneous band of uniform ranks.
+
+        A line that leaves its band is drawn in another color.  Above 0 on the left and below 0 on
+        the right are ranks at both ends: draws are too narrow.  Of more than 20 elements those
+        with the least p-values are shown.
+
+        Args:
+            var_names: the quantities to show; all by default.
+            level: of the band, for each panel by itself.
+
+        Raises:
+            ArgumentError: an unknown quantity, or a level out of (0, 1).
+        """
+        table = self.summary(var_names)
+        labels, note = list(table.index), ""
+        if len(labels) > _MOST_PANELS:
+            least = set(table.p_value.sort_values(kind="stable").index[:_MOST_PANELS])
+            labels = [label for label in labels if label in least]
+            note = f"{_MOST_PANELS} of {len(table)} elements: those with the least p-values"
+        titles = [f"{label}  p = {float(table.p_value[label]):.2g}" for label in labels]
+        panels: list[Panel | None] = [
+            Panel(title, self.elements[label], self.num_draws)
+            for title, label in zip(titles, labels, strict=True)
+        ]
+        columns = min(_COLUMNS, len(panels))
+        panels += [None] * (-len(panels) % columns)
+        rows = [panels[i : i + columns] for i in range(0, len(panels), columns)]
+        return plot_ecdf_differences(rows, level, note)
+
+    def to_datatree(self) -> Any:
+        """ArviZ's DataTree, or InferenceData before ArviZ 1, with the group `prior_sbc`.
+
+        As in simuk, a variable's dims are a chain, a draw a simulation, and its own.  Values are
+        PITs, (rank + 1/2) / (L + 1), in (0, 1): `arviz_plots.plot_ecdf_pit` takes them as they
+        are, while it would divide ranks by the largest that occurs.  `num_draws` is an attribute.
+
+        Example:
+            With ArviZ 1: `arviz_plots.plot_ecdf_pit(sbc.to_datatree())`.
+        """
+        import xarray
+
+        variables = {}
+        for name, ranks in self.ranks.items():
+            dims = ["chain", "draw", *(f"{name}_dim_{i}" for i in range(ranks.dim() - 1))]
+            values = ((ranks.cpu().double() + 0.5) / (self.num_draws + 1)).numpy()[None]
+            coords = {dim: np.arange(size) for dim, size in zip(dims, values.shape, strict=True)}
+            variables[name] = xarray.DataArray(values, dims=dims, coords=coords)
+        attrs = attributes({**self.attrs, "num_draws": self.num_draws})
+        return arviz_api.tree_of({"prior_sbc": xarray.Dataset(variables, attrs=attrs)}, attrs)
+
+    def __str__(self) -> str:
+        lines = [self.headline, *self._shapes(), *self._troubles()]
+        return "\n".join([*lines, "Each simulation is one chain."])
+
+    def __repr__(self) -> str:
+        return f"<SBC: {self.headline}>"
+
+    def _repr_html_(self) -> str:
+        import html
+
+        text = html.escape(str(self)).replace("\n", "<br>")
+        return f"<p>{text}</p>{self._table.to_html(float_format='{:.3g}'.format)}"
+
+    @property
+    def headline(self) -> str:
+        """The verdict in one line."""
+        table, of = self._table, f"{self.num_simulations:,} simulations of {self.num_draws:,} draws"
+        least = f"least p-value {float(table.p_holm.min()):.2g} by Holm's method"
+        if self.verdict == "calibrated":
+            return f"CALIBRATED: {_elements(len(table))} have uniform ranks in {of}; {least}"
+        if self.verdict == "unknown":
+            return (
+                f"NOT KNOWN: {len(self._doubtful):,} of {of} failed or were slow, and it depends "
+                "on them; try: longer runs, or settings with which none breaks"
+            )
+        count = int((table.p_holm <= SIGNIFICANT).sum())
+        return f"MISCALIBRATED: {count:,} of {_elements(len(table))} in {of}; {least}"
+
+    def _shapes(self) -> list[str]:
+        """A line for each element whose ranks are not uniform."""
+        off = self._table[self._table.p_holm <= SIGNIFICANT].sort_values("p_holm", kind="stable")
+        lines = []
+        for label, row in off[:_MOST_NAMED].iterrows():
+            shape = describe_ranks(self.elements[str(label)], self.num_draws)
+            lines.append(
+                f"{label}: {shape} (ECDF off by {row.ecdf_deviation:.2g}, p = {row.p_holm:.2g})"
+            )
+        more = len(off) - len(lines)
+        return [*lines, f"and {_elements(more)} more"] if more else lines
+
+    def _troubles(self) -> list[str]:
+        """Lines on simulations that failed or were slow."""
+        lines = []
+        if self.failed:
+            named = [f"{place} ({why})" for place, why in sorted(self.failed.items())]
+            lines.append(f"Failed, {_of(self.failed, self)}: {_listed(named)}")
+        if self.slow:
+            named = [f"{place} (ESS {float(self.ess[place]):.3g})" for place in sorted(self.slow)]
+            lines.append(f"Too few effective draws, {_of(self.slow, self)}: {_listed(named)}")
+        return lines
+
+    @property
+    def _doubtful(self) -> list[int]:
+        """The simulations that failed or were slow."""
+        return sorted({*self.failed, *self.slow})
+
+    @cached_property
+    def _table(self) -> Any:
+        """The summary of all quantities."""
+        import pandas
+
+        true, mean, sd = (self._flat(each).double() for each in (self.true, self.mean, self.sd))
+        is_of_data = torch.tensor([name in self.of_data for name in self._of_label.values()])
+        columns = scores(self._flat(self.ranks), self.num_draws, true, mean, sd, is_of_data)
+        return pandas.DataFrame(
+            {name: column.numpy() for name, column in columns.items()},
+            index=pandas.Index(list(self._of_label), name="element"),
+        )
+
+    @cached_property
+    def _of_label(self) -> dict[str, str]:
+        """Each element's quantity, in the order of `_flat`."""
+        found = {}
+        for name, ranks in self.ranks.items():
+            for place in np.ndindex(*ranks.shape[1:]):
+                found[f"{name}[{', '.join(map(str, place))}]" if place else name] = name
+        return found
+
+    def _flat(self, values: Mapping[str, Tensor]) -> Tensor:
+        """All elements of all quantities, `[S, elements]`."""
+        parts = [values[name].cpu().reshape(self.num_simulations, -1) for name in self.ranks]
+        return torch.cat(parts, 1)
+
+    def _names(self, var_names: Sequence[str] | None) -> Sequence[str]:
+        chosen = list(self.ranks) if var_names is None else var_names
+        if isinstance(chosen, str):
+            raise ArgumentError(f"var_names={var_names!r}: pass a list, [{var_names!r}]")
+        for name in chosen:
+            if name not in self.ranks:
+                raise ArgumentError(f"var_names: no quantity '{name}': use {list(self.ranks)}")
+        return chosen
+
+
+def _elements(count: int) -> str:
+    return "1 element" if count == 1 else f"{count:,} elements"
+
+
+def _of(some: Sequence[int] | Mapping[int, str], sbc: SBC) -> str:
+    return f"{len(some):,} of {sbc.num_simulations:,} simulations"
+
+
+def _listed(named: Sequence[str]) -> str:
+    shown = ", ".join(named[:_MOST_NAMED])
+    return shown if len(named) <= _MOST_NAMED else f"{shown} and {len(named) - _MOST_NAMED:,} more"

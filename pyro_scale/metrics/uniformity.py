@@ -1,0 +1,265 @@
+"""Whether ranks are uniform: the ECDF's simultaneous band and exact p-values, Holm, coverage.
+
+A rank counts the draws below the value that they are compared with: L draws have the ranks 0 to L,
+L + 1 values.  The ECDF of S ranks is looked at where it can jump, at z = i / (L + 1) for i = 1 to
+L.  There the number of ranks below i is binomial if ranks are uniform, and from place to place
+these numbers are a Markov chain.  So the probability that all of them lie inside a band is a sum
+over paths, with no simulation (Saeilynoja, Buerkner and Vehtari 2022, section 2.2).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pyro_scale.errors import ArgumentError
+
+#: p-values below it are Bonferroni's, as 1 - P loses its digits.
+_EXACT = 1e-9
+#: Tail probabilities that differ by less, relatively, are equal but for rounding.
+_ROUNDING = 1e-9
+#: Bands whose probabilities are found together.
+_TOGETHER = 256
+
+
+def ecdf_counts(ranks: Tensor, num_draws: int) -> Tensor:
+    """How many ranks are below i, for i = 1 to L: S times their ECDF at i / (L + 1).
+
+    Args:
+        ranks: integers in 0 to `num_draws`, `[S, ...]`.
+        num_draws: L, the draws that each rank is among.
+
+    Returns:
+        int64 `[L, ...]`.
+
+    Raises:
+        ArgumentError: no ranks, ranks that are not integers, or out of their range.
+
+    Example:
+        >>> import torch
+        >>> ecdf_counts(torch.tensor([0, 0, 2, 3]), num_draws=3)
+        tensor([2, 2, 3])
+    """
+    _check(ranks, num_draws)
+    flat = ranks.long().cpu().reshape(len(ranks), -1)
+    counts = torch.zeros(num_draws + 1, flat.shape[1], dtype=torch.int64)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    return counts.cumsum(0)[:-1].reshape(num_draws, *ranks.shape[1:])
+
+
+def ecdf_band(num_simulations: int, num_draws: int, level: float = 0.95) -> tuple[Tensor, Tensor]:
+    """The simultaneous band of the ECDF of uniform ranks.
+
+    At every place the central binomial interval, all of the same level, which is such that the
+    whole ECDF stays inside with probability `level`; as counts are discrete, with the least
+    probability from `level` on that such a band has.  The ECDF leaves it where
+    `uniformity_p_values` is at most 1 - level, and only there.
+
+    Args:
+        num_simulations: S, the number of ranks.
+        num_draws: L, the draws that each rank is among.
+        level: the probability that uniform ranks stay inside.
+
+    Returns:
+        The lowest and the highest values inside, fractions at i / (L + 1) for i = 1 to L, float64
+        `[L]` each.
+
+    Raises:
+        ArgumentError: numbers below 1, or a level out of (0, 1).
+
+    Example:
+        Two draws and one rank.  At 1/3 and at 2/3 the ECDF is 0 or 1, and no value is unlikely:
+
+        >>> ecdf_band(1, 2)
+        (tensor([0., 0.], dtype=torch.float64), tensor([1., 1.], dtype=torch.float64))
+
+        Of more ranks:
+
+        >>> lower, upper = ecdf_band(1000, 3)
+        >>> lower.tolist(), upper.tolist()
+        ([0.219, 0.463, 0.718], [0.282, 0.537, 0.781])
+    """
+    if min(num_simulations, num_draws) < 1:
+        raise ArgumentError(
+            f"num_simulations={num_simulations}, num_draws={num_draws}: pass numbers from 1 on"
+        )
+    _check_level(level)
+    levels = _pointwise_levels(num_simulations, num_draws)
+    values = levels.unique()  # in order; bands are between two of them
+    low, high = -1, len(values) - 1  # the last is never exceeded: all of the ECDF is outside
+    while high - low > 1:
+        middle = (low + high) // 2
+        outside = float(_probability_of(values[middle, None], levels))
+        low, high = (middle, high) if outside <= 1 - level + _ROUNDING else (low, middle)
+    inside = torch.ones_like(levels, dtype=torch.bool)
+    if low >= 0:
+        inside = levels > values[low] * (1 + _ROUNDING)
+    lowest = inside.long().argmax(1)
+    highest = lowest + inside.sum(1) - 1
+    return lowest.double() / num_simulations, highest.double() / num_simulations
+
+
+def uniformity_p_values(ranks: Tensor, num_draws: int, is_doubtful: Tensor | None = None) -> Tensor:
+    """The exact probability that uniform ranks' ECDF has a place as unlikely as these ranks' have.
+
+    The statistic is the least over places of 2 min(P(R <= r), P(R >= r)), where r is the number of
+    ranks below i and R is binomial.  The p-value is the probability that S uniform ranks have no
+    greater one.  Below 1e-9 it is Bonferroni's bound, L times the statistic.
+
+    Args:
+        ranks: integers in 0 to `num_draws`, `[S, ...]`.
+        num_draws: L, the draws that each rank is among.
+        is_doubtful: `[S]` booleans: ranks which may as well be others, as those of broken runs
+            may.  Each count is as likely as any ranks in their place could make it, so a small
+            p-value holds whatever their true ranks are.
+
+    Returns:
+        float64, of the ranks' shape without their first dimension.
+
+    Raises:
+        ArgumentError: as `ecdf_counts`.
+
+    Example:
+        All of ten ranks below the middle, which one of 1,024 sets of ranks is, and as many above:
+
+        >>> import torch
+        >>> p = uniformity_p_values(torch.zeros(10, dtype=torch.int64), num_draws=1)
+        >>> round(float(p) * 1024, 6)
+        2.0
+    """
+    counts = ecdf_counts(ranks, num_draws)
+    size, shape = len(ranks), counts.shape[1:]
+    levels = _pointwise_levels(size, num_draws)
+    if is_doubtful is not None and bool(is_doubtful.any()):
+        keep = ~is_doubtful.cpu()
+        lowest = torch.zeros_like(counts)
+        if bool(keep.any()):
+            lowest = ecdf_counts(ranks.cpu()[keep], num_draws)
+        likeliest = levels.argmax(1).reshape(-1, *[1] * len(shape))
+        counts = likeliest.maximum(lowest).minimum(lowest + (size - int(keep.sum())))
+    statistics = levels.gather(1, counts.reshape(num_draws, -1)).amin(0)
+    unique, places = statistics.unique(return_inverse=True)
+    found = torch.cat([_probability_of(part, levels) for part in unique.split(_TOGETHER)])
+    return found[places].reshape(shape)
+
+
+def holm(p_values: Tensor) -> Tensor:
+    """p-values adjusted for their number by Holm's method (1979).
+
+    Where those of at most `level` are rejected, some true hypothesis is with at most that
+    probability, however the p-values depend on each other.
+
+    Args:
+        p_values: `[n]`.
+
+    Returns:
+        `[n]`: the k-th smallest times n + 1 - k, at least those before it, at most 1.
+
+    Example:
+        >>> import torch
+        >>> holm(torch.tensor([0.01, 0.04, 0.03]))
+        tensor([0.0300, 0.0600, 0.0600])
+    """
+    ordered, places = p_values.sort()
+    factors = torch.arange(len(ordered), 0, -1).to(ordered)
+    adjusted = (factors * ordered).cummax(0).values if len(ordered) else ordered
+    return torch.empty_like(adjusted).scatter_(0, places, adjusted.clamp(max=1))
+
+
+def rank_coverage(ranks: Tensor, num_draws: int, level: float) -> Tensor:
+    """How often the central interval of the draws holds the value, by ranks.
+
+    A rank r stands for the cell from r / (L + 1) to (r + 1) / (L + 1), and counts by the part of
+    it that lies between (1 - level) / 2 and (1 + level) / 2.  Of uniform ranks the mean of that is
+    `level`, for any number of draws.
+
+    Args:
+        ranks: integers in 0 to `num_draws`, `[S, ...]`.
+        num_draws: L, the draws that each rank is among.
+        level: the interval's probability, in (0, 1).
+
+    Returns:
+        Means over the ranks, float64, of the ranks' shape without their first dimension.
+
+    Raises:
+        ArgumentError: as `ecdf_counts`, or a level out of (0, 1).
+
+    Example:
+        Half of the inner cell of three is inside of the interval from 1/4 to 3/4, and so on:
+
+        >>> import torch
+        >>> rank_coverage(torch.tensor([0, 1, 1, 2]), num_draws=2, level=0.5)
+        tensor(0.6250, dtype=torch.float64)
+    """
+    _check(ranks, num_draws)
+    _check_level(level)
+    cells = ranks.double()
+    inside = (cells + 1).clamp(max=(1 + level) / 2 * (num_draws + 1)) - cells.clamp(
+        min=(1 - level) / 2 * (num_draws + 1)
+    )
+    return inside.clamp(min=0).mean(0)
+
+
+def _pointwise_levels(num_simulations: int, num_draws: int) -> Tensor:
+    """2 min(P(R <= r), P(R >= r)) at every place and for every count r, `[L, S + 1]`."""
+    size = num_simulations
+    counts = torch.arange(size + 1, dtype=torch.float64)
+    z = torch.arange(1, num_draws + 1, dtype=torch.float64)[:, None] / (num_draws + 1)
+    ways = math.lgamma(size + 1) - torch.lgamma(counts + 1) - torch.lgamma(size - counts + 1)
+    # 1 - z is z backwards, to the bit: both tails are then exactly each other's mirror images
+    log_pmf = ways + counts * z.log() + (size - counts) * z.flip(0).log()
+    below = log_pmf.exp().cumsum(1)
+    return 2 * below.minimum(below.flip(0, 1))
+
+
+def _probability_of(statistics: Tensor, levels: Tensor) -> Tensor:
+    """How often uniform ranks have a pointwise level of at most these, `[n]` in increasing order.
+
+    Increments of the counts are independent Poisson numbers whose sum is known to be S: it takes
+    the same matrix, one of Poisson probabilities, from each place to the next.
+    """
+    num_draws, size = levels.shape[0], levels.shape[1] - 1
+    bound = statistics * num_draws
+    limits = (statistics.clamp(min=_EXACT / num_draws) * (1 + _ROUNDING))[:, None]
+    poisson = torch.zeros(2 * size + 1, dtype=torch.float64)  # from -S on
+    poisson[size:] = _poisson(size, size / (num_draws + 1))
+    first, mass = 0, torch.ones(len(statistics), 1, dtype=torch.float64)
+    for level in levels:
+        places = (level > limits[0]).nonzero()  # of the widest band
+        if not len(places):
+            return torch.ones_like(statistics)
+        start, end = int(places[0]), int(places[-1]) + 1
+        width = mass.shape[1]
+        offset = size + start - first - width + 1
+        steps = poisson[offset : offset + width + end - start - 1].unfold(0, end - start, 1)
+        mass = (mass.flip(1) @ steps) * (level[start:end] > limits)
+        first = start
+    rest = poisson[2 * size - first - mass.shape[1] + 1 : 2 * size - first + 1].flip(0)
+    outside = 1 - mass @ rest / _poisson(size, size)[-1]
+    return torch.where(bound < _EXACT, bound, outside.clamp(0, 1))
+
+
+def _poisson(largest: int, rate: float) -> Tensor:
+    """The probabilities of 0 to `largest`."""
+    counts = torch.arange(largest + 1, dtype=torch.float64)
+    return (counts * math.log(rate) - rate - torch.lgamma(counts + 1)).exp()
+
+
+def _check(ranks: Tensor, num_draws: int) -> None:
+    if not isinstance(ranks, Tensor) or ranks.is_floating_point() or ranks.dtype == torch.bool:
+        kind = ranks.dtype if isinstance(ranks, Tensor) else type(ranks).__name__
+        raise ArgumentError(f"ranks is {kind}: pass a tensor of integers, ranks.long()")
+    if ranks.dim() < 1 or ranks.numel() == 0:
+        raise ArgumentError(f"ranks has shape {list(ranks.shape)}: pass [simulations, ...]")
+    low, high = int(ranks.min()), int(ranks.max())
+    if low < 0 or high > num_draws:
+        raise ArgumentError(
+            f"ranks lie in [{low}, {high}]: with num_draws={num_draws} they are 0 to {num_draws}"
+        )
+
+
+def _check_level(level: float) -> None:
+    if not 0 < level < 1:
+        raise ArgumentError(f"level={level}: pass a probability in (0, 1)")
