@@ -17,6 +17,7 @@ from pyro_scale.infer.nuts import NUTS
 from pyro_scale.infer.sample import sample
 from pyro_scale.infer.sampler import Sampler
 from pyro_scale.infer.samplers import BAOA, GHMC, SGHMC, SGLD, SGNHT, UBU, pSGLD
+from pyro_scale.infer.sbc import sbc
 from pyro_scale.infer.svgd import SVGD
 from pyro_scale.infer.versions import show_versions
 from pyro_scale.infer.vi import IVON, VI
@@ -58,6 +59,7 @@ __all__ = [
     "replace_batchnorm",
     "replay",
     "sample",
+    "sbc",
     "schedules",
     "show_versions",
     "weight_decay",

@@ -77,7 +77,7 @@ def look(stack: Stack, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
         here = take_one(positions, number)
         slope, value = torch.func.grad_and_value(log_joint)(here)
-        return value, slope, torch.func.jacfwd(torch.func.grad(log_joint))(here)
+        return value, slope, torch.func.jacrev(torch.func.grad(log_joint))(here)
 
     with without_vmap_warnings():
         value, slope, hessian = (each.double() for each in stack.each(of_one))
