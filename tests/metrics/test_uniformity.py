@@ -118,6 +118,11 @@ def test_far_p_values_are_small_and_ordered():
     assert bool((p_values[8:].diff() < 0).all())
 
 
+def test_a_far_p_value_of_one_place_is_exact():
+    ranks = torch.zeros(60, dtype=torch.int64)
+    assert float(uniformity_p_values(ranks, 1)) == pytest.approx(2.0**-59, rel=1e-9, abs=0)
+
+
 def test_elements_keep_their_places():
     ranks = null_ranks(40, 20, sets=12).reshape(40, 3, 4)
     p_values = uniformity_p_values(ranks, 20)
@@ -142,7 +147,9 @@ class TestDoubtful:
     def test_few_doubtful_ranks_leave_a_clear_case_clear(self):
         ranks = torch.zeros(100, dtype=torch.int64)
         is_doubtful = torch.arange(100) < 10
-        assert float(uniformity_p_values(ranks, 9, is_doubtful)) < 1e-30
+        p_values = [uniformity_p_values(each, 9, is_doubtful) for each in (ranks, 9 - ranks)]
+        assert float(p_values[0]) < 1e-30
+        torch.testing.assert_close(*p_values)
         assert float(uniformity_p_values(ranks, 9, torch.ones(100, dtype=torch.bool))) == 1
 
     def test_none_changes_nothing(self):
