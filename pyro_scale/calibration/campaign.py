@@ -27,7 +27,7 @@ from pyro_scale.errors import PyroScaleWarning
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: Simulations of a block at most: what Control-C costs.
-_MOST_AT_ONCE = 250
+_MOST_AT_ONCE = 500
 #: Copies of a data set, and numbers of draws and their neighbors, that a simulation takes.
 _COPIES, _DRAWS = 4, 3 * 400
 

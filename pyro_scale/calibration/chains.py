@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pyro_scale.calibration.stack import Stack
 from pyro_scale.calibration.warm_up import (
     Kind,
     Lengths,
     Warm,
+    are_sound,
     move_in_windows,
     shorten_steps,
     start_at_modes,
 )
 from pyro_scale.core.autocorrelation import autocorrelation_time
+from pyro_scale.data.stacked import StackedBatches
+from pyro_scale.engine.checkpoint import Checkpoint
 from pyro_scale.engine.draws import Draws, Failure, Steps
 from pyro_scale.kernels import Kernel
 from pyro_scale.run.extend import every_second
@@ -33,6 +38,8 @@ MOST_DENSE = 100
 #: Draws of a chain, of which these are some; effective ones among them; the part of the chains that
 #: may have fewer; and times that thinning is doubled until no more do.
 _DRAWS, LEAST_ESS, _MOST_SLOW, _MOST_DOUBLINGS = 400, 200, 0.01, 8
+#: Times that a chain begins again at half its step size.
+_MOST_HALVINGS = 8
 #: Thinning over an autocorrelation time, of a chain that is among the slowest.
 _SHARE = 0.6
 
@@ -106,18 +113,16 @@ def sample(
     if method.lr:
         order = 1 if kernel.theory is None else kernel.theory.order
         warm = shorten_steps(stack, warm, order, lengths)
-    if method.thinning is not None:
-        draws = stack.run(
-            kernel,
-            warm.positions,
-            Steps(NUM_DRAWS, method.warmup_steps or 0, method.thinning),
-            coordinates=warm.coordinates,
-        )
-        thinning = method.thinning
-    else:
-        thinning = max(1, math.ceil(_SHARE * warm.lengths.thinning))
-        thinning = thinning if lengths is None else lengths.thinning
-        draws, thinning = _untileffective(stack, warm, method, thinning)
+    thinning = method.thinning or max(1, math.ceil(_SHARE * warm.lengths.thinning))
+    if lengths is not None and method.thinning is None:
+        thinning = lengths.thinning
+    warm, draws = _sound_run(stack, warm, method, thinning)
+    for _ in range(_MOST_DOUBLINGS if method.thinning is None else 0):
+        few = int((_effective(draws) < LEAST_ESS).sum())
+        if few <= max(1, _MOST_SLOW * stack.num_chains):
+            break
+        thinning *= 2
+        warm, draws = _sound_run(stack, warm, method, thinning, partial(every_second, draws))
     every = draws.positions.shape[1] // NUM_DRAWS
     params = draws.positions[:, every - 1 :: every]
     if warm.coordinates is not None:
@@ -135,22 +140,61 @@ def sample(
     )
 
 
-def _untileffective(
-    stack: Stack, warm: Warm, method: Method, thinning: int
-) -> tuple[Draws, int]:
-    """(Draws of which nearly all chains have enough effective ones, their thinning)."""
-    warmup_steps, last = method.warmup_steps or 0, None
-    for doublings in range(_MOST_DOUBLINGS + 1):
-        steps = Steps(_DRAWS, warmup_steps, thinning)
-        draws = stack.run(
-            warm.kernel, warm.positions, steps, coordinates=warm.coordinates, last=last
-        )
-        slow = float((_effective(draws) < LEAST_ESS).double().mean())
-        if slow <= _MOST_SLOW or doublings == _MOST_DOUBLINGS:
+def _sound_run(
+    stack: Stack,
+    warm: Warm,
+    method: Method,
+    thinning: int,
+    last: Callable[[StackedBatches], Checkpoint] | None = None,
+) -> tuple[Warm, Draws]:
+    """(Chains with the step sizes that they were run with; their draws).
+
+    A chain whose step size was chosen begins again at half of it, where it has broken or left the
+    posterior.
+    """
+    draws = _run(stack, warm, method, thinning, last)
+    for _ in range(_MOST_HALVINGS):
+        places = torch.nonzero(~are_sound(stack, warm, draws))[:, 0]
+        if not method.lr or not len(places) or warm.coordinates is None:
             break
-        ended, thinning = draws, 2 * thinning
-        last = lambda batches, ended=ended: every_second(ended, batches)  # noqa: E731
-    return draws, thinning
+        factor = warm.coordinates.factor.clone()
+        factor[places] /= 2
+        coordinates = dataclasses.replace(warm.coordinates, factor=factor)
+        warm = dataclasses.replace(warm, coordinates=coordinates)
+        centers = torch.zeros_like(warm.positions[places])
+        own = dataclasses.replace(warm, positions=centers, coordinates=coordinates.of(places))
+        draws = _replaced(draws, places, _run(stack.of(places), own, method, thinning))
+    return warm, draws
+
+
+def _run(
+    stack: Stack,
+    warm: Warm,
+    method: Method,
+    thinning: int,
+    last: Callable[[StackedBatches], Checkpoint] | None = None,
+) -> Draws:
+    count = _DRAWS if method.thinning is None else NUM_DRAWS
+    steps = Steps(count, method.warmup_steps or 0, thinning)
+    return stack.run(warm.kernel, warm.positions, steps, coordinates=warm.coordinates, last=last)
+
+
+def _replaced(draws: Draws, places: Tensor, own: Draws) -> Draws:
+    """Draws of all chains, with others in the places of some of them."""
+
+    def put(every: Tensor, some: Tensor) -> Tensor:
+        return every.index_copy(0, places, some)
+
+    numbers = places.tolist()
+    failures = [each for each in draws.failures if each.chain not in numbers]
+    failures += [dataclasses.replace(each, chain=numbers[each.chain]) for each in own.failures]
+    return dataclasses.replace(
+        draws,
+        positions=put(draws.positions, own.positions),
+        log_joint=put(draws.log_joint, own.log_joint),
+        state=pytree.tree_map(put, draws.state, own.state),
+        failures=failures,
+    )
 
 
 def _effective(draws: Draws) -> Tensor:

@@ -97,8 +97,8 @@ class StackedNUTS:
             draws = sample_each(own, self.by_pointer, starts, settings, stack.seeds, stack.bar)
             log_joint = draws.sample_stats["lp"]
             ess = effective(torch.cat([draws.positions, log_joint[..., None]], -1))
-            slow = float((ess < LEAST_ESS).double().mean())
-            if slow <= _MOST_SLOW or doublings == _MOST_DOUBLINGS:
+            few = int((ess < LEAST_ESS).sum())
+            if few <= max(1, _MOST_SLOW * stack.num_chains) or doublings == _MOST_DOUBLINGS:
                 break
             count *= 2
         every = count // NUM_DRAWS

@@ -15,6 +15,8 @@ from pyro_scale.core.warn import without_vmap_warnings
 _MOST_STEPS, _NEAR, _EASED, _DAMPED = 60, 1e-4, 0.2, 5.0
 #: Curvatures below this part of the largest one count as that.
 _FLATTEST = 1e-6
+#: Of the square of a slope, what counts as a curvature at least.
+_STEEP = 1e-2
 
 
 class Gaussians(NamedTuple):
@@ -43,8 +45,9 @@ def find_modes(stack: Stack, starts: Tensor) -> Gaussians:
     value, slope, curvature = look(stack, position)
     found, looks = torch.zeros(stack.num_chains, dtype=torch.bool), 1
     for _ in range(_MOST_STEPS):
-        units = curvature.diagonal(dim1=1, dim2=2).abs()
-        units = torch.where(units > 0, units, 1.0).rsqrt()
+        own = curvature.diagonal(dim1=1, dim2=2).abs()
+        own = torch.maximum(own, _STEEP * slope.square())  # where it is flat, an sd is no distance
+        units = torch.where(own > 0, own, 1.0).rsqrt()
         scaled = units[:, :, None] * curvature * units[:, None]
         lengths, axes = torch.linalg.eigh(scaled)
         along = (axes.mT @ (units * slope)[..., None])[..., 0]

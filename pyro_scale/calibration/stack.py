@@ -48,6 +48,11 @@ class Coordinates:
         """As batches bring them."""
         return [*self.whitening.tensors, self.factor]
 
+    def of(self, chains: Tensor) -> Coordinates:
+        """Those of some chains."""
+        tensors = [tensor[chains] for tensor in self.whitening.tensors]
+        return Coordinates(self.whitening.with_tensors(tensors), self.factor[chains])
+
     def mapped(self, way: str, vectors: Tensor) -> Tensor:
         """One of the whitening's maps, of vectors `[chains, ..., D]`."""
 
@@ -194,6 +199,11 @@ class Stack:
         if draws.error is not None:
             raise draws.error
         return draws
+
+    def of(self, chains: Tensor) -> Stack:
+        """Some of the data sets."""
+        own = {name: table[chains] for name, table in self.own.items()}
+        return self.with_data(own, [self.seeds[chain] for chain in chains.tolist()])
 
     def with_data(self, own: Mapping[str, Tensor], seeds: Sequence[int]) -> Stack:
         """Other data sets of the same model."""

@@ -75,7 +75,8 @@ class Warm:
         lengths: of what there was, and of what comes.
         steps: taken by each chain.
         looks: at value, gradient and Hessian.
-        rough: chains that did not find a mode, `[chains]`.
+        level: the log joint at the center of each chain's first coordinates, `[chains]`; None where
+            they move in params.
     """
 
     kernel: Kernel
@@ -84,7 +85,7 @@ class Warm:
     lengths: Lengths
     steps: int
     looks: int = 0
-    rough: Tensor | None = None
+    level: Tensor | None = None
 
 
 def start_at_modes(stack: Stack, kernel: Kernel, starts: Tensor, kind: Kind) -> Warm:
@@ -118,8 +119,7 @@ def start_at_modes(stack: Stack, kernel: Kernel, starts: Tensor, kind: Kind) -> 
         if not bool(deep.any()):
             break
         away = torch.where(deep[:, None], away / 2, away)
-    rough = ~gaussians.found
-    return Warm(kernel, away, coordinates, Lengths(), 0, gaussians.looks, rough)
+    return Warm(kernel, away, coordinates, Lengths(), 0, gaussians.looks, gaussians.value)
 
 
 def move_in_windows(
@@ -152,7 +152,7 @@ def move_in_windows(
         )
         if lengths is None and float(agree.double().mean()) >= _MOST_CHAINS:
             break
-    return _with_stable_steps(stack, warm) if adapts_lr else warm
+    return warm
 
 
 def shorten_steps(stack: Stack, warm: Warm, order: int, lengths: Lengths | None) -> Warm:
@@ -175,7 +175,7 @@ def shorten_steps(stack: Stack, warm: Warm, order: int, lengths: Lengths | None)
         steps = Steps(length // every, 0, every)
         own = stack.run(warm.kernel, warm.positions, steps, stage, warm.coordinates)
         half = _at_half_step(stack, warm, steps, stage)
-        factor, times = _factors(own, half, order)
+        factor, times = _factors(stack, warm, own, half, order)
         coordinates = dataclasses.replace(
             warm.coordinates, factor=warm.coordinates.factor * factor.to(warm.positions)
         )
@@ -183,7 +183,7 @@ def shorten_steps(stack: Stack, warm: Warm, order: int, lengths: Lengths | None)
         thinning = math.ceil(float((times * every / factor).quantile(0.95)))
         warm = dataclasses.replace(
             warm,
-            positions=_last(own, warm.positions),
+            positions=_last(stack, warm, own),
             coordinates=coordinates,
             steps=warm.steps + 3 * length,
             lengths=dataclasses.replace(
@@ -201,10 +201,22 @@ def _noise(seed: int, size: int) -> Tensor:
     )
 
 
-def _last(draws: Draws, before: Tensor) -> Tensor:
-    """Where chains are; where they were, of those that broke."""
-    last = draws.positions[:, -1].to(before)
-    return torch.where(last.isfinite().all(-1, keepdim=True), last, before)
+def are_sound(stack: Stack, warm: Warm, draws: Draws) -> Tensor:
+    """Which chains are finite and have not left the posterior, `[chains]`."""
+    values = draws.log_joint
+    sound = draws.positions.isfinite().all(-1).all(-1) & values.isfinite().all(-1)
+    if stack.batch_size is not None or warm.level is None:  # estimates of it scatter
+        return sound
+    lowest = values[:, int(_LEFT_OUT * values.shape[1]) :].amin(1)
+    return sound & (lowest > warm.level - (_NATS_EACH * draws.positions.shape[-1] + _NATS))
+
+
+def _last(stack: Stack, warm: Warm, draws: Draws) -> Tensor:
+    """Where chains are; of those that have left the posterior, the center of their coordinates, or
+    where they were."""
+    last, sound = draws.positions[:, -1].to(warm.positions), are_sound(stack, warm, draws)
+    otherwise = warm.positions if warm.coordinates is None else torch.zeros_like(last)
+    return torch.where(sound[:, None], last, otherwise)
 
 
 def _at_half_step(stack: Stack, warm: Warm, steps: Steps, stage: tuple[Purpose, int]) -> Draws:
@@ -216,11 +228,15 @@ def _at_half_step(stack: Stack, warm: Warm, steps: Steps, stage: tuple[Purpose, 
     )
 
 
-def _factors(own: Draws, half: Draws, order: int) -> tuple[Tensor, Tensor]:
+def _factors(
+    stack: Stack, warm: Warm, own: Draws, half: Draws, order: int
+) -> tuple[Tensor, Tensor]:
     """(What each chain's step is multiplied by, draws per independent one), `[chains]`."""
     factors, times = [], []
-    for one, other in zip(own.positions.double(), half.positions.double(), strict=True):
-        if not bool(one.isfinite().all() & other.isfinite().all()):
+    sound = (are_sound(stack, warm, own) & are_sound(stack, warm, half)).tolist()
+    pairs = zip(own.positions.double(), half.positions.double(), sound, strict=True)
+    for one, other, is_sound in pairs:
+        if not is_sound:
             factors.append(_SHORTEST)
             times.append(1.0)
             continue
@@ -236,31 +252,28 @@ def _learn(
 ) -> tuple[Warm, Tensor, Tensor]:
     """(Chains with what a window's draws say; draws per independent one, `[chains]`; whether each
     chain's halves agree, on the geometry that it was run with)."""
-    z = draws.positions.double()
-    fallen = (draws.log_joint.cummax(1).values - draws.log_joint)[
-        :, int(_LEFT_OUT * draws.log_joint.shape[1]) :
-    ].amax(1)
-    depth = _NATS_EACH * z.shape[-1] + _NATS
-    sound = z.isfinite().all(-1).all(-1)
-    if stack.batch_size is None:
-        sound &= ~(fallen > depth)
+    z, sound = draws.positions.double(), are_sound(stack, warm, draws)
     kept = z[:, int(_LEFT_OUT * z.shape[1]) :]
     kept = torch.where(sound[:, None, None], kept, 0.0)
     times, r_hat = _mixing(kept)
     agree = sound & (r_hat < _MOST_R_HAT)
-    positions, coordinates = _last(draws, warm.positions), warm.coordinates
+    positions, coordinates = _last(stack, warm, draws), warm.coordinates
     if coordinates is None or not adapts:
         return dataclasses.replace(warm, positions=positions), times, agree
     count = kept.shape[1] / times.clamp(min=1)
     change, coordinates = _update(stack, coordinates, kept, count, sound)
     agree &= change < _MOST_CHANGE
-    if adapts_lr:
-        factor = torch.where(sound, coordinates.factor, coordinates.factor / 2)
-        coordinates = dataclasses.replace(coordinates, factor=factor)
     assert warm.coordinates is not None
-    there = warm.coordinates.mapped("to_params", torch.where(sound[:, None], positions, 0))
+    if adapts_lr:
+        looks = kept[:, torch.linspace(0, kept.shape[1] - 1, _LOOKS).round().long()]
+        at = warm.coordinates.mapped("to_params", looks.to(positions))
+        stable = _stable_steps(stack, coordinates, at) / float(warm.kernel.lr)
+        factor = torch.where(sound, stable.clamp(max=1.0), coordinates.factor / 2)
+        coordinates = dataclasses.replace(coordinates, factor=factor.to(positions))
+    there = warm.coordinates.mapped("to_params", positions)
     positions = coordinates.mapped("to_whitened", there[:, None])[:, 0].to(positions)
-    return dataclasses.replace(warm, positions=positions, coordinates=coordinates), times, agree
+    warm = dataclasses.replace(warm, positions=positions, coordinates=coordinates)
+    return dataclasses.replace(warm, looks=warm.looks + _LOOKS), times, agree
 
 
 def _mixing(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -320,19 +333,13 @@ def _update(
     return change, Coordinates(whitening.with_tensors(tensors), old.factor)
 
 
-def _with_stable_steps(stack: Stack, warm: Warm) -> Warm:
-    """Chains whose step sizes are at most half of what is stable where they are, and near it."""
-    coordinates = warm.coordinates
-    assert coordinates is not None
+def _stable_steps(stack: Stack, coordinates: Coordinates, at: Tensor) -> Tensor:
+    """The step size of each chain that is half of what is stable at some params of its own,
+    `[chains, looks, D]`: `[chains]`."""
     steepest = torch.zeros(stack.num_chains, dtype=torch.float64)
-    for number in range(_LOOKS):
-        noise = torch.stack([_noise(seed + number, warm.positions.shape[1]) for seed in stack.seeds])
-        z = noise.to(warm.positions) / stack.num_data**0.5
-        _, _, curvature = look(stack, coordinates.mapped("to_params", z))
-        pulled = coordinates.mapped("pull_back", curvature.to(z))
+    for place in range(at.shape[1]):
+        _, _, curvature = look(stack, at[:, place])
+        pulled = coordinates.mapped("pull_back", curvature.to(at))
         pulled = coordinates.mapped("pull_back", pulled.mT.contiguous()).double()
         steepest = torch.maximum(steepest, torch.linalg.eigvalsh(pulled / stack.num_data)[:, -1])
-    stable = steepest.clamp(min=1e-12).rsqrt() / float(warm.kernel.lr)
-    factor = torch.minimum(coordinates.factor, stable.to(coordinates.factor))
-    coordinates = dataclasses.replace(coordinates, factor=factor)
-    return dataclasses.replace(warm, coordinates=coordinates, looks=warm.looks + _LOOKS)
+    return steepest.clamp(min=1e-12).rsqrt()
