@@ -217,7 +217,7 @@ class Approximation(Method):
 
         if interval is None:
             return predict(arguments, return_sites, reduce)
-        count = total if num_samples is None else num_samples
+        count = total if num_samples is None else len(predictive.spread_evenly(total, num_samples))
         here = fit.thin(torch.arange(1))
         return predict_sets(here, predict, arguments, return_sites, interval, held_out, count)
 

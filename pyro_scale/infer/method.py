@@ -361,8 +361,8 @@ class Method:
                 interval of the draws, `metrics.Interval(lower, upper)`, `[rows]` each; of classes
                 (Categorical, OneHotCategorical, Bernoulli), the smallest set whose predictive
                 probabilities add up to it, booleans `[rows, classes]`.  Where the posterior has
-                fewer than 1,000 draws (`MAP` has one), several observations are drawn for each.
-                It is right if the model and the posterior are.
+                fewer than 1,000 draws (`MAP` has one) and the model one observed site, several
+                observations are drawn for each.  It is right if the model and the posterior are.
             calibrate: rows that the fit has not seen, as for `run`, observations included: they
                 make the intervals and sets conformal, which is right of any model and fit.
 
@@ -403,8 +403,8 @@ class Method:
         if interval is None:
             return predict(arguments, return_sites, reduce)
         held_out = None if calibrate is None else self._open(calibrate)
-        chains, draws = result.positions.shape[:2]
-        count = chains * draws if num_samples is None else num_samples
+        total = result.positions.shape[0] * result.positions.shape[1]
+        count = total if num_samples is None else len(predictive.spread_evenly(total, num_samples))
         return predict_sets(result, predict, arguments, return_sites, interval, held_out, count)
 
     @check_calls
