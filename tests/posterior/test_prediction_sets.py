@@ -56,7 +56,8 @@ def fitted(model, *data):
 
 
 def inside(interval, y):
-    return (interval.lower <= y) & (y <= interval.upper)
+    lower, upper = interval
+    return (lower <= y) & (y <= upper)
 
 
 def z_of(values, expected):
@@ -105,33 +106,46 @@ def test_of_one_draw_of_the_posterior_it_is_the_noise(seeded):
         assert abs(z.mean()) * SIZE**0.5 < 4  # draws of the rows are independent
 
 
-def test_counts_have_whole_numbers(seeded):
-    def model(x, y=None, z=None):  # of two sites, each posterior draw has one observation
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        with pyro.plate("rows", len(x)):
-            pyro.sample("z", dist.Normal(x @ w, 1.0), obs=z)
-            return pyro.sample("y", dist.Poisson((x @ w).exp()), obs=y)
+def counts(x, y=None, z=None):  # of two sites, each posterior draw has one observation
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("rows", len(x)):
+        pyro.sample("z", dist.Normal(x @ w, 1.0), obs=z)
+        return pyro.sample("y", dist.Poisson((x @ w).exp()), obs=y)
 
-    x = normals(400, 2, seed=0)
-    y = torch.poisson((x @ double(0.7, -0.7)).exp())
-    z = normals(400, seed=1)
-    fit = fitted(model, x[:80], y[:80], z[:80])
+
+@pytest.mark.parametrize("shape", [1.0, 8.0, 0.0])
+def test_counts_have_whole_numbers(seeded, shape):
+    """Of rows whose rates are multiplied by another number, which the model does not know."""
+    x, z = normals(1200, 2, seed=0), normals(1200, seed=1)
+    y = torch.poisson(shape * (x @ double(0.7, -0.7)).exp())
+    fit = fitted(counts, x[:80], torch.poisson((x[:80] @ double(0.7, -0.7)).exp()), z[:80])
     chosen = {"return_sites": ["y"], "num_samples": 100}
-    held = x[80:200], y[80:200], z[80:200]
+    held, new, new_y = (x[80:200], y[80:200], z[80:200]), x[200:], y[200:]
     torch.manual_seed(1)
-    plain = fit.predict(x[200:], interval=0.8, **chosen)["y"]
+    plain = fit.predict(new, interval=0.8, **chosen)["y"]
     torch.manual_seed(1)
-    draws = fit.predict(x[200:], **chosen)["y"].numpy()
+    draws = fit.predict(new, **chosen)["y"].numpy()
     low, high = np.quantile(draws, [0.1, 0.9], axis=0, method="weibull")
     assert plain.lower.tolist() == np.floor(low).tolist()
     assert plain.upper.tolist() == np.ceil(high).tolist()
-    tuned = fit.predict(x[200:], interval=0.8, calibrate=held, **chosen)["y"]
-    for lower, upper in (plain, tuned):
-        assert (lower == lower.round()).all()
-        assert (upper == upper.round()).all()
-        assert (lower >= 0).all()
-        assert (lower <= upper).all()
-        assert ((lower <= y[200:]) & (y[200:] <= upper)).double().mean() > 0.75
+
+    torch.manual_seed(1)
+    lower, upper = fit.predict(new, interval=0.8, calibrate=held, **chosen)["y"]
+    torch.manual_seed(1)
+    drawn = [fit.predict(rows, **chosen)["y"].numpy() for rows in (x[80:200], new)]
+    (low, high), (new_low, new_high) = (
+        np.quantile(draws, [0.1, 0.9], axis=0, method="weibull") for draws in drawn
+    )
+    scores = np.maximum(low - held[1].numpy(), held[1].numpy() - high) / (high - low + 1)
+    threshold = np.sort(scores)[math.ceil(121 * 0.8) - 1]
+    assert (lower <= upper).all()
+    for count in range(int(upper.max()) + 3):
+        score = np.maximum(new_low - count, count - new_high) / (new_high - new_low + 1)
+        own = ((lower <= count) & (count <= upper)).numpy()
+        assert own[score <= threshold].all()
+        middle = np.floor((new_low + new_high) / 2) == count
+        assert (score <= threshold)[own & ~middle].all()
+    assert inside((lower, upper), new_y).double().mean() > 0.8 - 4 * math.sqrt(0.16 / 120)
 
 
 def classes(family=None):
@@ -279,9 +293,11 @@ def test_conformal_sets_of_classes_cover(seeded, sharpness):
     x, y = draw(4000, seed=2)
     plain = float(hold(fit.predict(x, interval=0.9)["y"], y).double().mean())
     assert (plain < 0.8) == (sharpness == 0.2)
+    tuned = fit.predict(x[2000:], interval=0.9, calibrate=(x[:2000], y[:2000]))["y"]
+    probs = fit.predict(x[2000:], reduce="mean")["y"]  # a set has the most probable classes
+    least_in = probs.masked_fill(~tuned, 1.0).amin(1)
+    assert (least_in >= probs.masked_fill(tuned, 0.0).amax(1)).all()
     if sharpness == 8:
-        held = x[:2000], y[:2000]
-        tuned = fit.predict(x[2000:], interval=0.9, calibrate=held)["y"]
         assert tuned.sum() < fit.predict(x[2000:], interval=0.9)["y"].sum()
 
 
@@ -485,7 +501,7 @@ def test_networks_on_uci_splits_cover(name):
             x_test, held_x = ((a - x.mean(0)) / x.std(0) for a in (x_test, x[held]))
             x_kept = (x[kept] - x.mean(0)) / x.std(0)
             y_test, held_y, y_kept = ((a - y.mean()) / y.std() for a in (y_test, y[held], y[kept]))
-            fit = ps.MAP(network(x.shape[1]), optimizer=torchopt.adam(0.01))
+            fit = ps.MAP(network(x.shape[1]), optimizer=torchopt.adam(0.01), compile=True)
             fit.run((x_kept, y_kept), num_steps=2000, batch_size=100, seed=split, progress=False)
             sets = fit.predict(x_test, interval=0.9)["y"]
             plain.append(float(inside(sets, y_test).double().mean()))
