@@ -113,12 +113,13 @@ def counts(x, y=None, z=None):  # of two sites, each posterior draw has one obse
         return pyro.sample("y", dist.Poisson((x @ w).exp()), obs=y)
 
 
-@pytest.mark.parametrize("shape", [1.0, 8.0, 0.0])
-def test_counts_have_whole_numbers(seeded, shape):
-    """Of rows whose rates are multiplied by another number, which the model does not know."""
+@pytest.mark.parametrize("case", ["right", "too low", "zero", "too wide"])
+def test_counts_have_whole_numbers(seeded, case):
     x, z = normals(1200, 2, seed=0), normals(1200, seed=1)
-    y = torch.poisson(shape * (x @ double(0.7, -0.7)).exp())
-    fit = fitted(counts, x[:80], torch.poisson((x[:80] @ double(0.7, -0.7)).exp()), z[:80])
+    rate = (x @ double(0.7, -0.7)).exp()
+    fit = fitted(counts, x[:80], torch.poisson(rate[:80]), z[:80])
+    y = rate.round() if case == "too wide" else torch.poisson(rate)
+    y = y * {"too low": 8, "zero": 0}.get(case, 1)
     chosen = {"return_sites": ["y"], "num_samples": 100}
     held, new, new_y = (x[80:200], y[80:200], z[80:200]), x[200:], y[200:]
     torch.manual_seed(1)
