@@ -368,16 +368,15 @@ class Method:
 
                 A new row's observation is in its set with a probability of at least `interval`,
                 and of at most interval + 1/(n + 1) where scores have no ties, n the number of
-                held-out rows, if the new row is exchangeable with them.  It is the probability
-                over rows, held-out and new, and not of one given x.  Of observations with several
-                elements a row, it is that of all of them together.  Each site has a threshold of
-                its own.
+                held-out rows, if the new row is exchangeable with them.  The probability is over
+                held-out and new rows together, not given x.  Where a row has several elements, it
+                is that of all of them at once.  Each site has a threshold of its own.
 
                 Of numbers, the score is the distance from the central interval over its width,
                 and intervals are widened or narrowed in proportion to it (CQR-r: Romano, Patterson
-                and Candes 2019; Sesia and Candes 2020): so they stay as wide here and as narrow
-                there as the model says, and a wrong noise sd is made good by one factor.  Of
-                counts, they end at whole numbers, and are never empty.  Of classes, the score is
+                and Candes 2019; Sesia and Candes 2020).  One factor corrects a wrong noise sd, has
+                no unit, and leaves noisy rows wider than others, as the model has them.  Intervals
+                of counts end at whole numbers and are never empty.  Of classes, the score is
                 that of adaptive prediction sets, randomized by torch's generator (Romano, Sesia
                 and Candes 2020).  A set may be empty where the most probable class is right more
                 often than `interval` asks for.

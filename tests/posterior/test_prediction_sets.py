@@ -115,9 +115,12 @@ def counts(x, y=None, z=None):  # of two sites, each posterior draw has one obse
 
 @pytest.mark.parametrize("case", ["right", "too low", "zero", "too wide"])
 def test_counts_have_whole_numbers(seeded, case):
-    x, z = normals(1200, 2, seed=0), normals(1200, seed=1)
-    rate = (x @ double(0.7, -0.7)).exp()
+    x, w = normals(1200, 2, seed=0), double(0.7, -0.7)
+    rate, z = (x @ w).exp(), x @ w + normals(1200, seed=1)
     fit = fitted(counts, x[:80], torch.poisson(rate[:80]), z[:80])
+    if case == "too wide":  # held out are rows of large rates, which have the narrowest intervals
+        order = torch.cat([torch.arange(80), 80 + rate[80:].argsort(descending=True)])
+        x, rate, z = x[order], rate[order], z[order]
     y = rate.round() if case == "too wide" else torch.poisson(rate)
     y = y * {"too low": 8, "zero": 0}.get(case, 1)
     chosen = {"return_sites": ["y"], "num_samples": 100}
@@ -146,7 +149,8 @@ def test_counts_have_whole_numbers(seeded, case):
         assert own[score <= threshold].all()
         middle = np.floor((new_low + new_high) / 2) == count
         assert (score <= threshold)[own & ~middle].all()
-    assert inside((lower, upper), new_y).double().mean() > 0.8 - 4 * math.sqrt(0.16 / 120)
+    if case != "too wide":
+        assert inside((lower, upper), new_y).double().mean() > 0.8 - 4 * math.sqrt(0.16 / 120)
 
 
 def classes(family=None):
