@@ -24,6 +24,8 @@ from pyro_scale.model.preflight import InitFunction
 
 #: Draws of NUTS, at first, and times that there are twice as many until they are enough.
 _NUTS_DRAWS, _MOST_DOUBLINGS, _MOST_SLOW = 400, 4, 0.01
+#: Letters of what a failure says.
+_LONGEST = 200
 
 
 class Fitter(Protocol):
@@ -129,28 +131,25 @@ class OneByOne:
     run: Callable[[Arguments, int], tuple[Tensor, bool]]
 
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
-        positions, ess, failed = [], [], dict[int, str]()
+        positions, ess, failed = list[Tensor](), list[float](), dict[int, str]()
         for number, seed in enumerate(stack.seeds):
+            drawn, is_independent = None, False
             try:
                 drawn, is_independent = self.run(stack.arguments(torch.tensor(number)), seed)
             except (PyroScaleError, RuntimeError, ValueError) as error:
-                failed[number] = " ".join(str(error).split())[:200]
+                failed[number] = " ".join(str(error).split())[:_LONGEST]
+                if lengths is None and len(failed) == stack.num_chains:  # it is the call
+                    raise
+            if drawn is None:
                 drawn = torch.full((1, NUM_DRAWS, stack.layout.size), torch.nan)
-                is_independent = False
-            effective_draws = drawn.shape[0] * drawn.shape[1]
             flat = drawn.flatten(0, 1)
             positions.append(flat[evenly(len(flat), NUM_DRAWS)])
-            ess.append(
-                torch.tensor(float(effective_draws), dtype=torch.float64)
-                if is_independent
-                else effective(drawn.double()).sum()
-            )
-            stack.bar.update(1)
+            ess.append(len(flat) if is_independent else float(effective(drawn.double()).sum()))
         return Sampled(
             positions=torch.stack(positions),
-            ess=torch.stack(ess),
+            ess=torch.tensor(ess, dtype=torch.float64),
             failed=failed,
-            lengths=lengths or Lengths(),
+            lengths=Lengths(),
             steps={},
             facts={},
             program="one by one",

@@ -55,7 +55,9 @@ class StackedDensity:
 
     def own_values(self, values: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
         """The hyperparameters of one chain, whose step size is its own."""
-        return {**values, "lr": values["lr"] * batch[0][-1][0]}
+        constants, _, _ = batch
+        factor = constants[-1][0] if constants else 1.0
+        return {**values, "lr": values["lr"] * factor}
 
     def _pulled(
         self, grad: Callable[..., Any], params: Mapping[str, Tensor], batch: Any

@@ -35,7 +35,8 @@ from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.posterior.guide import Guide
 from pyro_scale.posterior.linearized import predict as predict_linearized
-from pyro_scale.posterior.reductions import Reduce
+from pyro_scale.posterior.prediction_sets import check_asked, predict_sets
+from pyro_scale.posterior.reductions import Reduce, Reduction
 from pyro_scale.posterior.serialization import result_of
 from pyro_scale.rng.seeds import Purpose, generator
 
@@ -160,6 +161,8 @@ class Approximation(Method):
         batch_size: int | None = None,
         return_sites: Sequence[str] | None = None,
         reduce: Reduce | None = None,
+        interval: float | None = None,
+        calibrate: Any = None,
         linearized: bool | Literal["probit"] = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
@@ -168,8 +171,8 @@ class Approximation(Method):
 
         Args:
             args, kwargs: the model's own.
-            num_samples, batch_size, return_sites, reduce: as for samplers; with `linearized`,
-                memory is needed for all draws of `batch_size` rows.
+            num_samples, batch_size, return_sites, reduce, interval, calibrate: as for samplers;
+                with `linearized`, memory is needed for all draws of `batch_size` rows.
             linearized: whether the arguments of the observed sites' distributions are taken as
                 linear in the params, around the Gaussian's mean and on an unconstrained scale,
                 as the GGN has it (Immer et al. 2021): for networks, closer to the posterior than
@@ -181,24 +184,42 @@ class Approximation(Method):
 
         Raises:
             ArgumentError: `linearized` of what has no distribution, or without a Gaussian;
-                `"probit"` of what are no classes; what `reduce` asks for does not exist.
+                `"probit"` of what are no classes; what `reduce` asks for does not exist; and, with
+                `interval` and `calibrate`, as for samplers.
+            DataError: as for samplers.
         """
+        check_asked(interval, calibrate, reduce)
         if linearized not in (False, True, "probit"):
             raise ArgumentError(f"linearized={linearized!r}: pass True, False or 'probit'")
         if self._sharded is not None:
             if linearized:
                 raise ArgumentError(WHOLE_NOWHERE)
-            chosen = num_samples, batch_size, return_sites, reduce
+            chosen = num_samples, batch_size, return_sites, reduce, interval
             return predict_sharded(self._sharded.draws, args, kwargs, *chosen)
+        if calibrate is not None and self._fit is None:
+            raise NotRunError(f"calibrate: {type(self).__name__} has no fit yet: run it first")
+        held_out = None if calibrate is None else self._open(calibrate)
         fit, arguments = self._to_predict(args, kwargs)
-        if linearized:
-            chosen = num_samples, batch_size, return_sites, reduce
-            return predict_linearized(fit, arguments, *chosen, linearized == "probit")
-        if num_samples is None:
-            result = fit.result
-        else:  # a network's 1,000 draws may be more than memory holds
-            result = fit.thin(predictive.spread_evenly(fit.num_starts * fit.num_draws, num_samples))
-        return predictive.predict(result, arguments, None, batch_size, return_sites, reduce)
+        total = fit.num_starts * fit.num_draws
+
+        def predict(
+            arguments: Arguments, names: Sequence[str] | None, reduce: Reduce | Reduction | None
+        ) -> dict[str, Any]:
+            chosen = batch_size, names, reduce
+            if linearized:
+                probit = linearized == "probit"
+                return predict_linearized(fit, arguments, num_samples, *chosen, probit)
+            if num_samples is None:
+                result = fit.result
+            else:  # a network's 1,000 draws may be more than memory holds
+                result = fit.thin(predictive.spread_evenly(total, num_samples))
+            return predictive.predict(result, arguments, None, *chosen)
+
+        if interval is None:
+            return predict(arguments, return_sites, reduce)
+        count = total if num_samples is None else len(predictive.spread_evenly(total, num_samples))
+        here = fit.thin(torch.arange(1))
+        return predict_sets(here, predict, arguments, return_sites, interval, held_out, count)
 
     def _to_predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Fit, Arguments]:
         """What predicts, and the model's own arguments as that takes them."""

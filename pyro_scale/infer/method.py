@@ -26,7 +26,8 @@ from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior import export, predictive, result_files
 from pyro_scale.posterior.draws import Result
-from pyro_scale.posterior.reductions import Reduce
+from pyro_scale.posterior.prediction_sets import check_asked, predict_sets
+from pyro_scale.posterior.reductions import Reduce, Reduction
 from pyro_scale.posterior.serialization import contents_of, result_of, understood
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import Problem, module_device, prepare
@@ -330,6 +331,8 @@ class Method:
         batch_size: int | None = None,
         return_sites: Sequence[str] | None = None,
         reduce: Reduce | None = None,
+        interval: float | None = None,
+        calibrate: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Posterior predictive draws, `[draws, ...]`, one for each posterior draw, or what is
@@ -354,17 +357,54 @@ class Method:
                 - `"variance"`: the same by the law of total variance, for anything that has one;
                 - levels such as `[0.05, 0.5, 0.95]`: quantiles of the draws, `[levels, rows]`,
                   which holds all draws of `batch_size` rows.
+            interval: a probability: where observations lie with it.  Of numbers, the central
+                interval of the draws, `metrics.Interval(lower, upper)`, `[rows]` each; of classes
+                (Categorical, OneHotCategorical, Bernoulli), the smallest set whose predictive
+                probabilities add up to it, booleans `[rows, classes]`.  Where the posterior has
+                fewer than 1,000 draws (`MAP` has one) and the model one observed site, several
+                observations are drawn for each.  It is right if the model and the posterior are.
+            calibrate: rows that the fit has not seen, as for `run`, observations included: they
+                make the intervals and sets conformal, which is right of any model and fit.
+
+                A new row's observation is in its set with a probability of at least `interval`,
+                and of at most interval + 1/(n + 1) where scores have no ties, n the number of
+                held-out rows, if the new row is exchangeable with them.  The probability is over
+                held-out and new rows together, not given x.  Where a row has several elements, it
+                is that of all of them at once.  Each site has a threshold of its own.
+
+                Of numbers, the score is the distance from the central interval over its width,
+                and intervals are widened or narrowed in proportion to it (CQR-r: Romano, Patterson
+                and Candes 2019; Sesia and Candes 2020).  One factor corrects a wrong noise sd, has
+                no unit, and leaves noisy rows wider than others, as the model has them.  Intervals
+                of counts end at whole numbers and are never empty.  Of classes, the score is
+                that of adaptive prediction sets, randomized by torch's generator (Romano, Sesia
+                and Candes 2020).  A set may be empty where the most probable class is right more
+                often than `interval` asks for.
 
         Raises:
-            ArgumentError: `reduce` is none of these, or a site has no such thing.
+            ArgumentError: `reduce` is none of these, or a site has no such thing; `interval`
+                beside it or out of range, or of too few draws; `calibrate` without `interval`, or
+                of a site whose rows are not predicted apart from each other.
+            DataError: held-out rows that are too few for the level, or not observed.
         """
+        check_asked(interval, calibrate, reduce)
         if self._sharded is not None:
-            chosen = num_samples, batch_size, return_sites, reduce
+            chosen = num_samples, batch_size, return_sites, reduce, interval
             return predict_sharded(self._sharded.draws, args, kwargs, *chosen)
         result = self._draws()
         arguments = result.log_posterior.bind(args, kwargs)
-        chosen = num_samples, batch_size, return_sites, reduce
-        return predictive.predict(result, arguments, *chosen)
+
+        def predict(
+            arguments: Arguments, names: Sequence[str] | None, reduce: Reduce | Reduction | None
+        ) -> dict[str, Any]:
+            return predictive.predict(result, arguments, num_samples, batch_size, names, reduce)
+
+        if interval is None:
+            return predict(arguments, return_sites, reduce)
+        held_out = None if calibrate is None else self._open(calibrate)
+        total = result.positions.shape[0] * result.positions.shape[1]
+        count = total if num_samples is None else len(predictive.spread_evenly(total, num_samples))
+        return predict_sets(result, predict, arguments, return_sites, interval, held_out, count)
 
     @check_calls
     def to_arviz(
@@ -530,6 +570,10 @@ class Method:
             if result.data is None:
                 raise ArgumentError("step() keeps no data: pass the whole data as data=")
             return result.data
+        return self._open(data)
+
+    def _open(self, data: Any) -> Data:
+        """Data of a call, on the model's device."""
         opened = open_data(data, None, None, module_device(self.model))
         opened.first()
         return opened

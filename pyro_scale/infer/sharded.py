@@ -262,13 +262,15 @@ def predict_sharded(
     batch_size: int | None,
     return_sites: Sequence[str] | None,
     reduce: Any,
+    interval: float | None,
 ) -> dict[str, Tensor]:
     """What `predict` gives of a sharded network.
 
     Raises:
         ArgumentError: an option that it does not have there.
     """
-    for name, value in {"batch_size": batch_size, "reduce": reduce}.items():
+    unknown = {"batch_size": batch_size, "reduce": reduce, "interval": interval}
+    for name, value in unknown.items():
         if value is not None:
             raise ArgumentError(
                 f"{name}={value!r}: predict has none of a sharded network: leave it out, and pass "

@@ -7,6 +7,7 @@ this library, or from another.  Draws are always the first dimension.
 
 from pyro_scale.metrics.calibration import coverage, pit
 from pyro_scale.metrics.classification import accuracy, brier, nll
+from pyro_scale.metrics.conformal import Interval, conformal
 from pyro_scale.metrics.decomposition import Uncertainty, uncertainty, variance
 from pyro_scale.metrics.nested_rhat import nested_r_hat
 from pyro_scale.metrics.plots import plot_reliability, plot_risk_coverage
@@ -16,10 +17,12 @@ from pyro_scale.metrics.reliability import ece
 from pyro_scale.metrics.stein import ksd
 
 __all__ = [
+    "Interval",
     "Uncertainty",
     "accuracy",
     "auroc",
     "brier",
+    "conformal",
     "coverage",
     "ece",
     "ksd",

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pyro_scale.errors import ArgumentError
 from pyro_scale.metrics import checks
+from pyro_scale.metrics.conformal import Interval
 
 
 def pit(draws: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -85,16 +86,31 @@ def coverage(draws: Tensor, y: Tensor, level: float | Tensor = 0.9) -> Tensor:
     levels = torch.as_tensor(level, dtype=torch.float64, device=draws.device)
     if not ((levels > 0) & (levels < 1)).all():
         raise ArgumentError(f"level={level}: pass probabilities in (0, 1)")
-    levels = levels.round(decimals=6)  # the digits that a float32 has: its 0.9 is meant to be 0.9
-    position = ((1 - levels) / 2 * (len(draws) + 1)).round(decimals=9).flatten()
-    if (position < 1).any():
+    if (_position(levels, len(draws)) < 1).any():
         raise ArgumentError(
             f"level={level}: {len(draws)} draws tell levels up to "
             f"{1 - 2 / (len(draws) + 1):.3g}: pass more draws, or a lower level"
         )
-    ordered = draws.sort(0).values
-    inside = (_at(ordered, position) <= y) & (y <= _at(ordered.flip(0), position))
+    lower, upper = central(draws, levels.flatten())
+    inside = (lower <= y) & (y <= upper)
     return inside.flatten(1).to(draws.dtype).mean(1).reshape(levels.shape)
+
+
+def central(draws: Tensor, levels: Tensor) -> Interval:
+    """The central intervals of draws `[draws, ...]`, `[levels, ...]`, as `coverage` has them.
+
+    Args:
+        draws: from the predictive distribution.
+        levels: in float64; at most 1 - 2/(draws + 1).
+    """
+    ordered, position = draws.sort(0).values, _position(levels, len(draws))
+    return Interval(_at(ordered, position), _at(ordered.flip(0), position))
+
+
+def _position(levels: Tensor, count: int) -> Tensor:
+    """Where the lower ends are among so many ordered draws, counted from 1."""
+    levels = levels.round(decimals=6)  # the digits that a float32 has: its 0.9 is meant to be 0.9
+    return ((1 - levels) / 2 * (count + 1)).round(decimals=9)
 
 
 def _at(ordered: Tensor, position: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class Recorder(Messenger):
         self._enum_dim = enum_dim
         self._jacobians: dict[str, tuple[Tensor, Tensor]] = {}
         self._enum_dims: dict[str, int] = {}
-        self._drawn: set[str] = set()
+        self.drawn: set[str] = set()
         self.sites: dict[str, Site] = {}
         self.points: dict[str, Point] = {}
 
@@ -235,16 +235,24 @@ class Simulator(Recorder):
             self._draw(msg)
 
     def _draw(self, msg: Any) -> None:
-        self._drawn.add(msg["name"])
+        self.drawn.add(msg["name"])
         known = self._known_draws.get(msg["name"])
         value = draw(msg["fn"]) if known is None else known
         if value is not None:
             msg["value"], msg["done"] = value, True
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        if msg["name"] in self._drawn:
+        if msg["name"] in self.drawn:
             msg["is_observed"] = True
         super()._pyro_post_sample(msg)
+
+
+class Reader(Simulator):
+    """A simulator that leaves observations as they are: `drawn` has the sites without one."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if is_subsample(msg["fn"]) or not msg["is_observed"]:
+            super()._pyro_sample(msg)
 
 
 def _check_weights(msg: Any) -> None:

@@ -40,7 +40,7 @@ def predict(
     num_samples: int | None,
     batch_size: int | None,
     return_sites: Sequence[str] | None,
-    reduce: Reduce | None = None,
+    reduce: Reduce | Reduction | None = None,
     probit: bool = False,
 ) -> dict[str, Any]:
     """Draws of the observed sites, `[draws, ...]`, one for each draw of the approximation, or what

@@ -79,7 +79,7 @@ def predict(
     num_samples: int | None,
     batch_size: int | None,
     return_sites: Sequence[str] | None,
-    reduce: Reduce | None = None,
+    reduce: Reduce | Reduction | None = None,
 ) -> dict[str, Any]:
     """Draws of observed and other sites, `[draws, ...]`, one for each posterior draw, or what is
     kept of them.
@@ -98,7 +98,7 @@ def _predict(
     num_samples: int | None,
     batch_size: int | None,
     return_sites: Sequence[str] | None,
-    reduce: Reduce | None,
+    reduce: Reduce | Reduction | None,
     readers: Readers,
 ) -> dict[str, Any]:
     drawn = resample_equally(result, num_samples)

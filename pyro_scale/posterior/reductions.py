@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from pyro_scale.errors import ArgumentError
+from pyro_scale.metrics.calibration import central
+from pyro_scale.metrics.conformal import Interval
 from pyro_scale.metrics.decomposition import Uncertainty, of_entropies
 from pyro_scale.model.curvature.fisher import NoInformation, base_of
 from pyro_scale.model.draws import class_probs
@@ -21,6 +23,12 @@ Reduce = Literal["mean", "entropy", "variance"] | Sequence[float]
 
 #: Families whose mean and variance are no expectations of their values.
 _DIRECTIONS = (torch.distributions.VonMises, dist.VonMises3D, dist.ProjectedNormal)
+#: Families of classes.
+_CLASSES = (
+    torch.distributions.Categorical,
+    torch.distributions.OneHotCategorical,
+    torch.distributions.Bernoulli,
+)
 #: Numbers that are sorted at once.
 _SORTED = 2**23
 
@@ -123,7 +131,7 @@ class Entropy(Reduction):
         return of_entropies(*draws.means)
 
     def axis(self, site: Site, axis: int) -> int:
-        return axis + 1 if _is_one_hot(site) else axis
+        return axis + 1 if is_one_hot(site) else axis
 
 
 class Variance(Reduction):
@@ -168,15 +176,78 @@ class Quantiles(Reduction):
         return quantiles.reshape(len(levels), *values.shape[1:])
 
 
+class Flat(Values):
+    """Values of draws, several of each, all alike."""
+
+    def add(self, terms: Sequence[Tensor]) -> None:
+        self.values.append(terms[0].flatten(0, 1))
+
+
+@dataclass(frozen=True)
+class Central(Reduction):
+    """The central interval of the predictive draws.
+
+    Args:
+        level: the probability in it.
+        repeats: how many values are drawn for each draw of the posterior.
+    """
+
+    level: float
+    repeats: int
+    observed_only, gathered = False, Flat
+
+    def terms(self, site: Site) -> tuple[Tensor, ...]:
+        if self.repeats > 1 and site.kind == "observed":
+            return (site.fn.sample((self.repeats,)),)
+        return (site.value.expand(self.repeats, *site.value.shape),)
+
+    def total(self, draws: Values) -> Interval:
+        values = torch.cat(draws.values)
+        values = values if values.is_floating_point() else values.float()
+        level = torch.tensor([self.level], dtype=torch.float64, device=values.device)
+        columns = values.flatten(1).split(max(1, _SORTED // len(values)), dim=1)
+        ends = zip(*(central(column, level) for column in columns), strict=True)
+        lower, upper = (torch.cat(end, 1).reshape(values.shape[1:]) for end in ends)
+        return Interval(lower, upper)
+
+
+@dataclass(frozen=True)
+class Ranked(Reduction):
+    """The probability of all classes that are more probable than a class, `[..., classes]`.
+
+    Args:
+        randomized: whether a random part of the class's own is added, which makes it the score of
+            adaptive prediction sets (Romano, Sesia and Candes 2020): uniform if an observation is
+            a draw from these probabilities.
+    """
+
+    randomized: bool
+
+    def terms(self, site: Site) -> tuple[Tensor, ...]:
+        return (_class_probs(site),)
+
+    def total(self, draws: Means) -> Tensor:
+        ordered, order = draws.means[0].sort(dim=-1, descending=True, stable=True)
+        scores = ordered.cumsum(-1) - ordered
+        if self.randomized:
+            scores = scores + ordered * torch.rand_like(ordered[..., :1])
+        return torch.zeros_like(scores).scatter(-1, order, scores)
+
+    def axis(self, site: Site, axis: int) -> int:
+        return axis if is_one_hot(site) else axis - 1
+
+
 _BY_NAME: dict[str, type[Reduction]] = {"mean": Mean, "entropy": Entropy, "variance": Variance}
 
 
-def reduction_of(reduce: Reduce) -> Reduction:
+def reduction_of(reduce: Reduce | Reduction) -> Reduction:
     """What is asked for.
 
     Raises:
         ArgumentError: it is none of these.
     """
+    if isinstance(reduce, Reduction):
+        return reduce
     if isinstance(reduce, str) and reduce in _BY_NAME:
         return _BY_NAME[reduce]()
     levels = reduce.tolist() if isinstance(reduce, Tensor) else reduce
@@ -203,7 +274,13 @@ def _is_classes(site: Site) -> bool:
     return site.kind == "observed" and isinstance(_base(site), torch.distributions.Categorical)
 
 
-def _is_one_hot(site: Site) -> bool:
+def is_of_classes(site: Site) -> bool:
+    """Whether an observed site's values are classes: their numbers, one of them hot, or 0 and 1."""
+    return isinstance(_base(site), _CLASSES)
+
+
+def is_one_hot(site: Site) -> bool:
+    """Whether the classes are the last dimension of an observed site's values."""
     return isinstance(_base(site), torch.distributions.OneHotCategorical)
 
 

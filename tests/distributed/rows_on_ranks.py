@@ -120,6 +120,7 @@ def read(method):
         "variance": torch.stack(method.predict(X, reduce="variance", batch_size=50)["y"]),
         "one row": method.predict(X[:1], reduce="mean")["y"],
         "draws": unlike,
+        "sets": method.predict(X[:99], interval=0.9, calibrate=(X[100:200], Y[100:200]))["y"],
     }
 
 

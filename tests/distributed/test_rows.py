@@ -121,6 +121,15 @@ def test_predictive_draws_are_valid_and_alike_on_every_rank(method, alone, share
         assert len(torch.unique(draws, dim=1)[0]) > 0.95 * len(means)
 
 
+@pytest.mark.parametrize("method", ["sampler", "fit"])
+def test_conformal_sets_are_alike_on_every_rank(method, alone, shared):
+    for found in shared:
+        sets = found["readings"][method]["sets"]
+        assert torch.equal(sets, shared[0]["readings"][method]["sets"])
+        agreement = sets == alone["readings"][method]["sets"]  # but for their random parts
+        assert agreement.double().mean() > 0.6
+
+
 def test_what_all_rows_share_is_drawn_once(alone, shared):
     """Rows' draws have one shift in common, so they are not split up."""
     for found in [alone, *shared]:
