@@ -88,9 +88,7 @@ class Sampled:
     program: str
 
 
-def sample(
-    stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None = None
-) -> Sampled:
+def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None = None) -> Sampled:
     """Runs a chain on every data set.
 
     Args:

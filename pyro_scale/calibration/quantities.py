@@ -79,7 +79,8 @@ def rank(
     positions = torch.cat([draws, true[:, None].to(draws)], 1).flatten(0, 1)
 
     def values(number: Tensor) -> dict[str, Tensor]:
-        shared, own = stack.arguments(number // count)
+        arguments: Any = stack.arguments(number // count)
+        shared, own = arguments
         params = stack.layout.unflatten(take_one(positions, number))
         sites = stack.log_posterior.run(params, (shared, own)).sites
         latents = {s.name: s.value for s in sites.values() if s.kind == "latent"}

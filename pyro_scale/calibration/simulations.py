@@ -203,11 +203,10 @@ class Generator:
                     for i in range(len(next(iter(params.values()))))
                 ]
                 drawn = {name: torch.stack([each[name] for each in every]) for name in self.places}
-        as_rows = {
+        return {
             name: torch.stack([place.as_rows(value, num_rows) for value in drawn[name]])
             for name, place in self.places.items()
         }
-        return as_rows
 
     def _check_that_data_are_drawn(self) -> None:
         """Checks that no observation depends on the data but for itself, as in an autoregression:

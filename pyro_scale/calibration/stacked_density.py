@@ -53,6 +53,12 @@ class StackedDensity:
         """The same by plain autograd."""
         return self._pulled(self.log_posterior.plain_grad, params, batch)
 
+    def row_gradients(
+        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Nothing that chains with a data set each ask for."""
+        raise NotImplementedError
+
     def own_values(self, values: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
         """The hyperparameters of one chain, whose step size is its own."""
         constants, _, _ = batch

@@ -138,5 +138,3 @@ class FromPosterior:
             name: torch.cat([self.data[name].to(new).expand_as(new), new], 1)
             for name, new in drawn.items()
         }
-
-

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,12 +13,11 @@ from torch import Tensor
 from pyro_scale.calibration.modes import find_modes, look
 from pyro_scale.calibration.stack import Coordinates, Stack
 from pyro_scale.core.autocorrelation import autocorrelation_time, split_r_hat
-from pyro_scale.core.gaussian import Dense
 from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.kernels import Kernel
 from pyro_scale.rng.seeds import Purpose, generator
-from pyro_scale.rng.streams import NoiseStream, RefinedNoise
+from pyro_scale.rng.streams import RefinedNoise
 from pyro_scale.tuning.pilot import LEAST_PILOT, bias_of
 
 #: Steps of the first window, each of which is twice as long as the one before, and their number.
@@ -196,9 +194,7 @@ def shorten_steps(stack: Stack, warm: Warm, order: int, lengths: Lengths | None)
 
 
 def _noise(seed: int, size: int) -> Tensor:
-    return torch.randn(
-        size, generator=generator(seed, 0, Purpose.INIT, 1), dtype=torch.float64
-    )
+    return torch.randn(size, generator=generator(seed, 0, Purpose.INIT, 1), dtype=torch.float64)
 
 
 def are_sound(stack: Stack, warm: Warm, draws: Draws) -> Tensor:
@@ -322,9 +318,7 @@ def _update(
         lengths = share[:, None] * away.square().mean(1) + (1 - share)[:, None]
         lengths = torch.where(sound[:, None], lengths, 1.0)
         bounded = lengths.clamp(_LARGEST_CHANGE**-2, _LARGEST_CHANGE**2)
-        whitening = DiagonalWhitening(
-            center, old.whitening.scale * bounded.sqrt().to(old.factor)
-        )
+        whitening = DiagonalWhitening(center, old.whitening.scale * bounded.sqrt().to(old.factor))
     chance = chance + 3 / count.sqrt()
     sds = lengths.clamp(min=1e-300).sqrt()
     change = torch.maximum(sds, 1 / sds).amax(1) / chance**share

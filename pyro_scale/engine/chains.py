@@ -217,7 +217,9 @@ def _gone(position: Tensor) -> int | None:
     return farthest if is_far else None
 
 
-def _first_noise(engine: Engine, positions: Tensor, seed: int | Sequence[int], numbers: Sequence[int]) -> Tensor:
+def _first_noise(
+    engine: Engine, positions: Tensor, seed: int | Sequence[int], numbers: Sequence[int]
+) -> Tensor:
     """What momenta are drawn from, `[chains, latents]`."""
     dtype, device = positions.dtype, positions.device
     return NoiseStream(seed, numbers, (engine.num_latents,), dtype, device, Purpose.MOMENTUM).at(0)

@@ -20,8 +20,8 @@ from pyro_scale.calibration.results import SBC
 from pyro_scale.calibration.simulations import Generator
 from pyro_scale.calibration.stack import Stack
 from pyro_scale.calibration.truth import FromPosterior, FromPrior, Truth
+from pyro_scale.calibration.warm_up import Kind
 from pyro_scale.core import rows
-from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
@@ -37,15 +37,13 @@ from pyro_scale.infer.nuts import NUTS
 from pyro_scale.infer.sampler import Sampler
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.rng.seeds import choose_seed, derived_seed
-from pyro_scale.run.problem import as_log_posterior, module_device, prepare
+from pyro_scale.rng.seeds import choose_seed
+from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 from pyro_scale.tuning.training import is_network
 
 From = Literal["prior", "posterior"]
 #: Simulations of which fewer tell nothing.
 _LEAST = 20
-#: Settings of a run that stacked chains take; those of NUTS.
-_OF_CHAINS, _OF_NUTS = ("warmup_steps", "thinning", "batch_size", "sampling"), ("warmup_steps",)
 #: What `sbc` decides by itself.
 _OWN = ("data", "num_samples", "num_chains", "seed", "progress")
 
@@ -126,164 +124,146 @@ def sbc(
         'calibrated'
 
     References: Talts et al., Validating Bayesian inference algorithms with simulation-based
-    calibration, 2018; Modrak et al., Simulation-based calibration checking for Bayesian computation:
-    the choice of test quantities shapes sensitivity, 2023; Saeilynoja, Buerkner and Vehtari,
-    Graphical test for discrete uniformity, 2022; Saeilynoja et al., Posterior SBC, 2025.
+    calibration, 2018; Modrak et al., Simulation-based calibration checking for Bayesian
+    computation, 2023; Saeilynoja, Buerkner and Vehtari, Graphical test for discrete uniformity,
+    2022; Saeilynoja et al., Posterior SBC, 2025.
     """
     seed = choose_seed(seed)
     if isinstance(inference, Mapping):
         if resume is not None:
-            raise ArgumentError("resume: it goes on with one method; pass that instead of a dict")
+            raise ArgumentError("resume: it goes on with one method: pass that instead of a dict")
         if not inference:
             raise ArgumentError("inference={}: pass a method, or a dict of some by name")
-        return SBCComparison(
-            {
-                name: _sbc(
-                    each, data, num_simulations, method, quantities, simulator, predictive, seed,
-                    progress, memory_budget, None, settings, name,
-                )
-                for name, each in inference.items()
-            }
-        )
-    return _sbc(
-        inference, data, num_simulations, method, quantities, simulator, predictive, seed, progress,
-        memory_budget, resume, settings, None,
-    )
-
-
-def _sbc(
-    inference: Method,
-    data: Any,
-    num_simulations: int,
-    method: From,
-    quantities: Mapping[str, Quantity] | None,
-    simulator: Callable[..., Any] | None,
-    predictive: Any,
-    seed: int,
-    progress: bool,
-    memory_budget: int | None,
-    resume: SBC | None,
-    settings: Mapping[str, Any],
-    label: str | None,
-) -> SBC:
-    if not isinstance(inference, Method):
-        raise ArgumentError(
-            f"inference is a {type(inference).__name__}: pass a method on a model, such as "
-            "ps.BAOA(model)"
-        )
-    if method not in get_args(From):
-        raise ArgumentError(f"method={method!r}: pass one of {list(get_args(From))}")
+        how = {
+            "num_simulations": num_simulations,
+            "method": method,
+            "quantities": quantities,
+            "simulator": simulator,
+            "predictive": predictive,
+            "seed": seed,
+            "progress": progress,
+            "memory_budget": memory_budget,
+            **settings,
+        }
+        return SBCComparison({name: sbc(each, data, **how) for name, each in inference.items()})
     count = as_count("num_simulations", num_simulations, least=_LEAST)
     if memory_budget is not None:
         memory_budget = as_count("memory_budget", memory_budget, hint=" of bytes")
     if resume is not None:
         seed = _seed_of(resume, count)
-    _check_settings(inference, settings)
-    arguments = _whole(data, inference)
-    model = _generator(inference, inference.model, arguments)
-    truth: Truth
-    if method == "posterior":
-        if simulator is not None:
-            raise ArgumentError("simulator: method='posterior' draws data from the fitted model")
-        truth = FromPosterior.of(model, _posterior_draws(inference))
-    elif simulator is None:
-        truth = FromPrior(model, model)
-    else:
-        truth = FromPrior.of(model, _generator(inference, simulator, arguments))
+    _check(inference, method, settings)
+    truth = _truth(inference, data, method, simulator)
     own = dict(quantities or {})
-    check_quantities(own, model.latents)
-    stack, vectorized_network = _stack(truth, inference, settings, seed)
-    fitter = _fitter(inference, stack, settings, vectorized_network)
-    predict_at = None if predictive is None else rows.as_arguments(predictive)
-    name = label or type(inference).__name__
-    return Campaign(
+    check_quantities(own, truth.fitted.latents)
+    problem = _first_problem(truth, seed)
+    stack = _stack(truth, problem, inference, settings, seed)
+    fitter = _fitter(inference, problem, stack, settings)
+    campaign = Campaign(
         truth=truth,
         stack=stack,
         fitter=fitter,
         quantities=own,
-        predict_at=predict_at,
+        predict_at=None if predictive is None else rows.as_arguments(predictive),
         count=count,
         seed=seed,
-        title=f"sbc, {name}",
+        title=f"sbc, {type(inference).__name__}",
         progress=progress,
         memory_budget=memory_budget,
         attrs={
-            "method": repr(inference),
+            "method": _in_words(inference),
             "from": method,
             "num_data": stack.num_data,
-            "fitted_by": type(fitter).__name__,
-            **{key: str(value) for key, value in settings.items()},
+            **{name: str(value) for name, value in settings.items()},
         },
-    ).run(resume)
+    )
+    return campaign.run(resume)
 
 
-def _whole(data: Any, inference: Method) -> Arguments:
-    """All rows, as the model's arguments."""
+# ------------------------------------------------------------------ what is simulated
+
+
+def _truth(
+    inference: Method, data: Any, method: From, simulator: Callable[..., Any] | None
+) -> Truth:
+    """Where data sets come from.
+
+    Raises:
+        ArgumentError: a simulator beside a posterior.
+    """
     opened = open_data(data, None, inference._num_data, module_device(inference.model))
+    arguments = opened.first()
     if opened.batch_size is not None:  # a loader
-        return rows.concatenate(list(opened.in_order()))
-    return opened.first()
-
-
-def _generator(inference: Method, model: Any, arguments: Arguments) -> Generator:
+        arguments = rows.concatenate(list(opened.in_order()))
     num_data = inference._num_data or rows.count(arguments)
-    return Generator.of(as_log_posterior(model, num_data), arguments)
+
+    def of(model: Any) -> Generator:
+        return Generator.of(as_log_posterior(model, num_data), arguments)
+
+    if method == "posterior":
+        if simulator is not None:
+            raise ArgumentError(
+                "simulator: method='posterior' draws data from the model that is fitted; leave it "
+                "out"
+            )
+        result = inference._draws()
+        params = result.layout.unflatten(torch.cat(list(result.blocks())))
+        return FromPosterior.of(of(inference.model), params)
+    model = of(inference.model)
+    if simulator is None:
+        return FromPrior(model, model)
+    return FromPrior.of(model, of(simulator))
 
 
-def _posterior_draws(inference: Method) -> dict[str, Tensor]:
-    """Unconstrained, `[draws, ...]`."""
-    result = inference._draws()
-    params = result.layout.unflatten(result.positions.flatten(0, 1))
-    return {name: params[name] for name in result.log_posterior.latents}
+def _first_problem(truth: Truth, seed: int) -> Problem:
+    """The model on the first data set, understood."""
+    fitted = truth.fitted
+    own = truth.observed(truth.params(1, seed), 0, 1, seed)
+    first = fitted.shared(), {name: table[0] for name, table in own.items()}
+    log_posterior = LogPosterior(fitted.model(), fitted.num_rows)
+    opened = open_data(first, None, fitted.num_rows)
+    return prepare(log_posterior, opened, Hyperparameters(), None, 1, seed)
 
 
 def _stack(
-    truth: Truth, inference: Method, settings: Mapping[str, Any], seed: int
-) -> tuple[Stack, bool]:
-    """(The first data set, understood, with what all have in common; whether it is a network)."""
-    fitted = truth.fitted
-    params = truth.params(1, seed)
-    own = truth.observed(params, 0, 1, seed)
-    log_posterior = LogPosterior(fitted.model(), fitted.num_rows)
-    first = (fitted.shared(), {name: table[0] for name, table in own.items()})
-    problem = prepare(
-        log_posterior, open_data(first, None, fitted.num_rows), Hyperparameters(), None, 1, seed
-    )
-    size = settings.get("batch_size")
-    if is_auto(size):
-        size = None
-    if size is not None:
+    truth: Truth, problem: Problem, inference: Method, settings: Mapping[str, Any], seed: int
+) -> Stack:
+    """The first data set, with what all have in common."""
+    num_rows, size = truth.fitted.num_rows, settings.get("batch_size")
+    if size is not None and not is_auto(size):
         size = as_count("batch_size", size, hint=", or None for all rows")
-        if size > fitted.num_rows:
-            raise ArgumentError(f"batch_size={size}: the data have {fitted.num_rows} rows")
-        size = None if size == fitted.num_rows else size
-    sampling = settings.get("sampling") or getattr(
-        getattr(inference, "kernel", None), "sampling", "shuffle"
-    )
+        if size > num_rows:
+            raise ArgumentError(f"batch_size={size}: the data have {num_rows} rows")
+    sampling: Any = settings.get("sampling")
+    compiles = True
+    if isinstance(inference, Sampler):
+        sampling = sampling or inference.kernel.sampling
+        compiles = inference._settings.compile is not False
+    sampling = sampling or "shuffle"
     check_sampling(sampling)
-    compiles = getattr(getattr(inference, "_settings", None), "compile", True)
-    stack = Stack(
+    return Stack(
         log_posterior=problem.log_posterior,
-        layout=Layout.of(problem.engine.layout.unflatten(problem.positions[0])),
-        shared=first[0],
-        own=own,
+        layout=problem.engine.layout,
+        shared=truth.fitted.shared(),
+        own=truth.observed(truth.params(1, seed), 0, 1, seed),
         seeds=[seed],
-        batch_size=size,
+        batch_size=None if is_auto(size) or size == num_rows else size,
         sampling=sampling,
-        compile=True if is_auto(compiles) else compiles,
+        compile=compiles,
         earlier=Earlier(),
         bar=Progress(None, "", False),
         vectorized=problem.engine.vectorized,
     )
-    return stack, is_network(problem)
+
+
+# ------------------------------------------------------------------ how it is fitted
 
 
 def _fitter(
-    inference: Method, stack: Stack, settings: Mapping[str, Any], is_trained: bool
+    inference: Method, problem: Problem, stack: Stack, settings: Mapping[str, Any]
 ) -> Fitter:
     """How the method is run on many data sets."""
     init = inference._init_strategy
-    can_start = init is None or (callable(init) and not isinstance(init, Approximation))
+    can_start = init is None or (callable(init) and not isinstance(init, Method))
     if isinstance(inference, NUTS) and can_start:
         return StackedNUTS(
             warmup_steps=as_count("warmup_steps", settings.get("warmup_steps", 1000)),
@@ -295,29 +275,27 @@ def _fitter(
             by_pointer=takes_pointers(),
             init=init,
         )
-    if isinstance(inference, Sampler) and can_start and stack.vectorized and not is_trained:
+    if isinstance(inference, Sampler) and can_start and not is_network(problem):
         stacked = _stacked(inference, stack, settings)
         if stacked is not None:
             return Stacked(stacked, init)
     return OneByOne(_alone(inference, stack, settings))
 
 
-def _stacked(
-    sampler: Sampler, stack: Stack, settings: Mapping[str, Any]
-) -> chains.Method | None:
+def _stacked(sampler: Sampler, stack: Stack, settings: Mapping[str, Any]) -> chains.Method | None:
     """The sampler as chains with a data set each can run it; None where they cannot: its proposals
     are accepted or rejected, or it knows a point or a noise of its one data set."""
-    own, kernel = sampler._settings, sampler.kernel
-    needs_its_data = own.subtract_noise or isinstance(own.precondition, Mapping)
-    anchored = own.control_variates is True or isinstance(own.control_variates, Mapping)
-    if is_auto(own.control_variates) and stack.batch_size is not None:
-        anchored = True
-    kinds: dict[Any, chains.Kind | None] = {None: None, "diag": "diag", "dense": "dense"}
-    kinds["auto"] = "dense" if stack.layout.size <= chains.MOST_DENSE else "diag"
-    known = own.precondition is None or isinstance(own.precondition, str)
-    if kernel.adjusted or needs_its_data or anchored or not known:
+    own, kernel, lr = sampler._settings, sampler.kernel, "lr" in sampler._settings.chosen
+    anchor = own.control_variates
+    anchored = stack.batch_size is not None if is_auto(anchor) else bool(anchor)
+    if not stack.vectorized or kernel.adjusted or anchored or own.subtract_noise:
         return None
-    if own.precondition not in kinds or ("lr" in own.chosen and own.precondition is None):
+    kinds: dict[Any, Kind | None] = {None: None, "diag": "diag", "dense": "dense"}
+    kinds["auto"] = "dense" if stack.layout.size <= chains.MOST_DENSE else "diag"
+    asked = own.precondition
+    if not (asked is None or isinstance(asked, str)) or asked not in kinds:
+        return None
+    if lr and asked is None:
         return None
 
     def number(name: str, least: int) -> int | None:
@@ -326,9 +304,9 @@ def _stacked(
 
     return chains.Method(
         kernel=kernel,
-        lr="lr" in own.chosen,
+        lr=lr,
         friction="friction" in own.chosen,
-        kind=kinds[own.precondition],
+        kind=kinds[asked],
         warmup_steps=number("warmup_steps", 0),
         thinning=number("thinning", 1),
     )
@@ -338,36 +316,45 @@ def _alone(
     inference: Method, stack: Stack, settings: Mapping[str, Any]
 ) -> Callable[[Arguments, int], tuple[Tensor, bool]]:
     """Runs the method on one data set, as a user would."""
-    names = inspect.signature(type(inference).run).parameters
-    how = {"num_chains": 1} if "num_chains" in names and isinstance(inference, Sampler) else {}
+    how = {"num_chains": 1} if isinstance(inference, Sampler | NUTS) else {}
 
     def run(arguments: Arguments, seed: int) -> tuple[Tensor, bool]:
-        own = copy.copy(inference)
+        own: Any = copy.copy(inference)
         own.model, own._num_data, own._result = stack.log_posterior.model, None, None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of one of many fits, whose ranks tell
             own.run(arguments, seed=seed, progress=False, **how, **settings)
-            if isinstance(own, Approximation):
-                drawn = own._draw(chains.NUM_DRAWS, derived_seed(seed, 0, 0))  # type: ignore[arg-type]
-                return drawn.positions, True
-            return own._draws().positions, False
+            is_gaussian = isinstance(own, Approximation)
+            result = own._draw(chains.NUM_DRAWS, seed) if is_gaussian else own._draws()
+            return result.positions, is_gaussian
 
     return run
 
 
-def _check_settings(inference: Method, settings: Mapping[str, Any]) -> None:
-    names = inspect.signature(type(inference).run).parameters
+# ------------------------------------------------------------------ arguments
+
+
+def _check(inference: Any, method: Any, settings: Mapping[str, Any]) -> None:
+    """Refuses what is no method, and settings that it does not have."""
+    if not isinstance(inference, Method):
+        raise ArgumentError(
+            f"inference is a {type(inference).__name__}: pass a method on a model, such as "
+            "ps.BAOA(model)"
+        )
+    if method not in get_args(From):
+        raise ArgumentError(f"method={method!r}: pass one of {list(get_args(From))}")
+    names = inspect.signature(inference.run).parameters
     for name in settings:
         if name in _OWN:
             raise CallError(f"sbc: {name} is not a setting: ranks are among 100 draws of one chain")
         if name not in names:
+            own = [each for each in names if each not in _OWN]
             raise CallError(
-                f"sbc: {type(inference).__name__}.run has no setting '{name}'; it has "
-                f"{[each for each in names if each not in (*_OWN, 'self')]}"
+                f"sbc: {type(inference).__name__}.run has no setting '{name}': it has {own}"
             )
 
 
-def _seed_of(resume: SBC, count: int) -> int:
+def _seed_of(resume: Any, count: int) -> int:
     if not isinstance(resume, SBC):
         raise ArgumentError("resume: pass what the interrupted call returned")
     if resume.num_simulations >= count:
@@ -376,3 +363,11 @@ def _seed_of(resume: SBC, count: int) -> int:
             "num_simulations"
         )
     return int(resume.attrs["seed"])
+
+
+def _in_words(inference: Method) -> str:
+    """A method and its settings."""
+    if isinstance(inference, Sampler):
+        asked = inference._asked_hyperparameters()
+        return f"{type(inference).__name__}({', '.join(f'{n}={v}' for n, v in asked.items())})"
+    return repr(inference)

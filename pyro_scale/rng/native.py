@@ -214,7 +214,9 @@ struct Streams {
     int64_t count;
     uint32_t purpose;
 
-    Stream operator[](int64_t i) const { return {(uint64_t)seeds[i], (uint32_t)chains[i], purpose}; }
+    Stream operator[](int64_t i) const {
+        return {(uint64_t)seeds[i], (uint32_t)chains[i], purpose};
+    }
 };
 
 template <class T, int PER>
