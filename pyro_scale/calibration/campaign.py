@@ -26,8 +26,6 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import PyroScaleWarning
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
-#: Simulations of a block at most: what Control-C costs.
-_MOST_AT_ONCE = 500
 #: Copies of a data set, and numbers of draws and their neighbors, that a simulation takes.
 _COPIES, _DRAWS = 4, 3 * 400
 
@@ -76,7 +74,7 @@ class Campaign:
         with Progress(self.count, self.title, self.progress) as bar:
             bar.update(done)
             try:
-                if lengths is None:
+                if lengths is None and self.fitter.has_lengths:
                     started = time.perf_counter()
                     pilot = self._fit(params, 0, min(AT_ONCE, self.count), None)[0]
                     lengths = pilot.lengths
@@ -97,12 +95,11 @@ class Campaign:
                     f"interrupted: {kept} of {self.count} simulations are done; the same call "
                     "with resume= goes on with them",
                 )
-        assert lengths is not None
         spent = time.perf_counter() - begun
         own = {
             "seed": self.seed,
             "blocks": math.ceil(self.count / size),
-            "lengths": dataclasses.asdict(lengths),
+            "lengths": dataclasses.asdict(lengths or Lengths()),
             "seconds": round(spent + (0 if earlier is None else earlier.attrs["seconds"]), 2),
         }
         return self._result(parts, {**self.attrs, **facts, **own})
@@ -133,7 +130,7 @@ class Campaign:
         data = sum(table[0].nbytes for table in self.stack.own.values())
         each = _COPIES * data + _DRAWS * self.stack.layout.size * 8
         there = self.memory_budget or bytes_of(torch.device("cpu")) // 2
-        most = max(1, min(_MOST_AT_ONCE, there // each))
+        most = max(1, min(self.fitter.most_at_once, there // each))
         return math.ceil(self.count / math.ceil(self.count / most))
 
     def _estimate(self, seconds: float) -> str:
@@ -162,7 +159,14 @@ class Campaign:
             seeds=[simulation_seed(self.seed, number) for number in range(len(ess))],
             attrs=attrs,
             of_data=(LOGLIK, *self.quantities),
+            data_of=self._data,
         )
+
+    def _data(self, number: int) -> Any:
+        """The data of one simulation, as the fitted model takes them."""
+        params = self.truth.params(self.count, self.seed)
+        observed = self.truth.observed(params, number, number + 1, self.seed)
+        return self.truth.fitted.given({name: table[0] for name, table in observed.items()})
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pyro_scale.calibration import chains
 from pyro_scale.calibration.chains import LEAST_ESS, NUM_DRAWS, Sampled, effective
@@ -15,12 +16,14 @@ from pyro_scale.calibration.stack import Stack
 from pyro_scale.calibration.warm_up import Lengths
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import evenly
+from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import PyroScaleError, SiteError
 from pyro_scale.exact.chains import sample_each
 from pyro_scale.exact.log_density import EarlierFunction, log_density
 from pyro_scale.exact.nutpie_api import Settings
 from pyro_scale.model.log_posterior import MOST_STARTS
 from pyro_scale.model.preflight import InitFunction
+from pyro_scale.posterior.gaussians import Fit
 
 #: Draws of NUTS, at first, and times that there are twice as many until they are enough.
 _NUTS_DRAWS, _MOST_DOUBLINGS, _MOST_SLOW = 400, 4, 0.01
@@ -29,7 +32,17 @@ _LONGEST = 200
 
 
 class Fitter(Protocol):
-    """Fits all data sets of a stack."""
+    """Fits all data sets of a stack.
+
+    Attributes:
+        most_at_once: data sets that are fitted together at most: what Control-C costs.
+        has_lengths: whether some of them show how long the stages are.
+    """
+
+    most_at_once: ClassVar[int]
+
+    @property
+    def has_lengths(self) -> bool: ...
 
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
         """Draws from each posterior.
@@ -52,6 +65,14 @@ class Stacked:
 
     method: chains.Method
     init: InitFunction | None = None
+
+    most_at_once: ClassVar[int] = 500
+
+    @property
+    def has_lengths(self) -> bool:
+        method = self.method
+        is_set = method.warmup_steps is not None and method.thinning is not None
+        return method.kind is not None or not is_set
 
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
         return chains.sample(stack, self.method, find_starts(stack, self.init), lengths)
@@ -77,6 +98,9 @@ class StackedNUTS:
     compiled: bool
     by_pointer: bool
     init: InitFunction | None = None
+
+    most_at_once: ClassVar[int] = 100
+    has_lengths = True
 
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
         starts = find_starts(stack, self.init)
@@ -120,6 +144,49 @@ class StackedNUTS:
 
 
 @dataclass(frozen=True)
+class StackedFit:
+    """A Gaussian that follows an optimizer, from a start for each data set.
+
+    Attributes:
+        kernel: the method.
+        num_steps: of each.
+        fit_of: (a start's last state, the hyperparameters' last values, its seed) -> the fit.
+        init: where means start.
+    """
+
+    kernel: Any
+    num_steps: int
+    fit_of: Callable[[Any, Mapping[str, Tensor], int], Fit]
+    init: InitFunction | None = None
+
+    most_at_once: ClassVar[int] = 500
+    has_lengths = False
+
+    def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
+        starts, steps = find_starts(stack, self.init), Steps(self.num_steps, positions=False)
+        draws = stack.run(self.kernel, starts, steps)
+        values, drawn = self.kernel.values(self.num_steps - 1), []
+        for chain, seed in enumerate(stack.seeds):
+            state = pytree.tree_map(lambda leaf, i=chain: leaf[i], draws.state)
+            fit = self.fit_of(state, values, seed)
+            drawn.append(torch.cat(list(fit.draws(fit.seeded_noise(NUM_DRAWS, seed)).blocks())))
+        positions = torch.stack(drawn)
+        failed = {each.chain: f"not finite after step {each.step:,}" for each in draws.failures}
+        positions[list(failed)] = torch.nan
+        ess = torch.full((stack.num_chains,), float(NUM_DRAWS), dtype=torch.float64)
+        ess[list(failed)] = 0
+        return Sampled(
+            positions=positions,
+            ess=ess,
+            failed=failed,
+            lengths=Lengths(),
+            steps={"optimizer": self.num_steps},
+            facts={},
+            program=draws.program,
+        )
+
+
+@dataclass(frozen=True)
 class OneByOne:
     """A method that is run for each data set by itself.
 
@@ -130,6 +197,9 @@ class OneByOne:
 
     run: Callable[[Arguments, int], tuple[Tensor, bool]]
 
+    most_at_once: ClassVar[int] = 20
+    has_lengths = False
+
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
         positions, ess, failed = list[Tensor](), list[float](), dict[int, str]()
         for number, seed in enumerate(stack.seeds):
@@ -138,7 +208,7 @@ class OneByOne:
                 drawn, is_independent = self.run(stack.arguments(torch.tensor(number)), seed)
             except (PyroScaleError, RuntimeError, ValueError) as error:
                 failed[number] = " ".join(str(error).split())[:_LONGEST]
-                if lengths is None and len(failed) == stack.num_chains:  # it is the call
+                if len(failed) == stack.num_chains:  # it is the call
                     raise
             if drawn is None:
                 drawn = torch.full((1, NUM_DRAWS, stack.layout.size), torch.nan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -57,6 +57,7 @@ class SBC:
         attrs: method, settings, seconds.
         of_data: the quantities that are functions of the data too, as the log likelihood is; they
             have no prior variance.
+        data_of: a simulation's number -> its data, as the model takes them.
 
     Example:
         `mu ~ N(0, 1)` and one observation `y ~ N(mu, 1)`, so that the posterior is N(y / 2, 1 / 2);
@@ -90,6 +91,7 @@ class SBC:
     seeds: Sequence[int] | Tensor
     attrs: Mapping[str, Any] = field(default_factory=dict)
     of_data: Sequence[str] = ()
+    data_of: Callable[[int], Any] | None = None
 
     @property
     def num_simulations(self) -> int:
@@ -100,6 +102,20 @@ class SBC:
     def elements(self) -> dict[str, Tensor]:
         """The ranks of each element by its label in the table, `[S]`."""
         return dict(zip(self._of_label, self._flat(self.ranks).unbind(1), strict=True))
+
+    def data(self, number: int) -> Any:
+        """The data of one simulation, as the model takes them, to look at it again: with
+        `seed=sbc.seeds[number]` and one chain, a method whose settings are all numbers gives the
+        draws that were ranked.
+
+        Raises:
+            ArgumentError: there is no such simulation, or this is not the result of `ps.sbc`.
+        """
+        if self.data_of is None:
+            raise ArgumentError("data: only what ps.sbc returns can draw its data again")
+        if not 0 <= number < self.num_simulations:
+            raise ArgumentError(f"number={number}: there are {self.num_simulations} simulations")
+        return self.data_of(number)
 
     def summary(self, var_names: Sequence[str] | None = None) -> Any:
         """A DataFrame, one row an element of a quantity.

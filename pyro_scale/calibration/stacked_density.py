@@ -62,8 +62,9 @@ class StackedDensity:
     def own_values(self, values: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
         """The hyperparameters of one chain, whose step size is its own."""
         constants, _, _ = batch
-        factor = constants[-1][0] if constants else 1.0
-        return {**values, "lr": values["lr"] * factor}
+        if not constants:
+            return dict(values)
+        return {**values, "lr": values["lr"] * constants[-1][0]}
 
     def _pulled(
         self, grad: Callable[..., Any], params: Mapping[str, Tensor], batch: Any

@@ -272,11 +272,8 @@ class Approximation(Method):
         fit = self.fit
         if not fit.gaussians:
             noise = fit.centers.new_zeros(count, 0)
-        elif seed is None:
-            noise = fit.noise(count)
         else:
-            sources = (generator(seed, i, Purpose.APPROXIMATION, block=1) for i in range(count))
-            noise = torch.cat([fit.noise(1, source) for source in sources])
+            noise = fit.noise(count) if seed is None else fit.seeded_noise(count, seed)
         return fit.draws(noise)
 
     def _resample(self, count: int, seed: int | None) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from torch import Tensor
 from pyro_scale.calibration import chains
 from pyro_scale.calibration.campaign import Campaign
 from pyro_scale.calibration.comparison import SBCComparison
-from pyro_scale.calibration.fitters import Fitter, OneByOne, Stacked, StackedNUTS
+from pyro_scale.calibration.fitters import Fitter, OneByOne, Stacked, StackedFit, StackedNUTS
 from pyro_scale.calibration.quantities import Quantity, check_quantities
 from pyro_scale.calibration.results import SBC
 from pyro_scale.calibration.simulations import Generator
@@ -35,8 +36,11 @@ from pyro_scale.infer.approximation import Approximation
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.nuts import NUTS
 from pyro_scale.infer.sampler import Sampler
+from pyro_scale.infer.stochastic import check_length, count_steps
+from pyro_scale.infer.vi import IVON, VI
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 from pyro_scale.tuning.training import is_network
@@ -279,7 +283,39 @@ def _fitter(
         stacked = _stacked(inference, stack, settings)
         if stacked is not None:
             return Stacked(stacked, init)
+    if isinstance(inference, VI | IVON) and can_start and stack.vectorized:
+        fitted = _stacked_fit(inference, problem, stack, settings)
+        if fitted is not None:
+            return fitted
     return OneByOne(_alone(inference, stack, settings))
+
+
+def _stacked_fit(
+    inference: VI | IVON, problem: Problem, stack: Stack, settings: Mapping[str, Any]
+) -> StackedFit | None:
+    """The fit of every data set by one program; None where each ends when it will, or its
+    optimizer is not a function."""
+    if inference._early_stopping or not inference._is_pure:
+        return None
+    num_steps, num_epochs = settings.get("num_steps"), settings.get("num_epochs")
+    check_length(num_steps, num_epochs)
+    data = open_data(stack.arguments(torch.tensor(0)), stack.batch_size, stack.num_data)
+    total = count_steps(dataclasses.replace(problem, data=data), num_steps, num_epochs)
+
+    def fit_of(state: Any, values: Mapping[str, Tensor], seed: int) -> Fit:
+        places, temperature = slice(0, stack.layout.size), values["temperature"]
+        return Fit(
+            log_posterior=stack.log_posterior,
+            data=None,
+            layout=stack.layout,
+            centers=state.position.detach()[None],
+            sites=stack.log_posterior.latents,
+            gaussians=(inference._gaussian(state, places, temperature / stack.num_data),),
+            seed=seed,
+            attrs={"temperature": float(temperature)},
+        )
+
+    return StackedFit(inference.kernel, total, fit_of, inference._init_strategy)
 
 
 def _stacked(sampler: Sampler, stack: Stack, settings: Mapping[str, Any]) -> chains.Method | None:

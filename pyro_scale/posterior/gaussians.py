@@ -105,6 +105,11 @@ class Fit:
         shape = count, len(self.places)
         return torch.randn(shape, generator=source, dtype=self.centers.dtype).to(self.centers)
 
+    def seeded_noise(self, count: int, seed: int) -> Tensor:
+        """The same of a seed, whose first draws are the same, however many there are."""
+        sources = (generator(seed, i, Purpose.APPROXIMATION, block=1) for i in range(count))
+        return torch.cat([self.noise(1, source) for source in sources])
+
     @property
     def temperature(self) -> float:
         """By what the posterior's covariance was multiplied."""

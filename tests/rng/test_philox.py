@@ -281,3 +281,17 @@ def test_every_order_of_four_rows_is_as_likely():
     _, counts = codes.unique(return_counts=True)
     assert len(counts) == 24
     assert p_of_chi_square(counts.double()) > 1e-4
+
+
+def test_chains_with_seeds_of_their_own_have_those_seeds_streams():
+    """In C++ and in torch, of whole and of partial groups of numbers."""
+    seeds, together = [3, 2**62 + 5, 2**33], torch.empty(3, 37)
+    streams = Streams.of(seeds, [0, 7, 0], 1)
+    fill_normals(streams, 5, together)
+    in_torch = torch.empty_like(together)
+    philox.normals(streams, 5, in_torch)
+    assert torch.equal(together, in_torch)
+    for seed, chain, own in zip(seeds, [0, 7, 0], together, strict=True):
+        alone = torch.empty(1, 37)
+        fill_normals(Streams.of(seed, [chain], 1), 5, alone)
+        assert torch.equal(alone[0], own)
