@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_scale.calibration.chains import LEAST_ESS, NUM_DRAWS, Sampled
+from pyro_scale.calibration.chains import NUM_DRAWS, Sampled
 from pyro_scale.calibration.fitters import Fitter
 from pyro_scale.calibration.quantities import LOGLIK, Quantity, Ranked, rank
 from pyro_scale.calibration.results import SBC
@@ -84,7 +84,9 @@ class Campaign:
                     sampled, ranked = self._fit(params, start, stop, lengths)
                     facts |= {"program": sampled.program, **sampled.facts}
                     facts |= {f"steps_{stage}": n for stage, n in sampled.steps.items()}
-                    parts.append(_Part(sampled.ess, _shifted(sampled.failed, start), ranked))
+                    slow = (start + torch.nonzero(sampled.ess < sampled.enough)[:, 0]).tolist()
+                    failed = _shifted(sampled.failed, start)
+                    parts.append(_Part(sampled.ess, slow, failed, ranked))
                     bar.update(stop - start)
             except KeyboardInterrupt:
                 if not parts:
@@ -146,7 +148,7 @@ class Campaign:
 
         ess = torch.cat([part.ess for part in parts])
         failed = {number: why for part in parts for number, why in part.failed.items()}
-        slow = torch.nonzero(ess < min(LEAST_ESS, float(ess.max())))[:, 0].tolist()
+        slow = [number for part in parts for number in part.slow]
         return SBC(
             ranks=joined("ranks"),
             num_draws=NUM_DRAWS,
@@ -174,13 +176,14 @@ class _Part:
     """What some simulations came to."""
 
     ess: Tensor
+    slow: Sequence[int]
     failed: dict[int, str]
     ranked: Ranked
 
 
 def _part_of(sbc: SBC) -> _Part:
     ranked = Ranked(dict(sbc.ranks), dict(sbc.true), dict(sbc.mean), dict(sbc.sd))
-    return _Part(torch.as_tensor(sbc.ess), dict(sbc.failed), ranked)
+    return _Part(torch.as_tensor(sbc.ess), sbc.slow, dict(sbc.failed), ranked)
 
 
 def _shifted(failed: Mapping[int, str], start: int) -> dict[int, str]:

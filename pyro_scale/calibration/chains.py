@@ -72,6 +72,7 @@ class Sampled:
     Attributes:
         positions: params of `NUM_DRAWS` draws, `[chains, draws, D]`; NaN after a chain broke.
         ess: effective draws before thinning, of the element that has fewest, `[chains]`.
+        enough: how many of them are enough.
         failed: what became of chains that broke, by number.
         lengths: of the stages.
         steps: of each chain, by stage.
@@ -81,6 +82,7 @@ class Sampled:
 
     positions: Tensor
     ess: Tensor
+    enough: float
     failed: dict[int, str]
     lengths: Lengths
     steps: dict[str, int]
@@ -130,6 +132,7 @@ def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None
     return Sampled(
         positions=params,
         ess=_effective(draws),
+        enough=min(LEAST_ESS, draws.positions.shape[1] / 2),
         failed={each.chain: _why(each) for each in draws.failures},
         lengths=dataclasses.replace(warm.lengths, thinning=thinning),
         steps={"warm-up": warm.steps, "draws": draws.num_steps},

@@ -132,6 +132,7 @@ class StackedNUTS:
         return Sampled(
             positions=draws.positions[:, every - 1 :: every].to(starts),
             ess=ess,
+            enough=LEAST_ESS,
             failed={},
             lengths=Lengths(thinning=count // _NUTS_DRAWS),
             steps={"warm-up": self.warmup_steps, "draws": count},
@@ -178,6 +179,7 @@ class StackedFit:
         return Sampled(
             positions=positions,
             ess=ess,
+            enough=NUM_DRAWS / 2,
             failed=failed,
             lengths=Lengths(),
             steps={"optimizer": self.num_steps},
@@ -202,6 +204,7 @@ class OneByOne:
 
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
         positions, ess, failed = list[Tensor](), list[float](), dict[int, str]()
+        count = NUM_DRAWS
         for number, seed in enumerate(stack.seeds):
             drawn, is_independent = None, False
             try:
@@ -213,11 +216,13 @@ class OneByOne:
             if drawn is None:
                 drawn = torch.full((1, NUM_DRAWS, stack.layout.size), torch.nan)
             flat = drawn.flatten(0, 1)
+            count = len(flat)
             positions.append(flat[evenly(len(flat), NUM_DRAWS)])
             ess.append(len(flat) if is_independent else float(effective(drawn.double()).sum()))
         return Sampled(
             positions=torch.stack(positions),
             ess=torch.tensor(ess, dtype=torch.float64),
+            enough=min(LEAST_ESS, count / 2),
             failed=failed,
             lengths=Lengths(),
             steps={},

@@ -124,9 +124,7 @@ def test_blocks_change_nothing():
     assert all(torch.equal(whole.ranks[name], parts.ranks[name]) for name in whole.ranks)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "shape"), [(4.0, "too wide"), (0.25, "too narrow")], ids=["hot", "cold"]
-)
+@pytest.mark.parametrize(("temperature", "shape"), [slow(4.0, "too wide"), (0.25, "too narrow")])
 def test_a_wrong_spread_is_found(temperature, shape):
     sampler = ps.BAOA(normal_mean, temperature=temperature)
     found = ps.sbc(sampler, Y, num_simulations=200, **QUIET)
@@ -159,7 +157,7 @@ def test_another_prior_is_found():
 def test_posterior_calibration_is_of_given_and_new_data_together():
     y = torch.linspace(1.5, 2.5, 12)
     sampler = ps.BAOA(normal_mean, lr=0.3, compile=False)
-    sampler.run(y, num_samples=200, thinning=5, warmup_steps=50, **QUIET)
+    sampler.run(y, num_samples=50, thinning=5, warmup_steps=50, **QUIET)
     how = {"num_simulations": 60, "warmup_steps": 50, "thinning": 5}
     found = ps.sbc(sampler, y, method="posterior", **how, **QUIET)
     both = found.data(7)[0]
@@ -167,7 +165,7 @@ def test_posterior_calibration_is_of_given_and_new_data_together():
     precision = 1 / 4 + 24 / 0.25
     mean = (1 / 4 + both.sum() / 0.25) / precision
     assert abs(float(found.mean["mu"][7] - mean)) < 5 * (1 / precision / 100) ** 0.5
-    assert found.verdict == "calibrated"
+    assert found.summary().p_value.min() > 1e-3
 
 
 def test_predictions_and_quantities_are_ranked():
