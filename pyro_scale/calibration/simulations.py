@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyro.poutine as poutine
@@ -69,11 +69,14 @@ class Generator:
         log_posterior: of the model, understood on the data.
         arguments: the data, as the model takes them.
         places: of each observed site.
+        covariates: the leaves of the arguments whose rows each data set draws anew, with
+            replacement, by name; none where all data sets have the same.
     """
 
     log_posterior: LogPosterior
     arguments: Arguments
     places: Mapping[str, Place]
+    covariates: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, log_posterior: LogPosterior, arguments: Arguments) -> Generator:
@@ -103,6 +106,13 @@ class Generator:
         generator._check_that_data_are_drawn()
         return generator
 
+    def resampling(self) -> Generator:
+        """The same with covariates drawn anew for each data set."""
+        held = {place.leaf for place in self.places.values()}
+        leaves = pytree.tree_leaves(self.arguments)
+        drawn = [i for i, leaf in enumerate(leaves) if rows.is_rows(leaf) and i not in held]
+        return dataclasses.replace(self, covariates={f"argument {i}": i for i in drawn})
+
     def with_arguments(self, arguments: Arguments) -> Generator:
         """The same on other rows."""
         return dataclasses.replace(self, arguments=arguments)
@@ -118,34 +128,38 @@ class Generator:
         return self.log_posterior.latents
 
     def model(self) -> Callable[..., Any]:
-        """The model of (the arguments without observations, the observations by site), each a
-        pytree of rows."""
-        run, places = self.log_posterior.model, self.places
+        """The model of (what all data sets have, what each has of its own by site), each a pytree
+        of rows."""
+        run, places, covariates = self.log_posterior.model, self.places, self.covariates
 
-        def simulated(arguments: Arguments, observed: Mapping[str, Tensor]) -> Any:
-            values = {name: places[name].as_value(table) for name, table in observed.items()}
-            leaves, structure = pytree.tree_flatten(arguments, is_leaf=lambda x: x is None)
+        def simulated(arguments: Arguments, own: Mapping[str, Tensor]) -> Any:
+            values = {name: place.as_value(own[name]) for name, place in places.items()}
+            leaves, structure = pytree.tree_flatten(arguments)
             for name, place in places.items():
                 if place.leaf is not None:
                     leaves[place.leaf] = place.as_leaf(values[name])
+            for name, leaf in covariates.items():
+                leaves[leaf] = own[name]
             with poutine.condition(data=values):
                 return rows.call(run, pytree.tree_unflatten(leaves, structure))
 
         return simulated
 
     def shared(self) -> Arguments:
-        """The arguments that all data sets have in common: None in place of observations."""
-        held = {place.leaf for place in self.places.values()}
+        """The arguments that all data sets have in common: None in place of the others."""
+        held = {place.leaf for place in self.places.values()} | set(self.covariates.values())
         leaves, structure = pytree.tree_flatten(self.arguments)
         kept = [None if i in held else leaf for i, leaf in enumerate(leaves)]
         return pytree.tree_unflatten(kept, structure)
 
-    def given(self, observed: Mapping[str, Tensor]) -> Arguments:
-        """The arguments as a user passes them, with other observations, of a data set."""
+    def given(self, own: Mapping[str, Tensor]) -> Arguments:
+        """The arguments as a user passes them, of a data set with these rows of its own."""
         leaves, structure = pytree.tree_flatten(self.arguments)
         for name, place in self.places.items():
             if place.leaf is not None:
-                leaves[place.leaf] = place.as_value(observed[name]).to(place.dtype)
+                leaves[place.leaf] = place.as_value(own[name]).to(place.dtype)
+        for name, leaf in self.covariates.items():
+            leaves[leaf] = own[name]
         return pytree.tree_unflatten(leaves, structure)
 
     def prior_draws(self, count: int, seed: int) -> dict[str, Tensor]:
@@ -158,7 +172,8 @@ class Generator:
     def draw(
         self, params: Mapping[str, Tensor], seed: int, start: int = 0, stop: int | None = None
     ) -> dict[str, Tensor]:
-        """Observations at unconstrained latents `[count, ...]`: by site, `[..., rows, ...]`.
+        """Data sets at unconstrained latents `[count, ...]`: what each has of its own, by site,
+        `[..., rows, ...]`.
 
         Args:
             params: of all data sets.
@@ -172,7 +187,7 @@ class Generator:
             own = derived_seed(seed, 1, Purpose.SIMULATION, number)
             parts.append(self._draw({name: value[places] for name, value in params.items()}, own))
         wanted = slice(start - first * AT_ONCE, stop - first * AT_ONCE)
-        return {n: torch.cat([part[n] for part in parts])[wanted] for n in self.places}
+        return {name: torch.cat([part[name] for part in parts])[wanted] for name in parts[0]}
 
     def observations(self) -> dict[str, Tensor]:
         """Those of the data, by site, `[rows, ...]`."""
@@ -188,25 +203,32 @@ class Generator:
         return dataclasses.replace(self, arguments=twice, places=places)
 
     def _draw(self, params: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-        num_rows, indices = self.num_rows, self.log_posterior.first_indices()
-
-        def one(own: dict[str, Tensor]) -> dict[str, Tensor]:
-            sites = self.log_posterior.simulate(own, self.arguments, indices).sites
-            return {name: sites[name].value for name in self.places}
-
+        count, num_rows = len(next(iter(params.values()))), self.num_rows
+        leaves, structure = pytree.tree_flatten(self.arguments)
         with own_generator(seed), torch.no_grad(), without_vmap_warnings():
+            covariates = {}
+            if self.covariates:
+                chosen = torch.randint(num_rows, (count, num_rows))
+                covariates = {name: leaves[i][chosen] for name, i in self.covariates.items()}
+
+            def one(own: dict[str, Tensor], covariates: dict[str, Tensor]) -> dict[str, Tensor]:
+                mixed = list(leaves)
+                for name, i in self.covariates.items():
+                    mixed[i] = covariates[name]
+                arguments = pytree.tree_unflatten(mixed, structure)
+                sites = self.log_posterior.simulate(own, arguments).sites
+                return {name: sites[name].value for name in self.places}
+
             try:
-                drawn = torch.vmap(one, randomness="different")(dict(params))
+                drawn = torch.vmap(one, randomness="different")(dict(params), covariates)
             except (RuntimeError, NotImplementedError):  # a model, or a sampler, that vmap refuses
-                every = [
-                    one({name: value[i] for name, value in params.items()})
-                    for i in range(len(next(iter(params.values()))))
-                ]
+                every = [one(_entry(params, i), _entry(covariates, i)) for i in range(count)]
                 drawn = {name: torch.stack([each[name] for each in every]) for name in self.places}
-        return {
+        observed = {
             name: torch.stack([place.as_rows(value, num_rows) for value in drawn[name]])
             for name, place in self.places.items()
         }
+        return observed | covariates
 
     def _check_that_data_are_drawn(self) -> None:
         """Checks that no observation depends on the data but for itself, as in an autoregression:
@@ -281,3 +303,7 @@ def _is_same(leaf: Any, value: Tensor) -> bool:
     if not isinstance(leaf, Tensor) or leaf.shape != value.shape:
         return False
     return torch.allclose(leaf.to(value), value, rtol=0, atol=0, equal_nan=True)
+
+
+def _entry(tables: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+    return {name: table[number] for name, table in tables.items()}

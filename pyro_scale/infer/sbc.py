@@ -24,7 +24,7 @@ from pyro_scale.calibration.truth import FromPosterior, FromPrior, Truth
 from pyro_scale.calibration.warm_up import Kind
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.validation import as_count, is_auto
+from pyro_scale.core.validation import as_count, as_flag, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.row_sampler import check_sampling
@@ -61,6 +61,7 @@ def sbc(
     method: From = "prior",
     quantities: Mapping[str, Quantity] | None = None,
     simulator: Callable[..., Any] | None = None,
+    resample: bool = False,
     predictive: Any = None,
     seed: int | None = None,
     progress: bool = True,
@@ -94,6 +95,8 @@ def sbc(
             arguments with simulated observations.  Quantities of the data find errors that latents
             alone do not (Modrak et al. 2023).
         simulator: another model of the same sites, to draw latents and data from.
+        resample: whether each data set has rows of covariates drawn anew, with replacement, from
+            those of the data; by default all have the data's.
         predictive: rows, as the model's arguments, at which predictions are checked: the rank of an
             observation drawn by the true latents among the draws' own.
         seed: the same seed gives the same result; drawn from torch's generator by default.
@@ -143,6 +146,7 @@ def sbc(
             "method": method,
             "quantities": quantities,
             "simulator": simulator,
+            "resample": resample,
             "predictive": predictive,
             "seed": seed,
             "progress": progress,
@@ -156,7 +160,7 @@ def sbc(
     if resume is not None:
         seed = _seed_of(resume, count)
     _check(inference, method, settings)
-    truth = _truth(inference, data, method, simulator)
+    truth = _truth(inference, data, method, simulator, as_flag("resample", resample))
     own = dict(quantities or {})
     check_quantities(own, truth.fitted.latents)
     problem = _first_problem(truth, seed)
@@ -187,12 +191,16 @@ def sbc(
 
 
 def _truth(
-    inference: Method, data: Any, method: From, simulator: Callable[..., Any] | None
+    inference: Method,
+    data: Any,
+    method: From,
+    simulator: Callable[..., Any] | None,
+    resample: bool,
 ) -> Truth:
     """Where data sets come from.
 
     Raises:
-        ArgumentError: a simulator beside a posterior.
+        ArgumentError: a simulator or resampled covariates beside a posterior.
     """
     opened = open_data(data, None, inference._num_data, module_device(inference.model))
     arguments = opened.first()
@@ -201,13 +209,14 @@ def _truth(
     num_data = inference._num_data or rows.count(arguments)
 
     def of(model: Any) -> Generator:
-        return Generator.of(as_log_posterior(model, num_data), arguments)
+        generator = Generator.of(as_log_posterior(model, num_data), arguments)
+        return generator.resampling() if resample else generator
 
     if method == "posterior":
-        if simulator is not None:
+        if simulator is not None or resample:
             raise ArgumentError(
-                "simulator: method='posterior' draws data from the model that is fitted; leave it "
-                "out"
+                "method='posterior' draws data from the model that is fitted, at the data's own "
+                "covariates: leave simulator and resample out"
             )
         result = inference._draws()
         params = result.layout.unflatten(torch.cat(list(result.blocks())))

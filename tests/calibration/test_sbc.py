@@ -187,6 +187,22 @@ def test_predictions_and_quantities_are_ranked():
     assert torch.allclose(found.true["signal"], expected, atol=1e-5)
 
 
+def test_resampled_covariates_go_with_their_own_observations():
+    found = ps.sbc(
+        ps.SGLD(line, lr=0.05, compile=False),
+        (X, Y),
+        resample=True,
+        num_simulations=20,
+        **FIXED,
+        **QUIET,
+    )
+    (x, y), (other, _) = found.data(4), found.data(5)
+    assert not torch.equal(x, other)
+    assert set(x.tolist()) <= set(X.tolist())
+    by_hand = dist.Normal(found.true["slope"][4] * x, found.true["sd"][4]).log_prob(y).sum()
+    assert abs(float(by_hand - found.true["loglik"][4])) < 1e-4
+
+
 def test_several_settings_have_the_same_data():
     settings = {
         name: ps.SGLD(normal_mean, lr=lr, compile=False)
