@@ -67,27 +67,25 @@ class Campaign:
             PyroScaleWarning: it was interrupted; the result has the simulations until then.
         """
         begun = time.perf_counter()
-        params, lengths = self.truth.params(self.count, self.seed), self._lengths(earlier)
+        params = self.truth.params(self.count, self.seed)
+        lengths = None if earlier is None else Lengths(**earlier.attrs["lengths"])
         done = 0 if earlier is None else earlier.num_simulations
-        size = self._block_size(params)
         parts, facts = [] if earlier is None else [_part_of(earlier)], dict[str, Any]()
+        spans = self._spans(done)
         with Progress(self.count, self.title, self.progress) as bar:
             bar.update(done)
             try:
                 if lengths is None and self.fitter.has_lengths:
+                    lengths = self._fit(params, *spans[0], None)[0].lengths
+                for start, stop in spans:
                     started = time.perf_counter()
-                    pilot = self._fit(params, 0, min(AT_ONCE, self.count), None)[0]
-                    lengths = pilot.lengths
-                    bar.say(self._estimate(time.perf_counter() - started))
-                for start in range(done, self.count, size):
-                    stop = min(start + size, self.count)
                     sampled, ranked = self._fit(params, start, stop, lengths)
+                    a_fit = (time.perf_counter() - started) / (stop - start)
+                    parts.append(_Part.of(sampled, ranked, start))
                     facts |= {"program": sampled.program, **sampled.facts}
                     facts |= {f"steps_{stage}": n for stage, n in sampled.steps.items()}
-                    slow = (start + torch.nonzero(sampled.ess < sampled.enough)[:, 0]).tolist()
-                    failed = _shifted(sampled.failed, start)
-                    parts.append(_Part(sampled.ess, slow, failed, ranked))
                     bar.update(stop - start)
+                    bar.say(f"at most about {a_fit * (self.count - stop):,.0f} s more")
             except KeyboardInterrupt:
                 if not parts:
                     raise
@@ -100,7 +98,7 @@ class Campaign:
         spent = time.perf_counter() - begun
         own = {
             "seed": self.seed,
-            "blocks": math.ceil(self.count / size),
+            "blocks": len(spans),
             "lengths": dataclasses.asdict(lengths or Lengths()),
             "seconds": round(spent + (0 if earlier is None else earlier.attrs["seconds"]), 2),
         }
@@ -124,20 +122,17 @@ class Campaign:
         how = self.quantities, self.predict_at, seed
         return sampled, rank(self.truth.fitted, stack, true, sampled.positions, *how)
 
-    def _lengths(self, earlier: SBC | None) -> Lengths | None:
-        return None if earlier is None else Lengths(**earlier.attrs["lengths"])
-
-    def _block_size(self, params: Mapping[str, Tensor]) -> int:
-        """Simulations that memory holds at once, in blocks of about the same size."""
+    def _spans(self, done: int) -> list[tuple[int, int]]:
+        """The blocks that are left, as (first simulation, the one after the last): a small one,
+        which tells how long it takes, and as many at a time as memory holds."""
         data = sum(table[0].nbytes for table in self.stack.own.values())
         each = _COPIES * data + _DRAWS * self.stack.layout.size * 8
         there = self.memory_budget or bytes_of(torch.device("cpu")) // 2
         most = max(1, min(self.fitter.most_at_once, there // each))
-        return math.ceil(self.count / math.ceil(self.count / most))
-
-    def _estimate(self, seconds: float) -> str:
-        more = seconds * max(0, self.count / AT_ONCE - 1)
-        return f"at most about {more:,.0f} s"
+        first = min(self.count, done + min(most, AT_ONCE))
+        size = math.ceil((self.count - first) / max(1, math.ceil((self.count - first) / most)))
+        others = range(first, self.count, max(1, size))
+        return [(done, first), *((at, min(at + size, self.count)) for at in others)]
 
     def _result(self, parts: Sequence[_Part], attrs: dict[str, Any]) -> SBC:
         names = list(parts[0].ranked.ranks)
@@ -157,7 +152,7 @@ class Campaign:
             sd=joined("sd"),
             ess=ess,
             failed=failed,
-            slow=[number for number in slow if number not in failed],
+            slow=slow,
             seeds=[simulation_seed(self.seed, number) for number in range(len(ess))],
             attrs=attrs,
             of_data=(LOGLIK, *self.quantities),
@@ -180,14 +175,17 @@ class _Part:
     failed: dict[int, str]
     ranked: Ranked
 
+    @classmethod
+    def of(cls, sampled: Sampled, ranked: Ranked, start: int) -> _Part:
+        """Those from a number on."""
+        slow = (start + torch.nonzero(sampled.ess < sampled.enough)[:, 0]).tolist()
+        failed = {start + number: why for number, why in sampled.failed.items()}
+        return cls(sampled.ess, [each for each in slow if each not in failed], failed, ranked)
+
 
 def _part_of(sbc: SBC) -> _Part:
     ranked = Ranked(dict(sbc.ranks), dict(sbc.true), dict(sbc.mean), dict(sbc.sd))
     return _Part(torch.as_tensor(sbc.ess), sbc.slow, dict(sbc.failed), ranked)
-
-
-def _shifted(failed: Mapping[int, str], start: int) -> dict[int, str]:
-    return {start + number: why for number, why in failed.items()}
 
 
 def simulation_seed(seed: int, number: int) -> int:
