@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pyro_scale.calibration.acceptance import adjust_steps
 from pyro_scale.calibration.stack import Stack
 from pyro_scale.calibration.warm_up import (
     Kind,
@@ -29,6 +30,7 @@ from pyro_scale.engine.checkpoint import Checkpoint
 from pyro_scale.engine.draws import Draws, Failure, Steps
 from pyro_scale.kernels import Kernel
 from pyro_scale.run.extend import every_second
+from pyro_scale.tuning.adjust import without_adjustment
 from pyro_scale.tuning.choose import FRICTION, longest_lr
 
 #: Draws that ranks are taken among.
@@ -99,19 +101,23 @@ def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None
         starts: where chains begin, or searches for modes, params `[chains, D]`.
         lengths: of the stages; None has these data sets decide.
     """
-    kernel, is_over = method.kernel, method.warmup_steps is None
-    if method.friction and hasattr(kernel, "friction"):
-        kernel = dataclasses.replace(kernel, friction=FRICTION)  # type: ignore[call-arg]
+    kernel, adjusts = method.kernel, method.lr and method.kernel.adjusted
+    # a chain that rejects all proposals would stay where it starts
+    moving: Kernel = without_adjustment(kernel) if adjusts else kernel
+    if method.friction and hasattr(moving, "friction"):
+        moving = dataclasses.replace(moving, friction=FRICTION)  # type: ignore[call-arg]
     if method.lr:
-        kernel = dataclasses.replace(kernel, lr=longest_lr(kernel))
-    warm = Warm(kernel, starts, None, Lengths(), 0)
+        moving = dataclasses.replace(moving, lr=longest_lr(moving))
+    warm = Warm(moving, starts, None, Lengths(), 0)
     if method.kind is not None:
-        warm = start_at_modes(stack, kernel, starts, method.kind)
-    if method.kind is not None or is_over:
+        warm = start_at_modes(stack, moving, starts, method.kind)
+    if method.kind is not None or method.warmup_steps is None:
         adapts = method.kind is not None
         warm = move_in_windows(stack, warm, lengths, adapts, method.lr)
-    if method.lr:
-        order = 1 if kernel.theory is None else kernel.theory.order
+    if adjusts:
+        warm = adjust_steps(stack, warm, kernel, lengths)
+    elif method.lr:
+        order = 1 if moving.theory is None else moving.theory.order
         warm = shorten_steps(stack, warm, order, lengths)
     thinning = method.thinning or max(1, math.ceil(_SHARE * warm.lengths.thinning))
     if lengths is not None and method.thinning is None:
@@ -119,7 +125,7 @@ def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None
     warm, draws = _sound_run(stack, warm, method, thinning)
     for _ in range(_MOST_DOUBLINGS if method.thinning is None else 0):
         few = int((_effective(draws) < LEAST_ESS).sum())
-        if few <= max(1, _MOST_SLOW * stack.num_chains):
+        if few <= _MOST_SLOW * stack.num_chains + (lengths is None):  # one of a pilot may be
             break
         thinning *= 2
         warm, draws = _sound_run(stack, warm, method, thinning, partial(every_second, draws))
@@ -128,7 +134,7 @@ def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None
     if warm.coordinates is not None:
         params = warm.coordinates.mapped("to_params", params.to(starts)).cpu()
     factor = torch.ones(stack.num_chains) if warm.coordinates is None else warm.coordinates.factor
-    first_lr = kernel.columns(1)["lr"].flatten()[0]
+    first_lr = warm.kernel.columns(1)["lr"].flatten()[0]
     return Sampled(
         positions=params,
         ess=_effective(draws),

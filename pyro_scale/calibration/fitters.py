@@ -124,7 +124,10 @@ class StackedNUTS:
             log_joint = draws.sample_stats["lp"]
             ess = effective(torch.cat([draws.positions, log_joint[..., None]], -1))
             few = int((ess < LEAST_ESS).sum())
-            if few <= max(1, _MOST_SLOW * stack.num_chains) or doublings == _MOST_DOUBLINGS:
+            if (
+                few <= _MOST_SLOW * stack.num_chains + (lengths is None)
+                or doublings == _MOST_DOUBLINGS
+            ):
                 break
             count *= 2
         every = count // NUM_DRAWS

@@ -26,7 +26,7 @@ FIRST_WINDOW, MOST_WINDOWS = 256, 7
 _DRAWS, _LEFT_OUT = 256, 0.25
 #: Halves of a chain agree below this, and a geometry is right where no sd changes by more than this
 #: factor beyond chance; in this part of the chains.
-_MOST_R_HAT, _MOST_CHANGE, _MOST_CHAINS = 1.1, 1.25, 0.9
+_MOST_R_HAT, _MOST_CHANGE, MOST_CHAINS = 1.1, 1.25, 0.9
 #: By how much a window may change a direction's sd.
 _LARGEST_CHANGE = 3.0
 #: Nats below the best draw, for each dimension and in all, where a posterior is not.
@@ -148,7 +148,7 @@ def move_in_windows(
             steps=warm.steps + length,
             lengths=dataclasses.replace(warm.lengths, windows=number + 1, thinning=thinning),
         )
-        if lengths is None and float(agree.double().mean()) >= _MOST_CHAINS:
+        if lengths is None and float(agree.double().mean()) >= MOST_CHAINS:
             break
     return warm
 
@@ -181,14 +181,14 @@ def shorten_steps(stack: Stack, warm: Warm, order: int, lengths: Lengths | None)
         thinning = math.ceil(float((times * every / factor).quantile(0.95)))
         warm = dataclasses.replace(
             warm,
-            positions=_last(stack, warm, own),
+            positions=last_positions(stack, warm, own),
             coordinates=coordinates,
             steps=warm.steps + 3 * length,
             lengths=dataclasses.replace(
                 warm.lengths, pilots=number + 1, pilot=length, thinning=thinning
             ),
         )
-        if lengths is None and float((factor == 1).double().mean()) >= _MOST_CHAINS:
+        if lengths is None and float((factor == 1).double().mean()) >= MOST_CHAINS:
             break
     return warm
 
@@ -207,7 +207,7 @@ def are_sound(stack: Stack, warm: Warm, draws: Draws) -> Tensor:
     return sound & (lowest > warm.level - (_NATS_EACH * draws.positions.shape[-1] + _NATS))
 
 
-def _last(stack: Stack, warm: Warm, draws: Draws) -> Tensor:
+def last_positions(stack: Stack, warm: Warm, draws: Draws) -> Tensor:
     """Where chains are; of those that have left the posterior, the center of their coordinates, or
     where they were."""
     last, sound = draws.positions[:, -1].to(warm.positions), are_sound(stack, warm, draws)
@@ -251,9 +251,9 @@ def _learn(
     z, sound = draws.positions.double(), are_sound(stack, warm, draws)
     kept = z[:, int(_LEFT_OUT * z.shape[1]) :]
     kept = torch.where(sound[:, None, None], kept, 0.0)
-    times, r_hat = _mixing(kept)
+    times, r_hat = mixing_of(kept)
     agree = sound & (r_hat < _MOST_R_HAT)
-    positions, coordinates = _last(stack, warm, draws), warm.coordinates
+    positions, coordinates = last_positions(stack, warm, draws), warm.coordinates
     if coordinates is None or not adapts:
         return dataclasses.replace(warm, positions=positions), times, agree
     count = kept.shape[1] / times.clamp(min=1)
@@ -272,7 +272,7 @@ def _learn(
     return dataclasses.replace(warm, looks=warm.looks + _LOOKS), times, agree
 
 
-def _mixing(z: Tensor) -> tuple[Tensor, Tensor]:
+def mixing_of(z: Tensor) -> tuple[Tensor, Tensor]:
     """(Draws per independent one, split R-hat), the largest of each chain's own, of draws
     `[chains, draws, D]` and their squares."""
     chains, _, size = z.shape

@@ -328,12 +328,14 @@ def _stacked_fit(
 
 
 def _stacked(sampler: Sampler, stack: Stack, settings: Mapping[str, Any]) -> chains.Method | None:
-    """The sampler as chains with a data set each can run it; None where they cannot: its proposals
-    are accepted or rejected, or it knows a point or a noise of its one data set."""
+    """The sampler as chains with a data set each can run it; None where they cannot, as it knows a
+    point or a noise of its one data set."""
     own, kernel, lr = sampler._settings, sampler.kernel, "lr" in sampler._settings.chosen
     anchor = own.control_variates
     anchored = stack.batch_size is not None if is_auto(anchor) else bool(anchor)
-    if not stack.vectorized or kernel.adjusted or anchored or own.subtract_noise:
+    if not stack.vectorized or anchored or own.subtract_noise:
+        return None
+    if kernel.adjusted and stack.batch_size is not None:
         return None
     kinds: dict[Any, Kind | None] = {None: None, "diag": "diag", "dense": "dense"}
     kinds["auto"] = "dense" if stack.layout.size <= chains.MOST_DENSE else "diag"

@@ -1,0 +1,61 @@
+"""The step size of chains that accept or reject, each by the part of its own proposals."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from pyro_scale.calibration.stack import Stack
+from pyro_scale.calibration.warm_up import MOST_CHAINS, Lengths, Warm, last_positions, mixing_of
+from pyro_scale.engine.draws import Steps
+from pyro_scale.kernels import Kernel
+from pyro_scale.rng.seeds import Purpose
+from pyro_scale.tuning.adjust import first_lr, next_lr
+from pyro_scale.tuning.pilot import LEAST_PILOT
+
+#: Pilots, at most; draws of one; steps in autocorrelation times; and by how much a step that is
+#: settled may still change.
+_MOST_PILOTS, _DRAWS, _TIMES, _SETTLED = 6, 256, 30.0, 1.3
+
+
+def adjust_steps(stack: Stack, warm: Warm, kernel: Kernel, lengths: Lengths | None) -> Warm:
+    """Chains with a step size at which about nine in ten proposals are accepted.
+
+    Args:
+        stack: the data sets.
+        warm: chains after windows of a kernel that does not adjust.
+        kernel: that does.
+        lengths: how many pilots, and how long; None goes on until most chains have settled.
+    """
+    assert warm.coordinates is not None
+    size = warm.positions.shape[1]
+    stable = float(warm.kernel.lr) * warm.coordinates.factor
+    kernel = dataclasses.replace(kernel, lr=first_lr(size))
+    factor = (2 * stable / float(kernel.lr)).clamp(max=1.0)
+    length = max(LEAST_PILOT, math.ceil(_TIMES * warm.lengths.thinning))
+    length = length if lengths is None else lengths.pilot
+    every = max(1, length // _DRAWS)
+    for number in range(_MOST_PILOTS if lengths is None else lengths.pilots):
+        coordinates = dataclasses.replace(warm.coordinates, factor=factor)
+        warm = dataclasses.replace(warm, kernel=kernel, coordinates=coordinates)
+        steps = Steps(length // every, 0, every)
+        draws = stack.run(kernel, warm.positions, steps, (Purpose.PILOT, number), coordinates)
+        accepted = (draws.state.accepted.double() / draws.num_steps).tolist()
+        changes = torch.tensor([next_lr(1.0, part) for part in accepted], dtype=factor.dtype)
+        times, _ = mixing_of(draws.positions.double().nan_to_num())
+        thinning = math.ceil(float(times.quantile(0.95)) * every)
+        warm = dataclasses.replace(
+            warm,
+            positions=last_positions(stack, warm, draws),
+            steps=warm.steps + length,
+            lengths=dataclasses.replace(
+                warm.lengths, pilots=number + 1, pilot=length, thinning=thinning
+            ),
+        )
+        settled = (changes < _SETTLED) & (changes > 1 / _SETTLED)
+        if lengths is None and float(settled.double().mean()) >= MOST_CHAINS:
+            break
+        factor = factor * changes
+    return warm
