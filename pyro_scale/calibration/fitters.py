@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.calibration import chains
 from pyro_scale.calibration.chains import LEAST_ESS, NUM_DRAWS, Sampled, effective
+from pyro_scale.calibration.modes import find_modes
 from pyro_scale.calibration.stack import Stack
 from pyro_scale.calibration.warm_up import Lengths
 from pyro_scale.core.rows import Arguments
@@ -39,7 +40,8 @@ class Fitter(Protocol):
         has_lengths: whether some of them show how long the stages are.
     """
 
-    most_at_once: ClassVar[int]
+    @property
+    def most_at_once(self) -> int: ...
 
     @property
     def has_lengths(self) -> bool: ...
@@ -66,7 +68,7 @@ class Stacked:
     method: chains.Method
     init: InitFunction | None = None
 
-    most_at_once: ClassVar[int] = 500
+    most_at_once = 500
 
     @property
     def has_lengths(self) -> bool:
@@ -99,7 +101,7 @@ class StackedNUTS:
     by_pointer: bool
     init: InitFunction | None = None
 
-    most_at_once: ClassVar[int] = 100
+    most_at_once = 100
     has_lengths = True
 
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
@@ -163,7 +165,7 @@ class StackedFit:
     fit_of: Callable[[Any, Mapping[str, Tensor], int], Fit]
     init: InitFunction | None = None
 
-    most_at_once: ClassVar[int] = 500
+    most_at_once = 500
     has_lengths = False
 
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
@@ -196,22 +198,28 @@ class OneByOne:
     """A method that is run for each data set by itself.
 
     Attributes:
-        run: (model, its arguments, seed) -> draws `[chains, draws, D]`, and whether they are
-            independent of each other.
+        run: (the model's arguments, a seed, the mode by site if it is known) -> draws
+            `[chains, draws, D]`, and whether they are independent of each other.
+        takes_modes: whether it begins with the search for a mode, which is faster for all at once.
     """
 
-    run: Callable[[Arguments, int], tuple[Tensor, bool]]
+    run: Callable[[Arguments, int, Mapping[str, Tensor] | None], tuple[Tensor, bool]]
+    takes_modes: bool = False
 
-    most_at_once: ClassVar[int] = 20
     has_lengths = False
+
+    @property
+    def most_at_once(self) -> int:
+        return 100 if self.takes_modes else 20
 
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
         positions, ess, failed = list[Tensor](), list[float](), dict[int, str]()
-        count = NUM_DRAWS
+        count, modes = NUM_DRAWS, self._modes(stack)
         for number, seed in enumerate(stack.seeds):
             drawn, is_independent = None, False
             try:
-                drawn, is_independent = self.run(stack.arguments(torch.tensor(number)), seed)
+                arguments = stack.arguments(torch.tensor(number))
+                drawn, is_independent = self.run(arguments, seed, modes[number])
             except (PyroScaleError, RuntimeError, ValueError) as error:
                 failed[number] = " ".join(str(error).split())[:_LONGEST]
                 if len(failed) == stack.num_chains:  # it is the call
@@ -232,6 +240,16 @@ class OneByOne:
             facts={},
             program="one by one",
         )
+
+    def _modes(self, stack: Stack) -> list[dict[str, Tensor] | None]:
+        """The mode of each data set, by site; None where none was found."""
+        if not (self.takes_modes and stack.vectorized):
+            return [None] * stack.num_chains
+        modes = find_modes(stack, find_starts(stack, None))
+        return [
+            stack.log_posterior.constrain(stack.layout.unflatten(mean)) if found else None
+            for mean, found in zip(modes.mean, modes.found.tolist(), strict=True)
+        ]
 
 
 def find_starts(stack: Stack, init: InitFunction | None) -> Tensor:

@@ -33,6 +33,7 @@ from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, CallError
 from pyro_scale.exact.pointer_check import takes_pointers
 from pyro_scale.infer.approximation import Approximation
+from pyro_scale.infer.laplace import Laplace
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.nuts import NUTS
 from pyro_scale.infer.sampler import Sampler
@@ -296,7 +297,10 @@ def _fitter(
         fitted = _stacked_fit(inference, problem, stack, settings)
         if fitted is not None:
             return fitted
-    return OneByOne(_alone(inference, stack, settings))
+    searches = (
+        isinstance(inference, Laplace) and init is None and not {"mode", "tune"} & set(settings)
+    )
+    return OneByOne(_alone(inference, stack, settings), takes_modes=searches)
 
 
 def _stacked_fit(
@@ -361,16 +365,19 @@ def _stacked(sampler: Sampler, stack: Stack, settings: Mapping[str, Any]) -> cha
 
 def _alone(
     inference: Method, stack: Stack, settings: Mapping[str, Any]
-) -> Callable[[Arguments, int], tuple[Tensor, bool]]:
+) -> Callable[[Arguments, int, Mapping[str, Tensor] | None], tuple[Tensor, bool]]:
     """Runs the method on one data set, as a user would."""
     how = {"num_chains": 1} if isinstance(inference, Sampler | NUTS) else {}
 
-    def run(arguments: Arguments, seed: int) -> tuple[Tensor, bool]:
+    def run(
+        arguments: Arguments, seed: int, mode: Mapping[str, Tensor] | None
+    ) -> tuple[Tensor, bool]:
         own: Any = copy.copy(inference)
         own.model, own._num_data, own._result = stack.log_posterior.model, None, None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of one of many fits, whose ranks tell
-            own.run(arguments, seed=seed, progress=False, **how, **settings)
+            known = {} if mode is None else {"mode": mode}
+            own.run(arguments, seed=seed, progress=False, **known, **how, **settings)
             is_gaussian = isinstance(own, Approximation)
             result = own._draw(chains.NUM_DRAWS, seed) if is_gaussian else own._draws()
             return result.positions, is_gaussian
