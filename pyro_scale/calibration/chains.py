@@ -40,6 +40,8 @@ MOST_DENSE = 100
 #: Draws of a chain, of which these are some; effective ones among them; the part of the chains that
 #: may have fewer; and times that thinning is doubled until no more do.
 _DRAWS, LEAST_ESS, _MOST_SLOW, _MOST_DOUBLINGS = 400, 200, 0.01, 8
+#: Passes of a chain through its data, at most: those of a run that chooses its length.
+_MOST_PASSES = 200_000
 #: Times that a chain begins again at half its step size.
 _MOST_HALVINGS = 8
 #: Thinning over an autocorrelation time, of a chain that is among the slowest.
@@ -124,8 +126,10 @@ def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None
         thinning = lengths.thinning
     warm, draws = _sound_run(stack, warm, method, thinning)
     for _ in range(_MOST_DOUBLINGS if method.thinning is None else 0):
-        few = int((_effective(draws) < LEAST_ESS).sum())
-        if few <= _MOST_SLOW * stack.num_chains + (lengths is None):  # one of a pilot may be
+        ess, passes = _effective(draws), 2 * draws.num_steps * stack.share_of_rows
+        few = int(((ess < LEAST_ESS) & (ess > 0)).sum())  # more steps do not mend what broke
+        # one of a pilot's may be
+        if few <= _MOST_SLOW * stack.num_chains + (lengths is None) or passes > _MOST_PASSES:
             break
         thinning *= 2
         warm, draws = _sound_run(stack, warm, method, thinning, partial(every_second, draws))

@@ -110,6 +110,11 @@ class Stack:
         """N, of each data set."""
         return self.log_posterior.num_data
 
+    @property
+    def share_of_rows(self) -> float:
+        """The part of all rows that a step takes."""
+        return 1.0 if self.batch_size is None else self.batch_size / self.num_data
+
     def arguments(self, number: Tensor) -> Arguments:
         """What the model takes, of one data set."""
         return self.shared, {name: take_one(table, number) for name, table in self.own.items()}

@@ -339,7 +339,8 @@ def _stacked(sampler: Sampler, stack: Stack, settings: Mapping[str, Any]) -> cha
     anchored = stack.batch_size is not None if is_auto(anchor) else bool(anchor)
     if not stack.vectorized or anchored or own.subtract_noise:
         return None
-    if kernel.adjusted and stack.batch_size is not None:
+    is_cold = bool(kernel.values(0)["temperature"] == 0)
+    if is_cold or (kernel.adjusted and stack.batch_size is not None):
         return None
     kinds: dict[Any, Kind | None] = {None: None, "diag": "diag", "dense": "dense"}
     kinds["auto"] = "dense" if stack.layout.size <= chains.MOST_DENSE else "diag"
