@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_scale.calibration.chains import LEAST_ESS, NUM_DRAWS, Sampled
+from pyro_scale.calibration.chains import NUM_DRAWS, Sampled
 from pyro_scale.calibration.fitters import Fitter
 from pyro_scale.calibration.quantities import LOGLIK, Quantity, Ranked, rank
 from pyro_scale.calibration.results import SBC
@@ -23,7 +23,7 @@ from pyro_scale.calibration.warm_up import Lengths
 from pyro_scale.core.memory import bytes_of
 from pyro_scale.core.warn import warn
 from pyro_scale.engine.progress import Progress
-from pyro_scale.errors import PyroScaleWarning
+from pyro_scale.errors import ArgumentError, NonFiniteError, PyroScaleWarning
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: Simulations of a block at most: what Control-C costs.
@@ -70,6 +70,8 @@ class Campaign:
         """
         begun = time.perf_counter()
         params, lengths = self.truth.params(self.count, self.seed), self._lengths(earlier)
+        if earlier is not None:
+            self._check_same(earlier, params)
         done = 0 if earlier is None else earlier.num_simulations
         size = self._block_size(params)
         parts, facts = [] if earlier is None else [_part_of(earlier)], dict[str, Any]()
@@ -80,13 +82,18 @@ class Campaign:
                     started = time.perf_counter()
                     pilot = self._fit(params, 0, min(AT_ONCE, self.count), None)[0]
                     lengths = pilot.lengths
+                    if len(pilot.failed) == len(pilot.ess):
+                        raise NonFiniteError(
+                            f"sbc: all of the first {len(pilot.ess)} simulations broke: "
+                            f"{pilot.failed[0]}; run the method on one data set to see why"
+                        )
                     bar.say(self._estimate(time.perf_counter() - started))
                 for start in range(done, self.count, size):
                     stop = min(start + size, self.count)
                     sampled, ranked = self._fit(params, start, stop, lengths)
                     facts |= {"program": sampled.program, **sampled.facts}
                     facts |= {f"steps_{stage}": n for stage, n in sampled.steps.items()}
-                    parts.append(_Part(sampled.ess, _shifted(sampled.failed, start), ranked))
+                    parts.append(_Part.of(sampled, ranked, start))
                     bar.update(stop - start)
             except KeyboardInterrupt:
                 if not parts:
@@ -125,6 +132,37 @@ class Campaign:
         how = self.quantities, self.predict_at, seed
         return sampled, rank(self.truth.fitted, stack, true, sampled.positions, *how)
 
+    def _check_same(self, earlier: SBC, params: Mapping[str, Tensor]) -> None:
+        """Refuses the simulations of another call.
+
+        Raises:
+            ArgumentError: it says what differs.
+        """
+        for name, value in self.attrs.items():
+            if earlier.attrs.get(name) != value:
+                raise ArgumentError(
+                    f"resume: it was run with {name}={earlier.attrs.get(name)}, and not {value}: "
+                    "pass the arguments of the interrupted call"
+                )
+        done = earlier.num_simulations
+        own = {*self.truth.fitted.latents, LOGLIK, *self.quantities}
+        if self.predict_at is not None:
+            own |= {f"{name} (predicted)" for name in self.truth.fitted.places}
+        is_same = own == set(earlier.ranks)
+        if is_same:
+            here = {name: value[:done] for name, value in params.items()}
+            true = torch.vmap(self.truth.fitted.log_posterior.constrain)(here)
+            is_same = all(
+                true[name].shape == earlier.true[name].shape
+                and torch.allclose(true[name].double(), earlier.true[name].double(), rtol=1e-4)
+                for name in self.truth.fitted.latents
+            )
+        if not is_same:
+            raise ArgumentError(
+                "resume: it is of another model, or of other quantities: pass the arguments of the "
+                "interrupted call"
+            )
+
     def _lengths(self, earlier: SBC | None) -> Lengths | None:
         return None if earlier is None else Lengths(**earlier.attrs["lengths"])
 
@@ -149,7 +187,6 @@ class Campaign:
 
         ess = torch.cat([part.ess for part in parts])
         failed = {number: why for part in parts for number, why in part.failed.items()}
-        slow = torch.nonzero(ess < min(LEAST_ESS, float(ess.max())))[:, 0].tolist()
         return SBC(
             ranks=joined("ranks"),
             num_draws=NUM_DRAWS,
@@ -158,7 +195,7 @@ class Campaign:
             sd=joined("sd"),
             ess=ess,
             failed=failed,
-            slow=[number for number in slow if number not in failed],
+            slow=[number for part in parts for number in part.slow],
             seeds=[simulation_seed(self.seed, number) for number in range(len(ess))],
             attrs=attrs,
             of_data=(LOGLIK, *self.quantities),
@@ -171,12 +208,20 @@ class _Part:
 
     ess: Tensor
     failed: dict[int, str]
+    slow: list[int]
     ranked: Ranked
+
+    @classmethod
+    def of(cls, sampled: Sampled, ranked: Ranked, start: int) -> _Part:
+        """Those from some number on."""
+        few = torch.nonzero(sampled.ess < sampled.enough)[:, 0].tolist()
+        slow = [start + number for number in few if number not in sampled.failed]
+        return cls(sampled.ess, _shifted(sampled.failed, start), slow, ranked)
 
 
 def _part_of(sbc: SBC) -> _Part:
     ranked = Ranked(dict(sbc.ranks), dict(sbc.true), dict(sbc.mean), dict(sbc.sd))
-    return _Part(torch.as_tensor(sbc.ess), dict(sbc.failed), ranked)
+    return _Part(torch.as_tensor(sbc.ess), dict(sbc.failed), list(sbc.slow), ranked)
 
 
 def _shifted(failed: Mapping[int, str], start: int) -> dict[int, str]:

@@ -77,6 +77,7 @@ class Sampled:
         steps: of each chain, by stage.
         facts: what else there is to say.
         program: how steps were run, in words.
+        enough: effective draws; a simulation with fewer is slow.
     """
 
     positions: Tensor
@@ -86,6 +87,7 @@ class Sampled:
     steps: dict[str, int]
     facts: Mapping[str, Any]
     program: str
+    enough: float = LEAST_ESS
 
 
 def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None = None) -> Sampled:
@@ -135,6 +137,7 @@ def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None
         steps={"warm-up": warm.steps, "draws": draws.num_steps},
         facts={"lr": _in_words(factor * first_lr)},
         program=draws.program,
+        enough=LEAST_ESS * draws.positions.shape[1] / _DRAWS,
     )
 
 

@@ -132,6 +132,7 @@ class OneByOne:
 
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
         positions, ess, failed = list[Tensor](), list[float](), dict[int, str]()
+        most = NUM_DRAWS
         for number, seed in enumerate(stack.seeds):
             drawn, is_independent = None, False
             try:
@@ -144,6 +145,7 @@ class OneByOne:
                 drawn = torch.full((1, NUM_DRAWS, stack.layout.size), torch.nan)
             flat = drawn.flatten(0, 1)
             positions.append(flat[evenly(len(flat), NUM_DRAWS)])
+            most = max(most, len(flat))
             ess.append(len(flat) if is_independent else float(effective(drawn.double()).sum()))
         return Sampled(
             positions=torch.stack(positions),
@@ -153,6 +155,7 @@ class OneByOne:
             steps={},
             facts={},
             program="one by one",
+            enough=min(LEAST_ESS, most),
         )
 
 
