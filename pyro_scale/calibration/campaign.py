@@ -23,7 +23,7 @@ from pyro_scale.calibration.warm_up import Lengths
 from pyro_scale.core.memory import bytes_of
 from pyro_scale.core.warn import warn
 from pyro_scale.engine.progress import Progress
-from pyro_scale.errors import PyroScaleWarning
+from pyro_scale.errors import ArgumentError, NonFiniteError, PyroScaleWarning
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: Copies of a data set, and numbers of draws and their neighbors, that a simulation takes.
@@ -69,6 +69,8 @@ class Campaign:
         begun = time.perf_counter()
         params = self.truth.params(self.count, self.seed)
         lengths = None if earlier is None else Lengths(**earlier.attrs["lengths"])
+        if earlier is not None:
+            self._check_same(earlier, params)
         done = 0 if earlier is None else earlier.num_simulations
         parts, facts = [] if earlier is None else [_part_of(earlier)], dict[str, Any]()
         spans = self._spans(done)
@@ -76,7 +78,13 @@ class Campaign:
             bar.update(done)
             try:
                 if lengths is None and self.fitter.has_lengths:
-                    lengths = self._fit(params, *spans[0], None)[0].lengths
+                    pilot = self._fit(params, *spans[0], None)[0]
+                    if len(pilot.failed) == len(pilot.ess):
+                        raise NonFiniteError(
+                            f"sbc: all of the first {len(pilot.ess)} simulations broke: "
+                            f"{pilot.failed[0]}; run the method on one data set to see why"
+                        )
+                    lengths = pilot.lengths
                 for start, stop in spans:
                     started = time.perf_counter()
                     sampled, ranked = self._fit(params, start, stop, lengths)
@@ -121,6 +129,37 @@ class Campaign:
         seed = derived_seed(self.seed, start, Purpose.SIMULATION, 3)
         how = self.quantities, self.predict_at, seed
         return sampled, rank(self.truth.fitted, stack, true, sampled.positions, *how)
+
+    def _check_same(self, earlier: SBC, params: Mapping[str, Tensor]) -> None:
+        """Refuses the simulations of another call.
+
+        Raises:
+            ArgumentError: it says what differs.
+        """
+        for name, value in self.attrs.items():
+            if earlier.attrs.get(name) != value:
+                raise ArgumentError(
+                    f"resume: it was run with {name}={earlier.attrs.get(name)}, and not {value}: "
+                    "pass the arguments of the interrupted call"
+                )
+        done = earlier.num_simulations
+        own = {*self.truth.fitted.latents, LOGLIK, *self.quantities}
+        if self.predict_at is not None:
+            own |= {f"{name} (predicted)" for name in self.truth.fitted.places}
+        is_same = own == set(earlier.ranks)
+        if is_same:
+            here = {name: value[:done] for name, value in params.items()}
+            true = torch.vmap(self.truth.fitted.log_posterior.constrain)(here)
+            is_same = all(
+                true[name].shape == earlier.true[name].shape
+                and torch.allclose(true[name].double(), earlier.true[name].double(), rtol=1e-4)
+                for name in self.truth.fitted.latents
+            )
+        if not is_same:
+            raise ArgumentError(
+                "resume: it is of another model, or of other quantities: pass the arguments of the "
+                "interrupted call"
+            )
 
     def _spans(self, done: int) -> list[tuple[int, int]]:
         """The blocks that are left, as (first simulation, the one after the last): a small one,

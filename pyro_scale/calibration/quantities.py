@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from pyro_scale.calibration.simulations import Generator
 from pyro_scale.calibration.stack import Stack, take_one
+from pyro_scale.calibration.truth import Truth
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError
@@ -53,6 +54,43 @@ def check_quantities(quantities: Mapping[str, Quantity], sites: tuple[str, ...])
                 f"quantities[{name!r}]: a latent site has this name, and is ranked anyway: choose "
                 "another"
             )
+
+
+def check_values(
+    truth: Truth,
+    stack: Stack,
+    quantities: Mapping[str, Quantity],
+    predict_at: Arguments | None,
+    seed: int,
+) -> None:
+    """Tries quantities and predictions on the first data set, before the work starts.
+
+    Raises:
+        ArgumentError: it names what fails.
+    """
+    model, zero = truth.fitted, torch.tensor(0)
+    params = {name: value[0] for name, value in truth.params(1, seed).items()}
+    shared, own = cast(Any, stack.arguments(zero))
+    with own_generator(seed), torch.no_grad():
+        sites = stack.log_posterior.run(params, (shared, own)).sites
+        latents = {s.name: s.value for s in sites.values() if s.kind == "latent"}
+        for name, quantity in quantities.items():
+            try:
+                torch.as_tensor(quantity(dict(latents), model.given(own)))
+            except Exception as error:
+                raise ArgumentError(
+                    f"quantities[{name!r}] fails: {type(error).__name__}: {error}.  It is called "
+                    f"with a dict of the sites {list(latents)} and the model's arguments, and "
+                    "gives a number or a tensor"
+                ) from error
+        if predict_at is not None:
+            try:
+                model.log_posterior.simulate(params, predict_at)
+            except Exception as error:
+                raise ArgumentError(
+                    f"predictive: the model fails on it: {type(error).__name__}: {error}; pass "
+                    "rows as the model's arguments"
+                ) from error
 
 
 def rank(

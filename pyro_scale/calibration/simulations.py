@@ -17,9 +17,11 @@ from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import without_vmap_warnings
-from pyro_scale.errors import DataError, ModelError, SiteError
+from pyro_scale.errors import ArgumentError, DataError, ModelError, SiteError
+from pyro_scale.model.checks import inside_support
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.sites import Site
+from pyro_scale.posterior.draws import in_chunks
 from pyro_scale.posterior.predictive import data_axes
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
@@ -36,12 +38,14 @@ class Place:
         leaf: which of the arguments' leaves holds them too; None where none does.
         dtype: of that leaf, or of the observations.
         missing: which of them are not observed, where some are NaN.
+        part: the places of the observations in that leaf, flat, where it holds more than them.
     """
 
     axis: int | None
     leaf: int | None
     dtype: torch.dtype
     missing: Tensor | None
+    part: Tensor | None = None
 
     def as_rows(self, value: Tensor, num_rows: int) -> Tensor:
         """Drawn values with their rows first."""
@@ -59,6 +63,20 @@ class Place:
     def as_value(self, table: Tensor) -> Tensor:
         """The site's value, by its rows."""
         return table[0] if self.axis is None else table.movedim(0, self.axis)
+
+    def in_leaf(self, leaf: Tensor, table: Tensor) -> Tensor:
+        """The leaf with other observations."""
+        value = self.as_value(table).to(self.dtype)
+        if self.part is None:
+            return value
+        return leaf.flatten().scatter(0, self.part.flatten(), value.flatten()).view(leaf.shape)
+
+    def doubled(self, leaf: Tensor | None) -> Place:
+        """That of every row twice."""
+        part = self.part
+        if part is not None and leaf is not None and self.axis is not None:
+            part = torch.cat([part, part + leaf.numel()], self.axis)
+        return dataclasses.replace(self, missing=None, part=part)
 
 
 @dataclass(frozen=True)
@@ -107,7 +125,16 @@ class Generator:
         return generator
 
     def resampling(self) -> Generator:
-        """The same with covariates drawn anew for each data set."""
+        """The same with covariates drawn anew for each data set.
+
+        Raises:
+            ArgumentError: observations and covariates are in one tensor.
+        """
+        if any(place.part is not None for place in self.places.values()):
+            raise ArgumentError(
+                "resample=True: observations are a part of a tensor that holds covariates too: "
+                "pass them as tensors of their own"
+            )
         held = {place.leaf for place in self.places.values()}
         leaves = pytree.tree_leaves(self.arguments)
         drawn = [i for i, leaf in enumerate(leaves) if rows.is_rows(leaf) and i not in held]
@@ -136,7 +163,7 @@ class Generator:
             values = {name: place.as_value(own[name]) for name, place in places.items()}
             leaves, structure = pytree.tree_flatten(arguments)
             for name, place in places.items():
-                if place.leaf is not None:
+                if place.leaf is not None and place.part is None:
                     leaves[place.leaf] = place.as_leaf(values[name])
             for name, leaf in covariates.items():
                 leaves[leaf] = own[name]
@@ -147,7 +174,8 @@ class Generator:
 
     def shared(self) -> Arguments:
         """The arguments that all data sets have in common: None in place of the others."""
-        held = {place.leaf for place in self.places.values()} | set(self.covariates.values())
+        held = {place.leaf for place in self.places.values() if place.part is None}
+        held |= set(self.covariates.values())
         leaves, structure = pytree.tree_flatten(self.arguments)
         kept = [None if i in held else leaf for i, leaf in enumerate(leaves)]
         return pytree.tree_unflatten(kept, structure)
@@ -157,7 +185,7 @@ class Generator:
         leaves, structure = pytree.tree_flatten(self.arguments)
         for name, place in self.places.items():
             if place.leaf is not None:
-                leaves[place.leaf] = place.as_value(own[name]).to(place.dtype)
+                leaves[place.leaf] = place.in_leaf(leaves[place.leaf], own[name])
         for name, leaf in self.covariates.items():
             leaves[leaf] = own[name]
         return pytree.tree_unflatten(leaves, structure)
@@ -197,10 +225,47 @@ class Generator:
     def doubled(self) -> Generator:
         """The same on every row twice."""
         twice = rows.map_rows(lambda leaf: torch.cat([leaf, leaf]), self.arguments)
+        leaves = pytree.tree_leaves(self.arguments)
         places = {
-            name: dataclasses.replace(place, missing=None) for name, place in self.places.items()
+            name: place.doubled(None if place.leaf is None else leaves[place.leaf])
+            for name, place in self.places.items()
         }
         return dataclasses.replace(self, arguments=twice, places=places)
+
+    def check_support(
+        self, params: Mapping[str, Tensor], observed: Mapping[str, Tensor], start: int
+    ) -> None:
+        """Refuses observations that the model could not have drawn at the latents of theirs.
+
+        Args:
+            params: of the data sets, `[data sets, ...]`.
+            observed: their observations.
+            start: the number of the first.
+
+        Raises:
+            SiteError: it names the site and the data set.
+        """
+        numbers = torch.arange(len(next(iter(observed.values()))))
+
+        def inside(number: Tensor) -> dict[str, Tensor]:
+            own = {n: table.index_select(0, number[None])[0] for n, table in observed.items()}
+            here = {n: value.index_select(0, number[None])[0] for n, value in params.items()}
+            sites = self.log_posterior.run(here, self.given(own)).sites
+            return {
+                name: inside_support(
+                    dataclasses.replace(sites[name], value=place.as_value(own[name]))
+                ).all()
+                for name, place in self.places.items()
+            }
+
+        parts = list(in_chunks(inside, [numbers]))
+        for name in self.places:
+            outside = torch.nonzero(~torch.cat([part[name] for part in parts]))[:, 0]
+            if len(outside):
+                raise SiteError(
+                    f"site '{name}': the observations of simulation {start + int(outside[0])} are "
+                    "outside of its support: simulator= draws what the fitted model cannot"
+                )
 
     def _draw(self, params: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
         count, num_rows = len(next(iter(params.values()))), self.num_rows
@@ -237,7 +302,7 @@ class Generator:
         Raises:
             SiteError: it names the site.
         """
-        params = self.prior_draws(1, 0)
+        params = self.prior_draws(AT_ONCE, 0)
         once = self.draw(params, 0)
         other = self.draw(params, 1)
         again = self.with_arguments(
@@ -293,10 +358,37 @@ def _can_be_drawn(site: Site) -> bool:
 def _place(site: Site, from_right: int | None, leaves: list[Any]) -> Place:
     """Where a site's rows are, and its values among the arguments."""
     axis = None if from_right is None else site.value.dim() + from_right
-    leaf = next((i for i, each in enumerate(leaves) if _is_same(each, site.value)), None)
+    equal = [i for i, each in enumerate(leaves) if _is_same(each, site.value)]
+    held = [i for i, each in enumerate(leaves) if _is_in(each, site.value)]
+    both = [i for i in equal if i in held]  # a covariate may be equal to them, too
+    leaf = next(iter([*reversed(both), *reversed(equal), *held]), None)
+    part = None
+    if leaf is not None and leaf not in equal:
+        part = _part(leaves[leaf], site.value)
     dtype = site.value.dtype if leaf is None else leaves[leaf].dtype
     missing = torch.isnan(site.value)
-    return Place(axis, leaf, dtype, missing if bool(missing.any()) else None)
+    return Place(axis, leaf, dtype, missing if bool(missing.any()) else None, part)
+
+
+def _is_in(leaf: Any, value: Tensor) -> bool:
+    """Whether a value is a view of a leaf."""
+    if not isinstance(leaf, Tensor) or not leaf.is_contiguous() or leaf.dtype != value.dtype:
+        return False
+    if leaf.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
+        return False
+    if not leaf.numel() or not value.numel():
+        return False
+    places = _part(leaf, value)
+    return bool(places.min() >= 0) and bool(places.max() < leaf.numel())
+
+
+def _part(leaf: Tensor, value: Tensor) -> Tensor:
+    """The places of a view in a leaf that lies in one piece, flat."""
+    places = torch.full(value.shape, int(value.storage_offset() - leaf.storage_offset()))
+    for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
+        along = torch.arange(size) * stride
+        places = places + along.view(-1, *[1] * (value.dim() - dim - 1))
+    return places
 
 
 def _is_same(leaf: Any, value: Tensor) -> bool:

@@ -80,7 +80,11 @@ class FromPrior:
     def observed(
         self, params: Mapping[str, Tensor], start: int, stop: int, seed: int
     ) -> dict[str, Tensor]:
-        return self.drawn_by.draw(params, seed, start, stop)
+        drawn = self.drawn_by.draw(params, seed, start, stop)
+        if self.drawn_by is not self.fitted:
+            own = {name: value[start:stop] for name, value in params.items()}
+            self.fitted.check_support(own, drawn, start)
+        return drawn
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,10 @@ class FromPosterior:
     def params(self, count: int, seed: int) -> dict[str, Tensor]:
         there = len(next(iter(self.draws.values())))
         source = generator(seed, 4, Purpose.SIMULATION)
-        chosen = torch.randint(there, (count,), generator=source)
-        if count <= there:
-            chosen = torch.randperm(there, generator=source)[:count]
+        chosen = torch.randperm(there, generator=source)[:count]
+        if count > there:  # the first ones are the same, however many there are
+            more = torch.randint(there, (count - there,), generator=source)
+            chosen = torch.cat([chosen, more])
         return {name: self.draws[name][chosen] for name in self.fitted.latents}
 
     def observed(

@@ -16,7 +16,7 @@ from pyro_scale.calibration import chains
 from pyro_scale.calibration.campaign import Campaign
 from pyro_scale.calibration.comparison import SBCComparison
 from pyro_scale.calibration.fitters import Fitter, OneByOne, Stacked, StackedFit, StackedNUTS
-from pyro_scale.calibration.quantities import Quantity, check_quantities
+from pyro_scale.calibration.quantities import Quantity, check_quantities, check_values
 from pyro_scale.calibration.results import SBC
 from pyro_scale.calibration.simulations import Generator
 from pyro_scale.calibration.stack import Stack
@@ -51,6 +51,21 @@ From = Literal["prior", "posterior"]
 _LEAST = 20
 #: What `sbc` decides by itself.
 _OWN = ("data", "num_samples", "num_chains", "seed", "progress")
+#: What simulations have no use for.
+_OF_ONE_RUN = (
+    "superchains",
+    "share_batches",
+    "max_rows",
+    "max_seconds",
+    "checkpoint",
+    "checkpoint_every",
+    "resume",
+    "store",
+    "memory_budget",
+    "distributed",
+    "mesh",
+    "rows_by_rank",
+)
 
 
 @without_vmap_warnings()
@@ -142,6 +157,8 @@ def sbc(
             raise ArgumentError("resume: it goes on with one method: pass that instead of a dict")
         if not inference:
             raise ArgumentError("inference={}: pass a method, or a dict of some by name")
+        for each in inference.values():
+            _check(each, method, settings)
         how = {
             "num_simulations": num_simulations,
             "method": method,
@@ -163,16 +180,19 @@ def sbc(
     _check(inference, method, settings)
     truth = _truth(inference, data, method, simulator, as_flag("resample", resample))
     own = dict(quantities or {})
+    predict_at = None if predictive is None else rows.as_arguments(predictive)
     check_quantities(own, truth.fitted.latents)
     problem = _first_problem(truth, seed)
     stack = _stack(truth, problem, inference, settings, seed)
+    _check_batches(truth, stack)
+    check_values(truth, stack, own, predict_at, seed)
     fitter = _fitter(inference, problem, stack, settings)
     campaign = Campaign(
         truth=truth,
         stack=stack,
         fitter=fitter,
         quantities=own,
-        predict_at=None if predictive is None else rows.as_arguments(predictive),
+        predict_at=predict_at,
         count=count,
         seed=seed,
         title=f"sbc, {type(inference).__name__}",
@@ -267,6 +287,19 @@ def _stack(
         bar=Progress(None, "", False),
         vectorized=problem.engine.vectorized,
     )
+
+
+def _check_batches(truth: Truth, stack: Stack) -> None:
+    """Checks that the model can be run on batches, as a run does.
+
+    Raises:
+        PlateError, SiteError: it cannot.
+    """
+    if stack.batch_size is not None:
+        fitted = truth.fitted
+        opened = open_data(fitted.arguments, stack.batch_size, stack.num_data)
+        log_posterior = as_log_posterior(fitted.log_posterior.model, stack.num_data)
+        prepare(log_posterior, opened, Hyperparameters(), None, 1, stack.seeds[0])
 
 
 # ------------------------------------------------------------------ how it is fitted
@@ -402,8 +435,12 @@ def _check(inference: Any, method: Any, settings: Mapping[str, Any]) -> None:
     for name in settings:
         if name in _OWN:
             raise CallError(f"sbc: {name} is not a setting: ranks are among 100 draws of one chain")
+        if name in _OF_ONE_RUN:
+            raise CallError(
+                f"sbc: {name} is of one long run, not of many simulations: leave it out"
+            )
         if name not in names:
-            own = [each for each in names if each not in _OWN]
+            own = [each for each in names if each not in ("self", *_OWN, *_OF_ONE_RUN)]
             raise CallError(
                 f"sbc: {type(inference).__name__}.run has no setting '{name}': it has {own}"
             )

@@ -205,8 +205,7 @@ def test_resampled_covariates_go_with_their_own_observations():
 
 def test_several_settings_have_the_same_data():
     settings = {
-        name: ps.SGLD(normal_mean, lr=lr)
-        for name, lr in zip("ab", (0.1, 0.2), strict=True)
+        name: ps.SGLD(normal_mean, lr=lr) for name, lr in zip("ab", (0.1, 0.2), strict=True)
     }
     found = ps.sbc(settings, Y, num_simulations=20, **FIXED, **QUIET)
     assert torch.equal(found["a"].true["mu"], found["b"].true["mu"])
