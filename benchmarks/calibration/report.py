@@ -137,10 +137,10 @@ def times(results: Mapping[str, Any]) -> Iterator[str]:
     """What it costs."""
     yield TIMES
     yield (
-        "| | simulations | s | to reach | reached | s a simulation | verdict | slow | failed | "
-        "steps of warm-up | steps of draws |"
+        "| | simulations | s | of the processor | to reach | reached | s a simulation | verdict | "
+        "slow | failed | steps of warm-up | steps of draws |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    yield "|" + "---|" * 12
     titles = {
         "logistic": "BAOA, nothing set, logistic regression 768 x 8",
         "logistic_nuts": "NUTS, the same",
@@ -160,8 +160,8 @@ def times(results: Mapping[str, Any]) -> Iterator[str]:
         attrs = record.get("attrs", {})
         of_it += [attrs.get(name, "") for name in ("steps_warm-up", "steps_draws")]
         yield (
-            f"| {title} | {count:,} | {seconds:.1f} | {target} | {cell(reached)} | "
-            f"{seconds / count:.3g} | {' | '.join(map(str, of_it))} |"
+            f"| {title} | {count:,} | {seconds:.1f} | {record['cpu']:.1f} | {target} | "
+            f"{cell(reached)} | {seconds / count:.3g} | {' | '.join(map(str, of_it))} |"
         )
     yield ""
     if "simuk" in results:
