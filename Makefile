@@ -1,10 +1,10 @@
-# `make demo`, `test`, `test-slow`, `matrix`, `bench`, `accuracy`, `untuned`, `verdicts`, `rows`, `approximations`, `networks`, `programs`, `distributed`: each makes .venv if it is missing.
+# `make demo`, `test`, `test-slow`, `matrix`, `bench`, `accuracy`, `untuned`, `verdicts`, `rows`, `approximations`, `networks`, `programs`, `distributed`, `calibration`: each makes .venv if it is missing.
 
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow matrix bench accuracy untuned verdicts rows approximations networks programs distributed lint types notebooks clean
+.PHONY: demo test test-slow matrix bench accuracy untuned verdicts rows approximations networks programs distributed calibration lint types notebooks clean
 
 demo: .venv/installed
 	$(BIN)/python -W ignore::FutureWarning examples/demo.py
@@ -63,6 +63,12 @@ distributed: .venv/installed
 	$(BIN)/torchrun --standalone --nproc-per-node=2 benchmarks/distributed/gradients.py
 	$(BIN)/torchrun --standalone --nproc-per-node=2 benchmarks/distributed/cost.py
 	$(BIN)/torchrun --standalone --nproc-per-node=2 benchmarks/distributed/rows.py
+
+# What simuk's times need is not among the extras: `pip install simuk`.
+calibration: .venv/installed-bench
+	$(BIN)/python -W ignore benchmarks/calibration/verdicts.py
+	$(BIN)/python -W ignore benchmarks/calibration/cost.py
+	$(BIN)/python benchmarks/calibration/report.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -1,0 +1,189 @@
+"""Writes docs/calibration.md: `python benchmarks/calibration/report.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import cost
+import verdicts
+from verdicts import Case, Outcome
+
+PAGE = Path(__file__).parents[2] / "docs" / "calibration.md"
+#: False alarms of 40 runs at 5%, the part of wrong samplers that is found, seconds, and simuk's
+#: time over ours.
+MOST_ALARMS, ALARM_RUNS, LEAST_FOUND, MOST_SECONDS, LEAST_RATIO = 6, 40, 0.95, 60, 100
+SIGNIFICANT = 0.05
+
+HEAD = """\
+# Calibration by simulation, measured
+
+Written by `make calibration` (`benchmarks/calibration`); the head of each script says what it does.
+The machine is a virtual one of two cores that others share, so times are upper bounds.
+"""
+
+ALARMS = """\
+## Right samplers
+
+Data and latents come from the model that is fitted, and draws should be right.  A verdict of
+"miscalibrated" is a false alarm, at 5% over all elements by Holm's method.  40 runs of a test at
+exactly 5% have 6 or fewer in 99.7% of all cases.  `z sd` is the mean over runs and elements of
+`z_score_sd`; of exact draws it is 1.015, as mean and sd are those of 100 draws.  The runs of 20,000
+simulations have no target; they show how small a bias is found.
+"""
+
+POWER = """\
+## Wrong samplers
+
+Each is wrong on purpose.  The columns on the right count the runs in which a quantity by itself
+(the least of its elements, adjusted for all elements) is below 5%.
+
+The two step sizes are those at which the stationary sd on this Gaussian posterior is 1.1 times the
+posterior's, by `GaussianChain`.  BAOA is exact on a Gaussian with all rows at any stable step, so
+it is run in batches, whose noise heats it.
+
+A likelihood that is multiplied by B/N of the batch at hand is refused before the run
+(`PlateError`), and so is `num_data=` below the number of rows.  A constant factor is legal, as
+tempering is; that is the mistake of these runs.
+"""
+
+TIMES = """\
+## Times
+
+One core, one thread, nothing compiled before.  simuk runs NumPyro's NUTS with its default of 1,000
+draws after 1,000 of warm-up; ours takes 100 draws of at least 400.  simuk was shortened to a few
+simulations, and its time is that of a simulation.
+"""
+
+
+def cell(value: Any) -> str:
+    """Yes, no or nothing."""
+    return {True: "yes", False: "**no**", None: ""}[value]
+
+
+def groups(is_right: bool) -> Iterator[tuple[Case, list[Outcome]]]:
+    """Cases, and the runs of each that there are."""
+    outcomes = verdicts.load()
+    for case in verdicts.cases():
+        found = [o for o in outcomes if o.case == case.name]
+        if found and case.is_right == is_right:
+            yield case, found
+
+
+def flagged(found: list[Outcome]) -> int:
+    """Runs whose verdict is miscalibrated."""
+    return sum(o.verdict == "miscalibrated" for o in found)
+
+
+def common(found: list[Outcome]) -> str:
+    """What both tables show of a case."""
+    unknown = sum(o.verdict == "unknown" for o in found)
+    slow, failed = (max(getattr(o, name) for o in found) for name in ("slow", "failed"))
+    z_sd = fmean(o.z_score_sd for o in found)
+    return (
+        f"{unknown} | {z_sd:.3f} | {slow} | {failed} | {median(o.seconds for o in found):.0f} "
+        f"({max(o.seconds for o in found):.0f})"
+    )
+
+
+def alarms() -> Iterator[str]:
+    """Right samplers."""
+    yield ALARMS
+    yield (
+        "| sampler | simulations | runs | miscalibrated | to reach | reached | unknown | z sd | "
+        "slow, most | failed, most | s, median (most) |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    for case, found in groups(True):
+        target, reached = "", None
+        if len(found) == ALARM_RUNS:
+            target = f"at most {MOST_ALARMS}"
+            reached = flagged(found) <= MOST_ALARMS
+        yield (
+            f"| {case.title} | {case.simulations:,} | {len(found)} | {flagged(found)} | {target} | "
+            f"{cell(reached)} | {common(found)} |"
+        )
+    yield ""
+    for case, found in groups(True):
+        if len(found) == 1:
+            least = ", ".join(f"{name} {p:.2g}" for name, p in found[0].p_value.items())
+            yield f"Least p-value of each quantity's elements, {case.title}: {least}.\n"
+
+
+def power() -> Iterator[str]:
+    """Wrong samplers."""
+    yield POWER
+    names = ("w", "loglik")
+    yield (
+        "| sampler | runs | miscalibrated | to reach | reached | "
+        + " | ".join(f"by {name}" for name in names)
+        + " | unknown | z sd | slow, most | failed, most | s, median (most) |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    for case, found in groups(False):
+        by = " | ".join(str(sum(o.p_holm[name] <= SIGNIFICANT for o in found)) for name in names)
+        reached = flagged(found) >= LEAST_FOUND * len(found)
+        yield (
+            f"| {case.title} | {len(found)} | {flagged(found)} | {LEAST_FOUND:.0%} | "
+            f"{cell(reached)} | {by} | {common(found)} |"
+        )
+    yield ""
+
+
+def times(results: Mapping[str, Any]) -> Iterator[str]:
+    """What it costs."""
+    yield TIMES
+    yield (
+        "| | simulations | s | of the processor | to reach | reached | s a simulation | verdict | "
+        "slow | failed | steps of warm-up | steps of draws |"
+    )
+    yield "|" + "---|" * 12
+    titles = {
+        "logistic": "BAOA, nothing set, logistic regression 768 x 8",
+        "logistic_nuts": "NUTS, the same",
+        "schools": "BAOA, nothing set, eight schools, non-centered",
+        "schools_nuts": "NUTS, the same",
+        "simuk": "simuk, NumPyro's NUTS, logistic regression 768 x 8",
+    }
+    for part, title in titles.items():
+        if part not in results:
+            continue
+        record = results[part]
+        seconds, count = record["seconds"], record["simulations"]
+        target, reached = "", None
+        if part in ("logistic", "schools"):
+            target, reached = f"under {MOST_SECONDS}", seconds < MOST_SECONDS
+        of_it = [record.get(name, "") for name in ("verdict", "slow", "failed")]
+        attrs = record.get("attrs", {})
+        of_it += [attrs.get(name, "") for name in ("steps_warm-up", "steps_draws")]
+        yield (
+            f"| {title} | {count:,} | {seconds:.1f} | {record['cpu']:.1f} | {target} | "
+            f"{cell(reached)} | {seconds / count:.3g} | {' | '.join(map(str, of_it))} |"
+        )
+    yield ""
+    if "simuk" in results:
+        each = {part: record["seconds"] / record["simulations"] for part, record in results.items()}
+        for part, name in (("logistic", "BAOA"), ("logistic_nuts", "NUTS")):
+            if part in each:
+                ratio = each["simuk"] / each[part]
+                target = "" if name == "NUTS" else f" (to reach: {LEAST_RATIO}x)"
+                yield f"A simulation of simuk takes {ratio:.0f}x as long as {name}'s{target}.\n"
+    for when in dict.fromkeys(record["when"] for record in results.values()):
+        yield f"Measured {when}.\n"
+
+
+def main() -> None:
+    """Writes the page."""
+    lines = [HEAD, *alarms(), *power()]
+    for when in dict.fromkeys(o.when for o in verdicts.load()):
+        lines.append(f"Measured {when}.\n")
+    if cost.RESULTS.exists():
+        lines += times(json.loads(cost.RESULTS.read_text()))
+    PAGE.write_text("\n".join(lines).rstrip() + "\n")
+
+
+if __name__ == "__main__":
+    main()
