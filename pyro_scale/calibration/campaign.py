@@ -78,16 +78,15 @@ class Campaign:
             bar.update(done)
             try:
                 if lengths is None and self.fitter.has_lengths:
-                    pilot = self._fit(params, *spans[0], None)[0]
-                    if len(pilot.failed) == len(pilot.ess):
-                        raise NonFiniteError(
-                            f"sbc: all of the first {len(pilot.ess)} simulations broke: "
-                            f"{pilot.failed[0]}; run the method on one data set to see why"
-                        )
-                    lengths = pilot.lengths
+                    lengths = self._fit(params, *spans[0], None)[0].lengths
                 for start, stop in spans:
                     started = time.perf_counter()
                     sampled, ranked = self._fit(params, start, stop, lengths)
+                    if not start and len(sampled.failed) == stop:
+                        raise NonFiniteError(
+                            f"sbc: all of the first {stop} simulations broke: {sampled.failed[0]}; "
+                            "run the method on the data themselves to see why"
+                        )
                     a_fit = (time.perf_counter() - started) / (stop - start)
                     parts.append(_Part.of(sampled, ranked, start))
                     facts |= {"program": sampled.program, **sampled.facts}
