@@ -179,7 +179,8 @@ class SBC:
 
         As in simuk, a variable's dims are one chain, a draw for each simulation, and its own.
         Values are PITs, (rank + 1/2) / (L + 1), in (0, 1): `arviz_plots.plot_ecdf_pit` takes them
-        as they are, while it would divide ranks by the largest that occurs.  `num_draws` is an attribute.
+        as they are, while it would divide ranks by the largest that occurs.  `num_draws` is an
+        attribute.
 
         Example:
             With ArviZ 1: `arviz_plots.plot_ecdf_pit(sbc.to_datatree())`.
