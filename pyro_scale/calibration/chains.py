@@ -71,7 +71,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What all chains come to.
+    """What all chains return.
 
     Attributes:
         positions: params of `NUM_DRAWS` draws, `[chains, draws, D]`; NaN after a chain broke.

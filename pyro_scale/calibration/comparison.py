@@ -35,7 +35,7 @@ class SBCComparison(Mapping[str, SBC]):
         return len(self._results)
 
     def summary(self, var_names: Sequence[str] | None = None) -> Any:
-        """The tables of `SBC.summary`, below each other: the index is (setting, element)."""
+        """The tables of `SBC.summary`, one below the other: the index is (setting, element)."""
         import pandas
 
         tables = {setting: sbc.summary(var_names) for setting, sbc in self.items()}
@@ -44,7 +44,7 @@ class SBCComparison(Mapping[str, SBC]):
     def plot(self, var_names: Sequence[str] | None = None, level: float = 0.95) -> Figure:
         """ECDF differences as in `SBC.plot`, a row a setting, a column an element.
 
-        Of more than 6 elements those with the least p-values in any setting are shown.
+        Of more than 6 elements, those with the smallest p-values in any setting are shown.
         """
         table = self.summary(var_names)
         least = table.p_value.groupby(level="element", sort=False).min()
@@ -52,7 +52,7 @@ class SBCComparison(Mapping[str, SBC]):
         if len(labels) > _MOST_COLUMNS:
             kept = set(least.sort_values(kind="stable").index[:_MOST_COLUMNS])
             labels = [label for label in labels if label in kept]
-            note = f"{_MOST_COLUMNS} of {len(least)} elements: those with the least p-values"
+            note = f"{_MOST_COLUMNS} of {len(least)} elements: those with the smallest p-values"
         rows: list[list[Panel | None]] = []
         for setting, sbc in self.items():
             rows.append([None] * len(labels))

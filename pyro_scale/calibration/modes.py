@@ -15,12 +15,12 @@ from pyro_scale.core.warn import without_vmap_warnings
 _MOST_STEPS, _NEAR, _EASED, _DAMPED = 60, 1e-4, 0.2, 5.0
 #: Curvatures below this part of the largest one count as that.
 _FLATTEST = 1e-6
-#: Of the square of a slope, what counts as a curvature at least.
+#: The least curvature, over the square of the slope.
 _STEEP = 1e-2
 
 
 class Gaussians(NamedTuple):
-    """What each search came to.
+    """What each search found.
 
     Attributes:
         mean: the mode, or where the search ended, `[chains, D]`.

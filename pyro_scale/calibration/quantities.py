@@ -19,7 +19,7 @@ from pyro_scale.posterior.draws import in_chunks
 
 #: A function of one draw's sites, and of the data as the model takes them.
 Quantity = Callable[..., Any]
-#: The name of the log likelihood, which is always among them.
+#: The name of the log likelihood, which is always ranked.
 LOGLIK = "loglik"
 
 
@@ -39,7 +39,7 @@ class Ranked(NamedTuple):
 
 
 def check_quantities(quantities: Mapping[str, Quantity], sites: tuple[str, ...]) -> None:
-    """Refuses names that are taken, and what cannot be called.
+    """Refuses names that are taken, and values that cannot be called.
 
     Raises:
         ArgumentError: it names the quantity.

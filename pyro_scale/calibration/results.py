@@ -22,9 +22,9 @@ from pyro_scale.posterior.export import attributes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Ranks that are less likely, by Holm's method over all elements, are not uniform.
+#: Ranks are not uniform where their p-value, by Holm's method over all elements, is at most this.
 SIGNIFICANT = 0.05
-#: The part of the simulations that may be broken or slow where ranks are still taken as they are.
+#: The share of simulations that may fail or be slow before ranks are no longer taken as they are.
 MOST_DOUBTFUL = 0.01
 #: Panels of a figure, and columns.
 _MOST_PANELS, _COLUMNS = 20, 4
@@ -49,10 +49,10 @@ class SBC:
         true: by quantity, the values that the data were simulated from, `[S, *shape]`.
         mean: the draws' means, `[S, *shape]`.
         sd: the draws' standard deviations, `[S, *shape]`.
-        ess: each simulation's least effective number of draws, before they were thinned to L,
+        ess: each simulation's least effective sample size, before draws were thinned to L,
             `[S]`.
-        failed: simulations that broke, and why.  Their ranks, of what draws they have, count.
-        slow: simulations of too few effective draws.
+        failed: simulations that broke, and why.  Their ranks count, among the draws they have.
+        slow: simulations with too few effective draws.
         seeds: each simulation's seed, `[S]`.
         attrs: method, settings, seconds.
         of_data: the quantities that are functions of the data too, as the log likelihood is; they
@@ -149,8 +149,8 @@ class SBC:
         """Whether ranks are uniform, at 5% by Holm's method over all elements of all quantities.
 
         If more than 1% of the simulations failed or were slow, ranks are not taken as they are.
-        They are miscalibrated if they would be so whatever the ranks of these simulations were,
-        and else it is unknown.
+        The verdict is "miscalibrated" if it would be so for any ranks of these simulations, and
+        "unknown" otherwise.
         """
         if len(self._doubtful) <= MOST_DOUBTFUL * self.num_simulations:
             surely_not = bool((self._table.p_holm <= SIGNIFICANT).any())
@@ -164,8 +164,8 @@ class SBC:
         """ECDF differences, a panel an element, with the simultaneous band of uniform ranks.
 
         A line that leaves its band is drawn in another color.  Above 0 on the left and below 0 on
-        the right are ranks at both ends: draws are too narrow.  Of more than 20 elements those
-        with the least p-values are shown.
+        the right, ranks pile up at both ends: draws are too narrow.  Of more than 20 elements,
+        those with the smallest p-values are shown.
 
         Args:
             var_names: the quantities to show; all by default.
@@ -179,7 +179,7 @@ class SBC:
         if len(labels) > _MOST_PANELS:
             least = set(table.p_value.sort_values(kind="stable").index[:_MOST_PANELS])
             labels = [label for label in labels if label in least]
-            note = f"{_MOST_PANELS} of {len(table)} elements: those with the least p-values"
+            note = f"{_MOST_PANELS} of {len(table)} elements: those with the smallest p-values"
         titles = [f"{label}  p = {float(table.p_value[label]):.2g}" for label in labels]
         panels: list[Panel | None] = [
             Panel(title, self.elements[label], self.num_draws)
@@ -193,9 +193,10 @@ class SBC:
     def to_datatree(self) -> Any:
         """ArviZ's DataTree, or InferenceData before ArviZ 1, with the group `prior_sbc`.
 
-        As in simuk, a variable's dims are a chain, a draw a simulation, and its own.  Values are
-        PITs, (rank + 1/2) / (L + 1), in (0, 1): `arviz_plots.plot_ecdf_pit` takes them as they
-        are, while it would divide ranks by the largest that occurs.  `num_draws` is an attribute.
+        As in simuk, a variable's dims are one chain, a draw for each simulation, and its own.
+        Values are PITs, (rank + 1/2) / (L + 1), in (0, 1): `arviz_plots.plot_ecdf_pit` takes them
+        as they are, while it would divide ranks by the largest that occurs.  `num_draws` is an
+        attribute.
 
         Example:
             With ArviZ 1: `arviz_plots.plot_ecdf_pit(sbc.to_datatree())`.

@@ -34,7 +34,7 @@ class Place:
     """Where a site's observations are.
 
     Attributes:
-        axis: of their rows; None for an observation that has none, which every row then holds.
+        axis: of their rows; None for an observation without rows, which is then repeated in each.
         leaf: which of the arguments' leaves holds them too; None where none does.
         dtype: of that leaf, or of the observations.
         missing: which of them are not observed, where some are NaN.
@@ -296,7 +296,7 @@ class Generator:
         return observed | covariates
 
     def _check_that_data_are_drawn(self) -> None:
-        """Checks that no observation depends on the data but for itself, as in an autoregression:
+        """Checks that no observation depends on other observations, as in an autoregression:
         drawn one by one given the data, they would not be a draw of the model.
 
         Raises:
@@ -311,7 +311,7 @@ class Generator:
         for name, table in once.items():
             if not torch.equal(table.nan_to_num(), again[name].nan_to_num()):
                 raise SiteError(
-                    f"site '{name}': its distribution depends on observations, so that no data set "
+                    f"site '{name}': its distribution depends on observations, so no data set "
                     "can be drawn from the model as it is called: write it for observations that "
                     "are None, one step after another, and pass that as simulator="
                 )
@@ -333,13 +333,13 @@ def _check(log_posterior: LogPosterior) -> None:
     for site in info.sites.values():
         if site.kind == "factor":
             raise SiteError(
-                f"site '{site.name}' is a pyro.factor, of which no data can be drawn: write it as "
-                "an observation of a distribution"
+                f"site '{site.name}' is a pyro.factor, from which no data can be drawn: write it "
+                "as an observation of a distribution"
             )
         if site.kind in ("latent", "observed") and not _can_be_drawn(site):
             what = "an improper prior" if site.kind == "latent" else "a distribution without draws"
             raise SiteError(
-                f"site '{site.name}': {type(site.fn).__name__} is {what}, so that no data set can "
+                f"site '{site.name}': {type(site.fn).__name__} is {what}, so no data set can "
                 "be drawn: give it a proper distribution, or pass simulator="
             )
 

@@ -60,7 +60,7 @@ class FromPrior:
         ):
             for name in set(own) ^ set(others):
                 raise ArgumentError(
-                    f"simulator: {what} site '{name}' is in one of the two models only: write both "
+                    f"simulator: {what} site '{name}' is in only one of the two models: write both "
                     "with the same sites"
                 )
         known, others_known = (m.log_posterior.model_info.sites for m in (fitted, drawn_by))
@@ -68,7 +68,7 @@ class FromPrior:
             one, other = known[name], others_known[name]
             if one.value.shape != other.value.shape or str(one.fn.support) != str(other.fn.support):
                 raise ArgumentError(
-                    f"simulator: latent site '{name}' has another shape or support than in the "
+                    f"simulator: latent site '{name}' has a different shape or support than in the "
                     "model that is fitted"
                 )
         return cls(fitted, drawn_by)

@@ -47,9 +47,9 @@ from pyro_scale.run.problem import Problem, as_log_posterior, module_device, pre
 from pyro_scale.tuning.training import is_network
 
 From = Literal["prior", "posterior"]
-#: Simulations of which fewer tell nothing.
+#: Fewer simulations tell nothing.
 _LEAST = 20
-#: What `sbc` decides by itself.
+#: What `sbc` sets itself.
 _OWN = ("data", "num_samples", "num_chains", "seed", "progress")
 #: What simulations have no use for.
 _OF_ONE_RUN = (
@@ -87,8 +87,8 @@ def sbc(
 ) -> Any:
     """Whether a method, with its settings, gives calibrated posteriors on a model.
 
-    Latents are drawn from the prior, data from the model, draws from the posterior of these data;
-    if the draws are right, then the rank of the true latents among them is uniform (Talts et al.
+    Latents are drawn from the prior, data from the model, draws from the posterior of these data.
+    If the draws are right, the rank of the true latents among them is uniform (Talts et al.
     2018).  Samplers run all simulations as chains of one compiled program.  Each of them finds the
     mode, the geometry and the step size of its own posterior; the lengths of the stages are common
     to all, and found on the first twenty.  There is one chain a simulation.
@@ -127,13 +127,14 @@ def sbc(
         `SBCComparison` of these, for a dict.
 
     Raises:
-        ArgumentError: fewer than 20 simulations; a setting that is none of the method's.
+        ArgumentError: fewer than 20 simulations; a setting that the method does not have.
         SiteError: a site cannot be drawn (an improper prior, a `pyro.factor`), or data sets are off
             the support of the model.
-        ModelError: the model has `pyro.param` sites; what `method="posterior"` cannot do.
+        ModelError: the model has `pyro.param` sites; it is one that `method="posterior"`
+            cannot test.
 
     Warns:
-        PyroScaleWarning: it was interrupted; the result has the simulations until then.
+        PyroScaleWarning: it was interrupted; the result has the simulations done so far.
 
     Example:
         >>> import pyro, pyro.distributions as dist, torch, pyro_scale as ps
@@ -154,7 +155,9 @@ def sbc(
     seed = choose_seed(seed)
     if isinstance(inference, Mapping):
         if resume is not None:
-            raise ArgumentError("resume: it goes on with one method: pass that instead of a dict")
+            raise ArgumentError(
+                "resume: only one method can be resumed: pass it by itself, not in a dict"
+            )
         if not inference:
             raise ArgumentError("inference={}: pass a method, or a dict of some by name")
         for each in inference.values():
@@ -423,7 +426,7 @@ def _alone(
 
 
 def _check(inference: Any, method: Any, settings: Mapping[str, Any]) -> None:
-    """Refuses what is no method, and settings that it does not have."""
+    """Refuses what is not a method, and settings that the method does not have."""
     if not isinstance(inference, Method):
         raise ArgumentError(
             f"inference is a {type(inference).__name__}: pass a method on a model, such as "
