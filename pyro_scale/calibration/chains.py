@@ -145,7 +145,10 @@ def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None
         enough=min(LEAST_ESS, draws.positions.shape[1] / 2),
         failed={each.chain: _why(each) for each in draws.failures},
         lengths=dataclasses.replace(warm.lengths, thinning=thinning),
-        steps={"warm-up": warm.steps, "draws": draws.num_steps},
+        steps={
+            "warm-up": warm.steps + (method.warmup_steps or 0),
+            "draws": draws.num_steps - (method.warmup_steps or 0),
+        },
         facts={"lr": _in_words(factor * first_lr)},
         program=draws.program,
     )

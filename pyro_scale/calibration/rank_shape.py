@@ -12,8 +12,8 @@ _CLEAR = 3.0
 def describe_ranks(ranks: Tensor, num_draws: int) -> str:
     """Where ranks pile up, and what that says of the draws.
 
-    Ranks have a mean and a mean squared distance from the middle; the one that is more standard
-    errors from that of uniform ranks is named.  Ranks at both ends are those of values that lie
+    Ranks have a mean and a variance; the one that is more standard errors from that of uniform
+    ranks is named.  Ranks at both ends are those of values that lie
     outside of their draws too often (Talts et al. 2018, section 4.2).
 
     Args:
@@ -28,7 +28,7 @@ def describe_ranks(ranks: Tensor, num_draws: int) -> str:
     cells = torch.arange(num_draws + 1).double() - num_draws / 2
     places = cells[ranks]
     shift = _standard_errors(places, cells)
-    spread = _standard_errors(places.square(), cells.square())
+    spread = _standard_errors((places - places.mean()).square(), cells.square())
     if max(abs(shift), abs(spread)) < _CLEAR:
         return "ranks are uneven, neither shifted nor nearer to the ends or the middle"
     if abs(shift) > abs(spread):

@@ -256,7 +256,10 @@ class SBC:
         """Lines on simulations that failed or were slow."""
         lines = []
         if self.failed:
-            named = [f"{place} ({why})" for place, why in sorted(self.failed.items())]
+            by_reason: dict[str, list[str]] = {}
+            for place, why in sorted(self.failed.items()):
+                by_reason.setdefault(why, []).append(str(place))
+            named = [f"{_listed(places)} ({why})" for why, places in by_reason.items()]
             lines.append(f"Failed, {_of(self.failed, self)}: {_listed(named)}")
         if self.slow:
             named = [f"{place} (ESS {float(self.ess[place]):.3g})" for place in sorted(self.slow)]
