@@ -352,7 +352,7 @@ def _is_in(leaf: Any, value: Tensor) -> bool:
 
 def _part(leaf: Tensor, value: Tensor) -> Tensor:
     """The places of a view in a leaf that lies in one piece, flat."""
-    places = torch.full(value.shape, value.storage_offset() - leaf.storage_offset())
+    places = torch.full(value.shape, int(value.storage_offset() - leaf.storage_offset()))
     for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
         along = torch.arange(size) * stride
         places = places + along.view(-1, *[1] * (value.dim() - dim - 1))
