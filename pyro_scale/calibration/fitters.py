@@ -255,8 +255,10 @@ class OneByOne:
 def find_starts(stack: Stack, init: InitFunction | None) -> Tensor:
     """Where each data set's chain starts, params `[chains, D]`: where a run with its seed would.
 
+    The log joint of some may be finite at none: these break at once, and are counted as such.
+
     Raises:
-        SiteError: the log joint of a data set is not finite at any start.
+        SiteError: the log joint of no data set is finite anywhere.
     """
 
     def drawn(number: int, attempt: int) -> Tensor:
@@ -273,6 +275,8 @@ def find_starts(stack: Stack, init: InitFunction | None) -> Tensor:
             return starts
         for number in broken:
             starts[number] = drawn(number, attempt)
+    if len(broken) < stack.num_chains:
+        return starts
     site = stack.log_posterior.broken_site(
         stack.layout.unflatten(starts[broken[0]]), stack.arguments(torch.tensor(broken[0]))
     )

@@ -14,6 +14,7 @@ from pyro_scale.calibration.truth import Truth
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError
+from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import terms_of
 from pyro_scale.posterior.draws import in_chunks
 
@@ -73,14 +74,13 @@ def check_values(
     shared, own = cast(Any, stack.arguments(zero))
     with own_generator(seed), torch.no_grad():
         sites = stack.log_posterior.run(params, (shared, own)).sites
-        latents = {s.name: s.value for s in sites.values() if s.kind == "latent"}
         for name, quantity in quantities.items():
             try:
-                torch.as_tensor(quantity(dict(latents), model.given(own)))
+                torch.as_tensor(quantity(_sites_of(sites, model), model.given(own)))
             except Exception as error:
                 raise ArgumentError(
                     f"quantities[{name!r}] fails: {type(error).__name__}: {error}.  It is called "
-                    f"with a dict of the sites {list(latents)} and the model's arguments, and "
+                    f"with a dict of the sites {list(_sites_of(sites, model))} and the model's arguments, and "
                     "gives a number or a tensor"
                 ) from error
         if predict_at is not None:
@@ -126,7 +126,7 @@ def rank(
         of_data = [(t.log_prob * t.scale).sum() for t in terms if names & set(t.name.split("+"))]
         found = {**latents, LOGLIK: torch.stack([term.double() for term in of_data]).sum()}
         for name, quantity in quantities.items():
-            found[name] = torch.as_tensor(quantity(latents, model.given(own)))
+            found[name] = torch.as_tensor(quantity(_sites_of(sites, model), model.given(own)))
         if predict_at is not None:
             drawn = model.log_posterior.simulate(params, predict_at).sites
             found |= {f"{name} (predicted)": drawn[name].value for name in names}
@@ -148,3 +148,9 @@ def rank(
         ranked.true[name], ranked.mean[name] = truth, drawn.mean(1)
         ranked.sd[name] = drawn.std(1)
     return ranked
+
+
+def _sites_of(sites: Mapping[str, Site], model: Generator) -> dict[str, Tensor]:
+    """What a quantity is told of a run: latents and observations, as the data set has them."""
+    told = {*model.latents, *model.places}
+    return {name: site.value for name, site in sites.items() if name in told}

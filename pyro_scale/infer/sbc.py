@@ -34,10 +34,12 @@ from pyro_scale.errors import ArgumentError, CallError
 from pyro_scale.exact.pointer_check import takes_pointers
 from pyro_scale.infer.approximation import Approximation
 from pyro_scale.infer.laplace import Laplace
+from pyro_scale.infer.map import MAP
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.nuts import NUTS
 from pyro_scale.infer.sampler import Sampler
 from pyro_scale.infer.stochastic import check_length, count_steps
+from pyro_scale.infer.svgd import SVGD
 from pyro_scale.infer.vi import IVON, VI
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
@@ -107,8 +109,9 @@ def sbc(
             been run on the data: latents are drawn from its posterior and data from them, and what
             is tested is the posterior of these data together with the given ones.
         quantities: functions of (sites, data), ranked besides all latents and the total log
-            likelihood `"loglik"`: `sites` is a dict of one draw's values, `data` the model's
-            arguments with simulated observations.  Quantities of the data find errors that latents
+            likelihood `"loglik"`: `sites` is a dict of one draw's latents and the simulated
+            observations, `data` the model's arguments, with simulated observations where the
+            model is passed them.  Quantities of the data find errors that latents
             alone do not (Modrak et al. 2023).
         simulator: another model of the same sites, to draw latents and data from.
         resample: whether each data set has rows of covariates drawn anew, with replacement, from
@@ -181,6 +184,9 @@ def sbc(
     if resume is not None:
         seed = _seed_of(resume, count)
     _check(inference, method, settings)
+    if isinstance(inference, Sampler | VI | IVON) and "batch_size" not in settings:
+        read = open_data(data, None, inference._num_data).batch_size  # a loader's
+        settings |= {} if read is None else {"batch_size": read}
     truth = _truth(inference, data, method, simulator, as_flag("resample", resample))
     own = dict(quantities or {})
     predict_at = None if predictive is None else rows.as_arguments(predictive)
@@ -415,9 +421,9 @@ def _alone(
             warnings.simplefilter("ignore")  # of one of many fits, whose ranks tell
             known = {} if mode is None else {"mode": mode}
             own.run(arguments, seed=seed, progress=False, **known, **how, **settings)
-            is_gaussian = isinstance(own, Approximation)
-            result = own._draw(chains.NUM_DRAWS, seed) if is_gaussian else own._draws()
-            return result.positions, is_gaussian
+            if isinstance(own, Approximation):
+                return own._draw(chains.NUM_DRAWS, seed).positions, True
+            return own._draws().positions, isinstance(own, SVGD)
 
     return run
 
@@ -432,6 +438,8 @@ def _check(inference: Any, method: Any, settings: Mapping[str, Any]) -> None:
             f"inference is a {type(inference).__name__}: pass a method on a model, such as "
             "ps.BAOA(model)"
         )
+    if isinstance(inference, MAP):
+        raise ArgumentError("MAP gives one point, and there are no draws to rank: use Laplace")
     if method not in get_args(From):
         raise ArgumentError(f"method={method!r}: pass one of {list(get_args(From))}")
     names = inspect.signature(inference.run).parameters
