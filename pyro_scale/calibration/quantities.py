@@ -74,13 +74,14 @@ def check_values(
     shared, own = cast(Any, stack.arguments(zero))
     with own_generator(seed), torch.no_grad():
         sites = stack.log_posterior.run(params, (shared, own)).sites
+        told = _sites_of(sites, model)
         for name, quantity in quantities.items():
             try:
-                torch.as_tensor(quantity(_sites_of(sites, model), model.given(own)))
+                torch.as_tensor(quantity(dict(told), model.given(own)))
             except Exception as error:
                 raise ArgumentError(
                     f"quantities[{name!r}] fails: {type(error).__name__}: {error}.  It is called "
-                    f"with a dict of the sites {list(_sites_of(sites, model))} and the model's arguments, and "
+                    f"with a dict of the sites {list(told)} and the model's arguments, and "
                     "gives a number or a tensor"
                 ) from error
         if predict_at is not None:

@@ -421,9 +421,10 @@ def _alone(
             warnings.simplefilter("ignore")  # of one of many fits, whose ranks tell
             known = {} if mode is None else {"mode": mode}
             own.run(arguments, seed=seed, progress=False, **known, **how, **settings)
-            if isinstance(own, Approximation):
-                return own._draw(chains.NUM_DRAWS, seed).positions, True
-            return own._draws().positions, isinstance(own, SVGD)
+            is_gaussian = isinstance(own, Approximation)
+            result = own._draw(chains.NUM_DRAWS, seed) if is_gaussian else own._draws()
+            draws = torch.stack(list(result.blocks()))
+            return draws, is_gaussian or isinstance(own, SVGD)
 
     return run
 
