@@ -125,14 +125,9 @@ def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None
     if lengths is not None and method.thinning is None:
         thinning = lengths.thinning
     warm, draws = _sound_run(stack, warm, method, thinning)
-    for _ in range(_MOST_DOUBLINGS if method.thinning is None else 0):
-        ess, passes = _effective(draws), 2 * draws.num_steps * stack.share_of_rows
-        few = int(((ess < LEAST_ESS) & (ess > 0)).sum())  # more steps do not mend what broke
-        # one of a pilot's may be
-        if few <= _MOST_SLOW * stack.num_chains + (lengths is None) or passes > _MOST_PASSES:
-            break
-        thinning *= 2
-        warm, draws = _sound_run(stack, warm, method, thinning, partial(every_second, draws))
+    if method.thinning is None:
+        allowed = _MOST_SLOW * stack.num_chains + (lengths is None)  # one of a pilot's may be
+        warm, draws = _until_effective(stack, warm, method, thinning, draws, allowed)
     every = draws.positions.shape[1] // NUM_DRAWS
     params = draws.positions[:, every - 1 :: every]
     if warm.coordinates is not None:
@@ -152,6 +147,25 @@ def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None
         facts={"lr": _in_words(factor * first_lr)},
         program=draws.program,
     )
+
+
+def _until_effective(
+    stack: Stack, warm: Warm, method: Method, thinning: int, draws: Draws, allowed: float
+) -> tuple[Warm, Draws]:
+    """(Chains with the step sizes that they were run with; draws of which at most as many chains as
+    allowed have too few effective ones): these go on at twice the thinning, again and again."""
+    passes = draws.num_steps * stack.share_of_rows * stack.num_chains
+    for _ in range(_MOST_DOUBLINGS):
+        ess = _effective(draws)
+        slow = torch.nonzero((ess < LEAST_ESS) & (ess > 0))[:, 0]  # more steps mend nothing broken
+        passes += thinning * _DRAWS * stack.share_of_rows * len(slow)
+        if len(slow) <= allowed or passes > _MOST_PASSES * stack.num_chains:
+            break
+        thinning *= 2
+        last = partial(every_second, _some(draws, slow))
+        own, more = _sound_run(stack.of(slow), warm.of(slow), method, thinning, last)
+        warm, draws = warm.with_factors(slow, own), _replaced(draws, slow, more)
+    return warm, draws
 
 
 def _sound_run(
@@ -175,8 +189,8 @@ def _sound_run(
         factor[places] /= 2
         coordinates = dataclasses.replace(warm.coordinates, factor=factor)
         warm = dataclasses.replace(warm, coordinates=coordinates)
-        centers = torch.zeros_like(warm.positions[places])
-        own = dataclasses.replace(warm, positions=centers, coordinates=coordinates.of(places))
+        own = warm.of(places)
+        own = dataclasses.replace(own, positions=torch.zeros_like(own.positions))
         draws = _replaced(draws, places, _run(stack.of(places), own, method, thinning))
     return warm, draws
 
@@ -208,6 +222,18 @@ def _replaced(draws: Draws, places: Tensor, own: Draws) -> Draws:
         log_joint=put(draws.log_joint, own.log_joint),
         state=pytree.tree_map(put, draws.state, own.state),
         failures=failures,
+        num_steps=max(draws.num_steps, own.num_steps),
+    )
+
+
+def _some(draws: Draws, places: Tensor) -> Draws:
+    """Those of some chains, which have not broken, after as many steps as they took."""
+    return dataclasses.replace(
+        draws,
+        positions=draws.positions[places],
+        log_joint=draws.log_joint[places],
+        state=pytree.tree_map(lambda leaf: leaf[places], draws.state),
+        failures=[],
     )
 
 

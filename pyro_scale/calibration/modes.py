@@ -10,9 +10,9 @@ from torch import Tensor
 from pyro_scale.calibration.stack import Stack, take_one
 from pyro_scale.core.warn import without_vmap_warnings
 
-#: Steps of Levenberg's and Marquardt's at most; the gain in nats that ends a search; how the
-#: damping changes after a step that is taken or not.
-_MOST_STEPS, _NEAR, _EASED, _DAMPED = 60, 1e-4, 0.2, 5.0
+#: Steps of Levenberg's and Marquardt's at most; the gain in nats that ends a search; the damping
+#: at first, and how it changes after a step that is taken or not.
+_MOST_STEPS, _NEAR, _DAMPING, _EASED, _DAMPED = 60, 1e-4, 0.1, 0.2, 5.0
 #: Curvatures below this part of the largest one count as that.
 _FLATTEST = 1e-6
 #: The least curvature, over the square of the slope.
@@ -41,7 +41,8 @@ class Gaussians(NamedTuple):
 def find_modes(stack: Stack, starts: Tensor) -> Gaussians:
     """Newton's method from each start, `[chains, D]`, damped by curvature as it is needed, in units
     of each element's own curvature."""
-    position, damping = starts.clone(), torch.ones(stack.num_chains, dtype=torch.float64)
+    position = starts.clone()
+    damping = torch.full((stack.num_chains,), _DAMPING, dtype=torch.float64)
     value, slope, curvature = look(stack, position)
     found, looks = torch.zeros(stack.num_chains, dtype=torch.bool), 1
     for _ in range(_MOST_STEPS):

@@ -26,7 +26,7 @@ FIRST_WINDOW, MOST_WINDOWS = 256, 7
 _DRAWS, _LEFT_OUT = 256, 0.25
 #: Halves of a chain agree below this, and a geometry is right where no sd changes by more than this
 #: factor beyond chance; in this part of the chains.
-_MOST_R_HAT, _MOST_CHANGE, MOST_CHAINS = 1.1, 1.25, 0.9
+_MOST_R_HAT, _MOST_CHANGE, MOST_CHAINS = 1.1, 1.25, 0.75
 #: By how much a window may change a direction's sd.
 _LARGEST_CHANGE = 3.0
 #: Nats below the best draw, for each dimension and in all, where a posterior is not.
@@ -35,7 +35,7 @@ _NATS_EACH, _NATS = 10.0, 20.0
 #: in all, at which none starts; times that a start is moved to halfway.
 _DISPERSION, _DEEP_EACH, _DEEP, _MOST_HALVINGS = 2.0, 4.0, 10.0, 40
 #: Draws of each chain at which the curvature is looked at.
-_LOOKS = 4
+_LOOKS = 2
 #: Autocorrelation times of a pilot, its draws, and what a step may be multiplied by.
 _TIMES, _PILOT_DRAWS, _SHORTEST, _LONGEST = 60.0, 512, 0.4, 0.8
 #: What a step is multiplied by where a chain's coupled paths part.
@@ -84,6 +84,23 @@ class Warm:
     steps: int
     looks: int = 0
     level: Tensor | None = None
+
+    def of(self, chains: Tensor) -> Warm:
+        """Some of the chains."""
+        return dataclasses.replace(
+            self,
+            positions=self.positions[chains],
+            coordinates=None if self.coordinates is None else self.coordinates.of(chains),
+            level=None if self.level is None else self.level[chains],
+        )
+
+    def with_factors(self, chains: Tensor, own: Warm) -> Warm:
+        """With the step sizes that some of the chains have by now."""
+        if self.coordinates is None or own.coordinates is None:
+            return self
+        factor = self.coordinates.factor.index_copy(0, chains, own.coordinates.factor)
+        coordinates = dataclasses.replace(self.coordinates, factor=factor)
+        return dataclasses.replace(self, coordinates=coordinates)
 
 
 def start_at_modes(stack: Stack, kernel: Kernel, starts: Tensor, kind: Kind) -> Warm:
