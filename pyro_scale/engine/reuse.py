@@ -122,14 +122,19 @@ def _facts(engine: Engine, batches: Batches, state: Any, block: StepInputs) -> A
     values, noise, changing = block.at(0)
     batch = batches.batch(batches.fixed, changing)
     leaves, state_spec = pytree.tree_flatten(state)
-    inputs = [*leaves, *values.values(), noise, *whitening_of(engine), *batch.tensors]
+    of_chains = [*leaves, noise, *(batch.tensors if batch.per_chain else [])]
+    of_all = [*values.values(), *whitening_of(engine), *([] if batch.per_chain else batch.tensors)]
+    count = len(noise)
+    if not engine.ties_chains and noise.device.type == "cpu":
+        # chains have loops of their own: any number of them, but one, which has all threads
+        of_chains, count = [tensor[0] for tensor in of_chains], min(count, 2)
     held = [leaf for leaf in pytree.tree_leaves(batches.fixed) if isinstance(leaf, Tensor)]
     return (
         (type(engine.kernel), type(engine.whitening), engine.layout, engine.num_latents),
         engine.vectorized,
-        (engine.num_data, state_spec, list(values), torch.get_num_threads()),
+        (engine.num_data, state_spec, list(values), torch.get_num_threads(), count),
         [type(source) for source in batches.sources(changing)],
-        [_geometry(tensor) for tensor in inputs],
+        [_geometry(tensor) for tensor in (*of_chains, *of_all)],
         [mark(tensor) for tensor in held],
     )
 
