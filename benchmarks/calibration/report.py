@@ -57,10 +57,8 @@ One core, one thread, nothing compiled before.  simuk runs NumPyro's NUTS with i
 draws after 1,000 of warm-up; ours takes 100 draws of at least 400.  simuk was shortened to a few
 simulations, and its time is that of a simulation.
 
-All chains of a calibration are as long as the slowest hundredth needs.  Of eight schools (200
-simulations, seed 0) 14,800 steps left 25 chains with an ESS below 200, 29,600 left 6, 59,200 left 3
-and 118,400 left 1; tau was most often the slowest element.
-"""
+Chains that have too few effective draws go on alone, at twice the thinning, again and again; the
+steps of draws are those of the slowest.
 
 
 def cell(value: Any) -> str:

@@ -90,14 +90,17 @@ def sbc(
     """Whether a method, with its settings, gives calibrated posteriors on a model.
 
     Latents are drawn from the prior, data from the model, draws from the posterior of these data.
-    If the draws are right, the rank of the true latents among them is uniform (Talts et al.
-    2018).  Samplers run all simulations as chains of one compiled program.  Each of them finds the
-    mode, the geometry and the step size of its own posterior; the lengths of the stages are common
-    to all, and found on the first twenty.  There is one chain a simulation.
+    If the draws are right, the rank of the true latents among them is uniform (Talts et al. 2018).
+    Samplers run all simulations as chains of one compiled program, one chain a simulation.  Each
+    finds the mode, the geometry and the step size of its own posterior; the lengths of the stages
+    are common to all, and found on the first twenty.  `NUTS`, `VI` and `IVON` are run likewise.
+    One by one, in seconds each, are run: other methods, networks, fits as `precondition=`, and
+    control variates, which `batch_size=` turns on where lr is chosen (pass a number for lr, or
+    `control_variates=False`).
 
-    Ranks are among 100 draws of each simulation.  Unless `thinning` is set, it is doubled, at most
-    8 times, until 99% of the simulations have 200 effective draws or more.  Simulations that break
-    or stay slow are kept, counted and named.
+    Ranks are among 100 draws of each simulation.  Unless `thinning` is set, it is doubled for
+    simulations of fewer than 200 effective draws, at most 8 times, until these are at most 1% of
+    all.  Simulations that break or stay slow are kept, counted and named.
 
     Args:
         inference: a method with the settings under test, such as `ps.BAOA(model)`; or a dict of
