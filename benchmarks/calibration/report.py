@@ -59,6 +59,7 @@ simulations, and its time is that of a simulation.
 
 Chains that have too few effective draws go on alone, at twice the thinning, again and again; the
 steps of draws are those of the slowest.
+"""
 
 
 def cell(value: Any) -> str:
