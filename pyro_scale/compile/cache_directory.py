@@ -22,7 +22,10 @@ from filelock import FileLock
 
 #: Names the directory, if that of the platform will not do.
 _VARIABLE = "PYRO_SCALE_CACHE_DIR"
-#: Bytes of all that is kept, Inductor's precompiled header of 160 MB included.
+#: Where Inductor keeps its precompiled header of 160 MB, which processes rely on once they have
+#: seen it: it is never dropped.
+_HEADERS = "precompiled_headers"
+#: Bytes of all that is kept, with that header.
 _MOST_BYTES = 2**30
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -108,6 +111,8 @@ def _drop_oldest(kept: Path) -> None:
     for _, size, file in sorted(ages):
         if total <= _MOST_BYTES:
             return
+        if _HEADERS in file.parts:
+            continue
         with contextlib.suppress(OSError):
             file.unlink()
         total -= size

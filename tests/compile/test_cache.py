@@ -95,6 +95,16 @@ def test_the_oldest_is_dropped(kept, monkeypatch):
     assert [key for key in "abcd" if cache_directory.read(key) is None] == ["b"]
 
 
+def test_the_header_that_processes_rely_on_is_not_dropped(kept, monkeypatch):
+    header = kept / "inductor" / "precompiled_headers" / "header.h"
+    header.parent.mkdir(parents=True)
+    header.write_bytes(b"0" * 5000)
+    os.utime(header, (0, 0))
+    monkeypatch.setattr(cache_directory, "_MOST_BYTES", 100)
+    cache_directory.write("new", b"0" * 1000)
+    assert header.exists()
+
+
 def test_of_two_that_build_at_once_one_does(kept):
     built = []
 
