@@ -137,7 +137,7 @@ def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None
     return Sampled(
         positions=params,
         ess=_effective(draws),
-        enough=min(LEAST_ESS, draws.positions.shape[1] / 2),
+        enough=LEAST_ESS if method.thinning is None else 0,  # a thinning that is set is judged
         failed={each.chain: _why(each) for each in draws.failures},
         lengths=dataclasses.replace(warm.lengths, thinning=thinning),
         steps={

@@ -132,8 +132,8 @@ def test_all_methods_of_a_dict_are_checked_before_the_first_is_run():
 def test_chains_of_lengths_that_are_set_are_not_slow_for_being_short():
     found = sbc(normal, ROWS, warmup_steps=10, thinning=4)
     assert found.ess.max() > 50
-    assert list(found.slow) == torch.nonzero(found.ess < 50)[:, 0].tolist()
-    assert len(found.slow) < 20 / 2
+    assert float(found.ess.min()) < 50
+    assert not found.slow
 
 
 def test_it_says_so_where_all_simulations_break():
