@@ -140,6 +140,7 @@ class TestRandomness:
             "WINDOW": 10,
             "PILOT": 11,
             "PREDICTION": 12,
+            "SIMULATION": 13,
         }
         assert derived_seed(0, 0, Purpose.NOISE) == 5950159816103605179
         assert derived_seed(7, 3, Purpose.BATCHES, block=2) == 2521211164429912937
