@@ -21,6 +21,7 @@ from pyro_scale.calibration.warm_up import (
     Warm,
     are_sound,
     move_in_windows,
+    of_each,
     shorten_steps,
     start_at_modes,
 )
@@ -244,11 +245,10 @@ def _effective(draws: Draws) -> Tensor:
 def effective(series: Tensor) -> Tensor:
     """Effective draws of each chain, of the element that has fewest, of series `[chains, draws,
     elements]`; 0 of chains that broke."""
-    chains, count, size = series.shape
     sound = series.isfinite().all(-1).all(-1)
     series = torch.where(sound[:, None, None], series, 0.0)
-    times = autocorrelation_time(series.permute(1, 0, 2).flatten(1)[None]).view(chains, size)
-    return torch.where(sound, count / times.amax(1), 0.0)
+    times = of_each(autocorrelation_time, series).amax(1)
+    return torch.where(sound, series.shape[1] / times, 0.0)
 
 
 def _why(failure: Failure) -> str:

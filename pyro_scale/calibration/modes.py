@@ -28,14 +28,12 @@ class Gaussians(NamedTuple):
             `[chains, D, D]`.
         value: the log joint there, in nats, `[chains]`.
         found: whether it is a mode, `[chains]`.
-        looks: at value, gradient and Hessian, that a search took.
     """
 
     mean: Tensor
     precision: Tensor
     value: Tensor
     found: Tensor
-    looks: int
 
 
 def find_modes(stack: Stack, starts: Tensor) -> Gaussians:
@@ -44,7 +42,7 @@ def find_modes(stack: Stack, starts: Tensor) -> Gaussians:
     position = starts.clone()
     damping = torch.full((stack.num_chains,), _DAMPING, dtype=torch.float64)
     value, slope, curvature = look(stack, position)
-    found, looks = torch.zeros(stack.num_chains, dtype=torch.bool), 1
+    found = torch.zeros(stack.num_chains, dtype=torch.bool)
     for _ in range(_MOST_STEPS):
         own = curvature.diagonal(dim1=1, dim2=2).abs()
         own = torch.maximum(own, _STEEP * slope.square())  # where it is flat, an sd is no distance
@@ -60,14 +58,13 @@ def find_modes(stack: Stack, starts: Tensor) -> Gaussians:
         step = units * (axes @ (along / (lengths + shift[:, None]))[..., None])[..., 0]
         there = torch.where(found[:, None], position, position + step.to(position))
         ahead = look(stack, there)
-        looks += 1
         taken = (ahead[0] >= value - 1e-9 * value.abs()) & ~found
         damping = torch.where(taken, damping * _EASED, damping * _DAMPED).clamp(1e-9, 1e9)
         position = torch.where(taken[:, None], there, position)
         value = torch.where(taken, ahead[0], value)
         slope = torch.where(taken[:, None], ahead[1], slope)
         curvature = torch.where(taken[:, None, None], ahead[2], curvature)
-    return Gaussians(position, positive(curvature), value, found, looks)
+    return Gaussians(position, positive(curvature), value, found)
 
 
 def look(stack: Stack, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

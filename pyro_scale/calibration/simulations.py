@@ -13,6 +13,7 @@ from pyro.distributions import Delta
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pyro_scale.calibration.stack import take_one
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
@@ -248,8 +249,8 @@ class Generator:
         numbers = torch.arange(len(next(iter(observed.values()))))
 
         def inside(number: Tensor) -> dict[str, Tensor]:
-            own = {n: table.index_select(0, number[None])[0] for n, table in observed.items()}
-            here = {n: value.index_select(0, number[None])[0] for n, value in params.items()}
+            own = {name: take_one(table, number) for name, table in observed.items()}
+            here = {name: take_one(value, number) for name, value in params.items()}
             sites = self.log_posterior.run(here, self.given(own)).sites
             return {
                 name: inside_support(

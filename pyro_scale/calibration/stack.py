@@ -119,11 +119,10 @@ class Stack:
         """What the model takes, of one data set."""
         return self.shared, {name: take_one(table, number) for name, table in self.own.items()}
 
-    def each(self, function: Callable[[Tensor], Any], count: int | None = None) -> Any:
-        """A function of a number, of all numbers below the count, as many at a time as memory
-        allows: what it gives, `[count, ...]`.  By default, the numbers are those of data sets."""
-        numbers = torch.arange(self.num_chains if count is None else count)
-        parts = list(in_chunks(function, [numbers]))
+    def each(self, function: Callable[[Tensor], Any]) -> Any:
+        """A function of a data set's number, of all of them, as many at a time as memory allows:
+        what it gives, `[chains, ...]`."""
+        parts = list(in_chunks(function, [torch.arange(self.num_chains)]))
         return pytree.tree_map(lambda *leaves: torch.cat(leaves), *parts)
 
     def log_joint(self, position: Tensor, number: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,8 +39,6 @@ _DISPERSION, _DEEP_EACH, _DEEP, _MOST_HALVINGS = 2.0, 4.0, 10.0, 40
 _LOOKS = 2
 #: Autocorrelation times of a pilot, its draws, and what a step may be multiplied by.
 _TIMES, _PILOT_DRAWS, _SHORTEST, _LONGEST = 60.0, 512, 0.4, 0.8
-#: What a step is multiplied by where a chain's coupled paths part.
-_SHORTER = 0.7
 _MOST_PILOTS = 4
 
 Kind = Literal["dense", "diag"]
@@ -72,7 +71,6 @@ class Warm:
         coordinates: of each chain; None where they move in params.
         lengths: of what there was, and of what comes.
         steps: taken by each chain.
-        looks: at value, gradient and Hessian.
         level: the log joint at the center of each chain's first coordinates, `[chains]`; None where
             they move in params.
     """
@@ -82,7 +80,6 @@ class Warm:
     coordinates: Coordinates | None
     lengths: Lengths
     steps: int
-    looks: int = 0
     level: Tensor | None = None
 
     def of(self, chains: Tensor) -> Warm:
@@ -134,7 +131,7 @@ def start_at_modes(stack: Stack, kernel: Kernel, starts: Tensor, kind: Kind) -> 
         if not bool(deep.any()):
             break
         away = torch.where(deep[:, None], away / 2, away)
-    return Warm(kernel, away, coordinates, Lengths(), 0, gaussians.looks, gaussians.value)
+    return Warm(kernel, away, coordinates, Lengths(), 0, gaussians.value)
 
 
 def move_in_windows(
@@ -194,7 +191,6 @@ def shorten_steps(stack: Stack, warm: Warm, order: int, lengths: Lengths | None)
         coordinates = dataclasses.replace(
             warm.coordinates, factor=warm.coordinates.factor * factor.to(warm.positions)
         )
-        assert coordinates is not None
         thinning = math.ceil(float((times * every / factor).quantile(0.95)))
         warm = dataclasses.replace(
             warm,
@@ -285,19 +281,23 @@ def _learn(
         coordinates = dataclasses.replace(coordinates, factor=factor.to(positions))
     there = warm.coordinates.mapped("to_params", positions)
     positions = coordinates.mapped("to_whitened", there[:, None])[:, 0].to(positions)
-    warm = dataclasses.replace(warm, positions=positions, coordinates=coordinates)
-    return dataclasses.replace(warm, looks=warm.looks + _LOOKS), times, agree
+    return dataclasses.replace(warm, positions=positions, coordinates=coordinates), times, agree
 
 
 def mixing_of(z: Tensor) -> tuple[Tensor, Tensor]:
     """(Draws per independent one, split R-hat), the largest of each chain's own, of draws
     `[chains, draws, D]` and their squares."""
-    chains, _, size = z.shape
-    side_by_side = z.permute(1, 0, 2).flatten(1)[None]
-    squares = (z - z.mean(1, keepdim=True)).square().permute(1, 0, 2).flatten(1)[None]
-    times = torch.maximum(autocorrelation_time(side_by_side), autocorrelation_time(squares))
-    r_hat = split_r_hat(side_by_side)
-    return times.view(chains, size).amax(1), r_hat.view(chains, size).amax(1)
+    squares = (z - z.mean(1, keepdim=True)).square()
+    times = torch.maximum(*(of_each(autocorrelation_time, series) for series in (z, squares)))
+    return times.amax(1), of_each(split_r_hat, z).amax(1)
+
+
+def of_each(statistic: Callable[[Tensor], Tensor], series: Tensor) -> Tensor:
+    """A statistic of elements, of each chain by itself: `[chains, draws, elements]` -> `[chains,
+    elements]`."""
+    chains, _, size = series.shape
+    side_by_side = series.permute(1, 0, 2).flatten(1)[None]
+    return statistic(side_by_side).view(chains, size)
 
 
 def _update(

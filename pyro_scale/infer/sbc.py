@@ -194,8 +194,9 @@ def sbc(
     own = dict(quantities or {})
     predict_at = None if predictive is None else rows.as_arguments(predictive)
     check_quantities(own, truth.fitted.latents)
-    problem = _first_problem(truth, seed)
-    stack = _stack(truth, problem, inference, settings, seed)
+    first = truth.observed(truth.params(1, seed), 0, 1, seed)
+    problem = _problem(truth.fitted, first, seed)
+    stack = _stack(truth.fitted, first, problem, inference, settings, seed)
     _check_batches(truth, stack)
     check_values(truth, stack, own, predict_at, seed)
     fitter = _fitter(inference, problem, stack, settings)
@@ -260,21 +261,24 @@ def _truth(
     return FromPrior.of(model, of(simulator))
 
 
-def _first_problem(truth: Truth, seed: int) -> Problem:
+def _problem(fitted: Generator, first: Mapping[str, Tensor], seed: int) -> Problem:
     """The model on the first data set, understood."""
-    fitted = truth.fitted
-    own = truth.observed(truth.params(1, seed), 0, 1, seed)
-    first = fitted.shared(), {name: table[0] for name, table in own.items()}
+    arguments = fitted.shared(), {name: table[0] for name, table in first.items()}
     log_posterior = LogPosterior(fitted.model(), fitted.num_rows)
-    opened = open_data(first, None, fitted.num_rows)
+    opened = open_data(arguments, None, fitted.num_rows)
     return prepare(log_posterior, opened, Hyperparameters(), None, 1, seed)
 
 
 def _stack(
-    truth: Truth, problem: Problem, inference: Method, settings: Mapping[str, Any], seed: int
+    fitted: Generator,
+    first: Mapping[str, Tensor],
+    problem: Problem,
+    inference: Method,
+    settings: Mapping[str, Any],
+    seed: int,
 ) -> Stack:
     """The first data set, with what all have in common."""
-    num_rows, size = truth.fitted.num_rows, settings.get("batch_size")
+    num_rows, size = fitted.num_rows, settings.get("batch_size")
     if size is not None and not is_auto(size):
         size = as_count("batch_size", size, hint=", or None for all rows")
         if size > num_rows:
@@ -289,8 +293,8 @@ def _stack(
     return Stack(
         log_posterior=problem.log_posterior,
         layout=problem.engine.layout,
-        shared=truth.fitted.shared(),
-        own=truth.observed(truth.params(1, seed), 0, 1, seed),
+        shared=fitted.shared(),
+        own=first,
         seeds=[seed],
         batch_size=None if is_auto(size) or size == num_rows else size,
         sampling=sampling,
