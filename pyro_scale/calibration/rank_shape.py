@@ -20,7 +20,7 @@ def describe_ranks(ranks: Tensor, num_draws: int) -> str:
         ranks: integers in 0 to `num_draws`, `[S]`.
         num_draws: L, the draws that each rank is among.
 
-    Example:
+    Examples:
         >>> import torch
         >>> describe_ranks(torch.arange(100) % 2 * 9, num_draws=9)
         'ranks pile up at both ends: draws are too narrow'

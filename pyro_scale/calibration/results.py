@@ -59,7 +59,7 @@ class SBC:
             have no prior variance.
         data_of: a simulation's number -> its data, as the model takes them.
 
-    Example:
+    Examples:
         `mu ~ N(0, 1)` and one observation `y ~ N(mu, 1)`, so that the posterior is N(y / 2, 1 / 2);
         and draws whose sd is half of that:
 
@@ -198,7 +198,7 @@ class SBC:
         as they are, while it would divide ranks by the largest that occurs.  `num_draws` is an
         attribute.
 
-        Example:
+        Examples:
             With ArviZ 1: `arviz_plots.plot_ecdf_pit(sbc.to_datatree())`.
         """
         import xarray

@@ -19,7 +19,7 @@ class Layout:
         shapes: their shapes.
         dtypes: their dtypes; the vector has the widest of them, at least float32.
 
-    Example:
+    Examples:
         >>> layout = Layout.of({"w": torch.zeros(2, 3), "b": torch.ones(2)})
         >>> layout.size
         8

@@ -31,7 +31,7 @@ def polynomial_decay(start: float, power: float = 0.33, delay: float = 1.0) -> S
             2016), hence the default.
         delay: steps until the value has fallen by 2^-power.
 
-    Example:
+    Examples:
         >>> lr = polynomial_decay(0.1, power=0.5, delay=100)
         >>> lr(0), lr(300)
         (0.1, 0.05)
@@ -49,7 +49,7 @@ def cosine_decay(start: float, num_steps: int, end: float = 0.0) -> Schedule:
     """Half a cosine from `start` at step 0 to `end` at step `num_steps`, and `end` from there,
     which for an lr must be above 0.
 
-    Example:
+    Examples:
         >>> lr = cosine_decay(0.2, num_steps=100)
         >>> lr(0), round(lr(50), 12), lr(100), lr(1000)
         (0.2, 0.1, 0.0, 0.0)
@@ -90,7 +90,7 @@ class Cyclical:
     Raises:
         ArgumentError: an argument out of its range, or a cycle without a step that samples.
 
-    Example:
+    Examples:
         >>> lr = Cyclical(0.2, cycle_steps=100, exploration=0.8)
         >>> lr(0), round(lr(50), 12), lr(100)
         (0.2, 0.1, 0.2)

@@ -28,7 +28,7 @@ class QuantileSketch:
     Args:
         num_streams: how many streams.
 
-    Example:
+    Examples:
         >>> sketch = QuantileSketch(2)
         >>> sketch.add(torch.arange(10.0).reshape(5, 2))
         >>> sketch.quantiles([0.0, 0.5])

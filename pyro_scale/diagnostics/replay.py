@@ -80,7 +80,7 @@ def replay(path: files.FilePath, model: Any) -> Replay:
         ArgumentError: `path` is no path, or `model` is not callable.
         FileError: the file cannot be read, is damaged, or is of another model.
 
-    Example:
+    Examples:
         >>> import contextlib, tempfile, pyro, pyro.distributions as dist
         >>> import pyro_scale as ps
         >>> def model():

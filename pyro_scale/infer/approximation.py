@@ -170,9 +170,15 @@ class Approximation(Method):
         what is asked for of them.
 
         Args:
-            args, kwargs: the model's own.
-            num_samples, batch_size, return_sites, reduce, interval, calibrate: as for samplers;
-                with `linearized`, memory is needed for all draws of `batch_size` rows.
+            *args: the model's own.
+            **kwargs: the model's own.
+            num_samples: as for samplers.
+            batch_size: as for samplers; with `linearized`, memory is needed for all draws of
+                `batch_size` rows.
+            return_sites: as for samplers.
+            reduce: as for samplers.
+            interval: as for samplers.
+            calibrate: as for samplers.
             linearized: whether the arguments of the observed sites' distributions are taken as
                 linear in the params, around the Gaussian's mean and on an unconstrained scale,
                 as the GGN has it (Immer et al. 2021): for networks, closer to the posterior than

@@ -89,7 +89,7 @@ def compare(
             models without data sites, a run that kept no draws.
         NotRunError: a method has not been run.
 
-    Example:
+    Examples:
         >>> import pyro, pyro.distributions as dist, torch, pyro_scale as ps
         >>> def model(y):
         ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))

@@ -93,7 +93,7 @@ class EKF(Approximation):
     Raises:
         ArgumentError: an argument that is unknown or out of range.
 
-    Example:
+    Examples:
         >>> import torch, pyro, pyro.distributions as dist
         >>> import pyro_scale as ps
         >>> def model(y=None):

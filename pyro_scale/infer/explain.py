@@ -144,7 +144,7 @@ def explain(
     Raises:
         ModelError, SiteError, PlateError, DataError, ArgumentError: as `run` would.
 
-    Example:
+    Examples:
         >>> import torch, pyro, pyro.distributions as dist, pyro_scale as ps
         >>> def model(x):
         ...     s = pyro.sample("s", dist.HalfNormal(1.0))

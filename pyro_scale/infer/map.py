@@ -52,7 +52,7 @@ class MAP(Optimized):
     Raises:
         ArgumentError: an argument that is unknown or out of range, such as a fit of some sites.
 
-    Example:
+    Examples:
         >>> import torch, pyro, pyro.distributions as dist
         >>> import pyro_scale as ps
         >>> def model(y=None):

@@ -342,7 +342,8 @@ class Method:
         generator.
 
         Args:
-            args, kwargs: the model's own.
+            *args: the model's own.
+            **kwargs: the model's own.
             num_samples: how many of the posterior draws to use, evenly thinned; all by default.
             batch_size: rows to hold at a time; all by default, and 4,096 with `reduce`.
             return_sites: which sites; observed ones and deterministic ones inside the data's

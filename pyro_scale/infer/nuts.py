@@ -53,7 +53,7 @@ class NUTS(Method):
     Raises:
         ArgumentError: an argument out of its range.
 
-    Example:
+    Examples:
         >>> import pyro, pyro.distributions as dist, torch, pyro_scale as ps
         >>> def model(y):
         ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))

@@ -69,7 +69,7 @@ def sample(
     Raises:
         ArgumentError: `seconds` is no number above 0; and what the methods raise.
 
-    Example:
+    Examples:
         >>> import pyro, pyro.distributions as dist, torch, pyro_scale as ps
         >>> def model(y):
         ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))

@@ -714,7 +714,7 @@ class Sampler(Method):
             UserWarning: a bias is known to be more than 5% in a standard deviation, or 0.1
                 posterior sds in a mean.
 
-        Example:
+        Examples:
             >>> import pyro, pyro.distributions as dist, pyro_scale as ps
             >>> def model():
             ...     pyro.sample("x", dist.Normal(0.0, 1.0))

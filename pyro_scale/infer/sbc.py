@@ -142,7 +142,7 @@ def sbc(
     Warns:
         PyroScaleWarning: it was interrupted; the result has the simulations done so far.
 
-    Example:
+    Examples:
         >>> import pyro, pyro.distributions as dist, torch, pyro_scale as ps
         >>> def model(y):
         ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))

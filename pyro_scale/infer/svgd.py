@@ -68,7 +68,7 @@ class SVGD(Method):
     Raises:
         ArgumentError: an argument that is unknown or out of range.
 
-    Example:
+    Examples:
         >>> import torch, torchopt, pyro, pyro.distributions as dist
         >>> import pyro_scale as ps
         >>> def model(y=None):

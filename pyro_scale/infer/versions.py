@@ -21,7 +21,7 @@ def show_versions() -> None:
     """Prints the versions of Python, of the packages that this one stands on and of the C++
     compiler, and what the machine is.
 
-    Example:
+    Examples:
         >>> import pyro_scale as ps
         >>> ps.show_versions()  # doctest: +ELLIPSIS
         pyro-scale...

@@ -37,7 +37,7 @@ def pit(draws: Tensor, y: Tensor, generator: torch.Generator | None = None) -> T
     Raises:
         ArgumentError: shapes that do not fit, nothing in them, or values that are not finite.
 
-    Example:
+    Examples:
         >>> import torch, pyro_scale as ps
         >>> draws = torch.tensor([[1.0], [2.0], [3.0]])
         >>> ps.metrics.pit(draws.expand(3, 3), torch.tensor([0.0, 2.0, 2.5]))
@@ -76,7 +76,7 @@ def coverage(draws: Tensor, y: Tensor, level: float | Tensor = 0.9) -> Tensor:
         ArgumentError: as `pit`; a level out of its range, or too near 1 for the number of draws,
             of which the outermost two have the level 1 - 2/(S + 1).
 
-    Example:
+    Examples:
         >>> import torch, pyro_scale as ps
         >>> draws = torch.arange(1.0, 20.0)[:, None].expand(19, 4)
         >>> ps.metrics.coverage(draws, torch.tensor([0.5, 1.0, 12.0, 19.5]))

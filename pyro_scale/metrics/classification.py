@@ -22,7 +22,7 @@ def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
         ArgumentError: probabilities by draw, or that do not sum to 1; labels that are no integers,
             out of range, or not one a row.
 
-    Example:
+    Examples:
         >>> import torch, pyro_scale as ps
         >>> probs = torch.tensor([[0.8, 0.2], [0.4, 0.6], [0.7, 0.3], [0.9, 0.1]])
         >>> ps.metrics.accuracy(probs, torch.tensor([0, 1, 1, 0]))
@@ -47,7 +47,7 @@ def nll(probs: Tensor, labels: Tensor) -> Tensor:
     Raises:
         ArgumentError: as `accuracy`.
 
-    Example:
+    Examples:
         >>> import torch, pyro_scale as ps
         >>> ps.metrics.nll(torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([1, 0]))
         tensor(0.3466)
@@ -72,7 +72,7 @@ def brier(probs: Tensor, labels: Tensor) -> Tensor:
     Raises:
         ArgumentError: as `accuracy`.
 
-    Example:
+    Examples:
         >>> import torch, pyro_scale as ps
         >>> ps.metrics.brier(torch.tensor([[0.5, 0.5], [0.0, 1.0]]), torch.tensor([1, 0]))
         tensor(1.2500)

@@ -15,7 +15,7 @@ from pyro_scale.metrics import checks
 class Interval(NamedTuple):
     """An interval for each observation, both ends in it, tensors of one shape.
 
-    Args:
+    Attributes:
         lower: the lower end.
         upper: the upper end.
     """
@@ -47,7 +47,7 @@ def conformal(scores: Tensor, alpha: float) -> Tensor:
     Raises:
         ArgumentError: scores that are no vector of at least one, or NaN; an alpha out of range.
 
-    Example:
+    Examples:
         Nine rows are the fewest that tell 90%: their largest score is the threshold.
 
         >>> import torch, pyro_scale as ps

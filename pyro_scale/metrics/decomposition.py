@@ -14,7 +14,7 @@ from pyro_scale.metrics import checks
 class Uncertainty(NamedTuple):
     """A predictive uncertainty and its two parts, tensors of one shape.
 
-    Args:
+    Attributes:
         total: of the posterior predictive distribution; the sum of the parts.
         aleatoric: the part that stays when the parameters are known.
         epistemic: the part that comes from not knowing the parameters.
@@ -44,7 +44,7 @@ def uncertainty(probs: Tensor) -> Uncertainty:
     Raises:
         ArgumentError: no draws dimension, or what does not sum to 1 over the classes.
 
-    Example:
+    Examples:
         Two draws that are certain of different classes, and two that know of a fair coin:
 
         >>> import torch, pyro_scale as ps
@@ -94,7 +94,7 @@ def variance(means: Tensor, variances: Tensor) -> Uncertainty:
     Raises:
         ArgumentError: different shapes, no draws, or negative variances.
 
-    Example:
+    Examples:
         >>> import torch, pyro_scale as ps
         >>> ps.metrics.variance(torch.tensor([1.0, 3.0]), torch.tensor([0.5, 1.5]))
         Uncertainty(total=tensor(2.), aleatoric=tensor(1.), epistemic=tensor(1.))

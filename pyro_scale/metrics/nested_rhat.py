@@ -44,7 +44,7 @@ def nested_r_hat(draws: Tensor, superchains: int) -> Tensor:
         ArgumentError: K below 2, or that does not divide the number of chains; chains of one draw
             in superchains of one chain; NaN or infinite draws.
 
-    Example:
+    Examples:
         Two starts, two chains from each of them, three draws; the second start is not forgotten:
 
         >>> import torch, pyro_scale as ps

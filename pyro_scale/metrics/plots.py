@@ -46,7 +46,7 @@ def plot_reliability(
     Raises:
         ArgumentError: as `ece`.
 
-    Example:
+    Examples:
         >>> import torch, pyro_scale as ps
         >>> probs = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.4, 0.6]])
         >>> ax = ps.metrics.plot_reliability(probs, torch.tensor([0, 0, 1, 0]), label="MAP")
@@ -100,7 +100,7 @@ def plot_risk_coverage(
     Raises:
         ArgumentError: as `selective_accuracy`.
 
-    Example:
+    Examples:
         >>> import torch, pyro_scale as ps
         >>> uncertainty, correct = torch.tensor([0.1, 0.2]), torch.tensor([True, False])
         >>> ax = ps.metrics.plot_risk_coverage(uncertainty, correct)

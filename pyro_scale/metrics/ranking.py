@@ -27,7 +27,7 @@ def auroc(inside: Tensor, outside: Tensor) -> Tensor:
     Raises:
         ArgumentError: scores that are no vectors, empty, or NaN.
 
-    Example:
+    Examples:
         >>> import torch, pyro_scale as ps
         >>> ps.metrics.auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.2, 0.3]))
         tensor(0.8750)
@@ -59,7 +59,7 @@ def selective_accuracy(uncertainty: Tensor, correct: Tensor, coverage: float | T
         ArgumentError: vectors of different lengths, empty, or NaN; `correct` not boolean; a
             coverage out of its range.
 
-    Example:
+    Examples:
         >>> import torch, pyro_scale as ps
         >>> uncertainty = torch.tensor([0.3, 0.1, 0.2, 0.4])
         >>> correct = torch.tensor([False, True, True, False])

@@ -26,7 +26,7 @@ def log_predictive_density(log_lik: Tensor) -> Tensor:
     Raises:
         ArgumentError: no draws.
 
-    Example:
+    Examples:
         >>> import torch, pyro_scale as ps
         >>> ps.metrics.log_predictive_density(torch.tensor([[0.2, 1.0], [0.4, 1.0]]).log()).exp()
         tensor([0.3000, 1.0000])
@@ -52,7 +52,7 @@ def rmse(mean: Tensor, y: Tensor) -> Tensor:
     Raises:
         ArgumentError: different shapes, or no rows.
 
-    Example:
+    Examples:
         >>> import torch, pyro_scale as ps
         >>> ps.metrics.rmse(torch.tensor([1.0, 2.0]), torch.tensor([4.0, 6.0]))
         tensor(3.5355)

@@ -14,7 +14,7 @@ from pyro_scale.metrics import checks
 class Reliability(NamedTuple):
     """Rows in bins of equal width by the probability of their most probable class.
 
-    Args:
+    Attributes:
         confidence: the mean of that probability, `[bins]`; NaN where a bin is empty.
         accuracy: the fraction of rows that are of that class, likewise.
         rows: how many are in the bin, `[bins]`.
@@ -69,7 +69,7 @@ def ece(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
     Raises:
         ArgumentError: as `accuracy`; or no bins.
 
-    Example:
+    Examples:
         >>> import torch, pyro_scale as ps
         >>> probs = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.4, 0.6]])
         >>> ps.metrics.ece(probs, torch.tensor([0, 0, 1, 0]))

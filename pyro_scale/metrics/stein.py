@@ -35,7 +35,7 @@ def ksd(draws: Tensor, scores: Tensor) -> Tensor:
     Raises:
         ArgumentError: different shapes, no draws, NaN or infinite values.
 
-    Example:
+    Examples:
         Of 500 draws from N(0, I) in two dimensions, 2 d / n = 0.008; the same, shifted:
 
         >>> import torch, pyro_scale as ps

@@ -37,7 +37,7 @@ def ecdf_counts(ranks: Tensor, num_draws: int) -> Tensor:
     Raises:
         ArgumentError: no ranks, ranks that are not integers, or out of their range.
 
-    Example:
+    Examples:
         >>> import torch
         >>> ecdf_counts(torch.tensor([0, 0, 2, 3]), num_draws=3)
         tensor([2, 2, 3])
@@ -69,7 +69,7 @@ def ecdf_band(num_simulations: int, num_draws: int, level: float = 0.95) -> tupl
     Raises:
         ArgumentError: numbers below 1, or a level out of (0, 1).
 
-    Example:
+    Examples:
         Two draws and one rank.  At 1/3 and at 2/3 the ECDF is 0 or 1, and no value is unlikely:
 
         >>> ecdf_band(1, 2)
@@ -121,7 +121,7 @@ def uniformity_p_values(ranks: Tensor, num_draws: int, is_doubtful: Tensor | Non
     Raises:
         ArgumentError: as `ecdf_counts`.
 
-    Example:
+    Examples:
         All of ten ranks below the middle, which one of 1,024 sets of ranks is, and as many above:
 
         >>> import torch
@@ -157,7 +157,7 @@ def holm(p_values: Tensor) -> Tensor:
     Returns:
         `[n]`: the k-th smallest times n + 1 - k, at least those before it, at most 1.
 
-    Example:
+    Examples:
         >>> import torch
         >>> holm(torch.tensor([0.01, 0.04, 0.03]))
         tensor([0.0300, 0.0600, 0.0600])
@@ -186,7 +186,7 @@ def rank_coverage(ranks: Tensor, num_draws: int, level: float) -> Tensor:
     Raises:
         ArgumentError: as `ecdf_counts`, or a level out of (0, 1).
 
-    Example:
+    Examples:
         Half of the inner cell of three is inside of the interval from 1/4 to 3/4, and so on:
 
         >>> import torch

@@ -65,7 +65,7 @@ class LogPosterior:
         ModelError, SiteError, PlateError: on the first batch, what is wrong with the model.
         ArgumentError: N is unknown, or less than the rows of a batch.
 
-    Example:
+    Examples:
         >>> import torch, pyro, pyro.distributions as dist
         >>> import pyro_scale as ps
         >>> def model(x, y):
@@ -104,7 +104,7 @@ class LogPosterior:
             params: unconstrained tensors, where every chain starts unless it is told otherwise.
             num_data: N.
 
-        Example:
+        Examples:
             >>> import torch, pyro_scale as ps
             >>> lp = ps.LogPosterior.from_function(
             ...     lambda params, batch: -0.5 * (params["w"] ** 2).sum(),

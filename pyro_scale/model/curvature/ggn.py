@@ -54,7 +54,7 @@ class Curvature:
         ArgumentError: an unknown kind, no draws.
         SiteError: "ggn" of what has no distribution, such as a `pyro.factor`.
 
-    Example:
+    Examples:
         >>> import torch, pyro, pyro.distributions as dist
         >>> import pyro_scale as ps
         >>> def model(x, y=None):

@@ -72,7 +72,7 @@ def bayesianize(
             one.
         ModelError: a submodule that cannot be made Bayesian, which is named.
 
-    Example:
+    Examples:
         >>> import torch, pyro.distributions as dist, pyro_scale as ps
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
         >>> last_layer = ps.bayesianize(net, prior=dist.Normal(0.0, 0.5), include="2")

@@ -67,7 +67,7 @@ def replace_batchnorm(net: nn.Module, by: Normalization = "group") -> nn.Module:
         ArgumentError: `net` is no module, or `by` is unknown.
         ModelError: there is no BatchNorm, or one without positions is to be FilterResponseNorm.
 
-    Example:
+    Examples:
         >>> import torch, pyro_scale as ps
         >>> net = torch.nn.Sequential(torch.nn.Conv2d(1, 8, 3), torch.nn.BatchNorm2d(8))
         >>> type(ps.replace_batchnorm(net)[1]).__name__

@@ -31,7 +31,7 @@ def weight_decay(decay: float, num_data: int) -> dist.Normal:
     Raises:
         ArgumentError: a value that is not above 0.
 
-    Example:
+    Examples:
         >>> import pyro_scale as ps
         >>> float(ps.weight_decay(1e-4, num_data=10_000).scale)
         1.0
