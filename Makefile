@@ -1,10 +1,10 @@
-# `make demo`, `test`, `test-slow`, `matrix`, `bench`, `accuracy`, `untuned`, `verdicts`, `rows`, `approximations`, `networks`, `programs`, `distributed`, `calibration`: each makes .venv if it is missing.
+# `make demo`, `test`, `test-slow`, `matrix`, `bench`, `accuracy`, `untuned`, `verdicts`, `rows`, `approximations`, `networks`, `programs`, `distributed`, `calibration`, `docs`, `docs-test`, `wheel`: each makes .venv if it is missing.
 
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow matrix bench accuracy untuned verdicts rows approximations networks programs distributed calibration lint types notebooks clean
+.PHONY: demo test test-slow matrix bench accuracy untuned verdicts rows approximations networks programs distributed calibration docs docs-test wheel lint types notebooks clean
 
 demo: .venv/installed
 	$(BIN)/python -W ignore::FutureWarning examples/demo.py
@@ -81,8 +81,25 @@ types: .venv/installed
 notebooks: .venv/installed
 	$(BIN)/python -m pytest --nbmake notebooks/*.ipynb notebooks/paper/*.ipynb
 
+# Builds the site into site/: open site/index.html, with or without a network.
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The site in a browser, where Chromium is there, and every program on its pages.
+docs-test: docs
+	$(BIN)/python -m pytest -m site -n 2 tests/site
+
+# The wheel as users install it: the demo runs on it, away from the checkout.
+wheel: .venv/installed
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -m pip install --quiet --no-deps --target dist/installed dist/*.whl
+	cd dist && PYTHONPATH=installed ../$(BIN)/python -c \
+		"import pathlib, pyro_scale; assert 'installed' in pathlib.Path(pyro_scale.__file__).parts"
+	cd dist && PYTHONPATH=installed ../$(BIN)/python -W ignore::FutureWarning ../examples/demo.py
+
 clean:
-	rm -rf .venv .venv-matrix demo-output
+	rm -rf .venv .venv-matrix demo-output site build dist
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
