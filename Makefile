@@ -79,7 +79,7 @@ types: .venv/installed
 	$(BIN)/python -m pytest -m slow tests/contract/test_types.py
 
 notebooks: .venv/installed
-	$(BIN)/python -m pytest --nbmake notebooks/*.ipynb notebooks/paper/*.ipynb
+	$(BIN)/python -m pytest --nbmake -n 2 notebooks/*.ipynb notebooks/paper/*.ipynb
 
 # Builds the site into site/: open site/index.html, with or without a network.
 docs: .venv/installed
