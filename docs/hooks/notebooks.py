@@ -1,8 +1,8 @@
 """The notebooks as pages, and the gallery of them.
 
 A notebook says in its metadata, under `pyro_scale`, what the gallery shows: kind, level, minutes, a
-summary, which cell's figure is the thumbnail, and that figure's alt text.  Each cell with a figure
-has its own `alt`.
+summary, and which cell's figure is the thumbnail.  Each cell with a figure has its alt text in its
+own metadata, under `alt`.
 """
 
 from __future__ import annotations
@@ -131,9 +131,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 def _card(book: Notebook) -> str:
     card = book.card
-    picture = (
-        f"![{card['alt']}]({book.thumbnail}){{ loading=lazy }}\n\n    " if book.thumbnail else ""
-    )
+    picture = ""
+    if book.thumbnail is not None:
+        alt = book.content["cells"][card["thumbnail"]]["metadata"]["alt"]
+        picture = f"![{alt}]({book.thumbnail}){{ loading=lazy }}\n\n    "
     minutes = "1 minute" if card["minutes"] == 1 else f"{card['minutes']} minutes"
     return (
         f"-   {picture}**[{book.title}]({book.uri})**\n\n"
