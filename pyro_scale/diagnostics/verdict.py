@@ -124,10 +124,11 @@ def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
         num_samples: draws of each chain that were asked for.
     """
     trained = None if choice is None else choice.trained
+    choices = {} if choice is None else choice.reasons_at(result.attrs["thinning"])
     if "temperature" in result.attrs and result.attrs["temperature"] == 0:
         chains, told = result.num_chains, f"at temperature 0, after {trained:,} steps of training"
         finding = Finding("", "temperature", "ensemble", f"{chains} points, one a chain, {told}")
-        return Report("ensemble", (finding,), {} if choice is None else choice.reasons)
+        return Report("ensemble", (finding,), choices)
     findings = [
         *_length(result, num_samples),
         *(_mixing(result) if trained is None else _agreement(result)),
@@ -141,7 +142,7 @@ def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
     order = {"ensemble": 0, "no": 1, "unknown": 2, "yes": 3}
     findings.sort(key=lambda finding: order[finding.verdict])
     verdict = worst([finding.verdict for finding in findings])
-    return Report(verdict, tuple(findings), {} if choice is None else choice.reasons)
+    return Report(verdict, tuple(findings), choices)
 
 
 def _length(result: Result, num_samples: int) -> list[Finding]:

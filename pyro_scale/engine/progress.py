@@ -16,17 +16,18 @@ _IN_A_NOTEBOOK = issubclass(tqdm, tqdm_notebook)
 
 
 class Progress:
-    """A bar over steps that shows its rate and, whenever it is redrawn, the log joint.  In a log
-    (stderr is no terminal, nor a notebook's) it is some ten lines.
+    """A bar over steps that shows its rate and, whenever it is redrawn, what steps are worth.  In a
+    log (stderr is no terminal, nor a notebook's) it is some ten lines.
 
     Args:
         total: steps; None where that is not known beforehand.
         title: what is run.
         show: False for no bar at all.
+        objective: what the number that steps are worth is called.
     """
 
-    def __init__(self, total: int | None, title: str, show: bool):
-        self._title = title
+    def __init__(self, total: int | None, title: str, show: bool, objective: str = "log joint"):
+        self._title, self._objective = title, objective
         self._is_logged = not sys.stderr.isatty() and not _IN_A_NOTEBOOK
         rarely: dict[str, Any] = {}
         if self._is_logged:
@@ -38,10 +39,10 @@ class Progress:
         """What is going on, behind the title."""
         self._bar.set_description(f"{self._title}, {what}", refresh=not self._is_logged)
 
-    def update(self, steps: int, log_joint: float | None = None) -> None:
-        """So many more steps, and the log joint after them, where it is known."""
-        if self._bar.update(steps) and log_joint is not None:
-            self.show(f"log joint {log_joint:.5g}")
+    def update(self, steps: int, value: float | None = None) -> None:
+        """So many more steps, and the objective's value after them, where it is known."""
+        if self._bar.update(steps) and value is not None:
+            self.show(f"{self._objective} {value:.5g}")
 
     def go_to(self, step: int) -> None:
         """So many steps in all."""

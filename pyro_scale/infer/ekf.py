@@ -184,7 +184,7 @@ class EKF(Approximation):
         total = -(-count // (opened.batch_size or count))
         compiles = self._compile is True or (self._compile == "auto" and total >= _REPAID_AFTER)
         begun = time.perf_counter()
-        with Progress(total, type(self).__name__, progress) as bar:
+        with Progress(total, type(self).__name__, progress, "log likelihood") as bar:
             for log_lik in ekf_filter.absorb_all(opened, self._last_program if compiles else None):
                 bar.update(len(log_lik), float(log_lik[-1]))
         self._filter = ekf_filter

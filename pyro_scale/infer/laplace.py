@@ -209,7 +209,7 @@ class Laplace(Approximation):
 
             def candidates(search: Search) -> list[Candidate]:
                 found = []
-                with Progress(num_chains, type(self).__name__, progress) as bar:
+                with Progress(num_chains, type(self).__name__, progress, "log evidence") as bar:
                     for position, center in zip(problem.positions, fixed, strict=True):
                         found.append(_candidate_from(position, center)(search))
                         bar.update(1, found[-1].log_evidence)
@@ -251,7 +251,7 @@ class Laplace(Approximation):
         begun, candidates, title = time.perf_counter(), list[Candidate](), type(self).__name__
         with (
             ranks.together(),
-            Progress(len(old.centers), title, progress and ranks.is_first) as bar,
+            Progress(len(old.centers), title, progress and ranks.is_first, "log evidence") as bar,
         ):
             check_same_call(ranks, {"batch_size": batch_size, "mode": _word_for(mode)})
             for start, center in enumerate(old.centers):

@@ -494,10 +494,12 @@ class Sampler(Method):
             kept = min(kept, there)  # the disk may be full
         if not draws.finished or not kept:
             return draws.error
-        facts = {**config.facts, "thinning": plan.steps.thinning}
+        facts = config.facts
         if self._choice is not None:
             facts["passes_draws"] = round(passes_of(problem, draws.num_steps), 2)
-        attrs = {**self._attrs(), **facts, **plan.choice, "num_samples": kept}
+        # last, as a run that went on has more steps between draws than were chosen
+        lengths = {"num_samples": kept, "thinning": plan.steps.thinning}
+        attrs = {**self._attrs(), **facts, **plan.choice, **lengths}
         if plan.kernel.adjusted:
             attrs["acceptance_rate"] = acceptance_rate(draws)
         self._plan = dataclasses.replace(plan, finished=tuple(draws.finished))

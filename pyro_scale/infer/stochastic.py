@@ -171,7 +171,7 @@ class Optimized(Approximation):
         chains = problem.chains
         batches = problem.batches(num_chains, "shuffle", chains=chains)
         engine, batches = on_own_rows(problem, batches)
-        with Progress(steps.total, title, progress) as bar, without_vmap_warnings():
+        with Progress(steps.total, title, progress, self.objective) as bar, without_vmap_warnings():
             draws = simulate(
                 engine,
                 problem.positions[list(chains)],

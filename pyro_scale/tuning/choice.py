@@ -79,3 +79,13 @@ class Choice:
     reasons: Mapping[str, str]
     trained: int | None = None
     heat: float | None = None
+
+    def reasons_at(self, thinning: int) -> dict[str, str]:
+        """The reasons, for a run that ended with so many steps from one draw to the next."""
+        reasons = dict(self.reasons)
+        if thinning != self.steps.thinning:
+            reasons["thinning"] = (
+                f"{thinning} steps from one draw to the next, as draws {self.steps.thinning} steps "
+                "apart depended on each other"
+            )
+        return reasons

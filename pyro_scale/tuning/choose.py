@@ -143,7 +143,8 @@ def choose(
     reasons = _reasons(problem, modes, window, tried, thinning)
     if adjusted is not None:
         reasons["step size"] = adjusted.reason
-    attrs: dict[str, Any] = {"lr_choice": reasons["step size"], "thinning": thinning}
+    attrs: dict[str, Any] = {"lr_choice": reasons["step size"]} if asked.lr else {}
+    attrs["thinning"] = thinning
     attrs |= {f"passes_{stage}": round(count, 2) for stage, count in passes.items()}
     if asked.warmup_steps is None:
         attrs["warmup_steps"] = taken

@@ -12,7 +12,7 @@ from repetitions import slow_but
 
 import pyro_scale as ps
 from pyro_scale.diagnostics.verdict import report as verdict_on
-from pyro_scale.errors import ArgumentError, NonFiniteError, VerdictWarning
+from pyro_scale.errors import ArgumentError, BiasWarning, NonFiniteError, VerdictWarning
 from pyro_scale.run import budget
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -232,3 +232,20 @@ def test_searches_without_end_are_bounded_too():
 
     with pytest.raises(ArgumentError, match=r"max_rows=13,000 were over after"):
         ps.BAOA(endless, compile=False).run(None, max_rows=13_000, **QUIET)
+
+
+def test_a_run_that_went_on_says_its_own_thinning():
+    run = ps.BAOA(lambda: pyro.sample("x", dist.StudentT(3.0, 0.0, 1.0))).run(None, **QUIET)
+    thinning = run.diagnostics().attrs["thinning"]
+    assert thinning == run._plan.steps.thinning > run._choice.steps.thinning
+    assert f"thinning: {thinning} steps from one draw to the next, as draws" in str(run.report())
+
+
+def test_a_step_size_that_was_set_is_the_one_to_lower():
+    data = (X - double(0.0, 20.0), Y)
+    run = ps.BAOA(line, lr=0.3, compile=False).run(data, batch_size=10, num_samples=100, **QUIET)
+    with pytest.warns(BiasWarning) as caught:
+        run.diagnostics()
+    said = " ".join(str(warning.message) for warning in caught)
+    assert "lower lr from 0.3" in said
+    assert "lr='auto' chooses" not in said
