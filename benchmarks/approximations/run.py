@@ -260,8 +260,7 @@ _KRON = {**NARROW, "structure": "kron"}
 KRON = Question(
     "kron",
     "Kronecker factors of the network 64-16-10",
-    "1,210 weights, 1,797 rows in a single batch, as laplace-torch's factors depend on how the "
-    "data are split; from the weights to the eigenvalues.",
+    "1,210 weights, 1,797 rows in a single batch; from the weights to the eigenvalues.",
     tuple(
         _in(dtype, contender)
         for dtype in ("float32", "float64")
