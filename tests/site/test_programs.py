@@ -11,6 +11,7 @@ import warnings
 import matplotlib.pyplot as plt
 import pyro
 import pytest
+import torch
 from places import ROOT
 
 FENCE = re.compile(r"^( *)```python([^\n]*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
@@ -59,4 +60,5 @@ def test_every_program_runs(page, monkeypatch, tmp_path):
                     raise
                 pytest.skip(f"{error}: a block before it needs {', '.join(sorted(missing))}")
     pyro.clear_param_store()
+    torch.set_default_dtype(torch.float32)
     plt.close("all")
