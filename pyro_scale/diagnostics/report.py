@@ -75,7 +75,7 @@ def diagnostics(result: Result, predict_at: Any = None) -> Any:
             chain_correlation(result.samples[name]) for name in table.index
         ]
     if message := explosion(result):
-        warn(BiasWarning, message)
+        warn(BiasWarning, message, code="exploded")
     else:
         _warn(result, table, heat, predicted)
     if predicted is not None:
@@ -228,7 +228,7 @@ def warn_of_the_temperature(result: Result, heat: list[_Heat], unmixed: bool) ->
             "the run is too short for its draws to spread, or its noise is canceled (shuffled "
             "batches with a thermostat, subtract_noise)"
         )
-        warn(BiasWarning, said(worst, "colder", advice))
+        warn(BiasWarning, said(worst, "colder", advice), code="too-narrow")
 
 
 def warn_of_inflation(factor: float, result: Result) -> None:
