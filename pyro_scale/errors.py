@@ -21,6 +21,7 @@ SYMPTOMS = "https://pyro-scale.github.io/pyro-scale/symptoms.html"
 #: What errors and warnings are about, where the page has a section on it.
 Code = Literal[
     "batchnorm",
+    "cannot-write",
     "chains-disagree",
     "discrete-latent",
     "divergences",
@@ -42,7 +43,6 @@ Code = Literal[
     "plate",
     "random-likelihood",
     "ranks",
-    "read-only",
     "resume",
     "step-size",
     "too-narrow",
@@ -53,9 +53,8 @@ Code = Literal[
 
 
 class _Coded(Exception):
-    """A message, and the section of the page of symptoms that has more on it.
-
-    `str` ends with the link on a line of its own; in another message, `f"{error}"`, there is none.
+    """A message, and the section of the page of symptoms that has more on it: `str` ends with the
+    link, on a line of its own.
 
     Attributes:
         code: the section's anchor; None if the message says all there is to say.
@@ -72,9 +71,6 @@ class _Coded(Exception):
         message = super().__str__()
         return message if self.code is None else f"{message}\nSee {SYMPTOMS}#{self.code}"
 
-    def __format__(self, spec: str) -> str:
-        return format(super().__str__(), spec)
-
 
 class PyroScaleError(_Coded):
     """The base of every error that this library raises on purpose.
@@ -86,7 +82,12 @@ class PyroScaleError(_Coded):
     >>> print(ps.errors.PlateError("site 'y': 80 rows"))
     site 'y': 80 rows
     See https://pyro-scale.github.io/pyro-scale/symptoms.html#plate
+
+    Within another message, `f"({error})"`, the link is left out.
     """
+
+    def __format__(self, spec: str) -> str:
+        return format(Exception.__str__(self), spec)
 
 
 class ArgumentError(PyroScaleError, ValueError):

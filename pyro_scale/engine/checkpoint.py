@@ -116,7 +116,7 @@ class Checkpoints:
             raise FileError(
                 f"checkpoint: '{path}' cannot be made ({error.strerror or error}): pass a "
                 "directory whose parent is there and can be written to",
-                code="read-only",
+                code="cannot-write",
             ) from error
         # names are not used twice: a state and its draws belong together
         self._number = 1 + max((number for number, _ in _files(self._directory)), default=-1)

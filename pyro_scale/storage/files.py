@@ -86,7 +86,7 @@ def write(path: FilePath, contents: Mapping[str, Any], kind: Kind = "results") -
         )
         raise FileError(
             f"'{target}' cannot be written ({error.strerror or error}): {instead}",
-            code="read-only",
+            code="cannot-write",
         ) from error
     finally:
         with contextlib.suppress(OSError):
@@ -198,7 +198,7 @@ def locked(directory: Path, lock: Path | None = None) -> Iterator[None]:
         if error.errno not in _NO_LOCKS:
             raise FileError(
                 f"'{directory}' cannot be written ({error.strerror or error})",
-                code="read-only",
+                code="cannot-write",
             ) from error
     try:
         yield

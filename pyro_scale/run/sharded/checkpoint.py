@@ -125,7 +125,7 @@ class ShardedCheckpoints:
             return FileError(
                 f"checkpoint: '{self.directory}' cannot be made or read "
                 f"({error.strerror or error})",
-                code="read-only",
+                code="cannot-write",
             )
         number = 1 + max((int(name[2]) for name in names), default=-1)
         if not goes_on:
