@@ -136,11 +136,6 @@ class RankError(PyroScaleError):
     code = "ranks"
 
 
-def code_of(error: BaseException) -> Code | None:
-    """The code of an error of ours; None of others."""
-    return error.code if isinstance(error, PyroScaleError) else None
-
-
 class PyroScaleWarning(_Coded, UserWarning):
     """The base of every warning of this library; it has a `code` as errors do."""
 

@@ -23,7 +23,7 @@ from torch import distributed as dist
 from torch.utils import _pytree as pytree
 
 from pyro_scale.distributed.shares import Rows, Share
-from pyro_scale.errors import ArgumentError, PyroScaleError, PyroScaleWarning, RankError, code_of
+from pyro_scale.errors import ArgumentError, Code, PyroScaleError, PyroScaleWarning, RankError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -396,6 +396,11 @@ def _comes(store: Any, name: str) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def code_of(error: BaseException) -> Code | None:
+    """The code of an error of ours; None of others."""
+    return error.code if isinstance(error, PyroScaleError) else None
 
 
 def _backends() -> str:

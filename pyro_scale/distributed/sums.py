@@ -9,8 +9,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from pyro_scale.distributed.ranks import Ranks
-from pyro_scale.errors import PyroScaleError, RankError, code_of
+from pyro_scale.distributed.ranks import Ranks, code_of
+from pyro_scale.errors import PyroScaleError, RankError
 
 T = TypeVar("T")
 

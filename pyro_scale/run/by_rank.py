@@ -12,9 +12,10 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batches
 from pyro_scale.data.stream import StreamData
+from pyro_scale.distributed.ranks import code_of
 from pyro_scale.engine.checkpoint import differences
 from pyro_scale.engine.draws import Draws
-from pyro_scale.errors import ArgumentError, PyroScaleError, PyroScaleWarning, RankError, code_of
+from pyro_scale.errors import ArgumentError, PyroScaleError, PyroScaleWarning, RankError
 from pyro_scale.run.own_rows import on_own_rows
 from pyro_scale.run.parts import Part
 from pyro_scale.run.problem import Problem

@@ -88,10 +88,10 @@ def test_sections_are_the_codes_and_what_people_search_for():
     assert set(anchors) == CODES | PHRASES
 
 
-def test_the_contents_list_every_section_in_its_order():
-    begin = PAGE.index("\n## ")
-    listed = re.findall(r"\]\(#([a-z0-9-]+)\)", PAGE[:begin])
-    assert listed == re.findall(r"^### .* \{ #([a-z0-9-]+) \}$", PAGE, re.MULTILINE)
+def test_the_contents_list_every_group_and_section_in_their_order():
+    headings = re.findall(r"^###? (.*?)(?: \{ #([a-z0-9-]+) \})?$", PAGE, re.MULTILINE)
+    anchors = [code or re.sub(r"\W+", "-", title.lower()) for title, code in headings]
+    assert re.findall(r"\]\(#([a-z0-9-]+)\)", PAGE[: PAGE.index("\n## ")]) == anchors
 
 
 def test_groups_and_sections_are_headings_of_two_levels():
@@ -184,7 +184,7 @@ def model(x, y=None, size=None, latent=None, noise=0.0, net=None, likelihood=Non
     mean = x @ w if net is None else net(x)[:, 0]
     with pyro.plate("data", size or len(x)):
         if latent is not None:
-            mean = mean + pyro.sample("z", latent)
+            mean = mean + pyro.sample(*latent)
         mean = mean + noise * torch.randn_like(mean) if noise else mean
         pyro.sample("y", likelihood(mean) if likelihood else dist.Normal(mean, 1.0), obs=y)
 
@@ -194,7 +194,7 @@ def of_net(layer):
     return lambda x, y=None: model(x, y, net=net)
 
 
-def with_local(latent):
+def with_local(*latent):
     return lambda x, y=None: model(x, y, latent=latent)
 
 
@@ -218,8 +218,8 @@ class Stream(IterableDataset):
 #: By code: the model, the data, and what `run` is called with besides.
 REFUSED = {
     "plate": (lambda x, y=None: model(x, y, size=200), (X, Y), {"batch_size": 20}),
-    "local-latent": (with_local(dist.Normal(0.0, 1.0)), (X, Y), {"batch_size": 20}),
-    "discrete-latent": (with_local(dist.Bernoulli(0.5)), (X, Y), {"batch_size": 20}),
+    "local-latent": (with_local("z", dist.Normal(0.0, 1.0)), (X, Y), {"batch_size": 20}),
+    "discrete-latent": (with_local("k", dist.Bernoulli(0.5)), (X, Y), {"batch_size": 20}),
     "batchnorm": (of_net(nn.BatchNorm1d(4)), (X, Y), {}),
     "dropout": (of_net(nn.Dropout(0.2)), (X, Y), {}),
     "random-likelihood": (lambda x, y=None: model(x, y, noise=0.1), (X, Y), {}),
@@ -240,10 +240,11 @@ def test_the_page_quotes_what_is_said(code):
     assert raised.value.code == code
     assert str(raised.value).endswith(f"{LINK}{code}")
     section = PAGE[PAGE.index(f"{{ #{code} }}") :].partition("\n### ")[0]
-    quoted = re.search(r"^```text\n(?:\w+: )?(.*?)\n```$", section, re.MULTILINE | re.DOTALL)[1]
-    pieces = re.sub(r"\s+", " ", quoted).split("...")
-    said = raised.value.args[0]
-    assert [piece for piece in pieces if piece.strip() not in said] == []
+    block = re.search(r"^```text\n(.*?)\n```$", section, re.MULTILINE | re.DOTALL)[1]
+    quoted = re.split(r"^(\w+Error): ", block, flags=re.MULTILINE)[1:3]
+    assert quoted[0] == type(raised.value).__name__
+    pieces = re.sub(r"\s+", " ", quoted[1]).split("...")
+    assert [piece for piece in pieces if piece.strip() not in raised.value.args[0]] == []
 
 
 def test_an_error_within_another_one_leaves_its_link_behind(tmp_path):
