@@ -221,7 +221,7 @@ class OneByOne:
                 arguments = stack.arguments(torch.tensor(number))
                 drawn, is_independent = self.run(arguments, seed, modes[number])
             except (PyroScaleError, RuntimeError, ValueError) as error:
-                failed[number] = " ".join(str(error).split())[:_LONGEST]
+                failed[number] = " ".join(format(error).split())[:_LONGEST]
                 if len(failed) == stack.num_chains:  # it is the call
                     raise
             if drawn is None:
@@ -283,5 +283,6 @@ def find_starts(stack: Stack, init: InitFunction | None) -> Tensor:
     raise SiteError(
         f"site '{site}': the log joint of simulation {broken[0]} is not finite at any of "
         f"{MOST_STARTS} starts: the model draws data that it gives no density, or init_strategy "
-        "starts where there is none"
+        "starts where there is none",
+        code="not-finite",
     )

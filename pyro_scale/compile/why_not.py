@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 
+from pyro_scale.errors import Code
+
+_NO_COMPILER = "there is no C++ compiler"
+
 
 def why_not(error: Exception) -> str:
     """Why a model cannot be compiled, in one line, from whatever was raised."""
     if isinstance(error, FileNotFoundError) or "InvalidCxxCompiler" in str(error):
-        return f"there is no C++ compiler: {error}"
+        return f"{_NO_COMPILER}: {error}"
     first = str(error).strip().partition("\n")[0][:300]
     compilers_own = re.search(r"^.*\berror: .*$", str(error), re.MULTILINE)
     if compilers_own:
@@ -18,3 +22,8 @@ def why_not(error: Exception) -> str:
     if "DynamicOutputShape" in type(error).__name__:
         return f"the shape of a result depends on values: {first}"
     return f"{type(error).__name__}: {first}"
+
+
+def section_on(reason: str) -> Code:
+    """Where the page of symptoms has more on such a reason."""
+    return "no-compiler" if reason.startswith(_NO_COMPILER) else "not-compiled"

@@ -33,7 +33,8 @@ def check_fits(
                 f"{matrices} matrices of {size:,} x {size:,} numbers), and there are "
                 f"{in_words(there)} of memory: use structure='diag', which needs "
                 f"{in_words(matrices * size * number)}, or sites= for a part of the sites"
-            )
+            ),
+            code="memory",
         )
 
 

@@ -71,7 +71,8 @@ def count(arguments: Arguments) -> int | None:
         listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
         raise DataError(
             f"the tensors' first dimensions differ ({listed}): every tensor passed to the model "
-            "is rows; bind tensors that are not with functools.partial(model, name=tensor)"
+            "is rows; bind tensors that are not with functools.partial(model, name=tensor)",
+            code="not-rows",
         )
     return next(iter(sizes.values()), None)
 

@@ -90,7 +90,8 @@ def _of_a_dead_worker(loader: Any, error: Exception) -> Exception:
         return error
     return DataError(
         f"a worker of the loader exited unexpectedly ({error}): most often it ran "
-        "out of memory; pass a loader with fewer workers or num_workers=0, and go on with resume="
+        "out of memory; pass a loader with fewer workers or num_workers=0, and go on with resume=",
+        code="workers",
     )
 
 
@@ -111,7 +112,9 @@ def check_tensors(arguments: Arguments) -> None:
         if not isinstance(leaf, Tensor) and getattr(leaf, "ndim", 0) > 0:
             raise DataError(
                 f"argument {name} is a {type(leaf).__name__}, not a tensor, so its rows would not "
-                "be known as rows: pass torch.as_tensor of it, in the dtype of the model (.float())"
+                "be known as rows: pass torch.as_tensor of it, in the dtype of the model "
+                "(.float())",
+                code="not-rows",
             )
 
 

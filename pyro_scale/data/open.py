@@ -49,7 +49,8 @@ def open_data(
     if not isinstance(data, Iterable):
         raise DataError(
             f"data is a {type(data).__name__}: pass a DataLoader, or the model's own arguments "
-            "as a tensor, tuple or dict of tensors"
+            "as a tensor, tuple or dict of tensors",
+            code="not-rows",
         )
     if batch_size is not None:
         raise ArgumentError(
@@ -85,7 +86,8 @@ def _open_loader(loader: Any, num_data: int | None, device: torch.device | None)
     if length is None and num_data is None:
         raise DataError(
             "the data's number of rows N is unknown: the loader has no .dataset with a length; "
-            "pass num_data=N (rows, not batches)"
+            "pass num_data=N (rows, not batches)",
+            code="no-length",
         )
     if length == 0:
         raise DataError("the data set is empty")

@@ -59,7 +59,8 @@ class RowIndices:
         if sampling != "replacement" and 4 * len(chains) * num_rows > _MOST_BYTES:
             raise ArgumentError(
                 f"sampling='{sampling}' would hold {len(chains)} orders of {num_rows} rows "
-                f"({4 * len(chains) * num_rows / 2**30:.0f} GiB): pass sampling='replacement'"
+                f"({4 * len(chains) * num_rows / 2**30:.0f} GiB): pass sampling='replacement'",
+                code="memory",
             )
         self._streams = Streams.of(seed, chains, Purpose.BATCHES)
         self._num_rows, self._batch_size, self._sampling = num_rows, batch_size, sampling

@@ -119,8 +119,9 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
     if unmixed:
         worst = r_hat.idxmax()
         steps = " or more steps" if hot else ", more steps or a larger lr"
+        of_weights = not probed and _has_weights(result)
         hint = ""
-        if not probed and _has_weights(result):
+        if of_weights:
             hint = "; of a network, ask what its predictions do: diagnostics(predict_at=x)"
         if chains >= _MANY_CHAINS and "superchains" not in result.attrs:
             hint += "; many short chains say more with superchains="
@@ -128,6 +129,7 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
             ConvergenceWarning,
             f"'{worst}': the chains do not agree, R-hat is {r_hat[worst]:.3g}: take a longer "
             f"warm-up{steps}{hint}",
+            code="ensemble" if of_weights else "chains-disagree",
         )
     return unmixed
 

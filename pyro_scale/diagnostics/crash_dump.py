@@ -53,7 +53,7 @@ def written(problem: Problem, method: str, draws: Draws, directory: Path | None)
         for path in _write(problem, method, failures, draws, directory):
             paths.append(path)
     except Exception as error:
-        reason = str(error.__cause__ or error)
+        reason = format(error.__cause__ or error)
     if not paths:
         return f"The last steps, which tell why, could not be written down ({reason})"
     others = f" ({paths[1].name}, ... beside it has those of others)" if len(paths) > 1 else ""

@@ -58,7 +58,7 @@ def as_word(values: Tensor) -> str:
 
 def in_short(error: Exception) -> str:
     """An error on one line."""
-    text = " ".join(str(error).split())
+    text = " ".join(format(error).split())
     return f"{type(error).__name__}: {text[:_TOLD]}"
 
 

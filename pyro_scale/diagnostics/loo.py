@@ -147,11 +147,13 @@ def _warn_of_tails(result: Result, pareto_k: Tensor) -> None:
     most = min(_MOST_K, 1 - 1 / math.log10(max(draws, 11)))
     heavy = int((~(pareto_k <= most)).sum())  # NaN among them
     if heavy:
+        exploded = explosion(result)
         warn(
             ApproximationWarning,
-            explosion(result)
+            exploded
             or f"LOO: the estimate may be unreliable for {heavy} of {len(pareto_k)} rows with "
             f"Pareto k > {most:.2f}: inspect these rows, or use a likelihood with heavier tails",
+            code="exploded" if exploded else "pareto-k",
         )
 
 

@@ -27,6 +27,7 @@ def nested_r_hats(result: Result) -> list[float] | None:
             f"no nested R-hat: only {superchains} of the {asked} superchains have all of their "
             "chains, and two are needed; find out what stopped the others (ps.replay), or pass a "
             "larger superchains=",
+            code="chains-disagree",
         )
         return None
     sites = result.log_posterior.latents
@@ -68,6 +69,7 @@ def warn_of_remembered_starts(result: Result, hot: bool = False) -> bool:
                 f"with each other than with the rest (nested R-hat {worst:.3g}): "
                 f"take a longer warm-up, {lr}or starts nearer to the posterior (init_strategy= a "
                 "fit)",
+                code="chains-disagree",
             )
             return True
     return False

@@ -75,7 +75,7 @@ def diagnostics(result: Result, predict_at: Any = None) -> Any:
             chain_correlation(result.samples[name]) for name in table.index
         ]
     if message := explosion(result):
-        warn(BiasWarning, message)
+        warn(BiasWarning, message, code="exploded")
     else:
         _warn(result, table, heat, predicted)
     if predicted is not None:
@@ -200,6 +200,7 @@ def _warn_of_momenta(result: Result, table: Any, hot: list[str]) -> None:
         f"{row.kinetic_temperature:.3g} ± {row.kinetic_temperature_mcse:.2g} times the "
         f"temperature asked for, where this step size alone gives "
         f"{row.kinetic_temperature_expected:.3g}: {_cooler(result, 1 + heat[site])}",
+        code=_what_heats(result),
     )
 
 
@@ -221,14 +222,15 @@ def warn_of_the_temperature(result: Result, heat: list[_Heat], unmixed: bool) ->
         advice = _cooler(result, worst.mean)
         if unmixed:
             advice = f"take a longer warm-up first; if it stays, {advice}"
-        warn(BiasWarning, said(worst, "hotter", advice))
+        code = "chains-disagree" if unmixed else _what_heats(result)
+        warn(BiasWarning, said(worst, "hotter", advice), code)
     if cold:
         worst = min(cold, key=lambda each: each.mean)
         advice = (
             "the run is too short for its draws to spread, or its noise is canceled (shuffled "
             "batches with a thermostat, subtract_noise)"
         )
-        warn(BiasWarning, said(worst, "colder", advice))
+        warn(BiasWarning, said(worst, "colder", advice), code="too-narrow")
 
 
 def warn_of_inflation(factor: float, result: Result) -> None:
@@ -258,10 +260,17 @@ def _cooler(result: Result, factor: float) -> str:
     Minibatches heat in proportion to lr; of a long step alone it is the precision that falls so,
     as SGLD's on a Gaussian.
     """
-    noise = result.gradient_noise
-    if noise is not None and not noise.variance.any():
+    if _what_heats(result) == "step-size":
         return lower_lr(result, (1 - 1 / _MOST_INFLATION) / (1 - 1 / factor))
     return f"{_lower_lr(result, factor)}; where minibatches heat, raise batch_size"
+
+
+def _what_heats(result: Result) -> Literal["step-size", "minibatch-heat"]:
+    """The section of the page of symptoms on draws that are too hot: without noise of minibatches,
+    it is the length of the steps."""
+    noise = result.gradient_noise
+    is_exact = noise is not None and not noise.variance.any()
+    return "step-size" if is_exact else "minibatch-heat"
 
 
 def _lower_lr(result: Result, factor: float) -> str:

@@ -246,4 +246,5 @@ def _warn_of_the_worst(biases: Mapping[str, Bias], result: Result, plan: RunPlan
         f"{bias.sd:.3g} ± {bias.sd_error:.2g} times what they would be at ever smaller steps, its "
         f"means up to {bias.mean:.2g} ± {bias.mean_error:.2g} posterior sds away: "
         f"{lower_lr(result, times ** (-1 / order))}{others if in_batches else ''}",
+        code="step-size",
     )

@@ -23,7 +23,7 @@ from torch import distributed as dist
 from torch.utils import _pytree as pytree
 
 from pyro_scale.distributed.shares import Rows, Share
-from pyro_scale.errors import ArgumentError, PyroScaleError, PyroScaleWarning, RankError
+from pyro_scale.errors import ArgumentError, Code, PyroScaleError, PyroScaleWarning, RankError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -326,7 +326,7 @@ class Ranks:
         """Waits for the others, and learns what became of them."""
         self._calls += 1
         told: list[Any] = [None] * self.world
-        mine = None if error is None else (type(error), str(error))
+        mine = None if error is None else (type(error), format(error), code_of(error))
         self._call(what, lambda: dist.all_gather_object(told, (what, mine)))
         failed = [(rank, why) for rank, (_, why) in enumerate(told) if why is not None]
         elsewhere = [rank for rank, (where, _) in enumerate(told) if where != what]
@@ -334,9 +334,9 @@ class Ranks:
         if error is not None:
             return
         if failed:
-            rank, (kind, why) = failed[0]
+            rank, (kind, why, code) = failed[0]
             if issubclass(kind, PyroScaleError):
-                raise kind(f"rank {rank}: {why}")
+                raise kind(f"rank {rank}: {why}", code=code)
             raise RankError(f"rank {rank} has failed, so this one ends: {kind.__name__}: {why}")
         if elsewhere:
             raise RankError(
@@ -396,6 +396,11 @@ def _comes(store: Any, name: str) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def code_of(error: BaseException) -> Code | None:
+    """The code of an error of ours; None of others."""
+    return error.code if isinstance(error, PyroScaleError) else None
 
 
 def _backends() -> str:

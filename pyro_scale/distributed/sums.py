@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from pyro_scale.distributed.ranks import Ranks
+from pyro_scale.distributed.ranks import Ranks, code_of
 from pyro_scale.errors import PyroScaleError, RankError
 
 T = TypeVar("T")
@@ -109,13 +109,17 @@ class Sums:
 
     def _raise(self, error: BaseException | None) -> None:
         """Tells what was raised, and raises it on rank 0; an interrupt where it is one, too."""
-        mine = None if error is None else (_kind(error), _text(error))
+        mine = None if error is None else (_kind(error), _text(error), code_of(error))
         told = self._ranks.of_all(mine, "what was raised in a sum over rows")
         if error is not None and (self._ranks.is_first or not isinstance(error, Exception)):
             raise error
         if self._ranks.is_first:
-            rank, (kind, why) = next((r, each) for r, each in enumerate(told) if each is not None)
-            raise kind(f"rank {rank}: {why}")
+            rank, failed = next((r, each) for r, each in enumerate(told) if each is not None)
+            kind, why, code = failed
+            again = kind(f"rank {rank}: {why}")
+            if isinstance(again, PyroScaleError) and code is not None:
+                again.code = code
+            raise again
 
     def _packed(self, value: Any) -> bytes:
         buffer = io.BytesIO()
@@ -132,4 +136,4 @@ def _kind(error: BaseException) -> type[Exception]:
 
 
 def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, _KNOWN) else f"{type(error).__name__}: {error}"
+    return format(error) if isinstance(error, _KNOWN) else f"{type(error).__name__}: {error}"

@@ -115,7 +115,8 @@ class Checkpoints:
         except OSError as error:
             raise FileError(
                 f"checkpoint: '{path}' cannot be made ({error.strerror or error}): pass a "
-                "directory whose parent is there and can be written to"
+                "directory whose parent is there and can be written to",
+                code="cannot-write",
             ) from error
         # names are not used twice: a state and its draws belong together
         self._number = 1 + max((number for number, _ in _files(self._directory)), default=-1)
@@ -205,7 +206,8 @@ def check_unused(path: files.FilePath, places: Sequence[Path]) -> None:
     if any(_files(place) for place in places):
         raise ArgumentError(
             f"checkpoint='{path}' holds the checkpoints of a run: pass resume= instead to go on "
-            "with that one, or another directory"
+            "with that one, or another directory",
+            code="resume",
         )
 
 
@@ -232,14 +234,15 @@ def read(path: files.FilePath) -> Checkpoint:
         what = "holds no checkpoint" if directory.is_dir() else "is no directory"
         raise FileError(
             f"resume='{path}' {what}: pass the directory that checkpoint= was, or leave it out to "
-            "start"
+            "start",
+            code="resume",
         )
     damages: list[str] = []
     for number, state in states:
         try:
             checkpoint = _read(directory, number, state)
         except FileError as error:
-            damages.append(str(error))
+            damages.append(format(error))
             continue
         if damages:
             warn(
@@ -248,7 +251,9 @@ def read(path: files.FilePath) -> Checkpoint:
                 "taken",
             )
         return checkpoint
-    raise FileError(f"resume='{path}' holds no whole checkpoint: {'; '.join(damages)}")
+    raise FileError(
+        f"resume='{path}' holds no whole checkpoint: {'; '.join(damages)}", code="resume"
+    )
 
 
 def differences(

@@ -18,7 +18,7 @@ from pyro_scale.compile.compiled import compile_function, compile_loop
 from pyro_scale.compile.cpp_loop import inputs_of
 from pyro_scale.compile.trace import trace
 from pyro_scale.compile.views import NotALoop
-from pyro_scale.compile.why_not import why_not
+from pyro_scale.compile.why_not import section_on, why_not
 from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.step_inputs import Fixed
 from pyro_scale.core.warn import warn
@@ -101,11 +101,13 @@ def program_for(
             earlier.keep(blueprint, engine, batches, state, block)
             return blueprint.program(engine, batches)
     except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
+        reason = why_not(error)
         warn(
             CompileWarning,
-            f"the model could not be compiled ({why_not(error)}; torch {torch.__version__}), so "
+            f"the model could not be compiled ({reason}; torch {torch.__version__}), so "
             "every step runs the model's Python, which takes milliseconds; compile=False silences "
             "this",
+            code=section_on(reason),
         )
         return as_it_is
 

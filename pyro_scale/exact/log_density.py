@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pyro_scale.compile.compiled import compile_value_and_gradient
 from pyro_scale.compile.cpp_function import NativeFunction
 from pyro_scale.compile.trace import Graph, trace
-from pyro_scale.compile.why_not import why_not
+from pyro_scale.compile.why_not import section_on, why_not
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.layout import Layout
@@ -239,6 +239,7 @@ def _fastest(
             f"NUTS: the log density could not be compiled ({reason}; torch {torch.__version__}), "
             "so every gradient runs the model's Python, some hundred times slower; compile=False "
             "silences this",
+            code=section_on(reason),
         )
         return LogDensity(eager, eager.layout, f"eager log density ({reason})")
     if coarsest is not eager.layout.dtype:

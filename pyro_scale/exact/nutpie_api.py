@@ -274,6 +274,7 @@ def _translate(error: BaseException) -> Exception:
     if "initial" in str(error).lower():
         return SiteError(
             "NUTS: the log density or its gradient is not finite where the chain starts, or the "
-            "gradient is zero: check the data, or change init_strategy"
+            "gradient is zero: check the data, or change init_strategy",
+            code="not-finite",
         )
     return ModelError(f"NUTS: the log density failed ({str(error).splitlines()[0]})")

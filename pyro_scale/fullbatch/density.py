@@ -233,7 +233,8 @@ class FullDataDensity:
         if not bool(torch.isfinite(value)):
             raise DataError(
                 "the log joint of the whole data is NaN or infinite where chain 0 starts: clean "
-                "the data (torch.isfinite finds bad rows), or change init_strategy"
+                "the data (torch.isfinite finds bad rows), or change init_strategy",
+                code="not-finite",
             )
         with contextlib.suppress(RuntimeError):  # of L-BFGS, where numbers overflow
             optimizer.step(closure)

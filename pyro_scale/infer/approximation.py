@@ -287,7 +287,7 @@ class Approximation(Method):
         proposed = self._draw(max(count, self.fit.num_starts * _PROPOSALS), seed)
         table = psis(self.fit, proposed)
         if not table.pareto_k <= MOST_K:
-            warn(ApproximationWarning, f"resample: {_advise(table.pareto_k)}")
+            warn(ApproximationWarning, f"resample: {_advise(table.pareto_k)}", code="pareto-k")
         source = None if seed is None else generator(seed, 0, Purpose.APPROXIMATION, block=2)
         weights = table.log_weights.exp()
         chosen = torch.multinomial(weights, count, replacement=True, generator=source)
@@ -332,13 +332,14 @@ class Approximation(Method):
             return
         self._note(table)
         if table.pareto_k > MOST_K:
-            warn(ApproximationWarning, _advise(table.pareto_k))
+            warn(ApproximationWarning, _advise(table.pareto_k), code="pareto-k")
         elif table.shift > MOST_SHIFT:
             warn(
                 ApproximationWarning,
                 "the approximation does not fit the posterior: importance weights move its mean "
                 f"by {table.shift:.2g} of its sds: take sample(n, resample=True), a sampler such "
                 "as BAOA, or structure='dense'",
+                code="pareto-k",
             )
         elif table.spread > MOST_SPREAD:
             warn(
@@ -346,6 +347,7 @@ class Approximation(Method):
                 "the approximation does not fit the posterior: it is too narrow, by the log joint "
                 f"at its draws {table.spread:.2g} times: take structure='dense', or a sampler "
                 "such as BAOA",
+                code="too-narrow",
             )
 
     def _with_k(self, table: Any) -> Any:

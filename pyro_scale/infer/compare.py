@@ -135,7 +135,7 @@ def _draws_of(name: str, method: Method) -> Result:
     try:
         return method._draws()
     except (ArgumentError, NotRunError) as error:
-        raise type(error)(f"methods[{name!r}]: {error}") from None
+        raise type(error)(f"methods[{name!r}]: {error}", code=error.code) from None
 
 
 def _check_posteriors(results: Mapping[str, Result]) -> None:

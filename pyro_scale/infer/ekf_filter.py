@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.compile.why_not import why_not
+from pyro_scale.compile.why_not import section_on, why_not
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
@@ -110,11 +110,13 @@ class Filter:
             last.compile(self._step.on_rows, (facts, torch.get_num_threads()), *inputs)
             self._compiled, self.program = last, "compiled loop"
         except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
+            reason = why_not(error)
             warn(
                 CompileWarning,
-                f"the filter's steps could not be compiled ({why_not(error)}; torch "
-                f"{torch.__version__}), so every step runs the model's Python, which takes "
-                "milliseconds; compile=False silences this",
+                f"the filter's steps could not be compiled ({reason}; torch {torch.__version__}), "
+                "so every step runs the model's Python, which takes milliseconds; compile=False "
+                "silences this",
+                code=section_on(reason),
             )
         self.compile_seconds = time.perf_counter() - begun
 

@@ -587,5 +587,6 @@ class Method:
                 PyroScaleWarning,
                 f"the pointwise log likelihood would take {size / 2**30:.1f} GiB and is left out: "
                 "pass log_likelihood=True to have it, or thin the draws",
+                code="log-likelihood",
             )
         return size <= _LOG_LIKELIHOOD_BYTES

@@ -237,6 +237,7 @@ class NUTS(Method):
                 f"{why}: raise target_accept (0.95), pass mass='low_rank', or write the model with "
                 "latents that depend less on each other (centered where data are many, "
                 "non-centered where they are few)",
+                code="divergences",
             )
 
 

@@ -562,12 +562,16 @@ class Sampler(Method):
                 self._why_none = all_stopped(path, told)
             raise NonFiniteError(told)
         if explosion_message := explosion(self._results()):
-            warn(BiasWarning, explosion_message)
+            warn(BiasWarning, explosion_message, code="exploded")
         if self._choice is not None:
             found = self.report() if "report" in self._results().attrs else None
             is_known = self._results().attrs.get("temperature") == 0  # by who asked for it
             if found is not None and found.verdict != "yes" and not is_known:
-                warn(VerdictWarning, f"{found.headline}; report() says more")
+                warn(
+                    VerdictWarning,
+                    f"{found.headline}; report() says more",
+                    code="ensemble" if found.verdict == "ensemble" else "verdict",
+                )
         elif not explosion_message:
             values, warmup_steps = _on_average(plan, draws), plan.steps.warmup_steps
             warn_of_short_warmup(problem, self._results(), values, warmup_steps)
@@ -618,6 +622,7 @@ class Sampler(Method):
                 f"{type(self).__name__} with sampling='{sampling}' makes the posterior too narrow: "
                 "its thermostat cools for noise that batches in that order cancel themselves; "
                 "leave sampling out",
+                code="too-narrow",
             )
         return sampling
 

@@ -64,7 +64,8 @@ def check_observations(sites: Mapping[str, Site], validated: Collection[str]) ->
                 f"site '{site.name}': an observed value is NaN or outside the support of its "
                 f"{type(_unwrap(site.fn)).__name__} ({site.fn.support}); check the data, or "
                 "choose a likelihood that allows it; masked values have to be allowed, too: clamp "
-                "labels of -100 to 0"
+                "labels of -100 to 0",
+                code="observed-value",
             )
 
 
@@ -79,12 +80,15 @@ def check_densities(sites: Mapping[str, Site]) -> None:
             raise SiteError(
                 f"site '{site.name}': the log density of its {type(_unwrap(site.fn)).__name__} "
                 f"fails on a value of shape {list(site.value.shape)} and dtype {site.value.dtype} "
-                f"({error}); check both (most likelihoods want y.float())"
+                f"({error}); check both (most likelihoods want y.float())",
+                code="observed-value",
             ) from error
 
 
 class NotFiniteStartError(SiteError):
     """A log density is NaN or infinite where the model was started; it may not be elsewhere."""
+
+    code = "not-finite"
 
 
 def check_terms(terms: Mapping[str, Term]) -> None:
@@ -116,10 +120,13 @@ def check_no_random_draws(
     name = differing(terms, again)
     if name is not None:
         raise ModelError(
-            f"site '{name}': two evaluations at the same latent values differ, {advice}"
+            f"site '{name}': two evaluations at the same latent values differ, {advice}",
+            code="random-likelihood",
         )
     if drew:
-        raise ModelError(f"an evaluation moves torch's random generator, {advice}")
+        raise ModelError(
+            f"an evaluation moves torch's random generator, {advice}", code="random-likelihood"
+        )
 
 
 def differing(terms: Mapping[str, Term], again: Mapping[str, Term]) -> str | None:
@@ -148,9 +155,15 @@ def check_local_latents(
     for site in sites.values():
         for frame in site.plates:
             if site.kind == "latent" and frame.name in data_plates:
-                raise SiteError(local_message(site.name, f"inside the data's plate '{frame.name}'"))
+                raise SiteError(
+                    local_message(site.name, f"inside the data's plate '{frame.name}'"),
+                    code="local-latent",
+                )
             if site.kind == "latent" and plate_scale(site.plates) != 1:
-                raise SiteError(local_message(site.name, f"in subsampled plate '{frame.name}'"))
+                raise SiteError(
+                    local_message(site.name, f"in subsampled plate '{frame.name}'"),
+                    code="local-latent",
+                )
 
 
 def local_message(name: str, where: str) -> str:

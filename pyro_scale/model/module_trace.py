@@ -82,7 +82,8 @@ def trace_modules() -> Iterator[ModuleTrace]:
             raise ModelError(
                 f"{trace.describe(module)} writes to its buffers whenever it is called, so two "
                 "evaluations of the likelihood would differ: call .eval(), and write to none in "
-                "its forward"
+                "its forward",
+                code="batchnorm",
             )
 
 
@@ -94,13 +95,15 @@ def _check_batch_norm(module: nn.Module, trace: ModuleTrace) -> None:
                 f"{trace.describe(module)} keeps no running statistics, so a row's likelihood "
                 "depends on the other rows of its batch, in eval mode too: build it with "
                 "track_running_stats=True and train them first, or put a layer in its place that "
-                "normalizes rows by themselves (pyro_scale.replace_batchnorm)"
+                "normalizes rows by themselves (pyro_scale.replace_batchnorm)",
+                code="batchnorm",
             )
         if module.training:
             raise ModelError(
                 f"{trace.describe(module)} in train mode: a row's likelihood would depend on the "
                 "other rows of its batch, and the batch's statistics would be written into your "
-                "module; call .eval(), or pyro_scale.replace_batchnorm(net) before training"
+                "module; call .eval(), or pyro_scale.replace_batchnorm(net) before training",
+                code="batchnorm",
             )
     dropout = isinstance(module, nn.modules.dropout._DropoutNd)
     inside = isinstance(module, nn.RNNBase | nn.MultiheadAttention)
@@ -108,5 +111,6 @@ def _check_batch_norm(module: nn.Module, trace: ModuleTrace) -> None:
     if module.training and rate > 0:
         raise ModelError(
             f"{trace.describe(module)} has active dropout (p={rate:g}): the likelihood would be "
-            "random; call .eval()"
+            "random; call .eval()",
+            code="dropout",
         )

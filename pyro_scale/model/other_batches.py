@@ -245,7 +245,7 @@ def check_supports(log_posterior: LogPosterior, params: Params, chunks: Iterable
                         again = log_posterior.run(other, chunk.arguments, chunk.indices).sites
                     support = sites[name].fn.support
                     if again is None or same_support(support, again[name].fn.support):
-                        raise SiteError(_outside(info, sites[name], begin))
+                        raise SiteError(_outside(info, sites[name], begin), code="observed-value")
         begin += chunk.num_new
 
 

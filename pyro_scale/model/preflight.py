@@ -126,12 +126,14 @@ def understand(
         raise ModelError(
             "data are passed, but the model has no observed site and no factor, so nothing would "
             "be learned from them: give the likelihood's pyro.sample obs= (if that is site "
-            f"'{last}', it was called with obs=None)"
+            f"'{last}', it was called with obs=None)",
+            code="no-observation",
         )
     if num_data is None:
         raise ArgumentError(
             "the number of rows N is unknown: pass num_data=N, the size of the whole data set "
-            "(not of a batch, nor the number of batches)"
+            "(not of a batch, nor the number of batches)",
+            code="no-length",
         )
     if batch_size > num_data:
         raise ArgumentError(
@@ -326,7 +328,7 @@ def _weights(run: Recorder, executed: list[nn.Module]) -> frozenset[str]:
 def _explain(error: LatentShapeChanged, size: int, part: int) -> SiteError:
     follows = [n for n, m in zip(error.given, error.wanted, strict=False) if n != m]
     if len(error.given) == len(error.wanted) and follows == [size]:
-        return SiteError(local_message(error.name, "of the batch's size"))
+        return SiteError(local_message(error.name, "of the batch's size"), code="local-latent")
     return error
 
 

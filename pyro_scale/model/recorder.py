@@ -38,13 +38,20 @@ _MOST_DIMS = 60
 class LatentShapeChanged(SiteError):
     """A latent's shape differs from that of the value that is given for it."""
 
-    def __init__(self, name: str, batch_shape: torch.Size, wanted: torch.Size):
-        super().__init__(
-            f"site '{name}': its shape depends on the data ({list(batch_shape)} on the first "
+    name: str
+    given: torch.Size
+    wanted: torch.Size
+
+    @classmethod
+    def of(cls, name: str, given: torch.Size, wanted: torch.Size) -> LatentShapeChanged:
+        """The error of a site, from the shapes of its value and of its distribution."""
+        error = cls(
+            f"site '{name}': its shape depends on the data ({list(given)} on the first "
             f"batch, {list(wanted)} now); a latent must have one shape for every batch: take the "
             "size from a constant instead of from the batch"
         )
-        self.name, self.given, self.wanted = name, batch_shape, wanted
+        error.name, error.given, error.wanted = name, given, wanted
+        return error
 
 
 class Recorder(Messenger):
@@ -105,13 +112,15 @@ class Recorder(Messenger):
         if msg["infer"].get("enumerate") == "parallel" and not fn.has_enumerate_support:
             raise SiteError(
                 f"site '{name}': a {type(fn).__name__} cannot be enumerated, for its support has "
-                "no end; marginalize it by hand, or use a Categorical over its first values"
+                "no end; marginalize it by hand, or use a Categorical over its first values",
+                code="discrete-latent",
             )
         if msg["infer"].get("enumerate") != "parallel":
             raise SiteError(
                 f"site '{name}': a discrete latent has no gradient; give it "
                 'infer={"enumerate": "parallel"} to have it summed out, or marginalize it by hand '
-                "(if it is an observation, pass its data: it was called with obs=None)"
+                "(if it is an observation, pass its data: it was called with obs=None)",
+                code="discrete-latent",
             )
         if self._enum_dim is None:
             with torch.no_grad():
@@ -120,7 +129,8 @@ class Recorder(Messenger):
         if -self._enum_dim > _MOST_DIMS:
             raise SiteError(
                 f"site '{name}': there are more enumerated sites than a tensor has dimensions; "
-                "sum them out by hand (the forward algorithm, for a Markov chain)"
+                "sum them out by hand (the forward algorithm, for a Markov chain)",
+                code="discrete-latent",
             )
         support = fn.enumerate_support(expand=False)
         inner = (1,) * (-self._enum_dim - 1)
@@ -141,11 +151,12 @@ class Recorder(Messenger):
         if value.dim() - len(fn.event_shape) > nesting:
             raise SiteError(
                 f"site '{name}': its support depends on an enumerated site; sum that site out by "
-                "hand, or give this one a fixed support"
+                "hand, or give this one a fixed support",
+                code="discrete-latent",
             )
         wanted = fn.batch_shape + fn.event_shape
         if value.shape != wanted and not self._enum_dims:
-            raise LatentShapeChanged(name, value.shape, wanted)
+            raise LatentShapeChanged.of(name, value.shape, wanted)
         if is_real(fn.support):  # the identity: there is nothing to add up, however many there are
             log_det = unconstrained.new_zeros(())
         else:

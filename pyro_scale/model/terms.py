@@ -133,7 +133,8 @@ def _sum_out(variable: Site, terms: list[Term], free: int) -> list[Term]:
             raise SiteError(
                 f"site '{term.name}' depends on the enumerated site '{variable.name}' but is not "
                 "in all of its plates, so the sum does not factorize over the plate; put it "
-                f"inside the plate, or take '{variable.name}' out of it"
+                f"inside the plate, or take '{variable.name}' out of it",
+                code="discrete-latent",
             )
         log_prob = term.log_prob
         for extra in around - own:
@@ -172,7 +173,8 @@ def _require_plates(terms: list[Term], enumerated: str, free: int) -> None:
                 raise SiteError(
                     f"site '{term.name}': dimension {dim} of its log density, of size "
                     f"{term.log_prob.shape[dim]}, is in no plate; in a model with enumerated "
-                    f"sites ('{enumerated}') keep values in the dimensions that they have"
+                    f"sites ('{enumerated}') keep values in the dimensions that they have",
+                    code="discrete-latent",
                 )
 
 
@@ -182,6 +184,7 @@ def _common_scale(variable: Site, involved: Iterable[Term]) -> float | Tensor:
     if not all(torch.equal(torch.as_tensor(scale), first) for scale in scales):
         raise SiteError(
             f"site '{variable.name}': the sites that are summed over it have different scales; "
-            "put one poutine.scale around all of them"
+            "put one poutine.scale around all of them",
+            code="discrete-latent",
         )
     return scales[0]

@@ -210,7 +210,8 @@ class ToDisk:
         if state["run"] != self.store.run or (stored and not self.store.holds(sound, stored)):
             raise FileError(
                 f"store='{self.store.path}' does not hold the draws of the run that goes on: pass "
-                "the store that it had"
+                "the store that it had",
+                code="resume",
             )
 
     def _values(self, positions: Tensor) -> dict[str, Tensor]:

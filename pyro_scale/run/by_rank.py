@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batches
 from pyro_scale.data.stream import StreamData
+from pyro_scale.distributed.ranks import code_of
 from pyro_scale.engine.checkpoint import differences
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, PyroScaleError, PyroScaleWarning, RankError
@@ -81,16 +82,17 @@ def in_step(trajectory: Trajectory) -> Trajectory:
     draws, ranks = trajectory.draws, trajectory.problem.ranks
     if ranks.is_alone:
         return trajectory
-    error = None if draws.error is None else (type(draws.error), str(draws.error))
+    own = draws.error
+    error = None if own is None else (type(own), format(own), code_of(own))
     told = ranks.of_all((draws.num_steps, bool(draws.finished), error), "the end of its steps")
     reached = [steps for steps, is_alive, _ in told if is_alive] or [s for s, _, _ in told]
     errors = [(rank, error) for rank, (_, _, error) in enumerate(told) if error is not None]
     if errors and draws.error is None:
-        rank, (kind, why) = errors[0]
+        rank, (kind, why, code) = errors[0]
         if kind is KeyboardInterrupt:
             draws.error = KeyboardInterrupt()
         elif issubclass(kind, PyroScaleError):
-            draws.error = kind(f"rank {rank}: {why}")
+            draws.error = kind(f"rank {rank}: {why}", code=code)
         else:
             draws.error = RankError(f"rank {rank}: {kind.__name__}: {why}")
     draws.num_steps = min(reached)

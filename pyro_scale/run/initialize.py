@@ -196,7 +196,8 @@ def _find_usable_starts(
         site = log_posterior.broken_site(layout.unflatten(positions[chain]), arguments)
         raise SiteError(
             f"site '{site}': its log density is NaN or infinite on the first batch where chain "
-            f"{chain} starts; check the data, or change init_strategy"
+            f"{chain} starts; check the data, or change init_strategy",
+            code="not-finite",
         )
     return engine, positions
 
@@ -223,7 +224,8 @@ def first_evaluation(
         if "random operation" in str(error):
             raise ModelError(
                 "something in the model draws at random: call .eval() on modules with dropout, "
-                f"and make every random draw a pyro.sample site ({error})"
+                f"and make every random draw a pyro.sample site ({error})",
+                code="random-likelihood",
             ) from error
     one_by_one = dataclasses.replace(engine, vectorized=False)
     return one_by_one, one_by_one.evaluate(positions, batch)

@@ -32,7 +32,8 @@ def check_length(num_draws: int, num_chains: int, steps: int) -> None:
     if needed > there:
         raise ArgumentError(
             f"num_samples={num_draws:,}: log joints of so many draws take {in_words(needed)} of "
-            f"memory, and {in_words(there)} are for them: pass fewer, and a larger thinning"
+            f"memory, and {in_words(there)} are for them: pass fewer, and a larger thinning",
+            code="memory",
         )
 
 
@@ -57,7 +58,8 @@ def check_memory(positions: Tensor, num_draws: int, budget: int | None) -> None:
             f"num_samples={num_draws:,}: draws of {chains} x {size:,} numbers each would take "
             f"{in_words(needed)} of memory, and {in_words(there)} are for them: pass "
             "store='draws.zarr' to write them to disk, store=False to keep summaries only, a "
-            "larger thinning, or memory_budget="
+            "larger thinning, or memory_budget=",
+            code="memory",
         )
 
 

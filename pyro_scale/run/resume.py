@@ -149,13 +149,15 @@ class Journal:
         if lines:
             raise FileError(
                 f"resume='{self.path}' is another run ({'; '.join(lines)}): build the method and "
-                "call run as they were, but for num_samples and progress"
+                "call run as they were, but for num_samples and progress",
+                code="resume",
             )
         kept = self.last.positions.shape[1]
         if kept > num_samples:
             raise ArgumentError(
                 f"num_samples={num_samples}: '{self.path}' holds {kept} draws a chain already; it "
-                "is their number in all"
+                "is their number in all",
+                code="resume",
             )
         _LOG.info(
             "resume: going on from step %d; schedules and other functions cannot be compared",

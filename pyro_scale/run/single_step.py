@@ -43,7 +43,8 @@ def check_rows(arguments: Arguments) -> None:
             if isinstance(leaf, Tensor) and leaf.dim() == 0:
                 raise DataError(
                     f"argument {name} is a single value, the others are rows: one row is "
-                    "step(x[i : i + 1], y[i : i + 1]); bind constants with functools.partial"
+                    "step(x[i : i + 1], y[i : i + 1]); bind constants with functools.partial",
+                    code="not-rows",
                 )
 
 

@@ -85,7 +85,8 @@ def write(path: FilePath, contents: Mapping[str, Any], kind: Kind = "results") -
             else "pass a file in a directory that is there and can be written to"
         )
         raise FileError(
-            f"'{target}' cannot be written ({error.strerror or error}): {instead}"
+            f"'{target}' cannot be written ({error.strerror or error}): {instead}",
+            code="cannot-write",
         ) from error
     finally:
         with contextlib.suppress(OSError):
@@ -196,7 +197,8 @@ def locked(directory: Path, lock: Path | None = None) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise FileError(
-                f"'{directory}' cannot be written ({error.strerror or error})"
+                f"'{directory}' cannot be written ({error.strerror or error})",
+                code="cannot-write",
             ) from error
     try:
         yield

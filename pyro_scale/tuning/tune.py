@@ -84,6 +84,7 @@ def _warn_of_a_large_error(chosen: step_size.StepSize, control_variates: bool) -
             f"lr='auto': with these steps, even the best step size is predicted to leave an error "
             f"of {chosen.error:.2g} posterior sds ({chosen.reason}): take more steps or larger "
             f"batches{others} or bring the sites to one scale (standardized data, mass by site)",
+            code="step-size",
         )
 
 

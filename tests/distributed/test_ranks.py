@@ -288,7 +288,7 @@ def errors(tmp_path_factory):
         ("starts", "RankError", ["rank 1 is on another run than rank 0", "starts was"]),
         ("version", "RankError", ["rank 1 is on another run than rank 0", "version was"]),
         ("bad argument", "ArgumentError", ["num_chains was 8, is 0"]),
-        ("bad data", "DataError", ["first dimensions differ"]),
+        ("bad data", "DataError", ["first dimensions differ", "symptoms.html#not-rows"]),
         ("few", "ArgumentError", ["num_chains=1 on 2 processes", "distributed=False"]),
     ],
 )
@@ -296,6 +296,7 @@ def test_ranks_that_differ_all_stop_before_the_first_step(errors, what, kind, wo
     for found in errors:
         assert found[what][0] == kind
         assert all(word in found[what][1] for word in words)
+        assert found[what][1].count("symptoms.html") <= 1
 
 
 def test_a_chain_that_breaks_on_one_rank_lets_the_others_finish(errors):

@@ -251,7 +251,8 @@ def _check_num_outputs(site: Site, base: Any, names: tuple[str, ...]) -> None:
         raise SiteError(
             f"site '{site.name}': the Fisher information of {each} outputs would take "
             f"{needed / 2**30:.1f} GiB for these rows: use curvature='monte_carlo', or a smaller "
-            "batch_size"
+            "batch_size",
+            code="memory",
         )
 
 

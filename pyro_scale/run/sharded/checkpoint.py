@@ -123,14 +123,17 @@ class ShardedCheckpoints:
             names = [match for each in self.directory.iterdir() if (match := _match(each))]
         except OSError as error:
             return FileError(
-                f"checkpoint: '{self.directory}' cannot be made or read ({error.strerror or error})"
+                f"checkpoint: '{self.directory}' cannot be made or read "
+                f"({error.strerror or error})",
+                code="cannot-write",
             )
         number = 1 + max((int(name[2]) for name in names), default=-1)
         if not goes_on:
             if names:
                 return ArgumentError(
                     f"checkpoint='{self.directory}' holds the checkpoints of a run: pass resume= "
-                    "instead to go on with that one, or another directory"
+                    "instead to go on with that one, or another directory",
+                    code="resume",
                 )
             return number, None
         states = sorted(int(name[2]) for name in names if name[1] == "state")
@@ -143,7 +146,8 @@ class ShardedCheckpoints:
                 if (self.directory / f"state-{state}" / _FACTS).exists():
                     warn(PyroScaleWarning, f"state {state} is left out: {error}")
         return FileError(
-            f"resume='{self.directory}' holds no whole checkpoint of a sharded network"
+            f"resume='{self.directory}' holds no whole checkpoint of a sharded network",
+            code="resume",
         )
 
     @property
@@ -165,13 +169,15 @@ class ShardedCheckpoints:
         if lines:
             raise FileError(
                 f"resume='{self.directory}' is another run ({'; '.join(lines)}): build the method "
-                "and call run as they were, but for num_samples and progress"
+                "and call run as they were, but for num_samples and progress",
+                code="resume",
             )
         kept = sum(count for _, count in self.last["parts"])
         if kept > num_samples:
             raise ArgumentError(
                 f"num_samples={num_samples}: '{self.directory}' holds {kept} draws already; it is "
-                "their number in all"
+                "their number in all",
+                code="resume",
             )
 
     @contextlib.contextmanager
