@@ -54,7 +54,7 @@ def how_to_non_center(site: str, parents: list[str]) -> str:
     names = " and ".join(f"'{parent}'" for parent in parents)
     return (
         f"a non-centered '{site}', whose prior's scale is {names}: pyro.poutine.reparam(model, "
-        f"{{'{site}': pyro.infer.reparam.LocScaleReparam(0.0)}})"
+        f"{{'{site}': LocScaleReparam(0.0)}}), from pyro.infer.reparam"
     )
 
 
