@@ -245,13 +245,10 @@ def one_split(split: int) -> list[dict[str, Any]]:
     prior = dist.Normal(0.0, 1.0)
     every, head = (ps.bayesianize(net, include=i, prior=prior) for i in (None, "5"))
     weights, all_of_it, last = every.weights(), of_network(every), of_network(head)
-    lr = torchopt.schedule.polynomial_schedule(0.1, 1e-3, 1.0, 5_000)
-    ivon = {"num_steps": 5_000, "batch_size": 128}
     runs: dict[str, tuple[Any, dict[str, Any]]] = {
         "last layer, Laplace": (ps.Laplace(last), {}),
         "last layer, BAOA": (ps.BAOA(last), {}),
         "Kronecker": (ps.Laplace(all_of_it, structure="kron"), {"mode": weights}),
-        "IVON": (ps.IVON(all_of_it, lr=lr, init_strategy=ps.init_to_module), ivon),
         "ensemble of 8": (ps.BAOA(all_of_it, temperature=0), {"num_chains": 8}),
         "BAOA": (ps.BAOA(all_of_it), {"num_samples": 200}),
     }
