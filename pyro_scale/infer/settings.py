@@ -46,6 +46,7 @@ def settings_of(
     check_compile(compile)
     _check_anchor(control_variates)
     subtract_noise = as_flag("subtract_noise", subtract_noise)
+    hyperparameters = {"lr": AUTO, **hyperparameters}
     chosen = _chosen_of(kernel_class, hyperparameters)
     _check_noise(name, kernel_class, control_variates, subtract_noise)
     coordinates = as_precondition(precondition, kernel_class, hyperparameters, chosen)
