@@ -12,7 +12,7 @@ import ctypes
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from pyro_scale.compile.cpp_source import (
 from pyro_scale.compile.inductor import Compiled
 from pyro_scale.compile.lowering import Plan, plan_of
 from pyro_scale.compile.trace import Graph
-from pyro_scale.compile.views import NotALoop
+from pyro_scale.compile.views import NotALoop, View
 from pyro_scale.core.step_inputs import Fixed, Gathered, PerStep, Source
 
 _LOOP = """
@@ -261,12 +261,12 @@ def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
         pointers.append(f"char* {view.root} = sources[{place}];")
         if kind == "per step":
             after.append(f"{view.root} += strides[{place}];")
-    *states, log_joint = plan.outputs
-    roots = [view.root for view in plan.outputs]
+    *states, log_joint = outputs = [_own(plan, view) for view in plan.outputs]
+    roots = [view.root for view in outputs]
     for i, view in enumerate(states):
         old, size = plan.inputs[i].root, plan.inputs[i].num_bytes
-        if not view.is_contiguous or view.root not in plan.buffers:
-            raise NotALoop(f"an output in the memory of {view.root}")
+        if not view.is_contiguous:
+            raise NotALoop(f"a state that is not contiguous, in {view.root}")
         if roots.count(view.root) == 1 and plan.buffers[view.root] == size:
             after.append(f"std::swap({old}, {view.root});")
         else:
@@ -286,3 +286,14 @@ def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
         "log_joint_bytes": log_joint.num_bytes,
         "error": _ERROR_BYTES,
     }
+
+
+def _own(plan: Plan, view: View) -> View:
+    """An output in a buffer of the step's: an input that is given back as it came, such as a
+    state's old position or a step's noise, is copied to one before its pointer moves on."""
+    if view.root in plan.buffers:
+        return view
+    root = f"buffer{len(plan.buffers)}"
+    plan.buffers[root] = view.num_bytes
+    plan.lines.append(f"std::memcpy({root}, {view.address}, {view.num_bytes});")
+    return replace(view, root=root, offset=0)

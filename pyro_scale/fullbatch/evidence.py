@@ -13,8 +13,9 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.memory import check_fits
+from pyro_scale.core.warn import warn
 from pyro_scale.distributed.ranks import Ranks
-from pyro_scale.errors import PyroScaleError
+from pyro_scale.errors import ApproximationWarning, ArgumentError, PyroScaleError
 from pyro_scale.fullbatch.density import NEAR, FullDataDensity, no_mode
 from pyro_scale.fullbatch.kronecker import kronecker_at
 from pyro_scale.fullbatch.low_rank import low_rank_at
@@ -34,6 +35,8 @@ _MATRICES = 6
 _WITHOUT_MODE = "pass mode=, a fitted MAP or a dict of values, or start nearer (init_strategy=)"
 #: Elements up to which a diagonal Gaussian's mode, too, is found by Newton's method.
 _FEW = 500
+#: The slope of the log evidence, in nats, that is no maximum's.
+_STEEP = 1.0
 #: Steps of L-BFGS that look for the best of what is tuned, at most.
 _TUNING_STEPS = 50
 
@@ -89,11 +92,16 @@ class Search:
         """The nearest candidate, from a position [D]; over what is tuned, that of most evidence.
 
         Raises:
-            ArgumentError: there is none that could be found.
+            ArgumentError: there is none that could be found; the log joint does not depend on what
+                is tuned.
+
+        Warns:
+            UserWarning: the search for most evidence ended too early.
         """
         if self.tuned is None:
             return self._nearest(start)
         tuned, last = self.tuned, start
+        self._check_tuned(start, tuned)
 
         def candidate(values: Tensor) -> Candidate:
             nonlocal last  # each search starts where the last one ended
@@ -101,21 +109,34 @@ class Search:
             last = found.center
             return found
 
-        def evidence(values: Tensor) -> tuple[float, Tensor]:
-            """The log evidence and its slope: at a mode, that of the log joint is its own; that of
-            the log determinant is taken by differences."""
+        def with_slope(values: Tensor) -> tuple[Candidate, Tensor]:
+            """The candidate and the slope of its log evidence: at a mode, that of the log joint is
+            its own; that of the log determinant is taken by differences."""
             mode = candidate(values)
             _, slope = self.density.grad(mode.center)
             slope = self.density.log_posterior.num_data * slope[tuned]
-            step = torch.finfo(values.dtype).eps ** (1 / 3)
+            step = _difference(values)
             units = step * torch.eye(len(values)).to(values)
             above, below = (
                 torch.stack([candidate(values + sign * unit).gaussian.log_det for unit in units])
                 for sign in (1, -1)
             )
-            return mode.log_evidence, slope + (above - below) / (4 * step)
+            return mode, slope + (above - below) / (4 * step)
 
-        return candidate(maximize(evidence, start[tuned]))
+        def evidence(values: Tensor) -> tuple[float, Tensor]:
+            mode, slope = with_slope(values)
+            return mode.log_evidence, slope
+
+        best, slope = with_slope(maximize(evidence, start[tuned]))
+        if not bool((slope.abs() < _STEEP).all()):
+            warn(
+                ApproximationWarning,
+                f"tune: the log evidence has a slope of {slope.tolist()} nats, in unconstrained "
+                "units, where the search for its maximum ended, which is elsewhere: the modes are "
+                f"not found precisely enough in {start.dtype}. Pass data and model in double "
+                "precision, or compare fits at fixed values",
+            )
+        return best
 
     def at(self, center: Tensor) -> Candidate:
         """The candidate at a point [D]."""
@@ -142,13 +163,35 @@ class Search:
             self.density.layout.places(self.sites),
         )
         if self.structure == "dense" or len(places) <= _FEW:
-            mode = self.density.newton_refine(
-                mode, lambda at: self._expansion(at, dense=True).precision / num_data, places
-            ).position
+            # a slope by differences needs more than the GGN's steps may give: the Hessian's
+            kinds = [self.kind] if self.tuned is None else [self.kind, "hessian"]
+            near = 0.0 if self.tuned is None else _difference(mode) ** 4
+            for kind in dict.fromkeys(kinds):
+
+                def precision(at: Tensor, kind: CurvatureKind = kind) -> Tensor:
+                    return self._expansion(at, True, kind).precision / num_data
+
+                mode = self.density.newton_refine(mode, precision, places, near).position
         candidate = self.at(mode)
         if not candidate.distance <= NEAR * len(places):
             raise no_mode(_WITHOUT_MODE)
         return candidate
+
+    def _check_tuned(self, start: Tensor, tuned: Tensor) -> None:
+        """Refuses params that the log joint does not depend on, here or at other values of theirs.
+
+        Raises:
+            ArgumentError: names them.
+        """
+        elsewhere = start.index_add(0, tuned, torch.ones_like(start[tuned]))
+        slopes = [self.density.grad(at)[1][tuned] for at in (start, elsewhere)]
+        flat = tuned[torch.stack(slopes).eq(0).all(0)].tolist()
+        if flat:
+            names = list(dict.fromkeys(self.density.layout.site_at(place) for place in flat))
+            raise ArgumentError(
+                f"tune: the log joint does not change with pyro.param {names}: call pyro.param "
+                "within the model, and use its value there as a tensor (not .item(), nor detached)"
+            )
 
     def _around(self, center: Tensor) -> tuple[Tensor, Tensor, Gaussian]:
         """(The log joint over N, its gradient over the sites [d], the Gaussian there)."""
@@ -160,11 +203,11 @@ class Search:
                 found = kronecker_at(*where, *how, self.corrected)
                 return value, slope[self._places], found
             return value, slope[self._places], low_rank_at(*where, self.rank, *how)
-        value, slope, precision = self._expansion(center, self.structure == "dense")
+        value, slope, precision = self._expansion(center, self.structure == "dense", self.kind)
         return value, slope, gaussian_at(self.density, center, self.sites, precision)
 
-    def _expansion(self, center: Tensor, dense: bool) -> Expansion:
-        how = self.sites, self.kind, dense, self.seed, self.num_rows
+    def _expansion(self, center: Tensor, dense: bool, kind: CurvatureKind) -> Expansion:
+        how = self.sites, kind, dense, self.seed, self.num_rows
         return Expansion(*self.density.add_up(expansion_at, center, *how))
 
     def on_ranks(self, ranks: Ranks, like: Tensor, work: Callable[[Search], T]) -> T:
@@ -186,6 +229,11 @@ class Search:
         if self.structure == "dense":
             size = len(self._places)
             check_fits(size, position.dtype, position.device, _MATRICES, "Laplace")
+
+
+def _difference(values: Tensor) -> float:
+    """Half of the distance over which a slope is taken by central differences."""
+    return float(torch.finfo(values.dtype).eps ** (1 / 3))
 
 
 def maximize(function: Callable[[Tensor], tuple[float, Tensor]], start: Tensor) -> Tensor:

@@ -206,6 +206,7 @@ class Approximation(Method):
             raise NotRunError(f"calibrate: {type(self).__name__} has no fit yet: run it first")
         held_out = None if calibrate is None else self._open(calibrate)
         fit, arguments = self._to_predict(args, kwargs)
+        predictive.check_model(fit.log_posterior, "predict")
         total = fit.num_starts * fit.num_draws
 
         def predict(

@@ -181,9 +181,14 @@ class Laplace(Approximation):
             The method itself.
 
         Raises:
-            ArgumentError, DataError: before the model is run, or if there is no mode.
+            ArgumentError, DataError: before the model is run, if there is no mode, or if the log
+                joint does not depend on what is tuned.
             ModelError, SiteError, PlateError: before any step; or the curvature is not positive.
             RankError: another process has failed or died, or has other data or arguments.
+
+        Warns:
+            ApproximationWarning: `tune` ended where the evidence still has a slope, as rounding
+                leaves the modes of many weights too uncertain.
         """
         ranks, begun = Ranks.of(distributed), time.perf_counter()
         asked = {"num_chains": num_chains, "seed": seed, "batch_size": batch_size}

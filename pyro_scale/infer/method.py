@@ -260,8 +260,13 @@ class Method:
 
         Args:
             data: other data than the run's, in any form that `run` takes.
+
+        Raises:
+            ArgumentError: the log posterior was made from a function.
         """
-        return predictive.log_likelihood(self._draws(), self._data(data))
+        result = self._draws()
+        predictive.check_model(result.log_posterior, "log_likelihood")
+        return predictive.log_likelihood(result, self._data(data))
 
     @check_calls
     def loo(self, num_rows: int | None = None, data: Any = None, seed: int = 0) -> Loo:
@@ -385,7 +390,8 @@ class Method:
         Raises:
             ArgumentError: `reduce` is none of these, or a site has no such thing; `interval`
                 beside it or out of range, or of too few draws; `calibrate` without `interval`, or
-                of a site whose rows are not predicted apart from each other.
+                of a site whose rows are not predicted apart from each other; the log posterior
+                was made from a function.
             DataError: held-out rows that are too few for the level, or not observed.
         """
         check_asked(interval, calibrate, reduce)
@@ -393,6 +399,7 @@ class Method:
             chosen = num_samples, batch_size, return_sites, reduce, interval
             return predict_sharded(self._sharded.draws, args, kwargs, *chosen)
         result = self._draws()
+        predictive.check_model(result.log_posterior, "predict")
         arguments = result.log_posterior.bind(args, kwargs)
 
         def predict(
@@ -426,8 +433,14 @@ class Method:
             log_likelihood: whether to compute it; by default, if it fits in 1 GiB.
             posterior_predictive: whether to draw it for the run's data.
             data: other data than the run's for all but the posterior.
+
+        Raises:
+            ArgumentError: a group is asked for that a log posterior made from a function lacks.
         """
         result = self._draws()
+        asked = {"log_likelihood": log_likelihood, "posterior_predictive": posterior_predictive}
+        for name in (name for name, is_asked in asked.items() if is_asked):
+            predictive.check_model(result.log_posterior, name)
         groups: dict[str, Mapping[str, Tensor]] = {
             "posterior": result.samples,
             "sample_stats": result.sample_stats,

@@ -57,6 +57,11 @@ class ModelInfo:
     validated: frozenset[str] = frozenset()
     weights: frozenset[str] = frozenset()
 
+    @property
+    def is_function(self) -> bool:
+        """Whether it is of a function that is the log posterior as a whole."""
+        return any(rule.why == PER_DATUM for rule in self.scaling.rules.values())
+
 
 def free_dim(sites: Mapping[str, Site]) -> int | None:
     """The first dimension left of all batch dimensions, if anything is enumerated."""
@@ -140,8 +145,7 @@ def model_warnings(info: ModelInfo) -> list[str]:
     ratio = info.scaling.num_data / info.batch_size
     rules = info.scaling.rules
     follow = any(rule.role == "rows" or rule.whole_data for rule in rules.values())
-    is_function = any(rule.why == PER_DATUM for rule in rules.values())
-    unused = not follow and not is_function and rows.count(info.example) is not None
+    unused = not follow and not info.is_function and rows.count(info.example) is not None
     ignored = "no site follows the rows: nothing is scaled by N/B, and the data may go unused"
     return [ignored] * unused + [
         f"site '{name}': its poutine.scale is a constant that equals N/B = {ratio:.6g}; it is "

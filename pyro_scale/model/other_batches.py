@@ -22,7 +22,7 @@ from pyro_scale.errors import PlateError, SiteError
 from pyro_scale.model.checks import inside_support
 from pyro_scale.model.classify import close, dtype_of
 from pyro_scale.model.log_posterior import LogPosterior, Params
-from pyro_scale.model.model_info import PER_DATUM, ModelInfo
+from pyro_scale.model.model_info import ModelInfo
 from pyro_scale.model.scaling import Rule, rows_of
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import Term, terms_of
@@ -81,8 +81,7 @@ def check_batches(
 def is_checked(info: ModelInfo) -> bool:
     """Whether batches are parts of the data, and rows can be put together anew."""
     is_part = info.batch_size < info.scaling.num_data
-    is_function = any(rule.why == PER_DATUM for rule in info.scaling.rules.values())
-    return is_part and not info.whole_only and not is_function
+    return is_part and not info.whole_only and not info.is_function
 
 
 def check_batch(

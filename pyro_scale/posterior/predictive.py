@@ -20,12 +20,26 @@ from pyro_scale.data.sources import Data
 from pyro_scale.distributed.shares import WHOLE, Share
 from pyro_scale.errors import ArgumentError, DataError, ModelError, PyroScaleError
 from pyro_scale.fullbatch.chunks import CHUNK_ROWS, Chunk, chunks_of, is_row_wise, split
+from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import ModelInfo
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import unwrap
 from pyro_scale.posterior.by_rank import Readers, readers_of
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.reductions import Mean, Reduce, Reduction, reduction_of
+
+
+def check_model(log_posterior: LogPosterior, asked: str) -> None:
+    """Refuses what needs a model's sites where there are none, but a function.
+
+    Raises:
+        ArgumentError: names what was asked for.
+    """
+    if log_posterior.model_info.is_function:
+        raise ArgumentError(
+            f"{asked}: a log posterior made from a function has no model to predict with, only "
+            "its density: run a Pyro model, or compute it from get_samples()"
+        )
 
 
 def log_likelihood(result: Result, data: Data) -> dict[str, Tensor]:

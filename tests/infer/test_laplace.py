@@ -580,6 +580,60 @@ def test_params_that_are_not_tuned_are_part_of_the_mode():
     assert float(tuned.log_marginal_likelihood()) > float(fit.log_marginal_likelihood())
 
 
+def classes_of_a_network(scale, dtype):
+    """A model whose prior is made in it, and data of which the GGN is no Hessian: by its steps the
+    mode is not found to the digits that a slope of the evidence needs."""
+    x = normals(60, 3, seed=1)
+    classes = (x[:, 0] * x[:, 1] > 0).long() + (x[:, 2] > 0.5).long()
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+    net = net.to(dtype)
+
+    def model(x, y):
+        sd = scale()
+        logits = ps.bayesianize(net, prior=lambda name, weight: dist.Normal(weight * 0, sd))(x)
+        with rows(x):
+            pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+    return model, (x.to(dtype), classes)
+
+
+@pytest.mark.usefixtures("store")
+@pytest.mark.filterwarnings("ignore:the approximation does not fit")
+def test_the_prior_of_a_network_is_tuned_in_single_precision():
+    """Against fits at fixed scales in double precision, from the same mode: the top of the
+    parabola through three of them."""
+
+    def param():
+        return pyro.param("s", torch.tensor(1.0).float(), constraint=constraints.positive)
+
+    fit = laplace(*classes_of_a_network(param, torch.float32), tune=["s"])
+    mode = fit.fit.log_posterior.constrain(fit.fit.layout.unflatten(fit.fit.centers[0]))
+    best, starts = float(mode.pop("s")), {n: v[None].double() for n, v in mode.items()}
+
+    def evidence_at(scale):
+        model, data = classes_of_a_network(lambda: torch.tensor(scale), torch.float64)
+        return float(laplace(model, data, init_strategy=starts).log_marginal_likelihood())
+
+    below, there, above = (evidence_at(best * math.exp(step)) for step in (-0.1, 0.0, 0.1))
+    assert there > max(below, above)
+    assert best > 1.5
+    assert abs(0.05 * (above - below) / (2 * there - above - below)) < 0.01
+    assert float(fit.log_marginal_likelihood()) == pytest.approx(there, abs=1e-3)
+
+
+@pytest.mark.usefixtures("store")
+def test_a_param_without_influence_is_not_tuned():
+    def model(x, y):
+        tau = pyro.param("tau", torch.tensor(2.0), constraint=constraints.positive)
+        w = pyro.sample("w", dist.Normal(torch.zeros(D), tau.detach()).to_event(1))
+        with rows(x):
+            pyro.sample("y", dist.Normal(x @ w, SD), obs=y)
+
+    with pytest.raises(ArgumentError, match=r"tune: .* does not change with pyro.param \['tau'\]"):
+        laplace(model, (X, Y), tune=["tau"])
+
+
 # ------------------------------------------------------------------ more data
 
 

@@ -116,6 +116,40 @@ def test_from_function_is_a_log_posterior_per_datum():
     assert abs(z_of_variance(sampler.get_samples()["w"], 1 / 50)) < 4.4
 
 
+RUNS = {
+    "BAOA": lambda model, data: ps.BAOA(model, lr=0.8).run(data, num_samples=20, seed=0, **QUIET),
+    "Laplace": lambda model, data: ps.Laplace(model).run(data, seed=0, **QUIET),
+    "VI": lambda model, data: ps.VI(model).run(data, num_steps=5, seed=0, **QUIET),
+}
+ASKED = {
+    "predict": lambda fit, x: fit.predict(x),
+    "predict: reduce": lambda fit, x: fit.predict(x, reduce="mean"),
+    "predict: interval": lambda fit, x: fit.predict(x, interval=0.9),
+    "log_likelihood": lambda fit, x: fit.log_likelihood(),
+    "log_likelihood: to_arviz": lambda fit, x: fit.to_arviz(log_likelihood=True),
+    "posterior_predictive": lambda fit, x: fit.to_arviz(posterior_predictive=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pyro_scale.errors.PyroScaleWarning")
+@pytest.mark.parametrize("method", RUNS)
+def test_a_function_has_no_model_to_predict_with(method):
+    x, y = normals(20, seed=1), normals(20, seed=2)
+
+    def per_datum(params, batch):
+        x, y = batch
+        return -0.5 * ((y - x * params["w"]).square().mean() + params["w"].square() / 20)
+
+    start = {"w": torch.zeros((), dtype=x.dtype)}
+    density = ps.LogPosterior.from_function(per_datum, start, num_data=20)
+    fit = RUNS[method](density, (x, y))
+    for asked, ask in ASKED.items():
+        name = asked.partition(":")[0]
+        with pytest.raises(ArgumentError, match=f"{name}: a log posterior made from a function"):
+            ask(fit, x)
+    assert "posterior" in fit.to_arviz().groups()
+
+
 def one_column(y):
     w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=torch.float64), PRIOR**-0.5))
     with pyro.plate("data", len(y)):

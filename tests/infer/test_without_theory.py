@@ -46,6 +46,34 @@ class Own(Sampler):
     kernel_class = Halving
 
 
+class Remembering(NamedTuple):
+    position: torch.Tensor
+    noise: torch.Tensor
+    before: torch.Tensor
+
+
+class Colored(Kernel):
+    """Noise of two steps and inertia, whose state holds inputs of the last step as they came."""
+
+    def init(self, position, values, noise):
+        return Remembering(position, noise, position)
+
+    def update(self, state, target, values, noise):
+        gradient, evaluation = target.grad(state.position)
+        spread = torch.sqrt(values["lr"] * values["temperature"] / 2)
+        position = (
+            state.position
+            + values["lr"] * gradient
+            + spread * (noise[0] + state.noise)
+            + 0.1 * (state.position - state.before)
+        )
+        return Remembering(position, noise[0], state.position), evaluation
+
+
+class OwnColored(Sampler):
+    kernel_class = Colored
+
+
 def model(y):
     mean = pyro.sample("mean", dist.Normal(0.0, 10.0))
     with pyro.plate("data", len(y)):
@@ -77,8 +105,23 @@ def test_it_samples_and_is_diagnosed(batch_size):
     assert (sampler.step_size_bias().attrs["order"]["mean"]) == 1  # nobody knows of a higher one
 
 
+def test_a_state_that_is_an_input_as_it_came_is_carried_by_a_compiled_loop():
+    runs = [
+        OwnColored(model, lr=0.05, compile=compile).run(
+            ROWS, batch_size=16, num_samples=30, num_chains=2, thinning=3, warmup_steps=7, **QUIET
+        )
+        for compile in (True, False)
+    ]
+    programs = [run.diagnostics().attrs["program"] for run in runs]
+    assert programs == ["compiled loop", "eager"]
+    compiled, eager = (run.get_samples()["mean"] for run in runs)
+    torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-10)
+
+
 def test_what_needs_the_theory_says_so():
     with pytest.raises(ArgumentError, match=r"lr='auto': Halving has no theory.*number"):
         Own(model, lr="auto")
+    with pytest.raises(ArgumentError, match="Halving has no theory to choose by"):
+        Own(model)
     with pytest.raises(ArgumentError, match=r"subtract_noise: Halving has no theory"):
         Own(model, lr=0.1, subtract_noise=True)
