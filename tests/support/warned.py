@@ -14,12 +14,12 @@ def quiet(function, *args, **kwargs):
 
 
 def told(function, *args, **kwargs):
-    """(What it returns, what it warned of)."""
+    """(What it returns, what it warned of, without links)."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = function(*args, **kwargs)
     return result, [
-        str(each.message) for each in caught if issubclass(each.category, PyroScaleWarning)
+        each.message.args[0] for each in caught if issubclass(each.category, PyroScaleWarning)
     ]
 
 
