@@ -1,4 +1,4 @@
-"""Links of pages to files outside of docs/: notebooks are pages of the site, the rest is on GitHub.
+"""Links to files that are no pages: notebooks are pages of the site, the rest is on GitHub.
 
 In the repository such a link is a path from the page to the file, so that it works there too.
 """
@@ -10,13 +10,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-LINK = re.compile(r"(\]\(|href=\"|src=\")((?:\.\./)+[^)#\"\s]+)")
+LINK = re.compile(r"(\]\(|href=\"|src=\")((?:(?:\.\./)+|figures/)[^)#\"\s]+)")
 
 
 def resolve(link: str, page: str, repository: str) -> str:
     """The link on the site for a relative one on `page`, a path from docs/."""
     path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
-    if path.startswith("docs/"):
+    if path.startswith("docs/") and not path.startswith("docs/figures/"):
         return link
     if path.startswith("notebooks/") and Path(path).suffix in {".ipynb", ".png"}:
         return posixpath.relpath(path, posixpath.dirname(page) or ".")

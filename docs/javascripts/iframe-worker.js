@@ -33,9 +33,7 @@ if (location.protocol === "file:") {
     }
 
     deliver(data) {
-      const event = new MessageEvent("message", { data })
-      this.dispatchEvent(event)
-      this.onmessage?.(event)
+      setTimeout(() => this.dispatchEvent(new MessageEvent("message", { data })))
     }
 
     postMessage(data) {

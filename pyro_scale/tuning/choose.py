@@ -183,7 +183,8 @@ def _no_warm_up(problem: Problem, density: FullDataDensity | None) -> ArgumentEr
     return ArgumentError(
         "in warm-up every chain becomes NaN or infinite, or falls to where the posterior is not, "
         "at any step size that was tried"
-        f"{flat}: {advice}"
+        f"{flat}: {advice}",
+        code="not-finite",
     )
 
 

@@ -156,7 +156,8 @@ def find_modes(
         raise ArgumentError(
             f"no Gaussian fits the posterior anywhere on the way up from {len(starts)} starts"
             f"{flat_direction(density, ascents[0].position)}: give the sites proper priors, or "
-            "start elsewhere (init_strategy=)"
+            "start elsewhere (init_strategy=)",
+            code="not-finite",
         )
     if stand_in is not None and (not modes or stand_in[0] > bound):
         everything = tuple(range(len(starts)))

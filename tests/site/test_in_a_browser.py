@@ -20,7 +20,7 @@ SEARCHES = {
     "loss is NaN": "symptoms",
     "which method": "which-method",
     "laplace-torch": "coming-from/laplace-torch",
-    "learning rate": "step_sizes",
+    "step size": "step_sizes",
     "LoRA": "frozen",
     "checkpoint resume": "guide/checkpoints",
     "sbc": "calibration",
@@ -85,8 +85,8 @@ def test_a_page_reads_on_a_phone_in_the_dark(browser, address, name):
 def test_the_search_finds(browser, address, site, where, phrase):
     url = address if where == "server" else site.as_uri() + "/"
     with opened(browser, url + "index.html", DESK) as (page, complaints):
-        page.locator("input[name=query]").fill(phrase)
-        page.wait_for_selector(".md-search-result__link", timeout=20_000)
+        page.locator("input[name=query]").press_sequentially(phrase, delay=20)
+        page.wait_for_selector(".md-search-result__link", timeout=60_000)
         links = page.locator(".md-search-result__item > .md-search-result__link")
         first = [links.nth(i).get_attribute("href") for i in range(min(5, links.count()))]
     assert complaints == []
