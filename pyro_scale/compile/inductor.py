@@ -142,6 +142,9 @@ def build_library(source: str) -> str:
         from torch._inductor.codecache import CppCodeCache
 
         class LoopCache(CppCodeCache):
+            # a library that this process has loaded may have been dropped from the disk since
+            cache: dict[str, Callable[[], Any]] = {}  # noqa: RUF012
+
             @classmethod
             def _get_uncompiled_header(cls, device: str) -> str | None:
                 return "torch/csrc/inductor/cpp_prefix.h"  # precompiled once, it saves two thirds

@@ -160,6 +160,16 @@ def test_what_a_killed_process_left_half_written_is_built_again(tmp_path, monkey
         library.write_bytes(b"")
 
 
+def test_what_was_dropped_after_it_was_loaded_is_built_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cache_directory, "_MOST_BYTES", 0)
+    for _ in range(2):
+        library = Path(inductor.build_library('extern "C" int two() { return 2; }'))
+        assert library.stat().st_size > 0
+        cache_directory.write("another", b"")
+        assert not library.exists()
+
+
 HOSTILE = """
     import os, sys, time, warnings
     import pyro, torch, pyro.distributions as dist

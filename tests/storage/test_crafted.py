@@ -131,7 +131,7 @@ def test_why_there_are_no_draws_and_where_the_last_steps_are(monkeypatch):
         sampler = ps.SGLD(normal, lr=1e9, compile=False)
         with pytest.raises(NonFiniteError) as error:
             sampler.run(None, **HOW)
-        told.append(str(error.value))
+        told.append(f"{error.value}")  # without its link
     with pytest.raises(NotRunError) as none:
         sampler.get_samples()
     assert told[-1] in str(none.value)
