@@ -37,7 +37,7 @@ class Progress:
 
     def say(self, what: str) -> None:
         """What is going on, behind the title."""
-        self._bar.set_description(f"{self._title}, {what}", refresh=not self._is_logged)
+        self._bar.set_description_str(f"{self._title}, {what}", refresh=not self._is_logged)
 
     def update(self, steps: int, value: float | None = None) -> None:
         """So many more steps, and the objective's value after them, where it is known."""

@@ -288,7 +288,7 @@ class Approximation(Method):
         proposed = self._draw(max(count, self.fit.num_starts * _PROPOSALS), seed)
         table = psis(self.fit, proposed)
         if not table.pareto_k <= MOST_K:
-            warn(ApproximationWarning, f"resample: {_advise(table.pareto_k)}", code="pareto-k")
+            warn(ApproximationWarning, f"resample: {self._advise(table.pareto_k)}", code="pareto-k")
         source = None if seed is None else generator(seed, 0, Purpose.APPROXIMATION, block=2)
         weights = table.log_weights.exp()
         chosen = torch.multinomial(weights, count, replacement=True, generator=source)
@@ -333,23 +333,35 @@ class Approximation(Method):
             return
         self._note(table)
         if table.pareto_k > MOST_K:
-            warn(ApproximationWarning, _advise(table.pareto_k), code="pareto-k")
+            warn(ApproximationWarning, self._advise(table.pareto_k), code="pareto-k")
         elif table.shift > MOST_SHIFT:
             warn(
                 ApproximationWarning,
                 "the approximation does not fit the posterior: importance weights move its mean "
-                f"by {table.shift:.2g} of its sds: take sample(n, resample=True), a sampler such "
-                "as BAOA, or structure='dense'",
+                f"by {table.shift:.2g} of its sds: take sample(n, resample=True), "
+                f"{self._denser}or a sampler such as BAOA",
                 code="pareto-k",
             )
         elif table.spread > MOST_SPREAD:
             warn(
                 ApproximationWarning,
                 "the approximation does not fit the posterior: it is too narrow, by the log joint "
-                f"at its draws {table.spread:.2g} times: take structure='dense', or a sampler "
-                "such as BAOA",
+                f"at its draws {table.spread:.2g} times: take {self._denser}a sampler such as BAOA",
                 code="too-narrow",
             )
+
+    def _advise(self, pareto_k: float) -> str:
+        """What a bad k means, and what to do."""
+        return (
+            f"the approximation does not fit the posterior: Pareto k of its importance weights is "
+            f"{pareto_k:.2f}, above {MOST_K}: use {self._denser}another parametrization, or a "
+            "sampler such as BAOA, which may start from it (init_strategy=)"
+        )
+
+    @property
+    def _denser(self) -> str:
+        """Advice that is left to a fit that leaves correlations out."""
+        return "" if self.structure == "dense" else "structure='dense', "
 
     def _with_k(self, table: Any) -> Any:
         """The table of diagnostics, with the fit's Pareto k in it."""
@@ -388,15 +400,6 @@ class Approximation(Method):
         if self._fit.centers.shape[1:] != (result.layout.size,):
             raise ValueError(f"centers of shape {list(self._fit.centers.shape)}")
         self._fit.by_start(torch.arange(self._fit.num_starts))  # which raises where shapes differ
-
-
-def _advise(pareto_k: float) -> str:
-    """What a bad k means, and what to do."""
-    return (
-        f"the approximation does not fit the posterior: Pareto k of its importance weights is "
-        f"{pareto_k:.2f}, above {MOST_K}: use a sampler such as BAOA, which may start from it "
-        "(init_strategy=), structure='dense', or another parametrization"
-    )
 
 
 def as_prior(fit: Fit, start: int) -> LogPosterior:

@@ -66,8 +66,8 @@ def compare(
 ) -> Comparison:
     """What each of several fitted methods cost, and what came out.
 
-    The table's columns: `seconds`, steps and compilation together; of samplers the least bulk
-    `ess` of the latent sites' elements, `ess_per_second`, and the worst `r_hat`; from the
+    The table's columns: `seconds`, warm-up, compilation and steps together; of samplers the least
+    bulk `ess` of the latent sites' elements, `ess_per_second`, and the worst `r_hat`; from the
     reference, the worst over elements of all latent sites of `mean_distance`, |mean - reference
     mean| / reference sd, and `sd_distance`, |log(sd / reference sd)| (infinite for a MAP, and at
     least about 1/sqrt(ESS) for draws of the same distribution); with data, `lpd`, the log
@@ -163,7 +163,7 @@ def _shapes(result: Result) -> dict[str, list[int]]:
 
 def _costs(result: Result, approximate: bool) -> dict[str, float]:
     """What a run took, and how its chains mixed."""
-    times = ("sampling_time", "compile_time", "fitting_time")
+    times = ("tuning_time", "compile_time", "sampling_time", "fitting_time")
     seconds = math.fsum(result.attrs.get(name, 0.0) for name in times)
     ess = r_hat = math.nan
     if not approximate:

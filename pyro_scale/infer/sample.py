@@ -22,7 +22,7 @@ from pyro_scale.tuning.training import is_network
 
 #: Numbers of the data that a gradient goes through in a second, and seconds of one without data:
 #: of one core, fixed, so that a choice depends on the problem and not on the machine.
-_RATE, _LEAST = 1e8, 2e-5
+_RATE, _LEAST = 4e8, 2e-5
 #: Gradients of a draw of NUTS, and its draws of warm-up; steps of a draw of BAOA, and of warm-up;
 #: steps of a draw of GHMC.
 _LEAPFROGS, _WARMUP, _THINNING, _STEPS, _ADJUSTED = 16, 1000, 5, 5000, 10

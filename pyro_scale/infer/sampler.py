@@ -78,7 +78,7 @@ class Sampler(Method):
 
     Args:
         hyperparameters: the kernel's, each a float or a schedule (step -> float), or where the
-            kernel says so a dict of them by site; sites left out have the default.
+            kernel says so a dict of them by site; sites left out have the default, if there is one.
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         init_strategy: where chains start: one of Pyro's, drawn anew for each chain
             (`init_to_uniform` by default), a dict of constrained tensors `[num_chains, ...]`, or

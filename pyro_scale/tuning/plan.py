@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -55,7 +56,7 @@ def plan_run(
     problem: Problem, config: RunConfig, settings: Settings, earlier: Earlier, budget: Budget
 ) -> tuple[RunPlan, Choice | None]:
     """(The plan of a run, what was chosen for it in warm-up, if anything was)."""
-    lr, steps = "lr" in settings.chosen, config.steps
+    begun, lr, steps = time.perf_counter(), "lr" in settings.chosen, config.steps
     anchor = settings.control_variates
     if isinstance(anchor, str):
         anchor = problem.data.batch_size is not None
@@ -94,6 +95,7 @@ def plan_run(
                 raise
         problem, steps = choice.problem, choice.steps
         noted |= choice.attrs
+    noted["tuning_time"] = time.perf_counter() - begun
     compile = compiles if config.steps is None else settings.compile
     plan = RunPlan.of(problem, config, steps, compile, earlier, noted)
     return dataclasses.replace(plan, extends=config.thinning is None and not trains), choice

@@ -34,7 +34,7 @@ def files_of(store):
     def plain(found):
         if not isinstance(found, dict):
             return found
-        left_out = {"run", "sampling_time", "compile_time"}
+        left_out = {"run", "sampling_time", "compile_time", "tuning_time"}
         return {key: plain(value) for key, value in found.items() if key not in left_out}
 
     return {
