@@ -129,9 +129,9 @@ BACKPACK = "laplace-torch, BackPACK, batch 1797"
 ONE, TWO, NARROW = {"hidden": (64,)}, {"hidden": (64, 64)}, {"hidden": (16,)}
 #: What of a Pyro Scale object is timed.
 WARM = (
-    "For Pyro Scale it is all of `ps.Laplace(model).run((x, y), mode=weights)`, with the evidence: "
-    "of an object that has run on these tensors before, which makes sure that model and data are "
-    "the same, or of a new one, which inspects the model first."
+    "For Pyro Scale, the time is that of all of `ps.Laplace(model).run((x, y), mode=weights)`, "
+    "with the evidence: for an object that has run on these tensors before, which checks that "
+    "model and data are the same, or for a new object, which inspects the model first."
 )
 
 
@@ -394,9 +394,9 @@ def _vi(structure: str, guide: str) -> Question:
         f"A step of variational inference, {structure}",
         "Logistic regression, 768 rows, 8 columns, batch 32; one draw a step, "
         "`sticking_the_landing`, Adam with an lr that falls from 0.01 to 0.0001 over 3,000 steps.  "
-        "A step draws its rows and its noise.  The eager run takes 300 steps only, so its fit is "
-        "not there yet.  Plain gradients, ours and Pyro's "
-        "default, are without `sticking_the_landing`, which is posteriors' default.",
+        "A step draws its rows and its noise.  The eager run takes only 300 steps, so its fit has "
+        "not converged.  Plain gradients, the default here and in Pyro, do without "
+        "`sticking_the_landing`, which is posteriors' default.",
         contenders,
         targets,
         OURS,
@@ -421,15 +421,15 @@ def _ekf(structure: str) -> Question:
     same = structure == "diag"
     text = (
         "The same regression, 600 batches of 32 rows in order, of which the eager run takes 24.  "
-        "The whole run() is one of an object that has run before, with the check of its fit.  "
-        "posteriors has the empirical Fisher alone, and its density is written by hand; ours is "
+        "The whole run() is that of an object that has run before, and includes the check of its "
+        "fit.  posteriors has only the empirical Fisher, with a density written by hand; ours is "
         "the Pyro model."
     )
     if not same:
         text += (
-            "  posteriors 0.1.3 subtracts the Fisher information where the filter adds it, so that "
-            "at Bayes' lr its precision is not positive after a few steps: it is timed at an lr of "
-            "0.001, and numbers are not compared."
+            "  posteriors 0.1.3 subtracts the Fisher information where a filter must add it.  At "
+            "Bayes' lr its precision is therefore not positive after a few steps, so it is timed "
+            "at an lr of 0.001, and numbers are not compared."
         )
     return Question(
         f"ekf_{structure}",
@@ -463,8 +463,8 @@ def _falling(method: str, structure: str) -> Question:
     return Question(
         f"falling_{method.lower()}_{structure}",
         f"A step of {method} as its lr falls, {structure}",
-        "The same regression, with TorchOpt's schedules.  The fits that are compared are those of "
-        "300 steps.",
+        "The same regression, with TorchOpt's schedules.  The compared fits are those after 300 "
+        "steps.",
         contenders,
         (
             Target("a constant lr's time over a line's", constant, ours=linear, faster=0.9),
@@ -484,10 +484,10 @@ def _first(method: str, structure: str) -> Question:
     return Question(
         f"first_{method.lower()}_{structure}",
         f"First and later runs of {method}, {structure}",
-        "All of run() over 5,000 steps of 32 rows of a logistic regression with 8 columns: of an "
-        "object that has run on these tensors before; of a new one, which inspects the model and "
-        "traces its step; and once with nothing compiled yet.  The difference is that of the last "
-        "and the first run's means, in sds.",
+        "The time is that of all of run(), over 5,000 steps of 32 rows of a logistic regression "
+        "with 8 columns: for an object that has run on these tensors before; for a new object, "
+        "which inspects the model and traces its step; and for the first run, with nothing "
+        "compiled yet.  The difference is between the means of the last and the first run, in sds.",
         (Contender(OURS, "steps:first_and_later", of),),
         (Target("the same fit again", OURS, close=1e-6),),
         unit="s",
@@ -679,8 +679,8 @@ def memory_table(record: Record) -> str:
     lines = [
         "## Memory of the dense GGN of 5,017 parameters over 60,000 rows",
         "",
-        "A network 64-76-1, Bernoulli, float32: a matrix is 101 MB.  The peak of the process's "
-        "resident memory beyond what it held with model and data.",
+        "A network 64-76-1, Bernoulli, float32: a matrix is 101 MB.  The table shows the peak of "
+        "the process's resident memory, less what it held with model and data.",
         "",
         "| | MB | matrices | to reach | s | reached |",
         "|---|---|---|---|---|---|",
@@ -710,17 +710,17 @@ def page(results: Mapping[str, Record]) -> str:
         if row.get("matrices", 0) > row.get("most", 0)
     ]
     parts = [
-        "# The approximations against others",
+        "# Speed of the approximations against other libraries",
         "",
         "Written by `make approximations` (`benchmarks/approximations/run.py`).  Every contender "
-        "has a process of its own with one thread, all on the same core, and they are timed in "
-        "turns, so read the ratios: the machine is a virtual one of two cores that others share. "
-        "Times of Laplace approximations and filters are the processor's; those of variational "
-        "inference are the clock's, as are those of memory. Peers' batch sizes were tried out for "
-        "the diagonal GGN (1 to 32 rows, and up to 1,797 for BackPACK and ASDL), once; those of "
-        "the other tables were not, so that another may be faster.",
+        "runs in its own process with one thread, all on the same core, and they are timed in "
+        "turns. The machine is a shared virtual machine of two cores, so compare ratios rather "
+        "than times. Times of Laplace approximations and filters are CPU time; those of "
+        "variational inference and of the memory table are wall-clock time. For the diagonal GGN, "
+        "other libraries' batch sizes were tried once (1 to 32 rows, and up to 1,797 for BackPACK "
+        "and ASDL); for the other tables they were not, so another batch size may be faster.",
         "",
-        "What is short of its target:" if short else "Nothing is short of its target.",
+        "These targets were missed:" if short else "All targets were reached.",
         *([""] if short else []),
         *short,
         "",

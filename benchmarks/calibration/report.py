@@ -21,44 +21,44 @@ SIGNIFICANT = 0.05
 HEAD = """\
 # Calibration by simulation, measured
 
-Written by `make calibration` (`benchmarks/calibration`); the head of each script says what it does.
-The machine is a virtual one of two cores that others share, so times are upper bounds.
+Written by `make calibration` (`benchmarks/calibration`); each script says at its top what it does.
+The machine is a shared virtual machine of two cores, so times are upper bounds.
 """
 
 ALARMS = """\
 ## Right samplers
 
-Data and latents come from the model that is fitted, and draws should be right.  A verdict of
+Data and latents come from the fitted model, so the draws should be right.  A verdict of
 "miscalibrated" is a false alarm, at 5% over all elements by Holm's method.  40 runs of a test at
-exactly 5% have 6 or fewer in 99.7% of all cases.  `z sd` is the mean over runs and elements of
-`z_score_sd`; of exact draws it is 1.015, as mean and sd are those of 100 draws.  The runs of 20,000
-simulations have no target; they show how small a bias is found.
+exactly 5% have 6 or fewer false alarms in 99.7% of all cases.  `z sd` is the mean over runs and
+elements of `z_score_sd`; with exact draws it is 1.015, because mean and sd come from 100 draws.
+The runs of 20,000 simulations have no target; they show how small a bias the test detects.
 """
 
 POWER = """\
 ## Wrong samplers
 
-Each is wrong on purpose.  The columns on the right count the runs in which a quantity by itself
-(the least of its elements, adjusted for all elements) is below 5%.
+Each sampler is wrong on purpose.  The columns `by w` and `by loglik` count the runs in which that
+quantity alone is below 5% (its least p-value, adjusted for all elements).
 
-The two step sizes are those at which the stationary sd on this Gaussian posterior is 1.1 times the
-posterior's, by `GaussianChain`.  BAOA is exact on a Gaussian with all rows at any stable step, so
-it is run in batches, whose noise heats it.
+At the two step sizes, the stationary sd on this Gaussian posterior is 1.1 times the posterior's,
+by `GaussianChain`.  On all rows, BAOA is exact on a Gaussian at any stable step, so it is run in
+batches, whose noise heats it.
 
-A likelihood that is multiplied by B/N of the batch at hand is refused before the run
-(`PlateError`), and so is `num_data=` below the number of rows.  A constant factor is legal, as
-tempering is; that is the mistake of these runs.
+A likelihood multiplied by B/N of the current batch is refused before the run (`PlateError`), and
+so is `num_data=` below the number of rows.  A constant factor is allowed, as in tempering; the runs
+with N/B forgotten make this mistake.
 """
 
 TIMES = """\
 ## Times
 
-One core, one thread, nothing compiled before.  simuk runs NumPyro's NUTS with its default of 1,000
-draws after 1,000 of warm-up; ours takes 100 draws of at least 400.  simuk was shortened to a few
-simulations, and its time is that of a simulation.
+Times are for one core and one thread, with nothing compiled before.  simuk runs NumPyro's NUTS with
+its default of 1,000 draws after 1,000 of warm-up; ours takes 100 draws of at least 400.  simuk was
+shortened to a few simulations, so compare times per simulation.
 
-Chains that have too few effective draws go on alone, at twice the thinning, again and again; the
-steps of draws are those of the slowest.
+Chains that have too few effective draws continue alone, and double the thinning until they have
+enough; the steps of draws are those of the slowest chain.
 """
 
 
@@ -140,7 +140,7 @@ def times(results: Mapping[str, Any]) -> Iterator[str]:
     """What it costs."""
     yield TIMES
     yield (
-        "| | simulations | s | of the processor | to reach | reached | s a simulation | verdict | "
+        "| | simulations | s | CPU s | to reach | reached | s per simulation | verdict | "
         "slow | failed | steps of warm-up | steps of draws |"
     )
     yield "|" + "---|" * 12
@@ -173,7 +173,7 @@ def times(results: Mapping[str, Any]) -> Iterator[str]:
             if part in each:
                 ratio = each["simuk"] / each[part]
                 target = "" if name == "NUTS" else f" (to reach: {LEAST_RATIO}x)"
-                yield f"A simulation of simuk takes {ratio:.0f}x as long as {name}'s{target}.\n"
+                yield f"A simuk simulation takes {ratio:.0f}x as long as {name}'s{target}.\n"
     for when in dict.fromkeys(record["when"] for record in results.values()):
         yield f"Measured {when}.\n"
 

@@ -23,74 +23,76 @@ PACKAGES = ["torch", "pyro-ppl", "pyro-scale"]
 HEAD = """\
 # Bayesian networks against others
 
-Written by `make networks` (`benchmarks/networks`).  What each script does is said at its head;
-a table's parts may come from runs of different days.
+Written by `make networks` (`benchmarks/networks`).  Each script says at its top what it does; the
+parts of a table may come from runs on different days.
 """
 
 COST = """\
 ## What it costs
 
-A convolutional network of 50,186 weights on 28 x 28 images, batches of 64.  SGD is
-torch.optim.SGD with momentum and weight decay; its loop is PyTorch's usual one.  Chains of the
-last layer run on features that the frozen layers compute once a row.  On two threads, ratios of the
-same script differed by a fifth from run to run.
+The network is convolutional, with 50,186 weights, on 28 x 28 images in batches of 64.  SGD is
+torch.optim.SGD with momentum and weight decay, in PyTorch's usual loop.  Chains of the last layer
+run on features that the frozen layers compute once per row.  On two threads, ratios of the same
+script differed by a fifth from run to run.
 """
 
 DIGITS = """\
 ## Digits
 
-A network 64-64-64-10 on scikit-learn's digits.  All that is chosen is chosen on validation rows of
-the same split; "Normal(0, 1)" is the library's default prior, and no choice.
+The network is 64-64-64-10, on scikit-learn's digits.  All choices are made on validation rows of
+the same split; "Normal(0, 1)" is the library's default prior, with no choice involved.
 
-BAOA's scores are of runs of 3,000 steps, not of the exact posterior: by the virial theorem weights
-are at 0.6 of the temperature that was asked for, as they start near 0 and have not spread as far as
-the prior reaches where the data leave them alone (and minibatches heat by up to 1.3 if they are
-drawn anew).  A half and a quarter of the step, tried on two splits, were further from it (0.2 at a
-quarter) and scored no better.
+BAOA's scores are those of runs of 3,000 steps, not of the exact posterior.  By the virial theorem,
+weights are at 0.6 of the requested temperature: they start near 0 and, where the data do not
+determine them, have not yet spread as far as the prior.  (Minibatches heat by up to 1.3 if they are
+drawn anew.)  With a half and a quarter of the step, tried on two splits, the temperature was
+further off (0.2 at a quarter), and scores were no better.
 """
 
 OOD = """\
 ## MNIST against notMNIST
 
-AUROC of a network's uncertainty, of one seed; bold is what validation rows of MNIST chose.  The way
-in which chains start (at draws of the prior, a descent without noise, then heat) was found in pilot
-runs that showed notMNIST's AUROC, so an ensemble from the same starts is beside it.
+The last two columns are the AUROC of a network's total and epistemic uncertainty, for one seed;
+validation rows of MNIST chose the bold rows.  The way in which chains start (at draws of the prior,
+a descent without noise, then heat) was found in pilot runs that showed notMNIST's AUROC.  For a
+fair comparison, the table has an ensemble from the same starts.
 """
 
 UCI = """\
 ## UCI regressions
 
-RMSE and log predictive density (nats, a row) in the output's unit, 20 standard splits; `sds` are
-standard errors by which ours are better (+) or worse (-): the mean's, and of the paired difference.
+RMSE and log predictive density (LL, in nats per row) are in the output's unit, on 20 standard
+splits.  `sds` says by how many standard errors ours are better (+) or worse (-): those of the mean
+against MC dropout, and of the paired difference against bde.
 
-- MC dropout's figures are published ones, of other networks than ours.
-- bde is sklearn-contrib-bde as its documentation runs a regression, on the same splits, as many of
-  them as were run.  Its LL on wine is ruined by a few rows of scale next to 0.
-- Spread and likelihood are one choice for a set, from validation rows (below): a fifth of the
-  training rows of five splits, which are test rows of other splits.  Step sizes, numbers of steps
-  and floors come from earlier pilot runs on validation rows of those splits.
+- MC dropout's figures are published ones, for networks different from ours.
+- bde is sklearn-contrib-bde, used as in its documentation's regression example, on those of the
+  same splits that were run.  A few rows with a scale close to 0 ruin its LL on wine.
+- Prior spread and likelihood are chosen once per data set, from validation rows (below): a fifth of
+  the training rows of five splits, which are test rows of other splits.  Step sizes, numbers of
+  steps and floors come from earlier pilot runs on validation rows of those splits.
 - Test rows had been seen before that rule was fixed: scores of 9 to 20 splits with a Student t and
-  narrower spreads, in which concrete and wine were as short of bde and MC dropout as here.
+  narrower spreads, where concrete and wine fell as far behind bde and MC dropout as here.
 """
 
 UNTUNED = """\
 ## With nothing set
 
-`ps.BAOA(model).run((x, y), seed=0)` beside the tuned rows of this page: the same models and splits,
-4 chains instead of 8, and none of the step sizes, masses, frictions and lengths that were tried out
-there.  RMSE and NLL are better where they are smaller, LL and accuracy where they are larger.
-Every run's verdict is "ensemble".
+`ps.BAOA(model).run((x, y), seed=0)`, compared with the tuned rows of this page: the same models and
+splits, 4 chains instead of 8, and none of the step sizes, masses, frictions and lengths tuned
+there.  Smaller RMSE and NLL are better, larger LL and accuracy are better.  Every run's verdict is
+"ensemble".
 
 Test rows had been seen before the rule for small networks was fixed.  On 9 splits, batches of 128
 at half of the stable step had been behind the tuned rows on concrete (LL -0.109 ± 0.014) and yacht
-(LL -0.250 ± 0.038, RMSE +0.056 ± 0.034), and not on the other seven scores; so the rule was looked
-for.  UCI rows below are of the rule that came of it, on the few splits that were run since.
+(LL -0.250 ± 0.038, RMSE +0.056 ± 0.034), and not on the other seven scores; so a rule was looked
+for.  The UCI rows below use the resulting rule, on the few splits that were run since.
 
-The rule (all rows at every step, units of the prior, friction 1, a quarter of
-the stable step) was fixed on validation rows of UCI: a fifth of the training rows of splits 10 to
-13.  Digits are sampled on batches: with all rows at every step they took several times as long, and
-NLL of the first split of clean labels, a test score, was 0.105 (batches 0.088, tuned 0.076).
-Differences to the tuned settings on validation rows, 4 chains of 200 draws:
+The rule (all rows at every step, units of the prior, friction 1, a quarter of the stable step) was
+fixed on validation rows of UCI: a fifth of the training rows of splits 10 to 13.  Digits are
+sampled on batches.  With all rows at every step, they took several times as long, and the NLL of
+the first split of clean labels, a test score, was 0.105 (batches 0.088, tuned 0.076).  Differences
+from the tuned settings on validation rows, 4 chains of 200 draws:
 
 | set | splits | chains | RMSE | LL |
 |---|---|---|---|---|
@@ -106,9 +108,9 @@ Differences to the tuned settings on validation rows, 4 chains of 200 draws:
 | energy | 3 | all rows | -0.044 ± 0.026 | +0.025 ± 0.072 |
 | **energy** | 3 | all rows, units of the prior, a quarter | -0.046 ± 0.023 | -0.011 ± 0.098 |
 
-Minibatches multiply the temperature of the last layer by 5 to 17 there.  At half of the stable step
-and a friction of 1 in units of the prior, steeper places heat: the kinetic temperature of yacht's
-last biases is 8 to 14 times too high.
+In the rows with batches, the last layer's temperature is 5 to 17 times too high.  At half of the
+stable step and a friction of 1 in units of the prior, steeper regions heat: the kinetic temperature
+of yacht's last biases is 8 to 14 times too high.
 """
 
 
