@@ -156,9 +156,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(content: str, page: Any, config: Any, **_: Any) -> str:
-    """Finish a notebook's page: links, formulas, alt texts, and no script from elsewhere."""
+    """Finish a notebook's page: links, formulas, alt texts, no script from elsewhere, and a place
+    behind the documentation's pages in a search."""
     if not page.file.src_uri.endswith(".ipynb"):
         return content
+    page.meta["search"] = {"boost": 0.5}
     soup = BeautifulSoup(content, "html.parser")
     for script in soup.find_all("script"):
         if "mathjax" in str(script).lower() or "mermaid" in str(script):
