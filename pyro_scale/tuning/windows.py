@@ -29,6 +29,7 @@ from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.curvature import steepest_by_products
 from pyro_scale.tuning.low_rank import learn as learn_low_rank
+from pyro_scale.tuning.low_rank import with_axes
 
 #: Steps of the first window, and how many windows there are at most, each twice as long.
 FIRST_WINDOW, _MOST_WINDOWS = 256, 7
@@ -117,6 +118,7 @@ def warm_up(
             return None
         window = _learn(problem, draws, sound, every, adapts=density is not None)
         if density is not None:
+            window = _with_new_axes(window, density)
             stable = _stable_lr(density, window)
             moved = _with_lr(window.problem, min(longest, stable))
             window = dataclasses.replace(window, problem=moved, stable_lr=stable)
@@ -194,6 +196,19 @@ def _learn(problem: Problem, draws: Draws, sound: list[int], every: int, adapts:
     agrees = r_hat < _MOST_R_HAT and change < _MOST_CHANGE
     time = float(times.max()) * every
     return Window(problem, 0, 0, agrees, r_hat, change, time, math.inf, kept)
+
+
+def _with_new_axes(window: Window, density: FullDataDensity) -> Window:
+    """With the directions in which the curvature stands out where draws are now, if they have left
+    the place whose directions they had: draws in fewer directions than there are elements do not
+    tell which are stiff."""
+    problem, whitening = window.problem, window.problem.engine.whitening
+    if not isinstance(whitening, LowRankWhitening) or window.change < _LARGEST_CHANGE:
+        return window
+    temperature = float(problem.engine.kernel.values(0)["temperature"])
+    elements = DiagonalWhitening(whitening.center, whitening.scale)
+    moved = problem.with_engine(whitening=with_axes(elements, density, temperature))
+    return dataclasses.replace(window, problem=moved)
 
 
 def _update(old: Whitening, z: Tensor, count: float) -> tuple[float, Whitening]:
