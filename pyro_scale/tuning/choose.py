@@ -67,9 +67,9 @@ def choose(
     """
     _check(budget, with_fewest_rows(problem), asked)
     modes, density, cooled, passes = None, None, None, dict[str, float]()
+    whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
     if asked.precondition is not None:
         check_target(problem)
-        whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
         problem, modes, density = with_geometry(problem, asked, whole, budget)
         passes["modes"] = 0 if modes is None else modes.evaluations
         problem = with_anchor(problem, asked, whole)
@@ -100,7 +100,8 @@ def choose(
     kernel, adjusts = problem.engine.kernel, asked.lr and problem.engine.kernel.adjusted
     if adjusts:  # a chain that rejects all proposals would stay where it starts
         problem = problem.with_engine(kernel=_kernel(without_adjustment(kernel), asked))
-    window = warm_up(problem, run, density if asked.lr else None, for_windows, budget)
+    looked_at = density if asked.lr else None
+    window = warm_up(problem, run, looked_at, whole, for_windows, budget)
     if window is None:
         raise _no_warm_up(problem, density)
     problem, tried, time = window.problem, None, window.time

@@ -346,7 +346,7 @@ def _distinct(found: Sequence[tuple[int, Ascent]], temperature: float) -> list[M
 
 def mode_at(ascent: Ascent, temperature: float, searches: tuple[int, ...]) -> Mode:
     """The Gaussian where an ascent ended, and its evidence."""
-    gaussian = _gaussian(ascent.position, ascent.precision, temperature)
+    gaussian = gaussian_at(ascent.position, ascent.precision, temperature)
     constant = len(ascent.position) / 2 * math.log(2 * math.pi)
     evidence = ascent.value / temperature + float(gaussian.log_det) / 2 + constant
     return Mode(gaussian, evidence, searches)
@@ -379,7 +379,7 @@ def _sds_between(one: Mode, other: Mode, by: Gaussian) -> float:
     return float(torch.linalg.solve_triangular(by.scale_tril, away, upper=False).norm())
 
 
-def _gaussian(position: Tensor, precision: Tensor, temperature: float) -> Dense:
+def gaussian_at(position: Tensor, precision: Tensor, temperature: float) -> Dense:
     """The Gaussian of a curvature: where that is negative, of its size; in float64."""
     scale = precision.diagonal().abs().clamp(min=1e-300).rsqrt()
     lengths, axes = torch.linalg.eigh(scale[:, None] * precision * scale)
@@ -422,7 +422,7 @@ def best_on_the_way(
         hessian = density.hessian(place).double()
         if not bool(torch.isfinite(hessian).all()):
             return None, 0
-        gaussian = _gaussian(place, -hessian * density.log_posterior.num_data, temperature)
+        gaussian = gaussian_at(place, -hessian * density.log_posterior.num_data, temperature)
         bound, evidence = _bound(density, gaussian, temperature, seed)
         return (bound, gaussian.mean, gaussian.scale_tril, evidence), 0
 
