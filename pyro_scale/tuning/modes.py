@@ -17,6 +17,7 @@ from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.newton import Ascent, ascend
+from pyro_scale.model.improper import improper_latents
 from pyro_scale.rng.seeds import Purpose, generator
 
 #: Modes apart by fewer sds and nats than these are one.
@@ -36,6 +37,8 @@ _NEARER = 1.0, 0.25, 0.0625
 _LBFGS_PASSES = 100
 #: And below this, there is one.
 _FLAT = 1e-6
+#: Dimensions up to which a flat direction is looked for.
+_MOST_LOOKED_AT = 2_000
 #: Points on the ways up whose Gaussians are compared where there is no mode, and draws of each.
 _PLACES, _DRAWS = 24, 64
 #: Nats that a Gaussian may be away from the posterior, for each dimension and in all, before
@@ -160,8 +163,7 @@ def find_modes(
     if stand_in is None and not modes:
         raise ArgumentError(
             f"no Gaussian fits the posterior anywhere on the way up from {len(starts)} starts"
-            f"{flat_direction(density, ascents[0].position)}: give the sites proper priors, or "
-            "start elsewhere (init_strategy=)",
+            f"{what_to_try(density, ascents[0].position)}",
             code="not-finite",
         )
     if stand_in is not None and (not modes or stand_in[0] > bound):
@@ -250,8 +252,8 @@ def find_diagonal_modes(
     ends = [(search, end) for search, end in enumerate(found) if end is not None]
     if not ends:
         raise ArgumentError(
-            f"no mode could be reached from {len(starts)} starts: give the sites proper priors, or "
-            "start elsewhere (init_strategy=)"
+            f"no mode could be reached from {len(starts)} starts{what_to_try(density, starts[0])}",
+            code="not-finite",
         )
     reached = [(search, end) for search, end in ends if end.is_mode]
     modes = list[Mode]()
@@ -325,8 +327,29 @@ def _are_one(
     return float(values.min()) > min(float(values[0]), float(values[-1])) - _NATS
 
 
+def what_to_try(density: FullDataDensity, position: Tensor) -> str:
+    """What to try where chains have nowhere to start, after what was seen at a position: it speaks
+    of priors only where they may be the cause."""
+    params, first = density.layout.unflatten(position), density.data.first()
+    try:
+        improper = improper_latents(density.log_posterior, params, first)
+    except (RuntimeError, ValueError):  # the model cannot be run there
+        improper = []
+    flat = flat_direction(density, position)
+    if flat or improper:
+        whose = f"site '{improper[0]}' a proper prior" if improper else "the sites tighter priors"
+        return f"{flat}: give {whose}, or start elsewhere (init_strategy=)"
+    return (
+        ": look for NaN in the data (torch.isfinite), start elsewhere (init_strategy=), or take "
+        "ps.NUTS(model), which needs no mode"
+    )
+
+
 def flat_direction(density: FullDataDensity, position: Tensor) -> str:
-    """The site along which the log density hardly curves, in words; none if there is none."""
+    """The site along which the log density hardly curves, in words; none if there is none, or if
+    there are too many dimensions to look."""
+    if len(position) > _MOST_LOOKED_AT:
+        return ""
     precision = -density.hessian(position).double()
     if not bool(torch.isfinite(precision).all()):
         return ""
