@@ -14,7 +14,14 @@ from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.problem import as_log_posterior, prepare
-from pyro_scale.tuning.modes import Mode, _are_one, find_diagonal_modes, find_modes, merged
+from pyro_scale.tuning.modes import (
+    Mode,
+    _are_one,
+    find_diagonal_modes,
+    find_modes,
+    merged,
+    what_to_try,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -213,3 +220,21 @@ def test_a_search_tells_what_it_takes_and_ends_where_it_is_told_to():
     found = searched(gaussian, check=told.append)
     assert told == sorted(told)
     assert 0 < max(told) <= found.evaluations
+
+
+@pytest.mark.parametrize(
+    ("prior", "says"), [("proper", "isfinite"), ("flat", "'w' a proper prior")]
+)
+def test_priors_are_blamed_only_where_they_are_improper(prior, says):
+    def model():
+        normal = dist.Normal(0.0, 1.0)
+        pyro.sample("w", normal if prior == "proper" else normal.mask(False))
+        pyro.factor("data", -(pyro.sample("v", normal) ** 2))
+
+    opened = open_data(None)
+    log_posterior = as_log_posterior(model, opened.num_data)
+    problem = prepare(log_posterior, opened, kernels.SGLD(lr=1.0), None, 1, 0)
+    density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
+    told = what_to_try(density, problem.positions[0])
+    assert says in told
+    assert ("prior" in told) == (prior == "flat")
