@@ -35,7 +35,7 @@ from pyro_scale.storage.lazy_draws import Positions, spread
 
 #: Draws whose gradients are taken: the most, the most times rows times D, and the least; and how
 #: many are enough to take all rows.
-_MOST, _MOST_WORK, _LEAST, _ENOUGH = 4000, 2**28, 32, 200
+_MOST, _MOST_WORK, _LEAST, _ENOUGH = 4000, 2**28, 256, 200
 #: Draws where the model goes one by one.
 _ONE_BY_ONE = 64
 #: Numbers of params and rows in memory at once, with some room for what is made of a row.

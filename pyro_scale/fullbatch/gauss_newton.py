@@ -81,10 +81,11 @@ def anchored(some: FullDataDensity, position: Tensor, precision: Tensor) -> Anch
     """The density of some rows with the curvature that all rows have at a position.
 
     Args:
-        some: which stand for all.
+        some: which stand for all, anchored elsewhere or not.
         position: [D].
         precision: minus the Hessian of all rows there, or what stands for it, [D, D], in nats.
     """
+    some = FullDataDensity(**_fields(some))
     at_anchor = -precision.to(position) / some.log_posterior.num_data
     return AnchoredDensity(**_fields(some), shift=at_anchor - some.hessian(position))
 

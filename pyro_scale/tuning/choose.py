@@ -36,7 +36,7 @@ from pyro_scale.tuning.adjust import adjust, without_adjustment
 from pyro_scale.tuning.choice import Asked, Choice, Simulate
 from pyro_scale.tuning.geometry import with_geometry
 from pyro_scale.tuning.heat import center_of, cool, stays_cool, with_anchor, with_fewest_rows
-from pyro_scale.tuning.modes import Modes, flat_direction
+from pyro_scale.tuning.modes import Modes, what_to_try
 from pyro_scale.tuning.pilot import LEAST_PILOT, Pilot, pilot
 from pyro_scale.tuning.step_size import check_target
 from pyro_scale.tuning.tune import with_known_noise
@@ -67,9 +67,9 @@ def choose(
     """
     _check(budget, with_fewest_rows(problem), asked)
     modes, density, cooled, passes = None, None, None, dict[str, float]()
+    whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
     if asked.precondition is not None:
         check_target(problem)
-        whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
         problem, modes, density = with_geometry(problem, asked, whole, budget)
         passes["modes"] = 0 if modes is None else modes.evaluations
         problem = with_anchor(problem, asked, whole)
@@ -100,7 +100,8 @@ def choose(
     kernel, adjusts = problem.engine.kernel, asked.lr and problem.engine.kernel.adjusted
     if adjusts:  # a chain that rejects all proposals would stay where it starts
         problem = problem.with_engine(kernel=_kernel(without_adjustment(kernel), asked))
-    window = warm_up(problem, run, density if asked.lr else None, for_windows, budget)
+    looked_at = density if asked.lr else None
+    window = warm_up(problem, run, looked_at, whole, for_windows, budget)
     if window is None:
         raise _no_warm_up(problem, density)
     problem, tried, time = window.problem, None, window.time
@@ -173,17 +174,16 @@ def _check(budget: Budget, problem: Problem, asked: Asked) -> None:
 
 def _no_warm_up(problem: Problem, density: FullDataDensity | None) -> ArgumentError:
     """What to say where no step size is stable."""
-    position = problem.positions[0]
-    flat = "" if density is None else flat_direction(density, position)
-    advice = "give the sites proper priors, or start elsewhere (init_strategy=)"
+    position, advice = problem.positions[0], ": start elsewhere (init_strategy=)"
+    if density is not None:
+        advice = what_to_try(density, position)
     log_posterior, params = problem.log_posterior, problem.engine.layout.unflatten(position)
     centered = centered_latents(log_posterior, params, problem.data.first())
     for site, parents in list(centered.items())[:1]:
-        advice = f"try {how_to_non_center(site, parents)}"
+        advice = f": try {how_to_non_center(site, parents)}"
     return ArgumentError(
         "in warm-up every chain becomes NaN or infinite, or falls to where the posterior is not, "
-        "at any step size that was tried"
-        f"{flat}: {advice}",
+        f"at any step size that was tried{advice}",
         code="not-finite",
     )
 

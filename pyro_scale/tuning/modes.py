@@ -17,10 +17,16 @@ from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.newton import Ascent, ascend
+from pyro_scale.model.improper import improper_latents
 from pyro_scale.rng.seeds import Purpose, generator
 
 #: Modes apart by fewer sds and nats than these are one.
 _SDS, _NATS = 3.0, 2.0
+#: Sds, by either's Gaussian, within which they are one however their evidence differs: that of many
+#: dimensions changes by nats within parts of an sd.
+_SAME_SDS = 0.5
+#: Places on the way from one mode to another at which the log density is looked at.
+_BETWEEN = 9
 #: Nats of evidence below the best mode at which none of the posterior is there.
 _NEGLIGIBLE = 10.0
 #: Curvatures below this part of the largest count as that: flat directions.
@@ -31,6 +37,8 @@ _NEARER = 1.0, 0.25, 0.0625
 _LBFGS_PASSES = 100
 #: And below this, there is one.
 _FLAT = 1e-6
+#: Dimensions up to which a flat direction is looked for.
+_MOST_LOOKED_AT = 2_000
 #: Points on the ways up whose Gaussians are compared where there is no mode, and draws of each.
 _PLACES, _DRAWS = 24, 64
 #: Nats that a Gaussian may be away from the posterior, for each dimension and in all, before
@@ -155,8 +163,7 @@ def find_modes(
     if stand_in is None and not modes:
         raise ArgumentError(
             f"no Gaussian fits the posterior anywhere on the way up from {len(starts)} starts"
-            f"{flat_direction(density, ascents[0].position)}: give the sites proper priors, or "
-            "start elsewhere (init_strategy=)",
+            f"{what_to_try(density, ascents[0].position)}",
             code="not-finite",
         )
     if stand_in is not None and (not modes or stand_in[0] > bound):
@@ -238,51 +245,111 @@ def find_diagonal_modes(
 ) -> Modes:
     """The same in many dimensions: by L-BFGS, and with Gaussians of independent elements.
 
-    Where it ends stands for a mode, even if it is none: warm-up goes on from there.
+    Where no search leads to a mode, their ends stand for one: warm-up goes on from there.
     """
-    num_data, modes = density.log_posterior.num_data, []
     look, device = partial(_search_diagonal, density), starts.device
-    found, _ = in_order(look, list(starts), check, ranks, device)
-    for search, end in enumerate(found):
-        if end is not None:
-            position, precision, value = end
-            gaussian = Diagonal.of_precision(position.double(), precision / temperature)
-            evidence = float(value) * num_data / temperature + float(gaussian.log_det) / 2
-            modes.append(Mode(gaussian, evidence, (search,)))
-    if not modes:
+    found, passes = in_order(look, list(starts), check, ranks, device)
+    ends = [(search, end) for search, end in enumerate(found) if end is not None]
+    if not ends:
         raise ArgumentError(
-            f"no mode could be reached from {len(starts)} starts: give the sites proper priors, or "
-            "start elsewhere (init_strategy=)"
+            f"no mode could be reached from {len(starts)} starts{what_to_try(density, starts[0])}",
+            code="not-finite",
         )
+    reached = [(search, end) for search, end in ends if end.is_mode]
+    modes = list[Mode]()
+    for search, end in reached or ends:
+        gaussian = Diagonal.of_precision(end.position.double(), end.precision / temperature)
+        evidence = end.value / temperature + float(gaussian.log_det) / 2
+        modes.append(Mode(gaussian, evidence, (search,)))
     modes.sort(key=lambda mode: -mode.log_evidence)
-    best, others = modes[0], modes[1:]
-    away = [(m.gaussian.mean - best.gaussian.mean) / best.gaussian.variance.sqrt() for m in others]
-    same = [float(sds.abs().max()) < _SDS for sds in away]
-    searches = [m.searches[0] for m, is_same in zip(others, same, strict=True) if is_same]
-    distinct = [m for m, is_same in zip(others, same, strict=True) if not is_same]
-    modes = [best._replace(searches=(*best.searches, *searches)), *distinct]
-    passes = 2 * _LBFGS_PASSES * len(starts) + len(starts[0])
-    return Modes(tuple(modes), True, len(starts), math.nan, passes)
+    distinct = list[Mode]()
+    for mode in modes:
+        for place, other in enumerate(distinct):
+            if _are_one(density, other, mode, temperature, starts):
+                distinct[place] = other._replace(searches=(*other.searches, *mode.searches))
+                break
+        else:
+            distinct.append(mode)
+    return Modes(tuple(distinct), bool(reached), len(starts), math.nan, math.ceil(passes))
+
+
+class _End(NamedTuple):
+    """Where L-BFGS ended.
+
+    Attributes:
+        position: the end, [D].
+        precision: the diagonal of minus the Hessian there, of its size, in nats, [D].
+        value: the log joint there, in nats.
+        is_mode: whether no element is far from where its own curvature says that its mode is.
+    """
+
+    position: Tensor
+    precision: Tensor
+    value: float
+    is_mode: bool
 
 
 def _search_diagonal(
     density: FullDataDensity, start: Tensor, check: Check | None
-) -> tuple[tuple[Tensor, Tensor, Tensor] | None, float]:
-    """((Where L-BFGS ends, the diagonal of the precision there, the log joint over N), or None if
-    it does not, the passes that it took)."""
-    end, num_data = None, density.log_posterior.num_data
-    if check is not None:
-        check(0)
-    with contextlib.suppress(ArgumentError, DataError):
-        position = density.lbfgs(start, "").position
-        precision = -num_data * density.hessian_diagonal(position).double()
-        precision = precision.abs().clamp(min=_FLATTEST * float(precision.abs().max()))
-        end = position, precision, density.values(position[None])[0]
-    return end, 2 * _LBFGS_PASSES
+) -> tuple[_End | None, float]:
+    """(Where L-BFGS ends, or None if it does not, the passes that it took), from a start, or from
+    nearer to 0 where it leads to no mode: a scale that falls to 0 before what it multiplies has
+    the right sign is on a plateau, which L-BFGS does not leave."""
+    best, passes, num_data = None, 0, density.log_posterior.num_data
+    for shrinkage in _NEARER:
+        if check is not None:
+            check(passes)
+        passes += 2 * _LBFGS_PASSES
+        with contextlib.suppress(ArgumentError, DataError):
+            run = density.lbfgs(start * shrinkage, "")
+            curvature = -num_data * density.hessian_diagonal(run.position).double()
+            passes += len(start)
+            least = _FLATTEST * float(curvature.abs().max())
+            near = (num_data * run.slope.double()).square() <= _SDS**2 * curvature.clamp(min=least)
+            precision = curvature.abs().clamp(min=least)
+            value = num_data * float(density.values(run.position[None])[0])
+            end = _End(run.position, precision, value, bool(near.all()))
+            if end.is_mode:
+                return end, passes
+            if best is None or end.value > best.value:
+                best = end
+    return best, passes
+
+
+def _are_one(
+    density: FullDataDensity, one: Mode, other: Mode, temperature: float, like: Tensor
+) -> bool:
+    """Whether the log density does not fall between two places."""
+    way = other.gaussian.mean - one.gaussian.mean
+    parts = torch.linspace(0, 1, _BETWEEN, dtype=way.dtype)[:, None].to(way.device)
+    places = (one.gaussian.mean + parts * way).to(like)
+    values = density.values(places).double() * density.log_posterior.num_data / temperature
+    return float(values.min()) > min(float(values[0]), float(values[-1])) - _NATS
+
+
+def what_to_try(density: FullDataDensity, position: Tensor) -> str:
+    """What to try where chains have nowhere to start, after what was seen at a position: it speaks
+    of priors only where they may be the cause."""
+    params, first = density.layout.unflatten(position), density.data.first()
+    try:
+        improper = improper_latents(density.log_posterior, params, first)
+    except (RuntimeError, ValueError):  # the model cannot be run there
+        improper = []
+    flat = flat_direction(density, position)
+    if flat or improper:
+        whose = f"site '{improper[0]}' a proper prior" if improper else "the sites tighter priors"
+        return f"{flat}: give {whose}, or start elsewhere (init_strategy=)"
+    return (
+        ": look for NaN in the data (torch.isfinite), start elsewhere (init_strategy=), or take "
+        "ps.NUTS(model), which needs no mode"
+    )
 
 
 def flat_direction(density: FullDataDensity, position: Tensor) -> str:
-    """The site along which the log density hardly curves, in words; none if there is none."""
+    """The site along which the log density hardly curves, in words; none if there is none, or if
+    there are too many dimensions to look."""
+    if len(position) > _MOST_LOOKED_AT:
+        return ""
     precision = -density.hessian(position).double()
     if not bool(torch.isfinite(precision).all()):
         return ""
@@ -302,7 +369,7 @@ def _distinct(found: Sequence[tuple[int, Ascent]], temperature: float) -> list[M
 
 def mode_at(ascent: Ascent, temperature: float, searches: tuple[int, ...]) -> Mode:
     """The Gaussian where an ascent ended, and its evidence."""
-    gaussian = _gaussian(ascent.position, ascent.precision, temperature)
+    gaussian = gaussian_at(ascent.position, ascent.precision, temperature)
     constant = len(ascent.position) / 2 * math.log(2 * math.pi)
     evidence = ascent.value / temperature + float(gaussian.log_det) / 2 + constant
     return Mode(gaussian, evidence, searches)
@@ -318,9 +385,9 @@ def merged(modes: Sequence[Mode]) -> list[Mode]:
             continue
         for place, other in enumerate(distinct):
             assert isinstance(other.gaussian, Dense)
-            away = (mode.gaussian.mean - other.gaussian.mean)[:, None]
-            sds = torch.linalg.solve_triangular(other.gaussian.scale_tril, away, upper=False).norm()
-            if float(sds) < _SDS and abs(mode.log_evidence - other.log_evidence) < _NATS:
+            sds, own = (_sds_between(mode, other, by.gaussian) for by in (other, mode))
+            alike = sds < _SDS and abs(mode.log_evidence - other.log_evidence) < _NATS
+            if alike or max(sds, own) < _SAME_SDS:
                 distinct[place] = other._replace(searches=(*other.searches, *mode.searches))
                 break
         else:
@@ -328,7 +395,14 @@ def merged(modes: Sequence[Mode]) -> list[Mode]:
     return distinct
 
 
-def _gaussian(position: Tensor, precision: Tensor, temperature: float) -> Dense:
+def _sds_between(one: Mode, other: Mode, by: Gaussian) -> float:
+    """How far two modes are apart, in sds of a Gaussian."""
+    assert isinstance(by, Dense)
+    away = (one.gaussian.mean - other.gaussian.mean)[:, None]
+    return float(torch.linalg.solve_triangular(by.scale_tril, away, upper=False).norm())
+
+
+def gaussian_at(position: Tensor, precision: Tensor, temperature: float) -> Dense:
     """The Gaussian of a curvature: where that is negative, of its size; in float64."""
     scale = precision.diagonal().abs().clamp(min=1e-300).rsqrt()
     lengths, axes = torch.linalg.eigh(scale[:, None] * precision * scale)
@@ -371,7 +445,7 @@ def best_on_the_way(
         hessian = density.hessian(place).double()
         if not bool(torch.isfinite(hessian).all()):
             return None, 0
-        gaussian = _gaussian(place, -hessian * density.log_posterior.num_data, temperature)
+        gaussian = gaussian_at(place, -hessian * density.log_posterior.num_data, temperature)
         bound, evidence = _bound(density, gaussian, temperature, seed)
         return (bound, gaussian.mean, gaussian.scale_tril, evidence), 0
 

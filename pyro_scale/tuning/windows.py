@@ -21,14 +21,18 @@ from pyro_scale.core.whitening import (
     KroneckerWhitening,
     LowRankWhitening,
     Whitening,
+    whiten,
 )
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.fullbatch.gauss_newton import AnchoredDensity, anchored
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.curvature import steepest_by_products
 from pyro_scale.tuning.low_rank import learn as learn_low_rank
+from pyro_scale.tuning.low_rank import with_axes
+from pyro_scale.tuning.modes import gaussian_at
 
 #: Steps of the first window, and how many windows there are at most, each twice as long.
 FIRST_WINDOW, _MOST_WINDOWS = 256, 7
@@ -37,6 +41,8 @@ _DRAWS, _LEFT_OUT = 256, 0.25
 #: Windows agree where no direction's sd changes by more than this factor beyond chance, and R-hat
 #: is below this.
 _MOST_CHANGE, _MOST_R_HAT = 1.25, 1.1
+#: Dimensions beyond which the draws of a window are too few for a covariance.
+_MATRIX = 128
 #: The factor by which a window may change a direction's sd.
 _LARGEST_CHANGE = 3.0
 #: Times a window is run again with half the step, or none of it is believed.
@@ -44,6 +50,8 @@ _MOST_HALVINGS = 8
 #: Draws at which the curvature is looked at, and the part of them in which a step must be well
 #: within what is stable.
 _LOOKS, _MOST_STEEP = 32, 0.9
+#: Rows of which all are looked at, once a window.
+_MOST_ROWS = 20_000
 #: Dimensions from which on there are fewer looks, each of which costs as many gradients.
 _WIDE, _FEW_LOOKS = 64, 8
 #: Nats below the best draw, for each dimension and in all, where the posterior is not.
@@ -82,15 +90,21 @@ Run = Callable[[Problem, Steps, int], Draws]
 
 
 def warm_up(
-    problem: Problem, run: Run, density: FullDataDensity | None, most_steps: int, budget: Budget
+    problem: Problem,
+    run: Run,
+    density: FullDataDensity | None,
+    whole: FullDataDensity,
+    most_steps: int,
+    budget: Budget,
 ) -> Window | None:
     """Windows until they agree, or there are no more; None where all chains break at any step.
 
     Args:
         problem: chains at their starts, with a first geometry and the longest step size.
         run: takes steps.
-        density: of all rows; None where geometry and step size are set, and windows only tell how
-            long they take.
+        density: whose curvature can be looked at often; None where geometry and step size are set,
+            and windows only tell how long they take.
+        whole: that of all rows.
         most_steps: of each chain.
         budget: whose time may be over.
     """
@@ -117,6 +131,7 @@ def warm_up(
             return None
         window = _learn(problem, draws, sound, every, adapts=density is not None)
         if density is not None:
+            window, density = _look_again(window, density, whole)
             stable = _stable_lr(density, window)
             moved = _with_lr(window.problem, min(longest, stable))
             window = dataclasses.replace(window, problem=moved, stable_lr=stable)
@@ -196,6 +211,40 @@ def _learn(problem: Problem, draws: Draws, sound: list[int], every: int, adapts:
     return Window(problem, 0, 0, agrees, r_hat, change, time, math.inf, kept)
 
 
+def _look_again(
+    window: Window, density: FullDataDensity, whole: FullDataDensity
+) -> tuple[Window, FullDataDensity]:
+    """(The window in the directions that the curvature has where its draws are, the density whose
+    curvature is right there), if chains have left the place whose curvature was looked at and do
+    not agree: such draws do not tell which directions are stiff.
+
+    So it is where the mode is far from the posterior: in hierarchies of many groups.
+    """
+    problem, whitening = window.problem, window.problem.engine.whitening
+    if window.r_hat < _MOST_R_HAT or window.change < _LARGEST_CHANGE:
+        return window, density
+    temperature = float(problem.engine.kernel.values(0)["temperature"])
+    num_data, like = problem.log_posterior.num_data, problem.positions
+    if isinstance(whitening, LowRankWhitening):
+        # with their whole variance for scale: of some rows' axes, none must make elements longer
+        elements = DiagonalWhitening(whitening.center, whitening.variance.sqrt())
+        new: Whitening = with_axes(elements, density, temperature)
+    elif isinstance(whitening, DenseWhitening):
+        some = whole.of_some_rows(_MOST_ROWS, problem.seed)
+        precision = -num_data * some.hessian(whitening.center).double()
+        if not bool(torch.isfinite(precision).all()):
+            return window, density
+        if isinstance(density, AnchoredDensity):
+            density = anchored(density, whitening.center, precision)
+        if problem.engine.num_latents <= _MATRIX:
+            return window, density
+        new = whiten(gaussian_at(whitening.center, precision, temperature), num_data, like)
+    else:
+        return window, density
+    moved = problem.with_engine(whitening=new)
+    return dataclasses.replace(window, problem=moved), density
+
+
 def _update(old: Whitening, z: Tensor, count: float) -> tuple[float, Whitening]:
     """(The largest factor by which a direction's sd changes beyond chance, the new geometry about
     the old center).
@@ -206,8 +255,11 @@ def _update(old: Whitening, z: Tensor, count: float) -> tuple[float, Whitening]:
         count: how many independent ones they are worth.
     """
     flat = z.flatten(0, 1)
-    size = flat.shape[1]
-    if isinstance(old, DenseWhitening):
+    size, new = flat.shape[1], old
+    if isinstance(old, DenseWhitening) and size > _MATRIX:
+        share, chance = count / (count + 2), 1.0
+        lengths, new = _learn_directions(old, flat, count)
+    elif isinstance(old, DenseWhitening):
         share, chance = count / (count + size + 1), 1 + 2 * (size / count) ** 0.5
         covariance = torch.cov(flat.mT).reshape(size, size)
         eye = torch.eye(size, dtype=flat.dtype)
@@ -215,7 +267,7 @@ def _update(old: Whitening, z: Tensor, count: float) -> tuple[float, Whitening]:
         bounded = lengths.clamp(_LARGEST_CHANGE**-2, _LARGEST_CHANGE**2)
         root = torch.linalg.cholesky((axes * bounded) @ axes.mT)
         factor = (old.factor.double() @ root).to(old.factor)
-        new: Whitening = DenseWhitening(old.center, factor)
+        new = DenseWhitening(old.center, factor)
     elif isinstance(old, LowRankWhitening):
         share, chance = count / (count + 2), 1.0
         lengths, new = learn_low_rank(old, flat, count, _LARGEST_CHANGE)
@@ -228,6 +280,21 @@ def _update(old: Whitening, z: Tensor, count: float) -> tuple[float, Whitening]:
     chance += 3 / count**0.5  # of sds, and Marchenko and Pastur's edges of a covariance's
     sds = lengths.clamp(min=1e-300).sqrt()
     return float(torch.maximum(sds, 1 / sds).max()) / chance**share, new
+
+
+def _learn_directions(
+    old: DenseWhitening, z: Tensor, count: float
+) -> tuple[Tensor, DenseWhitening]:
+    """(Variances of draws in whitened coordinates, the matrix with the scales and the few
+    directions that these say): their whole covariance is mostly chance."""
+    eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
+    plain = LowRankWhitening(torch.zeros_like(z[0]), torch.ones_like(z[0]), eye[:, :1], eye[0, :1])
+    seen, learned = learn_low_rank(plain, z, count, _LARGEST_CHANGE)
+    root = old.factor.double() @ learned.push_forward(eye).mT
+    _, triangle = torch.linalg.qr(root.mT)
+    factor = triangle.mT * triangle.diagonal().sign()
+    variances = torch.cat([seen, learned.stretch.square()])
+    return variances, DenseWhitening(old.center, factor.to(old.factor))
 
 
 def _stable_lr(density: FullDataDensity, window: Window) -> float:

@@ -172,7 +172,7 @@ def test_a_flat_direction():
         pyro.sample("fine", dist.Normal(0.0, 1.0))
         pyro.sample("flat", flat())
 
-    with pytest.raises(ArgumentError, match=r"direction of site 'flat'.*proper priors"):
+    with pytest.raises(ArgumentError, match=r"direction of site 'flat'.*'flat' a proper prior"):
         run(alone)
 
     def summed(y):

@@ -9,11 +9,19 @@ import torch
 from reference import close, double, normals
 
 from pyro_scale import kernels
+from pyro_scale.core.gaussian import Dense
 from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.problem import as_log_posterior, prepare
-from pyro_scale.tuning.modes import find_diagonal_modes, find_modes
+from pyro_scale.tuning.modes import (
+    Mode,
+    _are_one,
+    find_diagonal_modes,
+    find_modes,
+    merged,
+    what_to_try,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -115,6 +123,72 @@ def test_elements_by_l_bfgs():
     close(mode.gaussian.sd, precision.diagonal().rsqrt(), 1e-5)
 
 
+def test_l_bfgs_that_ends_on_a_plateau_begins_nearer_to_zero():
+    """A scale that is 0 has no slope in its logarithm, but for the Jacobian's one nat, which is
+    less than L-BFGS sees of 5,000 rows in float32.  Newton's method finds the mode."""
+    one = torch.tensor(1.0, dtype=torch.float32)
+    group = torch.arange(100).repeat_interleave(50)
+    effects = 0.7 * normals(100, seed=5)
+    y = (effects[group] + normals(5000, seed=6)).float()
+
+    def hierarchy(group, y):
+        tau = pyro.sample("tau", dist.HalfNormal(one))
+        z = pyro.sample("z", dist.Normal(0 * one, one).expand([100]).to_event(1))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(tau * z[group], one), obs=y)
+
+    opened = open_data((group, y))
+    log_posterior = as_log_posterior(hierarchy, opened.num_data)
+    problem = prepare(log_posterior, opened, kernels.SGLD(lr=1.0), None, 1, 0)
+    density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
+    start = torch.cat([-30 * one[None], 0.5 * normals(100, seed=7).float()])
+    assert float(density.lbfgs(start, "").position[0]) < -29
+    found = find_diagonal_modes(density, start[None], 1.0)
+    newton = find_modes(density, 0 * start[None], 1.0, 0)
+    assert found.found
+    assert newton.found
+    close(found.best.gaussian.mean, newton.best.gaussian.mean, 0.05)
+    assert found.evaluations > newton.searches * 2 * 200  # of three searches
+
+
+def test_modes_within_part_of_an_sd_are_one_whatever_their_evidence():
+    """That of many dimensions changes by nats on the way to a mode that rounding leaves."""
+    sd = torch.eye(2, dtype=torch.float64)
+
+    def modes(away, narrow=1.0):
+        one, other = Dense(double(0.0, 0.0), sd), Dense(double(away, 0.0), narrow * sd)
+        return merged([Mode(one, 0.0, (0,)), Mode(other, -5.0, (1,))])
+
+    (both,) = modes(0.1)
+    assert both.searches == (0, 1)
+    assert len(modes(1.0)) == 2
+    assert len(modes(0.1, narrow=0.01)) == 2  # a spike in a slab
+
+
+def test_places_with_no_dip_between_them_are_one_mode():
+    """On a ridge they are many conditional sds apart; two modes are not."""
+
+    def ridge():
+        covariance = double([1.0, 0.9999], [0.9999, 1.0])
+        pyro.sample("x", dist.MultivariateNormal(double(0.0, 0.0), covariance))
+
+    def mode(*mean):
+        return Mode(Dense(double(*mean), torch.eye(len(mean), dtype=torch.float64)), 0.0, ())
+
+    def density_of(model):
+        opened = open_data(None)
+        log_posterior = as_log_posterior(model, opened.num_data)
+        problem = prepare(log_posterior, opened, kernels.SGLD(lr=1.0), None, 1, 0)
+        return FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
+
+    like = double(0.0)
+    assert _are_one(density_of(ridge), mode(-0.5, -0.5), mode(0.5, 0.5), 1.0, like)
+    bimodal = density_of(two(1.0, 3.0))
+    assert not _are_one(bimodal, mode(-1.0), mode(1.0), 1.0, like)
+    assert _are_one(bimodal, mode(-1.0), mode(1.0), 100.0, like)  # a dip of half a nat
+    assert len(searched(two(1.0, 3.0), search=find_diagonal_modes).modes) == 2
+
+
 def test_chains_start_from_every_mode_that_counts_if_there_are_as_many():
     found = searched(two(1.0, 3.0))
     for num_chains, missed in ((1, 1), (2, 0), (5, 0)):
@@ -146,3 +220,21 @@ def test_a_search_tells_what_it_takes_and_ends_where_it_is_told_to():
     found = searched(gaussian, check=told.append)
     assert told == sorted(told)
     assert 0 < max(told) <= found.evaluations
+
+
+@pytest.mark.parametrize(
+    ("prior", "says"), [("proper", "isfinite"), ("flat", "'w' a proper prior")]
+)
+def test_priors_are_blamed_only_where_they_are_improper(prior, says):
+    def model():
+        normal = dist.Normal(0.0, 1.0)
+        pyro.sample("w", normal if prior == "proper" else normal.mask(False))
+        pyro.factor("data", -(pyro.sample("v", normal) ** 2))
+
+    opened = open_data(None)
+    log_posterior = as_log_posterior(model, opened.num_data)
+    problem = prepare(log_posterior, opened, kernels.SGLD(lr=1.0), None, 1, 0)
+    density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
+    told = what_to_try(density, problem.positions[0])
+    assert says in told
+    assert ("prior" in told) == (prior == "flat")
