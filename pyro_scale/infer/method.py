@@ -230,7 +230,7 @@ class Method:
           N.  With control variates, `variance_reduction`: the least factor by which they divide
           it.
         - `minibatch_heating`: the factor by which minibatch noise multiplies the temperature, to
-          first order in lr: 1 + lr N V / (2 friction B T), V the variance over rows of one row's
+          first order in lr: 1 + lr N V / (2 friction mass B T), V the variance over rows of a row's
           log likelihood gradient.  It is computed by element; combinations of elements may be
           heated more.  Shuffled batches cancel part of it where lr is small.
         - `chain_correlation`, with shared batches, which R-hat and ESS do not detect.

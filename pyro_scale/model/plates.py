@@ -81,7 +81,7 @@ def check_subsampling(sites: Mapping[str, Site], own_plate: str | None, batch_si
 def check_plate_size(
     sites: Mapping[str, Site], count: int | None, num_data: int | None, error: Exception
 ) -> None:
-    """Says what is wrong when a model fails because its plate has N rows but the batch has B."""
+    """Says what is wrong when a model fails because its plate has another size than the batch."""
     for site in sites.values():
         if site.kind != "subsample" or site.fn.subsample_size not in (None, site.fn.size):
             continue
@@ -90,4 +90,9 @@ def check_plate_size(
             raise PlateError(
                 f"plate '{site.name}' has the fixed size {size} but the batch has {count} rows: "
                 f"write plate('{site.name}', {size}, subsample_size=len(x)) ({error})"
+            ) from error
+        if f"plate('{site.name}')" in str(error) and f"{size} vs {count}" in str(error):
+            raise PlateError(
+                f"plate '{site.name}' has the fixed size {size}, but the data have {num_data} "
+                f"rows: write plate('{site.name}', len(x)) ({error})"
             ) from error

@@ -36,7 +36,8 @@ from pyro_scale.tuning.adjust import adjust, without_adjustment
 from pyro_scale.tuning.choice import Asked, Choice, Simulate
 from pyro_scale.tuning.geometry import with_geometry
 from pyro_scale.tuning.heat import center_of, cool, stays_cool, with_anchor, with_fewest_rows
-from pyro_scale.tuning.modes import Modes, what_to_try
+from pyro_scale.tuning.modes import Modes
+from pyro_scale.tuning.no_start import what_to_try
 from pyro_scale.tuning.pilot import LEAST_PILOT, Pilot, pilot
 from pyro_scale.tuning.step_size import check_target
 from pyro_scale.tuning.tune import with_known_noise

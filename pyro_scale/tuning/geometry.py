@@ -19,9 +19,10 @@ from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.choice import Asked, Precondition
+from pyro_scale.tuning.diagonal_modes import find_diagonal_modes
 from pyro_scale.tuning.low_rank import with_axes
 from pyro_scale.tuning.many_rows import find_modes_of_many_rows
-from pyro_scale.tuning.modes import Modes, find_diagonal_modes, find_modes
+from pyro_scale.tuning.modes import Modes, find_modes
 from pyro_scale.tuning.search_starts import MOST_SEARCHES, search_starts
 
 #: Dimensions up to which a matrix whitens, unless one is asked for.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,33 +11,25 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
+from pyro_scale.core.gaussian import Dense, Gaussian
 from pyro_scale.distributed.ranks import ALONE, Ranks
-from pyro_scale.errors import ArgumentError, DataError
+from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.newton import Ascent, ascend
-from pyro_scale.model.improper import improper_latents
 from pyro_scale.rng.seeds import Purpose, generator
+from pyro_scale.tuning.no_start import what_to_try
 
 #: Modes apart by fewer sds and nats than these are one.
-_SDS, _NATS = 3.0, 2.0
+SDS, NATS = 3.0, 2.0
 #: Sds, by either's Gaussian, within which they are one however their evidence differs: that of many
 #: dimensions changes by nats within parts of an sd.
 _SAME_SDS = 0.5
-#: Places on the way from one mode to another at which the log density is looked at.
-_BETWEEN = 9
 #: Nats of evidence below the best mode at which none of the posterior is there.
 _NEGLIGIBLE = 10.0
 #: Curvatures below this part of the largest count as that: flat directions.
-_FLATTEST = 1e-10
+FLATTEST = 1e-10
 #: Parts of a start from which a search begins, one after another.
-_NEARER = 1.0, 0.25, 0.0625
-#: Passes of a search by L-BFGS, about.
-_LBFGS_PASSES = 100
-#: And below this, there is one.
-_FLAT = 1e-6
-#: Dimensions up to which a flat direction is looked for.
-_MOST_LOOKED_AT = 2_000
+NEARER = 1.0, 0.25, 0.0625
 #: Points on the ways up whose Gaussians are compared where there is no mode, and draws of each.
 _PLACES, _DRAWS = 24, 64
 #: Nats that a Gaussian may be away from the posterior, for each dimension and in all, before
@@ -223,7 +214,7 @@ def _search(density: FullDataDensity, start: Tensor, check: Check | None) -> tup
     it took): far out a log density may be too steep for its derivatives to be told from rounding.
     """
     ascents, passes = list[Ascent](), 0
-    for shrinkage in _NEARER:
+    for shrinkage in NEARER:
         ascents.append(ascend(density, start * shrinkage, check=further(check, passes)))
         passes += len(ascents[-1].path) * density.passes
         if ascents[-1].is_mode:
@@ -234,132 +225,6 @@ def _search(density: FullDataDensity, start: Tensor, check: Check | None) -> tup
 def further(check: Check | None, passes: float, part: float = 1.0) -> Check | None:
     """The check of passes through a part of the rows, after so many through all."""
     return None if check is None else lambda more: check(passes + part * more)
-
-
-def find_diagonal_modes(
-    density: FullDataDensity,
-    starts: Tensor,
-    temperature: float,
-    check: Check | None = None,
-    ranks: Ranks = ALONE,
-) -> Modes:
-    """The same in many dimensions: by L-BFGS, and with Gaussians of independent elements.
-
-    Where no search leads to a mode, their ends stand for one: warm-up goes on from there.
-    """
-    look, device = partial(_search_diagonal, density), starts.device
-    found, passes = in_order(look, list(starts), check, ranks, device)
-    ends = [(search, end) for search, end in enumerate(found) if end is not None]
-    if not ends:
-        raise ArgumentError(
-            f"no mode could be reached from {len(starts)} starts{what_to_try(density, starts[0])}",
-            code="not-finite",
-        )
-    reached = [(search, end) for search, end in ends if end.is_mode]
-    modes = list[Mode]()
-    for search, end in reached or ends:
-        gaussian = Diagonal.of_precision(end.position.double(), end.precision / temperature)
-        evidence = end.value / temperature + float(gaussian.log_det) / 2
-        modes.append(Mode(gaussian, evidence, (search,)))
-    modes.sort(key=lambda mode: -mode.log_evidence)
-    distinct = list[Mode]()
-    for mode in modes:
-        for place, other in enumerate(distinct):
-            if _are_one(density, other, mode, temperature, starts):
-                distinct[place] = other._replace(searches=(*other.searches, *mode.searches))
-                break
-        else:
-            distinct.append(mode)
-    return Modes(tuple(distinct), bool(reached), len(starts), math.nan, math.ceil(passes))
-
-
-class _End(NamedTuple):
-    """Where L-BFGS ended.
-
-    Attributes:
-        position: the end, [D].
-        precision: the diagonal of minus the Hessian there, of its size, in nats, [D].
-        value: the log joint there, in nats.
-        is_mode: whether no element is far from where its own curvature says that its mode is.
-    """
-
-    position: Tensor
-    precision: Tensor
-    value: float
-    is_mode: bool
-
-
-def _search_diagonal(
-    density: FullDataDensity, start: Tensor, check: Check | None
-) -> tuple[_End | None, float]:
-    """(Where L-BFGS ends, or None if it does not, the passes that it took), from a start, or from
-    nearer to 0 where it leads to no mode: a scale that falls to 0 before what it multiplies has
-    the right sign is on a plateau, which L-BFGS does not leave."""
-    best, passes, num_data = None, 0, density.log_posterior.num_data
-    for shrinkage in _NEARER:
-        if check is not None:
-            check(passes)
-        passes += 2 * _LBFGS_PASSES
-        with contextlib.suppress(ArgumentError, DataError):
-            run = density.lbfgs(start * shrinkage, "")
-            curvature = -num_data * density.hessian_diagonal(run.position).double()
-            passes += len(start)
-            least = _FLATTEST * float(curvature.abs().max())
-            near = (num_data * run.slope.double()).square() <= _SDS**2 * curvature.clamp(min=least)
-            precision = curvature.abs().clamp(min=least)
-            value = num_data * float(density.values(run.position[None])[0])
-            end = _End(run.position, precision, value, bool(near.all()))
-            if end.is_mode:
-                return end, passes
-            if best is None or end.value > best.value:
-                best = end
-    return best, passes
-
-
-def _are_one(
-    density: FullDataDensity, one: Mode, other: Mode, temperature: float, like: Tensor
-) -> bool:
-    """Whether the log density does not fall between two places."""
-    way = other.gaussian.mean - one.gaussian.mean
-    parts = torch.linspace(0, 1, _BETWEEN, dtype=way.dtype)[:, None].to(way.device)
-    places = (one.gaussian.mean + parts * way).to(like)
-    values = density.values(places).double() * density.log_posterior.num_data / temperature
-    return float(values.min()) > min(float(values[0]), float(values[-1])) - _NATS
-
-
-def what_to_try(density: FullDataDensity, position: Tensor) -> str:
-    """What to try where chains have nowhere to start, after what was seen at a position: it speaks
-    of priors only where they may be the cause."""
-    params, first = density.layout.unflatten(position), density.data.first()
-    try:
-        improper = improper_latents(density.log_posterior, params, first)
-    except (RuntimeError, ValueError):  # the model cannot be run there
-        improper = []
-    flat = flat_direction(density, position)
-    if flat or improper:
-        whose = f"site '{improper[0]}' a proper prior" if improper else "the sites tighter priors"
-        return f"{flat}: give {whose}, or start elsewhere (init_strategy=)"
-    return (
-        ": look for NaN in the data (torch.isfinite), start elsewhere (init_strategy=), or take "
-        "ps.NUTS(model), which needs no mode"
-    )
-
-
-def flat_direction(density: FullDataDensity, position: Tensor) -> str:
-    """The site along which the log density hardly curves, in words; none if there is none, or if
-    there are too many dimensions to look."""
-    if len(position) > _MOST_LOOKED_AT:
-        return ""
-    precision = -density.hessian(position).double()
-    if not bool(torch.isfinite(precision).all()):
-        return ""
-    scale = precision.diagonal().abs().rsqrt().clamp(max=1e150)
-    lengths, axes = torch.linalg.eigh(scale[:, None] * precision * scale)
-    flattest = int(lengths.abs().argmin())
-    if float(lengths[flattest].abs()) > _FLAT * float(lengths.abs().max()):
-        return ""
-    site = density.layout.site_at(int(axes[:, flattest].abs().argmax()))
-    return f" (the log density hardly changes in a direction of site '{site}')"
 
 
 def _distinct(found: Sequence[tuple[int, Ascent]], temperature: float) -> list[Mode]:
@@ -386,7 +251,7 @@ def merged(modes: Sequence[Mode]) -> list[Mode]:
         for place, other in enumerate(distinct):
             assert isinstance(other.gaussian, Dense)
             sds, own = (_sds_between(mode, other, by.gaussian) for by in (other, mode))
-            alike = sds < _SDS and abs(mode.log_evidence - other.log_evidence) < _NATS
+            alike = sds < SDS and abs(mode.log_evidence - other.log_evidence) < NATS
             if alike or max(sds, own) < _SAME_SDS:
                 distinct[place] = other._replace(searches=(*other.searches, *mode.searches))
                 break
@@ -406,7 +271,7 @@ def gaussian_at(position: Tensor, precision: Tensor, temperature: float) -> Dens
     """The Gaussian of a curvature: where that is negative, of its size; in float64."""
     scale = precision.diagonal().abs().clamp(min=1e-300).rsqrt()
     lengths, axes = torch.linalg.eigh(scale[:, None] * precision * scale)
-    lengths = lengths.abs().clamp(min=_FLATTEST * float(lengths.abs().max()))
+    lengths = lengths.abs().clamp(min=FLATTEST * float(lengths.abs().max()))
     root = scale[:, None] * axes * (temperature / lengths).sqrt()
     _, triangle = torch.linalg.qr(root.mT)
     factor = triangle.mT * triangle.diagonal().sign()

@@ -608,6 +608,17 @@ def test_a_plate_of_fixed_size_is_named_even_where_n_is_unknown():
         ps.LogPosterior(model).init(0, *rows_of(B))
 
 
+@pytest.mark.parametrize("batch", [{}, {"batch_size": B}])
+def test_a_plate_of_another_size_than_the_data_is_named(batch):
+    def model(x, y):
+        w = weights()
+        with pyro.plate("data", N + 1):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    with pytest.raises(PlateError, match=rf"'data' .*{N + 1}, .*{N} rows: .*'data', len\(x\)"):
+        ps.BAOA(model).run(rows_of(N), seed=0, progress=False, **batch)
+
+
 def test_a_models_own_error_says_what_the_batch_was():
     log_posterior = ps.LogPosterior(regression(nn.Linear(2, 2).float()), num_data=N)
     with pytest.raises(RuntimeError, match="dtype") as raised:

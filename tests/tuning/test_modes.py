@@ -14,14 +14,9 @@ from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.problem import as_log_posterior, prepare
-from pyro_scale.tuning.modes import (
-    Mode,
-    _are_one,
-    find_diagonal_modes,
-    find_modes,
-    merged,
-    what_to_try,
-)
+from pyro_scale.tuning.diagonal_modes import _are_one, find_diagonal_modes
+from pyro_scale.tuning.modes import Mode, find_modes, merged
+from pyro_scale.tuning.no_start import what_to_try
 
 pytestmark = pytest.mark.usefixtures("float64")
 
