@@ -32,6 +32,7 @@ KINDS = {
     "experiment": "Experiments",
     "paper": "The paper's experiments",
 }
+LEVELS = "beginner", "intermediate", "advanced"
 CARDS = "<!-- gallery -->"
 THUMBNAIL_WIDTH = 640
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", re.DOTALL)
@@ -92,10 +93,10 @@ class Notebook:
 
 
 def notebooks() -> list[Notebook]:
-    """All of them, shortest first within a kind."""
+    """All of them, within a kind those for beginners first, then the shortest."""
     found = [Notebook(path) for path in Path("notebooks").rglob("*.ipynb")]
     found = [book for book in found if ".ipynb_checkpoints" not in book.path.parts]
-    return sorted(found, key=lambda book: (book.card["minutes"], book.title))
+    return sorted(found, key=lambda b: (LEVELS.index(b.card["level"]), b.card["minutes"], b.title))
 
 
 def by_kind() -> dict[str, list[Notebook]]:
@@ -165,6 +166,8 @@ def on_page_content(content: str, page: Any, config: Any, **_: Any) -> str:
     for script in soup.find_all("script"):
         if "mathjax" in str(script).lower() or "mermaid" in str(script):
             script.decompose()
+    for anchor in soup.select("a.anchor-link"):
+        anchor["class"] = "headerlink"  # which a search leaves out of titles
     for anchor in soup.find_all("a", href=True):
         anchor["href"] = _site_link(anchor["href"], page.file.src_uri, config)
     for cell in soup.select(".jp-MarkdownOutput"):
