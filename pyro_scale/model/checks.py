@@ -69,6 +69,24 @@ def check_observations(sites: Mapping[str, Site], validated: Collection[str]) ->
             )
 
 
+def check_event_shapes(sites: Mapping[str, Site]) -> None:
+    """Values that meet an event of one element, where every row would be compared with them all."""
+    for site in sites.values():
+        if site.kind != "observed":
+            continue
+        fn, shape = site.fn, site.value.shape
+        rows = shape[: max(0, len(shape) - len(fn.event_shape))]
+        pairs = zip(reversed(fn.event_shape), reversed(shape), strict=False)
+        if fn.batch_shape.numel() > rows.numel() and any(one == 1 < many for one, many in pairs):
+            raise SiteError(
+                f"site '{site.name}': values of shape {list(shape)} meet a distribution of batch "
+                f"shape {list(fn.batch_shape)} and event shape {list(fn.event_shape)}, which "
+                "compares every row with all values: leave to_event out and drop the mean's last "
+                "dimension (mean[:, 0]), or give the values one of size 1 (y[:, None])",
+                code="plate",
+            )
+
+
 def check_densities(sites: Mapping[str, Site]) -> None:
     """Observations whose log density cannot be computed at all."""
     for site in sites.values():

@@ -21,6 +21,7 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError, ModelError, PlateError, PyroScaleError, SiteError
 from pyro_scale.model.checks import (
     check_densities,
+    check_event_shapes,
     check_latent_sizes,
     check_local_latents,
     check_names,
@@ -100,6 +101,7 @@ def understand(
         full = second.recorder
         check_names(full.sites)
         validated = sites_to_validate(second)
+        check_event_shapes(full.sites)
         check_observations(full.sites, validated)
         check_densities(full.sites)
         terms = terms_of(full.sites)

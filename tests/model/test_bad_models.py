@@ -619,6 +619,33 @@ def test_a_plate_of_another_size_than_the_data_is_named(batch):
         ps.BAOA(model).run(rows_of(N), seed=0, progress=False, **batch)
 
 
+@pytest.mark.parametrize("size", [N, B])
+def test_values_that_every_row_would_be_compared_with_are_refused(size):
+    """Pyro adds up such a likelihood, and chains agree on its posterior."""
+
+    def model(x, y):
+        w = weights()
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal((x @ w)[:, None], 1.0).to_event(1), obs=y)
+
+    x, y = rows_of(size)
+    with pytest.raises(SiteError, match=rf"'y': values of shape \[{size}\] .*y\[:, None\]"):
+        ps.LogPosterior(model, num_data=N).init(0, x, y)
+    ps.LogPosterior(model, num_data=N).init(0, x, y[:, None])
+
+
+def test_one_event_may_have_all_values():
+    def model(y):
+        mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(mean[None], 1.0).to_event(1), obs=y)
+
+    y = torch.arange(4.0)
+    log_posterior = ps.LogPosterior(model, num_data=4)
+    log_posterior.init(0, y)
+    slopes, _ = log_posterior.grad({"mean": torch.tensor(0.5)}, (y,))
+    assert float(slopes["mean"]) == pytest.approx(6 - 4 * 0.5 - 0.5)
+
+
 def test_a_models_own_error_says_what_the_batch_was():
     log_posterior = ps.LogPosterior(regression(nn.Linear(2, 2).float()), num_data=N)
     with pytest.raises(RuntimeError, match="dtype") as raised:
