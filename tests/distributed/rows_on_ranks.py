@@ -18,7 +18,7 @@ from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.kernels import SGLD
 from pyro_scale.run.problem import as_log_posterior, prepare
-from pyro_scale.tuning import modes
+from pyro_scale.tuning import diagonal_modes, modes
 
 KINDS = ("ggn", "hessian", "empirical_fisher")
 ZERO = torch.zeros((), dtype=torch.float64)
@@ -232,7 +232,7 @@ def searches():
         ],
         "diagonal": [
             (mode.gaussian.mean.tolist(), mode.gaussian.sd.tolist(), mode.searches)
-            for mode in found(find=modes.find_diagonal_modes).modes
+            for mode in found(find=diagonal_modes.find_diagonal_modes).modes
         ],
     }
 
