@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -75,9 +76,9 @@ def check_event_shapes(sites: Mapping[str, Site]) -> None:
         if site.kind != "observed":
             continue
         fn, shape = site.fn, site.value.shape
-        rows = shape[: max(0, len(shape) - len(fn.event_shape))]
+        rows = math.prod(shape[: max(0, len(shape) - len(fn.event_shape))])
         pairs = zip(reversed(fn.event_shape), reversed(shape), strict=False)
-        if fn.batch_shape.numel() > rows.numel() and any(one == 1 < many for one, many in pairs):
+        if math.prod(fn.batch_shape) > rows and any(one == 1 < many for one, many in pairs):
             raise SiteError(
                 f"site '{site.name}': values of shape {list(shape)} meet a distribution of batch "
                 f"shape {list(fn.batch_shape)} and event shape {list(fn.event_shape)}, which "
