@@ -24,3 +24,9 @@ def root(matrix: Tensor) -> Tensor:
         columns.append(column)
         left = left - column[..., None] * column[..., None, :]
     return scale[..., None] * torch.stack(columns, -1).tril()
+
+
+def triangular(root: Tensor) -> Tensor:
+    """L, lower triangular with a positive diagonal, with L L^T = R R^T for any root R, `[m, m]`."""
+    _, triangle = torch.linalg.qr(root.mT)
+    return triangle.mT * triangle.diagonal().sign()

@@ -85,9 +85,10 @@ def anchored(some: FullDataDensity, position: Tensor, precision: Tensor) -> Anch
         position: [D].
         precision: minus the Hessian of all rows there, or what stands for it, [D, D], in nats.
     """
-    some = FullDataDensity(**_fields(some))
+    fields = _fields(some)
     at_anchor = -precision.to(position) / some.log_posterior.num_data
-    return AnchoredDensity(**_fields(some), shift=at_anchor - some.hessian(position))
+    own = FullDataDensity(**fields).hessian(position)
+    return AnchoredDensity(**fields, shift=at_anchor - own)
 
 
 def _fields(density: FullDataDensity) -> dict[str, Any]:

@@ -14,7 +14,17 @@ from pyro_scale.core.gaussian import Diagonal
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.tuning.modes import FLATTEST, NATS, NEARER, SDS, Check, Mode, Modes, in_order
+from pyro_scale.tuning.modes import (
+    FLATTEST,
+    NATS,
+    NEARER,
+    SDS,
+    Check,
+    Mode,
+    Modes,
+    each_once,
+    in_order,
+)
 from pyro_scale.tuning.no_start import what_to_try
 
 #: Passes of a search by L-BFGS, about.
@@ -48,15 +58,9 @@ def find_diagonal_modes(
         gaussian = Diagonal.of_precision(end.position.double(), end.precision / temperature)
         evidence = end.value / temperature + float(gaussian.log_det) / 2
         modes.append(Mode(gaussian, evidence, (search,)))
-    modes.sort(key=lambda mode: -mode.log_evidence)
-    distinct = list[Mode]()
-    for mode in modes:
-        for place, other in enumerate(distinct):
-            if _are_one(density, other, mode, temperature, starts):
-                distinct[place] = other._replace(searches=(*other.searches, *mode.searches))
-                break
-        else:
-            distinct.append(mode)
+    distinct = each_once(
+        modes, lambda one, other: _are_one(density, one, other, temperature, starts)
+    )
     return Modes(tuple(distinct), bool(reached), len(starts), math.nan, math.ceil(passes))
 
 

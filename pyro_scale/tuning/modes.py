@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Gaussian
+from pyro_scale.core.semidefinite import triangular
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity
@@ -243,21 +244,37 @@ def mode_at(ascent: Ascent, temperature: float, searches: tuple[int, ...]) -> Mo
 def merged(modes: Sequence[Mode]) -> list[Mode]:
     """Modes whose Gaussian is finite, the best first; equal ones count once, with the searches of
     all."""
+    return each_once([mode for mode in modes if _is_finite(mode)], _are_near)
+
+
+def each_once(modes: Sequence[Mode], are_one: Callable[[Mode, Mode], bool]) -> list[Mode]:
+    """The best first, without those that are one with a better one, which has their searches.
+
+    Args:
+        modes: in any order.
+        are_one: whether two are one, the better one first.
+    """
     distinct: list[Mode] = []
     for mode in sorted(modes, key=lambda mode: -mode.log_evidence):
-        assert isinstance(mode.gaussian, Dense)
-        if not bool(torch.isfinite(mode.gaussian.scale_tril).all()):
-            continue
-        for place, other in enumerate(distinct):
-            assert isinstance(other.gaussian, Dense)
-            sds, own = (_sds_between(mode, other, by.gaussian) for by in (other, mode))
-            alike = sds < SDS and abs(mode.log_evidence - other.log_evidence) < NATS
-            if alike or max(sds, own) < _SAME_SDS:
-                distinct[place] = other._replace(searches=(*other.searches, *mode.searches))
+        for place, better in enumerate(distinct):
+            if are_one(better, mode):
+                distinct[place] = better._replace(searches=(*better.searches, *mode.searches))
                 break
         else:
             distinct.append(mode)
     return distinct
+
+
+def _is_finite(mode: Mode) -> bool:
+    assert isinstance(mode.gaussian, Dense)
+    return bool(torch.isfinite(mode.gaussian.scale_tril).all())
+
+
+def _are_near(better: Mode, mode: Mode) -> bool:
+    """Whether two modes are one by the distance of their means and by their evidence."""
+    sds, own = (_sds_between(mode, better, by.gaussian) for by in (better, mode))
+    alike = sds < SDS and abs(mode.log_evidence - better.log_evidence) < NATS
+    return alike or max(sds, own) < _SAME_SDS
 
 
 def _sds_between(one: Mode, other: Mode, by: Gaussian) -> float:
@@ -273,9 +290,7 @@ def gaussian_at(position: Tensor, precision: Tensor, temperature: float) -> Dens
     lengths, axes = torch.linalg.eigh(scale[:, None] * precision * scale)
     lengths = lengths.abs().clamp(min=FLATTEST * float(lengths.abs().max()))
     root = scale[:, None] * axes * (temperature / lengths).sqrt()
-    _, triangle = torch.linalg.qr(root.mT)
-    factor = triangle.mT * triangle.diagonal().sign()
-    return Dense(position.double(), factor)
+    return Dense(position.double(), triangular(root))
 
 
 def _bound(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.autocorrelation import autocorrelation_time, split_r_hat
+from pyro_scale.core.semidefinite import triangular
 from pyro_scale.core.whitening import (
     DenseWhitening,
     DiagonalWhitening,
@@ -291,10 +292,8 @@ def _learn_directions(
     plain = LowRankWhitening(torch.zeros_like(z[0]), torch.ones_like(z[0]), eye[:, :1], eye[0, :1])
     seen, learned = learn_low_rank(plain, z, count, _LARGEST_CHANGE)
     root = old.factor.double() @ learned.push_forward(eye).mT
-    _, triangle = torch.linalg.qr(root.mT)
-    factor = triangle.mT * triangle.diagonal().sign()
     variances = torch.cat([seen, learned.stretch.square()])
-    return variances, DenseWhitening(old.center, factor.to(old.factor))
+    return variances, DenseWhitening(old.center, triangular(root).to(old.factor))
 
 
 def _stable_lr(density: FullDataDensity, window: Window) -> float:
