@@ -35,7 +35,15 @@ from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.adjust import adjust, without_adjustment
 from pyro_scale.tuning.choice import Asked, Choice, Simulate
 from pyro_scale.tuning.geometry import with_geometry
-from pyro_scale.tuning.heat import center_of, cool, stays_cool, with_anchor, with_fewest_rows
+from pyro_scale.tuning.heat import (
+    FAR,
+    FAR_AT_FIRST,
+    center_of,
+    cool,
+    stays_cool,
+    with_anchor,
+    with_fewest_rows,
+)
 from pyro_scale.tuning.modes import Modes
 from pyro_scale.tuning.no_start import what_to_try
 from pyro_scale.tuning.pilot import LEAST_PILOT, Pilot, pilot
@@ -68,6 +76,7 @@ def choose(
     """
     _check(budget, with_fewest_rows(problem), asked)
     modes, density, cooled, passes = None, None, None, dict[str, float]()
+    most_rows = problem.data.batch_size
     whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
     if asked.precondition is not None:
         check_target(problem)
@@ -76,7 +85,7 @@ def choose(
         problem = with_anchor(problem, asked, whole)
         problem = problem.with_engine(kernel=_kernel(problem.engine.kernel, asked))
         if asked.lr:
-            cooled = cool(problem, sampling, whole)
+            cooled = cool(problem, sampling, whole, FAR_AT_FIRST)
             problem, passes["noise"] = cooled.problem, cooled.passes
         if asked.subtract_noise:
             problem = with_known_noise(problem, center_of(problem), sampling)
@@ -125,9 +134,11 @@ def choose(
             lr = min(longest_lr(kernel), window.stable_lr)
             problem = problem.with_engine(kernel=dataclasses.replace(kernel, lr=lr))
             if not stays_cool(cooled, problem):
+                if problem.chooses_batches:
+                    problem = problem.in_batches_of(most_rows)
                 if asked.anchor is True:
                     problem = with_anchor(problem, asked, whole)
-                cooled = cool(problem, sampling, whole)
+                cooled = cool(problem, sampling, whole, FAR)
                 problem = cooled.problem
                 passes["noise"] += cooled.passes
         theory = problem.engine.kernel.theory
@@ -136,7 +147,7 @@ def choose(
         problem = tried.problem
         time = tried.time if math.isfinite(tried.time) else time
         passes["pilots"] = passes_of(problem, tried.steps)
-    heat = None if cooled is None else cooled.heat
+    heat = None if cooled is None or cooled.heat is None else cooled.heat.added
     taken = window.steps + sum(each.steps for each in (tried, adjusted) if each is not None)
     most = max(1, left_over().steps(problem) // asked.num_samples)
     needed = max(1, math.ceil(time)) if math.isfinite(time) else most

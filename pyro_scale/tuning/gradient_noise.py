@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,18 @@ _ROUNDING = 1e-3
 _ROWS = 4096
 #: One chain's batch: the model's arguments, and indices for one that subsamples by itself.
 OwnBatch = tuple[Arguments, Tensor | None]
+
+
+class RowNoise(NamedTuple):
+    """The noise that rows make.
+
+    Attributes:
+        variance: of the minibatch gradient over N, in the direction where it is largest.
+        largest: the length of the largest of all rows' gradients, in nats.
+    """
+
+    variance: float
+    largest: float
 
 
 def row_gradients(
@@ -255,9 +267,9 @@ def gradient_noise(
     return GradientNoise(_inflation(engine, values, heating), variance, reduction)
 
 
-def most_noise(problem: Problem, positions: Tensor, sampling: Sampling) -> float | None:
-    """The variance of the minibatch gradient over N, in the direction of the whitened coordinates
-    where it is largest; None where rows have no gradients of their own.
+def most_noise(problem: Problem, positions: Tensor, sampling: Sampling) -> RowNoise | None:
+    """The noise of minibatches in whitened coordinates; None where rows have no gradients of their
+    own.
 
     Every row counts, at one of the positions: rows that are few may have a direction to
     themselves.
@@ -271,15 +283,17 @@ def most_noise(problem: Problem, positions: Tensor, sampling: Sampling) -> float
     assert size is not None
     num_data, num_latents = problem.log_posterior.num_data, problem.engine.num_latents
     second, count = torch.zeros(num_latents, num_latents, dtype=torch.float64), 0
+    longest = 0.0
     for gradients in _every_row(problem, positions):
         whitened = gradients if whitening is None else whitening.pull_back(gradients)
         second += (whitened.mT @ whitened).to(second)
         count += len(whitened)
+        longest = max(longest, float(whitened.norm(dim=1).max()))
     if not count:
         return None
     all_different = 0.0 if sampling == "replacement" else size / num_data
-    largest = float(torch.linalg.eigvalsh(second / count)[-1])
-    return largest / size * (1 - all_different)
+    most = float(torch.linalg.eigvalsh(second / count)[-1])
+    return RowNoise(most / size * (1 - all_different), longest)
 
 
 def _every_row(problem: Problem, positions: Tensor) -> Iterator[Tensor]:

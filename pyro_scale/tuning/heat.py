@@ -25,6 +25,12 @@ from pyro_scale.tuning.tune import with_control_variates, with_curvature
 _MOST_HEAT = 0.04
 #: What they may add where a larger batch would take it away, and the fewest rows of a batch.
 _LITTLE_HEAT, _FEWEST_ROWS = 0.01, 64
+#: How far a row of a batch may kick a chain, in sds of the momentum; a chain moves by half as many.
+#: Rows of a small group come seldom and count N/B times: on average they hardly heat, yet kicks
+#: that grow with the distance from the center throw chains far out.
+_MOST_KICK = 2.0
+#: The distance of such a chain, in sds: of draws, and of starts at twice the sd.
+FAR, FAR_AT_FIRST = 3.0, 6.0
 #: Draws at which the noise of minibatches is looked at.
 _PLACES = 64
 #: Dimensions up to which the likelihood's curvature is held as a matrix.
@@ -52,9 +58,21 @@ def typical_places(problem: Problem) -> Tensor:
     signs = (
         2.0 * torch.randint(2, (_PLACES, len(engine.whitening.tensors[0])), generator=source) - 1
     )
-    is_curved = isinstance(engine.density, ControlVariates) and engine.density.curvature is not None
-    length = (3**0.25 if is_curved else 1.0) / problem.log_posterior.num_data**0.5
+    length = _distance(problem) / problem.log_posterior.num_data**0.5
     return engine.whitening.to_params((length * signs).to(positions))
+
+
+def _order(problem: Problem) -> int:
+    """The power of the distance to the anchor with which rows' gradients grow."""
+    density = problem.engine.density
+    if not isinstance(density, ControlVariates):
+        return 0
+    return 1 if density.curvature is None else 2
+
+
+def _distance(problem: Problem) -> float:
+    """Of typical places to the center, in sds, along every axis."""
+    return 3**0.25 if _order(problem) == 2 else 1.0
 
 
 def with_anchor(problem: Problem, asked: Asked, whole: FullDataDensity) -> Problem:
@@ -72,44 +90,76 @@ def with_anchor(problem: Problem, asked: Asked, whole: FullDataDensity) -> Probl
     return problem
 
 
+class Heat(NamedTuple):
+    """What minibatches do to chains at a step size.
+
+    Attributes:
+        added: what they add to the temperature, over it, in the direction where they add most.
+        kick: by how many sds of the momentum the largest row kicks a chain that is far out.
+    """
+
+    added: float
+    kick: float
+
+    @property
+    def share(self) -> float:
+        """The part of the step size at which they do no more than they may; both go as it does."""
+        return min(1.0, _MOST_HEAT / max(self.added, 1e-300), _MOST_KICK / max(self.kick, 1e-300))
+
+    @property
+    def part(self) -> float:
+        """The part of a batch's rows from which on they do little; both go as one over them."""
+        return max(self.added / _LITTLE_HEAT, self.kick / _MOST_KICK)
+
+    def times(self, factor: float) -> Heat:
+        """Both multiplied by a number."""
+        return Heat(self.added * factor, self.kick * factor)
+
+
 class Cooled(NamedTuple):
     """A problem whose step size minibatches hardly heat.
 
     Attributes:
         problem: with that step size.
         passes: through the data that it took.
-        heat: what minibatches add to the temperature there, over it, in the direction where they
-            add most; None where that is not known.
+        heat: what minibatches do there; None where that is not known.
     """
 
     problem: Problem
     passes: float
-    heat: float | None
+    heat: Heat | None
 
 
-def cool(problem: Problem, sampling: Sampling, whole: FullDataDensity) -> Cooled:
+def cool(problem: Problem, sampling: Sampling, whole: FullDataDensity, far: float) -> Cooled:
     """With a step size at which minibatches hardly heat, with control variates of second order
     where a draw then takes fewer gradients of rows, and with as few rows a batch as will do where
-    that is the library's choice."""
+    that is the library's choice.
+
+    Args:
+        problem: with the most rows a batch.
+        sampling: how rows are drawn.
+        whole: the density of all rows.
+        far: the distance from the center that chains get to, in sds.
+    """
     theory = problem.engine.kernel.theory
     if problem.data.batch_size is None or theory is None or not theory.heated:
         return Cooled(problem, 0.0, None)
-    heat = _heat(problem, sampling)
-    passes = _gradients_a_row(problem) + _passes_of_anchor(problem)
+    heat = _heat(problem, sampling, far)
+    passes = _gradients_a_row(problem) + _order(problem)  # passes of an anchor
     if _might_need_curvature(problem, heat):
         curved = with_curvature(problem, whole)
         if curved is not None:
-            of_curved = _heat(curved, sampling)
+            of_curved = _heat(curved, sampling, far)
             passes += 1 + _gradients_a_row(curved)
             if _rows_a_draw(curved, of_curved) < _rows_a_draw(problem, heat):
                 problem, heat = curved, of_curved
     if problem.chooses_batches and _rows_a_draw(problem, heat) > problem.log_posterior.num_data:
-        return Cooled(_on_all_rows(problem), passes, 0.0)
+        return Cooled(_on_all_rows(problem), passes, Heat(0.0, 0.0))
     kernel, size = problem.engine.kernel, _batch_size(problem, heat)
     if heat is not None:
-        lr = float(kernel.lr) * _share(heat)
+        lr = float(kernel.lr) * heat.share
         problem = problem.with_engine(kernel=dataclasses.replace(kernel, lr=lr))
-        heat *= _share(heat) * problem.batch_size / size
+        heat = heat.times(heat.share * problem.batch_size / size)
     if size != problem.batch_size:
         problem = problem.in_batches_of(size)
     return Cooled(problem, passes, heat)
@@ -145,31 +195,24 @@ def stays_cool(cooled: Cooled, problem: Problem) -> bool:
     way = (other.center - before.layout.flatten(anchored.anchor)[: len(factor)]).double()
     away = torch.linalg.solve_triangular(factor, way[:, None], upper=False).norm()
     further = longest + float(away) * num_data**0.5
-    order = 1 if anchored.curvature is None else 2
-    return cooled.heat * (longest * further**order) ** 2 <= _LITTLE_HEAT
+    more = longest * further ** _order(cooled.problem)
+    heat = cooled.heat
+    return heat.added * more**2 <= _LITTLE_HEAT and heat.kick * more <= _MOST_KICK
 
 
-def _passes_of_anchor(problem: Problem) -> int:
-    """Passes through the data for what is known of all rows at an anchor."""
-    density = problem.engine.density
-    if not isinstance(density, ControlVariates):
-        return 0
-    return 1 if density.curvature is None else 2
-
-
-def _might_need_curvature(problem: Problem, heat: float | None) -> bool:
+def _might_need_curvature(problem: Problem, heat: Heat | None) -> bool:
     """Whether control variates of first order take more than those of second order at best."""
-    density = problem.engine.density
-    if not isinstance(density, ControlVariates) or density.curvature is not None:
+    if _order(problem) != 1:
         return False
     least = _FEWEST_ROWS if problem.chooses_batches else problem.batch_size
     is_small = problem.engine.layout.size <= _DENSE
     return is_small and _rows_a_draw(problem, heat) > 2 * _gradients_a_row(problem) * least
 
 
-def _rows_a_draw(problem: Problem, heat: float | None) -> float:
+def _rows_a_draw(problem: Problem, heat: Heat | None) -> float:
     """Gradients of rows in the time of one step of the length that it has before it is cooled."""
-    return _gradients_a_row(problem) * _batch_size(problem, heat) / _share(heat)
+    share = 1.0 if heat is None else heat.share
+    return _gradients_a_row(problem) * _batch_size(problem, heat) / share
 
 
 def _gradients_a_row(problem: Problem) -> int:
@@ -177,28 +220,29 @@ def _gradients_a_row(problem: Problem) -> int:
     return rows_a_step(problem) // problem.batch_size
 
 
-def _share(heat: float | None) -> float:
-    """The part of a step size at which minibatches heat no more than they may; heat goes as it
-    does."""
-    return 1.0 if heat is None else min(1.0, _MOST_HEAT / max(heat, 1e-300))
-
-
-def _batch_size(problem: Problem, heat: float | None) -> int:
+def _batch_size(problem: Problem, heat: Heat | None) -> int:
     """Rows of a batch: where they are to be chosen, the power of two from which on minibatches
-    heat little, which goes as one over them."""
+    heat little."""
     size = problem.batch_size
     if not problem.chooses_batches or heat is None:
         return size
-    least = max(_FEWEST_ROWS, size * heat / _LITTLE_HEAT)
+    least = max(_FEWEST_ROWS, size * heat.part)
     return min(size, 2 ** math.ceil(math.log2(least)))
 
 
-def _heat(problem: Problem, sampling: Sampling) -> float | None:
-    """What minibatches add to the temperature at the kernel's step size, over it."""
+def _heat(problem: Problem, sampling: Sampling, far: float) -> Heat | None:
+    """What minibatches do at the kernel's step size."""
     kernel, noise = problem.engine.kernel, most_noise(problem, typical_places(problem), sampling)
     if noise is None:
         return None
-    values = problem.engine.kernel_values(kernel.values(0))
-    assert kernel.theory is not None
-    added = kernel.theory.added_temperature(values, torch.tensor(noise, dtype=torch.float64))
-    return float((added / values["temperature"]).max())
+    values, theory = problem.engine.kernel_values(kernel.values(0)), kernel.theory
+    assert theory is not None
+
+    def added(variance: float) -> float:
+        """To the temperature, over it, by noise of the gradient over N."""
+        of_noise = theory.added_temperature(values, torch.tensor(variance, dtype=torch.float64))
+        return float((of_noise / values["temperature"]).max())
+
+    of_row = noise.largest * (far / _distance(problem)) ** _order(problem) / problem.batch_size
+    # what kicks of every step add is worth their squares over 2 lr, where friction is about 1
+    return Heat(added(noise.variance), math.sqrt(2 * float(values["lr"]) * added(of_row**2)))
