@@ -31,6 +31,7 @@ from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.model.curvature.prior_hessian import prior_precision
+from pyro_scale.model.nn.hidden_layers import has_hidden_layer
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
@@ -38,7 +39,7 @@ from pyro_scale.tuning.choice import Asked, Choice, Simulate
 from pyro_scale.tuning.curvature import steepest_by_products
 from pyro_scale.tuning.early_stopping import EarlyStopping
 
-#: Weights up to which a network is sampled as any other posterior.
+#: Weights up to which a network without hidden layers is sampled as any other posterior.
 FEW_WEIGHTS = 500
 #: Rows of a batch that networks are trained on.
 NETWORK_BATCH = 128
@@ -65,9 +66,15 @@ Optimize = Callable[[Problem, Steps, int, Callable[[Draws], bool], int], Draws]
 
 
 def is_network(problem: Problem) -> bool:
-    """Whether weights of an `nn.Module` are too many to have one mode with a geometry."""
-    has_weights = bool(problem.log_posterior.model_info.weights)
-    return has_weights and problem.engine.layout.size > FEW_WEIGHTS
+    """Whether weights of an `nn.Module` have no one mode with a geometry: they are of hidden
+    layers, or too many."""
+    log_posterior, layout = problem.log_posterior, problem.engine.layout
+    if not log_posterior.model_info.weights:
+        return False
+    if layout.size > FEW_WEIGHTS:
+        return True
+    params = layout.unflatten(problem.positions[0])
+    return has_hidden_layer(log_posterior, params, problem.data.first())
 
 
 def is_small(problem: Problem) -> bool:
