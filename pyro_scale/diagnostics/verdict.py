@@ -301,6 +301,9 @@ def _bias(result: Result, choice: Choice | None) -> list[Finding]:
         rate = float(result.attrs["acceptance_rate"])
         told = f"no step size biases the draws: {rate:.0%} of proposals were accepted"
         return [Finding("", "step size", "yes", told)]
+    if choice is not None and choice.trained is not None:
+        told = "the bias of the step size is not measured for networks"
+        return [Finding("", "step size", "unknown", told)]
     if choice is None or choice.pilot is None:
         told = "the bias of this step size was not measured: step_size_bias() does"
         return [Finding("", "step size", "unknown", told, "lr='auto', or step_size_bias()")]

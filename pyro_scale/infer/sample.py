@@ -45,12 +45,13 @@ def sample(
 ) -> Method:
     """Draws from the posterior, by the method that fits the model, the data and the time.
 
-    A network is trained and sampled as an ensemble.  Anything else is sampled exactly, by NUTS on
-    all rows, where that takes no longer than `seconds` by the numbers that its gradients go
-    through; else by BAOA, with minibatches of many rows, which ends after `seconds`.  Where nutpie
-    is not installed GHMC takes the place of NUTS, for data that are tensors and models without
-    `pyro.param`.  The estimates are of a fixed reference machine and good to an order of magnitude:
-    the same problem gets the same method everywhere.
+    A network with a hidden layer, or with more than 500 weights, is trained and sampled as an
+    ensemble.  Anything else is sampled exactly, by NUTS on all rows, where that takes no longer
+    than `seconds` by the numbers that its gradients go through; else by BAOA, with minibatches of
+    many rows, which ends after `seconds`.  Where nutpie is not installed GHMC takes the place of
+    NUTS, for data that are tensors and models without `pyro.param`.  The estimates are of a fixed
+    reference machine and good to an order of magnitude: the same problem gets the same method
+    everywhere.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.

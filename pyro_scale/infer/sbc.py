@@ -46,7 +46,7 @@ from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
-from pyro_scale.tuning.training import is_network
+from pyro_scale.tuning.plan import is_trained
 
 From = Literal["prior", "posterior"]
 #: Fewer simulations tell nothing.
@@ -94,9 +94,9 @@ def sbc(
     Samplers run all simulations as chains of one compiled program, one chain a simulation.  Each
     finds the mode, the geometry and the step size of its own posterior; the lengths of the stages
     are common to all, and found on the first twenty.  `NUTS`, `VI` and `IVON` are run likewise.
-    One by one, in seconds each, are run: other methods, networks, fits as `precondition=`, and
-    control variates, which `batch_size=` turns on where lr is chosen (pass a number for lr, or
-    `control_variates=False`).
+    One by one, in seconds each, are run: other methods, networks that are trained first, fits as
+    `precondition=`, and control variates, which `batch_size=` turns on where lr is chosen (pass a
+    number for lr, or `control_variates=False`).
 
     Ranks are among 100 draws of each simulation.  Unless `thinning` is set, it is doubled for
     simulations of fewer than 200 effective draws, at most 8 times, until these are at most 1% of
@@ -338,7 +338,7 @@ def _fitter(
             by_pointer=takes_pointers(),
             init=init,
         )
-    if isinstance(inference, Sampler) and can_start and not is_network(problem):
+    if isinstance(inference, Sampler) and can_start and not _trains(inference, problem):
         stacked = _stacked(inference, stack, settings)
         if stacked is not None:
             return Stacked(stacked, init)
@@ -350,6 +350,11 @@ def _fitter(
         isinstance(inference, Laplace) and init is None and not {"mode", "tune"} & set(settings)
     )
     return OneByOne(_alone(inference, stack, settings), takes_modes=searches)
+
+
+def _trains(sampler: Sampler, problem: Problem) -> bool:
+    """Whether the sampler's runs start with training, which ends when it will."""
+    return is_trained(problem.with_engine(kernel=sampler.kernel), sampler._settings)
 
 
 def _stacked_fit(

@@ -3,7 +3,8 @@
 an optimizer from each chain's own start  ->  a network a chain, whose loss no longer falls
 the prior where it ended                  ->  coordinates in which the prior is isotropic
 the curvature there                       ->  a step size that is stable
-as many steps as training took            ->  warm-up, and three times as many for the draws
+as many steps as training took            ->  warm-up, and three times as many for the draws;
+                                              more where steps of so few weights cost nothing
 
 Training takes minibatches, the chains take all rows where these are few: minibatch noise heats most
 where the likelihood is steepest, as along the noise's scale of a regression.
@@ -31,6 +32,7 @@ from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.model.curvature.prior_hessian import prior_precision
+from pyro_scale.model.nn.hidden_layers import has_hidden_layer
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
@@ -38,7 +40,7 @@ from pyro_scale.tuning.choice import Asked, Choice, Simulate
 from pyro_scale.tuning.curvature import steepest_by_products
 from pyro_scale.tuning.early_stopping import EarlyStopping
 
-#: Weights up to which a network is sampled as any other posterior.
+#: Weights up to which a network without hidden layers is sampled as any other posterior.
 FEW_WEIGHTS = 500
 #: Rows of a batch that networks are trained on.
 NETWORK_BATCH = 128
@@ -55,8 +57,11 @@ _ROWS = 2_000
 _SAFETY, _SAFETY_WHITENED = 0.5, 0.25
 #: Steps of 10% that the search for the largest stable step size takes.
 _MOST_STEPS = 400
-#: Steps from the first draw to the last, for each of training.
+#: Steps from the first draw to the last, for each of warm-up.
 _LENGTH = 3
+#: Rows times weights of all of a chain's steps of warm-up that are cheap, a second or less: there
+#: are as many steps, even if training took fewer.
+_CHEAP = 2**26
 #: Draws of the last window at which the curvature is looked at, of each chain.
 _LOOKS = 4
 
@@ -65,9 +70,15 @@ Optimize = Callable[[Problem, Steps, int, Callable[[Draws], bool], int], Draws]
 
 
 def is_network(problem: Problem) -> bool:
-    """Whether weights of an `nn.Module` are too many to have one mode with a geometry."""
-    has_weights = bool(problem.log_posterior.model_info.weights)
-    return has_weights and problem.engine.layout.size > FEW_WEIGHTS
+    """Whether weights of an `nn.Module` have no one mode with a geometry: they are of hidden
+    layers, or too many."""
+    log_posterior, layout = problem.log_posterior, problem.engine.layout
+    if not log_posterior.model_info.weights:
+        return False
+    if layout.size > FEW_WEIGHTS:
+        return True
+    params = layout.unflatten(problem.positions[0])
+    return has_hidden_layer(log_posterior, params, problem.data.first())
 
 
 def is_small(problem: Problem) -> bool:
@@ -81,9 +92,9 @@ def train(
     """Chains at trained networks, with a step size that is stable there.
 
     At temperature 0 what training ends with is the one draw of each chain.  Else chains go on from
-    there: for as many steps as training took until the first draw, and for three times as many to
-    the last, or fewer where the budget ends before.  A start that was given is taken as trained,
-    unless the temperature is 0.
+    there: for as many steps as training took until the first draw, or for more where these are
+    cheap, and for three times as many to the last, or fewer where the budget ends before.  A start
+    that was given is taken as trained, unless the temperature is 0.
 
     Raises:
         NonFiniteError: a chain's loss became NaN or infinite.
@@ -130,9 +141,11 @@ def train(
     steps = Steps(1, 0, 1)
     if temperature > 0:
         spent = taken * rows_a_step(learner) // rows_a_step(problem)
-        length = max(1, min(trained, (budget.steps(problem) - spent) // (1 + _LENGTH)))
-        every = max(1, length // _LOOKS)
-        warmup = Steps(-(-(asked.warmup_steps or length) // every), 0, every)
+        length = max(trained, _CHEAP // (rows_a_step(problem) * size))
+        length = max(1, min(length, (budget.steps(problem) - spent) // (1 + _LENGTH)))
+        warmup_steps = asked.warmup_steps or length
+        every = max(1, warmup_steps // _LOOKS)
+        warmup = Steps(-(-warmup_steps // every), 0, every)
         columns = problem.engine.kernel.columns(warmup.total)
         draws = simulate(problem, warmup, derived_seed(seed, 0, Purpose.WINDOW), columns)
         if draws.error is not None:

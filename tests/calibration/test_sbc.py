@@ -1,6 +1,7 @@
 """Simulation-based calibration, from a model to ranks."""
 
 import functools
+import itertools
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import torch
 import pyro_scale as ps
 from pyro_scale.calibration.simulations import Generator
 from pyro_scale.errors import ArgumentError, CallError, ModelError, SiteError
+from pyro_scale.infer import sbc
 
 QUIET = {"progress": False, "seed": 3}
 X = torch.linspace(-1, 1, 12)
@@ -65,6 +67,38 @@ def test_draws_are_those_of_the_posterior_of_each_data_set():
     assert found.verdict == "calibrated"
     assert not found.failed
     assert float(found.ess.min()) >= 200
+
+
+class Chosen(Exception):
+    """How simulations would be fitted is known."""
+
+
+@pytest.mark.parametrize(
+    ("layers", "settings", "expected"),
+    [
+        ((1, 3, 1), {}, "OneByOne"),
+        ((1, 3, 1), {"lr": 0.05}, "Stacked"),
+        ((1, 1), {}, "Stacked"),
+    ],
+    ids=["trained", "a number for lr", "a head"],
+)
+def test_networks_that_are_trained_are_fitted_one_by_one(monkeypatch, layers, settings, expected):
+    pairs = itertools.pairwise(layers)
+    net = ps.bayesianize(torch.nn.Sequential(*(torch.nn.Linear(*pair) for pair in pairs)))
+
+    def model(x, y):
+        mean = net(x[:, None])[:, 0]
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, 0.5), obs=y)
+
+    fitter_of = sbc._fitter
+
+    def chosen(*args):
+        raise Chosen(type(fitter_of(*args)).__name__)
+
+    monkeypatch.setattr(sbc, "_fitter", chosen)
+    with pytest.raises(Chosen, match=expected):
+        ps.sbc(ps.BAOA(model, **settings), (X, Y), num_simulations=20, **QUIET)
 
 
 @pytest.mark.parametrize(

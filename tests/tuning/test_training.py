@@ -12,6 +12,8 @@ from torch import nn
 import pyro_scale as ps
 from pyro_scale import kernels
 from pyro_scale.errors import FileError, NonFiniteError, VerdictWarning
+from pyro_scale.tuning import training
+from pyro_scale.tuning.curvature import steepest_by_products
 from pyro_scale.tuning.training import _largest_stable
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -64,6 +66,72 @@ def test_a_network_is_trained_and_then_sampled_and_called_an_ensemble():
     assert run.get_samples(group_by_chain=True)["0.weight"].shape[:2] == (4, 200)
     assert "steps of Adam" in run.report().choices["start"]
     assert set(run.summary().verdict) == {"ensemble"}
+
+
+def binary(*layers):
+    """A model of logits, whose network has few weights."""
+    torch.manual_seed(0)
+    net = ps.bayesianize(nn.Sequential(*layers))
+
+    def model(x, y=None):
+        logits = net(x)[:, 0]
+        with pyro.plate("rows", len(x)):
+            return pyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
+
+    return model
+
+
+def hidden():
+    return binary(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def test_a_network_of_few_weights_is_trained_if_it_has_a_hidden_layer():
+    labels = LABELS.double()
+    with pytest.warns(VerdictWarning, match="NOT KNOWN"):
+        run = ps.BAOA(hidden()).run((X, labels), max_rows=8_000_000, **QUIET)
+    report = run.report()
+    checks = {finding.check: finding.verdict for finding in report.findings}
+    assert "steps of Adam" in report.choices["start"]
+    assert checks["predictions"] == "yes"
+    assert "mixing" not in checks  # weights have equivalent modes
+    probabilities = run.predict(X, reduce="mean")["y"]
+    assert float(((probabilities > 0.5) == labels.bool()).double().mean()) > 0.95
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_head_of_few_weights_is_sampled():
+    labels = (X[:, 0] > 0.5 * normals(200, seed=1)).double()
+    report = ps.BAOA(binary(nn.Linear(3, 1))).run((X, labels), **QUIET).report()
+    assert report.verdict == "yes"
+    assert "around the mode" in report.choices["start"]
+
+
+def test_steps_that_are_cheap_are_many(monkeypatch):
+    """As many for the first draw as are cheap, and three times as many to the last, where training
+    takes fewer."""
+    monkeypatch.setattr(training, "_CHEAP", 512 * 200 * 41)  # steps, rows, weights
+    how = {"num_samples": 12, **QUIET}
+    with pytest.warns(VerdictWarning):
+        run = ps.BAOA(hidden(), init_strategy=ps.init_to_module).run((X, LABELS.double()), **how)
+    attrs = run.diagnostics().attrs
+    assert (attrs["warmup_steps"], attrs["thinning"]) == (512, 3 * 512 / 12)
+    assert attrs["trained_steps"] < 512
+
+
+def test_a_long_warm_up_is_looked_at_in_few_places(monkeypatch):
+    """As a look takes as long as thousands of steps of a small network."""
+    places = []
+
+    def counted(density, whitening, place):
+        places.append(place)
+        return steepest_by_products(density, whitening, place)
+
+    monkeypatch.setattr(training, "steepest_by_products", counted)
+    how = {"num_samples": 10, "warmup_steps": 1000, "max_rows": 2_000_000, **QUIET}
+    with pytest.warns(VerdictWarning):
+        run = ps.BAOA(classifier(), init_strategy=ps.init_to_module).run((X, LABELS), **how)
+    assert len(places) == 4 + 4 * 4  # chains at their starts, and four times in warm-up
+    assert run.diagnostics().attrs["warmup_steps"] == 1000
 
 
 def test_a_start_that_is_given_is_not_trained():

@@ -84,14 +84,14 @@ class RowWise:
         """
         if not outputs.requires_grad:  # no row depends on the params
             return cls(outputs, dict.fromkeys(leaves, ()), leaves)
-        takers = _takers(outputs.grad_fn)
+        takers = takers_of(outputs.grad_fn)
         roots = {id(node.variable): node for node, _ in takers if hasattr(node, "variable")}
         followed = {
             name: _candidates((roots[id(leaf)], 0), takers) if id(leaf) in roots else set()
             for name, leaf in leaves.items()
         }
         asked = {node for nodes in followed.values() for node in nodes}
-        uses = [node for node in asked if has_rows_to_find(node) and not _is_of_params(node)]
+        uses = [node for node in asked if has_rows_to_find(node) and not is_of_params(node)]
         plain, rows = _rows_of(uses, outputs)
         entries = {}
         for name, leaf in leaves.items():
@@ -135,7 +135,7 @@ class RowWise:
         nodes = list({entry.node for own in self.entries.values() for entry in own})
         if not nodes:
             return
-        size = max(1, _BLOCK_NUMBERS // sum(_shape((node, 0)).numel() for node in nodes))
+        size = max(1, _BLOCK_NUMBERS // sum(shape_of((node, 0)).numel() for node in nodes))
         kept = torch.zeros(len(self.outputs), 1).to(self.outputs)
         kept[keep] = 1
         for start in range(0, count, size):
@@ -151,7 +151,7 @@ class RowWise:
 # ------------------------------------------------------------------ the graph
 
 
-def _takers(last: Node) -> dict[_Edge, list[tuple[Node, int]]]:
+def takers_of(last: Node) -> dict[_Edge, list[tuple[Node, int]]]:
     """By a tensor of the graph, which operations take it, and as which operand."""
     takers: dict[_Edge, list[tuple[Node, int]]] = defaultdict(list)
     waiting, seen = [last], {last}
@@ -167,7 +167,8 @@ def _takers(last: Node) -> dict[_Edge, list[tuple[Node, int]]]:
     return takers
 
 
-def _shape(edge: _Edge) -> torch.Size:
+def shape_of(edge: _Edge) -> torch.Size:
+    """The shape of a tensor of the graph."""
     node, place = edge
     return torch.Size(node._input_metadata[place].shape)
 
@@ -207,10 +208,10 @@ def _entries(
                     return None
                 waiting.extend(_outputs(node))
                 continue
-            use = where and use_of(node, operand, _shape(edge), _shape((node, 0)), where)
+            use = where and use_of(node, operand, shape_of(edge), shape_of((node, 0)), where)
             if use is None:
                 return None
-            slope = to_param(edge, leaf, torch.ones(_shape(edge)).to(leaf))
+            slope = to_param(edge, leaf, torch.ones(shape_of(edge)).to(leaf))
             found.append(Entry(node, use, edge, slope))
     return found
 
@@ -265,7 +266,7 @@ def _rows_of(
     return plain, {node: find_rows(each[0], each[1:], weights) for node, each in pairs}
 
 
-def _is_of_params(node: Node) -> bool:
+def is_of_params(node: Node) -> bool:
     """Whether an operation is of params alone: what it gives is no row's, though of one row it
     looks like that.  Repeating a param for all rows makes it theirs."""
     if is_expansion(node):
@@ -344,4 +345,4 @@ def _passes_on(node: Node) -> bool:
 
 def _keeps_size(edge: _Edge, node: Node) -> bool:
     """Whether an operation does not broadcast what it takes."""
-    return _shape(edge).numel() == _shape((node, 0)).numel()
+    return shape_of(edge).numel() == shape_of((node, 0)).numel()
