@@ -17,6 +17,7 @@ from pyro_scale.core.autocorrelation import autocorrelation_time, mixing_of
 from pyro_scale.core.validation import evenly
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.convergence import mixing_of_predictions, some_elements
+from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.diagnostics.finding import Finding, Verdict, worst
 from pyro_scale.diagnostics.modes_seen import modes_seen
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
@@ -129,6 +130,8 @@ def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
         chains, told = result.num_chains, f"at temperature 0, after {trained:,} steps of training"
         finding = Finding("", "temperature", "ensemble", f"{chains} points, one a chain, {told}")
         return Report("ensemble", (finding,), choices)
+    if exploded := explosion(result):
+        return Report("no", (Finding("", "explosion", "no", exploded),), choices)
     findings = [
         *_length(result, num_samples),
         *(_mixing(result) if trained is None else _agreement(result)),

@@ -563,7 +563,7 @@ class Sampler(Method):
             raise NonFiniteError(told)
         if explosion_message := explosion(self._results()):
             warn(BiasWarning, explosion_message, code="exploded")
-        if self._choice is not None:
+        elif self._choice is not None:
             found = self.report() if "report" in self._results().attrs else None
             is_known = self._results().attrs.get("temperature") == 0  # by who asked for it
             if found is not None and found.verdict != "yes" and not is_known:
@@ -572,7 +572,7 @@ class Sampler(Method):
                     f"{found.headline}; report() says more",
                     code="ensemble" if found.verdict == "ensemble" else "verdict",
                 )
-        elif not explosion_message:
+        else:
             values, warmup_steps = _on_average(plan, draws), plan.steps.warmup_steps
             warn_of_short_warmup(problem, self._results(), values, warmup_steps)
 

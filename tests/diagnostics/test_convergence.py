@@ -175,6 +175,10 @@ def test_chains_that_have_exploded_get_one_advice(method, lr, how, recwarn, capf
         assert exploded.startswith("the chains have exploded: site 'w' has reached ")
         assert exploded.endswith(f"pass a smaller lr, {lr / 3:.2g} instead of {lr:.2g}")
     fit.diagnostics(), fit.summary()
+    if how.get("store") is not False:
+        report = fit.report()
+        assert report.verdict == report.of_site("w") == "no"
+        assert report.headline.startswith("NO: the chains have exploded: site 'w' has reached ")
     assert not [
         each for each in recwarn if not issubclass(each.category, UserWarning)
     ]  # of NumPy's
