@@ -174,8 +174,12 @@ def times(results: Mapping[str, Any]) -> Iterator[str]:
                 ratio = each["simuk"] / each[part]
                 target = "" if name == "NUTS" else f" (to reach: {LEAST_RATIO}x)"
                 yield f"A simuk simulation takes {ratio:.0f}x as long as {name}'s{target}.\n"
-    for when in dict.fromkeys(record["when"] for record in results.values()):
-        yield f"Measured {when}.\n"
+    of_run: dict[str, list[str]] = {}
+    for part in filter(results.__contains__, titles):
+        of_run.setdefault(results[part]["when"], []).append(titles[part])
+    for when, rows in of_run.items():
+        which = "" if len(of_run) == 1 else f" ({'; '.join(rows)})"
+        yield f"Measured{which} {when}.\n"
 
 
 def main() -> None:
