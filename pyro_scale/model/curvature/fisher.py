@@ -261,19 +261,20 @@ def _by_closed_form(
     count = getattr(base, "total_count", 1)
     attributes = SimpleNamespace(**{"total_count": count, **arguments})
     batch_shape = torch.Size(base.batch_shape)
-    sizes = [math.prod(arguments[name].shape[len(batch_shape) :]) for name in names]
-    starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    sizes = {name: math.prod(arguments[name].shape[len(batch_shape) :]) for name in names}
     like = next(iter(arguments.values()))
-    matrix = like.new_zeros((*batch_shape, starts[-1], starts[-1]))
-    for i, row in enumerate(names):
-        for j, column in enumerate(names):
-            if (block := blocks.get((row, column))) is None:
-                continue
-            value = block(attributes).reshape((*batch_shape, sizes[i], sizes[j]))
-            rows, columns = slice(starts[i], starts[i + 1]), slice(starts[j], starts[j + 1])
-            matrix[..., rows, columns] = value
-            matrix[..., columns, rows] = value.mT
-    return matrix
+
+    def block(row: str, column: str) -> Tensor:
+        if (form := blocks.get((row, column))) is not None:
+            return form(attributes).reshape((*batch_shape, sizes[row], sizes[column]))
+        if (column, row) in blocks:
+            return block(column, row).mT
+        return like.new_zeros((*batch_shape, sizes[row], sizes[column]))
+
+    if not names:
+        return like.new_zeros((*batch_shape, 0, 0))
+    # out of place, as vmap asks for where some arguments are a row's own and others are not
+    return torch.cat([torch.cat([block(row, each) for each in names], -1) for row in names], -2)
 
 
 def _by_enumeration(base: Any, arguments: Arguments, names: Sequence[str]) -> Tensor:

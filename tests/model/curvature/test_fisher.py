@@ -575,6 +575,16 @@ def test_it_goes_through_vmap_and_functional_derivatives():
     close(found, torch.diag_embed(2 * x))
 
 
+def test_arguments_of_one_row_may_stand_beside_shared_ones():
+    """As in rows' own derivatives, where a shared argument comes first."""
+    shape, rates = torch.tensor(1.7), normals(4).exp()
+
+    def of_row(rate):
+        return information(dist.Gamma(shape, rate), ["concentration", "rate"])
+
+    close(torch.vmap(of_row)(rates), torch.stack([of_row(rate) for rate in rates]))
+
+
 # ------------------------------------------------------------------ which arguments are the user's
 
 
