@@ -39,6 +39,9 @@ _ROUNDING = 1e-3
 
 #: Rows from which the noise along the worst direction is estimated.
 _ROWS = 4096
+#: Sds from the center, along a row's own direction, from which on its gradient is believed: nearer,
+#: what control variates leave of it is mostly rounding.
+_NEAR = 0.3
 #: One chain's batch: the model's arguments, and indices for one that subsamples by itself.
 OwnBatch = tuple[Arguments, Tensor | None]
 
@@ -48,7 +51,8 @@ class RowNoise(NamedTuple):
 
     Attributes:
         variance: of the minibatch gradient over N, in the direction where it is largest.
-        largest: the length of the largest of all rows' gradients, in nats.
+        largest: the length of the largest of all rows' gradients, in nats, one sd from the center
+            along itself.
     """
 
     variance: float
@@ -267,7 +271,9 @@ def gradient_noise(
     return GradientNoise(_inflation(engine, values, heating), variance, reduction)
 
 
-def most_noise(problem: Problem, positions: Tensor, sampling: Sampling) -> RowNoise | None:
+def most_noise(
+    problem: Problem, positions: Tensor, sampling: Sampling, order: int
+) -> RowNoise | None:
     """The noise of minibatches in whitened coordinates; None where rows have no gradients of their
     own.
 
@@ -278,17 +284,24 @@ def most_noise(problem: Problem, positions: Tensor, sampling: Sampling) -> RowNo
         problem: with its geometry, and its density, which may have control variates.
         positions: of the posterior, `[positions, D]`.
         sampling: how rows are drawn.
+        order: the power of the distance from the center with which rows' gradients grow.
     """
     size, whitening = problem.data.batch_size, problem.engine.whitening
     assert size is not None
     num_data, num_latents = problem.log_posterior.num_data, problem.engine.num_latents
     second, count = torch.zeros(num_latents, num_latents, dtype=torch.float64), 0
     longest = 0.0
-    for gradients in _every_row(problem, positions):
+    for gradients, at in _every_row(problem, positions):
         whitened = gradients if whitening is None else whitening.pull_back(gradients)
         second += (whitened.mT @ whitened).to(second)
         count += len(whitened)
-        longest = max(longest, float(whitened.norm(dim=1).max()))
+        lengths = whitened.norm(dim=1)
+        if order:  # along a row's own direction it is as near to the center as chance has it
+            assert whitening is not None
+            sds = whitening.to_whitened(at[:, :num_latents]) * num_data**0.5
+            along = (sds * whitened).sum(1).abs() / lengths.clamp(min=1e-30)
+            lengths = lengths / along.clamp(min=_NEAR) ** order
+        longest = max(longest, float(lengths.max()))
     if not count:
         return None
     all_different = 0.0 if sampling == "replacement" else size / num_data
@@ -296,9 +309,10 @@ def most_noise(problem: Problem, positions: Tensor, sampling: Sampling) -> RowNo
     return RowNoise(most / size * (1 - all_different), longest)
 
 
-def _every_row(problem: Problem, positions: Tensor) -> Iterator[Tensor]:
-    """Gradients of all rows, `[rows, latents]` at a time, each at one of the positions; those of
-    some batches where the model takes no single rows; nothing where rows have none."""
+def _every_row(problem: Problem, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """(Gradients of all rows, `[rows, latents]` at a time, at which of the positions each is
+    `[rows, D]`); those of some batches where the model takes no single rows; nothing where rows
+    have none."""
     log_posterior, engine = problem.log_posterior, problem.engine
     layout, num_rows = engine.layout, max(1, _AT_ONCE // engine.layout.size)
 
@@ -311,14 +325,15 @@ def _every_row(problem: Problem, positions: Tensor) -> Iterator[Tensor]:
             for chunk in chunks_of(log_posterior, problem.data, num_rows):
                 single = rows.map_rows(lambda leaf: leaf[:, None], chunk.arguments)
                 at = positions[torch.arange(chunk.num_rows) % len(positions)]
-                yield torch.vmap(of_row, in_dims=(0, rows.vmap_dims(single, 0)))(at, single)
+                yield torch.vmap(of_row, in_dims=(0, rows.vmap_dims(single, 0)))(at, single), at
             return
     batches = batches_from(problem.batches(1, "shuffle"), 0, -(-_ROWS // problem.batch_size))
     own = [[batch.of_chain(0)] for batch in batches]
     places = positions[torch.arange(len(own)) % len(positions)]
     gradients = row_gradients(problem, engine.density, places, own)
     if gradients is not None:
-        yield gradients.flatten(0, 1)
+        each = gradients.shape[1]
+        yield gradients.flatten(0, 1), places.repeat_interleave(each, 0)
 
 
 def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -> Tensor | None:

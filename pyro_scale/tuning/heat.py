@@ -58,7 +58,8 @@ def typical_places(problem: Problem) -> Tensor:
     signs = (
         2.0 * torch.randint(2, (_PLACES, len(engine.whitening.tensors[0])), generator=source) - 1
     )
-    length = _distance(problem) / problem.log_posterior.num_data**0.5
+    sds = 3**0.25 if _order(problem) == 2 else 1.0
+    length = sds / problem.log_posterior.num_data**0.5
     return engine.whitening.to_params((length * signs).to(positions))
 
 
@@ -68,11 +69,6 @@ def _order(problem: Problem) -> int:
     if not isinstance(density, ControlVariates):
         return 0
     return 1 if density.curvature is None else 2
-
-
-def _distance(problem: Problem) -> float:
-    """Of typical places to the center, in sds, along every axis."""
-    return 3**0.25 if _order(problem) == 2 else 1.0
 
 
 def with_anchor(problem: Problem, asked: Asked, whole: FullDataDensity) -> Problem:
@@ -178,10 +174,15 @@ def with_fewest_rows(problem: Problem) -> Problem:
 
 
 def stays_cool(cooled: Cooled, problem: Problem) -> bool:
-    """Whether minibatches heat little after warm-up too, for all that the geometry has changed.
+    """Whether minibatches do little after warm-up too, for all that geometry and step size have
+    changed.
 
     With directions c times as long, and the center d sds away from the anchor, the noise of a
     gradient of order p is at most c (c + d)^p times as large in whitened coordinates.
+
+    Args:
+        cooled: before warm-up, with kicks at `FAR_AT_FIRST`.
+        problem: after it.
     """
     before, now = cooled.problem.engine, problem.engine
     anchored, one, other = before.density, before.whitening, now.whitening
@@ -195,9 +196,11 @@ def stays_cool(cooled: Cooled, problem: Problem) -> bool:
     way = (other.center - before.layout.flatten(anchored.anchor)[: len(factor)]).double()
     away = torch.linalg.solve_triangular(factor, way[:, None], upper=False).norm()
     further = longest + float(away) * num_data**0.5
-    more = longest * further ** _order(cooled.problem)
-    heat = cooled.heat
-    return heat.added * more**2 <= _LITTLE_HEAT and heat.kick * more <= _MOST_KICK
+    order = _order(cooled.problem)
+    more = longest * further**order
+    heat = cooled.heat.times(float(now.kernel.lr) / float(before.kernel.lr))
+    kick = heat.kick * (FAR / FAR_AT_FIRST) ** order
+    return heat.added * more**2 <= _LITTLE_HEAT and kick * more <= _MOST_KICK
 
 
 def _might_need_curvature(problem: Problem, heat: Heat | None) -> bool:
@@ -232,7 +235,8 @@ def _batch_size(problem: Problem, heat: Heat | None) -> int:
 
 def _heat(problem: Problem, sampling: Sampling, far: float) -> Heat | None:
     """What minibatches do at the kernel's step size."""
-    kernel, noise = problem.engine.kernel, most_noise(problem, typical_places(problem), sampling)
+    kernel, order = problem.engine.kernel, _order(problem)
+    noise = most_noise(problem, typical_places(problem), sampling, order)
     if noise is None:
         return None
     values, theory = problem.engine.kernel_values(kernel.values(0)), kernel.theory
@@ -243,6 +247,6 @@ def _heat(problem: Problem, sampling: Sampling, far: float) -> Heat | None:
         of_noise = theory.added_temperature(values, torch.tensor(variance, dtype=torch.float64))
         return float((of_noise / values["temperature"]).max())
 
-    of_row = noise.largest * (far / _distance(problem)) ** _order(problem) / problem.batch_size
+    of_row = noise.largest * far**order / problem.batch_size
     # what kicks of every step add is worth their squares over 2 lr, where friction is about 1
     return Heat(added(noise.variance), math.sqrt(2 * float(values["lr"]) * added(of_row**2)))

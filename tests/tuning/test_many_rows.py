@@ -190,7 +190,7 @@ def test_the_noise_is_that_of_the_noisiest_direction():
         second = factor.T @ rows.T @ rows @ factor / N
         largest = float(torch.linalg.eigvalsh(second)[-1])
         for sampling, share in (("replacement", 1.0), ("shuffle", 1 - B / N)):
-            noise = most_noise(whitened, place[None], sampling)
+            noise = most_noise(whitened, place[None], sampling, 0)
             assert noise.variance == pytest.approx(share * largest / B, rel=1e-9)
             assert noise.largest == pytest.approx(float((rows @ factor).norm(dim=1).max()))
 
@@ -215,7 +215,7 @@ def test_one_row_of_many_is_seen():
     problem = with_control_variates(problem, density_of(problem), torch.zeros(2))
     scales = torch.tensor([1.0, count**0.5])  # of one's own prior, and of many rows
     problem = problem.with_engine(whitening=DenseWhitening(torch.zeros(2), torch.diag(scales)))
-    noise = most_noise(problem, double(0.0, 0.5)[None], "replacement").variance
+    noise = most_noise(problem, double(0.0, 0.5)[None], "replacement", 0).variance
     assert noise == pytest.approx((1 - double(0.5).exp().item()) ** 2 / 50, rel=1e-6)
 
 
@@ -238,7 +238,7 @@ def test_steps_are_as_long_as_the_noise_allows(width):
 def heat(problem, sampling):
     """What minibatches add to the temperature, over it."""
     values = problem.engine.kernel_values(problem.engine.kernel.values(0))
-    noise = torch.tensor(most_noise(problem, typical_places(problem), sampling).variance)
+    noise = torch.tensor(most_noise(problem, typical_places(problem), sampling, 0).variance)
     added = problem.engine.kernel.theory.added_temperature(values, noise)
     return float((added / values["temperature"]).max())
 
@@ -346,12 +346,11 @@ def test_what_stays_cool_is_known_without_a_look(order, grown, away):
     further = grown + away
     for start in (0.9, 1.1):
         more = grown * further**order
-        for edge in (Heat(start * 0.01 / more**2, 0.0), Heat(0.0, start * 2.0 / more)):
+        for edge in (Heat(start * 0.01 / more**2, 0.0), Heat(0.0, start * 2.0 * 2**order / more)):
             assert stays_cool(Cooled(before, 0.0, edge), after) == (start < 1)
-    with_heat = torch.tensor(
-        [most_noise(at(0.0, 1.0, problem.engine.density), double(x)[None] / N**0.5, "replacement")
-         for x in (1.0, further)]
-    )  # fmt: skip
+    plain = at(0.0, 1.0, problem.engine.density)
+    places = double(1.0, further)[:, None, None] / N**0.5
+    with_heat = torch.tensor([most_noise(plain, place, "replacement", 0) for place in places])
     variance, largest = with_heat[1] / with_heat[0]
     assert float(variance) == pytest.approx(further ** (2 * order), rel=1e-9)
     assert float(largest) == pytest.approx(further**order, rel=1e-9)
@@ -390,7 +389,7 @@ def test_the_noise_of_a_rare_row_does_not_hang_on_luck(curved):
     square = 3 * sd**4 / 4 if curved else sd**2
     for seed in range(8):
         noise = most_noise(
-            problem, typical_places(dataclasses.replace(problem, seed=seed)), "replacement"
+            problem, typical_places(dataclasses.replace(problem, seed=seed)), "replacement", 0
         )
         assert noise.variance == pytest.approx(square * sd**2 / 50, rel=0.15)
 
