@@ -291,15 +291,16 @@ def most_noise(
     num_data, num_latents = problem.log_posterior.num_data, problem.engine.num_latents
     second, count = torch.zeros(num_latents, num_latents, dtype=torch.float64), 0
     longest = 0.0
-    for gradients, at in _every_row(problem, positions):
+    sds = positions[:, :num_latents]
+    if whitening is not None:
+        sds = whitening.to_whitened(sds) * num_data**0.5
+    for gradients, places in _every_row(problem, positions):
         whitened = gradients if whitening is None else whitening.pull_back(gradients)
         second += (whitened.mT @ whitened).to(second)
         count += len(whitened)
         lengths = whitened.norm(dim=1)
         if order:  # along a row's own direction it is as near to the center as chance has it
-            assert whitening is not None
-            sds = whitening.to_whitened(at[:, :num_latents]) * num_data**0.5
-            along = (sds * whitened).sum(1).abs() / lengths.clamp(min=1e-30)
+            along = (sds[places] * whitened).sum(1).abs() / lengths.clamp(min=1e-30)
             lengths = lengths / along.clamp(min=_NEAR) ** order
         longest = max(longest, float(lengths.max()))
     if not count:
@@ -311,7 +312,7 @@ def most_noise(
 
 def _every_row(problem: Problem, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """(Gradients of all rows, `[rows, latents]` at a time, at which of the positions each is
-    `[rows, D]`); those of some batches where the model takes no single rows; nothing where rows
+    `[rows]`); those of some batches where the model takes no single rows; nothing where rows
     have none."""
     log_posterior, engine = problem.log_posterior, problem.engine
     layout, num_rows = engine.layout, max(1, _AT_ONCE // engine.layout.size)
@@ -324,16 +325,16 @@ def _every_row(problem: Problem, positions: Tensor) -> Iterator[tuple[Tensor, Te
         with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):
             for chunk in chunks_of(log_posterior, problem.data, num_rows):
                 single = rows.map_rows(lambda leaf: leaf[:, None], chunk.arguments)
-                at = positions[torch.arange(chunk.num_rows) % len(positions)]
-                yield torch.vmap(of_row, in_dims=(0, rows.vmap_dims(single, 0)))(at, single), at
+                places = torch.arange(chunk.num_rows) % len(positions)
+                dims = 0, rows.vmap_dims(single, 0)
+                yield torch.vmap(of_row, in_dims=dims)(positions[places], single), places
             return
     batches = batches_from(problem.batches(1, "shuffle"), 0, -(-_ROWS // problem.batch_size))
     own = [[batch.of_chain(0)] for batch in batches]
-    places = positions[torch.arange(len(own)) % len(positions)]
-    gradients = row_gradients(problem, engine.density, places, own)
+    places = torch.arange(len(own)) % len(positions)
+    gradients = row_gradients(problem, engine.density, positions[places], own)
     if gradients is not None:
-        each = gradients.shape[1]
-        yield gradients.flatten(0, 1), places.repeat_interleave(each, 0)
+        yield gradients.flatten(0, 1), places.repeat_interleave(gradients.shape[1])
 
 
 def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -> Tensor | None:
