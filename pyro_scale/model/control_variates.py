@@ -69,9 +69,14 @@ class ControlVariates:
         return self.log_posterior.num_data
 
     @property
+    def order(self) -> int:
+        """The power of the distance to the anchor with which the noise that is left grows."""
+        return 1 if self.curvature is None else 2
+
+    @property
     def gradients_a_row(self) -> int:
         """Gradients that a row of a batch takes."""
-        return 2 if self.curvature is None else 4
+        return 2 * self.order
 
     def grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None

@@ -230,7 +230,7 @@ def _reasons(
     if size is not None:
         how = "without control variates"
         if isinstance(density, ControlVariates):
-            order = "first" if density.curvature is None else "second"
+            order = ("first", "second")[density.order - 1]
             how = f"with control variates of {order} order"
         found["minibatches"] = f"{size:,} of {density.num_data:,} rows a step, {how}"
     lr = float(kernel.lr)

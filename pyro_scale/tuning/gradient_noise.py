@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from pyro_scale.data.batches import Batches, batches_from
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.step import Density, Engine
 from pyro_scale.errors import BiasWarning
-from pyro_scale.fullbatch.chunks import chunks_of, is_row_wise
+from pyro_scale.fullbatch.chunks import is_row_wise
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.model.curvature.row_moments import row_moments
 from pyro_scale.model.log_posterior import LogPosterior
@@ -28,7 +27,7 @@ from pyro_scale.storage.lazy_draws import Positions, spread
 #: Rows times D, above which rows are not differentiated one by one.
 _MOST_NUMBERS = 2**28
 #: Numbers on the way back from rows that are differentiated at once.
-_AT_ONCE = 2**22
+AT_ONCE = 2**22
 #: Draws at which the noise of a run is estimated, at most and at least, and rows at each: variances
 #: have relative standard errors of 1.6% from 8,192 rows, if normal, and of 9% from 256.
 NOISE_BATCHES, _FEWEST_PLACES, _NOISE_ROWS = 128, 4, 64
@@ -36,27 +35,8 @@ NOISE_BATCHES, _FEWEST_PLACES, _NOISE_ROWS = 128, 4, 64
 _NOISE_NUMBERS = 2**24
 #: By how much a row's log likelihood may differ from its own in a batch.
 _ROUNDING = 1e-3
-
-#: Rows from which the noise along the worst direction is estimated.
-_ROWS = 4096
-#: Sds from the center, along a row's own direction, from which on its gradient is believed: nearer,
-#: what control variates leave of it is mostly rounding.
-_NEAR = 0.3
 #: One chain's batch: the model's arguments, and indices for one that subsamples by itself.
 OwnBatch = tuple[Arguments, Tensor | None]
-
-
-class RowNoise(NamedTuple):
-    """The noise that rows make.
-
-    Attributes:
-        variance: of the minibatch gradient over N, in the direction where it is largest.
-        largest: the length of the largest of all rows' gradients, in nats, one sd from the center
-            along itself.
-    """
-
-    variance: float
-    largest: float
 
 
 def row_gradients(
@@ -103,7 +83,7 @@ def row_gradients(
     pairs = [(position, *batch) for position, some in each_at for batch in some]
     row = layout.size + sum(leaf[0].numel() for leaf in rows.leaves(pairs[0][1]))
     # without single rows, every row's gradient goes back through a whole batch
-    together = max(1, _AT_ONCE // ((size if singly else problem.batch_size**2) * row))
+    together = max(1, AT_ONCE // ((size if singly else problem.batch_size**2) * row))
     blocks = (pairs[i : i + together] for i in range(0, len(pairs), together))
     parts = [_of_each(of_rows if singly else of_batch, block) for block in blocks]
     gradients = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -236,7 +216,7 @@ def gradient_noise(
     if singly:
         own = [[(rows.take(arguments, few), None) for arguments, _ in some] for some in own]
 
-    together = max(1, _AT_ONCE // in_rows)  # positions whose rows' gradients are in memory
+    together = max(1, AT_ONCE // in_rows)  # positions whose rows' gradients are in memory
 
     def variance_of(density: Density, heats: bool = False) -> Tensor | None:
         """The mean over positions; in the direction that an element of whitened chains is heated
@@ -269,72 +249,6 @@ def gradient_noise(
     heating = variance if engine.whitening is None else variance_of(engine.density, heats=True)
     assert heating is not None
     return GradientNoise(_inflation(engine, values, heating), variance, reduction)
-
-
-def most_noise(
-    problem: Problem, positions: Tensor, sampling: Sampling, order: int
-) -> RowNoise | None:
-    """The noise of minibatches in whitened coordinates; None where rows have no gradients of their
-    own.
-
-    Every row counts, at one of the positions: rows that are few may have a direction to
-    themselves.
-
-    Args:
-        problem: with its geometry, and its density, which may have control variates.
-        positions: of the posterior, `[positions, D]`.
-        sampling: how rows are drawn.
-        order: the power of the distance from the center with which rows' gradients grow.
-    """
-    size, whitening = problem.data.batch_size, problem.engine.whitening
-    assert size is not None
-    num_data, num_latents = problem.log_posterior.num_data, problem.engine.num_latents
-    second, count = torch.zeros(num_latents, num_latents, dtype=torch.float64), 0
-    longest = 0.0
-    sds = positions[:, :num_latents]
-    if whitening is not None:
-        sds = whitening.to_whitened(sds) * num_data**0.5
-    for gradients, places in _every_row(problem, positions):
-        whitened = gradients if whitening is None else whitening.pull_back(gradients)
-        second += (whitened.mT @ whitened).to(second)
-        count += len(whitened)
-        lengths = whitened.norm(dim=1)
-        if order:  # along a row's own direction it is as near to the center as chance has it
-            along = (sds[places] * whitened).sum(1).abs() / lengths.clamp(min=1e-30)
-            lengths = lengths / along.clamp(min=_NEAR) ** order
-        longest = max(longest, float(lengths.max()))
-    if not count:
-        return None
-    all_different = 0.0 if sampling == "replacement" else size / num_data
-    most = float(torch.linalg.eigvalsh(second / count)[-1])
-    return RowNoise(most / size * (1 - all_different), longest)
-
-
-def _every_row(problem: Problem, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """(Gradients of all rows, `[rows, latents]` at a time, at which of the positions each is
-    `[rows]`); those of some batches where the model takes no single rows; nothing where rows
-    have none."""
-    log_posterior, engine = problem.log_posterior, problem.engine
-    layout, num_rows = engine.layout, max(1, _AT_ONCE // engine.layout.size)
-
-    def of_row(position: Tensor, row: Arguments) -> Tensor:
-        gradients = engine.density.row_gradients(layout.unflatten(position), row)
-        return torch.cat([gradients[name].reshape(-1) for name in log_posterior.latents])
-
-    if log_posterior.model_info.own_plate is None and is_row_wise(log_posterior):
-        with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):
-            for chunk in chunks_of(log_posterior, problem.data, num_rows):
-                single = rows.map_rows(lambda leaf: leaf[:, None], chunk.arguments)
-                places = torch.arange(chunk.num_rows) % len(positions)
-                dims = 0, rows.vmap_dims(single, 0)
-                yield torch.vmap(of_row, in_dims=dims)(positions[places], single), places
-            return
-    batches = batches_from(problem.batches(1, "shuffle"), 0, -(-_ROWS // problem.batch_size))
-    own = [[batch.of_chain(0)] for batch in batches]
-    places = torch.arange(len(own)) % len(positions)
-    gradients = row_gradients(problem, engine.density, positions[places], own)
-    if gradients is not None:
-        yield gradients.flatten(0, 1), places.repeat_interleave(gradients.shape[1])
 
 
 def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -> Tensor | None:

@@ -18,7 +18,7 @@ from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.budget import rows_a_step
 from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.tuning.choice import Asked
-from pyro_scale.tuning.gradient_noise import most_noise
+from pyro_scale.tuning.row_noise import most_noise
 from pyro_scale.tuning.tune import with_control_variates, with_curvature
 
 #: What minibatches may add to the temperature, in the direction where they add most.
@@ -66,9 +66,7 @@ def typical_places(problem: Problem) -> Tensor:
 def _order(problem: Problem) -> int:
     """The power of the distance to the anchor with which rows' gradients grow."""
     density = problem.engine.density
-    if not isinstance(density, ControlVariates):
-        return 0
-    return 1 if density.curvature is None else 2
+    return density.order if isinstance(density, ControlVariates) else 0
 
 
 def with_anchor(problem: Problem, asked: Asked, whole: FullDataDensity) -> Problem:
@@ -119,11 +117,13 @@ class Cooled(NamedTuple):
         problem: with that step size.
         passes: through the data that it took.
         heat: what minibatches do there; None where that is not known.
+        far: the distance from the center, in sds, at which kicks were taken.
     """
 
     problem: Problem
     passes: float
     heat: Heat | None
+    far: float
 
 
 def cool(problem: Problem, sampling: Sampling, whole: FullDataDensity, far: float) -> Cooled:
@@ -139,7 +139,7 @@ def cool(problem: Problem, sampling: Sampling, whole: FullDataDensity, far: floa
     """
     theory = problem.engine.kernel.theory
     if problem.data.batch_size is None or theory is None or not theory.heated:
-        return Cooled(problem, 0.0, None)
+        return Cooled(problem, 0.0, None, far)
     heat = _heat(problem, sampling, far)
     passes = _gradients_a_row(problem) + _order(problem)  # passes of an anchor
     if _might_need_curvature(problem, heat):
@@ -150,7 +150,7 @@ def cool(problem: Problem, sampling: Sampling, whole: FullDataDensity, far: floa
             if _rows_a_draw(curved, of_curved) < _rows_a_draw(problem, heat):
                 problem, heat = curved, of_curved
     if problem.chooses_batches and _rows_a_draw(problem, heat) > problem.log_posterior.num_data:
-        return Cooled(_on_all_rows(problem), passes, Heat(0.0, 0.0))
+        return Cooled(_on_all_rows(problem), passes, Heat(0.0, 0.0), far)
     kernel, size = problem.engine.kernel, _batch_size(problem, heat)
     if heat is not None:
         lr = float(kernel.lr) * heat.share
@@ -158,7 +158,7 @@ def cool(problem: Problem, sampling: Sampling, whole: FullDataDensity, far: floa
         heat = heat.times(heat.share * problem.batch_size / size)
     if size != problem.batch_size:
         problem = problem.in_batches_of(size)
-    return Cooled(problem, passes, heat)
+    return Cooled(problem, passes, heat, far)
 
 
 def _on_all_rows(problem: Problem) -> Problem:
@@ -175,13 +175,13 @@ def with_fewest_rows(problem: Problem) -> Problem:
 
 def stays_cool(cooled: Cooled, problem: Problem) -> bool:
     """Whether minibatches do little after warm-up too, for all that geometry and step size have
-    changed.
+    changed; kicks count at `FAR`.
 
     With directions c times as long, and the center d sds away from the anchor, the noise of a
     gradient of order p is at most c (c + d)^p times as large in whitened coordinates.
 
     Args:
-        cooled: before warm-up, with kicks at `FAR_AT_FIRST`.
+        cooled: before warm-up.
         problem: after it.
     """
     before, now = cooled.problem.engine, problem.engine
@@ -196,10 +196,10 @@ def stays_cool(cooled: Cooled, problem: Problem) -> bool:
     way = (other.center - before.layout.flatten(anchored.anchor)[: len(factor)]).double()
     away = torch.linalg.solve_triangular(factor, way[:, None], upper=False).norm()
     further = longest + float(away) * num_data**0.5
-    order = _order(cooled.problem)
+    order = anchored.order
     more = longest * further**order
     heat = cooled.heat.times(float(now.kernel.lr) / float(before.kernel.lr))
-    kick = heat.kick * (FAR / FAR_AT_FIRST) ** order
+    kick = heat.kick * (FAR / cooled.far) ** order
     return heat.added * more**2 <= _LITTLE_HEAT and kick * more <= _MOST_KICK
 
 
