@@ -72,7 +72,8 @@ def main():
     shown = {"feature": ["mean radius", "radius error", "worst texture", "worst concave points"]}
     plot = getattr(arviz, "plot_trace_dist", arviz.plot_trace)  # as ArviZ 1 calls it
     plot(idata, coords=shown, compact=False)
-    plt.gcf().savefig(OUTPUT / "trace.png", bbox_inches="tight")
+    plt.gcf().set_layout_engine("constrained")  # no title over another plot's ticks
+    plt.gcf().savefig(OUTPUT / "trace.png")
 
     print("\nThe MAP, by the same sampler without noise:")
     mode = ps.BAOA(model, lr=0.6, friction=0.15, temperature=0.0)
