@@ -1,10 +1,10 @@
-# `make demo`, `test`, `test-slow`, `matrix`, `bench`, `accuracy`, `untuned`, `verdicts`, `rows`, `approximations`, `networks`, `programs`, `distributed`, `calibration`, `docs`, `docs-test`, `wheel`: each makes .venv if it is missing.
+# `make demo`, `test`, `test-slow`, `test-long`, `matrix`, `bench`, `accuracy`, `untuned`, `verdicts`, `rows`, `approximations`, `networks`, `programs`, `distributed`, `calibration`, `docs`, `docs-test`, `wheel`: each makes .venv if it is missing.
 
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow matrix bench accuracy untuned verdicts rows approximations networks programs distributed calibration docs docs-test wheel lint types notebooks clean
+.PHONY: demo test test-slow test-long matrix bench accuracy untuned verdicts rows approximations networks programs distributed calibration docs docs-test wheel lint types notebooks clean
 
 demo: .venv/installed
 	$(BIN)/python -W ignore::FutureWarning examples/demo.py
@@ -12,9 +12,13 @@ demo: .venv/installed
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# The repetitions, whole programs and long runs that `test` leaves out.
+# What takes seconds a test, or starts processes: CI runs it, too.
 test-slow: .venv/installed
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "slow and not long and not site" -n 2 --dist loadfile --no-loadscope-reorder
+
+# The repetitions, whole programs and long runs that both leave out.
+test-long: .venv/installed
+	$(BIN)/python -m pytest -m long -n 2 --dist loadfile
 
 # What touches ArviZ, with the newest one, on a newer Python.
 MATRIX_PYTHON ?= python3.13
@@ -76,7 +80,7 @@ lint: .venv/installed
 
 types: .venv/installed
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m slow tests/contract/test_types.py
+	$(BIN)/python -m pytest -m long tests/contract/test_types.py
 
 notebooks: .venv/installed
 	$(BIN)/python -m pytest --nbmake -n 2 notebooks/*.ipynb notebooks/paper/*.ipynb

@@ -22,7 +22,7 @@ QUIET = {"progress": False, "seed": 3}
 X = torch.linspace(-1, 1, 12)
 Y = torch.zeros(12)
 #: A case that is repeated by another one.
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+long = functools.partial(pytest.param, marks=pytest.mark.long)
 #: Settings that leave nothing to be chosen.
 FIXED = {"warmup_steps": 20, "thinning": 2}
 
@@ -54,6 +54,7 @@ def exact(found, num_rows=12):
     return (1 / 4 + num_rows * means / 0.25) / precision, 1 / precision, means
 
 
+@pytest.mark.slow
 def test_draws_are_those_of_the_posterior_of_each_data_set():
     found = ps.sbc(ps.BAOA(normal_mean), Y, num_simulations=60, **QUIET)
     mean, variance, data_means = exact(found)
@@ -101,8 +102,9 @@ def test_networks_that_are_trained_are_fitted_one_by_one(monkeypatch, layers, se
         ps.sbc(ps.BAOA(model, **settings), (X, Y), num_simulations=20, **QUIET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("batch_size", "compile"), [(None, False), slow(5, False), slow(None, True), (5, True)]
+    ("batch_size", "compile"), [(None, False), long(5, False), long(None, True), (5, True)]
 )
 def test_ranks_are_those_of_separate_runs(batch_size, compile):
     how = {"batch_size": batch_size, **FIXED}
@@ -123,6 +125,7 @@ def test_ranks_are_those_of_separate_runs(batch_size, compile):
             assert abs(rank - int(found.ranks[name][number])) <= int(compile)  # which rounds
 
 
+@pytest.mark.slow
 def test_nuts_ranks_are_those_of_separate_runs():
     pytest.importorskip("nutpie")
     found = ps.sbc(ps.NUTS(line), (X, Y), num_simulations=20, warmup_steps=200, **QUIET)
@@ -135,6 +138,7 @@ def test_nuts_ranks_are_those_of_separate_runs():
         assert int((draws < found.true["slope"][number]).sum()) == found.ranks["slope"][number]
 
 
+@pytest.mark.slow
 def test_more_simulations_and_resumed_ones_change_nothing():
     sampler = ps.SGLD(normal_mean, lr=0.05)
     few = ps.sbc(sampler, Y, num_simulations=20, **FIXED, **QUIET)
@@ -148,6 +152,7 @@ def test_more_simulations_and_resumed_ones_change_nothing():
     assert list(few.seeds) == list(many.seeds)[:20]
 
 
+@pytest.mark.slow
 def test_blocks_change_nothing():
     sampler = ps.SGLD(normal_mean, lr=0.05)
     how = {"num_simulations": 24, **FIXED, **QUIET}
@@ -158,7 +163,7 @@ def test_blocks_change_nothing():
     assert all(torch.equal(whole.ranks[name], parts.ranks[name]) for name in whole.ranks)
 
 
-@pytest.mark.parametrize(("temperature", "shape"), [slow(4.0, "too wide"), (0.25, "too narrow")])
+@pytest.mark.parametrize(("temperature", "shape"), [long(4.0, "too wide"), (0.25, "too narrow")])
 def test_a_wrong_spread_is_found(temperature, shape):
     sampler = ps.BAOA(normal_mean, temperature=temperature)
     found = ps.sbc(sampler, Y, num_simulations=200, **QUIET)
@@ -166,6 +171,7 @@ def test_a_wrong_spread_is_found(temperature, shape):
     assert shape in str(found)
 
 
+@pytest.mark.slow
 def test_the_log_likelihood_finds_draws_of_the_prior():
     def blind(y):
         mu = pyro.sample("mu", dist.Normal(1.0, 2.0))
@@ -178,6 +184,7 @@ def test_the_log_likelihood_finds_draws_of_the_prior():
     assert table.p_value["loglik"] < 1e-10
 
 
+@pytest.mark.slow
 def test_another_prior_is_found():
     def wide(y):
         mu = pyro.sample("mu", dist.Normal(4.0, 4.0))
@@ -188,6 +195,7 @@ def test_another_prior_is_found():
     assert ps.sbc(ps.BAOA(normal_mean), Y, **how, **QUIET).verdict == "miscalibrated"
 
 
+@pytest.mark.slow
 def test_posterior_calibration_is_of_given_and_new_data_together():
     y = torch.linspace(1.5, 2.5, 12)
     sampler = ps.BAOA(normal_mean, lr=0.3, compile=False)
@@ -202,6 +210,7 @@ def test_posterior_calibration_is_of_given_and_new_data_together():
     assert found.summary().p_value.min() > 1e-3
 
 
+@pytest.mark.slow
 def test_predictions_and_quantities_are_ranked():
     quantities = {"signal": lambda sites, data: sites["slope"] / sites["sd"] + data[1].sum()}
     at = (torch.tensor([0.0, 2.0]), torch.zeros(2))
@@ -221,6 +230,7 @@ def test_predictions_and_quantities_are_ranked():
     assert torch.allclose(found.true["signal"], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_resampled_covariates_go_with_their_own_observations():
     found = ps.sbc(
         ps.SGLD(line, lr=0.05),
@@ -237,6 +247,7 @@ def test_resampled_covariates_go_with_their_own_observations():
     assert abs(float(by_hand - found.true["loglik"][4])) < 1e-4
 
 
+@pytest.mark.slow
 def test_several_settings_have_the_same_data():
     settings = {
         name: ps.SGLD(normal_mean, lr=lr) for name, lr in zip("ab", (0.1, 0.2), strict=True)
@@ -246,6 +257,7 @@ def test_several_settings_have_the_same_data():
     assert not torch.equal(found["a"].mean["mu"], found["b"].mean["mu"])
 
 
+@pytest.mark.slow
 def test_the_log_likelihood_is_the_data_s():
     found = ps.sbc(
         ps.SGLD(schools, lr=0.05, compile=False), (X.exp(), Y), num_simulations=20, **FIXED, **QUIET
@@ -256,6 +268,7 @@ def test_the_log_likelihood_is_the_data_s():
         assert abs(float(by_hand - found.true["loglik"][i])) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["VI", "Laplace"])
 def test_approximations(kind):
     how = {"num_steps": 1500} if kind == "VI" else {}
@@ -382,6 +395,7 @@ def test_nothing_of_the_caller_s_is_changed():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_control_c_keeps_the_simulations_that_are_done(tmp_path):
     script = textwrap.dedent(
         """

@@ -129,6 +129,7 @@ def test_all_methods_of_a_dict_are_checked_before_the_first_is_run():
 # ------------------------------------------------------------------ what comes of it
 
 
+@pytest.mark.slow
 def test_chains_of_lengths_that_are_set_are_not_slow_for_being_short():
     found = sbc(normal, ROWS, warmup_steps=10, thinning=4)
     assert found.ess.max() > 50
@@ -142,6 +143,7 @@ def test_it_says_so_where_all_simulations_break():
         sbc(normal, ROWS, method=method)
 
 
+@pytest.mark.slow
 def test_resume_takes_the_same_call_only():
     short = sbc(normal, ROWS)
     whole, resumed = sbc(normal, ROWS, 30), sbc(normal, ROWS, 30, resume=short)

@@ -77,7 +77,7 @@ def test_a_vector_of_its_own_size_is_not_cut():
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_it_is_the_same_function():
     examples = arguments()
     graph = trace(step, [x.clone() for x in examples])

@@ -149,6 +149,7 @@ def test_inductor_gets_a_directory_that_compilers_can_name(kept, monkeypatch, tm
     assert inductor._inductor_directory() == tmp_path / "own" / "inductor"
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_half_written_is_built_again(tmp_path, monkeypatch):
     monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
     build = 'print(inductor.build_library("extern \\"C\\" int one() { return 1; }"))'
@@ -160,6 +161,7 @@ def test_what_a_killed_process_left_half_written_is_built_again(tmp_path, monkey
         library.write_bytes(b"")
 
 
+@pytest.mark.slow
 def test_what_was_dropped_after_it_was_loaded_is_built_again(tmp_path, monkeypatch):
     monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cache_directory, "_MOST_BYTES", 0)
@@ -200,6 +202,7 @@ def run(code, **environment):
     return ran.stdout.split("\n")[-2]
 
 
+@pytest.mark.slow
 def test_a_user_without_name_home_or_cache(tmp_path):
     """No entry in passwd and a file in the cache's place."""
     tmp_path.joinpath("file").write_text("")
@@ -213,6 +216,7 @@ def test_a_user_without_name_home_or_cache(tmp_path):
     assert run(nameless + "print(run())", **environment) == "compiled loop"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_of_a_process_with_threads_runs(tmp_path):
     """OpenMP's threads do not come along; the child would wait for them."""

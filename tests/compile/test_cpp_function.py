@@ -8,7 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import double, normals
-from repetitions import slow_but
+from repetitions import long_but
 
 from pyro_scale.compile.compiled import compile_value_and_gradient
 from pyro_scale.compile.trace import trace
@@ -66,9 +66,10 @@ def special(x):
     return torch.special.digamma(x.exp()).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("density", "size"),
-    slow_but(
+    long_but(
         [
             *[(logistic, 3), (product, 6), (gaussian, 6), (distances, 6), (determinant, 6)],
             (special, 2),
@@ -96,12 +97,14 @@ def test_it_reads_the_tensors_that_it_was_traced_at():
     torch.testing.assert_close(function(torch.ones(2))[1], double(20.0, 30.0))
 
 
+@pytest.mark.slow
 def test_a_frozen_tensor_is_an_input_too():
     frozen = double(0.5, -1.0)
     function, _ = value_and_gradient(lambda w: (frozen * w.exp()).sum(), [normals(2)])
     torch.testing.assert_close(function(torch.zeros(2))[1], frozen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("x", "code"), [([1.0, 2.0], 0), ([-1.0, 2.0], 1), ([0.0, 2.0], 1), ([math.nan, 1.0], 1)]
 )
@@ -114,6 +117,7 @@ def test_the_code_says_what_is_not_finite(x, code):
     assert call(2, *pointers) == code
 
 
+@pytest.mark.slow
 def test_what_is_not_positive_definite_is_not_finite():
     """Torch raises an error there, and leaves half of a factor."""
 

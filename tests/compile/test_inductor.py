@@ -8,6 +8,7 @@ from pyro_scale.compile.inductor import CppKernel, compile_graph
 from pyro_scale.compile.trace import trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "shared"), [(64, False), (20_000, True)])
 def test_small_kernels_are_one_threads(rows, shared):
     graph = trace(lambda x, w: [(x @ w).exp().sum()], [normals(rows, 20), normals(20)])

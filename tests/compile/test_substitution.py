@@ -35,6 +35,7 @@ def density(x, dtype):
     return found.sin() @ torch.linspace(0.5, 1.5, len(found), dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
 def test_it_is_torchs_solve(dtype, tolerance):
     def value_and_gradient(x):
@@ -55,6 +56,7 @@ def test_it_is_torchs_solve(dtype, tolerance):
             close(found, expected, tolerance)
 
 
+@pytest.mark.slow
 def test_a_singular_matrix_gives_what_torch_gives():
     """Infinities, which end a chain, and no error."""
     matrix, right = torch.tensor([[2.0, 1.0], [0.0, 0.0]]).double(), normals(2, 1)

@@ -150,6 +150,7 @@ def test_time_steps_are_one_line_and_bounds_are_no_tensors():
     assert len(explained._repr_html_()) < 5000
 
 
+@pytest.mark.slow
 def test_a_run_is_a_few_lines_of_a_log(capfd):
     sampler = ps.BAOA(model, lr=0.1, compile=False)
     sampler.run((X, Y), num_samples=600, seed=0, progress=True, **ONE_CHAIN)
@@ -163,6 +164,7 @@ def two_modes(x):
         pyro.sample("x", dist.Normal(w.abs(), 0.1), obs=x)
 
 
+@pytest.mark.slow
 def test_only_of_networks_it_is_said_that_predictions_count():
     starts = {"w": torch.tensor([2.0, -2.0])}
     sampler = ps.BAOA(two_modes, lr=0.02, compile=False, init_strategy=starts)

@@ -25,7 +25,7 @@ ps.UBU(model, lr={"w": 0.1}, init_strategy=None, temperature=0.5)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mistakes_are_errors(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "mypy", "--ignore-missing-imports", "--follow-imports=silent"]

@@ -36,6 +36,7 @@ def counted(sizes, start=0):
 
 
 class TestLayout:
+    @pytest.mark.slow
     @quick
     @given(shapes)
     def test_lays_entries_end_to_end_in_their_order(self, sizes):

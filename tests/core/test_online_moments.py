@@ -69,6 +69,7 @@ def split_r_hat(draws):
 # ------------------------------------------------------------------ sums
 
 
+@pytest.mark.slow
 @given(parts())
 @settings(max_examples=150, deadline=None)
 def test_mean_and_sd_do_not_depend_on_how_draws_come(case):
@@ -87,6 +88,7 @@ def test_mean_and_sd_do_not_depend_on_how_draws_come(case):
         assert found.sd.isnan().all()
 
 
+@pytest.mark.slow
 @given(parts())
 @settings(max_examples=100, deadline=None)
 def test_mixing_does_not_depend_on_how_draws_come(case):
@@ -155,6 +157,7 @@ def test_elements_are_apart_however_many_are_filled_at_once(monkeypatch):
 # ------------------------------------------------------------------ effective draws
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rho", [0.0, 0.5, 0.9, -0.5])
 def test_effective_draws_of_an_autoregression(rho):
     """A draw is worth (1 - rho) / (1 + rho); the variance of a mean is known from 99 degrees of
@@ -184,6 +187,7 @@ def test_short_runs_do_not_pass_for_independent_draws():
 # ------------------------------------------------------------------ going on
 
 
+@pytest.mark.slow
 @given(parts(most=200), some.integers(0, 200))
 @settings(max_examples=60, deadline=None)
 def test_another_one_goes_on_from_the_state(case, stop):
@@ -292,6 +296,7 @@ def bin_of(level):
     return torch.pi / 128 * (level * (1 - level)).sqrt()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 64, 333, 10**6])
 @pytest.mark.parametrize("kind", STREAMS)
 def test_quantiles_are_right_to_within_two_clusters(kind, block):
@@ -309,6 +314,7 @@ def test_quantiles_are_right_to_within_two_clusters(kind, block):
     assert (found.diff(dim=0) >= 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [50, 1000])
 @pytest.mark.parametrize("kind", sorted({*STREAMS} - {"constant", "zeros", "few values"}))
 def test_clusters_are_narrow(kind, block):
@@ -341,6 +347,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantiles_of_a_family_by_the_closed_form(family):
     """The rank of what is found, on average over 40 streams of 100,000 numbers each: each has a

@@ -5,7 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import normals
-from repetitions import slow_but
+from repetitions import long_but
 
 import pyro_scale as ps
 from pyro_scale.data import memory_layout
@@ -64,7 +64,8 @@ def model(x, group, y):
         pyro.sample("y", dist.Normal(x.float() @ w + b[group], 1.0), obs=y)
 
 
-@pytest.mark.parametrize("dtype", slow_but([torch.float16, torch.float32], torch.float16))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", long_but([torch.float16, torch.float32], torch.float16))
 def test_a_run_is_the_same_bit_for_bit(dtype, monkeypatch):
     x = normals(N, 9).to(dtype)[:, 1:8]
     data = {"y": normals(N, seed=2).float(), "group": torch.arange(N) % 3, "x": x}

@@ -10,7 +10,7 @@ import pytest
 import torch
 import warned
 from reference import double, normals
-from repetitions import slow_but
+from repetitions import long_but
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError
@@ -66,6 +66,7 @@ def stuck(model=two_modes, apart=4.0, **how):
 # ------------------------------------------------------------------ warnings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_chains", [2, 4])
 def test_chains_in_two_modes_are_said(num_chains):
     fit = run(stuck(num_chains=num_chains), num_chains=num_chains)
@@ -73,6 +74,7 @@ def test_chains_in_two_modes_are_said(num_chains):
     assert said.startswith("'w': the chains do not agree, R-hat is")
 
 
+@pytest.mark.slow
 def test_chains_on_their_way_get_one_advice():
     """They look hot, but a smaller step would only slow them down."""
     starts = {"w": 8.0 * double(-1.0, 1.0, -1.0, 1.0)}
@@ -84,6 +86,7 @@ def test_chains_on_their_way_get_one_advice():
     assert "take a longer warm-up first; if it stays, lower lr" in hot
 
 
+@pytest.mark.slow
 def test_false_alarms_are_rare():
     """50 runs of 4 chains that mix, taken together."""
     starts = {"w": torch.full((200,), 4.0)}
@@ -94,9 +97,10 @@ def test_false_alarms_are_rare():
         assert not told(fit)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("apart", "num_chains", "num_samples", "is_said"),
-    slow_but(
+    long_but(
         [
             (0.5, 4, 99, False),
             (0.5, 4, 100, True),
@@ -120,12 +124,14 @@ def test_few_draws_say_only_what_is_not_chance(apart, num_chains, num_samples, i
     assert bool(told(fit)[1]) is is_said
 
 
+@pytest.mark.slow
 def test_chains_without_noise_may_end_anywhere():
     starts = {"w": 4 * double(-1.0, 1.0, 1.0, -1.0)}
     fit = run(ps.SGLD(two_modes, lr=0.01, temperature=0.0, init_strategy=starts))
     assert not told(fit)[1]
 
 
+@pytest.mark.slow
 def test_a_step_that_was_chosen_gets_more_steps_for_advice():
     """At the step that would not heat, so few would be off by more."""
     starts = {"w": 4.0 * double(-1.0, 1.0, 1.0, -1.0)}
@@ -189,6 +195,7 @@ def five():
     pyro.sample("x", dist.Normal(torch.zeros(5), 1.0).to_event(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "lr", "how"),
     [
@@ -244,6 +251,7 @@ def test_a_step_too_long_is_not_said_to_be_too_short():
 # ------------------------------------------------------------------ predictions
 
 
+@pytest.mark.slow
 def test_predictions_mix_where_weights_do_not():
     fit = run(stuck(sign, apart=0.7), (X, Y))
     table, said = told(fit)
@@ -260,6 +268,7 @@ def test_predictions_mix_where_weights_do_not():
     assert probed.loc[["w"]].equals(table)
 
 
+@pytest.mark.slow
 def test_predictions_that_do_not_mix_are_said():
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(0.0, 1.0))
@@ -273,6 +282,7 @@ def test_predictions_that_do_not_mix_are_said():
     assert "predict_at" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [lambda x: x, lambda x: (x, None), lambda x: {"x": x}])
 def test_it_is_arvizs_of_the_means(how):
     labels = torch.arange(40) % 3
@@ -303,6 +313,7 @@ def test_what_the_model_cannot_be_run_on_is_refused(rows):
         fit.diagnostics(predict_at=rows)
 
 
+@pytest.mark.slow
 def test_a_model_without_data_sites_predicts_nothing():
     with pytest.raises(ArgumentError, match="predict_at: the model has no data site"):
         run(stuck()).diagnostics(predict_at=NEW)

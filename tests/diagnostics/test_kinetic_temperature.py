@@ -7,7 +7,7 @@ import torch
 from gaussian import bound, stationary
 from linear import location, standardized
 from reference import double
-from repetitions import each_once, slow_but
+from repetitions import each_once, long_but
 from warned import quiet, told
 
 import pyro_scale as ps
@@ -46,15 +46,16 @@ def z_of(table, site, expected):
     return abs(found - expected) / table.kinetic_temperature_mcse[site]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "lr", "expected"),
     [
         (ps.SGHMC, 0.1, 4 / (4 - 0.2 - 0.01)),
-        pytest.param(ps.SGHMC, 0.5, 4 / (4 - 1.0 - 0.25), marks=pytest.mark.slow),
-        pytest.param(ps.BAOA, 0.1, 1.0, marks=pytest.mark.slow),
+        pytest.param(ps.SGHMC, 0.5, 4 / (4 - 1.0 - 0.25), marks=pytest.mark.long),
+        pytest.param(ps.BAOA, 0.1, 1.0, marks=pytest.mark.long),
         (ps.BAOA, 0.9, 1.0),
-        pytest.param(ps.SGNHT, 0.2, 1.0, marks=pytest.mark.slow),
-        pytest.param(ps.UBU, 0.1, None, marks=pytest.mark.slow),
+        pytest.param(ps.SGNHT, 0.2, 1.0, marks=pytest.mark.long),
+        pytest.param(ps.UBU, 0.1, None, marks=pytest.mark.long),
     ],
 )
 def test_on_a_gaussian(method, lr, expected):
@@ -69,7 +70,8 @@ def test_on_a_gaussian(method, lr, expected):
     assert not said
 
 
-@pytest.mark.parametrize("temperature", slow_but([1.0, 0.3], 0.3))
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", long_but([1.0, 0.3], 0.3))
 def test_of_several_sites_and_masses(temperature):
     mass = {"a": double(0.5, 1.0, 2.0), "b": 3.0}
     hypers = {"lr": {"a": 0.3, "b": 0.6, "c": 0.2}, "friction": 0.5, "mass": mass}
@@ -84,6 +86,7 @@ def test_of_several_sites_and_masses(temperature):
         assert found == pytest.approx(float(expected), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_what_is_expected_of_correlated_elements():
     """From the precisions' diagonal, against the whole law."""
     factor = torch.randn(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -98,6 +101,7 @@ def test_what_is_expected_of_correlated_elements():
     assert exact > 1.12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", ["all", "some"])
 def test_of_minibatches(batches, monkeypatch):
     """They multiply it by 1 + lr N V / (2 friction B); what is expected does not know of them,
@@ -113,6 +117,7 @@ def test_of_minibatches(batches, monkeypatch):
     assert not [line for line in said if "momenta" in line]
 
 
+@pytest.mark.slow
 def test_heat_that_nobody_else_sees_is_said():
     sampler = run(ps.BAOA(location, lr=0.02), (Y,), batch_size=B, sampling="replacement")
     result = sampler._result
@@ -125,6 +130,7 @@ def test_heat_that_nobody_else_sees_is_said():
     assert not [line for line in told(sampler.diagnostics)[1] if "hotter" in line]
 
 
+@pytest.mark.slow
 def test_where_precisions_are_unknown_so_is_what_is_expected(monkeypatch):
     monkeypatch.setattr("pyro_scale.diagnostics.temperature._ENOUGH", 10**9)
     monkeypatch.setattr("pyro_scale.diagnostics.post_run.gradient_noise", lambda *_: None)
@@ -166,6 +172,7 @@ def test_moments_are_even_and_those_of_longer_runs_among_them(count):
     assert set(longer[longer <= steps.kept[-1]].tolist()) <= set(steps.looks.tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("compile", "num_samples"), each_once([False, True], [20, 150]))
 def test_they_are_of_the_states_at_those_steps(compile, num_samples):
     """Against a run of single draws, whose state it leaves."""
@@ -190,7 +197,8 @@ def test_they_are_of_the_states_at_those_steps(compile, num_samples):
         torch.testing.assert_close(measured[:, look], expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("first", slow_but([10, 40, 64, 100, 170], 40, 170))
+@pytest.mark.slow
+@pytest.mark.parametrize("first", long_but([10, 40, 64, 100, 170], 40, 170))
 def test_a_run_that_went_on_has_the_same(first, tmp_path):
     def sampler():
         return ps.SGHMC(location, lr=0.1, compile=False)
@@ -203,6 +211,7 @@ def test_a_run_that_went_on_has_the_same(first, tmp_path):
     assert torch.equal(again._result.kinetic.expected, whole._result.kinetic.expected)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_has_those_until_then(cut):
     whole = run(ps.BAOA(location, lr=0.1), (Y,), num_samples=100, num_chains=2)
     cut(500)
@@ -222,7 +231,7 @@ def test_it_comes_back_from_a_file(tmp_path):
     assert told(again.diagnostics)[0].equals(told(fit.diagnostics)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_points_have_no_part_in_it():
     def with_point(y):
         mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
@@ -237,6 +246,7 @@ def test_points_have_no_part_in_it():
     assert table.kinetic_temperature_expected["mu"] == pytest.approx(1.0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_cycles_are_seen_where_they_are_kept():
     lr = ps.schedules.Cyclical(0.2, cycle_steps=50, exploration=0.5, settling=0.2)
     table, _ = told(run(ps.BAOA(location, lr=lr), (Y,), num_chains=4, thinning=1).diagnostics)

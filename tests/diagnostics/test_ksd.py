@@ -11,7 +11,7 @@ import pytest
 import torch
 from linear import PRIOR_MEAN, SD, D, linear_data, linear_posterior, regression
 from reference import Doubled, close, normals
-from repetitions import slow_but
+from repetitions import long_but
 from torch.utils.data import DataLoader, TensorDataset
 from warned import quiet
 
@@ -132,13 +132,15 @@ def exact(fit, temperature=1.0):
     return ksd(draws / sd, -(draws - mean) @ precision / temperature * sd)
 
 
-@pytest.mark.parametrize("temperature", slow_but([1.0, 0.25], 0.25))
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", long_but([1.0, 0.25], 0.25))
 def test_it_is_that_of_the_posterior(temperature):
     fit = sampled(temperature)
     assert fit.ksd() == pytest.approx(float(exact(fit, temperature)), rel=1e-9)
     assert fit.ksd() < 0.1  # the posterior's sds are whitened: 600 correlated draws
 
 
+@pytest.mark.slow
 def test_a_loader_and_pieces_are_the_same(monkeypatch):
     loader = DataLoader(TensorDataset(X, Y), batch_size=32)
     fit = run(ps.SGLD(regression(), lr=0.1), loader)
@@ -156,7 +158,8 @@ def positive(y=None):
         pyro.sample("y", dist.Normal(offset, scale), obs=y[i])
 
 
-@pytest.mark.parametrize("num_samples", slow_but([None, 50], 50))
+@pytest.mark.slow
+@pytest.mark.parametrize("num_samples", long_but([None, 50], 50))
 def test_the_jacobian_is_part_of_it_and_points_are_not(num_samples, store):
     fit = run(ps.BAOA(positive, lr=0.02), Y)
     chosen = torch.arange(300) if num_samples is None else torch.linspace(0, 299, 50).round().long()
@@ -175,6 +178,7 @@ def test_too_long_steps_and_wrong_gaussians_are_further_away():
     assert diagonal.ksd() > 5 * fair
 
 
+@pytest.mark.slow
 def test_some_rows_are_unbiased_and_an_upper_bound():
     fit = ps.Laplace(regression(), structure="dense").run((X, Y), **QUIET)
     result = fit.fit.draws(fit.fit.noise(40, torch.Generator().manual_seed(0)))
@@ -190,6 +194,7 @@ def test_some_rows_are_unbiased_and_an_upper_bound():
     assert fit.ksd(num_rows=20) > fit.ksd(num_rows=N) == fit.ksd()
 
 
+@pytest.mark.slow
 def test_a_saved_run_takes_its_data_again(tmp_path):
     fit = sampled()
     fit.save(tmp_path / "run.ps")
@@ -214,6 +219,7 @@ def whole(x, y=None):
     pyro.sample("y", dist.MultivariateNormal(x @ w, SD**2 * torch.eye(len(x))), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fit", "how", "message"),
     [
@@ -234,6 +240,7 @@ def test_what_the_method_refuses(fit, how, message):
         fit().ksd(**how)
 
 
+@pytest.mark.slow
 def test_a_joint_density_of_all_rows():
     fit = run(ps.BAOA(whole, lr=0.3), num_samples=30)
     assert fit.ksd() == pytest.approx(float(exact(fit)), rel=1e-9)

@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from both_arviz import IS_1, elpd_of, rows_of
-from repetitions import slow_but
+from repetitions import long_but
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
@@ -98,6 +98,7 @@ def test_all_rows_are_those_of_arviz(model):
     assert found.pointwise.numpy() == pytest.approx(rows_of(theirs), rel=1e-10)
 
 
+@pytest.mark.slow
 def test_a_row_is_left_out_with_all_its_sites():
     sampler = ps.BAOA(two_sites, lr=0.1, friction=1.0)
     sampler.run((X, Y), num_samples=300, thinning=1, num_chains=1, warmup_steps=100, **QUIET)
@@ -108,7 +109,8 @@ def test_a_row_is_left_out_with_all_its_sites():
     assert (sampler.loo().pointwise - by_hand).abs().max() < 0.05
 
 
-@pytest.mark.parametrize("num_rows", slow_but([2, 40, 150], 2, 40))
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", long_but([2, 40, 150], 2, 40))
 def test_some_rows_estimate_all_of_them(num_rows, fitted):
     """Unbiased, with the standard error that they say."""
     whole, runs = fitted.loo(), 200
@@ -134,6 +136,7 @@ def test_as_many_rows_as_there_are_are_all(fitted):
     assert some.subsampling_se == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [None, 30])
 def test_loaders_and_own_subsamples_give_the_same(num_rows):
     how = {"num_samples": 50, "thinning": 1, "num_chains": 1, "warmup_steps": 20, **QUIET}

@@ -12,7 +12,11 @@ from reference import double, normals
 import pyro_scale as ps
 from pyro_scale.diagnostics.modes_seen import modes_seen
 
-pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("float64"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 def mirrored():

@@ -174,6 +174,7 @@ def test_without_superchains_there_is_none():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_samples", [1, 50])
 def test_starts_that_are_not_forgotten_are_said(num_samples):
     far = double(-20.0, 20.0)[:, None].expand(2, 2).repeat_interleave(4, dim=0)
@@ -192,7 +193,7 @@ def test_chains_in_two_modes_are_said():
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "each"), [pytest.param(1, 32, marks=pytest.mark.slow), (30, 4)]
+    ("num_samples", "each"), [pytest.param(1, 32, marks=pytest.mark.long), (30, 4)]
 )
 def test_false_alarms_are_rare(num_samples, each):
     """One in a thousand for each site by design; 30 runs of 4 superchains, taken together."""

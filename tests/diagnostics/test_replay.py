@@ -14,7 +14,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import close, double, normals
-from repetitions import slow_but
+from repetitions import long_but
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
@@ -148,9 +148,10 @@ TOO_LONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "compile"),
-    slow_but(
+    long_but(
         [(name, compile) for name in TOO_LONG for compile in (False, True)],
         *[("at once", False), ("SGNHT", False), ("a schedule", False), ("by site", True)],
     ),
@@ -236,6 +237,7 @@ def test_the_table_and_what_to_go_on_with():
     assert found.steps.to_string(index=False) in str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -315,7 +317,7 @@ def test_the_site_whose_gradient_is_infinite_is_named():
     assert torch.isfinite(ps.LogPosterior(root_at_zero, N)(found.params, found.batch).log_joint)
 
 
-@pytest.mark.parametrize("compile", slow_but([False, True], False))
+@pytest.mark.parametrize("compile", long_but([False, True], False))
 def test_a_matrix_that_cannot_be_factorized(compile):
     starts = {"r": double(0.5, -0.5)}
     sampler = ps.SGLD(not_a_covariance, lr=0.3, compile=compile, init_strategy=starts)
@@ -424,6 +426,7 @@ def test_a_checkpoint_directory_holds_it(tmp_path):
     assert sorted(file.name for file in tmp_path.glob("crash-dump-*")) == found
 
 
+@pytest.mark.slow
 def test_a_black_box_is_no_checkpoint(tmp_path):
     message = broken(ps.SGLD(regression, lr=1e3))
     (tmp_path / "crash-dump-0").write_bytes(path_in(message).read_bytes())
@@ -451,6 +454,7 @@ def test_damage_is_noticed(tmp_path):
         ps.replay(tmp_path / "damaged", regression)
 
 
+@pytest.mark.slow
 def test_other_files_are_refused(tmp_path):
     ps.SGLD(regression, lr=0.01).run((X, Y), **IN_BATCHES).save(tmp_path / "results")
     with pytest.raises(FileError, match="does not begin as the last steps of a chain"):
@@ -513,6 +517,7 @@ def test_arguments_that_cannot_be_written_hide_nothing():
     assert "Options" in message
 
 
+@pytest.mark.slow
 def test_only_the_run_that_is_given_up_is_written(monkeypatch):
     """Those of a step size that is halved are not."""
     monkeypatch.setattr("pyro_scale.run.execute._MOST_HALVINGS", 1)

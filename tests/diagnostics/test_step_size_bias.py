@@ -12,7 +12,7 @@ import pytest
 import torch
 from linear import location, standardized
 from reference import double
-from repetitions import slow_but
+from repetitions import long_but
 from warned import quiet, told
 
 import pyro_scale as ps
@@ -88,7 +88,7 @@ def test_the_halves_are_independent_standard_normals():
     assert torch.equal(other, half.span(0, 10))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_coupling_lowers_the_error():
     """Of means and variances, several times beside that of two runs on their own."""
     sampler = run(ps.BAOA(skewed, lr=0.3), warmup_steps=100, num_samples=200)
@@ -112,7 +112,7 @@ def sghmc(e, friction=1.0):
 
 @pytest.mark.parametrize(
     ("method", "lr", "expected"),
-    slow_but(
+    long_but(
         [
             (ps.SGLD, 0.5, 1 / (1 - 0.25)),
             (ps.SGLD, 1.0, 1 / (1 - 0.5)),
@@ -176,7 +176,8 @@ def shuffled_variance(lr, count, size):
     return float(sum((1 - lr) ** (2 * j) * at_end + of_steps(j) for j in places) / count)
 
 
-@pytest.mark.parametrize(("size", "thinning"), slow_but([(500, 1), (250, 3), (200, 4)], (250, 3)))
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "thinning"), long_but([(500, 1), (250, 3), (200, 4)], (250, 3)))
 def test_of_few_shuffled_batches(size, thinning):
     sampler = run(
         ps.SGLD(location, lr=0.1),
@@ -193,6 +194,7 @@ def test_of_few_shuffled_batches(size, thinning):
     assert abs(found - shuffled_variance(0.1, N // size, size)) < 4.4 * error
 
 
+@pytest.mark.slow
 def test_units_of_the_mass_change_nothing():
     """Mass m at step e and friction f is mass 1 at e / sqrt(m) and f sqrt(m): the same draws."""
     how = {"batch_size": B, "sampling": "replacement", "num_chains": 8, "num_samples": 100}
@@ -225,6 +227,7 @@ def test_of_a_skewed_target_by_quadrature(method, lr):
     assert table.mean_bias_mcse["x"] < 0.01
 
 
+@pytest.mark.slow
 def test_by_site_and_element():
     """The steepest element of a site whose step is its own; sites in the model's order."""
 
@@ -245,7 +248,7 @@ def test_by_site_and_element():
     assert "lower lr to 0.2" in said[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_of_a_schedule():
     """Draws that count by their step: the bias is that of each step on average."""
     lr = ps.schedules.cosine_decay(0.8, 4200, end=0.2)
@@ -260,7 +263,7 @@ def test_of_a_schedule():
     assert expected - 1 > 10 * error
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_control_variates_leave_is_nothing():
     sampler = ps.BAOA(location, lr=0.3, control_variates=True)
     how = {"batch_size": B, "num_samples": 100, "num_chains": 10}
@@ -270,6 +273,7 @@ def test_what_control_variates_leave_is_nothing():
     assert table.sd_inflation_mcse["mu"] < 0.02
 
 
+@pytest.mark.slow
 def test_what_is_left_of_noise_taken_off():
     """More noise than is injected: the variance is lr N V / (2 friction B) of the posterior's."""
     sampler = ps.SGLD(location, lr=0.02, subtract_noise=True)
@@ -279,7 +283,7 @@ def test_what_is_left_of_noise_taken_off():
     assert abs(table.sd_inflation["mu"] - 1) < 0.02
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_chosen_step_is_taken_again():
     sampler = run(ps.BAOA(location, lr="auto", precondition=None), (Y,), batch_size=B)
     lr = sampler.kernel.lr
@@ -302,11 +306,12 @@ def of_many_runs(method, count, monkeypatch, num_chains=4, **how):
         yield told(sampler.step_size_bias)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "lr", "how"),
     [
         (ps.SGLD, 0.01, {"thinning": 20}),
-        pytest.param(ps.BAOA, 0.3, {}, marks=pytest.mark.slow),
+        pytest.param(ps.BAOA, 0.3, {}, marks=pytest.mark.long),
         (ps.BAOA, 0.3, {"num_chains": 2, "num_samples": 60}),
     ],
 )
@@ -318,6 +323,7 @@ def test_no_alarm_where_there_is_nothing(method, lr, how, monkeypatch):
     assert sum(bool(said) for _, said in told_of) <= 1
 
 
+@pytest.mark.slow
 def test_errors_are_as_large_as_estimates_scatter(monkeypatch):
     method = ps.SGLD(gaussian(double(1.0)), lr=0.3)
     found = [table.loc["x"] for table, _ in of_many_runs(method, 64, monkeypatch)]
@@ -328,6 +334,7 @@ def test_errors_are_as_large_as_estimates_scatter(monkeypatch):
         assert float(errors.mean() / values.std()) == pytest.approx(1.0, rel=0.35)
 
 
+@pytest.mark.slow
 def test_few_draws_say_nothing():
     sampler = run(ps.SGLD(gaussian(double(1.0)), lr=1.5), num_samples=10, num_chains=4)
     table, said = told(sampler.step_size_bias)
@@ -339,6 +346,7 @@ def test_few_draws_say_nothing():
 # ------------------------------------------------------------------ how it is run
 
 
+@pytest.mark.slow
 def test_compiled_equals_eager():
     samplers = (ps.SGHMC(location, lr=0.3, compile=compile) for compile in (True, False))
     fits = [run(sampler, (Y,), batch_size=B, num_chains=3) for sampler in samplers]
@@ -346,6 +354,7 @@ def test_compiled_equals_eager():
     torch.testing.assert_close(*(torch.tensor(each.to_numpy()) for each in tables))
 
 
+@pytest.mark.slow
 def test_the_same_run_has_the_same_shadow():
     """It is a function of the run, which stays as it is."""
     sampler = run(ps.SGLD(gaussian(double(1.0)), lr=0.4), num_samples=100, num_chains=4)
@@ -385,7 +394,7 @@ def test_the_shadow_by_hand():
     assert table.mean_bias["x"] == pytest.approx(float(expected), rel=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_went_on_has_its_own(tmp_path):
     def sampler():
         return ps.SGHMC(location, lr=0.4)
@@ -397,13 +406,14 @@ def test_a_run_that_went_on_has_its_own(tmp_path):
     assert told(whole.step_size_bias)[0].equals(told(again.step_size_bias)[0])
 
 
+@pytest.mark.slow
 def test_shared_batches_stay_shared():
     how = {"batch_size": 1, "num_chains": 3, "share_batches": True, "num_samples": 100}
     sampler = run(ps.BAOA(location, lr=0.02), (Y,), **how)
     assert not told(sampler.step_size_bias)[0].isna().any().any()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_elements_that_do_not_move_have_no_bias():
     def model():
         pyro.sample("l", dist.LKJCholesky(2, 1.0))
@@ -417,9 +427,10 @@ def test_elements_that_do_not_move_have_no_bias():
 # ------------------------------------------------------------------ what has none
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "thinning", "places", "other"),
-    slow_but(
+    long_but(
         [(250, 4, 1, 5), (250, 2, 2, 3), (50, 10, 2, 11), (100, 15, 2, 17)],
         *[(250, 4, 1, 5), (100, 15, 2, 17)],
     ),
@@ -451,6 +462,7 @@ def test_what_is_refused(tmp_path):
         sampler.step_size_bias()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hyperparameters", "why"),
     [

@@ -7,7 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import normals
-from repetitions import each_once, slow_but
+from repetitions import each_once, long_but
 from torch.utils.data import DataLoader, TensorDataset
 from warned import quiet, told
 
@@ -41,6 +41,7 @@ def run(method, data=(Y,), **how):
     return quiet(method.run, data, **{**LONG, **QUIET, **how})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 def test_on_a_gaussian_it_is_the_variance_over_the_posteriors(temperature):
     sampler = ps.SGLD(mean_of_normal, lr=0.5, temperature=temperature)
@@ -76,6 +77,7 @@ def correlated():
     pyro.sample("x", dist.MultivariateNormal(torch.zeros(3).double(), scale_tril=ROOT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precondition", ["dense", "diag"])
 def test_elements_of_whitened_chains_are_measured_along_their_covariance(precondition):
     """By the explicit matrix.  Of a Gaussian that is known, the error is that of a sample variance,
@@ -99,16 +101,17 @@ def test_elements_of_whitened_chains_are_measured_along_their_covariance(precond
         assert float(errors.max()) > 10 * (2 / 2000) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "lr", "how", "hot"),
     [
-        pytest.param(ps.SGLD, 0.02, {}, False, marks=pytest.mark.slow),
+        pytest.param(ps.SGLD, 0.02, {}, False, marks=pytest.mark.long),
         (ps.SGLD, 0.5, {}, True),  # the variance is 1 / (1 - 0.5 / 2) of the posterior's
         (ps.BAOA, 0.5, {}, False),  # exact
         (ps.BAOA, 0.05, {"batch_size": B, "sampling": "replacement"}, True),
         pytest.param(
             *(ps.BAOA, 0.004, {"batch_size": B, "sampling": "replacement", "thinning": 50}, False),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -144,12 +147,13 @@ def regression(x, y):
         pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "how"),
     [
         (ps.BAOA(regression, lr=0.1), {"batch_size": B, "sampling": "replacement"}),
         (ps.BAOA(regression, lr=0.1, friction=0.5), {"batch_size": B}),
-        pytest.param(ps.SGLD(regression, lr=0.8), {}, marks=pytest.mark.slow),
+        pytest.param(ps.SGLD(regression, lr=0.8), {}, marks=pytest.mark.long),
     ],
     ids=["minibatches", "shuffled", "a long step"],
 )
@@ -168,7 +172,7 @@ def test_one_element_that_is_too_wide_among_many_is_seen(method, how):
     assert ps.compare({"hot": fit, "exact": exact}).reference == "exact"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_steepest_of_many_alike_is_no_false_alarm():
     """Of 200 runs, whose threshold chance goes beyond in 3 of 1,000, none or one or two."""
     alarms = 0
@@ -178,6 +182,7 @@ def test_the_steepest_of_many_alike_is_no_false_alarm():
     assert alarms <= 3
 
 
+@pytest.mark.slow
 def test_batches_of_a_loader_are_those_after_the_run():
     loader = DataLoader(TensorDataset(Y), batch_size=B)
     fit = run(ps.BAOA(mean_of_normal, lr=0.2, num_data=N), list(loader), num_samples=300)
@@ -187,6 +192,7 @@ def test_batches_of_a_loader_are_those_after_the_run():
     assert gap < 4 * table.temperature_mcse["mu"] + 0.1 * truth
 
 
+@pytest.mark.slow
 def test_too_cold_is_said():
     fit = run(ps.SGNHT(mean_of_normal, lr=0.2), batch_size=B, sampling="shuffle")
     _, said = told(fit.diagnostics)
@@ -200,11 +206,13 @@ def test_another_temperature_than_asked_for_is_said():
     assert any("hotter" in each for each in told(fit.diagnostics)[1])
 
 
+@pytest.mark.slow
 def test_optimizers_have_none():
     fit = run(ps.BAOA(mean_of_normal, lr=0.1, temperature=0.0), num_samples=5)
     assert "temperature" not in told(fit.diagnostics)[0]
 
 
+@pytest.mark.slow
 def test_few_draws_say_nothing():
     fit = run(ps.SGLD(mean_of_normal, lr=1.0), num_samples=5)
     table, said = told(fit.diagnostics)
@@ -233,9 +241,10 @@ def test_it_comes_back_from_a_file(tmp_path):
     assert torch.equal(again._result.virial, fit._result.virial)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "draws", "verdict"),
-    slow_but(
+    long_but(
         [(0.04, 1000, "yes"), (0.06, 1000, "unknown"), (0.06, 100, "yes"), (0.15, 100, "unknown")],
         *[(0.06, 1000, "unknown"), (0.06, 100, "yes")],
     ),

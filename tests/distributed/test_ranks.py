@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import on_ranks
 import pytest
 import torch
-from repetitions import slow_but
+from repetitions import long_but
 from torch import distributed as dist
 
 import pyro_scale as ps
@@ -25,7 +25,7 @@ from pyro_scale.run.resume import Journal
 
 HERE = Path(__file__).parent
 PROGRAM = "on_ranks"
-CASES = slow_but(
+CASES = long_but(
     ["eager", "compiled", "everywhere", "loader", "stream", "untuned", "untuned batches", "points"],
     *["eager", "compiled", "untuned", "points"],
 )
@@ -93,7 +93,7 @@ def alone(request, tmp_path_factory):
     return found
 
 
-@pytest.fixture(scope="module", params=slow_but([2, 3, 8], 2))
+@pytest.fixture(scope="module", params=long_but([2, 3, 8], 2))
 def shared(request, alone, tmp_path_factory):
     return results("cases", tmp_path_factory.mktemp("ranks") / "n", request.param, names=alone)
 
@@ -106,6 +106,7 @@ def same(case, found, expected):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_draws_are_those_of_one_process(case, alone, shared):
     """Rank 0 has all, others those of chains rank, rank + world, ..."""
@@ -116,6 +117,7 @@ def test_draws_are_those_of_one_process(case, alone, shared):
             same(case, torch.as_tensor(found[case][name]), torch.as_tensor(expected[name][own]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_rank_has_the_diagnostics_of_all_chains(case, alone, shared):
     for found in shared:
@@ -129,6 +131,7 @@ def test_every_rank_has_the_diagnostics_of_all_chains(case, alone, shared):
                 assert found[case][part][column] == pytest.approx(values, rel=1e-6, nan_ok=True)
 
 
+@pytest.mark.slow
 def test_a_group_can_be_ignored(alone, shared):
     for found in shared:
         assert torch.equal(found["ignored"]["w"], alone["ignored"]["w"])
@@ -145,7 +148,7 @@ def on_one(request, tmp_path_factory):
 
 
 @pytest.fixture(
-    scope="module", params=[(1, 2), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str
+    scope="module", params=[(1, 2), pytest.param((2, 2), marks=pytest.mark.long)], ids=str
 )
 def on_mesh(request, tmp_path_factory):
     case, folder = "-".join(["mesh", *map(str, request.param)]), tmp_path_factory.mktemp("mesh")
@@ -155,9 +158,10 @@ def on_mesh(request, tmp_path_factory):
     return [{**each, "gone on with alone": alone} for each in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "tolerance"),
-    slow_but(
+    long_but(
         [
             ("one step", 1e-12),
             ("small batches", 1e-12),
@@ -186,9 +190,10 @@ def test_gradients_over_ranks_are_those_of_one_process(case, tolerance, on_one, 
         assert torch.equal(rank[case]["w"], on_mesh[0][case]["w"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    slow_but(
+    long_but(
         [
             *["MAP", "MAP by torch.optim", "MAP, compiled", "MAP that stops", "MAP to the mode"],
             *["MAP, rows by rank", "VI", "VI, dense", "IVON"],
@@ -202,6 +207,7 @@ def test_fits_over_ranks_are_those_of_one_process(case, on_one, on_mesh):
         torch.testing.assert_close(rank[case], on_one[case], rtol=1e-9, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_rows_of_each_rank_alone_count_alike(on_mesh):
     """Parts of 300 and 103 rows, in batches of 21 of each; what needs all rows is refused."""
     for rank in on_mesh:
@@ -210,6 +216,7 @@ def test_rows_of_each_rank_alone_count_alike(on_mesh):
         assert "lr='auto'" in rank["rows by rank, untuned"][1]
 
 
+@pytest.mark.slow
 def test_ranks_draw_their_own_rows_apart(on_mesh):
     """Otherwise rows at the same places of two ranks' parts would come together in every batch."""
     one, other = on_mesh[0]["places read"], on_mesh[1]["places read"]
@@ -217,6 +224,7 @@ def test_ranks_draw_their_own_rows_apart(on_mesh):
     assert one[-200:] != other[-200:]
 
 
+@pytest.mark.slow
 def test_rows_by_rank_that_do_not_go_together_are_refused_on_all(on_mesh):
     for rank in on_mesh:
         kind, message = rank["too few rows"]
@@ -227,16 +235,19 @@ def test_rows_by_rank_that_do_not_go_together_are_refused_on_all(on_mesh):
             assert "at the same place along 'data'" in rank["other rows in a team"][1]
 
 
+@pytest.mark.slow
 def test_ranks_that_share_batches_tell_the_same(on_mesh):
     for rank in on_mesh:
         assert repr(rank["diagnostics"]) == repr(on_mesh[0]["diagnostics"])
 
 
+@pytest.mark.slow
 def test_a_rank_reads_its_own_rows_alone(on_one, on_mesh):
     """But for what the preflight and the checks afterwards read."""
     assert all(rank["rows read"] < 0.75 * on_one["rows read"] for rank in on_mesh)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_batches_go_on_with_a_checkpoint_and_one_process_with_theirs(
     on_one, on_mesh
 ):
@@ -247,16 +258,19 @@ def test_ranks_that_share_batches_go_on_with_a_checkpoint_and_one_process_with_t
         torch.testing.assert_close(alone, whole, rtol=0, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_steps_with_a_sum_over_ranks_are_compiled(on_mesh):
     assert {rank["program"] for rank in on_mesh} == {"compiled step"}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_shared_out_is_refused(on_mesh):
     for rank in on_mesh:
         assert "subsamples by itself in plate 'data'" in rank["own subsamples"][1]
         assert "max_seconds" in rank["clock"][1]
 
 
+@pytest.mark.slow
 def test_a_model_that_fails_on_one_rank_ends_all(on_mesh):
     for rank in on_mesh:
         kind, message = rank["fails"]
@@ -272,6 +286,7 @@ def errors(tmp_path_factory):
     return results("errors", tmp_path_factory.mktemp("ranks"), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
@@ -299,6 +314,7 @@ def test_ranks_that_differ_all_stop_before_the_first_step(errors, what, kind, wo
         assert found[what][1].count("symptoms.html") <= 1
 
 
+@pytest.mark.slow
 def test_a_chain_that_breaks_on_one_rank_lets_the_others_finish(errors):
     """Chain 3, rank 1's, breaks; all ranks are told, and the next run goes well."""
     for rank, found in enumerate(errors):
@@ -310,7 +326,8 @@ def test_a_chain_that_breaks_on_one_rank_lets_the_others_finish(errors):
         assert len(found["afterwards"]["w"]) == (8 if rank == 0 else 4)
 
 
-@pytest.mark.parametrize("world", slow_but([2, 3], 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("world", long_but([2, 3], 2))
 def test_a_rank_that_dies_is_named(world, tmp_path):
     """Without torchrun, which would end the others by itself."""
     found = results("dies", tmp_path, world, agent=False)
@@ -379,6 +396,7 @@ def test_a_process_by_itself_talks_to_nobody():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_example_runs(tmp_path):
     pytest.importorskip("sklearn")
     example = Path(__file__).parents[2] / "examples/distributed.py"
@@ -431,6 +449,7 @@ def killed(folder, world, seconds, case="checkpoint", seed=0):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("worlds", "seconds"), [((3, 2), 0.2), ((2, 1), 0.1), ((1, 3), 0.1)])
 def test_a_killed_run_goes_on_on_any_number_of_processes(worlds, seconds, uninterrupted, tmp_path):
     first, then = worlds
@@ -445,6 +464,7 @@ def test_a_killed_run_goes_on_on_any_number_of_processes(worlds, seconds, uninte
     assert torch.equal(again[0]["w"], uninterrupted["w"])
 
 
+@pytest.mark.slow
 def test_a_directory_of_parts_is_no_place_for_another_run(tmp_path):
     """Its chains would go on from whichever run is further."""
     part = tmp_path / "part-0.1.0"
@@ -455,6 +475,7 @@ def test_a_directory_of_parts_is_no_place_for_another_run(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_twenty_kills_lose_nothing(uninterrupted, tmp_path):
     """Of random ranks at random times, each time on another number of processes."""
     draw = random.Random(1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_ranks import needs_gloo, results
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.slow]
 
 PROGRAM = "rows_on_ranks"
 EXACT = [
@@ -41,7 +41,7 @@ def alone(tmp_path_factory):
     return found
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
 def shared(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows") / "n"
     return results("cases", folder, request.param, program=PROGRAM)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from repetitions import slow_but
+from repetitions import long_but
 from test_ranks import needs_gloo
 
 from pyro_scale.rng.seeds import Purpose
@@ -52,7 +52,7 @@ def two(folder):
     return results("cases", folder / "two", 2)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
 def ranks(request, folder):
     if request.param == 2:
         return request.getfixturevalue("two")
@@ -65,6 +65,7 @@ def close(found, expected, tolerance):
         torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_steps_are_those_of_one_process(name, alone, ranks):
     """Of batches that do not divide evenly, one of a single row among them; the prior of weights
@@ -76,29 +77,34 @@ def test_steps_are_those_of_one_process(name, alone, ranks):
             assert found[0] == pytest.approx(expected[0], rel=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SGLD", "SGHMC", "BAOA", "MAP"])
 def test_runs_are_those_of_one_process(name, alone, ranks):
     for rank in ranks:
         close(rank["runs"][name], alone["runs"][name], 1e-8)
 
 
+@pytest.mark.slow
 def test_a_loader_has_the_batches_of_one_process(alone, ranks):
     for rank in ranks:
         close(rank["loader"], alone["loader"], 1e-8)
 
 
+@pytest.mark.slow
 def test_draws_of_a_fit_do_not_depend_on_the_number_of_ranks(two, ranks):
     for rank in ranks:
         close(rank["draws of a fit"], two[0]["draws of a fit"], 1e-8)
         assert rank["draws of a fit"]["0.weight"].shape == (4, 7, 5)
 
 
+@pytest.mark.slow
 def test_weights_are_dtensors_and_other_sites_tensors(two):
     kinds = two[0]["kind"]
     assert kinds.pop("sigma") == "Tensor"
     assert set(kinds.values()) == {"DTensor"}
 
 
+@pytest.mark.slow
 def test_predictions_are_of_all_rows_on_every_rank(alone, ranks):
     """Each rank computes a part of the rows, and of one row one of them."""
     for rank in ranks:
@@ -111,18 +117,21 @@ def test_predictions_are_of_all_rows_on_every_rank(alone, ranks):
         assert len(residuals.unique()) == 36
 
 
+@pytest.mark.slow
 def test_the_network_is_left_where_the_run_ends(alone, two):
     for rank in two:
         mode = {n: value[0] for n, value in alone["runs"]["MAP"].items() if n != "sigma"}
         close(rank["network"], mode, 1e-8)
 
 
+@pytest.mark.slow
 def test_the_bound_counts_every_element_once(alone, ranks):
     for rank in ranks:
         torch.testing.assert_close(rank["trace"], alone["trace"], rtol=1e-10, atol=0)
         assert rank["linearized"][0] == "ArgumentError"
 
 
+@pytest.mark.slow
 def test_positions_are_float32_where_the_network_computes_in_bfloat16(two):
     for rank in two:
         half, full = rank["half"]["bf16"], rank["half"]["float32"]
@@ -134,6 +143,7 @@ def test_positions_are_float32_where_the_network_computes_in_bfloat16(two):
         assert not torch.equal(weight, full["2.weight"])
 
 
+@pytest.mark.slow
 def test_offloaded_parameters_move_alike(alone, two):
     for rank in two:
         steps = zip(rank["offloaded"], alone["steps"]["BAOA"], strict=True)
@@ -141,12 +151,14 @@ def test_offloaded_parameters_move_alike(alone, two):
             close(found, expected, 1e-8)
 
 
+@pytest.mark.slow
 def test_other_models_run_as_ever_beside_a_sharded_one(alone, two):
     for rank in two:
         close(rank["unsharded"], alone["runs"]["BAOA"], 1e-8)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_ranks_can_have_the_same_parts(alone, tmp_path):
     """A mesh of two dimensions: two copies of the network, each on two ranks."""
     for rank in results("copies", tmp_path, 4):
@@ -156,6 +168,7 @@ def test_ranks_can_have_the_same_parts(alone, tmp_path):
                 assert log_joint == pytest.approx(expected[0], rel=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
@@ -196,7 +209,8 @@ def test_what_sharded_networks_have_not_is_refused_on_all_ranks(what, kind, word
 # ------------------------------------------------------------------ checkpoints
 
 
-@pytest.mark.parametrize("world", slow_but([1, 2, 3], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("world", long_but([1, 2, 3], 1))
 def test_a_run_goes_on_on_any_number_of_processes(world, alone, two, folder):
     place = folder / "two" / str(world - 1)
     for found in results("resume", place, world):
@@ -204,6 +218,7 @@ def test_a_run_goes_on_on_any_number_of_processes(world, alone, two, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["killed", "damaged"])
 def test_the_state_before_is_taken_where_the_latest_is_not_whole(how, alone, two, folder, tmp_path):
     """A process that is killed while it writes leaves no facts; a changed byte is seen."""
@@ -239,6 +254,7 @@ def test_noise_does_not_depend_on_the_number_of_parts(world):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_gpus_take_the_same_steps(alone, tmp_path):
     """With nccl; unmeasured."""

@@ -9,7 +9,7 @@ import xarray
 from test_ranks import killed, needs_gloo, results
 
 pytest.importorskip("zarr")
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.slow]
 
 
 def on(world, tmp_path_factory):
@@ -23,7 +23,7 @@ def alone(tmp_path_factory):
     return folder, found
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
 def shared(request, tmp_path_factory):
     return on(request.param, tmp_path_factory)
 
@@ -152,7 +152,7 @@ def uninterrupted(tmp_path_factory):
     return {kind: results(f"{kind}-begin", folder / kind, 1)[0] for kind in ("stored", "nowhere")}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_without_draws_goes_on_to_the_same_moments(uninterrupted, tmp_path):
     """Sums and sketches of chains that were added up together go on apart.  Numbers come to them
     in other blocks, which rounds otherwise, and puts other neighbors into clusters."""
@@ -164,7 +164,7 @@ def test_a_killed_run_without_draws_goes_on_to_the_same_moments(uninterrupted, t
             torch.testing.assert_close(value, expected[part], **close)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("worlds", [(3, 2), (2, 1)])
 def test_a_killed_run_with_a_store_goes_on_to_the_same_store(worlds, uninterrupted, tmp_path):
     """On fewer processes, then longer on one more: parts are at different steps, and so are the

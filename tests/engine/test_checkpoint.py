@@ -18,7 +18,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from places import SUPPORT
-from repetitions import slow_but
+from repetitions import long_but
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from warned import without_replay
@@ -203,9 +203,10 @@ def same(one, other):
     assert all(torch.equal(value, other.params[name]) for name, value in one.params.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    slow_but(
+    long_but(
         CASES,
         *["SGNHT", "compiled", "points", "a loader by index", "a stream"],
     ),
@@ -225,6 +226,7 @@ def test_a_run_that_was_cut_short_goes_on_bit_for_bit(case, cut, tmp_path, monke
 # ------------------------------------------------------------------ what ends a run
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_the_draws_until_then(cut):
     whole = run("BAOA")
     cut(100)
@@ -249,6 +251,7 @@ def test_an_interrupt_before_the_first_draw_is_one(cut, tmp_path):
     assert raised.value.__notes__[-1].endswith(f"; the same call with resume='{tmp_path}' goes on")
 
 
+@pytest.mark.slow
 def test_an_interrupt_says_how_to_go_on(cut, tmp_path, monkeypatch):
     cut(100)
     with pytest.warns(UserWarning, match=r"interrupted .*; the same call with resume='") as told:
@@ -274,9 +277,10 @@ class Breaks(Dataset):
         return X[i], Y[i]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "after"),  # in the run, and when noise is estimated after it
-    slow_but(product([0, 1], [900, 1200]), (0, 900), (1, 1200)),
+    long_but(product([0, 1], [900, 1200]), (0, 900), (1, 1200)),
 )
 def test_a_loader_that_breaks_leaves_draws_and_checkpoint(workers, after, tmp_path):
     sampler = ps.BAOA(regression, **SMALL)
@@ -311,6 +315,7 @@ def test_a_model_that_raises_leaves_the_draws(tmp_path):
     assert len(sampler.get_samples()["w"]) > 0
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_leaves_the_draws_and_the_last_one(
     tmp_path, monkeypatch
 ):
@@ -349,6 +354,7 @@ def test_a_directory_that_is_deleted_leaves_the_draws(tmp_path):
     assert len(sampler.get_samples()["w"]) > 0
 
 
+@pytest.mark.slow
 def test_a_chain_that_stopped_stays_so(tmp_path, cut, monkeypatch):
     def cliff(x, y=None):
         w = pyro.sample("w", dist.Normal(0.0, 1.0))
@@ -387,6 +393,7 @@ def test_a_finished_run_is_extended(tmp_path):
         run("BAOA", resume=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_run_is_extended_by_the_program_that_it_was_run_by(compiled, tmp_path, monkeypatch):
     """Bit for bit: compiled steps and others differ by rounding."""
@@ -494,7 +501,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     ("then", "now"),
-    slow_but(product(KINDS, KINDS), ("tensors", "tensors"), *pairwise([*KINDS, "tensors"])),
+    long_but(product(KINDS, KINDS), ("tensors", "tensors"), *pairwise([*KINDS, "tensors"])),
 )
 def test_the_kind_of_data_counts(then, now, tmp_path, monkeypatch):
     """Though the first batch is the same, the later ones would be others."""
@@ -561,6 +568,7 @@ def test_a_runs_checkpoints_are_not_written_over(tmp_path):
     run("BAOA", checkpoint=tmp_path, resume=tmp_path)
 
 
+@pytest.mark.slow
 def test_one_run_at_a_time_writes_into_a_directory(tmp_path):
     run("BAOA", {"checkpoint": tmp_path}, num_samples=5)
     other = "import sys; from pathlib import Path; from pyro_scale.storage import files\n"
@@ -588,6 +596,7 @@ def test_checkpoints_leave_nothing_behind(tmp_path):
     assert {re.sub("[0-9]+", "", name) for name in names} == {"state-", "draws-"}
 
 
+@pytest.mark.slow
 def test_schedules_of_ours_are_compared(tmp_path):
     run("cycles", checkpoint=tmp_path)
     method = ps.SGHMC(regression, lr=ps.schedules.Cyclical(0.03, 50), compile=False)
@@ -595,6 +604,7 @@ def test_schedules_of_ours_are_compared(tmp_path):
         method.run((X, Y), resume=tmp_path, **{**STEPS, **IN_BATCHES, **QUIET})
 
 
+@pytest.mark.slow
 def test_a_step_that_was_chosen_is_for_its_number_of_steps(tmp_path):
     sampler = CASES["a chosen step"][0]()
     how = {**STEPS, **IN_BATCHES, **QUIET}
@@ -651,7 +661,8 @@ def unfinished(tmp_path_factory):
     return {file.name: file.read_bytes() for file in files}, whole
 
 
-@pytest.mark.parametrize("seed", slow_but(range(200), *range(20)))  # of 20, every file
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", long_but(range(200), *range(20)))  # of 20, every file
 def test_damage_is_noticed(seed, unfinished, tmp_path):
     """The draws are those of the whole run, or it is refused; the latest state may be lost."""
     held, whole = unfinished
@@ -747,10 +758,10 @@ def killed_again_and_again(case, draws, kills, tmp_path, seed):
     ("case", "kills", "draws"),
     [
         # `make test` kills a run in tests/storage/test_zarr_resumed.py, with its store
-        pytest.param("a stream", 1, 600, marks=pytest.mark.slow),
-        pytest.param("a stream", 2, 600, marks=pytest.mark.slow),
-        pytest.param("BAOA", 50, 6000, marks=pytest.mark.slow),
-        pytest.param("a stream", 50, 6000, marks=pytest.mark.slow),
+        pytest.param("a stream", 1, 600, marks=pytest.mark.long),
+        pytest.param("a stream", 2, 600, marks=pytest.mark.long),
+        pytest.param("BAOA", 50, 6000, marks=pytest.mark.long),
+        pytest.param("a stream", 50, 6000, marks=pytest.mark.long),
     ],
 )
 def test_killed_at_any_moment_it_goes_on_bit_for_bit(case, kills, draws, tmp_path):

@@ -17,7 +17,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import double, normals
-from repetitions import slow_but
+from repetitions import long_but
 from torch.utils.data import DataLoader, Dataset
 from warned import without_replay
 
@@ -103,6 +103,7 @@ def plain():
 # ------------------------------------------------------------------ in order
 
 
+@pytest.mark.slow
 def test_a_loop_first(recwarn):
     sampler = ran(logistic, True)
     assert program_of(sampler) == LOOP
@@ -110,6 +111,7 @@ def test_a_loop_first(recwarn):
     assert not reasons(recwarn)
 
 
+@pytest.mark.slow
 def test_then_a_compiled_step(recwarn, monkeypatch):
     """The warning names what is not in the loop, once, and this torch."""
     left = "buf3 = torch.ops.aten.linalg_cholesky_ex.default(buf2)"
@@ -123,6 +125,7 @@ def test_then_a_compiled_step(recwarn, monkeypatch):
     assert f"(torch {torch.__version__})" in warning
 
 
+@pytest.mark.slow
 def test_the_compilers_own_error_is_said(monkeypatch, tmp_path):
     keep_in(tmp_path, monkeypatch)
     output = "C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\nx.cpp: In function:\n"
@@ -135,9 +138,10 @@ def test_the_compilers_own_error_is_said(monkeypatch, tmp_path):
     assert "C++ compile error: x.cpp:3:10: fatal error: cpp_prefix.h: No such file; torch" in reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "step"),
-    slow_but(
+    long_but(
         [(choose_executor, "trace"), (compiled, "compile_graph"), (compiled, "build_library")],
         (compiled, "build_library"),
     ),
@@ -172,7 +176,8 @@ def reading(x, y):
         pyro.sample("y", dist.Bernoulli(logits=(x @ w) * (1 + 0.1 * w[0].item() ** 2)), obs=y)
 
 
-@pytest.mark.parametrize("model", slow_but([branching, reading], branching))
+@pytest.mark.slow
+@pytest.mark.parametrize("model", long_but([branching, reading], branching))
 def test_then_chain_by_chain(model):
     """What vmap refuses and what cannot be traced; a trace of one branch would be wrong."""
     with warnings.catch_warnings(record=True) as caught:
@@ -247,9 +252,9 @@ def test_auto_counts_chain_steps(asked):
 @pytest.mark.parametrize(
     "steps",
     [
-        pytest.param({"num_samples": 50}, marks=pytest.mark.slow),
+        pytest.param({"num_samples": 50}, marks=pytest.mark.long),
         {"num_samples": 10, "thinning": 4, "warmup_steps": 10},
-        pytest.param({"num_samples": 1, "warmup_steps": 49}, marks=pytest.mark.slow),
+        pytest.param({"num_samples": 1, "warmup_steps": 49}, marks=pytest.mark.long),
     ],
 )
 def test_auto_counts_all_steps(steps, monkeypatch):
@@ -292,6 +297,7 @@ def scaled(factor):
     return model
 
 
+@pytest.mark.slow
 def test_a_built_loop_is_found_again(monkeypatch):
     """By the same graph, whatever the data, without Inductor."""
     ran(scaled(0.5), True)
@@ -301,6 +307,7 @@ def test_a_built_loop_is_found_again(monkeypatch):
     same(again, ran(scaled(0.5), False, data=(-X, Y), seed=3))
 
 
+@pytest.mark.slow
 def test_a_model_that_differs_in_one_number_is_built_anew():
     for factor in (0.5, 0.25):
         same(ran(scaled(factor), True), ran(scaled(factor), False))
@@ -312,8 +319,9 @@ def linear(x, y):
         pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "change", slow_but(["batch size", "rows", "type", "strides", "whole"], "batch size", "type")
+    "change", long_but(["batch size", "rows", "type", "strides", "whole"], "batch size", "type")
 )
 def test_data_of_another_geometry_are_built_anew(change):
     """A loop knows sizes, strides and types by heart."""
@@ -357,7 +365,7 @@ def settings_now():
 
 @pytest.mark.parametrize(
     ("where", "validation"),
-    slow_but(
+    long_but(
         product([None, "trace", "compile_graph", "build_library", "inside"], [True, False]),
         *[(None, True), ("compile_graph", False), ("inside", True)],
     ),
@@ -451,7 +459,8 @@ def two_sites_and_a_point(x):
         pyro.sample("x", dist.Normal(w, 1.0).to_event(1), obs=x)
 
 
-@pytest.mark.parametrize(("thinning", "warmup"), slow_but([(1, 0), (3, 10)], (3, 10)))
+@pytest.mark.slow
+@pytest.mark.parametrize(("thinning", "warmup"), long_but([(1, 0), (3, 10)], (3, 10)))
 def test_a_bad_row_stops_each_chain_when_it_comes_to_it(thinning, warmup):
     """Known from the indices; the others' draws are those of a run without the bad row."""
     rows, bad = normals(400, 3), 13
@@ -480,6 +489,7 @@ def test_a_bad_row_stops_each_chain_when_it_comes_to_it(thinning, warmup):
     close(fast._results().positions, healthy._results().positions[sound])
 
 
+@pytest.mark.slow
 def test_a_chain_that_diverges_stops_alone():
     """One start is out of reach; the step and the site are the same, and the batch is not bad."""
     start = double(0.1, 50.0, 0.2, 0.3, 1e3, 0.4)
@@ -505,7 +515,7 @@ def test_a_chain_that_diverges_stops_alone():
     same(fast, slow)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_chain_that_fails_beside_points():
     """All chains are one program then, and what the sound ones share stays sound."""
     pyro.clear_param_store()
@@ -530,7 +540,7 @@ def curves(y):
         pyro.sample("y", dist.MultivariateNormal(torch.zeros(3), covariance), obs=y)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_broken_chain_upsets_no_factorization():
     """Another chain's state stands in for it, chain 0's too."""
     rows = normals(400, 3)
@@ -545,6 +555,7 @@ def test_a_broken_chain_upsets_no_factorization():
     same(fast, slow)
 
 
+@pytest.mark.slow
 def test_all_chains_fail_at_a_step():
     hypers = {"lr": lambda step: 0.2 if step < 137 else 1e200}
     said = []
@@ -615,6 +626,7 @@ def in_a_process(script):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_an_index_out_of_range_in_a_later_batch_is_an_error():
     """Where the model reads a table of its latents by a column of the data."""
     out = in_a_process("""
@@ -637,7 +649,7 @@ def test_an_index_out_of_range_in_a_later_batch_is_an_error():
     assert re.findall(r"(\d) \w+Error True", out) == ["1", "3"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_steps():
     """Eight times the steps for as many draws; a byte a number a step would be 16 MB."""
     out = in_a_process("""
@@ -660,6 +672,7 @@ def test_memory_does_not_grow_with_the_steps():
     assert many - some < 8
 
 
+@pytest.mark.slow
 def test_what_leaves_torch_is_not_frozen():
     """make_fx does not see NumPy: the first batch's features would be kept for ever."""
 
@@ -690,6 +703,7 @@ def test_what_leaves_torch_is_not_frozen():
     assert torch.equal(*draws)
 
 
+@pytest.mark.slow
 def test_a_library_cut_short_is_built_again(tmp_path, monkeypatch):
     """Loading a part of a library kills the process."""
     keep_in(tmp_path, monkeypatch)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from methods import STOCHASTIC
 from pyro.nn import PyroModule, PyroSample
 from reference import double, normals
-from repetitions import slow_but
+from repetitions import long_but
 from torch import nn
 from torch.distributions import constraints
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -117,7 +117,7 @@ def hypers(method, kind):
 
 @pytest.mark.parametrize(
     ("method", "kind"),
-    slow_but(
+    long_but(
         itertools.product(METHODS, ["floats", "schedules", "temperature 0"]),
         *[(ps.BAOA, "temperature 0"), (ps.SGNHT, "schedules"), (ps.UBU, "floats")],
         (ps.pSGLD, "schedules"),
@@ -138,7 +138,8 @@ def scaled(x, y):
         pyro.sample("y", dist.Normal(x @ w, s), obs=y)
 
 
-@pytest.mark.parametrize("method", slow_but([ps.BAOA, ps.SGNHT, ps.pSGLD], ps.BAOA))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", long_but([ps.BAOA, ps.SGNHT, ps.pSGLD], ps.BAOA))
 def test_values_by_site(method):
     """Numbers, schedules and tensors, a column or none of the block each."""
     row = STOCHASTIC[METHODS.index(method)]
@@ -154,7 +155,8 @@ def test_values_by_site(method):
     assert "lr_s" in fast._results().sample_stats
 
 
-@pytest.mark.parametrize("thinning", slow_but([1, 3], 3))
+@pytest.mark.slow
+@pytest.mark.parametrize("thinning", long_but([1, 3], 3))
 def test_cycles(thinning):
     """What is kept is not even: sampling phases of 7 steps, of every 20."""
     cycle = ps.schedules.Cyclical(0.3, cycle_steps=20, exploration=0.65, settling=0.0)
@@ -210,6 +212,7 @@ class PassedOn(Later):
     before = staticmethod(torch.clone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "program"), [(Later, LOOP), (PassedOn, EITHER)])
 def test_a_kernel_that_the_engine_does_not_know(kernel, program):
     make = functools.partial(
@@ -254,6 +257,7 @@ class Watching(Averaging):
     state = Watched
 
 
+@pytest.mark.slow
 def test_two_kernels_that_differ_in_what_is_kept_alone():
     """The same step, so a program kept from the one must not serve the other."""
     draws = []
@@ -265,7 +269,8 @@ def test_two_kernels_that_differ_in_what_is_kept_alone():
     assert not torch.isclose(*draws).all(-1).any()
 
 
-@pytest.mark.parametrize("method", slow_but(METHODS, ps.SGNHT))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", long_but(METHODS, ps.SGNHT))
 def test_many_chains_over_threads(method):
     """Loops of several chains side by side write nowhere but in their own parts."""
     make = functools.partial(method, logistic, **hypers(method, "floats"))
@@ -351,9 +356,10 @@ DATA = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    slow_but(
+    long_but(
         DATA,
         *["whole", "not tensors, batches", "model subsamples", "loader, map-style"],
         *["stream", "shared", "none"],
@@ -399,9 +405,10 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "batch_size"),
-    slow_but(
+    long_but(
         [(kind, size) for kind in LAYOUTS for size in (None, B)],
         ("one tensor twice", B),
         ("transposed", None),
@@ -425,7 +432,8 @@ def mixed(count, flag, z, wide):
         pyro.sample("wide", dist.Normal((z @ w).double(), 2.0), obs=wide)
 
 
-@pytest.mark.parametrize("batch_size", [pytest.param(None, marks=pytest.mark.slow), B])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [pytest.param(None, marks=pytest.mark.long), B])
 def test_rows_of_several_types_beside_float32_latents(batch_size):
     data = ((X[:, 0] * 3).abs().long(), Y > 0, X.float(), normals(N, seed=9))
     make = functools.partial(ps.BAOA, mixed, lr=0.2)
@@ -433,7 +441,8 @@ def test_rows_of_several_types_beside_float32_latents(batch_size):
     assert fast._results().positions.dtype == torch.float32
 
 
-@pytest.mark.parametrize("method", slow_but(METHODS, ps.SGNHT))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", long_but(METHODS, ps.SGNHT))
 def test_float32(method):
     """Beside 1e-5 of rounding, a wrong number would show just as well."""
     torch.set_default_dtype(torch.float32)
@@ -469,6 +478,7 @@ def every_state():
     return calls[0], programs[0], slow._results().positions, slow._results().sample_stats["lp"]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.sampled_from([0, 1, 6, 7, 63, 64, 65]),
@@ -506,6 +516,7 @@ def test_exactly_the_right_states_are_kept(warmup, thinning, num_samples, length
     assert chains.log_joint == pytest.approx(float(lp[:, kept[-1]].mean()), abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 10**4])
 def test_where_tapes_are_cut_changes_nothing(budget, monkeypatch):
     """Thousands of steps over many blocks of noise and epochs, bit for bit; schedules as well."""
@@ -688,9 +699,10 @@ MODELS = {  # model, data, program, lr
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    slow_but(
+    long_but(
         MODELS,
         *["hierarchical", "scaled products", "mlp", "Gaussian process"],
     ),
@@ -709,6 +721,7 @@ def near_the_edge(y):
         pyro.sample("y", dist.MultivariateNormal(torch.zeros(2), covariance), obs=y)
 
 
+@pytest.mark.slow
 def test_a_factorization_that_fails_ends_its_chain_at_the_same_step():
     """Compiled it is NaN, eagerly torch's error."""
     starts, ends = {"x": double(-2.0, 0.0, 0.5, -1.0)}, []
@@ -729,17 +742,18 @@ def test_a_factorization_that_fails_ends_its_chain_at_the_same_step():
     assert len(ends[0]) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_correlations_are_compiled():
     make = functools.partial(ps.BAOA, correlated, lr=0.1)
     checked(make, X, EITHER, batch_size=B, num_samples=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
         (with_params, {"num_chains": 4, "batch_size": B, "thinning": 3, "num_samples": 70}),
-        pytest.param(with_params, {"num_chains": 1}, marks=pytest.mark.slow),
+        pytest.param(with_params, {"num_chains": 1}, marks=pytest.mark.long),
         (PartlyFrozen, {"num_chains": 4, "batch_size": B}),
     ],
 )
@@ -759,6 +773,7 @@ def test_points_are_the_same(model, settings):
 # ------------------------------------------------------------------ again and again
 
 
+@pytest.mark.slow
 def test_a_second_run_takes_its_own_data_and_seed():
     """Of one sampler and of a new one, by one model, in one process."""
     fast, slow = (ps.BAOA(logistic, lr=0.3, compile=c) for c in (True, False))
@@ -811,7 +826,8 @@ def numbered(i):
     return model, normals(10, size, seed=100 + i)
 
 
-@pytest.mark.parametrize("count", slow_but([4, 30], 4))
+@pytest.mark.slow
+@pytest.mark.parametrize("count", long_but([4, 30], 4))
 def test_many_models_in_one_process(count, recwarn):
     """Graphs that are alike share their program, and nothing else."""
     for i in range(count):
@@ -821,7 +837,7 @@ def test_many_models_in_one_process(count, recwarn):
     assert not [w for w in recwarn if "compile" in str(w.message)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_thirty_programs_in_one_process(recwarn):
     """Dynamo gives up after eight of one code object."""
     for i in range(30):

@@ -12,7 +12,7 @@ import pyro.distributions as dist
 import pytest
 import stored
 import torch
-from repetitions import slow_but
+from repetitions import long_but
 from stored import QUIET, X, Y, draws_of, fitted, regression, same, unconstrained
 from torch.utils.data import DataLoader, Dataset
 
@@ -77,7 +77,7 @@ def no_room(disk):
 # ------------------------------------------------------------------ full disks
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_checkpoints_fill_the_disk(disk):
     """The draws until then are kept, and the checkpoint before goes on, once there is room."""
     sampler = ps.BAOA(wide, lr=0.05, compile=False)
@@ -109,7 +109,8 @@ def test_checkpoints_fill_the_disk(disk):
     same(resumed._results().sample_stats, whole._results().sample_stats)
 
 
-@pytest.mark.parametrize("chunk", slow_but([50, 10**6], 50))
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", long_but([50, 10**6], 50))
 def test_draws_fill_the_disk(chunk, disk, tmp_path, monkeypatch):
     pytest.importorskip("zarr")
     import xarray
@@ -153,6 +154,7 @@ def test_a_disk_that_is_full_from_the_beginning(disk):
     same(draws_of(wide_run(10, checkpoint=disk / "run")), draws_of(wide_run(10)))
 
 
+@pytest.mark.slow
 def test_results_fill_the_disk(disk):
     fit = wide_run(300)
     fit.save(disk / "run.ps")
@@ -228,7 +230,8 @@ def from_loader(dataset, **kwargs):
     return ps.BAOA(regression, lr=0.05, compile=False), loader, {**LOADED, **kwargs}
 
 
-@pytest.mark.parametrize("after", slow_but([9, 9 * 13], 9 * 13))
+@pytest.mark.slow
+@pytest.mark.parametrize("after", long_but([9, 9 * 13], 9 * 13))
 def test_a_worker_that_dies_is_an_error_in_a_moment(after, tmp_path):
     """Its draws and its checkpoint are kept, and the run goes on with a worker that lives.
 
@@ -266,7 +269,8 @@ def test_a_data_set_that_raises_at_once_is_that_error(after, workers):
         sampler.run(loader, **how)
 
 
-@pytest.mark.parametrize("kept", slow_but(["memory", "store", "nowhere"], "store"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", long_but(["memory", "store", "nowhere"], "store"))
 def test_a_data_set_that_raises_later_leaves_what_there_was(kept, tmp_path):
     where = {"memory": None, "store": tmp_path / "draws.zarr", "nowhere": False}[kept]
     sampler, loader, how = from_loader(Dies(200, gone), workers=0, store=where)
@@ -298,7 +302,8 @@ class Refused(Exception):
     pass
 
 
-@pytest.mark.parametrize("kept", slow_but(["memory", "store", "nowhere"], "memory"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", long_but(["memory", "store", "nowhere"], "memory"))
 def test_a_model_that_raises_at_a_later_step_leaves_what_there_was(kept, tmp_path):
     calls = []
 
@@ -342,6 +347,7 @@ def test_a_model_that_raises_on_the_first_batch_is_that_error():
         fitted(model)
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_early_leaves_no_thread(monkeypatch):
     """Neither that which draws ahead, though the error holds the run's frames."""
 

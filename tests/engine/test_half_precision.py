@@ -4,7 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from repetitions import slow_but
+from repetitions import long_but
 
 import pyro_scale as ps
 
@@ -12,9 +12,10 @@ X = torch.randn(40, generator=torch.Generator().manual_seed(0))
 Y = 0.5 * X + torch.randn(40, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "compile"),
-    slow_but(
+    long_but(
         [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)],
         (torch.bfloat16, True),
     ),

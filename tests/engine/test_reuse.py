@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import double, normals
-from repetitions import slow_but
+from repetitions import long_but
 from torch.utils.data import DataLoader, StackDataset, TensorDataset
 
 import pyro_scale as ps
@@ -69,7 +69,8 @@ HOW = [
 ]
 
 
-@pytest.mark.parametrize("how", slow_but(HOW, *HOW[1:3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", long_but(HOW, *HOW[1:3]))
 def test_a_step_is_traced_once(how, traced):
     """From other starts, with other noise, other batches and of other lengths."""
     first = sampler(Regression())
@@ -80,6 +81,7 @@ def test_a_step_is_traced_once(how, traced):
         assert torch.equal(found, ran(sampler(Regression()), **this))
 
 
+@pytest.mark.slow
 def test_every_kind_of_step_is_traced_once(traced):
     """A run that is not tuned trains by one program and samples by another."""
     first, kinds = sampler(Regression()), [{"batch_size": 8}, {"batch_size": 4}, {"num_chains": 2}]
@@ -96,6 +98,7 @@ def test_of_a_loader(traced):
     assert len(traced) == 1
 
 
+@pytest.mark.slow
 def test_of_a_step_that_is_no_loop(traced, monkeypatch):
     def refuse(*_):
         raise NotALoop("an operation")
@@ -111,6 +114,7 @@ def test_of_a_step_that_is_no_loop(traced, monkeypatch):
         assert torch.equal(found, ran(sampler(Regression()), seed=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ps.MAP, ps.VI])
 def test_of_optimizers(kind, traced):
     first = kind(Regression(), compile=True)
@@ -132,7 +136,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", slow_but(CHANGES, "a number", "a weight's memory"))
+@pytest.mark.parametrize("change", long_but(CHANGES, "a number", "a weight's memory"))
 def test_what_changes_is_seen(change):
     """Changes of a billionth are: a run is what a new sampler's is."""
     before = Y.clone()
@@ -155,7 +159,7 @@ OTHER_CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", slow_but(OTHER_CALLS, "data", "fewer rows"))
+@pytest.mark.parametrize("call", long_but(OTHER_CALLS, "data", "fewer rows"))
 def test_another_call_is_traced(call, traced):
     first = sampler(Regression())
     ran(first)
@@ -164,6 +168,7 @@ def test_another_call_is_traced(call, traced):
     assert torch.equal(found, ran(sampler(Regression()), **OTHER_CALLS[call]))
 
 
+@pytest.mark.slow
 def test_a_frozen_branch_is_seen_at_the_new_point(traced):
     """What Python decides between runs."""
 
@@ -193,6 +198,7 @@ def test_nothing_is_held():
     assert [ref() for ref in watched] == [None] * 5
 
 
+@pytest.mark.slow
 def test_copies_of_a_sampler_trace_for_themselves(traced):
     first = sampler(Regression())
     expected = ran(first)

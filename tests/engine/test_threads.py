@@ -77,6 +77,7 @@ def as_it_was():
     assert set(trace.nodes) >= {"w", "y"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_it_was")
 @pytest.mark.parametrize("compile", [False, True])
 def test_pairs_of_runs(compile):
@@ -96,6 +97,7 @@ def test_a_fit_beside_a_run():
             assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_predictions_beside_a_run():
     sampler = ps.BAOA(regression, lr=0.01, compile=False).run((X, Y), **HOW)
     works = [lambda: sampler.predict(X)["y"], lambda: run(positive, False)]

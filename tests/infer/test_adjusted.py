@@ -5,7 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import double, normals
-from repetitions import slow_but
+from repetitions import long_but
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
@@ -44,7 +44,8 @@ def check(run, temperature=1.0):
     assert ess > 1500
 
 
-@pytest.mark.parametrize("temperature", slow_but([1.0, 3.0], 3.0))
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", long_but([1.0, 3.0], 3.0))
 def test_it_is_right_with_nothing_set(temperature):
     run = ps.GHMC(line, temperature=temperature).run((X, Y), **QUIET)
     check(run, temperature)
@@ -65,6 +66,7 @@ def test_a_number_is_never_changed():
     check(run)
 
 
+@pytest.mark.slow
 def test_large_data_are_taken_whole():
     """Where others take minibatches."""
     y = 3 + normals(30_000, seed=0)
@@ -81,6 +83,7 @@ def test_large_data_are_taken_whole():
     assert float(draws.std()) == pytest.approx(30_000**-0.5, rel=0.25)
 
 
+@pytest.mark.slow
 def test_compiled_is_eager():
     def run(compile):
         sampler = ps.GHMC(line, lr=0.05, mass={"beta": double(1.0, 400.0)}, compile=compile)
@@ -96,7 +99,8 @@ def test_compiled_is_eager():
     assert 0 < rates[0] < 1  # so that there are rejections among the steps
 
 
-@pytest.mark.parametrize("compile", slow_but([True, False], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("compile", long_but([True, False], False))
 def test_resumed_is_uninterrupted(tmp_path, compile):
     """Bit for bit, with what is compared and counted."""
 
@@ -152,6 +156,7 @@ def test_minibatches_are_refused(data, how, lr):
         ps.GHMC(line, lr=lr).run(data, **how, **QUIET)
 
 
+@pytest.mark.slow
 def test_a_batch_of_all_rows_is_none():
     runs = [
         ps.GHMC(line, lr=0.05, compile=False).run((X, Y), batch_size=size, **BY_HAND)

@@ -22,7 +22,7 @@ from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.nn import PyroModule, PyroParam, PyroSample
 from reference import close, double, log_jacobian, normals
-from repetitions import slow_but
+from repetitions import long_but
 from torch.distributions import MultivariateNormal, biject_to, constraints
 
 import pyro_scale as ps
@@ -137,7 +137,7 @@ every_gaussian = pytest.mark.parametrize("row", GAUSSIANS, ids=lambda row: row.n
 ROWS = {row.name: row for row in TABLE}
 FEW = [ROWS[name] for name in ("MAP dense", "Laplace diag", "VI diag", "EKF dense")]
 #: Of what takes long, one of each kind.
-some = pytest.mark.parametrize("row", slow_but(TABLE, *FEW), ids=lambda row: row.name)
+some = pytest.mark.parametrize("row", long_but(TABLE, *FEW), ids=lambda row: row.name)
 
 
 @functools.cache
@@ -189,6 +189,7 @@ def same(left, right):
 # ------------------------------------------------------------------ draws
 
 
+@pytest.mark.slow
 @every
 def test_draws_are_the_same_at_each_call(row):
     fit = fit_of(row.name)
@@ -593,7 +594,7 @@ def still(method, fit, num_chains, seed=8, **arguments):
     return method.fit.centers[:, :FREE]
 
 
-@pytest.mark.parametrize("name", slow_but(["Laplace diag", "VI diag", "EKF dense"], "Laplace diag"))
+@pytest.mark.parametrize("name", long_but(["Laplace diag", "VI diag", "EKF dense"], "Laplace diag"))
 def test_samplers_start_at_draws_of_a_fit(name):
     row, fit = ROWS[name], fit_of(name)
     with warnings.catch_warnings():
@@ -604,7 +605,7 @@ def test_samplers_start_at_draws_of_a_fit(name):
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(["MAP dense", "VI dense", "EKF diag", "Laplace diag"], "VI dense")
+    "name", long_but(["MAP dense", "VI dense", "EKF diag", "Laplace diag"], "VI dense")
 )
 def test_everything_starts_at_the_same_draws_of_a_fit(name):
     fit = fit_of(name)

@@ -93,6 +93,7 @@ def test_distances_are_the_worst_elements(scale):
     close(double(*table.loc["a", ["mean_distance", "sd_distance"]]), [0.0, 0.0])
 
 
+@pytest.mark.slow
 def test_of_a_diagonal_gaussian_it_is_known():
     """A diagonal Laplace has the conditional sds: 1 over the root of the precision's diagonal."""
     _, precision = linear_posterior(1.0, X, Y)
@@ -117,6 +118,7 @@ def two(x, y=None):
 # ------------------------------------------------------------------ the other columns
 
 
+@pytest.mark.slow
 def test_a_point_a_sampler_and_a_gaussian_in_one_table():
     found = compared("MAP", "BAOA", "dense", data=(NEW_X, NEW_Y))
     table = found.table
@@ -189,6 +191,7 @@ def test_without_data_there_is_no_lpd():
 # ------------------------------------------------------------------ the reference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "expected"),
     [

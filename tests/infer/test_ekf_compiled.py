@@ -60,6 +60,7 @@ def same(one, other, tolerance=1e-12):
         close(*pair, tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("structure", "curvature"), each_once(["diag", "dense"], ["empirical_fisher", "ggn"])
 )
@@ -80,6 +81,7 @@ def test_a_compiled_loop_takes_the_eager_steps(structure, curvature):
     close(stepped.fit.trace[0], compiled.fit.trace[0, :5], 1e-12)
 
 
+@pytest.mark.slow
 def test_a_loader_is_a_compiled_loop_too():
     loader = DataLoader(RowByRow(X, COUNTS), BATCH)
     fit = ps.EKF(counts, structure="diag", transition_sd=0.1, compile=True)
@@ -88,6 +90,7 @@ def test_a_loader_is_a_compiled_loop_too():
     same(fit, ekf(counts, (X, COUNTS), False, "diag", transition_sd=0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [7, 12, 22])
 def test_what_is_not_finite_is_said_at_its_step(place):
     y = Y.clone()
@@ -180,12 +183,13 @@ WALKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compile", "sds", "each"),
     [
         *((False, *walk) for walk in WALKS),
         (True, *WALKS[2]),
-        *(pytest.param(True, *walk, marks=pytest.mark.slow) for walk in WALKS[:2]),
+        *(pytest.param(True, *walk, marks=pytest.mark.long) for walk in WALKS[:2]),
     ],
 )
 def test_sites_walk_as_far_as_they_are_told(compile, sds, each):
@@ -202,6 +206,7 @@ def test_sites_walk_as_far_as_they_are_told(compile, sds, each):
     close(fit.fit.gaussians[0].covariance, covariances[-1][order][:, order], 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [True, False])
 def test_a_batch_without_rows_brings_the_walk_alone(compile):
     parts = [slice(0, 5), slice(5, 10), slice(0, 0), slice(10, 15), slice(0, 0), slice(15, 23)]

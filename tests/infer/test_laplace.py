@@ -525,6 +525,7 @@ def best_of(function, size):
     return logs.detach().exp(), function(*logs.detach().exp())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 def test_tune_finds_the_params_of_most_evidence():
     fit = laplace(with_params, (X, Y), tune=("tau", "sigma"), batch_size=10)
@@ -539,6 +540,7 @@ def test_tune_finds_the_params_of_most_evidence():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_single_param_is_tuned(structure):
@@ -598,6 +600,7 @@ def classes_of_a_network(scale, dtype):
     return model, (x.to(dtype), classes)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 @pytest.mark.filterwarnings("ignore:the approximation does not fit")
 def test_the_prior_of_a_network_is_tuned_in_single_precision():
@@ -718,7 +721,7 @@ def test_a_map_of_the_new_prior_finds_the_updated_mode(temperature):
 
 
 @pytest.mark.filterwarnings("ignore:the log joint still rose")
-@pytest.mark.slow
+@pytest.mark.long
 def test_steps_with_the_new_prior_find_the_updated_mode():
     """On batches of the new rows, whose number the old posterior does not know."""
     first, other = HALVES
@@ -891,6 +894,7 @@ def network(noise):
     return model, outputs
 
 
+@pytest.mark.slow
 def test_a_recurrent_networks_outputs_are_linear_in_its_weights():
     """The same of an LSTM, which float32 runs by oneDNN; its Jacobian is by differences."""
     noise, x = [SD], normals(6, 3, D, seed=12)
@@ -1043,6 +1047,7 @@ OTHER_FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHER_FAMILIES)
 def test_linearized_draws_of_other_families_have_the_plain_ones_mean(name):
     """All of them are linear before their links."""

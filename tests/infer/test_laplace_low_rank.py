@@ -27,6 +27,7 @@ DATA = X, normals(30, seed=3)
 PRECISION = torch.diag(SCALES**-2) + 4 * X.T @ X
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [None, 7])
 @pytest.mark.parametrize("rank", [4, 6, 11, 12])
 def test_it_is_exact_where_the_data_know_no_more_directions(rank, batch_size):

@@ -11,7 +11,7 @@ import torch
 import torchopt
 from pyro.infer.autoguide import init_to_value
 from reference import close, double, normals
-from repetitions import each_once, slow_but
+from repetitions import each_once, long_but
 from row_datasets import RowByRow
 from torch.distributions import constraints
 from torch.utils.data import DataLoader, TensorDataset
@@ -121,6 +121,7 @@ CONJUGATE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the log joint still rose")
 @pytest.mark.parametrize(("family", "batch_size"), each_once(CONJUGATE, [3, None]))
 def test_a_dense_map_is_the_mode_without_jacobian_to_rounding(family, batch_size):
@@ -132,6 +133,7 @@ def test_a_dense_map_is_the_mode_without_jacobian_to_rounding(family, batch_size
         assert float((mode_of(fit, "v") - torch.tensor(other)).abs().max()) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CONJUGATE)
 def test_a_diagonal_map_is_where_the_optimizer_ends(family):
     """Gradient descent on all rows, without steps of Newton's method."""
@@ -151,6 +153,7 @@ def test_a_dense_map_is_at_the_mode_or_says_that_it_is_not():
     assert said or float(slope.norm()) < 1e-6
 
 
+@pytest.mark.slow
 def test_two_sites_of_which_one_is_positive():
     """The joint density of (w, s): its slope in w and in s itself vanishes."""
 
@@ -303,6 +306,7 @@ def test_minibatches_are_unbiased():
     close(mode_of(fit, "v"), CONJUGATE["Normal"][2], 1e-2)
 
 
+@pytest.mark.slow
 def test_compiled_is_eager():
     asked = {"optimizer": torchopt.adam(0.02), "batch_size": B, "num_steps": 60}
     eager, compiled = (started(compile=compile, **asked) for compile in (False, True))
@@ -370,7 +374,7 @@ def test_early_stopping_goes_on_while_it_rises():
     assert fit.diagnostics()["converged"].tolist() == [False]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_early_stopping_is_the_same_at_each_run_and_compiled():
     """It waits for the slowest start."""
 
@@ -516,7 +520,7 @@ LOADERS = {
 
 
 @pytest.mark.filterwarnings("ignore:the log joint still rose")
-@pytest.mark.parametrize("name", slow_but(LOADERS, next(iter(LOADERS))))
+@pytest.mark.parametrize("name", long_but(LOADERS, next(iter(LOADERS))))
 def test_loaders_lead_to_the_same_mode(name):
     asked = {"structure": "dense", "optimizer": torchopt.sgd(0.1)}
     whole = ps.MAP(scaled, **asked).run((X, Y), num_steps=200, **QUIET)

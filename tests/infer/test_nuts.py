@@ -14,7 +14,7 @@ from linear import linear_data, linear_posterior, regression
 from pyro.contrib import gp
 from pyro.nn import PyroModule, PyroSample
 from reference import double, normals
-from repetitions import slow_but
+from repetitions import long_but
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
@@ -41,9 +41,10 @@ def z_of_mean(draws, exact):
     return float((draws.mean() - exact) / (draws.std() / math.sqrt(ess)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compiled", "mass", "temperature"),
-    slow_but(
+    long_but(
         product([True, False], ["diag", "low_rank"], [1.0, 0.3]),
         *[(True, "diag", 0.3), (True, "low_rank", 1.0)],
     ),
@@ -87,6 +88,7 @@ def schools():
         pyro.sample("y", dist.Normal(mu + tau * theta, error), obs=y)
 
 
+@pytest.mark.slow
 def test_local_latents_against_quadrature():
     """mu and tau with the schools' effects integrated out by hand, on a grid."""
     y, error = double(28, 8, -3, 7, -1, 1, 18, 12), double(15, 10, 16, 11, 9, 11, 10, 18)
@@ -111,6 +113,7 @@ def mixture(y):
         pyro.sample("y", dist.Normal(loc[k.long()], 0.6), obs=y)
 
 
+@pytest.mark.slow
 def test_enumerated_sites_against_quadrature():
     y = torch.cat([normals(20, seed=4) * 0.6 - 1, normals(14, seed=5) * 0.6 + 1])
     grid = torch.linspace(-2.5, 2.5, 400).double()
@@ -134,7 +137,8 @@ def gaussian_process(x, y):
     pyro.sample("y", dist.MultivariateNormal(torch.zeros(len(x)), covariance), obs=y)
 
 
-@pytest.mark.parametrize("compiled", slow_but([True, False], True))
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", long_but([True, False], True))
 def test_a_gaussian_process_against_quadrature(compiled):
     """By ATen's Cholesky factors."""
     x = torch.linspace(-2, 2, 12).double()
@@ -167,6 +171,7 @@ def _float32():
     torch.set_default_dtype(torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_float32")
 def test_float32_is_sampled_in_float64_and_given_back_as_it_is():
     """Data, a network's weights and literals."""
@@ -200,6 +205,7 @@ def test_float32_is_sampled_in_float64_and_given_back_as_it_is():
     assert within._results().attrs["program"] == "compiled log density"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_float32")
 def test_what_a_model_holds_in_float32_may_stay_so():
     """Pyro's Gaussian processes: a method of a module, which holds its data as plain tensors."""
@@ -224,6 +230,7 @@ def test_the_same_seed_gives_the_same_draws_whatever_the_number_of_chains():
     assert not torch.equal(other._results().positions, runs[2])
 
 
+@pytest.mark.slow
 def test_a_second_run_sees_what_has_changed():
     """Data in place, by torch or behind its back, and what the model reads besides."""
     array = Y.numpy().copy()
@@ -245,6 +252,7 @@ def test_a_second_run_sees_what_has_changed():
         assert torch.equal(again, ps.NUTS(model).run(y, **few)._results().positions)
 
 
+@pytest.mark.slow
 def test_runs_in_two_threads_are_those_of_one():
     def positions(seed):
         nuts = ps.NUTS(linear).run((X, Y), num_samples=100, seed=seed, progress=False)
@@ -281,6 +289,7 @@ def test_everything_that_a_sampler_offers(tmp_path):
     assert set(table.table.index) == {"NUTS", "BAOA"}
 
 
+@pytest.mark.slow
 def test_progress_is_told_of_each_chain(capsys):
     ps.NUTS(linear, compile=False).run(
         (X, Y), num_samples=40, warmup_steps=40, num_chains=2, seed=1, progress=True
@@ -325,9 +334,10 @@ def apart(nuts):
     nuts._results().positions[0] += 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "temperature", "expected"),
-    slow_but(
+    long_but(
         [
             (None, 1.0, "NUTS"),
             (None, 0.9, "SGLD"),

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "benchmarks" / "exact"))
 from nuts_models import POSTERIORS, elements, mean_and_error
 
 pytest.importorskip("nutpie")
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("float64")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("float64")]
 
 REFERENCES = json.loads((Path(__file__).parent / "pyro_nuts_references.json").read_text())
 MOST_R_HAT, MOST_ERRORS = 1.01, 4.0

@@ -114,6 +114,7 @@ def test_a_model_without_a_finite_start_names_the_site():
         ps.NUTS(model).run(None, **QUIET)
 
 
+@pytest.mark.slow
 def test_a_start_outside_of_the_support_is_drawn_again():
     """As Pyro's samplers do: of a half-normal by a factor half of all starts are outside."""
 
@@ -185,6 +186,7 @@ def test_nutpie_missing_names_the_extra(monkeypatch):
         ps.NUTS(linear).run((X, Y), **QUIET)
 
 
+@pytest.mark.slow
 def test_control_c_keeps_the_draws(monkeypatch):
     """Of a run that would take minutes, and of a user in a hurry, who presses it again."""
     show, stop = chains._show, nutpie_api.Chain.stop

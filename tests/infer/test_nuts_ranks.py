@@ -23,7 +23,7 @@ import pyro_scale as ps
 from pyro_scale.errors import ConvergenceWarning
 
 pytest.importorskip("nutpie")
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("float64")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("float64")]
 
 #: Data sets, of the model as it is and of a wrong one.
 DATA_SETS, OF_WRONG = 250, 150

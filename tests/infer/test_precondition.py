@@ -80,6 +80,7 @@ def test_the_target_is_a_standard_normal(kind):
     close(engine.to_params(torch.zeros(7)), MEAN, 1e-7)
 
 
+@pytest.mark.slow
 def test_draws_have_the_law_of_the_posterior():
     """BAOA is exact on Gaussians, at a step that only whitened coordinates stand: the elements'
     scales differ by a factor of 1,000.  Compiled steps are those of eager ones."""
@@ -157,6 +158,7 @@ def test_the_mode_is_the_same_after_few_steps():
     assert float(away) < 1e-9
 
 
+@pytest.mark.slow
 def test_variational_inference_starts_where_the_factors_say():
     """At draws of the fit: whitened by it, they are standard normals."""
     fit = fitted("kron")

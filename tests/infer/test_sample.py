@@ -34,6 +34,7 @@ def check(run):
     assert float((draws.std(0) / sd).log().abs().max()) < 6 / 2000**0.5
 
 
+@pytest.mark.slow
 def test_small_data_are_sampled_exactly():
     pytest.importorskip("nutpie")
     run = ps.sample(line, (X, Y), **QUIET)
@@ -46,6 +47,7 @@ def without_nutpie(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
 
+@pytest.mark.slow
 def test_without_nutpie_small_data_are_sampled_exactly(monkeypatch):
     without_nutpie(monkeypatch)
     run = ps.sample(line, (X, Y), **QUIET)
@@ -55,6 +57,7 @@ def test_without_nutpie_small_data_are_sampled_exactly(monkeypatch):
     check(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["short", "loader"])
 def test_what_is_not_for_ghmc_is_for_baoa(monkeypatch, case):
     """Too little time for all rows; a loader's batches."""
@@ -75,6 +78,7 @@ def test_without_the_time_for_nuts_it_is_baoa():
     assert "NUTS would take longer than seconds=2 (NUTS about" in why or "pyro-scale[nuts]" in why
 
 
+@pytest.mark.slow
 def test_a_network_is_an_ensemble():
     net = ps.bayesianize(nn.Sequential(nn.Linear(2, 200), nn.Tanh(), nn.Linear(200, 2)))
 

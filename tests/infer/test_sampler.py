@@ -18,7 +18,7 @@ from methods import STOCHASTIC
 from pyro.infer.autoguide import initialization
 from pyro.nn import PyroModule, PyroSample
 from reference import double, normals
-from repetitions import slow_but
+from repetitions import long_but
 from torch import nn
 from torch.distributions import constraints
 from torch.utils.data import DataLoader, Dataset
@@ -72,9 +72,10 @@ def stationary_factor(method, lr, over_n):
     return (4 - 2 * lr) / (4 - 2 * lr - lr**2 * over_n)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "num_data", "temperature"),
-    slow_but(
+    long_but(
         product(SAMPLERS, [None, 200], [1.0, 0.3]),
         *[(ps.BAOA, None, 0.3), (ps.SGHMC, 200, 0.3), (ps.SGLD, 200, 0.3)],
     ),
@@ -93,7 +94,7 @@ def test_stationary_variance_on_the_whole_data(method, num_data, temperature):
     assert abs(centered.mean()) < 4.4 * (expected / centered.numel()) ** 0.5
 
 
-@pytest.mark.parametrize("method", slow_but(SAMPLERS, ps.SGLD))
+@pytest.mark.parametrize("method", long_but(SAMPLERS, ps.SGLD))
 def test_a_model_without_arguments_samples_its_prior(method):
     def model():
         pyro.sample("w", dist.Normal(torch.ones(3000).double(), 0.5).to_event(1))
@@ -131,6 +132,7 @@ ASKED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pyro_scale.errors.PyroScaleWarning")
 @pytest.mark.parametrize("method", RUNS)
 def test_a_function_has_no_model_to_predict_with(method):
@@ -158,7 +160,7 @@ def one_column(y):
 
 @pytest.mark.parametrize(
     ("method", "temperature"),
-    slow_but(product(SAMPLERS, [1.0, 0.5]), (ps.BAOA, 0.5), (ps.SGLD, 0.5)),
+    long_but(product(SAMPLERS, [1.0, 0.5]), (ps.BAOA, 0.5), (ps.SGLD, 0.5)),
 )
 class TestGradientNoise:
     """A normal mean with N = 40, half of the rows at +2 and half at -2, so that V = 4."""
@@ -178,6 +180,7 @@ class TestGradientNoise:
             **QUIET,
         )
 
+    @pytest.mark.slow
     def test_minibatches_widen_the_posterior_as_the_linear_recursion_says(
         self, method, temperature
     ):
@@ -280,7 +283,7 @@ def grouped(method, num_chains=4, data=ROWS, model=regression, **kwargs):
 
 @pytest.mark.parametrize(
     ("method", "sampling"),
-    slow_but(
+    long_but(
         [(method, "shuffle") for method in METHODS]
         + [(ps.BAOA, "replacement"), (ps.BAOA, "symmetric")],
         *[(ps.SGNHT, "shuffle"), (ps.UBU, "shuffle"), (ps.BAOA, "symmetric")],
@@ -310,7 +313,7 @@ def test_chain_i_is_the_same_with_a_loader():
         close(draws, grouped(ps.BAOA, 4)[name][:2], rtol=1e-11)
 
 
-@pytest.mark.parametrize("method", slow_but(METHODS, ps.BAOA, ps.SGNHT))
+@pytest.mark.parametrize("method", long_but(METHODS, ps.BAOA, ps.SGNHT))
 def test_same_seed_same_draws(method):
     first, second, other = grouped(method), grouped(method), grouped(method, seed=4)
     for name in ("w", "s"):
@@ -380,7 +383,7 @@ def test_shared_batches_are_chain_zeros():
 
 @pytest.mark.parametrize(
     ("method", "warmup", "thinning"),
-    slow_but(
+    long_but(
         [(method, *steps) for method in METHODS for steps in [(0, 3), (5, 1), (4, 3), (1, 7)]],
         *[(ps.BAOA, 0, 3), (ps.BAOA, 5, 1), (ps.SGNHT, 4, 3), (ps.UBU, 4, 3)],
     ),
@@ -486,7 +489,7 @@ def test_step_returns_the_log_joint_before_it_and_moves_the_chain():
         close(sampler.get_samples()["w"], w[None])
 
 
-@pytest.mark.parametrize("method", slow_but(METHODS, ps.BAOA, ps.SGNHT))
+@pytest.mark.parametrize("method", long_but(METHODS, ps.BAOA, ps.SGNHT))
 def test_steps_are_a_run(method):
     """Same seed, whole data: seven steps end where a run of seven does."""
     sampler = method(regression, lr=0.1)
@@ -730,7 +733,7 @@ def test_points_move_by_their_mean_gradient_at_temperature_zero():
     pyro.clear_param_store()
 
 
-@pytest.mark.parametrize("method", slow_but(METHODS, ps.BAOA, ps.SGHMC))
+@pytest.mark.parametrize("method", long_but(METHODS, ps.BAOA, ps.SGHMC))
 def test_points_have_no_noise_at_any_temperature(method):
     """A point that no latent touches goes its noiseless way while the latent is sampled."""
 
@@ -843,6 +846,7 @@ def test_the_step_that_is_named_is_the_one_that_broke_it():
     assert f"at step {step}," in run_quartic(num_samples=step + 1)[1]
 
 
+@pytest.mark.slow
 def test_the_only_chain_breaks_at_once():
     calls = []
 
@@ -903,6 +907,7 @@ def test_bad_constructor_arguments_are_refused(make, message):
         make()
 
 
+@pytest.mark.slow
 def test_a_step_size_that_is_left_out_is_chosen():
     """Left out, or named: all arguments of the constructor are "auto"."""
     names = ("lr", "friction", "precondition", "control_variates", "init_strategy")

@@ -131,6 +131,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_the_compiled_loop_takes_the_same_steps(name):
     model, data, size = COMPILED[name]
@@ -202,6 +203,7 @@ def test_a_step_that_breaks_says_which_particle():
         svgd.step(X[:B], Y[:B])
 
 
+@pytest.mark.slow
 def test_models_that_vmap_refuses_and_that_subsample_take_the_same_steps():
     def refused(x, y):
         regression(Doubled.apply(x) / 2, y)
@@ -259,12 +261,14 @@ def test_the_papers_mixture():
     assert float((found - truth).square().mean()) < 0.2**2 * float(variance.mean()) / n
 
 
+@pytest.mark.slow
 def test_a_gaussian_in_one_dimension():
     w = settled(gaussian(1, 3.0), 50, 0.5, 300)
     assert abs(float(w.mean())) < 0.01 * 3.0
     assert float(w.std()) == pytest.approx(3.0, rel=0.04)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_where_dimensions_are_as_many_they_form_a_simplex(temperature):
     """Of n particles in n - 1 dimensions or more, all pairs are h log(n + 1) apart, squared, as the
@@ -277,6 +281,7 @@ def test_where_dimensions_are_as_many_they_form_a_simplex(temperature):
     close(w.var(0, correction=0).sum(), apart / 2 * (n - 1) / n, 1e-6)
 
 
+@pytest.mark.slow
 def test_a_logistic_regression():
     """Means to a twentieth of a sd and sds to 8%, of sums over a grid."""
     x, y = X, (Y > 0).double()
@@ -300,6 +305,7 @@ def finished():
     return ran(torchopt.adam(0.05), 200, None)
 
 
+@pytest.mark.slow
 def test_particles_are_draws():
     svgd = finished()
     w = particles(svgd)
@@ -348,6 +354,7 @@ def test_results_come_back_from_a_file(tmp_path):
     close(particles(further.run((X, Y), num_steps=1, **QUIET)), particles(svgd), 0)
 
 
+@pytest.mark.slow
 def test_it_says_whether_it_has_come_to_rest():
     with pytest.warns(ConvergenceWarning, match="log joint still changed"):
         away = ran(torchopt.sgd(1e-3), 40, None)

@@ -17,7 +17,7 @@ import torchopt
 from gaussian import Bound
 from pyro.infer.autoguide import init_to_value
 from reference import close, double, normals, pyro_log_joint
-from repetitions import slow_but
+from repetitions import long_but
 from torch import nn
 from torch.distributions import MultivariateNormal, constraints
 
@@ -330,13 +330,14 @@ def check_optimum(fit, kind, temperature, tolerance):
 
 
 #: Each method, and a temperature other than 1.
-OPTIMA = slow_but(
+OPTIMA = long_but(
     [(kind, temperature) for kind in VIAS for temperature in (1.0, 0.25)],
     ("diag", 1.0),
     ("dense", 0.25),
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "temperature"), OPTIMA)
 def test_the_optimum_of_minibatches_is_the_exact_one(kind, temperature):
     """Variances T / L_ii, or T L^-1 if dense: N/B, the prior and T are all in them."""
@@ -364,6 +365,7 @@ def test_the_bound_is_in_nats_a_total_and_below_the_evidence(kind, temperature):
     assert bool(table.loc[0, "converged"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.25])
 def test_a_dense_fit_that_sticks_the_landing_is_exact(temperature):
     """Its gradient has no noise at the optimum, so no learning rate has to fall far."""
@@ -378,6 +380,7 @@ def test_a_dense_fit_that_sticks_the_landing_is_exact(temperature):
     assert float(last.mean()) == pytest.approx(expected, abs=4.4 * temperature * 0.0866)
 
 
+@pytest.mark.slow
 def test_particles_average_the_noise():
     """Four give a bound of half the noise."""
     sds = []
@@ -387,6 +390,7 @@ def test_particles_average_the_noise():
     assert sds[0] / sds[1] == pytest.approx(2.0, rel=0.2)
 
 
+@pytest.mark.slow
 def test_a_schedule_of_temperatures_ends_where_its_last_value_says():
     schedule = ps.schedules.cosine_decay(4.0, 10_000, end=0.25)
     fit = optimum("diag", schedule)
@@ -397,6 +401,7 @@ def test_a_schedule_of_temperatures_ends_where_its_last_value_says():
     close(first - last, (4.0 - 0.25) * 3 * log_sds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", VIAS)
 def test_temperature_zero_is_the_mode(kind):
     optimizer = {} if kind == "IVON" else {"optimizer": torchopt.sgd(0.2)}
@@ -421,7 +426,7 @@ def logistic(x, y):
         pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_fit_is_the_same_with_minibatches_and_without():
     found = []
     for size in (None, 8):
@@ -443,8 +448,9 @@ def test_epochs_are_steps_through_the_data():
 # ------------------------------------------------------------------ programs, chains
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", slow_but([*VIAS, "dense, sticking"], "diag", "dense, sticking", "IVON")
+    "kind", long_but([*VIAS, "dense, sticking"], "diag", "dense, sticking", "IVON")
 )
 def test_compiled_is_eager(kind):
     make = VIAS[kind.split(",")[0]]
@@ -507,6 +513,7 @@ def test_the_trace_has_one_estimate_a_step(kind):
 FAR = {"w": double([30.0, -30.0, 30.0])}
 
 
+@pytest.mark.slow
 def test_a_bound_that_still_rises_is_said():
     for vi in (ps.VI(linear, init_strategy=FAR), ps.IVON(linear, lr=1e-3, init_strategy=FAR)):
         with pytest.warns(
@@ -525,6 +532,7 @@ def test_a_bound_that_falls_is_said():
     assert fit.trace[0, :50].mean() > fit.trace[0, -50:].mean() + 10
 
 
+@pytest.mark.slow
 def test_a_bound_that_does_not_rise_is_not_mentioned():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -533,6 +541,7 @@ def test_a_bound_that_does_not_rise_is_not_mentioned():
         assert vi.run((X, Y), num_steps=20_000, **SETTINGS).converged
 
 
+@pytest.mark.slow
 def test_one_start_that_rises_is_enough():
     starts = {"w": torch.stack([POSTERIOR, FAR["w"][0]])}
     vi = ps.VI(linear, init_strategy=starts, optimizer=torchopt.adam(0.05))
@@ -542,7 +551,8 @@ def test_one_start_that_rises_is_enough():
     assert not vi.diagnostics()["converged"][1]
 
 
-@pytest.mark.parametrize("kind", slow_but(["diag", "IVON"], "diag"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", long_but(["diag", "IVON"], "diag"))
 def test_early_stopping_ends_once_the_bound_is_flat(kind):
     method = ps.IVON if kind == "IVON" else functools.partial(ps.VI, optimizer=torchopt.adam(0.05))
     asked = {"init_strategy": NEAR, "compile": True}
@@ -560,6 +570,7 @@ def test_early_stopping_ends_once_the_bound_is_flat(kind):
     assert now.mean() - before.mean() + 2 * error <= 0.1 * stopped.fit.layout.size**0.5
 
 
+@pytest.mark.slow
 def test_early_stopping_does_not_end_a_rise():
     vi = ps.VI(linear, init_strategy=FAR, optimizer=torchopt.adam(0.02), early_stopping=True)
     with pytest.warns(UserWarning, match="still rose"):
@@ -607,7 +618,7 @@ def test_points_move_by_their_mean_gradient_and_get_no_noise(kind):
     assert not list(pyro.get_param_store())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_points_end_where_the_bound_is_largest():
     """Dense, on a conjugate model, that is where the evidence is: type-II maximum likelihood."""
     vi = ps.VI(with_point, structure="dense", optimizer=torchopt.adam(falling), compile=True)
@@ -671,6 +682,7 @@ def test_a_factory_of_torch_optim_takes_torchopts_steps(structure):
 # ------------------------------------------------------------------ networks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["VI", "IVON"])
 def test_a_network_learns_from_minibatches(kind):
     torch.manual_seed(0)

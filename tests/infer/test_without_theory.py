@@ -80,6 +80,7 @@ def model(y):
         pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [None, 16])
 def test_it_samples_and_is_diagnosed(batch_size):
     """With all rows the draws are the posterior's, up to .7% in the sd: within 4.4 errors."""

@@ -183,6 +183,7 @@ def run(row, **hyperparameters):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", STOCHASTIC, ids=by_name)
 def test_sites_alike_are_one_value_for_all(row):
     plain = run(row).get_samples()
@@ -288,6 +289,7 @@ def walked(row, values, steps, seed, chains, start, batch):
     return torch.stack(paths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("warmup", "thinning", "exploration"), [(0, 1, 0.5), (9, 3, 0.7)])
 @pytest.mark.parametrize("row", STOCHASTIC, ids=by_name)
 def test_a_cycle_explores_without_noise_and_samples_with_it(row, warmup, thinning, exploration):
@@ -365,6 +367,7 @@ def test_weights_of_step_sizes_by_site_are_their_mean():
     np.testing.assert_allclose(stats.weight.values, [sum(each) / 2] * 2, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_draws_at_one_step_size_have_no_weights():
     constant = [
         decreasing(0.1),

@@ -67,6 +67,7 @@ def test_forgetting_all_has_the_stationary_law_of_the_equation_without_gamma():
     assert error < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("forgetting", "bias"), [(0.5, 0.7), (0.1, 0.4), (0.01, 0.04)])
 def test_constant_forgetting_has_a_bias_that_smaller_steps_do_not_take_away(forgetting, bias):
     for lr in (0.05, 0.02):
@@ -76,6 +77,7 @@ def test_constant_forgetting_has_a_bias_that_smaller_steps_do_not_take_away(forg
         assert found - own > bias + 4.4 * error
 
 
+@pytest.mark.slow
 def test_falling_forgetting_leaves_sglds_law():
     """1 / (1 - lr G / 2); what was forgotten at step 10,000, 0.0016, still adds about half of
     1%."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torchopt
 from reference import close, double, normals
-from repetitions import slow_but
+from repetitions import long_but
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError
@@ -79,9 +79,10 @@ def start():
     return {"w": torch.zeros(1, 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
-    "name", slow_but(OPTIMIZERS, "adam, staircase, with an end", "sgd", "two schedules")
+    "name", long_but(OPTIMIZERS, "adam, staircase, with an end", "sgd", "two schedules")
 )
 def test_it_is_torchopts_own_loop_compiled_or_not(name):
     optimizer, ends = OPTIMIZERS[name], {}
@@ -94,10 +95,11 @@ def test_it_is_torchopts_own_loop_compiled_or_not(name):
     close(ends["compiled loop"], ends["eager"], 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("structure", "sticking"),
-    slow_but(product(["diag", "dense"], [False, True]), ("dense", True)),
+    long_but(product(["diag", "dense"], [False, True]), ("dense", True)),
 )
 def test_compiled_variational_inference_is_eager(structure, sticking):
     """In minibatches, from two starts; sticking the landing when dense solves L^T x = eps."""
@@ -115,6 +117,7 @@ def test_compiled_variational_inference_is_eager(structure, sticking):
         close(one.sample(torch.eye(2)), other.sample(torch.eye(2)), 1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_another_run_of_an_object_follows_its_schedule_anew():
     """What it has compiled serves a longer run, whose step sizes are others."""

@@ -173,6 +173,7 @@ def test_the_law_of_the_thermostat(num_data):
     assert sizes["xi"] < 0.005
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [SGNHT, BAOA, SGHMC, UBU])
 def test_gradient_noise_that_nobody_knows(method):
     """It heats every element by lr V / (2 f m T) = 0.4 of the temperature, whatever the mass.

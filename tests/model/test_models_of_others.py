@@ -151,6 +151,7 @@ def posterior():
     return torch.linalg.solve(precision, linear), precision.inverse()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [None, N])
 @pytest.mark.parametrize("plate", ["follows", "fixed"])
 def test_with_the_whole_data_local_latents_are_like_any_other(plate, size):
@@ -178,6 +179,7 @@ def test_with_the_whole_data_local_latents_are_like_any_other(plate, size):
         sampler.predict(Y[:3], SDS[:3], num_samples=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plate", ["follows", "fixed"])
 def test_approximations_find_local_latents_too(plate):
     model, (mean, covariance) = functools.partial(schools, plate), posterior()

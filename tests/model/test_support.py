@@ -4,7 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from repetitions import slow_but
+from repetitions import long_but
 
 import pyro_scale as ps
 from pyro_scale.errors import NonFiniteError
@@ -42,7 +42,7 @@ MODELS = [(nan_outside, None, "c", "NaN"), (infinite_outside, Y, "y", "infinite"
 
 @pytest.mark.parametrize(
     ("model", "data", "site", "word", "compile"),
-    slow_but(
+    long_but(
         [(*model, compile) for model in MODELS for compile in (False, True)],
         *[(*MODELS[0], False), (*MODELS[1], True)],
     ),

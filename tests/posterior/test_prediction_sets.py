@@ -18,7 +18,7 @@ import pytest
 import torch
 import torchopt
 from reference import double, normals
-from repetitions import slow_but
+from repetitions import long_but
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -225,7 +225,7 @@ def coverages(fit, draw, hold, repetitions=60, **how):
     return shares
 
 
-@pytest.mark.parametrize("sd", slow_but([1.0, 3.0, 0.3], 3.0))
+@pytest.mark.parametrize("sd", long_but([1.0, 3.0, 0.3], 3.0))
 def test_conformal_intervals_cover_where_plain_ones_miss(fit, seeded, sd):
     covered = coverages(fit, lambda count, seed: rows_of(count, seed, sd), inside)
     assert abs(z_of(covered, 0.9)) < 4
@@ -238,7 +238,7 @@ def test_conformal_intervals_cover_where_plain_ones_miss(fit, seeded, sd):
 
 @pytest.mark.parametrize(
     "how",
-    slow_but(
+    long_but(
         [{"linearized": True}, {"linearized": True, "num_samples": 30}, {"num_samples": 30}],
         {"linearized": True, "num_samples": 30},
     ),
@@ -248,7 +248,7 @@ def test_conformal_intervals_cover_however_they_are_predicted(fit, seeded, how):
     assert abs(z_of(covered, 0.9)) < 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_conformal_intervals_cover_with_noise_that_the_model_has_not(fit, seeded):
     def draw(count, seed):
         x, y = rows_of(count, seed, sd=0.1)
@@ -282,7 +282,8 @@ def test_rows_may_be_in_any_dimension(seeded):
     assert abs(int(joint) - 27) <= 2  # the 27th of 29 scores, but for the intervals' draws
 
 
-@pytest.mark.parametrize("sharpness", slow_but([1.0, 0.2, 8.0], 0.2))
+@pytest.mark.slow
+@pytest.mark.parametrize("sharpness", long_but([1.0, 0.2, 8.0], 0.2))
 def test_conformal_sets_of_classes_cover(seeded, sharpness):
     def draw(count, seed):
         x = normals(count, 2, seed=seed)
@@ -389,6 +390,7 @@ def test_intervals_stay_in_the_support(seeded):
     assert upper.isfinite().all()
 
 
+@pytest.mark.slow
 def test_samplers_and_filters_have_them(seeded):
     x, y = rows_of(SIZE, seed=0)
     held, (new, new_y) = rows_of(400, seed=1, sd=2.0), rows_of(400, seed=2, sd=2.0)
@@ -483,7 +485,7 @@ def network(inputs):
     return model
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["boston", "concrete", "energy", "wine_red", "yacht"])
 def test_networks_on_uci_splits_cover(name):
     """A trained network's plain intervals cover what they like; its conformal ones 90%.

@@ -17,7 +17,7 @@ import pytest
 import torch
 from pyro import poutine
 from reference import double, normals
-from repetitions import each_once, slow_but
+from repetitions import each_once, long_but
 
 import pyro_scale as ps
 from pyro_scale import metrics
@@ -223,9 +223,9 @@ def reduced_as_by_hand(fit, case, e, tolerance=1e-12, **chosen):
 @pytest.fixture(
     params=[
         pytest.param((None, 0), id="all"),
-        pytest.param((1, 0), id="1", marks=pytest.mark.slow),
+        pytest.param((1, 0), id="1", marks=pytest.mark.long),
         pytest.param((5, 300), id="5"),
-        pytest.param((100, 0), id="100", marks=pytest.mark.slow),
+        pytest.param((100, 0), id="100", marks=pytest.mark.long),
     ]
 )
 def batch_size(request, monkeypatch):
@@ -422,8 +422,9 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says its peak there")
-@pytest.mark.parametrize("kind", slow_but(["linear", "convolution"], "convolution"))
+@pytest.mark.parametrize("kind", long_but(["linear", "convolution"], "convolution"))
 def test_memory_is_that_of_some_draws(kind):
     """MB: chances of 2,000 draws would take 600, activations 820."""
     command = [sys.executable, "-W", "ignore", "-c", MEMORY, kind]

@@ -215,6 +215,7 @@ def test_diagnostics_has_the_worst_of_each_latent_site():
     assert table.attrs["num_data"] == SIZE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [False, True])
 def test_of_very_large_sites_some_elements_are_looked_at(stored, tmp_path):
     """200 of them, the first and the last among them."""
@@ -388,6 +389,7 @@ def mixture(y):
         pyro.sample("y", dist.Normal(m[z.long()], 0.5), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [None, 5])
 def test_enumerated_mixtures_are_summed_out(batch_size):
     fit = fitted(mixture, Y, batch_size=batch_size, num_samples=400, lr=0.05)
@@ -617,6 +619,7 @@ def exact_loo(y, sd):
     return float(dist.Normal(mean, (1 / precision + sd**2) ** 0.5).log_prob(y).sum())
 
 
+@pytest.mark.slow
 def test_loo_is_the_exact_leave_one_out(conjugate):
     """A log likelihood with N/B, or summed otherwise, would be off by nats."""
     y, fits = conjugate

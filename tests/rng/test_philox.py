@@ -259,7 +259,7 @@ def test_five_million_normals():
     check(p_values(seed=11, size=2**20, pieces=5))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_billion_normals():
     check(p_values(seed=2**60 + 3, size=2**24, pieces=60))
 
@@ -272,6 +272,7 @@ def test_normals_have_the_normal_distribution(dtype):
     assert p > 1e-4, statistic
 
 
+@pytest.mark.slow
 def test_every_order_of_four_rows_is_as_likely():
     """120,000 permutations of 4 rows: chi squared of 23 degrees; p below 1e-4 once in 10,000."""
     rows = torch.empty(120_000, 4, dtype=torch.int32)

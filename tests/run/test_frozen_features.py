@@ -4,7 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from repetitions import each_once, slow_but
+from repetitions import each_once, long_but
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -151,7 +151,7 @@ HOW = [
 ]
 
 
-@pytest.mark.parametrize("how", slow_but(HOW, HOW[0], HOW[2], HOW[6]), ids=str)
+@pytest.mark.parametrize("how", long_but(HOW, HOW[0], HOW[2], HOW[6]), ids=str)
 def test_draws_are_the_same_however_rows_come(monkeypatch, how):
     check_same(monkeypatch, classifier(CONVOLUTION), (X, LABELS), **how)
 
@@ -166,7 +166,7 @@ def test_draws_are_the_same_from_loaders(monkeypatch, kind, share):
     check_same(monkeypatch, classifier(CONVOLUTION), loader, share_batches=share)
 
 
-@pytest.mark.parametrize("batch_size", slow_but([B, None], B))
+@pytest.mark.parametrize("batch_size", long_but([B, None], B))
 def test_draws_are_the_same_where_more_memory_is_needed_than_there_is(monkeypatch, batch_size):
     monkeypatch.setattr(frozen_features, "bytes_of", lambda device: 10)
     check_same(monkeypatch, classifier(CONVOLUTION), (X, LABELS), batch_size=batch_size)
@@ -190,7 +190,7 @@ def test_points_move_as_they_would(monkeypatch):
         CONVOLUTION.requires_grad_(True)
 
 
-@pytest.mark.parametrize("method", slow_but([ps.MAP, ps.VI, ps.IVON], ps.VI))
+@pytest.mark.parametrize("method", long_but([ps.MAP, ps.VI, ps.IVON], ps.VI))
 def test_approximations_are_the_same(monkeypatch, method):
     fits = []
     for taken_out in (frozen_base, left):
@@ -201,6 +201,7 @@ def test_approximations_are_the_same(monkeypatch, method):
         torch.testing.assert_close(fits[0][name], value, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_compiled_it_is_the_same(monkeypatch):
     model, steps = classifier(CONVOLUTION), {"batch_size": B, "num_chains": 2}
     expected, _ = draws(monkeypatch, False, model, (X, LABELS), **steps)

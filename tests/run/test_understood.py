@@ -7,7 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import double, normals
-from repetitions import slow_but
+from repetitions import long_but
 
 import pyro_scale as ps
 from pyro_scale.errors import ModelError, PlateError, SiteError
@@ -132,7 +132,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(
     "change",
-    slow_but(
+    long_but(
         CHANGES,
         *["a number", "a tensor written to", "a frozen weight", "another site", "another plate"],
         "data",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from logistic import Logistic, logistic
 from reference import double, normals
-from repetitions import slow_but
+from repetitions import long_but
 from scipy.stats import chi2
 
 import pyro_scale as ps
@@ -103,7 +103,7 @@ def of_x(x):
 class TestDoubleWell:
     @pytest.mark.parametrize(
         ("name", "num_data"),
-        slow_but(
+        long_but(
             [(name, 1) for name in SAMPLERS] + [("BAOA", 9), ("SGNHT", 9)],
             *[("BAOA", 1), ("SGNHT", 9)],
         ),
@@ -162,9 +162,10 @@ class TestSkewedWell:
 
     y = normals(2, COPIES, seed=4).abs()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("name", "temperature"),
-        slow_but(
+        long_but(
             [*((name, 1.0) for name in SAMPLERS), ("BAOA", 0.5), ("SGNHT", 0.5)],
             ("BAOA", 0.5),
             ("SGLD", 1.0),
@@ -185,7 +186,7 @@ class TestSkewedWell:
             chi_square(torch.special.gammainc(shape - 1, r * (1 + y.sum(0)) / temperature))
 
 
-@pytest.mark.parametrize("lr", slow_but([0.05, 0.2], 0.2))
+@pytest.mark.parametrize("lr", long_but([0.05, 0.2], 0.2))
 def test_sgld_has_the_law_of_its_own_chain(lr):
     """x' is N(x + lr g(x), 2 lr) given x: the stationary law by quadrature, at steps so large
     that it is another one than the target's."""
@@ -232,7 +233,8 @@ def z_of_moments(draws, mean, sd):
     return float(torch.cat([of_mean, of_sd]).abs().max())
 
 
-@pytest.mark.parametrize("name", ["BAOA", pytest.param("UBU", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["BAOA", pytest.param("UBU", marks=pytest.mark.long)])
 def test_logistic_regression_has_its_exact_moments(name):
     """Of 569 tumors, the whole data at every step; 100 chains of five draws, each of which has
     forgotten the one before."""
@@ -244,7 +246,7 @@ def test_logistic_regression_has_its_exact_moments(name):
     assert z_of_moments(sampler.get_samples()["w"], problem.mean, problem.sd) < 4.4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 class TestAMillionRows:
     """Laplace's approximation is exact to 10^-3 of an sd here."""
 

@@ -19,7 +19,7 @@ from both_arviz import groups_of
 from places import SUPPORT
 from pyro.nn import PyroModule, PyroParam
 from reference import double, normals
-from repetitions import slow_but
+from repetitions import long_but
 from stored import of_two_params
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -340,10 +340,11 @@ def clean_params():
 # ------------------------------------------------------------------ round trips
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of few steps
 @pytest.mark.parametrize(
     "case",
-    slow_but(
+    long_but(
         CASES,
         *["minibatches", "float32", "chosen coordinates", "control variates", "weights"],
         *["params", "network", "stream", "supports", "steps"],
@@ -363,7 +364,7 @@ def test_what_is_read_is_what_was_written(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "case", slow_but(["minibatches", "params", "own subsamples", "steps"], "own subsamples")
+    "case", long_but(["minibatches", "params", "own subsamples", "steps"], "own subsamples")
 )
 def test_what_was_read_can_be_written_again(case, tmp_path):
     fit, model, data, arguments = CASES[case]
@@ -384,6 +385,7 @@ torch.save([samples, params, test_files.predicted(fit, (test_files.X, test_files
 """
 
 
+@pytest.mark.slow
 def test_another_process_reads_the_same(tmp_path):
     fit = fitted(of_two_params, batch_size=5)
     fit.save(tmp_path / "run.ps")

@@ -24,7 +24,7 @@ import stored
 import torch
 import xarray
 from places import ROOT, SUPPORT
-from repetitions import each_once, slow_but
+from repetitions import each_once, long_but
 from stored import X, Y, draws_of, fitted, outcome, regression, same, unconstrained
 from torch.utils.data import DataLoader, Dataset
 from warned import quiet
@@ -68,6 +68,7 @@ def same_outcome(fit, whole):
 # ------------------------------------------------------------------ interrupts and errors
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_the_draws_until_then_in_the_store(cut, tmp_path):
     whole = draws_of(fitted(num_samples=300))
     cut(100)
@@ -83,7 +84,8 @@ def test_an_interrupt_leaves_the_draws_until_then_in_the_store(cut, tmp_path):
     assert len(quiet(fit.summary)) == 5
 
 
-@pytest.mark.parametrize("draws", slow_but([3, 7, 10], 7))
+@pytest.mark.slow
+@pytest.mark.parametrize("draws", long_but([3, 7, 10], 7))
 def test_an_interrupt_before_a_file_is_full_does_so_too(draws, tmp_path, monkeypatch, cut):
     monkeypatch.setattr(sinks, "_MOST_DRAWS", 10**6)
     whole = draws_of(fitted(num_samples=300))
@@ -128,9 +130,10 @@ def from_loader(after, **kwargs):
     return fitted(data=loader, batch_size=None, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", KEPT)
 # in the run, and when noise is estimated after it
-@pytest.mark.parametrize("after", slow_but([200, 310], 200))
+@pytest.mark.parametrize("after", long_but([200, 310], 200))
 def test_a_loader_that_breaks_leaves_what_there_was(kept, after, tmp_path):
     where = at(kept, tmp_path)
     whole = from_loader(10**9, num_samples=20, **at(kept, tmp_path / "whole"))
@@ -213,9 +216,10 @@ def uninterrupted(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kept", "steps", "seed"),
-    slow_but(
+    long_but(
         itertools.product(KEPT, ["constant", "cycles"], range(60)),
         *[("store", "cycles", 1), ("nowhere", "constant", 1)],
     ),
@@ -230,9 +234,10 @@ def test_interrupted_at_any_line_it_goes_on(kept, steps, seed, tmp_path, uninter
     same_outcome(fitted(resume=tmp_path / "run", **how), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("write", "steps"),
-    slow_but(
+    long_but(
         [(write, steps) for write in range(3) for steps in ("constant", "cycles")],
         (2, "cycles"),
     ),
@@ -290,7 +295,7 @@ def test_a_full_disk_costs_what_had_not_been_written_and_says_how_much(tmp_path,
 # ------------------------------------------------------------------ by time
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_draws_that_wait_for_a_full_file_are_written_by_time(tmp_path, monkeypatch):
     """Whoever looks after a step sees its draw; what is there in the end is as ever."""
     monkeypatch.setattr(sinks, "_WAIT_SECONDS", 0.0)
@@ -339,7 +344,8 @@ def test_writing_is_a_small_part_of_the_time(tmp_path, monkeypatch):
     assert when[:4] == pytest.approx([5.0, 26.0, 47.0, 52.1], abs=1.0)
 
 
-@pytest.mark.parametrize("cut_at", slow_but([3, 9, 17], 9))
+@pytest.mark.slow
+@pytest.mark.parametrize("cut_at", long_but([3, 9, 17], 9))
 def test_what_was_written_by_time_stays_where_a_run_goes_on(cut_at, tmp_path, monkeypatch, cut):
     """Readers lose no draw that the checkpoint holds; the end is bit for bit that of one run."""
     monkeypatch.setattr(sinks, "_WAIT_SECONDS", 0.0)
@@ -369,7 +375,8 @@ def test_what_was_written_by_time_stays_where_a_run_goes_on(cut_at, tmp_path, mo
 # ------------------------------------------------------------------ going on
 
 
-@pytest.mark.parametrize("first", slow_but([7, 17], 17))
+@pytest.mark.slow
+@pytest.mark.parametrize("first", long_but([7, 17], 17))
 def test_a_finished_run_is_extended(first, tmp_path):
     where = at("store", tmp_path)
     short = fitted(num_samples=first, checkpoint=tmp_path / "run", **where)
@@ -384,7 +391,8 @@ def test_a_finished_run_is_extended(first, tmp_path):
         fitted(num_samples=20, resume=tmp_path / "run", **where)
 
 
-@pytest.mark.parametrize("written", slow_but([1, 4], 4))
+@pytest.mark.slow
+@pytest.mark.parametrize("written", long_but([1, 4], 4))
 def test_a_store_may_be_ahead_of_the_checkpoint(written, tmp_path, monkeypatch):
     """As where a run was killed before it wrote the next one: its later draws come again."""
     write, calls = checkpoint.Checkpoints.write, itertools.count()
@@ -425,6 +433,7 @@ def test_draws_stay_where_they_were(then, now, tmp_path):
     assert then == "store" or not (tmp_path / "draws.zarr").exists()
 
 
+@pytest.mark.slow
 def test_the_store_of_another_run_is_refused(tmp_path):
     where = at("store", tmp_path)
     fitted(checkpoint=tmp_path / "run", num_samples=10, **where)
@@ -436,6 +445,7 @@ def test_the_store_of_another_run_is_refused(tmp_path):
     stored.same_draws(fitted(resume=tmp_path / "run", **where), fitted())
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_is_an_error_and_nothing_else(tmp_path):
     sampler = ps.BAOA(regression, lr=0.05, compile=False)
     steps = {"warmup_steps": 0, "thinning": 1}
@@ -452,7 +462,7 @@ def test_a_store_that_is_gone_is_an_error_and_nothing_else(tmp_path):
     stored.same_draws(resumed, fitted())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_store_that_goes_while_it_is_written_is_said_to_be_gone(tmp_path):
     """And once it is back, the run goes on."""
     calls, where = [], at("store", tmp_path)
@@ -473,6 +483,7 @@ def test_a_store_that_goes_while_it_is_written_is_said_to_be_gone(tmp_path):
     stored.same_draws(resumed, fitted(num_samples=200))
 
 
+@pytest.mark.slow
 def test_one_run_at_a_time_writes_into_a_store(tmp_path, monkeypatch):
     """Another one is refused before it has changed anything; readers are not."""
     path = tmp_path / "draws.zarr"
@@ -520,7 +531,7 @@ except PyroScaleError as error:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_of_runs_that_start_at_once_one_has_the_store(tmp_path):
     code = RACER.format(tests=str(SUPPORT))
     expected = draws_of(fitted(num_samples=500))
@@ -548,6 +559,7 @@ def test_of_runs_that_start_at_once_one_has_the_store(tmp_path):
         same({name: torch.as_tensor(posterior[name].values) for name in expected}, expected)
 
 
+@pytest.mark.slow
 def test_a_store_may_be_moved_while_nothing_runs(tmp_path):
     fitted(checkpoint=tmp_path / "run", num_samples=10, **at("store", tmp_path))
     moved = Path(shutil.move(tmp_path / "draws.zarr", tmp_path / "elsewhere.zarr"))
@@ -574,13 +586,14 @@ torch.save(stored.outcome(fit), saved)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kept", "kills", "draws"),
     [
         ("store", 1, 800),
-        pytest.param("store", 2, 2000, marks=pytest.mark.slow),
-        pytest.param("nowhere", 2, 2000, marks=pytest.mark.slow),
-        *(pytest.param(kept, 20, 20_000, marks=pytest.mark.slow) for kept in KEPT),
+        pytest.param("store", 2, 2000, marks=pytest.mark.long),
+        pytest.param("nowhere", 2, 2000, marks=pytest.mark.long),
+        *(pytest.param(kept, 20, 20_000, marks=pytest.mark.long) for kept in KEPT),
     ],
 )
 def test_killed_at_any_moment_it_goes_on_bit_for_bit(kept, kills, draws, tmp_path):
@@ -629,6 +642,7 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(kept, kills, draws, tmp_pat
 # ------------------------------------------------------------------ save and load
 
 
+@pytest.mark.slow
 def test_what_is_loaded_reads_the_store(tmp_path):
     fit = fitted(**at("store", tmp_path))
     fit.save(tmp_path / "run.ps")
@@ -680,7 +694,7 @@ def test_a_relative_path_is_read_from_anywhere(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "what", slow_but(["moved", "deleted", "another", "a file", "emptied"], "deleted", "another")
+    "what", long_but(["moved", "deleted", "another", "a file", "emptied"], "deleted", "another")
 )
 def test_a_store_that_is_not_there_any_more_is_an_error(what, tmp_path):
     path = tmp_path / "draws.zarr"
@@ -704,6 +718,7 @@ def test_a_store_that_is_not_there_any_more_is_an_error(what, tmp_path):
                 ask()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["deleted", "another", "a file"])
 def test_what_arviz_has_not_read_yet_is_an_error_once_it_is_gone(what, tmp_path):
     """And not NaN, which Zarr takes it for."""
@@ -764,6 +779,7 @@ def test_a_run_does_not_write_over_its_own_store(tmp_path):
     same(draws_of(fitted(store=None)), held)
 
 
+@pytest.mark.slow
 def test_an_empty_directory_is_taken(tmp_path):
     (tmp_path / "draws.zarr").mkdir()
     stored.same_draws(fitted(store=tmp_path / "draws.zarr"), fitted())
@@ -805,13 +821,14 @@ def test_names_of_sites_that_cannot_be_files_are_refused(name, tmp_path):
     assert not (tmp_path / "draws.zarr").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
         ("p", "p_dim_0"),
         ("é", "w w"),
-        pytest.param(("p_dim_0", "p"), marks=pytest.mark.slow),
-        pytest.param(("p", "p.q"), marks=pytest.mark.slow),
+        pytest.param(("p_dim_0", "p"), marks=pytest.mark.long),
+        pytest.param(("p", "p.q"), marks=pytest.mark.long),
     ],
 )
 def test_names_that_look_like_others_are_kept_apart(names, tmp_path):
@@ -922,7 +939,7 @@ def is_of_draws(file):
     return file.parent.name in ("w", "s", "twice") and not file.name.startswith(".")
 
 
-@pytest.mark.parametrize("seed", slow_but(range(100), *range(6)))
+@pytest.mark.parametrize("seed", long_but(range(100), *range(6)))
 @pytest.mark.parametrize("kind", ["draws", "facts"])
 def test_damage_is_noticed(kind, seed, whole):
     """It is an error of ours, or the draws are right; for xarray, any error, or NaN."""
@@ -967,7 +984,7 @@ def is_noticed(saved, path, expected):
 
 @pytest.mark.parametrize(
     ("file", "how"),
-    slow_but(
+    long_but(
         itertools.product(
             ["chain/0", "draw/0", "w_dim_0/0", "s/1.2", "w/1.2.0", "../.zmetadata"],
             ["gone", "damaged"],
@@ -1002,7 +1019,7 @@ def test_coordinates_of_one_chain_and_one_draw_are_there(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "file", slow_but([".zmetadata", "posterior/w/.zarray", ".zattrs"], "posterior/w/.zarray")
+    "file", long_but([".zmetadata", "posterior/w/.zarray", ".zattrs"], "posterior/w/.zarray")
 )
 def test_no_digit_or_letter_can_change_unnoticed(file, whole):
     """Of what says how draws are to be read, of which Zarr has no checksum."""

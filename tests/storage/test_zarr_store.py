@@ -21,7 +21,7 @@ import xarray
 from both_arviz import as_own, dataset_of, groups_of, identical
 from places import SUPPORT
 from reference import double
-from repetitions import slow_but
+from repetitions import long_but
 from stored import QUIET, SIZE, X, Y, draws_of, fitted, of_two_params, same
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -163,21 +163,22 @@ ALIKE = {
 QUICK = ["compiled", "supports", "weights", "a file more than full"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ALIKE)
-@pytest.mark.parametrize("case", slow_but(CASES, *QUICK))
+@pytest.mark.parametrize("case", long_but(CASES, *QUICK))
 def test_a_run_with_a_store_is_one_in_memory(case, what, pairs):
     if case == "weights" and what == "moments":
         pytest.skip("draws with weights have none")
     ALIKE[what](*pairs(case))
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "supports", "weights"))
+@pytest.mark.parametrize("case", long_but(CASES, "supports", "weights"))
 def test_predictions_are_those_of_a_run_in_memory(case, pairs):
     """Of the same seed, as torch's generator is used."""
     s.same_predictions(*pairs(case), CASES[case][1])
 
 
-@pytest.mark.parametrize("reduce", slow_but(["mean", "variance", [0.1, 0.5]], "variance"))
+@pytest.mark.parametrize("reduce", long_but(["mean", "variance", [0.1, 0.5]], "variance"))
 def test_reduced_predictions_are_those_of_a_run_in_memory(reduce, pairs):
     one, other = (
         s.predicted(fit, (X[:4],), reduce=reduce, num_samples=90)["y"]
@@ -187,7 +188,8 @@ def test_reduced_predictions_are_those_of_a_run_in_memory(reduce, pairs):
         torch.testing.assert_close(part, expected, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("case", slow_but(["minibatches", "supports"], "minibatches"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", long_but(["minibatches", "supports"], "minibatches"))
 def test_the_size_of_files_changes_nothing(case, tmp_path, monkeypatch):
     how = {**CASES[case][0], "num_samples": 9}
     inside = fitted(**how)
@@ -342,8 +344,9 @@ def test_chains_that_broke_do_not_count_in_moments(float64):
             torch.testing.assert_close(part, other, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "most", slow_but([1, 7, 100], 7)
+    "most", long_but([1, 7, 100], 7)
 )  # in a file: what breaks a chain is in its last draw
 def test_of_chains_that_broke_the_model_is_not_asked(most, tmp_path, float64, monkeypatch):
     """Where it cannot say anything, at the state that breaks a chain and NaN after that."""
@@ -374,9 +377,10 @@ def test_of_chains_that_broke_the_model_is_not_asked(most, tmp_path, float64, mo
 # ------------------------------------------------------------------ moments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    slow_but(
+    long_but(
         [
             *["minibatches", "thinned", "supports", "points", "scalars", "plates", "network"],
             *["cycles", "one chain", "compiled", "single precision", "two dtypes"],
@@ -477,7 +481,7 @@ def opened(path):
 
 @pytest.mark.parametrize(
     "case",
-    slow_but(["minibatches", "supports", "plates", "network", "weights"], "supports", "weights"),
+    long_but(["minibatches", "supports", "plates", "network", "weights"], "supports", "weights"),
 )
 def test_xarray_and_arviz_open_it_by_themselves(case, tmp_path):
     how, _ = CASES[case]
@@ -542,6 +546,7 @@ def of_sites(keys):
     return [key for key in keys if re.search(r"/(?:w|s|twice)/", key)]
 
 
+@pytest.mark.slow
 def test_draws_are_read_when_they_are_needed(tmp_path, reads):
     fit = fitted(store=tmp_path / "draws.zarr", num_samples=70)
     reads.clear()
@@ -555,6 +560,7 @@ def test_draws_are_read_when_they_are_needed(tmp_path, reads):
     assert of_sites(reads) == ["posterior/w/1.2.0", "posterior/w/1.3.0"]
 
 
+@pytest.mark.slow
 def test_only_files_that_are_needed_are_read(tmp_path, reads):
     fit = fitted(store=tmp_path / "draws.zarr", num_samples=70)
     for wanted, most in (({"num_samples": 1}, 1), ({"num_samples": 3}, 3)):
@@ -567,7 +573,7 @@ def test_only_files_that_are_needed_are_read(tmp_path, reads):
     assert len(of_sites(reads)) == 3 * 3 * 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_large_store_needs_little_memory(tmp_path):
     """In a process of its own: what it reads is a part of what is there."""
     code = f"""
@@ -633,7 +639,7 @@ def whole_until_some_draw(tree, expected):
     return count
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_at_any_moment_a_reader_sees_whole_draws(snapshots):
     path, kept = snapshots
     fitted(store=path)
@@ -644,6 +650,7 @@ def test_at_any_moment_a_reader_sees_whole_draws(snapshots):
     assert set(counts) == {0, 7, 14, 21, 28, 31}
 
 
+@pytest.mark.slow
 def test_at_any_moment_a_reader_of_a_run_that_goes_on_sees_whole_draws(snapshots, tmp_path):
     path, kept = snapshots
     fitted(store=path, checkpoint=tmp_path / "run", num_samples=17)
@@ -679,7 +686,7 @@ def child(tmp_path, store, draws, code=CHILD):
     return subprocess.Popen([sys.executable, "-c", code, *paths], stdout=subprocess.PIPE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_process_reads_while_it_runs(tmp_path):
     draws, path = 800, tmp_path / "draws.zarr"
     process, seen = child(tmp_path, str(path), draws), []
@@ -702,7 +709,8 @@ stored.fitted(**how)
 """
 
 
-@pytest.mark.parametrize("kills", slow_but([1, 3, 100], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", long_but([1, 3, 100], 1))
 def test_killed_at_any_moment_it_has_written_whole_draws(kills, tmp_path):
     """Without a checkpoint: what a reader has seen once is there in the end, bit for bit."""
     source, counts = random.Random(kills), []

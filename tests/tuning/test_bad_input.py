@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import double, normals
-from repetitions import slow_but
+from repetitions import long_but
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, VerdictWarning
@@ -83,13 +83,14 @@ def units():
     return x, x @ double(1e-6, 1.0, 1e6) + NOISE, double(10.0, 10.0, 1e7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [collinear, constant, units])
 def test_columns_of_any_kind(make):
     x, y, prior_sd = make()
     check_right(run(line(prior_sd), (x, y)), beta=line_moments(x, y, prior_sd))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_collinear_columns_in_single_precision():
     """Which rounds to one column in places."""
     x, y, prior_sd = collinear()
@@ -103,7 +104,7 @@ def test_collinear_columns_in_single_precision():
         check_right(fit, beta=line_moments(x.double(), y.double(), prior_sd))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_million_rows_of_two_dimensions():
     """In batches, which nobody asked for."""
     x = torch.stack([torch.ones(10**6), normals(10**6, seed=5)], 1)
@@ -113,6 +114,7 @@ def test_a_million_rows_of_two_dimensions():
     assert fit.diagnostics().attrs["batch_size"] < 10**4
 
 
+@pytest.mark.slow
 def test_twenty_rows():
     """A normal's mean and precision, which are conjugate."""
 
@@ -129,6 +131,7 @@ def test_twenty_rows():
     check_right(run(model, y), tau=(a / b, a.sqrt() / b), mu=(20 * y.mean() / 24, mu_sd))
 
 
+@pytest.mark.slow
 def test_labels_of_one_class():
     """The prior holds what the likelihood does not."""
     x, y = torch.stack([torch.ones(100), normals(100, seed=3)], 1), torch.ones(100)
@@ -142,7 +145,8 @@ def test_labels_of_one_class():
     check_right(run(logistic(prior), (x, y)), beta=(mean, sd))
 
 
-@pytest.mark.parametrize("labels", slow_but(["one class", "separable"], "separable"))
+@pytest.mark.slow
+@pytest.mark.parametrize("labels", long_but(["one class", "separable"], "separable"))
 def test_a_mode_at_infinity(labels):
     """Without a prior there is no posterior."""
     x = torch.stack([torch.ones(100), normals(100, seed=3)], 1)
@@ -152,7 +156,7 @@ def test_a_mode_at_infinity(labels):
     assert fit.report().verdict == "no"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_mode_at_infinity_of_a_hierarchy():
     """The density of a centered hierarchy is infinite where its scale is 0."""
 
@@ -165,6 +169,7 @@ def test_a_mode_at_infinity_of_a_hierarchy():
     assert fit.report().verdict != "yes"
 
 
+@pytest.mark.slow
 def test_a_flat_direction():
     """Of one site, and of a sum of two."""
 
@@ -185,6 +190,7 @@ def test_a_flat_direction():
     assert fit.report().verdict == "no"
 
 
+@pytest.mark.slow
 def test_a_nearly_flat_direction():
     """A sum of two, each with a wide prior."""
 
@@ -196,6 +202,7 @@ def test_a_nearly_flat_direction():
     check_right(run(model, NOISE), a=(NOISE.mean() / 2, 1000 / 2**0.5))
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_for_a_warm_up():
     """Too small to begin, spent on searches for modes, and too small to come to a yes."""
     x, y, prior_sd = units()
@@ -209,6 +216,7 @@ def test_a_budget_that_is_too_small_for_a_warm_up():
     assert fit.report().verdict != "yes"
 
 
+@pytest.mark.slow
 def test_a_fit_of_other_data_is_a_geometry_that_is_mended():
     """Its center is hundreds of its sds off, and it is ten times too narrow."""
     beta, y_sd = double(1.0, -2.0, 0.5), NOISE

@@ -8,7 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import double, normals
-from repetitions import slow_but
+from repetitions import long_but
 
 import pyro_scale as ps
 from pyro_scale.diagnostics.verdict import report as verdict_on
@@ -55,7 +55,7 @@ def check(draws, mean, sd, ess):
 
 @pytest.mark.parametrize(
     "method",
-    slow_but([ps.BAOA, ps.GHMC, ps.SGHMC, ps.UBU, ps.SGNHT, ps.SGLD], ps.BAOA, ps.GHMC, ps.SGLD),
+    long_but([ps.BAOA, ps.GHMC, ps.SGHMC, ps.UBU, ps.SGNHT, ps.SGLD], ps.BAOA, ps.GHMC, ps.SGLD),
 )
 def test_every_sampler_is_right_with_nothing_set(method):
     run = method(gaussian).run(None, **QUIET)
@@ -81,6 +81,7 @@ def test_minibatches_are_right_with_nothing_set():
     assert advice.endswith("try: larger batches (batch_size=), or a smaller lr")  # they are on
 
 
+@pytest.mark.slow
 def test_choices_do_not_depend_on_the_number_of_draws():
     def run(num_samples):
         sampler = ps.BAOA(line, compile=False)
@@ -92,6 +93,7 @@ def test_choices_do_not_depend_on_the_number_of_draws():
     assert torch.equal(few, many[:, :100])
 
 
+@pytest.mark.slow
 def test_what_is_set_is_not_changed():
     run = ps.BAOA(line, lr=0.2, friction=2.0, precondition="dense", compile=False)
     run.run((X, Y), num_samples=50, warmup_steps=10, thinning=3, **QUIET)
@@ -110,12 +112,14 @@ def test_a_number_for_lr_moves_the_parameters_themselves():
     assert torch.equal(one.get_samples()["beta"], other.get_samples()["beta"])
 
 
+@pytest.mark.slow
 def test_a_fit_gives_its_geometry():
     fit = ps.Laplace(line, structure="dense").run((X, Y), progress=False)
     run = ps.BAOA(line, precondition=fit).run((X, Y), **QUIET)
     check(run.get_samples()["beta"], *exact_line(), float(run.diagnostics()["ess_bulk"].min()))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_right_says_so_and_why():
     """Of a funnel, a centered hierarchy: no, with the site and what to do about it."""
 
@@ -130,6 +134,7 @@ def test_a_run_that_is_not_right_says_so_and_why():
     assert str(run.report()).startswith(("NO", "NOT KNOWN"))
 
 
+@pytest.mark.slow
 def test_two_modes_are_seen():
     def two():
         x = pyro.sample("x", dist.Normal(torch.zeros(2), 10.0).to_event(1))
@@ -142,6 +147,7 @@ def test_two_modes_are_seen():
     assert "2 modes" in str(run.report())
 
 
+@pytest.mark.slow
 def test_the_report_is_saved(tmp_path):
     run = ps.BAOA(line, compile=False).run((X, Y), num_samples=100, **QUIET)
     run.save(tmp_path / "run")
@@ -151,6 +157,7 @@ def test_the_report_is_saved(tmp_path):
     assert list(frame.columns) == ["site", "check", "verdict", "told", "advice"]
 
 
+@pytest.mark.slow
 def test_work_is_bounded(monkeypatch):
     with pytest.raises(ArgumentError, match=r"max_rows=1,000 is 1 steps a chain.*pass max_rows="):
         ps.BAOA(line).run((X, Y), max_rows=1000, **QUIET)
@@ -205,6 +212,7 @@ def test_a_model_that_breaks_everywhere_says_what_to_do():
         ps.BAOA(narrow, compile=False).run(None, num_samples=50, **QUIET)
 
 
+@pytest.mark.slow
 def test_modes_that_some_rows_show_are_polished_and_kept():
     def mirrored(y):
         a = pyro.sample("a", dist.Normal(0.0, 3.0))
@@ -218,6 +226,7 @@ def test_modes_that_some_rows_show_are_polished_and_kept():
     assert "2 modes, at" in str(run.report())
 
 
+@pytest.mark.slow
 def test_few_draws_are_no_reason_for_a_no():
     run = ps.BAOA(line, compile=False).run((X, Y), num_samples=9, **QUIET)
     assert run.report().verdict != "no"
@@ -241,6 +250,7 @@ def test_a_run_that_went_on_says_its_own_thinning():
     assert f"thinning: {thinning} steps from one draw to the next, as draws" in str(run.report())
 
 
+@pytest.mark.slow
 def test_a_step_size_that_was_set_is_the_one_to_lower():
     data = (X - double(0.0, 20.0), Y)
     run = ps.BAOA(line, lr=0.3, compile=False).run(data, batch_size=10, num_samples=100, **QUIET)

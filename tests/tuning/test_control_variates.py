@@ -11,7 +11,7 @@ import pytest
 import torch
 from methods import METHODS, STOCHASTIC, by_name
 from reference import Doubled, close, double, normals
-from repetitions import each_once, slow_but
+from repetitions import each_once, long_but
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
@@ -229,7 +229,7 @@ def ran(method, model, data, seed=4, **kwargs):
 HYPERPARAMETERS = {"lr", "control_variates", "subtract_noise", "compile", "friction", "mass"}
 
 
-@pytest.mark.parametrize("row", slow_but(STOCHASTIC, METHODS["BAOA"], METHODS["SGLD"]), ids=by_name)
+@pytest.mark.parametrize("row", long_but(STOCHASTIC, METHODS["BAOA"], METHODS["SGLD"]), ids=by_name)
 def test_a_linear_gaussian_model_has_no_noise_left_anywhere(row):
     """Every batch of a normal mean then has the whole data's gradient, so that chains are those
     of the whole data, for every method."""
@@ -260,7 +260,8 @@ def test_on_the_whole_data_they_change_nothing(case):
     close(varied._results().sample_stats["lp"], plain._results().sample_stats["lp"], 1e-8)
 
 
-@pytest.mark.parametrize("case", slow_but(["minibatches", "by itself"], "minibatches"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", long_but(["minibatches", "by itself"], "minibatches"))
 def test_compiled_is_eager(case):
     model, data, kwargs = CASES[case]
     both = [
@@ -283,7 +284,7 @@ def test_compiled_is_eager(case):
         close(both[0].get_samples()[name], draws, 1e-9)
 
 
-@pytest.mark.parametrize("row", slow_but(STOCHASTIC, METHODS["SGNHT"], METHODS["UBU"]), ids=by_name)
+@pytest.mark.parametrize("row", long_but(STOCHASTIC, METHODS["SGNHT"], METHODS["UBU"]), ids=by_name)
 def test_every_method_goes_with_them(row):
     """Near the mode, where chains start here, the noise falls to a small part.  There pSGLD's
     first gradients are next to nothing, and its steps 10^5 times lr."""
@@ -388,7 +389,7 @@ def by_site(values):
     return {"a": float(values[0]), "b": float(values[1])}
 
 
-@pytest.mark.parametrize("row", slow_but(STOCHASTIC, METHODS["BAOA"], METHODS["SGLD"]), ids=by_name)
+@pytest.mark.parametrize("row", long_but(STOCHASTIC, METHODS["BAOA"], METHODS["SGLD"]), ids=by_name)
 def test_the_inflation_is_known_to_rounding(row):
     """B = N/2: every two batches are all rows.  1 + lr N V/(2 friction mass B) by element (SGLD:
     lr N V/(2 B)), times 1 - B/N, as a batch's rows are all different."""
@@ -420,7 +421,8 @@ def test_the_inflation_is_known_to_rounding(row):
     assert table.loc["b", "minibatch_heating"] == pytest.approx(float(found.inflation[1]))
 
 
-@pytest.mark.parametrize("name", slow_but(["BAOA", "SGLD", "SGHMC", "UBU"], "BAOA"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", long_but(["BAOA", "SGLD", "SGHMC", "UBU"], "BAOA"))
 def test_the_inflation_is_what_comes_out(name):
     """Drawn with replacement, by site; the exact variance of the linear recursion is within a
     quarter of the excess of what is reported, to first order in lr."""
@@ -577,8 +579,9 @@ def heated(subtract, method, lr, chains=200, **others):
     return sampler, float(draws.square().mean() / exact), (2 / draws.numel()) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "lr"), slow_but([(ps.SGLD, 2e-3), (ps.BAOA, 2e-3)], (ps.BAOA, 2e-3))
+    ("method", "lr"), long_but([(ps.SGLD, 2e-3), (ps.BAOA, 2e-3)], (ps.BAOA, 2e-3))
 )
 def test_twenty_thousand_rows_in_batches_of_32(method, lr):
     """1 + lr N V/(2 B) = 1.62 without (friction 1), 1 with; draws two relaxation times apart are

@@ -98,6 +98,7 @@ def test_small_problems_have_few_directions():
     assert float(found.stretch) == 1.0
 
 
+@pytest.mark.slow
 def test_a_posterior_of_many_dimensions_is_right_with_nothing_set():
     """600 of them, correlated in a few directions, which diagonal coordinates crawl along."""
     size = 600

@@ -9,7 +9,7 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from reference import close, double, normals
-from repetitions import slow_but
+from repetitions import long_but
 
 import pyro_scale as ps
 from pyro_scale import kernels
@@ -153,6 +153,7 @@ def test_what_is_left_of_each_row_is_known():
     close(left["s"], torch.zeros(20))
 
 
+@pytest.mark.slow
 def test_chains_move_with_them_compiled_as_eager():
     problem = second_order(groups)
     problem = dataclasses.replace(problem, positions=problem.positions.repeat(2, 1) / 4)
@@ -219,7 +220,7 @@ def test_one_row_of_many_is_seen():
     assert noise == pytest.approx((1 - double(0.5).exp().item()) ** 2 / 50, rel=1e-6)
 
 
-@pytest.mark.parametrize("width", slow_but([0.1, 1.0, 20.0], 0.1, 20.0))
+@pytest.mark.parametrize("width", long_but([0.1, 1.0, 20.0], 0.1, 20.0))
 def test_steps_are_as_long_as_the_noise_allows(width):
     """Longer than the noise of first order would have them, where that is too much."""
     first, whole = whitened_at_the_mode(groups, width)
@@ -253,7 +254,7 @@ def whitened_at_the_mode(model, width=1.0, lr=0.5, batch_size=B):
     return problem.with_engine(whitening=whitening), whole
 
 
-@pytest.mark.parametrize("width", slow_but([0.1, 0.5, 0.7], 0.5))
+@pytest.mark.parametrize("width", long_but([0.1, 0.5, 0.7], 0.5))
 def test_a_batch_has_as_few_rows_as_heat_little(width, monkeypatch):
     """The fewest of powers of two; none is taken where its rows are not for the library to choose,
     and no more than there were."""
@@ -435,7 +436,7 @@ def test_a_kick_is_that_of_the_row_that_kicks_most(far):
     assert kick == pytest.approx(float(torch.stack(kicks).max()), rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_that_come_seldom_throw_no_chain_out():
     """Three rows of 200,000 for an element heat it by a few percent only, yet throw it 10 to 20 sds
     out.  By quadrature an element is further than 7.5 of its Gaussian's sds with a probability of
@@ -561,7 +562,7 @@ def test_where_there_is_no_mode_a_gaussian_stands_for_it_given_all_rows_too(monk
 # ------------------------------------------------------------------ runs
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hierarchy_of_rare_groups_is_right_from_minibatches():
     """30,000 rows in 40 groups, of 2 to 8,000 rows: means and sds are those of exact draws, and
     draws are not bought with tiny steps."""

@@ -93,6 +93,7 @@ def test_where_the_mode_is_not_typical_a_gaussian_on_the_way_up_stands_for_it():
     assert math.isfinite(found.best.log_evidence)
 
 
+@pytest.mark.slow
 def test_a_flat_direction_is_named():
     def flat():
         pyro.sample("fine", dist.Normal(0.0, 1.0))

@@ -13,7 +13,7 @@ from gaussian import Field
 from logistic import PRIOR_SD, Logistic, Problem
 from methods import METHODS, STOCHASTIC
 from reference import double, normals
-from repetitions import slow_but
+from repetitions import long_but
 
 import pyro_scale as ps
 from pyro_scale import kernels
@@ -164,6 +164,7 @@ def test_the_moments_of_the_logistic_regression_are_converged():
 QUICK = [("logistic", "BAOA"), ("logistic", "pSGLD"), ("linear", "SGLD")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "row"),
     [
@@ -171,7 +172,7 @@ QUICK = [("logistic", "BAOA"), ("logistic", "pSGLD"), ("linear", "SGLD")]
             name,
             row,
             id=f"{name}-{row.name}",
-            marks=() if (name, row.name) in QUICK else pytest.mark.slow,
+            marks=() if (name, row.name) in QUICK else pytest.mark.long,
         )
         for name in PROBLEMS
         for row in STOCHASTIC
@@ -183,7 +184,7 @@ def test_it_is_within_twice_the_best_of_a_grid(name, row):
     assert float(mine.median()) < 2 * float(grid.median(1).values.min())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "row"),
     [pytest.param(name, row, id=f"{name}-{row.name}") for name in PROBLEMS for row in STOCHASTIC],
@@ -193,9 +194,10 @@ def test_it_is_within_twice_the_best_of_a_grid_at_a_million_gradients(name, row)
     assert float(mine.median()) < 2 * float(grid.median(1).values.min())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rows"),
-    slow_but(
+    long_but(
         product(["BAOA", "SGHMC", "SGLD", "UBU", "pSGLD"], [2 * 10**4, 2 * 10**5]),
         *[("BAOA", 2 * 10**4), ("SGLD", 2 * 10**4)],
     ),
@@ -367,6 +369,7 @@ def words_of(sampler):
         return sampler.diagnostics().attrs.get("lr_choice")
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_chose_and_has_it():
     sampler = ran()
     words, lr = words_of(sampler), sampler.kernel.lr
@@ -385,12 +388,14 @@ def test_a_run_says_what_it_chose_and_has_it():
     )
 
 
+@pytest.mark.slow
 def test_a_number_is_no_choice():
     sampler = ran(lr=0.1)
     assert "lr_choice" not in sampler._results().attrs
     assert sampler.kernel.lr == 0.1
 
 
+@pytest.mark.slow
 def test_the_same_seed_chooses_and_draws_the_same():
     one, two = ran(seed=3), ran(seed=3)
     assert one.kernel.lr == two.kernel.lr
@@ -398,13 +403,14 @@ def test_the_same_seed_chooses_and_draws_the_same():
     assert torch.equal(one.get_samples()["w"], two.get_samples()["w"])
 
 
+@pytest.mark.slow
 def test_draws_are_those_of_the_number_that_was_chosen():
     auto = ran(seed=3)
     given = ran(seed=3, lr=auto.kernel.lr)
     assert torch.equal(auto.get_samples()["w"], given.get_samples()["w"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_second_run_chooses_afresh():
     """Longer runs pay for smaller steps; going back gives the first choice back."""
     sampler, found = ps.SGLD(normal_mean, lr="auto", **PLAIN), []
@@ -416,7 +422,7 @@ def test_a_second_run_chooses_afresh():
     assert found[1] < found[0] / 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_less_noise_lets_steps_be_larger():
     """The rows' gradients of a normal mean differ by constants from the mode's, which leaves
     SGLD's own bias."""
@@ -430,6 +436,7 @@ def test_less_noise_lets_steps_be_larger():
     assert found[1] < subtracted <= found[2]
 
 
+@pytest.mark.slow
 def test_float32_and_whole_data_and_no_data():
     problem = PROBLEMS["linear"]()
     x, y = problem.x.float(), problem.y.float()
@@ -451,6 +458,7 @@ def test_float32_and_whole_data_and_no_data():
     assert float(sampler.get_samples()["w"].std()) == pytest.approx(40**-0.5, rel=0.3)
 
 
+@pytest.mark.slow
 def test_a_run_is_as_good_as_predicted():
     """Four chains through `run` itself, of 2 x 10^4 gradients each."""
     problem = PROBLEMS["linear"]()
@@ -478,7 +486,8 @@ def of_cliff(start, method=ps.SGLD, num_chains=1):
     return sampler.run(None, num_samples=300, num_chains=num_chains, seed=0, **EVERY_STEP, **QUIET)
 
 
-@pytest.mark.parametrize("method", slow_but([ps.SGLD, ps.SGHMC, ps.BAOA], ps.BAOA))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", long_but([ps.SGLD, ps.SGHMC, ps.BAOA], ps.BAOA))
 def test_it_is_halved_until_no_chain_diverges(method):
     """At the start the curvature is 12 w^2 times the mode's."""
     at_mode = of_cliff(0.001, method)

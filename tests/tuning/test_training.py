@@ -6,7 +6,7 @@ import pytest
 import torch
 from pyro.nn import PyroModule, PyroSample
 from reference import normals
-from repetitions import slow_but
+from repetitions import long_but
 from torch import nn
 
 import pyro_scale as ps
@@ -43,8 +43,9 @@ def classifier():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("method", slow_but([ps.BAOA, ps.SGLD, ps.SGNHT], ps.BAOA, ps.SGLD))
+@pytest.mark.parametrize("method", long_but([ps.BAOA, ps.SGLD, ps.SGNHT], ps.BAOA, ps.SGLD))
 def test_temperature_0_ends_at_the_mode_with_a_draw_a_chain(method):
     y = X @ torch.tensor([1.0, -0.5, 0.2]) + NOISE * normals(200, seed=1)
     run = method(line, temperature=0).run((X, y), **QUIET)
@@ -58,6 +59,7 @@ def test_temperature_0_ends_at_the_mode_with_a_draw_a_chain(method):
     assert run.report().headline.startswith("ENSEMBLE, not posterior: 4 points")
 
 
+@pytest.mark.slow
 def test_a_network_is_trained_and_then_sampled_and_called_an_ensemble():
     with pytest.warns(VerdictWarning, match="ENSEMBLE, not posterior: R-hat of 200 training rows"):
         run = ps.BAOA(classifier()).run((X, LABELS), num_samples=200, **QUIET)
@@ -85,6 +87,7 @@ def hidden():
     return binary(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
+@pytest.mark.slow
 def test_a_network_of_few_weights_is_trained_if_it_has_a_hidden_layer():
     labels = LABELS.double()
     with pytest.warns(VerdictWarning, match="NOT KNOWN"):
@@ -98,6 +101,7 @@ def test_a_network_of_few_weights_is_trained_if_it_has_a_hidden_layer():
     assert float(((probabilities > 0.5) == labels.bool()).double().mean()) > 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_a_head_of_few_weights_is_sampled():
     labels = (X[:, 0] > 0.5 * normals(200, seed=1)).double()
@@ -118,6 +122,7 @@ def test_steps_that_are_cheap_are_many(monkeypatch):
     assert attrs["trained_steps"] < 512
 
 
+@pytest.mark.slow
 def test_a_long_warm_up_is_looked_at_in_few_places(monkeypatch):
     """As a look takes as long as thousands of steps of a small network."""
     places = []
@@ -134,12 +139,14 @@ def test_a_long_warm_up_is_looked_at_in_few_places(monkeypatch):
     assert run.diagnostics().attrs["warmup_steps"] == 1000
 
 
+@pytest.mark.slow
 def test_a_start_that_is_given_is_not_trained():
     sampler = ps.BAOA(classifier(), init_strategy=ps.init_to_module)
     run = sampler.run((X, LABELS), num_samples=20, max_rows=200_000, **QUIET)
     assert run.report().choices["start"] == "as it was given"
 
 
+@pytest.mark.slow
 def test_a_resumed_network_has_the_same_draws_and_does_not_grow(tmp_path):
     how = {"warmup_steps": 100, **QUIET}
     whole = ps.BAOA(classifier()).run((X, LABELS), num_samples=40, checkpoint=tmp_path, **how)
@@ -149,6 +156,7 @@ def test_a_resumed_network_has_the_same_draws_and_does_not_grow(tmp_path):
         ps.BAOA(classifier()).run((X, LABELS), num_samples=80, resume=tmp_path, **how)
 
 
+@pytest.mark.slow
 def test_a_network_whose_chains_agree_in_predictions_is_no_ensemble():
     """600 weights of a linear layer have a Gaussian posterior, 560 directions of it the prior."""
     wide, spread = normals(40, 600, seed=2), 0.05
@@ -191,6 +199,7 @@ def units(rows=300):
     return x, sds, y, model
 
 
+@pytest.mark.slow
 def test_weights_have_their_posterior_whatever_their_priors_unit():
     """300 rows: trained on batches, sampled on all of them, without minibatches' heat."""
     x, sds, y, model = units()
@@ -207,6 +216,7 @@ def test_weights_have_their_posterior_whatever_their_priors_unit():
     assert run.report().choices["geometry"] == "whitened by the prior's sds"
 
 
+@pytest.mark.slow
 def test_a_batch_size_and_a_friction_that_are_given_are_kept():
     x, _, y, model = units()
     how = {"num_samples": 10, "max_rows": 300_000, **QUIET}
@@ -234,6 +244,7 @@ class ByHand(PyroModule):
             return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
 
 
+@pytest.mark.slow
 def test_a_network_with_priors_by_hand_is_one():
     with pytest.warns(VerdictWarning):
         run = ps.BAOA(ByHand()).run((X, LABELS), num_samples=100, max_rows=2_000_000, **QUIET)

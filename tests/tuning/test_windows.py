@@ -78,7 +78,7 @@ def _groups(num_groups):
     return model, {"group": group, "y": y}, exact
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("num_groups", [300, 600])  # a matrix; elements and a few directions
 def test_hierarchies_of_many_groups_are_right_with_nothing_set(num_groups):
     """The mode of their joint density has a tau five times too large."""

@@ -431,6 +431,7 @@ MONTE_CARLO = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "num_draws"), each_once(MONTE_CARLO, [1, 5]))
 def test_monte_carlo_is_unbiased(case, num_draws):
     """|z| < 4.5 for each of up to 21 entries: a right one fails once in 7,000 sets of seeds, and
@@ -464,6 +465,7 @@ def of_mixture(params):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ggn", "monte_carlo"])
 def test_a_family_without_a_closed_form_is_drawn(kind):
     """|z| < 4.5 for each of 10 entries: a right one fails once in 15,000 sets of seeds."""
@@ -475,6 +477,7 @@ def test_a_family_without_a_closed_form_is_drawn(kind):
     assert float(scores.abs().max()) < 4.5
 
 
+@pytest.mark.slow
 def test_more_draws_where_they_are_asked_for():
     """Standard errors over 20 seeds are those of 10,000 draws and not of 2,000."""
     expected = of_mixture(PARAMS)

@@ -113,6 +113,7 @@ def test_frozen_weights_are_left_out_unless_they_are_named():
     assert names_of(net, include="*") == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
+@pytest.mark.slow
 def test_adapters_of_a_pretrained_model():
     net = lora()
     adapters = [name for name, _ in net.named_parameters() if "lora_" in name]

@@ -34,7 +34,7 @@ from networks import (
     tokens,
 )
 from reference import normals
-from repetitions import slow_but
+from repetitions import long_but
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -59,6 +59,7 @@ def padding_rows(net):
 # ------------------------------------------------------------------ densities
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CASES)
 def test_the_log_joint_and_its_gradient_are_the_plain_networks(kind):
     """At the module's values, and elsewhere."""
@@ -128,6 +129,7 @@ def reading(call):
     return called
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -464,7 +466,8 @@ def test_warm_starts(kind):
         assert (apart > 1e-3) == (kind == "Laplace")
 
 
-@pytest.mark.parametrize("rest", slow_but(["frozen", "point"], "point"))
+@pytest.mark.slow
+@pytest.mark.parametrize("rest", long_but(["frozen", "point"], "point"))
 def test_a_part_of_a_network_is_compiled(rest):
     made = case("MLP")
     bayesian = ps.bayesianize(made.net, dist.Normal(0.0, SD), include="2", rest=rest)
