@@ -56,14 +56,16 @@ def find_modes(stack: Stack, starts: Tensor) -> Gaussians:
             break
         shift = damping + (-lengths[:, 0]).clamp(min=0) * 1.5
         step = units * (axes @ (along / (lengths + shift[:, None]))[..., None])[..., 0]
-        there = torch.where(found[:, None], position, position + step.to(position))
-        ahead = look(stack, there)
-        taken = (ahead[0] >= value - 1e-9 * value.abs()) & ~found
-        damping = torch.where(taken, damping * _EASED, damping * _DAMPED).clamp(1e-9, 1e9)
-        position = torch.where(taken[:, None], there, position)
-        value = torch.where(taken, ahead[0], value)
-        slope = torch.where(taken[:, None], ahead[1], slope)
-        curvature = torch.where(taken[:, None, None], ahead[2], curvature)
+        there = position + step.to(position)
+        searching = torch.nonzero(~found)[:, 0]
+        ahead = look(stack.of(searching), there[searching])
+        better = ahead[0] >= (value - 1e-9 * value.abs())[searching]
+        damping[searching] *= torch.where(better, _EASED, _DAMPED)
+        damping.clamp_(1e-9, 1e9)
+        taken = searching[better]
+        position[taken] = there[taken]
+        for kept, new in zip((value, slope, curvature), ahead, strict=True):
+            kept[taken] = new[better]
     return Gaussians(position, positive(curvature), value, found)
 
 

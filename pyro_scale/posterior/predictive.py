@@ -87,6 +87,13 @@ def data_axes(info: ModelInfo) -> dict[str, int]:
     return axes
 
 
+#: What to do where rows of groups are predicted that the data did not have.
+_NEW_GROUPS = (
+    "an index that counts beyond a site's values: a group that is new has no draws. Give the "
+    "groups' plate a place for it when you fit: a group without rows is drawn given the others"
+)
+
+
 def predict(
     result: Result,
     arguments: Arguments,
@@ -129,6 +136,9 @@ def _predict(
         raise
     except Exception as error:
         if not info.whole_only or (batch_size is None and count == info.batch_size):
+            error.add_note(f"raised by the model in predict: {rows.described(arguments)}")
+            if isinstance(error, IndexError):
+                error.add_note(_NEW_GROUPS)
             raise
         raise ModelError(
             f"predict: the model runs on all {info.batch_size} rows of its data together, and "

@@ -162,6 +162,18 @@ def test_what_a_killed_process_left_half_written_is_built_again(tmp_path, monkey
 
 
 @pytest.mark.slow
+def test_a_machines_first_library_does_not_wait_for_headers(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    build = 'inductor.build_library("extern \\"C\\" int one() { return %d; }")'
+    have = f"print(any(Path({str(tmp_path)!r}).glob('**/*.gch')))"
+    imports = "from pathlib import Path; from pyro_scale.compile import inductor"
+    code = "\n".join([imports, build % 1, have, build % 2, have])
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["False", "True"]
+
+
+@pytest.mark.slow
 def test_what_was_dropped_after_it_was_loaded_is_built_again(tmp_path, monkeypatch):
     monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cache_directory, "_MOST_BYTES", 0)

@@ -347,6 +347,33 @@ def test_models_that_subsample_by_themselves_are_predicted_for_all_rows():
     assert fit.predict(reduce=[0.1, 0.9])["y"].shape == (2, SIZE)
 
 
+def groups(count):
+    def model(group, y=None):
+        with pyro.plate("groups", count):
+            mean = pyro.sample("mean", dist.Normal(2.0, 1.0))
+        with pyro.plate("data", len(group)):
+            return pyro.sample("y", dist.Normal(mean[group], 0.5), obs=y)
+
+    return model
+
+
+def test_a_new_group_has_no_draws_unless_the_plate_has_a_place_for_it():
+    group = torch.arange(SIZE) % 3
+    data, new = (group, 1.0 * group), torch.full((2,), 3)
+    fit = ps.Laplace(groups(3), structure="diag").run(data, seed=0)
+    with pytest.raises(IndexError) as raised:
+        fit.predict(new)
+    told, advice = raised.value.__notes__
+    assert told == "raised by the model in predict: 0 is int64 [2]"
+    assert "Give the groups' plate a place" in advice
+    drawn = ps.Laplace(groups(4), structure="diag").run(data, seed=0).predict(new)["y"]
+    # of the prior: mean 2, variance 1 + .25, and 1 between two rows of the group
+    assert drawn.mean(0).sub(2).abs().max() < 4.4 * math.sqrt(1.25 / 1000)
+    covariance = drawn.T.cov()
+    assert covariance[0, 0] == pytest.approx(1.25, abs=4.4 * 1.25 * math.sqrt(2 / 1000))
+    assert covariance[0, 1] == pytest.approx(1.0, abs=4.4 * math.sqrt((1.25**2 + 1) / 1000))
+
+
 def test_joint_densities_are_predicted_of_all_rows_together(monkeypatch):
     monkeypatch.setattr(predictive, "CHUNK_ROWS", 5)
 
