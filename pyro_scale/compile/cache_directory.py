@@ -22,11 +22,11 @@ from filelock import FileLock
 
 #: Names the directory, if that of the platform will not do.
 _VARIABLE = "PYRO_SCALE_CACHE_DIR"
-#: Where Inductor keeps its precompiled header of 160 MB, which processes rely on once they have
-#: seen it: it is never dropped.
-_HEADERS = "precompiled_headers"
-#: Bytes of all that is kept, with that header.
-_MOST_BYTES = 2**30
+#: Bytes of code that is kept; and of Inductor's precompiled headers, of which every environment
+#: has one of about 150 MB, so that they need a bound of their own.
+_MOST_BYTES, _MOST_BYTES_OF_HEADERS = 2**29, 2**29
+#: Where the headers are.  Only what was precompiled is dropped: compilers do without it.
+_HEADERS, _PRECOMPILED = "precompiled_headers", ".gch"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -102,6 +102,11 @@ def building(key: str) -> Iterator[None]:
 
 def _drop_oldest(kept: Path) -> None:
     files = [Path(folder) / name for folder, _, names in os.walk(kept) for name in names]
+    _drop_beyond(_MOST_BYTES, [file for file in files if _HEADERS not in file.parts])
+    _drop_beyond(_MOST_BYTES_OF_HEADERS, [file for file in files if file.suffix == _PRECOMPILED])
+
+
+def _drop_beyond(most_bytes: int, files: list[Path]) -> None:
     ages = []
     for file in files:
         with contextlib.suppress(OSError):
@@ -109,10 +114,8 @@ def _drop_oldest(kept: Path) -> None:
             ages.append((status.st_mtime, status.st_size, file))
     total = sum(size for _, size, _ in ages)
     for _, size, file in sorted(ages):
-        if total <= _MOST_BYTES:
+        if total <= most_bytes:
             return
-        if _HEADERS in file.parts:
-            continue
         with contextlib.suppress(OSError):
             file.unlink()
         total -= size

@@ -8,6 +8,7 @@ from __future__ import annotations
 import getpass
 import os
 import shlex
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -147,14 +148,21 @@ def build_library(source: str) -> str:
 
             @classmethod
             def _get_uncompiled_header(cls, device: str) -> str | None:
-                # precompiled once, it saves two thirds, and takes as long as two libraries: a
-                # machine's first one, with which most begin, does not wait for it
-                first = not any(_inductor_directory().glob("*/*.main.so"))
-                return None if first else "torch/csrc/inductor/cpp_prefix.h"
+                return "torch/csrc/inductor/cpp_prefix.h" if _precompiles_headers() else None
 
         return LoopCache.load(source)._name
 
     return _load(build)
+
+
+def _precompiles_headers() -> bool:
+    """Whether a library that is built next has its headers precompiled.
+
+    They save two thirds of its time, and take as long as two libraries: a machine's first one, with
+    which most begin, does not wait for them.  Inductor calls openssl for their hash.
+    """
+    has_another = any(_inductor_directory().glob("*/*.main.so"))
+    return has_another and shutil.which("openssl") is not None
 
 
 def _load(build: Callable[[], T]) -> T:

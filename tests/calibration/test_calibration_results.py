@@ -259,6 +259,7 @@ def test_lines_change_color_where_the_p_value_is_small():
     assert colors[True] != colors[False]
 
 
+@pytest.mark.slow
 def test_of_many_elements_the_least_likely_are_drawn():
     sbc = conjugate(50, 10, elements=40)
     figure = sbc.plot()

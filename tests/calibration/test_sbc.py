@@ -163,6 +163,7 @@ def test_blocks_change_nothing():
     assert all(torch.equal(whole.ranks[name], parts.ranks[name]) for name in whole.ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "shape"), [long(4.0, "too wide"), (0.25, "too narrow")])
 def test_a_wrong_spread_is_found(temperature, shape):
     sampler = ps.BAOA(normal_mean, temperature=temperature)
@@ -388,6 +389,7 @@ def test_missing_values_and_several_sites_stay_where_they_are():
     assert torch.equal(given[0].isnan(), y.isnan())
 
 
+@pytest.mark.slow
 def test_nothing_of_the_caller_s_is_changed():
     y, before = torch.ones(12), torch.get_rng_state()
     ps.sbc(ps.SGLD(normal_mean, lr=0.05), y, num_simulations=20, **FIXED, **QUIET)

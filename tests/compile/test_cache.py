@@ -1,6 +1,7 @@
 """Where compiled code is kept, and whose code is not run."""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -95,14 +96,19 @@ def test_the_oldest_is_dropped(kept, monkeypatch):
     assert [key for key in "abcd" if cache_directory.read(key) is None] == ["b"]
 
 
-def test_the_header_that_processes_rely_on_is_not_dropped(kept, monkeypatch):
-    header = kept / "inductor" / "precompiled_headers" / "header.h"
-    header.parent.mkdir(parents=True)
-    header.write_bytes(b"0" * 5000)
-    os.utime(header, (0, 0))
-    monkeypatch.setattr(cache_directory, "_MOST_BYTES", 100)
-    cache_directory.write("new", b"0" * 1000)
-    assert header.exists()
+def test_headers_are_dropped_among_themselves(kept, monkeypatch):
+    """However many environments have left one, code is kept; what compilers need of them stays."""
+    headers = kept / "inductor" / "precompiled_headers"
+    headers.mkdir(parents=True)
+    for age, name in enumerate(["old", "new"]):
+        headers.joinpath(f"{name}.h").write_bytes(b"0" * 50)
+        headers.joinpath(f"{name}.h.gch").write_bytes(b"0" * 5000)
+        os.utime(headers / f"{name}.h.gch", (age, age))
+    monkeypatch.setattr(cache_directory, "_MOST_BYTES", 1100)
+    monkeypatch.setattr(cache_directory, "_MOST_BYTES_OF_HEADERS", 9000)
+    cache_directory.write("new", bytes(1000))
+    assert cache_directory.read("new") == bytes(1000)
+    assert sorted(file.name for file in headers.iterdir()) == ["new.h", "new.h.gch", "old.h"]
 
 
 def test_of_two_that_build_at_once_one_does(kept):
@@ -125,6 +131,7 @@ def test_of_two_that_build_at_once_one_does(kept):
     assert [file.name for file in kept.iterdir()] == ["key.so"]
 
 
+@pytest.mark.slow
 def test_what_is_for_a_process_is_gone_with_it(tmp_path):
     code = (
         "import os; from pyro_scale.compile.cache_directory import for_this_process as own; "
@@ -171,6 +178,16 @@ def test_a_machines_first_library_does_not_wait_for_headers(tmp_path, monkeypatc
     code = "\n".join([imports, build % 1, have, build % 2, have])
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["False", "True"]
+
+
+def test_headers_are_not_precompiled_where_inductor_cannot_hash_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    (tmp_path / "inductor" / "ab").mkdir(parents=True)
+    (tmp_path / "inductor" / "ab" / "one.main.so").write_bytes(b"")
+    assert inductor._precompiles_headers() == (shutil.which("openssl") is not None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not inductor._precompiles_headers()
 
 
 @pytest.mark.slow

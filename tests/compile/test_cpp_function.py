@@ -133,6 +133,7 @@ def test_what_is_not_positive_definite_is_not_finite():
         assert gradient.isnan().any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("density", [product, gaussian])
 def test_threads_do_not_share_buffers(density):
     others = [X, Y] if density is product else []

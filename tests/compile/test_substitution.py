@@ -70,6 +70,7 @@ def test_a_singular_matrix_gives_what_torch_gives():
     assert not value.isfinite()
 
 
+@pytest.mark.slow
 def test_many_equations_are_blass():
     """Which is faster there."""
     matrix = 2 * torch.eye(200).double() + 0.01 * normals(200, 200)

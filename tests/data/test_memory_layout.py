@@ -97,6 +97,7 @@ def test_columns_hold_the_same_rows(num_rows, columns):
         assert stored["table"].mT.is_contiguous()
 
 
+@pytest.mark.slow
 def test_a_run_on_all_rows_is_the_same_by_column_to_rounding(monkeypatch):
     x = normals(N, 20)
     data = {"y": normals(N, seed=2), "x": x}

@@ -140,6 +140,7 @@ def test_where_precisions_are_unknown_so_is_what_is_expected(monkeypatch):
     assert table.kinetic_temperature.notna().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
@@ -221,6 +222,7 @@ def test_an_interrupted_run_has_those_until_then(cut):
     assert torch.equal(found, every[:, :10])
 
 
+@pytest.mark.slow
 def test_it_comes_back_from_a_file(tmp_path):
     fit = run(ps.SGHMC(three_sites, lr=0.1), num_samples=60, num_chains=2)
     fit.save(tmp_path / "run.ps")

@@ -71,6 +71,7 @@ def test_blocks_change_nothing(monkeypatch):
     close(ksd(x, s), whole, 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [1, 4])
 def test_its_mean_of_exact_draws(d):
     n = 40
@@ -204,6 +205,7 @@ def test_a_saved_run_takes_its_data_again(tmp_path):
         again.ksd((X[:50], Y[:50]))
 
 
+@pytest.mark.slow
 def test_models_that_functorch_refuses():
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(PRIOR_MEAN, 1.0).to_event(1))

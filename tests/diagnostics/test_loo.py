@@ -85,6 +85,7 @@ def test_all_rows_are_those_of_the_closed_form(fitted):
     assert str(found).startswith(f"elpd {found.elpd:.1f} ± {found.se:.1f} (PSIS-LOO, 300 of 300")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [linear, subsampling])
 def test_all_rows_are_those_of_arviz(model):
     sampler = ps.BAOA(model, lr=0.3, friction=1.0)

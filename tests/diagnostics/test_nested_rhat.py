@@ -159,6 +159,7 @@ def test_superchains_that_do_not_fit(chains, superchains, message):
         run(ps.SGLD(flat, lr=0.1), num_samples=1, num_chains=chains, superchains=superchains)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_samples", [1, 100])
 def test_the_column_is_the_metric(num_samples):
     fit = run(ps.BAOA(flat, lr=0.3), num_samples=num_samples, warmup_steps=200)
@@ -186,12 +187,14 @@ def test_starts_that_are_not_forgotten_are_said(num_samples):
     assert not told(kept)[1]
 
 
+@pytest.mark.slow
 def test_chains_in_two_modes_are_said():
     starts = double(-4.0, 4.0).repeat_interleave(4)
     fit = run(ps.BAOA(two_modes, lr=0.02, init_strategy={"w": starts}), num_samples=200)
     assert told(fit)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_samples", "each"), [pytest.param(1, 32, marks=pytest.mark.long), (30, 4)]
 )

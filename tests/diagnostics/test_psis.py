@@ -34,6 +34,7 @@ def skewed(y):
         pyro.sample("y", dist.Poisson(rate), obs=y)
 
 
+@pytest.mark.slow
 def test_gaussian_posteriors_are_exact_and_not_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error", ApproximationWarning)
@@ -86,6 +87,7 @@ def test_a_fit_that_is_too_narrow_is_warned_of_where_k_is_small():
     close(torch.tensor(fit.psis().spread), torch.tensor(1.0), 1e-4)
 
 
+@pytest.mark.slow
 def test_resampling_brings_means_to_the_posterior():
     y = torch.tensor([1.0, 0.0, 2.0])
     fit = ps.Laplace(skewed).run((y,), **QUIET)
@@ -115,6 +117,7 @@ def test_weights_of_a_tempered_posterior_and_of_several_starts():
     close(shift, shift[0].expand_as(shift), 1e-6)
 
 
+@pytest.mark.slow
 def test_some_rows_stand_for_all():
     """And pieces for the whole."""
     torch.manual_seed(0)

@@ -185,6 +185,7 @@ def same(positions, sampler, chain, step, equal):
     assert all(map(equal, positions, kept[len(kept) - len(positions) :]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 3000])
 def test_tapes_are_written_over_and_steps_are_not(budget, monkeypatch):
     loader = DataLoader(TensorDataset(X, Y), batch_size=B)
@@ -204,6 +205,7 @@ def test_tapes_are_written_over_and_steps_are_not(budget, monkeypatch):
             assert not isinstance(mine, torch.Tensor) or torch.equal(mine, theirs)
 
 
+@pytest.mark.slow
 def test_noise_batches_and_values_are_those_of_the_step():
     """One step of SGLD by hand: x + lr g + sqrt(2 lr T / N) noise, g over N."""
     message = broken(ps.SGLD(regression, lr=lambda step: 2.0 + 0.01 * step, temperature=0.7))
@@ -218,6 +220,7 @@ def test_noise_batches_and_values_are_those_of_the_step():
         close(after["state"]["position"], w + lr * gradient["w"] / N + noise)
 
 
+@pytest.mark.slow
 def test_the_table_and_what_to_go_on_with():
     message = broken(ps.BAOA(regression, lr=1.5))
     found = checked(message, regression)
@@ -317,6 +320,7 @@ def test_the_site_whose_gradient_is_infinite_is_named():
     assert torch.isfinite(ps.LogPosterior(root_at_zero, N)(found.params, found.batch).log_joint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", long_but([False, True], False))
 def test_a_matrix_that_cannot_be_factorized(compile):
     starts = {"r": double(0.5, -0.5)}
@@ -375,6 +379,7 @@ def test_a_dict_of_arguments():
     assert found.batch.keys() == {"x", "y"}
 
 
+@pytest.mark.slow
 def test_a_model_that_subsamples_by_itself():
     message = broken(ps.SGLD(own_subsamples, lr=2.0), batch_size=None)
     found = checked(message, own_subsamples)
@@ -386,6 +391,7 @@ def test_a_model_that_subsamples_by_itself():
     assert not torch.isfinite(log_joint)
 
 
+@pytest.mark.slow
 def test_shared_batches_and_the_whole_data():
     sampler = ps.SGLD(regression, lr=1e3)
     checked(broken(sampler, num_chains=2, share_batches=True), regression)
@@ -410,6 +416,7 @@ def test_features_of_a_frozen_base_are_not_written():
 # ------------------------------------------------------------------ files
 
 
+@pytest.mark.slow
 def test_a_checkpoint_directory_holds_it(tmp_path):
     sampler = ps.SGLD(regression, lr=1e3)
     message = broken(sampler, num_chains=6, checkpoint=tmp_path, checkpoint_every=0)

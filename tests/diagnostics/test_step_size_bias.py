@@ -110,6 +110,7 @@ def sghmc(e, friction=1.0):
     return (4 - 2 * e * friction) / (4 - 2 * e * friction - e * e)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "lr", "expected"),
     long_but(
@@ -139,6 +140,7 @@ def test_of_a_step_on_gaussians(method, lr, expected):
         assert "batch_size" not in said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lr", [0.05, 0.02])
 def test_of_minibatches(lr):
     """The variance is 1 + lr N V / (2 friction B) of the posterior's."""
@@ -214,6 +216,7 @@ def quadrature(log_density, low=-15.0, high=8.0):
     return float(mean), float((weight * (grid - mean).square()).sum().sqrt())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "lr"), [(ps.SGLD, 0.1), (ps.SGHMC, 0.4)])
 def test_of_a_skewed_target_by_quadrature(method, lr):
     mean, sd = quadrature(lambda x: 2 * x - torch.exp(x))
@@ -371,6 +374,7 @@ def test_the_same_run_has_the_same_shadow():
     assert told(sampler.step_size_bias)[0].equals(table)
 
 
+@pytest.mark.slow
 def test_the_shadow_by_hand():
     """Its draws, step by step from the run's noise and starts."""
     sampler = run(ps.SGLD(skewed, lr=0.2), num_samples=50, warmup_steps=3, num_chains=2)

@@ -126,6 +126,7 @@ def test_too_large_a_step_is_said_and_a_right_one_is_not(method, lr, how, hot):
         assert f"lower lr from {lr:.2g} to about" in said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sampling", "lr"), each_once(["replacement", "shuffle"], [0.05, 0.2]))
 def test_what_minibatches_heat_is_measured(lr, sampling):
     """Within a fifth, of shuffled ones too, which theory overestimates."""
@@ -199,6 +200,7 @@ def test_too_cold_is_said():
     assert any("site 'mu' is colder than it should be" in each for each in said)
 
 
+@pytest.mark.slow
 def test_another_temperature_than_asked_for_is_said():
     fit = run(ps.BAOA(mean_of_normal, lr=0.3, temperature=1.5))
     assert not told(fit.diagnostics)[1]
@@ -234,6 +236,7 @@ def test_chains_that_stopped_do_not_count():
     assert told(sampler.diagnostics)[0].temperature["mu"] == pytest.approx(float(spread), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_it_comes_back_from_a_file(tmp_path):
     fit = run(ps.SGLD(mean_of_normal, lr=0.5), num_samples=100)
     fit.save(tmp_path / "run.ps")

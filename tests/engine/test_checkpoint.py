@@ -384,6 +384,7 @@ def test_a_chain_that_stopped_stays_so(tmp_path, cut, monkeypatch):
 # ------------------------------------------------------------------ going on
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_extended(tmp_path):
     longer = run("BAOA", num_samples=70)
     run("BAOA", checkpoint=tmp_path)

@@ -278,6 +278,7 @@ def test_zero_is_false_or_refused():
     assert program_of(sampler) == EAGER
 
 
+@pytest.mark.slow
 def test_the_times_add_up():
     fast, slow = ran(logistic, True)._results().attrs, plain()._results().attrs
     assert fast["compile_time"] > 0
@@ -363,6 +364,7 @@ def settings_now():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "validation"),
     long_but(

@@ -159,6 +159,7 @@ OTHER_CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", long_but(OTHER_CALLS, "data", "fewer rows"))
 def test_another_call_is_traced(call, traced):
     first = sampler(Regression())

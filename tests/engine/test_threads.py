@@ -88,6 +88,7 @@ def test_pairs_of_runs(compile):
             assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_it_was")
 def test_a_fit_beside_a_run():
     works = [fit, lambda: run(positive, True), lambda: run(regression, False)]

@@ -60,6 +60,7 @@ def test_it_is_right_with_nothing_set(temperature):
     assert run.kernel.friction == 0.5
 
 
+@pytest.mark.slow
 def test_a_number_is_never_changed():
     run = ps.GHMC(line, lr=0.9, friction=0.3, precondition="dense").run((X, Y), **QUIET)
     assert (run.kernel.lr, run.kernel.friction) == (0.9, 0.3)

@@ -206,6 +206,7 @@ def test_draws_are_the_same_at_each_call(row):
     assert fit.params["shift"].shape == (2,)
 
 
+@pytest.mark.slow
 @every_gaussian
 def test_fewer_draws_are_evenly_spaced(row):
     fit = fit_of(row.name)
@@ -239,6 +240,7 @@ def test_draws_are_of_each_starts_gaussian(row):
         check_standard((noises[0] + noises[1]) / 2**0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["diag", "dense"])
 def test_a_maps_draws_are_its_modes(structure):
     fit = fit_of(f"MAP {structure}")
@@ -626,6 +628,7 @@ def test_a_chain_starts_at_the_same_draw_whatever_others_there_are():
     close(many[:1], few)
 
 
+@pytest.mark.slow
 def test_a_laplace_starts_its_search_at_a_fit():
     """And ends where it always does: at the mode."""
     expected = fit_of("Laplace dense")
@@ -669,6 +672,7 @@ def test_a_guides_density_is_the_gaussians_in_the_sites_own_terms(row):
     close(trace.log_prob_sum(), expected, 1e-8)
 
 
+@pytest.mark.slow
 @every_gaussian
 def test_pyros_predictive_takes_the_guide(row):
     fit = fit_of(row.name)
@@ -754,6 +758,7 @@ def test_svis_loss_at_the_posterior_is_the_evidence():
         assert svi.step(X, Y) == pytest.approx(-EVIDENCE, abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["diag", "dense"])
 def test_svi_goes_on_from_a_fit(structure):
     """From a cold one, whose sds are half of what they should be."""

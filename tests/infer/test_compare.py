@@ -208,6 +208,7 @@ def test_the_most_trusted(names, expected):
     assert compared(*names).reference == expected
 
 
+@pytest.mark.slow
 def test_another_reference():
     found = compared("BAOA", "dense", reference="dense")
     assert found.reference == "dense"
@@ -277,6 +278,7 @@ def test_it_shows_its_table():
     assert isinstance(found.table, pandas.DataFrame)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [None, (NEW_X, NEW_Y)])
 def test_its_picture(data):
     figure = compared("MAP", "BAOA", "dense", data=data).plot()

@@ -99,6 +99,7 @@ def test_what_is_not_finite_is_said_at_its_step(place):
         ekf(regression(), (X, y), True, transition_sd=0.3)
 
 
+@pytest.mark.slow
 def test_long_runs_alone_are_compiled(monkeypatch):
     def program(rows, **asked):
         data = X[:rows], COUNTS[:rows]
@@ -128,6 +129,7 @@ def test_what_cannot_be_compiled_is_eager(model, curvature, words):
     same(fit, ekf(model, (X, Y), False, **asked), 1e-15)
 
 
+@pytest.mark.slow
 def test_a_second_run_takes_the_program_of_the_first(monkeypatch):
     """Unless the model reads something else by then; a copy has none."""
     factor = [1.0]

@@ -563,6 +563,7 @@ def test_a_single_param_is_tuned(structure):
     close(fit.log_marginal_likelihood(), best, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 def test_params_that_are_not_tuned_are_part_of_the_mode():
     """sigma^2 is then the mean square of what is left at the mode: no degree of freedom off."""

@@ -299,6 +299,7 @@ def test_minibatches_of_equal_rows_are_the_whole_data(optimizer, batch_size):
     close(parts.trace, whole.trace, 1e-10)
 
 
+@pytest.mark.slow
 def test_minibatches_are_unbiased():
     """With steps that shrink, the mode is that of all rows within the noise that is left."""
     fit = ps.MAP(normal, optimizer=torchopt.sgd(decaying(0.3, 0.003, 400)))
@@ -343,6 +344,7 @@ def test_epochs_are_passes_through_the_data(data, batch_size, steps):
     assert torch.equal(same.fit.centers, fit.fit.centers)
 
 
+@pytest.mark.slow
 def test_early_stopping_stops_at_the_mode():
     """From the mode on nothing rises: four windows of a hundred steps are enough to see it."""
     mode = torch.tensor([CONJUGATE["Normal"][2]])
@@ -355,6 +357,7 @@ def test_early_stopping_stops_at_the_mode():
     assert on.trace.shape == (1, 300)
 
 
+@pytest.mark.slow
 def test_early_stopping_looks_at_whole_epochs():
     """With 150 batches an epoch, a window is an epoch."""
     y = torch.tensor(3.0).expand(150).contiguous()
@@ -519,6 +522,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the log joint still rose")
 @pytest.mark.parametrize("name", long_but(LOADERS, next(iter(LOADERS))))
 def test_loaders_lead_to_the_same_mode(name):

@@ -70,6 +70,7 @@ def scale_of(y):
         pyro.sample("y", dist.Normal(0.0, variance.sqrt()), obs=y)
 
 
+@pytest.mark.slow
 def test_jacobians_are_in_it():
     y = 0.8 * normals(25, seed=3)
     shape, rate = 3 + 25 / 2, 2 + float(y.square().sum()) / 2
@@ -219,6 +220,7 @@ def test_what_a_model_holds_in_float32_may_stay_so():
     assert nuts._results().attrs["program"] == "compiled log density"
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_draws_whatever_the_number_of_chains():
     runs = [
         ps.NUTS(linear).run((X, Y), num_samples=50, num_chains=chains, **QUIET)._results().positions
@@ -305,6 +307,7 @@ def funnel():
     pyro.sample("x", dist.Normal(torch.zeros(9), (scale / 2).exp()).to_event(1))
 
 
+@pytest.mark.slow
 def test_divergences_are_reported():
     with pytest.warns(ConvergenceWarning, match=r"trajectories diverged: raise target_accept"):
         nuts = ps.NUTS(funnel).run(None, **QUIET)

@@ -46,6 +46,7 @@ def broken_beyond(gradient):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("compiled", "gradient"), each_once([True, False], [False, True]))
 def test_what_is_not_finite_is_named(gradient, compiled):
     match = "the log density of site 'y' is NaN there"
@@ -75,6 +76,7 @@ def test_bad_arguments(arguments, match):
         ps.NUTS(linear, **arguments)
 
 
+@pytest.mark.slow
 def test_minibatches_are_refused():
     with pytest.raises(ArgumentError, match=r"batch_size=10: NUTS takes all rows.*BAOA"):
         ps.NUTS(linear).run((X, Y), batch_size=10, **QUIET)

@@ -459,6 +459,7 @@ def test_temperature_zero_is_an_ensemble_of_sgd_with_momentum(method):
             close(draws["s"][chain, step], log_s.exp().detach(), rtol=1e-11)
 
 
+@pytest.mark.slow
 def test_warmup_under_five_relaxation_times_is_warned_of():
     """N = 20 and precision 24 over N: lr 0.05 relaxes in 2 / lr = 40 steps, so 200 are needed."""
     y = normals(20)

@@ -347,6 +347,7 @@ def test_the_optimum_of_minibatches_is_the_exact_one(kind, temperature):
     assert fit.converged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "temperature"), OPTIMA)
 def test_the_bound_is_in_nats_a_total_and_below_the_evidence(kind, temperature):
     """Equal to it where q is the posterior."""

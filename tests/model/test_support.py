@@ -40,6 +40,7 @@ def nan_above():
 MODELS = [(nan_outside, None, "c", "NaN"), (infinite_outside, Y, "y", "infinite")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "data", "site", "word", "compile"),
     long_but(

@@ -225,6 +225,7 @@ def coverages(fit, draw, hold, repetitions=60, **how):
     return shares
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sd", long_but([1.0, 3.0, 0.3], 3.0))
 def test_conformal_intervals_cover_where_plain_ones_miss(fit, seeded, sd):
     covered = coverages(fit, lambda count, seed: rows_of(count, seed, sd), inside)
@@ -236,6 +237,7 @@ def test_conformal_intervals_cover_where_plain_ones_miss(fit, seeded, sd):
     assert (abs(plain - 0.9) > 0.08) == (sd != 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     long_but(
@@ -257,6 +259,7 @@ def test_conformal_intervals_cover_with_noise_that_the_model_has_not(fit, seeded
     assert abs(z_of(coverages(fit, draw, inside), 0.9)) < 4
 
 
+@pytest.mark.slow
 def test_a_box_covers_all_elements_of_a_row_at_once(seeded):
     def draw(count, seed):
         x, y = rows_of(count, seed, sd=0.0)

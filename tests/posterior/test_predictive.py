@@ -563,6 +563,7 @@ def test_approximations_reduce_over_their_draws(kind, name, linear):
     reduced_as_by_hand(fit, case, outputs(fit, samples=samples), 1e-10, **chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [None, 3])
 @pytest.mark.parametrize("name", ["heteroscedastic", "Bernoullis", "Categorical", "OneHot"])
 def test_linearized_networks_reduce_over_their_linear_arguments(name, count):

@@ -141,6 +141,7 @@ def test_get_samples_gives_a_dict_of_ones_own():
     assert fit.get_samples()
 
 
+@pytest.mark.slow
 def test_constrained_sites_are_in_their_own_terms():
     """In unconstrained space a LogNormal is Gaussian, which BAOA samples exactly: a Jacobian
     left out, or counted twice, would move the mean by the variance."""
@@ -729,6 +730,7 @@ def test_results_of_step_are_one_draw():
     assert fit.to_arviz().posterior.sizes["draw"] == 1
 
 
+@pytest.mark.slow
 def test_summaries_of_single_draws_say_nothing_of_them(recwarn, capfd):
     """On which nobody can act."""
     fit = ps.BAOA(regression, lr=0.1, num_data=SIZE)

@@ -133,6 +133,7 @@ def check_same(monkeypatch, model, data, **kwargs):
     return fit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_draws_are_the_same(monkeypatch, kind):
     net, x, include = NETWORKS[kind]
@@ -151,11 +152,13 @@ HOW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", long_but(HOW, HOW[0], HOW[2], HOW[6]), ids=str)
 def test_draws_are_the_same_however_rows_come(monkeypatch, how):
     check_same(monkeypatch, classifier(CONVOLUTION), (X, LABELS), **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "share"), each_once(["rows", "noisy rows", "tensors"], [False, True])
 )
@@ -166,16 +169,19 @@ def test_draws_are_the_same_from_loaders(monkeypatch, kind, share):
     check_same(monkeypatch, classifier(CONVOLUTION), loader, share_batches=share)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", long_but([B, None], B))
 def test_draws_are_the_same_where_more_memory_is_needed_than_there_is(monkeypatch, batch_size):
     monkeypatch.setattr(frozen_features, "bytes_of", lambda device: 10)
     check_same(monkeypatch, classifier(CONVOLUTION), (X, LABELS), batch_size=batch_size)
 
 
+@pytest.mark.slow
 def test_what_depends_on_rows_alone_is_counted_once(monkeypatch):
     check_same(monkeypatch, counts(), (X, COUNTS, EXPOSURE), batch_size=B)
 
 
+@pytest.mark.slow
 def test_points_move_as_they_would(monkeypatch):
     """Weights that are estimated are no part of the base: here nothing is."""
     model = classifier(CONVOLUTION, rest="point")

@@ -130,6 +130,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     long_but(

@@ -131,6 +131,7 @@ class TestDoubleWell:
         with pytest.raises(AssertionError):
             chi_square(cumulative(lambda x: of_x(x) / 1.25)(x))
 
+    @pytest.mark.slow
     def test_at_temperature_zero_chains_are_at_either_bottom(self):
         starts = torch.linspace(-1.5, 1.5, 21)[:, None].expand(21, 2).clone()
         function = ps.LogPosterior.from_function(

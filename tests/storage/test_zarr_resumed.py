@@ -97,6 +97,7 @@ def test_an_interrupt_before_a_file_is_full_does_so_too(draws, tmp_path, monkeyp
     same(held, {name: value[:, :count] for name, value in whole.items()})
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_the_moments_until_then(cut):
     whole = draws_of(fitted(num_samples=300))
     cut(100)
@@ -320,6 +321,7 @@ def test_draws_that_wait_for_a_full_file_are_written_by_time(tmp_path, monkeypat
     same(unconstrained(fit), unconstrained(other))
 
 
+@pytest.mark.slow
 def test_writing_is_a_small_part_of_the_time(tmp_path, monkeypatch):
     """The next one comes after 20 times what the last one took, by a clock of ours."""
     now, when = [0.0], []
@@ -657,6 +659,7 @@ def test_what_is_loaded_reads_the_store(tmp_path):
     stored.same_draws(ps.BAOA.load(tmp_path / "again.ps", regression), fit)
 
 
+@pytest.mark.slow
 def test_a_file_and_its_store_may_be_moved_together(tmp_path):
     there, here = tmp_path / "there", tmp_path / "here"
     there.mkdir()
@@ -670,6 +673,7 @@ def test_a_file_and_its_store_may_be_moved_together(tmp_path):
     same(draws_of(ps.BAOA.load(tmp_path / "again.ps", regression)), expected)
 
 
+@pytest.mark.slow
 def test_what_is_loaded_has_the_moments(tmp_path):
     fit = fitted(num_samples=200, store=False)
     fit.save(tmp_path / "run.ps")
@@ -682,6 +686,7 @@ def test_what_is_loaded_has_the_moments(tmp_path):
         loaded.get_samples()
 
 
+@pytest.mark.slow
 def test_a_relative_path_is_read_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fit = fitted(store="draws.zarr")
@@ -693,6 +698,7 @@ def test_a_relative_path_is_read_from_anywhere(tmp_path, monkeypatch):
     same(draws_of(fit), held)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what", long_but(["moved", "deleted", "another", "a file", "emptied"], "deleted", "another")
 )
@@ -770,6 +776,7 @@ def test_paths_that_cannot_be_are_refused(value, error, message, tmp_path, monke
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["file", "own.txt", "there"]
 
 
+@pytest.mark.slow
 def test_a_run_does_not_write_over_its_own_store(tmp_path):
     path = tmp_path / "draws.zarr"
     held = draws_of(fitted(store=path))

@@ -172,12 +172,14 @@ def test_a_run_with_a_store_is_one_in_memory(case, what, pairs):
     ALIKE[what](*pairs(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", long_but(CASES, "supports", "weights"))
 def test_predictions_are_those_of_a_run_in_memory(case, pairs):
     """Of the same seed, as torch's generator is used."""
     s.same_predictions(*pairs(case), CASES[case][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", long_but(["mean", "variance", [0.1, 0.5]], "variance"))
 def test_reduced_predictions_are_those_of_a_run_in_memory(reduce, pairs):
     one, other = (
@@ -198,6 +200,7 @@ def test_the_size_of_files_changes_nothing(case, tmp_path, monkeypatch):
         s.same_draws(fitted(**how, store=tmp_path / f"{draws}.zarr"), inside)
 
 
+@pytest.mark.slow
 def test_a_file_is_of_bounded_size(tmp_path, monkeypatch):
     """Not the number of draws alone bounds it, nor what all chains hold of them."""
     monkeypatch.setattr(sinks, "_MOST_DRAWS", 10**6)
@@ -258,6 +261,7 @@ def float64():
     torch.set_default_dtype(default)
 
 
+@pytest.mark.slow
 def test_chains_that_broke_are_left_out(tmp_path, float64):
     inside, said = with_broken_chains()
     stored, told = with_broken_chains(store=tmp_path / "draws.zarr")
@@ -272,6 +276,7 @@ def test_chains_that_broke_are_left_out(tmp_path, float64):
     same(draws_of(ps.SGLD.load(tmp_path / "run.ps", cliff)), draws_of(inside))
 
 
+@pytest.mark.slow
 def test_what_holds_the_finished_chains_is_named(tmp_path, float64):
     for store, by in ((None, "get_samples()"), (False, "moments()")):
         fit, said = with_broken_chains(store=store)
@@ -300,6 +305,7 @@ def test_where_the_draws_of_chains_are_that_all_stopped(tmp_path, float64):
     assert np.isfinite(held[:, 0]).all()
 
 
+@pytest.mark.slow
 def test_chains_have_the_numbers_that_the_error_counts_by(tmp_path, float64):
     """In all groups, in memory and on disk, of a run and of its file."""
     inside, said = with_broken_chains()
@@ -320,6 +326,7 @@ def test_chains_have_the_numbers_that_the_error_counts_by(tmp_path, float64):
     assert opened(tmp_path / "draws.zarr").sample_stats.chain.values.tolist() == finished
 
 
+@pytest.mark.slow
 def test_of_chains_that_broke_the_store_has_what_there_was(tmp_path, float64):
     """By their numbers, and the statistics of the others by theirs."""
     inside, _ = with_broken_chains()
@@ -334,6 +341,7 @@ def test_of_chains_that_broke_the_store_has_what_there_was(tmp_path, float64):
     assert np.isnan(tree.posterior.w.sel(chain=broken).values[:, -1]).all()
 
 
+@pytest.mark.slow
 def test_chains_that_broke_do_not_count_in_moments(float64):
     inside, said = with_broken_chains()
     nowhere, told = with_broken_chains(store=False)
@@ -414,6 +422,7 @@ def test_without_draws_there_is_what_they_come_to(case):
     assert set(tables[0]) <= set(tables[1])
 
 
+@pytest.mark.slow
 def test_moments_of_all_runs_are_the_same(tmp_path):
     fits = [fitted(num_samples=20, store=store) for store in (None, tmp_path / "s.zarr", False)]
     flat = fits[0].get_samples()
@@ -463,6 +472,7 @@ def test_levels_out_of_range_are_refused(levels):
         fitted().moments(levels)
 
 
+@pytest.mark.slow
 def test_draws_with_weights_have_no_plain_moments(tmp_path):
     how, _ = CASES["weights"]
     for fit in (fitted(**how), fitted(**how, store=tmp_path / "draws.zarr")):
@@ -479,6 +489,7 @@ def opened(path):
     return xarray.open_datatree(path, engine="zarr", chunks=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     long_but(["minibatches", "supports", "plates", "network", "weights"], "supports", "weights"),

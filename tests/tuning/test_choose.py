@@ -243,6 +243,7 @@ def test_searches_without_end_are_bounded_too():
         ps.BAOA(endless, compile=False).run(None, max_rows=13_000, **QUIET)
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_says_its_own_thinning():
     run = ps.BAOA(lambda: pyro.sample("x", dist.StudentT(3.0, 0.0, 1.0))).run(None, **QUIET)
     thinning = run.diagnostics().attrs["thinning"]

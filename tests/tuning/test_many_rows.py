@@ -99,6 +99,7 @@ def gradients(density, params, way="grad"):
     return {name: torch.stack([part[name] for part in parts]) for name in params}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["grad", "plain_grad"])
 @pytest.mark.parametrize("model", [groups, line, curved])
 def test_the_mean_over_a_partition_is_the_whole_gradient(model, way):

@@ -68,6 +68,7 @@ def test_places_where_the_log_joint_is_not_finite_are_left_out():
     assert bool(density.values(starts).isfinite().all())
 
 
+@pytest.mark.slow
 def test_a_frequency_far_from_zero_is_found():
     """Near zero there are modes of their own, hundreds of nats below."""
     x = 6 * (normals(300, seed=1) / 2**0.5).erf().abs()

@@ -110,6 +110,7 @@ def test_a_head_of_few_weights_is_sampled():
     assert "around the mode" in report.choices["start"]
 
 
+@pytest.mark.slow
 def test_steps_that_are_cheap_are_many(monkeypatch):
     """As many for the first draw as are cheap, and three times as many to the last, where training
     takes fewer."""
@@ -261,6 +262,7 @@ def test_the_largest_stable_step_is_that_of_a_gaussian(precision):
     assert 2 / 1.1 <= without <= 2 or precision == 0.01
 
 
+@pytest.mark.slow
 def test_training_that_breaks_says_so():
     def model(x, y=None):
         weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
