@@ -78,9 +78,13 @@ def look(stack: Stack, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         def log_joint(position: Tensor) -> Tensor:
             return stack.log_joint(position, number)
 
+        def slope_and_both(position: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            slope, value = torch.func.grad_and_value(log_joint)(position)
+            return slope, (slope, value)
+
         here = take_one(positions, number)
-        slope, value = torch.func.grad_and_value(log_joint)(here)
-        return value, slope, torch.func.jacrev(torch.func.grad(log_joint))(here)
+        hessian, (slope, value) = torch.func.jacrev(slope_and_both, has_aux=True)(here)
+        return value, slope, hessian
 
     with without_vmap_warnings():
         value, slope, hessian = (each.double() for each in stack.each(of_one))
