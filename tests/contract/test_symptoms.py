@@ -32,6 +32,7 @@ PHRASES = {
     "cuda-memory",
     "jupyter",
     "missed-modes",
+    "new-group",
     "params",
     "prediction-shape",
     "reproducible",
