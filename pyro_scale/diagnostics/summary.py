@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_scale.core.online_moments import Moments
 from pyro_scale.diagnostics.convergence import some_elements
-from pyro_scale.diagnostics.verdict import Report
+from pyro_scale.diagnostics.run_report import Report
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.export import to_inference_data

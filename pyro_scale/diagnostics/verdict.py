@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from statistics import NormalDist
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +14,9 @@ from pyro_scale.core.validation import evenly
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.convergence import mixing_of_predictions, some_elements
 from pyro_scale.diagnostics.divergence import explosion
-from pyro_scale.diagnostics.finding import Finding, Verdict, worst
+from pyro_scale.diagnostics.finding import Finding, Verdict
 from pyro_scale.diagnostics.modes_seen import modes_seen
+from pyro_scale.diagnostics.run_report import Report
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.posterior.draws import Result
 from pyro_scale.tuning.choice import Choice
@@ -47,75 +44,6 @@ _HEAVY = 2.0
 _MOST_HEAT, _SURELY_HOT = 1.1, 1.25
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a run chose, and how far to trust its draws.
-
-    `str(report)` is the text, whose first line is the verdict; `report.verdict` is `"yes"`, `"no"`,
-    `"unknown"` or `"ensemble"`; `to_frame()` has a row for each site.  Yes means that every check
-    says that posterior means are within 0.1 posterior sds and sds within 5%, Monte Carlo errors
-    apart.  What could not be checked is unknown.  An ensemble is of networks whose chains do not
-    agree in what they predict, or of temperature 0.
-
-    Attributes:
-        verdict: of the run.
-        findings: of every check, those that fail first.
-        choices: what was chosen, in words.
-    """
-
-    verdict: Verdict
-    findings: tuple[Finding, ...]
-    choices: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def headline(self) -> str:
-        """The verdict in one line."""
-        if self.verdict == "yes":
-            return (
-                "YES: every check puts posterior means within 0.1 sds and sds within 5% of the "
-                "posterior's"
-            )
-        first = next(f for f in self.findings if f.verdict == self.verdict)
-        where = f"site '{first.site}': " if first.site else ""
-        advice = f"; try: {first.advice}" if first.advice else ""
-        kind = {"no": "NO", "unknown": "NOT KNOWN", "ensemble": "ENSEMBLE, not posterior"}[
-            self.verdict
-        ]
-        return f"{kind}: {where}{first.told}{advice}"
-
-    def to_frame(self) -> Any:
-        """A DataFrame, one row a site and check."""
-        import pandas
-
-        return pandas.DataFrame([asdict(finding) for finding in self.findings])
-
-    def of_site(self, name: str) -> Verdict:
-        """The verdict on one site: that of the run's own checks counts for all."""
-        return worst([f.verdict for f in self.findings if f.site in ("", name)])
-
-    def to_json(self) -> str:
-        """The report as text that `from_json` reads."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Report:
-        """The report that `to_json` wrote."""
-        held = json.loads(text)
-        return cls(held["verdict"], tuple(Finding(**f) for f in held["findings"]), held["choices"])
-
-    def __str__(self) -> str:
-        lines = [self.headline, ""]
-        lines += [f"{name}: {told}" for name, told in self.choices.items()]
-        lines.append("")
-        titles = {"ensemble": "ensemble", "no": "off", "unknown": "not known", "yes": "checked"}
-        for verdict, title in titles.items():
-            for finding in self.findings:
-                if finding.verdict == verdict:
-                    where = f"{finding.site}: " if finding.site else ""
-                    lines.append(f"[{title}] {finding.check}: {where}{finding.told}")
-        return "\n".join(lines)
-
-
 def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
     """What is known of a run.
 
@@ -134,7 +62,7 @@ def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
         return Report("no", (Finding("", "explosion", "no", exploded),), choices)
     findings = [
         *_length(result, num_samples),
-        *(_mixing(result) if trained is None else _agreement(result)),
+        *(_thinned_mixing(result) if trained is None else _agreement(result)),
         *_temperatures(result),
         *_heating(result, choice),
         *_bias(result, choice),
@@ -142,10 +70,35 @@ def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
     ]
     if any(finding.verdict != "yes" for finding in findings):
         findings = _with_advice(result, findings)
-    order = {"ensemble": 0, "no": 1, "unknown": 2, "yes": 3}
-    findings.sort(key=lambda finding: order[finding.verdict])
-    verdict = worst([finding.verdict for finding in findings])
-    return Report(verdict, tuple(findings), choices)
+    return Report.of(findings, choices)
+
+
+def report_on_exact(result: Result, num_samples: int) -> Report:
+    """What is known of a run of an exact sampler, whose draws are right once chains have mixed and
+    nothing has diverged.
+
+    Args:
+        result: of the run.
+        num_samples: draws of each chain that were asked for.
+    """
+    exact = "exact on all rows, up to Monte Carlo error"
+    findings = [
+        *_length(result, num_samples),
+        *_mixing(result, _MANY, 0.0),
+        *_divergences(result),
+    ]
+    if any(finding.verdict != "yes" for finding in findings):
+        findings = _with_advice(result, findings)
+    return Report.of(findings, {"method": f"{result.attrs['method']}, {exact}"})
+
+
+def _divergences(result: Result) -> list[Finding]:
+    """Whether trajectories diverged, which leaves out where the posterior is narrow."""
+    diverged = result.sample_stats["diverging"]
+    count, advice = int(diverged.sum()), "target_accept=0.95, or another parametrization"
+    verdict: Verdict = "unknown" if count else "yes"
+    told = f"{count} of {diverged.numel()} trajectories diverged"
+    return [Finding("", "divergences", verdict, told, advice)]
 
 
 def _length(result: Result, num_samples: int) -> list[Finding]:
@@ -175,13 +128,19 @@ def _with_advice(result: Result, findings: list[Finding]) -> list[Finding]:
     return [advised(finding) for finding in findings]
 
 
-def _mixing(result: Result) -> list[Finding]:
-    """Whether chains agree, and how many draws they are worth."""
+def _thinned_mixing(result: Result) -> list[Finding]:
+    """That of draws whose thinning was chosen so that most of them are effective."""
+    enough = _EFFECTIVE * result.num_chains * result.positions.shape[1]
+    return _mixing(result, enough, enough / 2)
+
+
+def _mixing(result: Result, enough: float, too_few: float) -> list[Finding]:
+    """Whether chains agree, and how many draws they are worth: enough, or surely too few."""
     sites = list(result.log_posterior.latents)
     chains, draws = result.positions.shape[:2]
     if draws < _FEWEST:
         return [Finding("", "mixing", "unknown", f"{draws} draws a chain say nothing of it")]
-    found, least = [], _EFFECTIVE * chains * draws
+    found = []
     for name in sites:
         some = some_elements(result, name)
         r_hats, bulk, tail = mixing_of(some)
@@ -191,9 +150,9 @@ def _mixing(result: Result) -> list[Finding]:
         verdict: Verdict = "yes"
         if chains < 2:
             verdict, advice = "unknown", "num_chains=4: one chain alone cannot tell"
-        elif not r_hat <= _DISAGREE or not ess >= least / 2:
+        elif not r_hat <= _DISAGREE or not ess >= too_few:
             verdict = "no" if chains * draws >= _MANY else "unknown"  # of few, it may be chance
-        elif r_hat > _AGREE or ess < least:
+        elif r_hat > _AGREE or ess < enough:
             verdict = "unknown"
         found.append(Finding(name, "mixing", verdict, told, advice))
         found += _tails(name, some)

@@ -15,6 +15,8 @@ from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.examine import examine
+from pyro_scale.diagnostics.run_report import Report
+from pyro_scale.diagnostics.verdict import report_on_exact
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleWarning
 from pyro_scale.exact.chains import sample
 from pyro_scale.exact.log_density import EarlierFunction, LogDensity, log_density
@@ -188,6 +190,7 @@ class NUTS(Method):
                 "target_accept": self.target_accept,
                 "mass": self.mass,
                 "temperature": self.temperature,
+                "num_samples": settings.num_samples,
                 **facts_of(problem.log_posterior, seed),
                 "sampling_time": finished - compiled,
                 "compile_time": compiled - begun,
@@ -197,6 +200,19 @@ class NUTS(Method):
         why = _what_broke(problem, density) if draws.is_broken else ""
         self._warn(self._result, draws.interrupted, why)
         return self
+
+    def report(self) -> Report:
+        """How far to trust the draws, and what to do if not: chains agree (R-hat up to 1.01), are
+        worth at least 400 draws in bulk and tails, and nothing has diverged.
+
+        `str(report)` is the text, `.verdict` is `"yes"`, `"no"` or `"unknown"`, `.to_frame()` has
+        a row for each site and check.
+
+        Raises:
+            NotRunError: nothing has been run.
+        """
+        result = self._draws()
+        return report_on_exact(result, int(result.attrs["num_samples"]))
 
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
         """Where chains begin that start from these draws: some of them, drawn at random,

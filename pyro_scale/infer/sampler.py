@@ -19,8 +19,9 @@ from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics import crash_dump
 from pyro_scale.diagnostics.divergence import all_stopped, explosion, message
 from pyro_scale.diagnostics.post_run import as_measured_by_first, measure
+from pyro_scale.diagnostics.run_report import Report
 from pyro_scale.diagnostics.step_size_bias import step_size_bias
-from pyro_scale.diagnostics.verdict import Report, report
+from pyro_scale.diagnostics.verdict import report
 from pyro_scale.distributed.ranks import Distributed, Ranks
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.reuse import Earlier

@@ -1,0 +1,95 @@
+"""How far to trust draws of NUTS, said as it is of samplers' draws."""
+
+import dataclasses
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from linear import linear_data, regression
+
+import pyro_scale as ps
+
+pytest.importorskip("nutpie")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("float64"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+HOW = {"seed": 1, "progress": False, "warmup_steps": 300}
+DATA = linear_data(60)
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    nuts = ps.NUTS(regression(variance=2.0)).run(DATA, num_samples=500, **HOW)
+    torch.set_default_dtype(before)
+    return nuts
+
+
+def changed(nuts, **tensors):
+    """The same run, with other draws or statistics."""
+    other = ps.NUTS(nuts.model)
+    other._result = dataclasses.replace(nuts._results(), **tensors)
+    return other.report()
+
+
+def checks(report):
+    return {finding.check: finding.verdict for finding in report.findings}
+
+
+def test_what_has_mixed_is_right(sampled):
+    report = sampled.report()
+    assert report.verdict == "yes"
+    assert checks(report) == {"mixing": "yes", "divergences": "yes"}
+    assert str(report).startswith("YES: every check puts posterior means within 0.1 sds")
+    assert "NUTS, exact on all rows" in str(report)
+    assert list(report.to_frame().columns) == ["site", "check", "verdict", "told", "advice"]
+
+
+@pytest.mark.parametrize(("away", "verdict"), [(0.0, "yes"), (0.25, "unknown"), (1.0, "no")])
+def test_chains_that_are_apart(sampled, away, verdict):
+    """One of four chains is moved by so many sds: R-hat is about (1 + 3/16 away^2)^0.5."""
+    positions = sampled._results().positions.clone()
+    positions[0] += away * positions.flatten(0, 1).std(0)
+    assert checks(changed(sampled, positions=positions))["mixing"] == verdict
+
+
+def test_a_trajectory_that_diverged_leaves_it_unknown(sampled):
+    stats = dict(sampled._results().sample_stats)
+    stats["diverging"] = stats["diverging"].clone()
+    stats["diverging"][1, 7] = True
+    report = changed(sampled, sample_stats=stats)
+    assert checks(report) == {"mixing": "yes", "divergences": "unknown"}
+    assert report.headline.startswith("NOT KNOWN: 1 of 2000 trajectories diverged; try: target_acc")
+
+
+def test_few_draws_and_one_chain_tell_nothing(sampled):
+    result = sampled._results()
+    few = {"positions": result.positions[:, :90]}  # 360 draws cannot be worth 400
+    few["sample_stats"] = {name: each[:, :90] for name, each in result.sample_stats.items()}
+    assert checks(changed(sampled, **few))["mixing"] == "unknown"
+    assert checks(changed(sampled, **few))["length"] == "unknown"  # of 500 that were asked for
+    alone = {"positions": result.positions[:1]}
+    alone["sample_stats"] = {name: each[:1] for name, each in result.sample_stats.items()}
+    assert "one chain alone cannot tell" in changed(sampled, **alone).headline
+
+
+def test_it_is_kept_in_a_file(sampled, tmp_path):
+    sampled.save(tmp_path / "run")
+    assert str(ps.NUTS.load(tmp_path / "run", sampled.model).report()) == str(sampled.report())
+
+
+def test_where_a_funnel_diverges_the_advice_is_how_to_mend_it():
+    def funnel(y):
+        tau = pyro.sample("tau", dist.HalfCauchy(1.0))
+        with pyro.plate("groups", 8):
+            effect = pyro.sample("effect", dist.Normal(0.0, tau))
+            pyro.sample("y", dist.Normal(effect, 1.0), obs=y)
+
+    nuts = ps.NUTS(funnel).run(0.1 * torch.arange(8.0), num_samples=1000, **HOW)
+    assert bool(nuts._results().sample_stats["diverging"].any())
+    assert "non-centered 'effect', whose prior's scale is 'tau'" in nuts.report().headline
