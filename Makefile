@@ -28,7 +28,7 @@ MATRIX_TESTS := $(addprefix tests/,infer/test_approximations.py infer/test_compa
 
 matrix: .venv-matrix/installed
 	.venv-matrix/bin/python -W ignore::FutureWarning examples/demo.py
-	.venv-matrix/bin/python -m pytest -n 2 $(MATRIX_TESTS)
+	.venv-matrix/bin/python -m pytest -m "not long and not site" -n 2 $(MATRIX_TESTS)
 
 bench: .venv/installed-bench
 	$(BIN)/python benchmarks/run.py

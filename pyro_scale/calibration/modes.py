@@ -60,7 +60,7 @@ def find_modes(stack: Stack, starts: Tensor) -> Gaussians:
         searching = torch.nonzero(~found)[:, 0]
         ahead = look(stack.of(searching), there[searching])
         better = ahead[0] >= (value - 1e-9 * value.abs())[searching]
-        damping[searching] *= torch.where(better, _EASED, _DAMPED)
+        damping[searching] *= torch.where(better, _EASED, _DAMPED).to(damping)
         damping.clamp_(1e-9, 1e9)
         taken = searching[better]
         position[taken] = there[taken]

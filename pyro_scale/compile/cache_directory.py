@@ -25,8 +25,8 @@ _VARIABLE = "PYRO_SCALE_CACHE_DIR"
 #: Bytes of code that is kept; and of Inductor's precompiled headers, of which every environment
 #: has one of about 150 MB, so that they need a bound of their own.
 _MOST_BYTES, _MOST_BYTES_OF_HEADERS = 2**29, 2**29
-#: Where the headers are.  Only what was precompiled is dropped: compilers do without it.
-_HEADERS, _PRECOMPILED = "precompiled_headers", ".gch"
+#: Where the headers are, and what GCC and Clang call them: what they are made of is not dropped.
+_HEADERS, _PRECOMPILED = "precompiled_headers", (".gch", ".pch")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -102,8 +102,9 @@ def building(key: str) -> Iterator[None]:
 
 def _drop_oldest(kept: Path) -> None:
     files = [Path(folder) / name for folder, _, names in os.walk(kept) for name in names]
-    _drop_beyond(_MOST_BYTES, [file for file in files if _HEADERS not in file.parts])
-    _drop_beyond(_MOST_BYTES_OF_HEADERS, [file for file in files if file.suffix == _PRECOMPILED])
+    code = [file for file in files if _HEADERS not in file.relative_to(kept).parts]
+    _drop_beyond(_MOST_BYTES, code)
+    _drop_beyond(_MOST_BYTES_OF_HEADERS, [file for file in files if file.suffix in _PRECOMPILED])
 
 
 def _drop_beyond(most_bytes: int, files: list[Path]) -> None:

@@ -148,27 +148,32 @@ def build_library(source: str) -> str:
 
             @classmethod
             def _get_uncompiled_header(cls, device: str) -> str | None:
-                return "torch/csrc/inductor/cpp_prefix.h" if _precompiles_headers() else None
+                return "torch/csrc/inductor/cpp_prefix.h"
 
         return LoopCache.load(source)._name
 
     return _load(build)
 
 
-def _precompiles_headers() -> bool:
-    """Whether a library that is built next has its headers precompiled.
+@contextmanager
+def _headers_precompiled_in_time() -> Iterator[None]:
+    """Precompiled headers save two thirds of a library's time, and take as long as two: a machine's
+    first one, with which most begin, does not wait for them.  Inductor calls openssl for their
+    hash."""
+    from torch._inductor import config
 
-    They save two thirds of its time, and take as long as two libraries: a machine's first one, with
-    which most begin, does not wait for them.  Inductor calls openssl for their hash.
-    """
     has_another = any(_inductor_directory().glob("*/*.main.so"))
-    return has_another and shutil.which("openssl") is not None
+    precompile = has_another and shutil.which("openssl") is not None
+    with config.patch(
+        cpp_cache_precompile_headers=precompile and config.cpp_cache_precompile_headers
+    ):
+        yield
 
 
 def _load(build: Callable[[], T]) -> T:
     """What Inductor builds or finds in its cache, where a killed process may have left half of a
     library: that is built again."""
-    with _in_our_cache():
+    with _in_our_cache(), _headers_precompiled_in_time():
         try:
             return build()
         except (OSError, ImportError) as error:

@@ -89,8 +89,8 @@ def data_axes(info: ModelInfo) -> dict[str, int]:
 
 #: What to do where rows of groups are predicted that the data did not have.
 _NEW_GROUPS = (
-    "an index that counts beyond a site's values: a group that is new has no draws. Give the "
-    "groups' plate a place for it when you fit: a group without rows is drawn given the others"
+    "if it is the index of a group: one that is new has no draws. With a sampler, give the groups' "
+    "plate a place for it when you fit: a group without rows is drawn given the others"
 )
 
 

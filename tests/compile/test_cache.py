@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch._inductor import config
 
 from pyro_scale.compile import cache_directory, inductor
 
@@ -185,9 +186,16 @@ def test_headers_are_not_precompiled_where_inductor_cannot_hash_them(tmp_path, m
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     (tmp_path / "inductor" / "ab").mkdir(parents=True)
     (tmp_path / "inductor" / "ab" / "one.main.so").write_bytes(b"")
-    assert inductor._precompiles_headers() == (shutil.which("openssl") is not None)
+
+    def precompiles():
+        with inductor._headers_precompiled_in_time():
+            return config.cpp_cache_precompile_headers
+
+    before = config.cpp_cache_precompile_headers
+    assert precompiles() == (before and shutil.which("openssl") is not None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert not inductor._precompiles_headers()
+    assert not precompiles()
+    assert config.cpp_cache_precompile_headers == before
 
 
 @pytest.mark.slow

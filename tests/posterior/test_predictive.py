@@ -365,7 +365,7 @@ def test_a_new_group_has_no_draws_unless_the_plate_has_a_place_for_it():
         fit.predict(new)
     told, advice = raised.value.__notes__
     assert told == "raised by the model in predict: 0 is int64 [2]"
-    assert "Give the groups' plate a place" in advice
+    assert "give the groups' plate a place" in advice
     drawn = ps.Laplace(groups(4), structure="diag").run(data, seed=0).predict(new)["y"]
     # of the prior: mean 2, variance 1 + .25, and 1 between two rows of the group
     assert drawn.mean(0).sub(2).abs().max() < 4.4 * math.sqrt(1.25 / 1000)
