@@ -164,6 +164,7 @@ def test_exact_draws_are_calibrated(exact):
     assert "<table" in exact._repr_html_()
 
 
+@pytest.mark.slow
 def test_exact_draws_are_seldom_miscalibrated():
     """In at most 5% of repetitions, but for chance: 3.1 standard errors."""
     verdicts = [conjugate(100, 20, seed=seed).verdict for seed in range(1, 201)]
@@ -323,6 +324,7 @@ class TestComparison:
         assert lines[0].startswith("lr .03: CALIBRATED")
         assert lines[1].startswith("lr .3: MISCALIBRATED")
 
+    @pytest.mark.slow
     def test_the_plot_has_a_row_a_setting(self, compared):
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -158,6 +158,7 @@ def test_resume_takes_the_same_call_only():
         sbc(normal, ROWS, 30, resume=short, quantities={"a": lambda sites, data: sites["mu"]})
 
 
+@pytest.mark.slow
 def test_masked_rows_do_not_count():
     def masked(y, seen):
         mu = pyro.sample("mu", dist.Normal(0.5, 2.0))

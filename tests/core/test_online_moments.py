@@ -242,6 +242,7 @@ def test_chains_that_broke_do_not_count(broken):
 # ------------------------------------------------------------------ quantiles
 
 
+@pytest.mark.slow
 @given(parts(most=21))
 @settings(max_examples=100, deadline=None)
 def test_quantiles_of_few_draws_are_exact(case):

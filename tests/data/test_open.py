@@ -493,6 +493,7 @@ def test_unknown_sampling_is_refused(kind, sampling):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "default"), [(ps.BAOA, "shuffle"), (ps.SGNHT, "replacement")])
 def test_no_sampling_is_the_methods_own(method, default):
     data = torch.arange(1.0, N + 1), torch.ones(N)

@@ -218,6 +218,7 @@ def rising(step):
     return 1e-4 * 1.04 ** min(step, 220)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lr", "start"), [(0.1, 1e3), (1.9, 1.0), (rising, 50.0)])
 def test_chains_from_afar_have_not_exploded(lr, start):
     """They are hotter by far, but first and not last."""

@@ -258,6 +258,7 @@ def test_what_is_known_of_the_mode_goes_along(make):
     assert len(found.steps) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_chains", [1, 3])
 def test_points_go_with_all_chains(num_chains, store):
     """One chain is replayed, but points move by the mean of all."""
@@ -265,6 +266,7 @@ def test_points_go_with_all_chains(num_chains, store):
     assert checked(message, with_point).params.keys() == {"w", "shift"}
 
 
+@pytest.mark.slow
 def test_there_is_room_for_so_many_bytes(monkeypatch):
     monkeypatch.setattr(last_steps, "_BYTES", 3 * (B * 3 + 6) * 8)
     message = broken(ps.SGLD(regression, lr=1e3))
@@ -352,6 +354,7 @@ def test_a_plate_is_never_to_blame():
     assert "'data'" not in found.reason
 
 
+@pytest.mark.slow
 def test_one_of_several_chains():
     starts = {"w": double(0.0, 0.0, 0.0, 1.9)}
     sampler = ps.SGLD(cliff, lr=0.05, init_strategy=starts)
@@ -401,6 +404,7 @@ def test_shared_batches_and_the_whole_data():
     assert whole < 16 * X.nbytes + 2**15  # the data are there once
 
 
+@pytest.mark.slow
 def test_features_of_a_frozen_base_are_not_written():
     net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     bayesian = ps.bayesianize(net, prior=dist.Normal(0.0, 1.0), include=["2.*"])

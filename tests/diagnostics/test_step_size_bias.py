@@ -448,6 +448,7 @@ def test_of_few_places_of_an_epoch(size, thinning, places, other):
         sampler.step_size_bias()
 
 
+@pytest.mark.slow
 def test_what_is_refused(tmp_path):
     sampler = ps.BAOA(gaussian(double(1.0)), lr=0.3)
     with pytest.raises(NotRunError, match="call run"):

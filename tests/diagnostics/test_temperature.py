@@ -51,6 +51,7 @@ def test_on_a_gaussian_it_is_the_variance_over_the_posteriors(temperature):
     assert table.temperature["mu"] == pytest.approx(float(spread) / temperature, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_by_hand_on_another_model():
     fit = run(
         ps.BAOA(two_sites, lr=0.1), num_samples=50, warmup_steps=100, thinning=1, num_chains=2

@@ -300,6 +300,7 @@ def test_a_loader_that_breaks_leaves_draws_and_checkpoint(workers, after, tmp_pa
     same(resumed, whole)
 
 
+@pytest.mark.slow
 def test_a_model_that_raises_leaves_the_draws(tmp_path):
     calls = []
 
@@ -337,6 +338,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_draws_and_the_last_one(
     same(run("BAOA", resume=tmp_path), whole)
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_deleted_leaves_the_draws(tmp_path):
     """There is nothing then to go on with."""
     calls, path = [], tmp_path / "run"
@@ -415,6 +417,7 @@ def test_a_run_is_extended_by_the_program_that_it_was_run_by(compiled, tmp_path,
         assert each._results().attrs["program"] == ("compiled loop" if compiled else "eager")
 
 
+@pytest.mark.slow
 def test_the_seed_is_that_of_the_run(tmp_path):
     whole = run("BAOA", checkpoint=tmp_path)
     same(run("BAOA", resume=tmp_path, seed=None), whole)
@@ -521,6 +524,7 @@ def test_the_kind_of_data_counts(then, now, tmp_path, monkeypatch):
         ran(now, resume=tmp_path)
 
 
+@pytest.mark.slow
 def test_the_bar_of_a_run_that_goes_on_shows_no_log_joint_before_there_is_one(
     tmp_path, monkeypatch, capfd
 ):

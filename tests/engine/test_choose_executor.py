@@ -249,6 +249,7 @@ def test_auto_counts_chain_steps(asked):
     assert asked("auto", 750, num_chains=4, vectorized=False) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "steps",
     [

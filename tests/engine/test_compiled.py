@@ -795,6 +795,7 @@ def test_a_second_run_takes_its_own_data_and_seed():
         same(new, fast, tolerance=0.0)
 
 
+@pytest.mark.slow
 def test_data_written_to_between_two_runs_are_read_anew():
     x, y = X.clone(), Y.clone()
     sampler = ps.BAOA(logistic, lr=0.3, compile=True)

@@ -72,6 +72,7 @@ def test_it_leaves_a_saddle():
     assert abs(float(found.position)) == pytest.approx(1.99302, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_funnel_has_no_mode():
     def model():
         s = pyro.sample("s", dist.Normal(0.0, 3.0))

@@ -120,6 +120,7 @@ def test_resumed_is_uninterrupted(tmp_path, compile):
     assert rates[0] == rates[1]
 
 
+@pytest.mark.slow
 def test_lp_is_that_of_the_draw():
     run = ps.GHMC(line, lr=0.05, compile=False).run((X, Y), **BY_HAND)
     density, result = run._results().log_posterior, run._results()
@@ -183,6 +184,7 @@ def test_bad_arguments(arguments, match):
         ps.GHMC(line, **arguments)
 
 
+@pytest.mark.slow
 def test_what_has_no_meaning_is_refused():
     with pytest.raises(ArgumentError, match=r"step\(\) sees one batch at a time, but GHMC"):
         ps.GHMC(line, lr=0.1, num_data=200).step(X, Y)

@@ -387,6 +387,7 @@ def test_arvizs_posterior_predictive_is_drawn_when_asked_for(tmp_path):
     idata.to_netcdf(str(tmp_path / "posterior.nc"))
 
 
+@pytest.mark.slow
 @every_gaussian
 def test_summary_is_of_the_draws(row):
     fit = fit_of(row.name)
@@ -596,6 +597,7 @@ def still(method, fit, num_chains, seed=8, **arguments):
     return method.fit.centers[:, :FREE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", long_but(["Laplace diag", "VI diag", "EKF dense"], "Laplace diag"))
 def test_samplers_start_at_draws_of_a_fit(name):
     row, fit = ROWS[name], fit_of(name)

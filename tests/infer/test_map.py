@@ -367,6 +367,7 @@ def test_early_stopping_looks_at_whole_epochs():
     assert fit.trace.shape == (1, 600)
 
 
+@pytest.mark.slow
 def test_early_stopping_goes_on_while_it_rises():
     asked = {"init_strategy": {"v": double(40.0)}, "optimizer": torchopt.sgd(1e-4)}
     fit = ps.MAP(normal, early_stopping=True, **asked)

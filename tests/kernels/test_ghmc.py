@@ -239,6 +239,7 @@ def test_a_density_that_is_not_gaussian_is_exact():
         assert abs(float(z_of(function(x)[:, None], expected))) < LIMIT
 
 
+@pytest.mark.slow
 def test_rejections_come_together():
     """At nine in ten accepted, a momentum lasts longer than with a new uniform number a step."""
     target, kernel = Rows(1, lambda x: -x.square().sum() / 2), bound(GHMC(lr=0.52))

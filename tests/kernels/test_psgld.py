@@ -58,6 +58,7 @@ def variance(kernel, warmup, steps, chains=6000):
     return float(total.mean()), float(total.std() / chains**0.5), mean_g
 
 
+@pytest.mark.slow
 def test_forgetting_all_has_the_stationary_law_of_the_equation_without_gamma():
     """G = 1 / (damping + |x|), the drift G x and the diffusion 2 G: the density is in proportion to
     exp(-x^2/2) / G, whose variance at damping 0.1 is 1.89, however small the step."""

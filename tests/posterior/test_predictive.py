@@ -549,6 +549,7 @@ def approximated(kind, name):
     return getattr(ps, kind)(model_of(case.family, case.out)).run(data, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "linear"), [("MAP", False), ("VI", False), ("Laplace", False), ("Laplace", True)]
 )

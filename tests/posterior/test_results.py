@@ -202,6 +202,7 @@ def test_summary_refuses_unknown_names():
             fitted().summary(names)
 
 
+@pytest.mark.slow
 def test_diagnostics_has_the_worst_of_each_latent_site():
     fit = fitted(wide, X, num_samples=50)
     table = fit.diagnostics()
@@ -258,6 +259,7 @@ def shared(temperature, share=True):
         return fit.diagnostics(), fit.get_samples(group_by_chain=True)
 
 
+@pytest.mark.slow
 def test_chains_that_share_batches_are_found_out():
     """By the largest mean correlation of a pair of chains; without noise of their own, 1."""
     table, draws = shared(temperature=1.0)

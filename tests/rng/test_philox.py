@@ -151,6 +151,7 @@ def test_half_precision_is_float32_rounded(dtype):
     assert torch.equal(out, full.to(dtype))
 
 
+@pytest.mark.slow
 def test_a_library_whose_numbers_are_others_is_not_used(monkeypatch):
     """As of a compiler that does not round as IEEE says."""
     native_module._native.cache_clear()

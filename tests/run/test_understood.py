@@ -81,6 +81,7 @@ def understood(monkeypatch):
     return calls
 
 
+@pytest.mark.slow
 def test_what_is_known_serves_again(understood):
     """From other starts, for other numbers of chains; the draws are a new sampler's."""
     model, rows = Regression(), data()

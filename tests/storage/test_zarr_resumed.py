@@ -260,6 +260,7 @@ def test_a_write_that_fails_loses_no_draw(write, steps, tmp_path, monkeypatch):
     same_outcome(fitted(resume=tmp_path / "run", **how), whole)
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_what_had_not_been_written_and_says_how_much(tmp_path, monkeypatch):
     """Without a checkpoint: seven draws are on disk, and some more were to be the next seven."""
     whole = draws_of(fitted())
@@ -422,6 +423,7 @@ def test_a_finished_run_without_draws_is_not_extended(tmp_path):
         fitted(store=False, num_samples=40, resume=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("now", "then"), each_once(["memory", "store", "nowhere"], ["store", "nowhere", "memory"])
 )
@@ -853,6 +855,7 @@ def test_names_that_look_like_others_are_kept_apart(names, tmp_path):
         assert tree.unconstrained_posterior[name].shape == (3, 31, 2)
 
 
+@pytest.mark.slow
 def test_runs_that_memory_does_not_hold_are_refused(tmp_path):
     """3 chains of 3 numbers of 8 bytes: 72 bytes a draw."""
     fitted(num_samples=10, memory_budget=720)
@@ -1025,6 +1028,7 @@ def test_coordinates_of_one_chain_and_one_draw_are_there(tmp_path):
     assert posterior.load().equals(fitted(**how).to_arviz().posterior)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file", long_but([".zmetadata", "posterior/w/.zarray", ".zattrs"], "posterior/w/.zarray")
 )

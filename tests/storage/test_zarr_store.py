@@ -434,6 +434,7 @@ def test_moments_of_all_runs_are_the_same(tmp_path):
             torch.testing.assert_close(found.sd, flat[name].std(0), rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_one_site_of_many_elements_is_one_row():
     def wide(x):
         big = pyro.sample("big", dist.Normal(torch.zeros(11, 10).double(), 1.0).to_event(2))
@@ -512,6 +513,7 @@ def test_xarray_and_arviz_open_it_by_themselves(case, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_arviz_reads_it_as_its_own(tmp_path):
     fitted(store=tmp_path / "draws.zarr")
     expected = fitted().to_arviz()
@@ -522,6 +524,7 @@ def test_arviz_reads_it_as_its_own(tmp_path):
     assert arviz.ess(found, var_names=["w"]).equals(arviz.ess(expected, var_names=["w"]))
 
 
+@pytest.mark.slow
 def test_the_order_of_sites_is_the_models(tmp_path):
     fit = fitted(store=tmp_path / "draws.zarr")
     assert list(fit.get_samples()) == ["w", "s", "twice"]

@@ -486,6 +486,7 @@ def test_more_draws_where_they_are_asked_for():
     assert power < 0.65 * of_fewer  # 0.45, but for 0.16 of it
 
 
+@pytest.mark.slow
 def test_a_transform_with_params_is_drawn():
     """y = x'w + 0.5 e is a normal, though its base says nothing of w."""
 

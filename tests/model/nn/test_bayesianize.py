@@ -331,6 +331,7 @@ def test_only_scales_of_normalization_layers_are_centered_at_one():
     assert torch.equal(priors["1.weight"].mean, torch.zeros(3))
 
 
+@pytest.mark.slow
 def test_kaiming_reads_hugging_faces_transposed_layers():
     priors = ps.bayesianize(gpt2(), "kaiming", include="*.mlp.c_proj").priors()
     scale = priors["transformer.h.0.mlp.c_proj.weight"].stddev  # [16, 4]: 16 inputs
