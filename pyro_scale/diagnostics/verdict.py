@@ -68,9 +68,7 @@ def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
         *_bias(result, choice),
         *_warmup(result, choice),
     ]
-    if any(finding.verdict != "yes" for finding in findings):
-        findings = _with_advice(result, findings)
-    return Report.of(findings, choices)
+    return Report.of(_with_advice(result, findings), choices)
 
 
 def report_on_exact(result: Result, num_samples: int) -> Report:
@@ -87,9 +85,9 @@ def report_on_exact(result: Result, num_samples: int) -> Report:
         *_mixing(result, _MANY, 0.0),
         *_divergences(result),
     ]
-    if any(finding.verdict != "yes" for finding in findings):
-        findings = _with_advice(result, findings)
-    return Report.of(findings, {"method": f"{result.attrs['method']}, {exact}"})
+    return Report.of(
+        _with_advice(result, findings), {"method": f"{result.attrs['method']}, {exact}"}
+    )
 
 
 def _divergences(result: Result) -> list[Finding]:
@@ -112,7 +110,7 @@ def _length(result: Result, num_samples: int) -> list[Finding]:
 
 def _with_advice(result: Result, findings: list[Finding]) -> list[Finding]:
     """The findings; where a latent is centered, they say so, and what to do."""
-    if result.data is None:
+    if result.data is None or all(finding.verdict == "yes" for finding in findings):
         return findings
     params = result.layout.unflatten(result.positions[0, -1])
     centered = centered_latents(result.log_posterior, params, result.data.first())

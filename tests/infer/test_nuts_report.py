@@ -22,12 +22,8 @@ DATA = linear_data(60)
 
 
 @pytest.fixture(scope="module")
-def sampled():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    nuts = ps.NUTS(regression(variance=2.0)).run(DATA, num_samples=500, **HOW)
-    torch.set_default_dtype(before)
-    return nuts
+def sampled(float64):
+    return ps.NUTS(regression(variance=2.0)).run(DATA, num_samples=500, **HOW)
 
 
 def changed(nuts, **tensors):
