@@ -33,8 +33,8 @@ from pyro_scale.rng.streams import RefinedNoise
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.adjust import adjust, without_adjustment
-from pyro_scale.tuning.choice import Asked, Choice, Simulate
-from pyro_scale.tuning.geometry import with_geometry
+from pyro_scale.tuning.choice import Asked, Choice, Simulate, lr_in_words
+from pyro_scale.tuning.geometry import SEARCHES_SHARE, with_geometry
 from pyro_scale.tuning.heat import (
     FAR,
     FAR_AT_FIRST,
@@ -177,10 +177,13 @@ def _check(budget: Budget, problem: Problem, asked: Asked) -> None:
     """
     most_steps, least = budget.steps(problem), FIRST_WINDOW + _reserve(asked)
     if most_steps < least:
-        needed = least * len(problem.positions) * rows_a_step(problem) + budget.spent
+        rows = least * len(problem.positions) * rows_a_step(problem)
+        needed = math.ceil(rows / (1 - SEARCHES_SHARE)) + budget.spent
+        spent = f" after {budget.spent:,} for the search for modes" if budget.spent else ""
         raise ArgumentError(
-            f"max_rows={budget.max_rows:,} is {most_steps:,} steps a chain, and warm-up and draws "
-            f"take {least:,} at least: pass max_rows={needed:,} or more, or fewer num_samples"
+            f"max_rows={budget.most_rows(problem):,} is {most_steps:,} steps a chain{spent}, and "
+            f"warm-up and draws take {least:,} at least: pass max_rows={needed:,} or more, or "
+            "fewer num_samples"
         )
 
 
@@ -233,14 +236,14 @@ def _reasons(
             order = ("first", "second")[density.order - 1]
             how = f"with control variates of {order} order"
         found["minibatches"] = f"{size:,} of {density.num_data:,} rows a step, {how}"
-    lr = float(kernel.lr)
+    lr = lr_in_words(kernel)
     if tried is None:
-        found["step size"] = f"lr={lr:.3g}, as it was set"
+        found["step size"] = f"{lr}, as it was set"
     elif tried.bias is None:
-        found["step size"] = f"lr={lr:.3g}; its bias could not be measured"
+        found["step size"] = f"{lr}; its bias could not be measured"
     else:
         found["step size"] = (
-            f"lr={lr:.3g}{' in whitened coordinates' if whitening is not None else ''}: by a "
+            f"{lr}{' in whitened coordinates' if whitening is not None else ''}: by a "
             "coupled run at half of it, the bias is "
             f"{float(tried.bias.mean.abs().max()):.2g} sds in means and "
             f"{100 * float(tried.bias.log_sd.abs().max()):.2g}% in sds at most"
