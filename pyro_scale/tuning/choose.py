@@ -113,7 +113,7 @@ def choose(
     looked_at = density if asked.lr else None
     window = warm_up(problem, run, looked_at, whole, for_windows, budget)
     if window is None:
-        raise _no_warm_up(problem, density)
+        raise _no_warm_up(problem, density, asked.lr)
     problem, tried, time = window.problem, None, window.time
     passes["windows"] = passes_of(problem, window.steps)
     if density is not None:
@@ -187,8 +187,16 @@ def _check(budget: Budget, problem: Problem, asked: Asked) -> None:
         )
 
 
-def _no_warm_up(problem: Problem, density: FullDataDensity | None) -> ArgumentError:
+def _no_warm_up(
+    problem: Problem, density: FullDataDensity | None, chooses_lr: bool
+) -> ArgumentError:
     """What to say where no step size is stable."""
+    if not chooses_lr:
+        return ArgumentError(
+            "in warm-up every chain becomes NaN or infinite at the step size that was set "
+            f"({lr_in_words(problem.engine.kernel)}): pass a smaller lr, or leave it to 'auto'",
+            code="not-finite",
+        )
     position, advice = problem.positions[0], ": start elsewhere (init_strategy=)"
     if density is not None:
         advice = what_to_try(density, position)

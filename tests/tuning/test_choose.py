@@ -240,8 +240,15 @@ def test_searches_without_end_are_bounded_too():
         x = pyro.sample("x", dist.ImproperUniform(dist.constraints.real, (20,), (1,)))
         pyro.factor("up", torch.nn.functional.softplus(x).log1p().sum())
 
-    with pytest.raises(ArgumentError, match=r"max_rows=13,000 were over after"):
+    with pytest.raises(ArgumentError, match=r"after [\d,]+ for the search for modes") as raised:
         ps.BAOA(endless, compile=False).run(None, max_rows=13_000, **QUIET)
+    spent = re.search(r"after ([\d,]+) for", str(raised.value))[1].replace(",", "")
+    hessians = 24 + 8 * 3  # of places on the way, and those with which searches begin
+    assert int(spent) <= 13_000 / 4 + 20 * hessians
+    enough = re.search(r"pass max_rows=([\d,]+)", str(raised.value))[1].replace(",", "")
+    with pytest.raises((NonFiniteError, ArgumentError)) as raised:
+        ps.BAOA(endless, compile=False).run(None, max_rows=int(enough), **QUIET)
+    assert "max_rows" not in str(raised.value)
 
 
 @pytest.mark.slow
