@@ -55,7 +55,8 @@ def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
     trained = None if choice is None else choice.trained
     choices = {} if choice is None else choice.reasons_at(result.attrs["thinning"])
     if "temperature" in result.attrs and result.attrs["temperature"] == 0:
-        told = f"draws of {result.num_chains} optimizers, one a chain, at temperature 0"
+        what = "points, one a chain," if result.positions.shape[1] == 1 else "optimizers"
+        told = f"{result.num_chains} {what} at temperature 0"
         told += "" if trained is None else f", after {trained:,} steps of training"
         finding = Finding("", "temperature", "ensemble", told)
         return Report("ensemble", (finding,), choices)

@@ -41,9 +41,7 @@ class Budget:
     ranks: Ranks = ALONE
 
     @classmethod
-    def of(
-        cls, max_rows: Any, num_samples: int, max_seconds: Any, ranks: Ranks = ALONE
-    ) -> Budget:
+    def of(cls, max_rows: Any, num_samples: int, max_seconds: Any, ranks: Ranks = ALONE) -> Budget:
         """What was asked for; the clock starts.
 
         Raises:

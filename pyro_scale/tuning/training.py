@@ -110,10 +110,8 @@ def train(
     epoch = -(-num_data // (learner.data.batch_size or num_data))
     stopping = EarlyStopping(max(_EPOCHS * epoch, _STEPS), size)
     trained, ended, taken, passes = 4 * stopping.window, True, 0, dict[str, float]()
-    if asked.lr:
-        optimizes = asked.starts or temperature == 0
-    else:  # a warm-up that was set is the run's own
-        optimizes = asked.warmup_steps is None
+    # with a step size that was set, a warm-up that was set is the run's own
+    optimizes = asked.starts or temperature == 0 if asked.lr else asked.warmup_steps is None
     if optimizes:
         most = min(_MOST_LOOKS * stopping.window, max(1, budget.steps(learner) // 2))
 

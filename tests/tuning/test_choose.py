@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import pyro
 import pyro.distributions as dist
