@@ -73,7 +73,8 @@ def test_at_temperature_0_a_step_size_that_is_set_is_the_optimizers(method, batc
     away = found - torch.linalg.solve(precision, X.T @ y / NOISE**2)
     nats = ((away @ precision) * away).sum(1) / 2
     assert found.shape == (12, 3)
-    assert float(nats.max()) < (0.5 if batch_size is None else 20)  # of 22,000 at the start
+    # of thousands at the start; batches drawn anew leave 5.5 times a chi square of 3, over 2
+    assert float(nats.max()) < (0.5 if batch_size is None else 60)
     assert run.report().verdict == "ensemble"
     assert "2 optimizers at temperature 0, after" in run.report().headline
     assert run.report().choices["step size"] == f"lr={lr}, as it was set"
