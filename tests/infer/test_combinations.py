@@ -30,8 +30,8 @@ ARGUMENTS = {
     "temperature": [1.0, 0, 0.3, 0.0, lambda step: 1.0 if step > 9 else 0.0],
     "friction": [None, "auto", 0.7, polynomial_decay(1.0)],
     "precondition": ["auto", None, "dense", "low_rank", "diag", "kron"],
-    "control_variates": [None, None, True, False],
-    "subtract_noise": [None, None, True],
+    "control_variates": [None, None, None, True, False],
+    "subtract_noise": [None, None, None, None, True],
 }
 RUN = {
     "num_samples": [7, 40, 1, 2],
