@@ -94,6 +94,17 @@ class Budget:
         left = self.most_rows(problem) - self.spent
         return max(0, left) // (rows_a_step(problem) * len(problem.positions))
 
+    @property
+    def of_tuning(self) -> Budget:
+        """The budget of what is chosen before the draws.
+
+        By default it is that of a run of 1,000 draws, so that a run that goes on to more of them
+        makes the same choices.
+        """
+        if self.max_rows is not None:
+            return self
+        return dataclasses.replace(self, num_samples=_FEWEST_DRAWS)
+
     def most_rows(self, problem: Problem) -> int:
         """How many gradients of rows all chains may take together."""
         if self.max_rows is not None:

@@ -80,7 +80,7 @@ def choose(
     whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
     if asked.precondition is not None:
         check_target(problem)
-        problem, modes, density = with_geometry(problem, asked, whole, budget)
+        problem, modes, density = with_geometry(problem, asked, whole, budget.of_tuning)
         passes["modes"] = 0 if modes is None else modes.evaluations
         problem = with_anchor(problem, asked, whole)
         problem = problem.with_engine(kernel=_kernel(problem.engine.kernel, asked))
@@ -98,15 +98,18 @@ def choose(
             _at_half_step(problem, steps, seed, simulate) if halved else run(problem, steps, seed)
         )
 
-    def left_over() -> Budget:
+    def left_over(budget: Budget) -> Budget:
         return budget.after(sum(passes.values()), problem.log_posterior.num_data)
 
-    def for_pilots() -> int:
-        steps = left_over().steps(problem) - asked.num_samples
-        return max(3 * LEAST_PILOT, steps // 2)
+    def for_tuning(reserve: int) -> int:
+        steps = left_over(budget.of_tuning).steps(problem)
+        return (steps - budget.of_tuning.num_samples - reserve) // 2
 
-    _check(left_over(), problem, asked)
-    for_windows = max(FIRST_WINDOW, (left_over().steps(problem) - _reserve(asked)) // 2)
+    def for_pilots() -> int:
+        return max(3 * LEAST_PILOT, for_tuning(0))
+
+    _check(left_over(budget), problem, asked)
+    for_windows = max(FIRST_WINDOW, for_tuning(_for_pilots(asked)))
     kernel, adjusts = problem.engine.kernel, asked.lr and problem.engine.kernel.adjusted
     if adjusts:  # a chain that rejects all proposals would stay where it starts
         problem = problem.with_engine(kernel=_kernel(without_adjustment(kernel), asked))
@@ -149,7 +152,7 @@ def choose(
         passes["pilots"] = passes_of(problem, tried.steps)
     heat = None if cooled is None or cooled.heat is None else cooled.heat.added
     taken = window.steps + sum(each.steps for each in (tried, adjusted) if each is not None)
-    most = max(1, left_over().steps(problem) // asked.num_samples)
+    most = max(1, left_over(budget).steps(problem) // asked.num_samples)
     needed = max(1, math.ceil(time)) if math.isfinite(time) else most
     thinning = asked.thinning or min(most, needed)
     steps = Steps(asked.num_samples, asked.warmup_steps or 0, thinning)
@@ -164,9 +167,9 @@ def choose(
     return Choice(problem, steps, modes, window, tried, passes, attrs, reasons, heat=heat)
 
 
-def _reserve(asked: Asked) -> int:
-    """Steps of each chain that are not for windows."""
-    return asked.num_samples + (3 * LEAST_PILOT if asked.lr else 0)
+def _for_pilots(asked: Asked) -> int:
+    """Steps of each chain that pilots take at least."""
+    return 3 * LEAST_PILOT if asked.lr else 0
 
 
 def _check(budget: Budget, problem: Problem, asked: Asked) -> None:
@@ -175,7 +178,7 @@ def _check(budget: Budget, problem: Problem, asked: Asked) -> None:
     Raises:
         ArgumentError: it says how much would do.
     """
-    most_steps, least = budget.steps(problem), FIRST_WINDOW + _reserve(asked)
+    most_steps, least = budget.steps(problem), FIRST_WINDOW + asked.num_samples + _for_pilots(asked)
     if most_steps < least:
         rows = least * len(problem.positions) * rows_a_step(problem)
         needed = math.ceil(rows / (1 - SEARCHES_SHARE)) + budget.spent

@@ -40,3 +40,12 @@ def test_rows_that_are_passed_are_all():
     budget = Budget.of(6000, 200_000, None)
     assert budget.steps(problem()) == 6000 // (N * CHAINS)
     assert budget.after(10**6, N).steps(problem()) == 0
+
+
+def test_a_run_that_goes_on_to_more_draws_makes_the_same_choices():
+    """What is chosen has a budget of its own, unless rows are counted."""
+    some, more = (Budget.of(None, count, None).of_tuning for count in (10, 10**6))
+    assert some == more
+    assert more.steps(problem()) == 200_000
+    counted = Budget.of(6000, 50, None)
+    assert counted.of_tuning == counted
