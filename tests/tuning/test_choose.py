@@ -209,7 +209,7 @@ def test_a_temperature_that_changes_has_no_step_size_of_its_own():
     how = {"warmup_steps": 10, "thinning": 1, "num_samples": 5, **QUIET}
     with pytest.raises(ArgumentError, match="temperature is a schedule, but lr='auto'"):
         ps.BAOA(line, temperature=lambda step: step / 15).run((X, Y), **how)
-    with pytest.raises(ArgumentError, match="temperature=0 is an optimizer.*leave precondition"):
+    with pytest.raises(ArgumentError, match=r"temperature=0 is an optimizer.*leave precondition"):
         ps.BAOA(line, lr=0.1, temperature=0, precondition="dense").run((X, Y), **how)
 
 
