@@ -55,8 +55,10 @@ def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
     trained = None if choice is None else choice.trained
     choices = {} if choice is None else choice.reasons_at(result.attrs["thinning"])
     if "temperature" in result.attrs and result.attrs["temperature"] == 0:
-        chains, told = result.num_chains, f"at temperature 0, after {trained:,} steps of training"
-        finding = Finding("", "temperature", "ensemble", f"{chains} points, one a chain, {told}")
+        what = "points, one a chain," if result.positions.shape[1] == 1 else "optimizers"
+        told = f"{result.num_chains} {what} at temperature 0"
+        told += "" if trained is None else f", after {trained:,} steps of training"
+        finding = Finding("", "temperature", "ensemble", told)
         return Report("ensemble", (finding,), choices)
     if exploded := explosion(result):
         return Report("no", (Finding("", "explosion", "no", exploded),), choices)

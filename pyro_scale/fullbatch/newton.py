@@ -17,7 +17,7 @@ from torch import Tensor
 from pyro_scale.fullbatch.density import FullDataDensity
 
 #: Steps at most; each takes a Hessian.
-_MOST_STEPS = 200
+MOST_STEPS = 200
 #: The radius at first and at most, in sds for the root of each element; and below which a step is
 #: nothing but rounding.
 _RADIUS, _LARGEST, _SMALLEST = 1.0, 1e8, 1e-12
@@ -52,7 +52,7 @@ def ascend(
     density: FullDataDensity,
     start: Tensor,
     near: float = _NEAR,
-    most_steps: int = _MOST_STEPS,
+    most_steps: int = MOST_STEPS,
     check: Callable[[float], None] | None = None,
 ) -> Ascent:
     """The way up from a start, [D], in the precision of its dtype.

@@ -238,8 +238,9 @@ class Sampler(Method):
             seed: the same seed gives the same draws; drawn from torch's generator by default.
             progress: whether to show a progress bar.
             max_rows: gradients of single rows that all chains together may take, warm-up
-                included, where lengths are `"auto"`: 200,000 passes through the data a chain by
-                default.  What is not reached by then is in the report.
+                included, where lengths are `"auto"`: by default 200 passes through the data for
+                each draw, and 200,000 a chain at least.  A quarter of them is for the search for
+                modes.  What is not reached by then is in the report.
             max_seconds: after which the run ends, with the draws that there are; where it ends
                 then depends on the machine.
             checkpoint: a directory to write the run into, so that it survives a crash.
@@ -326,7 +327,7 @@ class Sampler(Method):
                     "max_seconds: ranks that share batches out take the same steps, and have "
                     "clocks of their own: leave it out, and pass max_rows= or the run's length"
                 )
-            budget = Budget.of(max_rows, max_seconds, ranks)
+            budget = Budget.of(max_rows, config.num_samples, max_seconds, ranks)
             journal = Journal.open(checkpoint, checkpoint_every, resume, ranks)
             self._run(data, config, budget, journal, seed, ranks, rows_by_rank)
         return self
@@ -383,6 +384,12 @@ class Sampler(Method):
         steps = config.steps
         if steps is None:
             self._check_constant()
+        chooses = "lr" in self._settings.chosen or self._settings.precondition is not None
+        if chooses and callable(kernel.hyperparameters()["temperature"]):
+            raise ArgumentError(
+                "temperature is a schedule, but lr='auto' and precondition are chosen at one "
+                "temperature: pass a number for lr, and precondition=None"
+            )
         least = Steps(config.num_samples, config.warmup_steps or 0, config.thinning or 1)
         length = least.warmup_steps + least.num_samples * least.thinning
         check_length(config.num_samples, num_chains, length)
@@ -462,7 +469,7 @@ class Sampler(Method):
         kept = "nowhere" if store is False else "memory" if store is None else "a store"
         about = {"method": type(self).__name__, "draws in": kept, **config.facts}
         facts = identity_of(problem, about, self._asked_hyperparameters())
-        trains = is_trained(problem, self._settings)
+        trains = is_trained(problem, self._settings, config.steps is None)
         by_length = trains or (
             "lr" in self._settings.chosen and self._settings.precondition is None
         )
@@ -515,8 +522,7 @@ class Sampler(Method):
         all_measure = problem.ranks.keeps_all or not problem.is_split
         if problem.ranks.rows is not None and all_measure:  # each on rows of its own
             self._result = as_measured_by_first(self._result, problem.ranks)
-        is_hot = bool(plan.kernel.values(0)["temperature"] > 0)
-        if not isinstance(sink, ToMoments) and (is_hot or self._choice is not None):
+        if not isinstance(sink, ToMoments):
             try:
                 found = report(self._result, self._choice, config.num_samples)
                 attrs = self._result.attrs | {"report": found.to_json()}
@@ -678,14 +684,13 @@ class Sampler(Method):
 
         Raises:
             NotRunError: nothing has been run.
-            ArgumentError: draws of `step()`, at temperature 0 with a number for lr, or that were
-                not kept.
+            ArgumentError: draws of `step()`, or that were not kept.
         """
         attrs = self._draws().attrs
         if "report" not in attrs:
             raise ArgumentError(
-                "report: there are no checks of draws of step(), at temperature 0, or that were "
-                "not kept; diagnostics() tells what is known"
+                "report: there are no checks of draws of step(), or that were not kept; "
+                "diagnostics() tells what is known"
             )
         return Report.from_json(attrs["report"])
 

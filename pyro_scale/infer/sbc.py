@@ -24,7 +24,7 @@ from pyro_scale.calibration.truth import FromPosterior, FromPrior, Truth
 from pyro_scale.calibration.warm_up import Kind
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.validation import as_count, as_flag, is_auto
+from pyro_scale.core.validation import AUTO, as_count, as_flag, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.row_sampler import check_sampling
@@ -338,7 +338,7 @@ def _fitter(
             by_pointer=takes_pointers(),
             init=init,
         )
-    if isinstance(inference, Sampler) and can_start and not _trains(inference, problem):
+    if isinstance(inference, Sampler) and can_start and not _trains(inference, problem, settings):
         stacked = _stacked(inference, stack, settings)
         if stacked is not None:
             return Stacked(stacked, init)
@@ -352,9 +352,11 @@ def _fitter(
     return OneByOne(_alone(inference, stack, settings), takes_modes=searches)
 
 
-def _trains(sampler: Sampler, problem: Problem) -> bool:
+def _trains(sampler: Sampler, problem: Problem, settings: Mapping[str, Any]) -> bool:
     """Whether the sampler's runs start with training, which ends when it will."""
-    return is_trained(problem.with_engine(kernel=sampler.kernel), sampler._settings)
+    chooses_length = any(is_auto(settings.get(each, AUTO)) for each in ("warmup_steps", "thinning"))
+    problem = problem.with_engine(kernel=sampler.kernel)
+    return is_trained(problem, sampler._settings, chooses_length)
 
 
 def _stacked_fit(

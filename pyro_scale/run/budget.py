@@ -14,8 +14,9 @@ from pyro_scale.errors import ArgumentError
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.run.problem import Problem
 
-#: Passes through the data that a chain takes at most, unless the caller says otherwise.
-_MOST_PASSES = 200_000
+#: Passes through the data that a chain takes at most, unless the caller says otherwise: for each
+#: draw, and for so many draws at least.
+_PASSES_A_DRAW, _FEWEST_DRAWS = 200, 1_000
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,9 @@ class Budget:
     """What a run may take.
 
     Attributes:
-        max_rows: gradients of single rows, of all chains together; None for 200,000 passes
-            through the data a chain.
+        max_rows: gradients of single rows, of all chains together; None for 200 passes through
+            the data for each draw, and 200,000 a chain at least.
+        num_samples: draws of each chain that were asked for.
         max_seconds: from the first step of warm-up on; None for any.
         deadline: on the monotonic clock, when that is over.
         spent: gradients of rows that have been taken.
@@ -32,13 +34,14 @@ class Budget:
     """
 
     max_rows: int | None
+    num_samples: int
     max_seconds: float | None
     deadline: float
     spent: int = 0
     ranks: Ranks = ALONE
 
     @classmethod
-    def of(cls, max_rows: Any, max_seconds: Any, ranks: Ranks = ALONE) -> Budget:
+    def of(cls, max_rows: Any, num_samples: int, max_seconds: Any, ranks: Ranks = ALONE) -> Budget:
         """What was asked for; the clock starts.
 
         Raises:
@@ -47,12 +50,12 @@ class Budget:
         if max_rows is not None:
             max_rows = as_count("max_rows", max_rows)
         if max_seconds is None:
-            return cls(max_rows, None, math.inf, ranks=ranks)
+            return cls(max_rows, num_samples, None, math.inf, ranks=ranks)
         is_number = isinstance(max_seconds, int | float) and not isinstance(max_seconds, bool)
         if not is_number or not max_seconds > 0:
             raise ArgumentError(f"max_seconds={max_seconds!r}: pass a number of seconds above 0")
         deadline = time.monotonic() + max_seconds
-        return cls(max_rows, float(max_seconds), deadline, ranks=ranks)
+        return cls(max_rows, num_samples, float(max_seconds), deadline, ranks=ranks)
 
     @property
     def is_over(self) -> bool:
@@ -66,26 +69,20 @@ class Budget:
             return False
         return self.ranks.of_first(self.is_over, "the clock")
 
-    def check(self, passes: float, num_data: int) -> None:
-        """Refuses to go on looking for a mode when the time or the rows are over.
+    def check(self, passes: float) -> None:
+        """Refuses to go on looking for a mode when the time is over.
 
         Args:
             passes: through the data, that have been taken.
-            num_data: N.
 
         Raises:
-            ArgumentError: it says which.
+            ArgumentError: it is.
         """
-        over = None
         if self.is_over_for_all:
-            over = f"max_seconds={self.max_seconds:g} were"
-        elif self.max_rows is not None and passes * num_data > self.max_rows:
-            over = f"max_rows={self.max_rows:,} were"
-        if over is not None:
             raise ArgumentError(
-                f"{over} over after {passes:.3g} passes through the data, before a mode of the "
-                "posterior was found to start from: pass more, or say where chains start and how "
-                "they move (init_strategy=, lr= as a number)"
+                f"max_seconds={self.max_seconds:g} were over after {passes:.3g} passes through the "
+                "data, before a mode of the posterior was found to start from: pass more, or say "
+                "where chains start and how they move (init_strategy=, lr= as a number)"
             )
 
     def after(self, passes: float, num_data: int) -> Budget:
@@ -94,11 +91,27 @@ class Budget:
 
     def steps(self, problem: Problem) -> int:
         """How many steps each chain may take."""
-        rows, chains = rows_a_step(problem), len(problem.positions)
-        most_rows = self.max_rows
-        if most_rows is None:
-            most_rows = _MOST_PASSES * chains * max(rows, problem.log_posterior.num_data)
-        return max(0, most_rows - self.spent) // (rows * chains)
+        left = self.most_rows(problem) - self.spent
+        return max(0, left) // (rows_a_step(problem) * len(problem.positions))
+
+    @property
+    def of_tuning(self) -> Budget:
+        """The budget of what is chosen before the draws.
+
+        By default it is that of a run of 1,000 draws, so that a run that goes on to more of them
+        makes the same choices.
+        """
+        if self.max_rows is not None:
+            return self
+        return dataclasses.replace(self, num_samples=_FEWEST_DRAWS)
+
+    def most_rows(self, problem: Problem) -> int:
+        """How many gradients of rows all chains may take together."""
+        if self.max_rows is not None:
+            return self.max_rows
+        passes = _PASSES_A_DRAW * max(_FEWEST_DRAWS, self.num_samples)
+        rows = max(rows_a_step(problem), problem.log_posterior.num_data)
+        return passes * len(problem.positions) * rows
 
 
 def passes_of(problem: Problem, steps: int) -> float:

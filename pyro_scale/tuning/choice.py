@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.kernels import Kernel
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.modes import Modes
 from pyro_scale.tuning.pilot import Pilot
@@ -21,6 +22,14 @@ Precondition: TypeAlias = Literal["auto", "dense", "kron", "low_rank", "diag"] |
 
 #: Runs chains: (problem, values, steps, seed, noise) -> draws.
 Simulate = Callable[..., Draws]
+
+
+def lr_in_words(kernel: Kernel) -> str:
+    """The step size of a kernel, which may be a number, a schedule or a dict by site, for users."""
+    lr = kernel.hyperparameters()["lr"]
+    if callable(lr):
+        return "lr, a schedule"
+    return "lr by site" if isinstance(lr, Mapping) else f"lr={float(lr):.3g}"
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from pyro_scale.rng.streams import RefinedNoise
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.adjust import adjust, without_adjustment
-from pyro_scale.tuning.choice import Asked, Choice, Simulate
-from pyro_scale.tuning.geometry import with_geometry
+from pyro_scale.tuning.choice import Asked, Choice, Simulate, lr_in_words
+from pyro_scale.tuning.geometry import SEARCHES_SHARE, with_geometry
 from pyro_scale.tuning.heat import (
     FAR,
     FAR_AT_FIRST,
@@ -80,7 +80,7 @@ def choose(
     whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
     if asked.precondition is not None:
         check_target(problem)
-        problem, modes, density = with_geometry(problem, asked, whole, budget)
+        problem, modes, density = with_geometry(problem, asked, whole, budget.of_tuning)
         passes["modes"] = 0 if modes is None else modes.evaluations
         problem = with_anchor(problem, asked, whole)
         problem = problem.with_engine(kernel=_kernel(problem.engine.kernel, asked))
@@ -98,22 +98,25 @@ def choose(
             _at_half_step(problem, steps, seed, simulate) if halved else run(problem, steps, seed)
         )
 
-    def left_over() -> Budget:
+    def left_over(budget: Budget) -> Budget:
         return budget.after(sum(passes.values()), problem.log_posterior.num_data)
 
-    def for_pilots() -> int:
-        steps = left_over().steps(problem) - asked.num_samples
-        return max(3 * LEAST_PILOT, steps // 2)
+    def for_tuning(reserve: int) -> int:
+        steps = left_over(budget.of_tuning).steps(problem)
+        return (steps - budget.of_tuning.num_samples - reserve) // 2
 
-    _check(left_over(), problem, asked)
-    for_windows = max(FIRST_WINDOW, (left_over().steps(problem) - _reserve(asked)) // 2)
+    def for_pilots() -> int:
+        return max(3 * LEAST_PILOT, for_tuning(0))
+
+    _check(left_over(budget), problem, asked)
+    for_windows = max(FIRST_WINDOW, for_tuning(_for_pilots(asked)))
     kernel, adjusts = problem.engine.kernel, asked.lr and problem.engine.kernel.adjusted
     if adjusts:  # a chain that rejects all proposals would stay where it starts
         problem = problem.with_engine(kernel=_kernel(without_adjustment(kernel), asked))
     looked_at = density if asked.lr else None
     window = warm_up(problem, run, looked_at, whole, for_windows, budget)
     if window is None:
-        raise _no_warm_up(problem, density)
+        raise _no_warm_up(problem, density, asked.lr)
     problem, tried, time = window.problem, None, window.time
     passes["windows"] = passes_of(problem, window.steps)
     if density is not None:
@@ -149,7 +152,7 @@ def choose(
         passes["pilots"] = passes_of(problem, tried.steps)
     heat = None if cooled is None or cooled.heat is None else cooled.heat.added
     taken = window.steps + sum(each.steps for each in (tried, adjusted) if each is not None)
-    most = max(1, left_over().steps(problem) // asked.num_samples)
+    most = max(1, left_over(budget).steps(problem) // asked.num_samples)
     needed = max(1, math.ceil(time)) if math.isfinite(time) else most
     thinning = asked.thinning or min(most, needed)
     steps = Steps(asked.num_samples, asked.warmup_steps or 0, thinning)
@@ -164,9 +167,9 @@ def choose(
     return Choice(problem, steps, modes, window, tried, passes, attrs, reasons, heat=heat)
 
 
-def _reserve(asked: Asked) -> int:
-    """Steps of each chain that are not for windows."""
-    return asked.num_samples + (3 * LEAST_PILOT if asked.lr else 0)
+def _for_pilots(asked: Asked) -> int:
+    """Steps of each chain that pilots take at least."""
+    return 3 * LEAST_PILOT if asked.lr else 0
 
 
 def _check(budget: Budget, problem: Problem, asked: Asked) -> None:
@@ -175,17 +178,28 @@ def _check(budget: Budget, problem: Problem, asked: Asked) -> None:
     Raises:
         ArgumentError: it says how much would do.
     """
-    most_steps, least = budget.steps(problem), FIRST_WINDOW + _reserve(asked)
+    most_steps, least = budget.steps(problem), FIRST_WINDOW + asked.num_samples + _for_pilots(asked)
     if most_steps < least:
-        needed = least * len(problem.positions) * rows_a_step(problem) + budget.spent
+        rows = least * len(problem.positions) * rows_a_step(problem)
+        needed = math.ceil(rows / (1 - SEARCHES_SHARE)) + budget.spent
+        spent = f" after {budget.spent:,} for the search for modes" if budget.spent else ""
         raise ArgumentError(
-            f"max_rows={budget.max_rows:,} is {most_steps:,} steps a chain, and warm-up and draws "
-            f"take {least:,} at least: pass max_rows={needed:,} or more, or fewer num_samples"
+            f"max_rows={budget.most_rows(problem):,} is {most_steps:,} steps a chain{spent}, and "
+            f"warm-up and draws take {least:,} at least: pass max_rows={needed:,} or more, or "
+            "fewer num_samples"
         )
 
 
-def _no_warm_up(problem: Problem, density: FullDataDensity | None) -> ArgumentError:
+def _no_warm_up(
+    problem: Problem, density: FullDataDensity | None, chooses_lr: bool
+) -> ArgumentError:
     """What to say where no step size is stable."""
+    if not chooses_lr:
+        return ArgumentError(
+            "in warm-up every chain becomes NaN or infinite at the step size that was set "
+            f"({lr_in_words(problem.engine.kernel)}): pass a smaller lr, or leave it to 'auto'",
+            code="not-finite",
+        )
     position, advice = problem.positions[0], ": start elsewhere (init_strategy=)"
     if density is not None:
         advice = what_to_try(density, position)
@@ -233,14 +247,14 @@ def _reasons(
             order = ("first", "second")[density.order - 1]
             how = f"with control variates of {order} order"
         found["minibatches"] = f"{size:,} of {density.num_data:,} rows a step, {how}"
-    lr = float(kernel.lr)
+    lr = lr_in_words(kernel)
     if tried is None:
-        found["step size"] = f"lr={lr:.3g}, as it was set"
+        found["step size"] = f"{lr}, as it was set"
     elif tried.bias is None:
-        found["step size"] = f"lr={lr:.3g}; its bias could not be measured"
+        found["step size"] = f"{lr}; its bias could not be measured"
     else:
         found["step size"] = (
-            f"lr={lr:.3g}{' in whitened coordinates' if whitening is not None else ''}: by a "
+            f"{lr}{' in whitened coordinates' if whitening is not None else ''}: by a "
             "coupled run at half of it, the bias is "
             f"{float(tried.bias.mean.abs().max()):.2g} sds in means and "
             f"{100 * float(tried.bias.log_sd.abs().max()):.2g}% in sds at most"

@@ -39,12 +39,13 @@ def find_diagonal_modes(
     temperature: float,
     check: Check | None = None,
     ranks: Ranks = ALONE,
+    most: float = math.inf,
 ) -> Modes:
     """The same in many dimensions: by L-BFGS, and with Gaussians of independent elements.
 
     Where no search leads to a mode, their ends stand for one: warm-up goes on from there.
     """
-    look, device = partial(_search_diagonal, density), starts.device
+    look, device = partial(_search_diagonal, density, most), starts.device
     found, passes = in_order(look, list(starts), check, ranks, device)
     ends = [(search, end) for search, end in enumerate(found) if end is not None]
     if not ends:
@@ -81,7 +82,7 @@ class _End(NamedTuple):
 
 
 def _search_diagonal(
-    density: FullDataDensity, start: Tensor, check: Check | None
+    density: FullDataDensity, most: float, start: Tensor, check: Check | None
 ) -> tuple[_End | None, float]:
     """(Where L-BFGS ends, or None if it does not, the passes that it took), from a start, or from
     nearer to 0 where it leads to no mode: a scale that falls to 0 before what it multiplies has
@@ -90,6 +91,8 @@ def _search_diagonal(
     for shrinkage in NEARER:
         if check is not None:
             check(passes)
+        if passes and passes >= most:
+            break
         passes += 2 * _LBFGS_PASSES
         with contextlib.suppress(ArgumentError, DataError):
             run = density.lbfgs(start * shrinkage, "")

@@ -38,6 +38,8 @@ _MOST_HALVINGS = 40
 _MOST_ROWS, _LEAST_ROWS, _MOST_WORK = 20_000, 2_000, 2**20
 #: The same of some of more rows, which tell the curvature away from the mode.
 _SOME_WORK = 2**16
+#: The part of a run's rows that searches for modes may take.
+SEARCHES_SHARE = 0.25
 
 
 def with_geometry(
@@ -53,7 +55,7 @@ def with_geometry(
         budget: of the run.
 
     Raises:
-        ArgumentError: there is no mode to be found, or not within the budget.
+        ArgumentError: there is nowhere to start, or the time is over before it is found.
     """
     affordable, few = (max(_LEAST_ROWS, w // whole.layout.size) for w in (_MOST_WORK, _SOME_WORK))
     density, num_data = whole, problem.log_posterior.num_data
@@ -66,18 +68,17 @@ def with_geometry(
         ranks = problem.ranks
         own_clock = dataclasses.replace(budget, ranks=ALONE)  # searches differ in length
 
-        def check(passes: float) -> None:
-            own_clock.check(passes, num_data)
-
         starts = search_starts(problem, density) if asked.starts else like[:MOST_SEARCHES]
+        most = SEARCHES_SHARE * budget.most_rows(problem) / num_data / len(starts)
+        own = own_clock.check, ranks, most
         if _kind(gaussian, len(like[0])) == "dense":
             find = find_modes if density is whole else find_modes_of_many_rows
-            modes = find(whole, starts, temperature, problem.seed, check, ranks)
+            modes = find(whole, starts, temperature, problem.seed, *own)
         else:
-            modes = find_diagonal_modes(density, starts, temperature, check, ranks)
+            modes = find_diagonal_modes(density, starts, temperature, *own)
             if density is not whole:
-                own = [_on_all_rows(m.gaussian, whole, like) for m in ranks.share.of(modes.modes)]
-                means = ranks.in_turn(own, "modes given all rows", like.device)
+                ends = [_on_all_rows(m.gaussian, whole, like) for m in ranks.share.of(modes.modes)]
+                means = ranks.in_turn(ends, "modes given all rows", like.device)
                 refined = [
                     mode._replace(gaussian=Diagonal(mean, mode.gaussian.sd))
                     for mode, mean in zip(modes.modes, means, strict=True)

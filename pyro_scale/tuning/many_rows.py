@@ -44,6 +44,7 @@ def find_modes_of_many_rows(
     seed: int,
     check: Check | None = None,
     ranks: Ranks = ALONE,
+    most: float = math.inf,
 ) -> Modes:
     """The modes given all rows: searched for by some that stand for all, then followed as rows are
     added.
@@ -59,6 +60,7 @@ def find_modes_of_many_rows(
         seed: draws the rows.
         check: is told of the passes through the data, and may end the search by raising.
         ranks: the processes, which share searches out.
+        most: passes through the data that each search may take.
 
     Raises:
         ArgumentError: there is neither a mode nor a Gaussian.
@@ -67,9 +69,9 @@ def find_modes_of_many_rows(
     num_rows = min(_MOST_ROWS, max(_LEAST_ROWS, _ROWS_EACH * size))
     whole = with_gauss_newton(whole)
     few = whole.of_some_rows(num_rows, seed)
-    checked = further(check, 0, num_rows / num_data)
-    modes = find_modes(few, starts, temperature, seed, checked, ranks)
-    passes = modes.evaluations * num_rows / num_data
+    part = num_rows / num_data
+    modes = find_modes(few, starts, temperature, seed, further(check, 0, part), ranks, most / part)
+    passes = modes.evaluations * part
     followed, found = list(modes.modes), modes.found
     while num_rows < num_data:
         is_last = _GROWTH * num_rows > num_data

@@ -16,7 +16,7 @@ from pyro_scale.core.semidefinite import triangular
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.fullbatch.newton import Ascent, ascend
+from pyro_scale.fullbatch.newton import MOST_STEPS, Ascent, ascend
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.tuning.no_start import what_to_try
 
@@ -38,7 +38,7 @@ _PLACES, _DRAWS = 24, 64
 _APART = 0.5
 
 
-#: Is told of passes through the data, and raises where they are too many.
+#: Is told of passes through the data, and may raise.
 Check: TypeAlias = Callable[[float], None]
 
 #: The evidence lower bound of a Gaussian, its mean and factor, the log evidence.
@@ -120,6 +120,7 @@ def find_modes(
     seed: int,
     check: Check | None = None,
     ranks: Ranks = ALONE,
+    most: float = math.inf,
 ) -> Modes:
     """Searches from each of the starts, `[searches, D]`, for the modes of log joint / temperature.
 
@@ -134,11 +135,13 @@ def find_modes(
         seed: of what is drawn.
         check: is told of the passes through the rows, and may end the search by raising.
         ranks: the processes, which share searches out.
+        most: passes through the rows that each search may take: where it rises without end, what
+            it has seen by then is enough for a Gaussian on the way up.
 
     Raises:
         ArgumentError: there is neither a mode nor a Gaussian.
     """
-    search, device = partial(_search, density), starts.device
+    search, device = partial(_search, density, most), starts.device
     ascents, passes = in_order(search, list(starts), check, ranks, device)
     evaluations = int(passes)
     modes = _distinct([(i, each) for i, each in enumerate(ascents) if each.is_mode], temperature)
@@ -210,13 +213,19 @@ def in_order(
     return [found for found, _, _ in every], passes
 
 
-def _search(density: FullDataDensity, start: Tensor, check: Check | None) -> tuple[Ascent, int]:
+def _search(
+    density: FullDataDensity, most: float, start: Tensor, check: Check | None
+) -> tuple[Ascent, int]:
     """(The way up from a start, or from nearer to 0 where it leads to no mode, the passes that
     it took): far out a log density may be too steep for its derivatives to be told from rounding.
     """
     ascents, passes = list[Ascent](), 0
     for shrinkage in NEARER:
-        ascents.append(ascend(density, start * shrinkage, check=further(check, passes)))
+        steps = min(MOST_STEPS, (most - passes) / density.passes)
+        if ascents and steps < 1:
+            break
+        own = further(check, passes)
+        ascents.append(ascend(density, start * shrinkage, most_steps=int(steps), check=own))
         passes += len(ascents[-1].path) * density.passes
         if ascents[-1].is_mode:
             return ascents[-1], passes

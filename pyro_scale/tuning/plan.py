@@ -60,9 +60,10 @@ def plan_run(
     anchor = settings.control_variates
     if isinstance(anchor, str):
         anchor = problem.data.batch_size is not None
-    noted, choice, trains = dict[str, Any](), None, is_trained(problem, settings)
+    noted, choice = dict[str, Any](), None
+    trains = is_trained(problem, settings, steps is None)
     whitens = settings.precondition is not None and not trains
-    if not whitens and not trains:
+    if not whitens and not (trains and lr):
         nominal = steps or Steps(config.num_samples, config.num_samples, _NOMINAL_THINNING)
         tuning = Tuning(lr, anchor, settings.subtract_noise)
         problem, reasons = tune(problem, tuning, nominal, config.sampling)
@@ -101,11 +102,19 @@ def plan_run(
     return dataclasses.replace(plan, extends=config.thinning is None and not trains), choice
 
 
-def is_trained(problem: Problem, settings: Settings) -> bool:
-    """Whether chains start from what an optimizer ends with, as there is no mode to start from."""
-    is_cold = problem.engine.kernel.values(0)["temperature"] == 0
-    auto = settings.precondition == "auto" and not problem.engine.kernel.adjusted
-    return "lr" in settings.chosen and auto and (bool(is_cold) or is_network(problem))
+def is_trained(problem: Problem, settings: Settings, chooses_length: bool) -> bool:
+    """Whether chains start from what an optimizer ends with, as there is no mode to start from.
+
+    Args:
+        problem: with the kernel.
+        settings: of the method.
+        chooses_length: whether the run's warm-up or thinning is to be chosen.
+    """
+    coordinates, lr = settings.precondition, "lr" in settings.chosen
+    if bool(problem.engine.kernel.values(0)["temperature"] == 0):
+        return coordinates in ("auto", None) and (lr or chooses_length)
+    auto = coordinates == "auto" and not problem.engine.kernel.adjusted
+    return lr and auto and is_network(problem)
 
 
 def _simulation(bar: Progress, config: RunConfig, compile: bool, earlier: Earlier) -> Simulate:

@@ -71,7 +71,7 @@ class Modes:
 
 
 def check_target(problem: Problem) -> None:
-    """Refuses what there is no step size to choose for.
+    """Refuses what there is neither a geometry nor a step size to choose for.
 
     Raises:
         ArgumentError: temperature 0; points.
@@ -79,13 +79,13 @@ def check_target(problem: Problem) -> None:
     engine = problem.engine
     if engine.kernel.values(0)["temperature"] == 0:
         raise ArgumentError(
-            "lr='auto' chooses for sampling, and temperature 0 is an optimizer: pass a number for "
-            "lr, or use from_sgd"
+            "temperature=0 is an optimizer, whose draws have no spread to whiten by: leave "
+            "precondition out, or pass a temperature above 0"
         )
     if engine.has_points:
         raise ArgumentError(
-            "lr='auto' is for models whose parameters are all latents: this one has "
-            f"{list(problem.log_posterior.points)}; pass a number for lr"
+            "lr='auto' and precondition are for models whose parameters are all latents: this one "
+            f"has {list(problem.log_posterior.points)}; pass a number for lr, and precondition=None"
         )
 
 

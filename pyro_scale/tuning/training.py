@@ -36,7 +36,7 @@ from pyro_scale.model.nn.hidden_layers import has_hidden_layer
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
-from pyro_scale.tuning.choice import Asked, Choice, Simulate
+from pyro_scale.tuning.choice import Asked, Choice, Simulate, lr_in_words
 from pyro_scale.tuning.curvature import steepest_by_products
 from pyro_scale.tuning.early_stopping import EarlyStopping
 
@@ -91,10 +91,13 @@ def train(
 ) -> Choice:
     """Chains at trained networks, with a step size that is stable there.
 
-    At temperature 0 what training ends with is the one draw of each chain.  Else chains go on from
-    there: for as many steps as training took until the first draw, or for more where these are
-    cheap, and for three times as many to the last, or fewer where the budget ends before.  A start
-    that was given is taken as trained, unless the temperature is 0.
+    At temperature 0 what training ends with is the one draw of each chain, unless thinning was set.
+    Where the step size was set, the method itself is the optimizer, for as many steps as warm-up
+    was set to, and there are as many draws as were asked for.
+
+    Else chains go on from there: for as many steps as training took until the first draw, or for
+    more where these are cheap, and for three times as many to the last, or fewer where the budget
+    ends before.  A start that was given is taken as trained, unless the temperature is 0.
 
     Raises:
         NonFiniteError: a chain's loss became NaN or infinite.
@@ -102,11 +105,14 @@ def train(
     kernel, seed = problem.engine.kernel, problem.seed
     temperature = float(kernel.values(0)["temperature"])
     num_data, size = problem.log_posterior.num_data, problem.engine.layout.size
-    learner = _in_batches(problem) if problem.chooses_batches and is_network(problem) else problem
+    is_learned = asked.lr and problem.chooses_batches and is_network(problem)
+    learner = _in_batches(problem) if is_learned else problem
     epoch = -(-num_data // (learner.data.batch_size or num_data))
     stopping = EarlyStopping(max(_EPOCHS * epoch, _STEPS), size)
     trained, ended, taken, passes = 4 * stopping.window, True, 0, dict[str, float]()
-    if asked.starts or temperature == 0:
+    # with a step size that was set, a warm-up that was set is the run's own
+    optimizes = asked.starts or temperature == 0 if asked.lr else asked.warmup_steps is None
+    if optimizes:
         most = min(_MOST_LOOKS * stopping.window, max(1, budget.steps(learner) // 2))
 
         def stop(draws: Draws) -> bool:
@@ -114,7 +120,8 @@ def train(
                 return True
             return all(problem.ranks.of_all(stopping.reached(draws), "whether training is over"))
 
-        optimizer = learner.with_engine(kernel=MAP(optimizer=as_optimizer(None)))
+        adam = MAP(optimizer=as_optimizer(None))
+        optimizer = learner.with_engine(kernel=adam) if asked.lr else learner
         draws = optimize(
             optimizer,
             Steps(most, positions=False),
@@ -125,10 +132,11 @@ def train(
         if draws.error is not None:
             raise draws.error
         if draws.failures:
+            advice = "or start from a trained network (init_strategy=ps.init_to_module, or a fit)"
+            advice = advice if asked.lr else f"or pass a smaller lr ({lr_in_words(kernel)})"
             raise NonFiniteError(
                 f"chain {draws.failures[0].chain}: the loss became NaN or infinite while it was "
-                "trained: scale the data, or start from a trained network "
-                "(init_strategy=ps.init_to_module, or a fit)"
+                f"trained: scale the data, {advice}"
             )
         trained, ended, taken = draws.num_steps, stopping.reached(draws), draws.num_steps
         passes["training"] = passes_of(learner, taken)
@@ -137,15 +145,17 @@ def train(
     density = whole.of_some_rows(_ROWS, seed)
     if temperature > 0 and problem.data.batch_size is None:
         problem = _in_units_of_the_prior(problem)
-    problem = _with_stable_lr(problem, density, problem.positions)
-    steps = Steps(1, 0, 1)
+    if asked.lr:
+        problem = _with_stable_lr(problem, density, problem.positions)
+    count = 1 if asked.lr and asked.thinning is None else asked.num_samples
+    steps = Steps(count, asked.warmup_steps or 0, asked.thinning or 1)
     if temperature > 0:
         spent = taken * rows_a_step(learner) // rows_a_step(problem)
         length = max(trained, _CHEAP // (rows_a_step(problem) * size))
         length = max(1, min(length, (budget.steps(problem) - spent) // (1 + _LENGTH)))
-        warmup_steps = asked.warmup_steps or length
+        warmup_steps = length if asked.warmup_steps is None else asked.warmup_steps
         every = max(1, warmup_steps // _LOOKS)
-        warmup = Steps(-(-warmup_steps // every), 0, every)
+        warmup = Steps(max(1, -(-warmup_steps // every)), 0, every)
         columns = problem.engine.kernel.columns(warmup.total)
         draws = simulate(problem, warmup, derived_seed(seed, 0, Purpose.WINDOW), columns)
         if draws.error is not None:
@@ -160,20 +170,29 @@ def train(
         thinning = asked.thinning or -(-_LENGTH * length // asked.num_samples)
         steps = Steps(asked.num_samples, 0, thinning)
     told = "until the loss no longer fell" if ended else "while the loss still fell"
-    lr, whitening = f"lr={float(problem.engine.kernel.lr):.3g}", problem.engine.whitening
+    lr, whitening = lr_in_words(problem.engine.kernel), problem.engine.whitening
     part = ", half" if whitening is None else " in whitened coordinates, a quarter"
+    how = "Adam" if asked.lr else "the method itself"
     reasons = {
-        "start": f"{trained:,} steps of Adam from each chain's own start, {told}"
-        if asked.starts or temperature == 0
-        else "as it was given",
-        "step size": f"{lr}{part} of what is stable at the largest curvature that was seen",
+        "start": f"{trained:,} steps of {how} from each chain's own start, {told}"
+        if optimizes
+        else ("each chain's own" if asked.starts else "as it was given"),
+        "step size": f"{lr}{part} of what is stable at the largest curvature that was seen"
+        if asked.lr
+        else f"{lr}, as it was set",
     }
     if whitening is not None:
         reasons["geometry"] = "whitened by the prior's sds"
-    attrs: dict[str, Any] = {"lr_choice": reasons["step size"], "thinning": steps.thinning}
-    attrs |= {"warmup_steps": taken, "trained_steps": trained}
+    attrs: dict[str, Any] = {"lr_choice": reasons["step size"]} if asked.lr else {}
+    attrs["thinning"] = steps.thinning
+    if optimizes or asked.lr:
+        attrs["trained_steps"] = trained
+    if asked.warmup_steps is None:
+        attrs["warmup_steps"] = taken
     attrs |= {f"passes_{stage}": round(count, 2) for stage, count in passes.items()}
-    return Choice(problem, steps, None, None, None, passes, attrs, reasons, trained=trained)
+    return Choice(
+        problem, steps, None, None, None, passes, attrs, reasons, attrs.get("trained_steps")
+    )
 
 
 def _in_batches(problem: Problem) -> Problem:

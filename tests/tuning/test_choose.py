@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import pyro
 import pyro.distributions as dist
@@ -198,6 +199,20 @@ def test_bad_arguments(arguments, match):
         ps.BAOA(line, **arguments).run((X, Y), **QUIET)
 
 
+def test_a_step_size_that_was_set_is_named_where_chains_break():
+    with pytest.raises(ArgumentError, match=r"that was set \(lr=50\): pass a smaller lr"):
+        ps.BAOA(line, lr=50.0, compile=False).run((X, Y), **QUIET)
+
+
+def test_a_temperature_that_changes_has_no_step_size_of_its_own():
+    """Not even where it is 0 at first, as an optimizer's is."""
+    how = {"warmup_steps": 10, "thinning": 1, "num_samples": 5, **QUIET}
+    with pytest.raises(ArgumentError, match="temperature is a schedule, but lr='auto'"):
+        ps.BAOA(line, temperature=lambda step: step / 15).run((X, Y), **how)
+    with pytest.raises(ArgumentError, match=r"temperature=0 is an optimizer.*leave precondition"):
+        ps.BAOA(line, lr=0.1, temperature=0, precondition="dense").run((X, Y), **how)
+
+
 def test_steps_need_numbers():
     with pytest.raises(ArgumentError, match="lr='auto' is chosen from the whole data"):
         ps.BAOA(line, num_data=200).step(X, Y)
@@ -240,8 +255,15 @@ def test_searches_without_end_are_bounded_too():
         x = pyro.sample("x", dist.ImproperUniform(dist.constraints.real, (20,), (1,)))
         pyro.factor("up", torch.nn.functional.softplus(x).log1p().sum())
 
-    with pytest.raises(ArgumentError, match=r"max_rows=13,000 were over after"):
+    with pytest.raises(ArgumentError, match=r"after [\d,]+ for the search for modes") as raised:
         ps.BAOA(endless, compile=False).run(None, max_rows=13_000, **QUIET)
+    spent = re.search(r"after ([\d,]+) for", str(raised.value))[1].replace(",", "")
+    hessians = 24 + 8 * 3  # of places on the way, and those with which searches begin
+    assert int(spent) <= 13_000 / 4 + 20 * hessians
+    enough = re.search(r"pass max_rows=([\d,]+)", str(raised.value))[1].replace(",", "")
+    with pytest.warns(BiasWarning, match=r"the chains have exploded"):
+        run = ps.BAOA(endless, compile=False).run(None, max_rows=int(enough), **QUIET)
+    assert run.report().verdict == "no"
 
 
 @pytest.mark.slow

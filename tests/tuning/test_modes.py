@@ -234,3 +234,22 @@ def test_priors_are_blamed_only_where_they_are_improper(prior, says):
     told = what_to_try(density, problem.positions[0])
     assert says in told
     assert ("prior" in told) == (prior == "flat")
+
+
+@pytest.mark.parametrize("most", [0, 5, 47, 200])
+def test_a_search_ends_where_it_has_spent_its_share(most):
+    """A hierarchy without data, whose log joint rises as the scale falls, for ever: the Gaussian
+    is then one that was seen on the way, and it is the same however often a search may look."""
+
+    def falling():
+        s = pyro.sample("s", dist.ImproperUniform(dist.constraints.real, (), ()))
+        pyro.sample("x", dist.Normal(torch.zeros(9), (s / 2).exp()).to_event(1))
+
+    told = []
+    found = searched(falling, most=most, check=told.append)
+    each_step, at_places = 10, 24 * 10
+    assert not found.found
+    assert found.evaluations <= 4 * (most + 3 * each_step) + at_places
+    assert math.isfinite(found.best.log_evidence)
+    few = searched(falling, search=find_diagonal_modes, most=most)
+    assert few.evaluations <= 4 * max(200, most + 210) + 40

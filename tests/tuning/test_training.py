@@ -59,6 +59,46 @@ def test_temperature_0_ends_at_the_mode_with_a_draw_a_chain(method):
     assert run.report().headline.startswith("ENSEMBLE, not posterior: 4 points")
 
 
+@pytest.mark.parametrize("batch_size", [None, 20])
+@pytest.mark.parametrize("method", [ps.SGHMC, ps.SGLD, ps.SGNHT])
+def test_at_temperature_0_a_step_size_that_is_set_is_the_optimizers(method, batch_size):
+    """It goes to the mode, by its own steps until the loss no longer falls, and then keeps as many
+    draws as were asked for; it says what they are."""
+    y = X @ torch.tensor([1.0, -0.5, 0.2]) + NOISE * normals(200, seed=1)
+    lr = 0.02 if method is ps.SGLD else 0.1
+    sampler = method(line, lr=lr, temperature=0, compile=False)
+    run = sampler.run((X, y), num_samples=6, num_chains=2, batch_size=batch_size, **QUIET)
+    found = run.get_samples()["beta"]
+    precision = X.T @ X / NOISE**2 + torch.eye(3)
+    away = found - torch.linalg.solve(precision, X.T @ y / NOISE**2)
+    nats = ((away @ precision) * away).sum(1) / 2
+    assert found.shape == (12, 3)
+    # of thousands at the start; batches drawn anew leave 5.5 times a chi square of 3, over 2
+    assert float(nats.max()) < (0.5 if batch_size is None else 60)
+    assert run.report().verdict == "ensemble"
+    assert "2 optimizers at temperature 0, after" in run.report().headline
+    assert run.report().choices["step size"] == f"lr={lr}, as it was set"
+
+
+def test_lengths_that_are_set_stay_so_at_temperature_0():
+    """A thinning that is chosen is 1: there is no noise that draws could forget."""
+
+    def beta(**how):
+        sampler = ps.BAOA(line, lr=0.1, temperature=0, compile=False)
+        run = sampler.run((X, X[:, 0]), num_samples=5, num_chains=2, **how, **QUIET)
+        return run.get_samples()["beta"]
+
+    assert torch.equal(beta(warmup_steps=7), beta(warmup_steps=7, thinning=1))
+    thinned = beta(warmup_steps=7, thinning=3)
+    assert not torch.equal(thinned, beta(warmup_steps=7))
+
+
+def test_at_temperature_0_a_step_size_that_is_too_long_is_named():
+    sampler = ps.BAOA(line, lr=20.0, temperature=0, compile=False)
+    with pytest.raises(NonFiniteError, match=r"pass a smaller lr \(lr=20\)"):
+        sampler.run((X, X[:, 0]), **QUIET)
+
+
 @pytest.mark.slow
 def test_a_network_is_trained_and_then_sampled_and_called_an_ensemble():
     with pytest.warns(VerdictWarning, match="ENSEMBLE, not posterior: R-hat of 200 training rows"):
