@@ -14,7 +14,7 @@ from pyro_scale.errors import ModelError, SiteError
 from pyro_scale.model.classify import close
 from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.recorder import Recorder
-from pyro_scale.model.sites import Site, plate_scale
+from pyro_scale.model.sites import Site, plate_scale, without_imputation
 from pyro_scale.model.terms import Term
 
 
@@ -192,6 +192,7 @@ def local_message(name: str, where: str) -> str:
         "If it is an observation, pass its data (it was called with obs=None); else pass the "
         "whole data without batch_size, marginalize it by hand, sum it out with "
         'infer={"enumerate": "parallel"} if it is discrete, or give it a fixed number of groups'
+        + without_imputation(name)
     )
 
 

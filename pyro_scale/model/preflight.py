@@ -44,6 +44,7 @@ from pyro_scale.model.model_info import (
     steady_of,
 )
 from pyro_scale.model.module_trace import ModuleTrace, trace_modules
+from pyro_scale.model.observations import check_has_observation, check_unmasked
 from pyro_scale.model.plates import (
     agreed_size,
     check_plate_size,
@@ -53,7 +54,7 @@ from pyro_scale.model.plates import (
     own_plate,
 )
 from pyro_scale.model.program import Program
-from pyro_scale.model.recorder import LatentShapeChanged, Recorder
+from pyro_scale.model.recorder import LatentShapeChanged, Recorder, check_enumerated
 from pyro_scale.model.scaling import Rule, Scaling
 from pyro_scale.model.second_run import run_again, sites_to_validate
 from pyro_scale.model.sites import points_of_store
@@ -91,6 +92,7 @@ def understand(
     with own_generator(), torch.no_grad():
         with trace_modules() as trace, forbid_writes(program.model, arguments) as copies:
             first = _first_run(program, copies, init, count, num_data)
+            check_has_observation(program, copies, first.sites, count)
         program.find_owners(first.points, trace.modules)
         is_frozen, executed = _is_frozen(first, trace), trace.modules
         check_starts(first.sites)
@@ -123,14 +125,6 @@ def understand(
             probes, runs = recipe.other_rows(arguments, batch_size, num_data)
             elsewhere, other_runs = _elsewhere(program, first, arguments, batch_size, num_data)
             num_data = num_data or declared_size([full, *runs])
-    if count is not None and all(term.is_prior for term in terms.values()):
-        last = [site.name for site in full.sites.values() if site.kind == "latent"][-1]
-        raise ModelError(
-            "data are passed, but the model has no observed site and no factor, so nothing would "
-            "be learned from them: give the likelihood's pyro.sample obs= (if that is site "
-            f"'{last}', it was called with obs=None)",
-            code="no-observation",
-        )
     if num_data is None:
         raise ArgumentError(
             "the number of rows N is unknown: pass num_data=N, the size of the whole data set "
@@ -145,6 +139,8 @@ def understand(
     check_subsampling(full.sites, own, batch_size)
     scaling = classify(terms, probes, batch_size, num_data, own, elsewhere)
     check_local_latents(full.sites, own, runs)
+    if batch_size == num_data:
+        check_unmasked(full.sites)
     return ModelInfo(
         sites=full.sites,
         points=first.points,
@@ -294,6 +290,9 @@ def _first_run(
     except PyroScaleError:
         raise
     except Exception as error:
+        for site in recorder.sites.values():
+            if site.kind == "enumerated":
+                check_enumerated(site.name, site.fn, site.infer)
         own_plate(recorder.sites, count)
         check_plate_size(recorder.sites, count, num_data, error)
         error.add_note(f"raised by the model on its first batch: {rows.described(arguments)}")

@@ -27,6 +27,7 @@ from pyro_scale.model.sites import (
     plate_scale,
     points_of_store,
     validates,
+    without_imputation,
     without_validation,
 )
 from pyro_scale.model.transforms import bijection, is_real
@@ -109,23 +110,14 @@ class Recorder(Messenger):
 
     def _enumerate(self, msg: Any) -> None:
         name, fn = msg["name"], msg["fn"]
-        if msg["infer"].get("enumerate") == "parallel" and not fn.has_enumerate_support:
-            raise SiteError(
-                f"site '{name}': a {type(fn).__name__} cannot be enumerated, for its support has "
-                "no end; marginalize it by hand, or use a Categorical over its first values",
-                code="discrete-latent",
-            )
-        if msg["infer"].get("enumerate") != "parallel":
-            raise SiteError(
-                f"site '{name}': a discrete latent has no gradient; give it "
-                'infer={"enumerate": "parallel"} to have it summed out, or marginalize it by hand '
-                "(if it is an observation, pass its data: it was called with obs=None)",
-                code="discrete-latent",
-            )
         if self._enum_dim is None:
-            with torch.no_grad():
-                msg["value"] = fn.sample()
+            try:
+                msg["value"] = fn.sample().detach()
+            except NotImplementedError:
+                check_enumerated(name, fn, msg["infer"])
+                raise
             return
+        check_enumerated(name, fn, msg["infer"])
         if -self._enum_dim > _MOST_DIMS:
             raise SiteError(
                 f"site '{name}': there are more enumerated sites than a tensor has dimensions; "
@@ -264,6 +256,25 @@ class Reader(Simulator):
     def _pyro_sample(self, msg: Any) -> None:
         if is_subsample(msg["fn"]) or not msg["is_observed"]:
             super()._pyro_sample(msg)
+
+
+def check_enumerated(name: str, fn: Any, infer: Mapping[str, Any]) -> None:
+    """Refuses a discrete latent that is not to be summed out, or cannot be."""
+    if infer.get("enumerate") == "parallel" and not fn.has_enumerate_support:
+        raise SiteError(
+            f"site '{name}': a {type(fn).__name__} cannot be enumerated, for its support has no "
+            "end; marginalize it by hand, or use a Categorical over its first values"
+            + without_imputation(name),
+            code="discrete-latent",
+        )
+    if infer.get("enumerate") != "parallel":
+        raise SiteError(
+            f"site '{name}': a discrete latent has no gradient; give it "
+            'infer={"enumerate": "parallel"} to have it summed out, or marginalize it by hand '
+            "(if it is an observation, pass its data: it was called with obs=None)"
+            + without_imputation(name),
+            code="discrete-latent",
+        )
 
 
 def _check_weights(msg: Any) -> None:
