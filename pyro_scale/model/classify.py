@@ -254,7 +254,6 @@ class _Comparison:
             "global", whole_data=True, why="a joint density of all rows; the whole data only"
         )
 
-
     def _why_joint(self, term: Term) -> str:
         for depth in range(term.max_depth + 1):
             dim = self._row_dim(term, depth)

@@ -1,4 +1,4 @@
-"""Whether a model has data: an observed site with an element that no mask leaves out, or a factor."""
+"""Whether a model has data: a factor, or an observed site that masks do not leave out."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ from pyro_scale.tuning.no_start import what_to_try
 from pyro_scale.tuning.pilot import LEAST_PILOT, Pilot, pilot
 from pyro_scale.tuning.step_size import check_target
 from pyro_scale.tuning.tune import with_known_noise
-from pyro_scale.tuning.windows import FIRST_WINDOW, Window, warm_up
+from pyro_scale.tuning.windows import FIRST_WINDOW, NoStableStep, Window, warm_up
 
 #: The step size in whitened coordinates: at most this, and none whose law of a standard normal has
 #: an sd that is off by more.
@@ -111,9 +112,10 @@ def choose(
     if adjusts:  # a chain that rejects all proposals would stay where it starts
         problem = problem.with_engine(kernel=_kernel(without_adjustment(kernel), asked))
     looked_at = density if asked.lr else None
-    window = warm_up(problem, run, looked_at, whole, for_windows, budget)
-    if window is None:
-        raise _no_warm_up(problem, density)
+    try:
+        window = warm_up(problem, run, looked_at, whole, for_windows, budget)
+    except NoStableStep as broken:
+        raise _no_warm_up(problem, density, *broken.args) from None
     problem, tried, time = window.problem, None, window.time
     passes["windows"] = passes_of(problem, window.steps)
     if density is not None:
@@ -184,8 +186,18 @@ def _check(budget: Budget, problem: Problem, asked: Asked) -> None:
         )
 
 
-def _no_warm_up(problem: Problem, density: FullDataDensity | None) -> ArgumentError:
-    """What to say where no step size is stable."""
+def _no_warm_up(
+    problem: Problem, density: FullDataDensity | None, sites: Mapping[int, tuple[str, str]]
+) -> ArgumentError:
+    """What to say where no step size is stable, and where the log densities of sites broke."""
+    if sites:
+        chain, (site, finding) = next(iter(sites.items()))
+        return ArgumentError(
+            f"in warm-up every chain breaks at any step size that was tried: chain {chain} where "
+            f"the log density of site '{site}' is {finding}. Give the latents that it depends on "
+            "distributions whose supports end there, or clamp what it takes of them",
+            code="not-finite",
+        )
     position, advice = problem.positions[0], ": start elsewhere (init_strategy=)"
     if density is not None:
         advice = what_to_try(density, position)

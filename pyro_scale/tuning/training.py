@@ -34,6 +34,7 @@ from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.model.curvature.prior_hessian import prior_precision
 from pyro_scale.model.nn.hidden_layers import has_hidden_layer
 from pyro_scale.rng.seeds import Purpose, derived_seed
+from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.choice import Asked, Choice, Simulate
@@ -125,9 +126,12 @@ def train(
         if draws.error is not None:
             raise draws.error
         if draws.failures:
+            first, sites = draws.failures[0], broken_sites(learner, draws)
+            of_site = "".join(f" at site '{name}'" for name, _ in list(sites.values())[:1])
             raise NonFiniteError(
-                f"chain {draws.failures[0].chain}: the loss became NaN or infinite while it was "
-                "trained: scale the data, or start from a trained network "
+                f"chain {first.chain}: the loss became NaN or infinite{of_site} at step "
+                f"{first.step}, while it was trained: scale the data, or start from a trained "
+                "network "
                 "(init_strategy=ps.init_to_module, or a fit)"
             )
         trained, ended, taken = draws.num_steps, stopping.reached(draws), draws.num_steps
