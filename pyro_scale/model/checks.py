@@ -70,6 +70,19 @@ def check_observations(sites: Mapping[str, Site], validated: Collection[str]) ->
             )
 
 
+def check_imputations(sites: Mapping[str, Site]) -> None:
+    """Sites with `obs_mask=` and without `obs=`, of which Pyro makes two latents."""
+    for site in sites.values():
+        name = site.name.removesuffix("_observed")
+        is_of_mask = name != site.name and f"{name}_unobserved" in sites and name in sites
+        if is_of_mask and site.kind != "observed":
+            raise SiteError(
+                f"site '{name}': it was called with obs_mask= and without obs=: pass obs= too, or "
+                "leave obs_mask= out",
+                code="no-observation",
+            )
+
+
 def check_event_shapes(sites: Mapping[str, Site]) -> None:
     """Values that meet an event of one element, where every row would be compared with them all."""
     for site in sites.values():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
 from pyro_scale.model.classify import Probe
+from pyro_scale.model.partial import Kept
 from pyro_scale.model.recorder import Recorder
 from pyro_scale.model.scaling import Scaling
 from pyro_scale.model.sites import Point, Site
@@ -40,6 +41,7 @@ class ModelInfo:
         validated: the sites whose values are checked against their support.
         row_axes: of deterministic sites that follow the batch: the rows' axis, from the right.
         weights: the latents that are weights of a network's layers.
+        kept: of latents of which masks leave elements out: those that are params.
     """
 
     sites: Mapping[str, Site]
@@ -56,6 +58,7 @@ class ModelInfo:
     is_frozen: bool = False
     validated: frozenset[str] = frozenset()
     weights: frozenset[str] = frozenset()
+    kept: Mapping[str, Kept] = field(default_factory=dict)
 
     @property
     def is_function(self) -> bool:

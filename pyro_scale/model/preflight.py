@@ -22,6 +22,7 @@ from pyro_scale.errors import ArgumentError, ModelError, PlateError, PyroScaleEr
 from pyro_scale.model.checks import (
     check_densities,
     check_event_shapes,
+    check_imputations,
     check_latent_sizes,
     check_local_latents,
     check_names,
@@ -45,6 +46,7 @@ from pyro_scale.model.model_info import (
 )
 from pyro_scale.model.module_trace import ModuleTrace, trace_modules
 from pyro_scale.model.observations import check_has_observation, check_unmasked
+from pyro_scale.model.partial import Kept, element_mask, leave_out
 from pyro_scale.model.plates import (
     agreed_size,
     check_plate_size,
@@ -70,10 +72,12 @@ _SHIFT = 0.71
 InitFunction = Callable[[Any], Tensor]
 
 
-def draw_latents(program: Program, arguments: Arguments, init: InitFunction) -> Recorder:
+def draw_latents(
+    program: Program, arguments: Arguments, init: InitFunction, kept: Mapping[str, Kept]
+) -> Recorder:
     """Runs the model with its latents drawn by an initialization in Pyro's manner."""
     with exclusive, torch.no_grad(), InitMessenger(init):
-        recorder = Recorder(store=points_of_store())
+        recorder = Recorder(store=points_of_store(), kept=kept)
         return program.run(arguments, recorder)
 
 
@@ -98,7 +102,12 @@ def understand(
         check_starts(first.sites)
         check_latent_sizes(first.sites)
         own = own_plate(first.sites, count)
-        recipe = _Recipe(program, first)
+        check_imputations(first.sites)
+        kept = {} if own is not None else _kept_of(program, first, arguments)
+        if count is not None and num_data not in (None, count):
+            kept = {name: each for name, each in kept.items() if len(each.places)}
+        leave_out(first.sites, kept)
+        recipe = _Recipe(program, first, kept)
         second = run_again(partial(recipe.run, arguments))
         full = second.recorder
         check_names(full.sites)
@@ -123,7 +132,9 @@ def understand(
         else:
             batch_size = count
             probes, runs = recipe.other_rows(arguments, batch_size, num_data)
-            elsewhere, other_runs = _elsewhere(program, first, arguments, batch_size, num_data)
+            elsewhere, other_runs = _elsewhere(
+                _Recipe(program, first, kept, _SHIFT), arguments, batch_size, num_data
+            )
             num_data = num_data or declared_size([full, *runs])
     if num_data is None:
         raise ArgumentError(
@@ -156,6 +167,7 @@ def understand(
         is_frozen=is_frozen,
         validated=frozenset(validated),
         weights=_weights(full, executed),
+        kept=kept,
     )
 
 
@@ -166,7 +178,7 @@ def understand_function(
     num_data = num_data or 1
     with own_generator(), torch.no_grad(), trace_modules():
         first = _first_run(program, arguments, init, None, num_data)
-        recipe = _Recipe(program, first)
+        recipe = _Recipe(program, first, {})
         terms = terms_of(first.sites)
         check_terms(terms)
         check_no_random_draws(terms, terms_of(recipe.run(arguments).sites), False)
@@ -189,11 +201,43 @@ def understand_function(
     )
 
 
+def _kept_of(program: Program, first: Recorder, arguments: Arguments) -> dict[str, Kept]:
+    """The params among the elements of latents of which masks leave some out: where nothing
+    depends on those, at either latent values.
+
+    Raises:
+        SiteError: a mask depends on a latent.
+    """
+    latents = [site for site in first.sites.values() if site.kind == "latent"]
+    masks = {site.name: element_mask(site) for site in latents}
+    partial_masks = {n: m for n, m in masks.items() if m is not None and not bool(m.all())}
+    unused = dict(partial_masks)
+    for shift in (0.0, _SHIFT) if partial_masks else ():
+        recipe = _Recipe(program, first, {}, shift)
+        try:
+            sites = recipe.run(arguments).sites
+            terms = terms_of(sites)
+        except PyroScaleError:
+            raise
+        except Exception:  # the values may be impossible
+            continue
+        for name, mask in partial_masks.items():
+            now = element_mask(sites[name])
+            if now is None or now.shape != mask.shape or not torch.equal(now, mask):
+                raise SiteError(
+                    f"site '{name}': its mask depends on another latent, so elements come and go "
+                    "with its value: sum a mixture out by hand, or keep all elements"
+                )
+            moved = recipe.run(arguments, moved={name: ~mask})
+            if differing(terms, terms_of(moved.sites)) is not None:
+                unused.pop(name, None)
+    return {name: Kept.of(mask) for name, mask in unused.items()}
+
+
 def _elsewhere(
-    program: Program, first: Recorder, arguments: Arguments, size: int, num_data: int | None
+    recipe: _Recipe, arguments: Arguments, size: int, num_data: int | None
 ) -> tuple[list[Probe], list[Recorder]]:
     """The batch and its parts at other latent values, where the model can be evaluated there."""
-    recipe = _Recipe(program, first, shift=_SHIFT)
     try:
         full = recipe.run(arguments)
         probes, runs = recipe.other_rows(arguments, size, num_data)
@@ -209,8 +253,10 @@ def _elsewhere(
 class _Recipe:
     """How to run the model again at the latent values of its first run, or at shifted ones."""
 
-    def __init__(self, program: Program, first: Recorder, shift: float = 0.0):
-        self._program, self._first, self._shift = program, first, shift
+    def __init__(
+        self, program: Program, first: Recorder, kept: Mapping[str, Kept], shift: float = 0.0
+    ):
+        self._program, self._first, self._shift, self._kept = program, first, shift, kept
         self.enum_dim = free_dim(first.sites)
 
     def run(
@@ -218,17 +264,22 @@ class _Recipe:
         arguments: Arguments,
         indices: Mapping[str, Tensor] | None = None,
         validate: bool = False,
+        moved: Mapping[str, Tensor] | None = None,
     ) -> Recorder:
         latents = {
             site.name: site.unconstrained + self._shift
             for site in self._first.sites.values()
             if site.unconstrained is not None
         }
+        for name, places in (moved or {}).items():
+            extra = (1,) * (latents[name].dim() - places.dim())
+            latents[name] = latents[name] + places.reshape(places.shape + extra) / 3
         recorder = Recorder(
             latents=latents,
             points=self._first.points,
             indices=indices,
             enum_dim=self.enum_dim,
+            kept=self._kept,
         )
         return self._program.run(arguments, recorder, validate)
 
@@ -293,6 +344,10 @@ def _first_run(
         for site in recorder.sites.values():
             if site.kind == "enumerated":
                 check_enumerated(site.name, site.fn, site.infer)
+        if "Expected mask" in str(error):  # Pyro's own check
+            raise ModelError(
+                f"a mask is not of booleans ({error}): pass mask.bool()", code="observed-value"
+            ) from error
         own_plate(recorder.sites, count)
         check_plate_size(recorder.sites, count, num_data, error)
         error.add_note(f"raised by the model on its first batch: {rows.described(arguments)}")
