@@ -200,12 +200,17 @@ def check_local_latents(
 
 def local_message(name: str, where: str) -> str:
     """What to do about a latent of which there is one for every row."""
+    instead = without_imputation(name)
+    if instead:
+        return (
+            f"site '{name}': obs_mask= makes a latent of every missing value, {where}, and these "
+            "would need all rows at every step: pass the whole data (batch_size=None)" + instead
+        )
     return (
         f"site '{name}': a latent {where}, one for every row, would need all rows at every step. "
         "If it is an observation, pass its data (it was called with obs=None); else pass the "
         "whole data without batch_size, marginalize it by hand, sum it out with "
         'infer={"enumerate": "parallel"} if it is discrete, or give it a fixed number of groups'
-        + without_imputation(name)
     )
 
 

@@ -6,6 +6,7 @@ are no params: the value is put together from those of the other elements.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import pyro.distributions as dist
 import torch
 from torch import Tensor
+from torch.distributions import transform_to
 
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import align
@@ -62,6 +64,19 @@ def element_mask(site: Site) -> Tensor | None:
     if not tensors:
         return None
     return torch.stack([mask.expand(shape) for mask in tensors]).all(0)
+
+
+def without_nan(site: Site) -> Site:
+    """A site with possible values in the place of NaN that masks leave out: 0 times the slope of a
+    log density at NaN would be NaN."""
+    mask, event = element_mask(site), len(base_of(site.fn).event_shape)
+    if mask is None or not site.value.is_floating_point():
+        return site
+    left_out = ~align(mask, event) & site.value.isnan()
+    possible = torch.zeros_like(site.value)
+    with contextlib.suppress(NotImplementedError):  # a support without a transform, as of counts
+        possible = transform_to(site.fn.support)(possible)
+    return replace(site, value=torch.where(left_out, possible, site.value))
 
 
 def leave_out(sites: dict[str, Site], kept: Mapping[str, Kept]) -> None:

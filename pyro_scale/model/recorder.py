@@ -18,7 +18,7 @@ from torch.distributions import constraints, transform_to
 from pyro_scale.errors import SiteError
 from pyro_scale.model.draws import draw
 from pyro_scale.model.init_strategies import WEIGHT
-from pyro_scale.model.partial import Kept, base_of, no_params, put_together, take_apart
+from pyro_scale.model.partial import Kept, base_of, no_params, put_together, take_apart, without_nan
 from pyro_scale.model.sites import (
     Point,
     Site,
@@ -159,13 +159,9 @@ class Recorder(Messenger):
         wanted = fn.batch_shape + fn.event_shape
         if value.shape != wanted and not self._enum_dims:
             raise LatentShapeChanged.of(name, value.shape, wanted)
-        if log_det is not None:
-            pass
-        elif is_real(
-            fn.support
-        ):  # the identity: there is nothing to add up, however many there are
+        if log_det is None and is_real(fn.support):  # the identity: nothing to add up
             log_det = unconstrained.new_zeros(())
-        else:
+        elif log_det is None:
             log_det = transform.log_abs_det_jacobian(unconstrained, value).sum()
         self._jacobians[name] = unconstrained, log_det
         msg["value"] = value
@@ -228,6 +224,8 @@ class Recorder(Messenger):
             enum_dim=self._enum_dims.get(name),
             validates=kind != "subsample" and validates(msg["fn"]),
         )
+        if kind == "observed":
+            self.sites[name] = without_nan(self.sites[name])
 
     def _pyro_param(self, msg: Any) -> None:
         """Answers param statements itself, so that Pyro's param store is never written to."""
@@ -283,7 +281,8 @@ class Simulator(Recorder):
             self._draw(msg)
 
     def _left_out_values(self, msg: Any, value: Tensor) -> Tensor | None:
-        return draw(msg["fn"])
+        drawn = draw(msg["fn"])
+        return msg["fn"].sample() if drawn is None else drawn
 
     def _draw(self, msg: Any) -> None:
         self.drawn.add(msg["name"])
