@@ -10,6 +10,7 @@ import torch
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
 from pyro_scale.model.classify import Probe
+from pyro_scale.model.observations import why_left_out
 from pyro_scale.model.partial import Kept
 from pyro_scale.model.recorder import Recorder
 from pyro_scale.model.scaling import Scaling
@@ -143,18 +144,29 @@ def model_warnings(info: ModelInfo) -> list[str]:
     """What may be a mistake, though the library can run it.
 
     A site whose own constant scale happens to be N/B may have been meant as just that; data
-    that nothing follows may have been forgotten.
+    that nothing follows may have been forgotten, and masks may be the wrong way round.
     """
     ratio = info.scaling.num_data / info.batch_size
     rules = info.scaling.rules
     follow = any(rule.role == "rows" or rule.whole_data for rule in rules.values())
     unused = not follow and not info.is_function and rows.count(info.example) is not None
     ignored = "no site follows the rows: nothing is scaled by N/B, and the data may go unused"
-    return [ignored] * unused + [
-        f"site '{name}': its poutine.scale is a constant that equals N/B = {ratio:.6g}; it is "
-        "kept, and the rows are multiplied by N/B besides. If it was N/B written by hand, remove it"
-        for name, rule in info.scaling.rules.items()
-        if rule.role == "rows" and rule.keeps_scale and ratio != 1 and name in info.sites
-        for scale in [info.sites[name].scale]
-        if not isinstance(scale, torch.Tensor) and abs(scale - ratio) <= 1e-6 * ratio
+    left_out = [
+        f"site '{site.name}': {why}, so it adds nothing"
+        for site in info.sites.values()
+        if site.kind == "observed" and site.mask is not False and ratio == 1
+        for why in [why_left_out(site)]
+        if why
     ]
+    return (
+        [ignored] * unused
+        + left_out
+        + [
+            f"site '{name}': its poutine.scale is a constant that equals N/B = {ratio:.6g}; it is "
+            "kept, and the rows are multiplied by N/B besides. If it was N/B written by hand, remove it"
+            for name, rule in info.scaling.rules.items()
+            if rule.role == "rows" and rule.keeps_scale and ratio != 1 and name in info.sites
+            for scale in [info.sites[name].scale]
+            if not isinstance(scale, torch.Tensor) and abs(scale - ratio) <= 1e-6 * ratio
+        ]
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pyro.distributions as dist
@@ -20,6 +20,13 @@ from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import Recorder
 from pyro_scale.model.sites import Site, points_of_store
 
+#: Distributions of a part of a total, which say nothing where that is 0.
+_COUNTS_OF_TOTALS = (
+    dist.Binomial,
+    dist.BetaBinomial,
+    dist.Multinomial,
+    dist.DirichletMultinomial,
+)
 _PRIOR = "For draws of the prior: pyro.infer.Predictive(model, num_samples=1000)(...)"
 
 
@@ -57,31 +64,42 @@ def check_has_observation(
     )
 
 
-def check_unmasked(sites: Mapping[str, Site]) -> None:
-    """Checks that masks leave something of what is observed, in a run on all rows.
+def check_something_counts(runs: Iterable[Mapping[str, Site]]) -> None:
+    """Checks that something of what is observed counts, in runs on all rows.
 
     Raises:
-        ModelError: they leave nothing; it names a site.
+        ModelError: nothing does; it names a site and what leaves it out.
     """
-    observed = [site for site in sites.values() if site.kind in ("observed", "factor")]
-    if observed and all(map(is_left_out, observed)):
+    last = None
+    for sites in runs:
+        observed = [site for site in sites.values() if site.kind in ("observed", "factor")]
+        left_out = [why for why in map(why_left_out, observed) if why]
+        if len(left_out) < len(observed):
+            return
+        last = observed[-1].name, left_out[-1]
+    if last is not None:
+        site, why = last
         raise ModelError(
-            f"site '{observed[-1].name}': its mask leaves out every element, and nothing else is "
-            f"observed: pass a mask that is True where values count. {_PRIOR}",
+            f"site '{site}': {why}, and nothing else is observed, so the model would learn "
+            f"nothing. {_PRIOR}",
             code="no-observation",
         )
 
 
-def is_left_out(site: Site) -> bool:
-    """Whether masks, or NaN where the distribution takes it for a mask, leave no element."""
+def why_left_out(site: Site) -> str:
+    """What leaves out every element of an observed site; "" where nothing does."""
     fn: Any = site.fn
-    masks, values = [site.mask], site.value
+    masks, totals = [site.mask], None
     while fn is not None:
         masks.append(getattr(fn, "_mask", None))
         if isinstance(fn, dist.NanMaskedNormal | dist.NanMaskedMultivariateNormal):
-            masks.append(~values.isnan())
+            masks.append(~site.value.isnan())
+        if isinstance(fn, _COUNTS_OF_TOTALS):
+            totals = torch.as_tensor(fn.total_count)
         fn = getattr(fn, "base_dist", None)
-    return any(mask is not None and not bool(torch.as_tensor(mask).any()) for mask in masks)
+    if any(mask is not None and not bool(torch.as_tensor(mask).any()) for mask in masks):
+        return "its mask leaves out every element (True keeps one)"
+    return "all of its totals are 0" if totals is not None and not bool(totals.any()) else ""
 
 
 def _likely_observation(sites: Mapping[str, Site], count: int | None) -> Site | None:

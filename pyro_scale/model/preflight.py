@@ -45,7 +45,7 @@ from pyro_scale.model.model_info import (
     steady_of,
 )
 from pyro_scale.model.module_trace import ModuleTrace, trace_modules
-from pyro_scale.model.observations import check_has_observation, check_unmasked
+from pyro_scale.model.observations import check_has_observation, check_something_counts
 from pyro_scale.model.partial import Kept, element_mask, leave_out
 from pyro_scale.model.plates import (
     agreed_size,
@@ -151,7 +151,7 @@ def understand(
     scaling = classify(terms, probes, batch_size, num_data, own, elsewhere)
     check_local_latents(full.sites, own, runs)
     if batch_size == num_data:
-        check_unmasked(full.sites)
+        check_something_counts([full.sites])
     return ModelInfo(
         sites=full.sites,
         points=first.points,

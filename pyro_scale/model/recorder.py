@@ -325,21 +325,27 @@ def _check_mask(msg: Any) -> None:
 
 def check_enumerated(name: str, fn: Any, infer: Mapping[str, Any]) -> None:
     """Refuses a discrete latent that is not to be summed out, or cannot be."""
-    if infer.get("enumerate") == "parallel" and not fn.has_enumerate_support:
-        raise SiteError(
-            f"site '{name}': a {type(fn).__name__} cannot be enumerated, for its support has no "
-            "end; marginalize it by hand, or use a Categorical over its first values"
-            + without_imputation(name),
-            code="discrete-latent",
+    instead = without_imputation(name)
+    enumerates = infer.get("enumerate") == "parallel"
+    if enumerates and fn.has_enumerate_support:
+        return
+    if enumerates or (instead and not fn.has_enumerate_support):
+        why = (
+            f"a {type(fn).__name__} cannot be enumerated, for its support has no end; marginalize "
+            "it by hand, or use a Categorical over its first values"
         )
-    if infer.get("enumerate") != "parallel":
-        raise SiteError(
-            f"site '{name}': a discrete latent has no gradient; give it "
-            'infer={"enumerate": "parallel"} to have it summed out, or marginalize it by hand '
-            "(if it is an observation, pass its data: it was called with obs=None)"
-            + without_imputation(name),
-            code="discrete-latent",
+    elif instead:
+        why = (
+            "obs_mask= makes a discrete latent of missing values, which has no gradient; have it "
+            'summed out by pyro.infer.config_enumerate(model, "parallel")'
         )
+    else:
+        why = (
+            'a discrete latent has no gradient; give it infer={"enumerate": "parallel"} to have '
+            "it summed out, or marginalize it by hand (if it is an observation, pass its data: it "
+            "was called with obs=None)"
+        )
+    raise SiteError(f"site '{name}': {why}{instead}", code="discrete-latent")
 
 
 def _check_weights(msg: Any) -> None:
