@@ -67,6 +67,8 @@ from pyro_scale.model.write_guard import forbid_writes
 _LAYERS = nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention
 #: How far from the first latent values the second ones are, unconstrained.
 _SHIFT = 0.71
+#: The same, of those at which masks of latents are looked at.
+_SHIFTS = 0.0, _SHIFT, -2.0, 2.0
 
 #: An initialization in Pyro's manner: site -> constrained value.
 InitFunction = Callable[[Any], Tensor]
@@ -203,16 +205,16 @@ def understand_function(
 
 def _kept_of(program: Program, first: Recorder, arguments: Arguments) -> dict[str, Kept]:
     """The params among the elements of latents of which masks leave some out: where nothing
-    depends on those, at either latent values.
+    depends on those, at any of some latent values.
 
     Raises:
         SiteError: a mask depends on a latent.
     """
     latents = [site for site in first.sites.values() if site.kind == "latent"]
-    masks = {site.name: element_mask(site) for site in latents}
-    partial_masks = {n: m for n, m in masks.items() if m is not None and not bool(m.all())}
-    unused = dict(partial_masks)
-    for shift in (0.0, _SHIFT) if partial_masks else ():
+    of_latents = {site.name: element_mask(site) for site in latents}
+    masks = {name: mask for name, mask in of_latents.items() if mask is not None}
+    unused = {name: mask for name, mask in masks.items() if not bool(mask.all())}
+    for shift in _SHIFTS if masks else ():
         recipe = _Recipe(program, first, {}, shift)
         try:
             sites = recipe.run(arguments).sites
@@ -221,7 +223,7 @@ def _kept_of(program: Program, first: Recorder, arguments: Arguments) -> dict[st
             raise
         except Exception:  # the values may be impossible
             continue
-        for name, mask in partial_masks.items():
+        for name, mask in masks.items():
             now = element_mask(sites[name])
             if now is None or now.shape != mask.shape or not torch.equal(now, mask):
                 raise SiteError(
@@ -229,8 +231,8 @@ def _kept_of(program: Program, first: Recorder, arguments: Arguments) -> dict[st
                     "with its value: sum a mixture out by hand, or keep all elements"
                 )
             moved = recipe.run(arguments, moved={name: ~mask})
-            if differing(terms, terms_of(moved.sites)) is not None:
-                unused.pop(name, None)
+            if name in unused and differing(terms, terms_of(moved.sites)) is not None:
+                del unused[name]
     return {name: Kept.of(mask) for name, mask in unused.items()}
 
 
@@ -273,7 +275,8 @@ class _Recipe:
         }
         for name, places in (moved or {}).items():
             extra = (1,) * (latents[name].dim() - places.dim())
-            latents[name] = latents[name] + places.reshape(places.shape + extra) / 3
+            places = places.reshape(places.shape + extra)
+            latents[name] = latents[name] + places.to(latents[name]) / 3
         recorder = Recorder(
             latents=latents,
             points=self._first.points,

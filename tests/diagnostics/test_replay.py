@@ -41,6 +41,7 @@ IN_BATCHES = {**QUIET, "batch_size": B}
 
 
 def prior(name, size=2):
+    pyro.factor("no data", torch.zeros(()))
     return pyro.sample(name, dist.Normal(torch.zeros(size).double(), 1.0).to_event(1))
 
 
