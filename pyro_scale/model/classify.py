@@ -270,7 +270,7 @@ class _Comparison:
 
     def _changes(self, term: Term, rule: Rule) -> list[tuple[bool, Tensor]]:
         """Of each half of the batch: whether it is the second, and which of its rows differ."""
-        if self.own_plate is not None:  # whose other runs are no halves
+        if self.own_plate is not None or self.batch_size == 1:  # other runs are no halves
             return []
         dtype, changes = dtype_of(term, self.latents), []
         groups = [(term, self.probes)]

@@ -158,15 +158,12 @@ def model_warnings(info: ModelInfo) -> list[str]:
         for why in [why_left_out(site)]
         if why
     ]
-    return (
-        [ignored] * unused
-        + left_out
-        + [
-            f"site '{name}': its poutine.scale is a constant that equals N/B = {ratio:.6g}; it is "
-            "kept, and the rows are multiplied by N/B besides. If it was N/B written by hand, remove it"
-            for name, rule in info.scaling.rules.items()
-            if rule.role == "rows" and rule.keeps_scale and ratio != 1 and name in info.sites
-            for scale in [info.sites[name].scale]
-            if not isinstance(scale, torch.Tensor) and abs(scale - ratio) <= 1e-6 * ratio
-        ]
-    )
+    kept = [
+        f"site '{name}': its poutine.scale is a constant that equals N/B = {ratio:.6g}; it is "
+        "kept, and the rows are multiplied by N/B besides. If it was N/B written by hand, remove it"
+        for name, rule in info.scaling.rules.items()
+        if rule.role == "rows" and rule.keeps_scale and ratio != 1 and name in info.sites
+        for scale in [info.sites[name].scale]
+        if not isinstance(scale, torch.Tensor) and abs(scale - ratio) <= 1e-6 * ratio
+    ]
+    return [ignored] * unused + left_out + kept

@@ -259,5 +259,5 @@ def test_a_mask_without_observations_is_refused():
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs_mask=mask)
             pyro.sample("other", dist.Normal(w[0], 1.0), obs=y)
 
-    with pytest.raises(ModelError, match="site 'y': .*obs_mask= and without obs="):
+    with pytest.raises(ModelError, match=r"site 'y': .*obs_mask= and without obs="):
         ps.explain(without, (X, Y, ~NONE))

@@ -61,7 +61,8 @@ def test_the_log_joint_is_that_of_seen_rows_and_imputed_values(y, structure):
     torch.testing.assert_close(evaluation.log_joint, expected)
     torch.testing.assert_close(gradient["y_unobserved"], (DESIGN @ b)[~SEEN] - missing)
     values = log_posterior.constrain(params)["y_unobserved"]
-    assert torch.equal(values[SEEN], Y[SEEN]) and torch.equal(values[~SEEN], missing)
+    assert torch.equal(values[SEEN], Y[SEEN])
+    assert torch.equal(values[~SEEN], missing)
     back = log_posterior.unconstrain({"b": b, "y_unobserved": values})
     torch.testing.assert_close(back, params)
 
