@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_scale.engine.draws import Draws, Failure
 from pyro_scale.posterior.draws import Result
+from pyro_scale.run.blame import Broken
 
 #: Distances from 0 in unconstrained space that chains only come to on their way to infinity.
 _EXPLODED = 1e15
@@ -25,7 +26,7 @@ NOT_A_DENSITY = "the log joint became NaN or infinite"
 def message(
     draws: Draws,
     lr: Tensor,
-    sites: Mapping[int, tuple[str, str]],
+    sites: Mapping[int, Broken],
     replay: str = "",
     by: str = "get_samples()",
 ) -> str:
@@ -66,7 +67,7 @@ def message(
             f"{smaller}.  Otherwise the model fails at values that chains visit: make it stable "
             "there (add to the diagonal of its matrices), or use tighter priors"
         )
-    elif sites:
+    elif beyond_its_domain(sites):
         advice = beyond_its_domain(sites)
     elif not states:
         advice = (
@@ -89,18 +90,21 @@ def message(
     return f"{what}: {stopped}{more}. {kept}{replay and replay + '. '}{advice}"
 
 
-def where(failure: Failure, sites: Mapping[int, tuple[str, str]]) -> str:
+def where(failure: Failure, sites: Mapping[int, Broken]) -> str:
     """At which site a chain stopped, behind a comma, if that is known."""
     if failure.chain in sites:
-        site, finding = sites[failure.chain]
-        return f", site '{site}': its log density is {finding}"
+        broken = sites[failure.chain]
+        return f", site '{broken.site}': its log density is {broken.finding}"
     is_known = failure.error is None and not failure.in_density
     return f", site '{failure.site}'" if is_known else ""
 
 
-def beyond_its_domain(sites: Mapping[int, tuple[str, str]]) -> str:
-    """What to try where a site's log density is not finite at values that chains visit."""
-    site, _ = next(iter(sites.values()))
+def beyond_its_domain(sites: Mapping[int, Broken]) -> str:
+    """What to try where a site's log density is not finite at values that chains visit; "" where
+    they are so far out that the step size may be the cause."""
+    site = next((broken.site for broken in sites.values() if not broken.is_far), None)
+    if site is None:
+        return ""
     return (
         f"Site '{site}' has no log density at values that chains visit: a log or a root of a "
         "negative number, a support that depends on a latent, an overflow.  Give the latents that "

@@ -386,7 +386,7 @@ def check_failures(
         if first.in_density:
             what = NOT_A_DENSITY
         advice = "lower the optimizer's lr, scale the data, or start nearer to the mode"
-        if sites and not first.bad_batch:
+        if beyond_its_domain(sites) and not first.bad_batch:
             advice = f"{beyond_its_domain(sites)}, or start nearer to the mode"
         raise NonFiniteError(
             f"{what}: {mover} {first.chain} at step {first.step}{where(first, sites)}. "

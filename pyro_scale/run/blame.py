@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,23 @@ from pyro_scale.engine.step_recorder import RecordedStep
 from pyro_scale.model.examine import examine
 from pyro_scale.run.problem import Problem
 
-#: How much farther out than its start a chain is that a long step throws out, whose log densities
-#: are not finite for that reason.
-_FAR = 1e6
+#: How much farther out than all starts a chain is that a long step has thrown out, where log
+#: densities overflow; and from where on no site is looked for.
+_FAR, _FARTHEST = 5.0, 1e6
+
+
+class Broken(NamedTuple):
+    """Where a chain stopped.
+
+    Attributes:
+        site: whose log density is not finite there.
+        finding: what it is.
+        is_far: whether the chain is so far out that the step size may be the cause.
+    """
+
+    site: str
+    finding: str
+    is_far: bool
 
 
 class Watched:
@@ -50,11 +64,9 @@ class Watched:
 
 def broken_sites(
     problem: Problem, draws: Draws, batch: Arguments | None = None
-) -> dict[int, tuple[str, str]]:
-    """(The site whose log density is not finite, what it is) where a chain stopped, by chain.
-
-    Without chains that are far out, where the step size is the cause, and those whose last step
-    was not recorded, or has features of a frozen base for rows.
+) -> dict[int, Broken]:
+    """Where chains stopped, by chain: not of those that have run away, nor of those whose last
+    step was not recorded, or has features of a frozen base for rows.
 
     Args:
         problem: what the run started from.
@@ -74,9 +86,7 @@ def broken_sites(
     return broken
 
 
-def _broken_site(
-    problem: Problem, step: RecordedStep, batch: Arguments | None
-) -> tuple[str, str] | None:
+def _broken_site(problem: Problem, step: RecordedStep, batch: Arguments | None) -> Broken | None:
     engine, device = problem.engine, problem.positions.device
     state, values, noise, arguments, indices = pytree.tree_map_only(
         Tensor,
@@ -94,10 +104,10 @@ def _broken_site(
         state = type(engine.kernel.init(position, values, position))(**state)
         engine.kernel.update(state, watched, watched.own(values), engine.pad(noise))
     params = to_params(engine.whitening, watched.position)
-    start = problem.positions.abs().max()
-    if not bool(params.abs().max() <= _FAR * (1 + start)):
+    distance = float(params.abs().max() / (1 + problem.positions.abs().max()))
+    if not distance <= _FARTHEST:
         return None
     site, finding = examine(
         problem.log_posterior, engine.layout.unflatten(params), arguments, indices
     )
-    return None if site is None else (site, finding)
+    return None if site is None else Broken(site, finding, distance > _FAR)

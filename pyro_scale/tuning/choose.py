@@ -31,6 +31,7 @@ from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.rng.streams import RefinedNoise
+from pyro_scale.run.blame import Broken
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.adjust import adjust, without_adjustment
@@ -187,15 +188,16 @@ def _check(budget: Budget, problem: Problem, asked: Asked) -> None:
 
 
 def _no_warm_up(
-    problem: Problem, density: FullDataDensity | None, sites: Mapping[int, tuple[str, str]]
+    problem: Problem, density: FullDataDensity | None, sites: Mapping[int, Broken]
 ) -> ArgumentError:
     """What to say where no step size is stable, and where the log densities of sites broke."""
-    if sites:
-        chain, (site, finding) = next(iter(sites.items()))
+    for chain, broken in sites.items():
+        if broken.is_far:
+            continue
         return ArgumentError(
             f"in warm-up every chain breaks at any step size that was tried: chain {chain} where "
-            f"the log density of site '{site}' is {finding}. Give the latents that it depends on "
-            "distributions whose supports end there, or clamp what it takes of them",
+            f"the log density of site '{broken.site}' is {broken.finding}. Give the latents that "
+            "it depends on distributions whose supports end there, or clamp what it takes of them",
             code="not-finite",
         )
     position, advice = problem.positions[0], ": start elsewhere (init_strategy=)"

@@ -127,7 +127,7 @@ def train(
             raise draws.error
         if draws.failures:
             first, sites = draws.failures[0], broken_sites(learner, draws)
-            of_site = "".join(f" at site '{name}'" for name, _ in list(sites.values())[:1])
+            of_site = "".join(f" at site '{name}'" for name, *_ in list(sites.values())[:1])
             raise NonFiniteError(
                 f"chain {first.chain}: the loss became NaN or infinite{of_site} at step "
                 f"{first.step}, while it was trained: scale the data, or start from a trained "
