@@ -153,6 +153,8 @@ def warm_up(
         if total + 2 * length > most_steps or budget.is_over_for_all:
             break
         length *= 2
+    if window is None:
+        raise NoStableStep({})
     return window
 
 
