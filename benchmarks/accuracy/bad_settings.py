@@ -174,6 +174,7 @@ def gamma(shape: float) -> Callable[[], None]:
     """Of three scales: in their logarithms skewed the more the smaller the shape is."""
 
     def model() -> None:
+        pyro.factor("no data", torch.zeros(()))
         pyro.sample("x", dist.Gamma(torch.full((3,), shape), 1.0).to_event(1))
 
     return model
@@ -192,12 +193,14 @@ def by_gamma(name: str, shape: float, **others: Any) -> Case:
 
 def funnel() -> None:
     """Neal's."""
+    pyro.factor("no data", torch.zeros(()))
     v = pyro.sample("v", dist.Normal(0.0, 3.0))
     pyro.sample("x", dist.Normal(torch.zeros(9), (v / 2).exp()).to_event(1))
 
 
 def banana() -> None:
     """A parabola's neighborhood."""
+    pyro.factor("no data", torch.zeros(()))
     x = pyro.sample("x", dist.Normal(1.0, 2.0))
     pyro.sample("y", dist.Normal(x.square(), 0.2))
 
@@ -223,6 +226,7 @@ def half_truth(data: None) -> Truth:
 
 def heavy() -> None:
     """Student's t with 2.5 degrees of freedom: a variance, but no fourth moment."""
+    pyro.factor("no data", torch.zeros(()))
     pyro.sample("x", dist.StudentT(2.5, torch.zeros(3), 1.0).to_event(1))
 
 

@@ -29,6 +29,7 @@ def variance(size: int, seed: int) -> float:
     """Of the particles on a standard normal of so many dimensions."""
 
     def normal() -> None:
+        pyro.factor("no data", torch.zeros(()))
         pyro.sample("z", dist.Normal(torch.zeros(size), 1.0).to_event(1))
 
     svgd = ps.SVGD(normal, num_particles=PARTICLES, optimizer=falling(0.1, STEPS))

@@ -114,6 +114,7 @@ def least_ess(draws: Any) -> float:
 
 def normal() -> None:
     """50 independent standard normals."""
+    pyro.factor("no data", torch.zeros(()))
     pyro.sample("x", dist.Normal(torch.zeros(50), 1.0).to_event(1))
 
 
@@ -135,12 +136,14 @@ def rotated() -> None:
 
 def banana() -> None:
     """A curved valley."""
+    pyro.factor("no data", torch.zeros(()))
     a = pyro.sample("a", dist.Normal(0.0, 1.0))
     pyro.sample("b", dist.Normal(a * a, 0.3))
 
 
 def funnel() -> None:
     """A mild one: scales vary sevenfold."""
+    pyro.factor("no data", torch.zeros(()))
     s = pyro.sample("s", dist.Normal(0.0, 1.0))
     pyro.sample("x", dist.Normal(torch.zeros(9), (s / 2).exp()).to_event(1))
 

@@ -17,6 +17,7 @@ from pyro_scale.errors import NonFiniteError
 from pyro_scale.posterior.draws import Result
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.rng.streams import RefinedNoise
+from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.run import RunPlan
 
 
@@ -59,5 +60,5 @@ def _run_at_half_step(plan: RunPlan, count: int) -> Draws:
     if draws.error is not None:
         raise draws.error
     if not set(draws.finished) & set(plan.finished):
-        raise NonFiniteError(message(draws, columns["lr"]))
+        raise NonFiniteError(message(draws, columns["lr"], broken_sites(other, draws)))
     return draws

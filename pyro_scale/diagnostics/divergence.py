@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pyro_scale.engine.draws import Draws
+from pyro_scale.engine.draws import Draws, Failure
 from pyro_scale.posterior.draws import Result
+from pyro_scale.run.blame import Broken
 
 #: Distances from 0 in unconstrained space that chains only come to on their way to infinity.
 _EXPLODED = 1e15
@@ -21,20 +23,25 @@ _HOT, _FEWEST = 300.0, 6
 NOT_A_DENSITY = "the log joint became NaN or infinite"
 
 
-def message(draws: Draws, lr: Tensor, replay: str = "", by: str = "get_samples()") -> str:
+def message(
+    draws: Draws,
+    lr: Tensor,
+    sites: Mapping[int, Broken],
+    replay: str = "",
+    by: str = "get_samples()",
+) -> str:
     """Which chains stopped, where, and what to try.
 
     Args:
         draws: what the run kept.
+        sites: by chain, as `broken_sites` gives them.
         lr: every step's, `[steps, ...]`.
         replay: where their last steps are, which say why, as a sentence.
         by: what gives the results of the others.
     """
     failures = draws.failures
     stopped = "; ".join(
-        f"chain {each.chain} at step {each.step}"
-        + (f", site '{each.site}'" if each.error is None and not each.in_density else "")
-        for each in failures[:5]
+        f"chain {each.chain} at step {each.step}" + where(each, sites) for each in failures[:5]
     )
     more = f" and {len(failures) - 5} more" if len(failures) > 5 else ""
     errors = [each.error for each in failures if each.error is not None]
@@ -60,6 +67,8 @@ def message(draws: Draws, lr: Tensor, replay: str = "", by: str = "get_samples()
             f"{smaller}.  Otherwise the model fails at values that chains visit: make it stable "
             "there (add to the diagonal of its matrices), or use tighter priors"
         )
+    elif beyond_its_domain(sites):
+        advice = beyond_its_domain(sites)
     elif not states:
         advice = (
             "The log density is NaN or infinite where its gradient is finite: a support that "
@@ -79,6 +88,28 @@ def message(draws: Draws, lr: Tensor, replay: str = "", by: str = "get_samples()
             "check the model if it is NaN at moderate values"
         )
     return f"{what}: {stopped}{more}. {kept}{replay and replay + '. '}{advice}"
+
+
+def where(failure: Failure, sites: Mapping[int, Broken]) -> str:
+    """At which site a chain stopped, behind a comma, if that is known."""
+    if failure.chain in sites:
+        broken = sites[failure.chain]
+        return f", site '{broken.site}': its log density is {broken.finding}"
+    is_known = failure.error is None and not failure.in_density
+    return f", site '{failure.site}'" if is_known else ""
+
+
+def beyond_its_domain(sites: Mapping[int, Broken]) -> str:
+    """What to try where a site's log density is not finite at values that chains visit; "" where
+    they are so far out that the step size may be the cause."""
+    site = next((broken.site for broken in sites.values() if not broken.is_far), None)
+    if site is None:
+        return ""
+    return (
+        f"Site '{site}' has no log density at values that chains visit: a log or a root of a "
+        "negative number, a support that depends on a latent, an overflow.  Give the latents that "
+        "it depends on distributions whose supports end there, or clamp what it takes of them"
+    )
 
 
 def all_stopped(store: Path | None, why: str) -> str:

@@ -13,8 +13,8 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout, dtype_name
 from pyro_scale.core.rows import Arguments
-from pyro_scale.diagnostics.examine import as_word, examine, in_short
 from pyro_scale.diagnostics.replay_steps import Rerun, rerun
+from pyro_scale.model.examine import as_word, examine, in_short
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.serialization import layout_of, understood
 from pyro_scale.storage import files

@@ -20,6 +20,7 @@ from pyro_scale.kernels import Kernel
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.serialization import device_of, layout_of
+from pyro_scale.run.blame import Watched
 
 #: Half of a dtype's digits: another machine, and a compiled step, may round differently.
 _DIGITS = 0.5
@@ -93,7 +94,7 @@ def rerun(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Iterator[
         indices = _on(device, step["indices"])
         arguments = to_device(arguments_before_move, device)
         target = Target(density, layout, arguments, indices, contents["vectorized"])
-        watched = _Watched(target, before.position)
+        watched = Watched(target, before.position)
         after = evaluation = error = None
         try:
             after, evaluation = kernel.update(before, watched, values, noise)
@@ -119,29 +120,6 @@ def rerun(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Iterator[
             error=error,
             agrees=agrees,
         )
-
-
-class _Watched:
-    """A target that remembers where it was asked for a gradient, and the answer: the last one, or
-    the first that is not finite."""
-
-    def __init__(self, target: Target, position: Tensor):
-        self._target, self.position = target, position
-        self.gradient = torch.zeros_like(position)
-
-    @property
-    def num_data(self) -> int:
-        """N."""
-        return self._target.num_data
-
-    def grad(self, position: Tensor) -> tuple[Tensor, Any]:
-        is_sound = bool(torch.isfinite(self.gradient).all())
-        if is_sound:
-            self.position, self.gradient = position, torch.full_like(position, torch.nan)
-        gradient, evaluation = self._target.grad(position)
-        if is_sound:
-            self.gradient = gradient
-        return gradient, evaluation
 
 
 def _kernel(name: str) -> Kernel:

@@ -123,7 +123,9 @@ class Chains:
             self._step(program, batches, block, steps, draws)
             return
         broken = self._find_broken(moved, kept)
-        for chain in torch.nonzero(broken)[:, 0].tolist():
+        # of chains that see each other, the one that broke the others first
+        order = torch.isfinite(kept.last).cpu().int().argsort(stable=True)
+        for chain in order[broken[order]].tolist():
             element = _gone(self._engine.to_params(moved.position[chain]))
             self._fail(chain, element, program, batches, Past(block, self.state, kept.last))
         self.alive = self.alive & ~broken

@@ -14,7 +14,6 @@ from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import TensorData
-from pyro_scale.diagnostics.examine import examine
 from pyro_scale.diagnostics.run_report import Report
 from pyro_scale.diagnostics.verdict import report_on_exact
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleWarning
@@ -24,6 +23,7 @@ from pyro_scale.exact.nutpie_api import Settings, version
 from pyro_scale.exact.pointer_check import takes_pointers
 from pyro_scale.infer.method import Method
 from pyro_scale.kernels import Hyperparameters
+from pyro_scale.model.examine import examine
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.draws import Result
 from pyro_scale.rng.seeds import Purpose, choose_seed, generator

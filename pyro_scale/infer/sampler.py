@@ -43,6 +43,7 @@ from pyro_scale.posterior.collect import collect, warn_of_short_warmup
 from pyro_scale.posterior.moment_sink import ToMoments
 from pyro_scale.posterior.sinks import ToDisk, sink_for
 from pyro_scale.rng.seeds import choose_seed
+from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.budget import Budget, passes_of
 from pyro_scale.run.by_rank import (
     check_same,
@@ -563,7 +564,8 @@ class Sampler(Method):
             self._end_early(draws, error, journal.hint)
         if draws.failures:
             replay = crash_dump.written(problem, type(self).__name__, draws, journal.path)
-            told = message(draws, plan.columns["lr"], replay, self._held_by)
+            sites = broken_sites(problem, draws)
+            told = message(draws, plan.columns["lr"], sites, replay, self._held_by)
             if self._result is None:
                 path = sink.store.path if isinstance(sink, ToDisk) else None
                 self._why_none = all_stopped(path, told)
@@ -671,7 +673,9 @@ class Sampler(Method):
             self._stepping = Stepping(problem, self.kernel)
         draws, values = self._stepping.step(args, kwargs)
         if draws.failures:
-            raise NonFiniteError(message(draws, values["lr"]))
+            problem = self._stepping.problem
+            sites = broken_sites(problem, draws, problem.log_posterior.bind(args, kwargs))
+            raise NonFiniteError(message(draws, values["lr"], sites))
         result = collect(self._stepping.problem, draws, values, self._attrs())
         self._result, self._plan = dataclasses.replace(result, data=None), None
         return float(draws.log_joint)

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core.gaussian import Gaussian
+from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
-from pyro_scale.diagnostics.divergence import NOT_A_DENSITY
+from pyro_scale.diagnostics.divergence import NOT_A_DENSITY, beyond_its_domain, where
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.engine.choose_executor import check_compile
 from pyro_scale.engine.draws import Draws, Steps
@@ -28,6 +29,7 @@ from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.rng.seeds import choose_seed
+from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.by_rank import check_same, check_same_call, gather, warn_of_reading
 from pyro_scale.run.frozen_features import with_frozen_features
 from pyro_scale.run.own_rows import on_own_rows
@@ -191,7 +193,7 @@ class Optimized(Approximation):
         if draws.error is not None:
             raise draws.error
         draws = gather(draws, problem)
-        check_failures(draws, "start")
+        check_failures(problem, draws, "start")
         self._fit = self._finish(self._make_fit(problem, draws), problem)
         if not self._ends_exactly:
             self._warn_of_the_trace(draws)
@@ -219,7 +221,8 @@ class Optimized(Approximation):
             self._stepping = Stepping(problem, self.kernel)
         with without_vmap_warnings():
             draws, _ = self._stepping.step(args, kwargs)
-        check_failures(draws, "start")
+        problem = self._stepping.problem
+        check_failures(problem, draws, "start", problem.log_posterior.bind(args, kwargs))
         self._fit = self._make_fit(self._stepping.problem, draws).replaced(data=None)
         return float(draws.log_joint)
 
@@ -360,26 +363,34 @@ def count_steps(problem: Problem, num_steps: int | None, num_epochs: int | None)
     return epoch * as_count("num_epochs", num_epochs)
 
 
-def check_failures(draws: Draws, mover: str) -> None:
+def check_failures(
+    problem: Problem, draws: Draws, mover: str, batch: Arguments | None = None
+) -> None:
     """Checks that nothing broke.
 
     Args:
+        problem: what the run started from.
         draws: of the run.
         mover: what its chains are called.
+        batch: of the last step, where that is none of the problem's.
 
     Raises:
         NonFiniteError: the first that did, and why.
     """
     if draws.failures:
         first = draws.failures[0]
-        what, site = "the state became NaN or infinite", f", site '{first.site}'"
+        sites = broken_sites(problem, draws, batch)
+        what = "the state became NaN or infinite"
         if first.error is not None:
-            what, site = f"the model raised {first.error}", ""
+            what = f"the model raised {first.error}"
         if first.in_density:
-            what, site = NOT_A_DENSITY, ""
+            what = NOT_A_DENSITY
+        advice = "lower the optimizer's lr, scale the data, or start nearer to the mode"
+        if beyond_its_domain(sites) and not first.bad_batch:
+            advice = f"{beyond_its_domain(sites)}, or start nearer to the mode"
         raise NonFiniteError(
-            f"{what}: {mover} {first.chain} at step {first.step}{site}: lower the optimizer's "
-            "lr, scale the data, or start nearer to the mode (init_strategy=)"
+            f"{what}: {mover} {first.chain} at step {first.step}{where(first, sites)}. "
+            f"{advice[0].upper()}{advice[1:]} (init_strategy=)"
         )
 
 

@@ -160,7 +160,7 @@ class SVGD(Method):
             )
         if draws.error is not None:
             raise draws.error
-        check_failures(draws, "particle")
+        check_failures(problem, draws, "particle")
         self._result, self._trace = self._collect(problem, draws), draws.log_joint.mean(0)
         if bool(still_rises(self._trace, self._size) | still_rises(-self._trace, self._size)):
             warn(
@@ -189,8 +189,9 @@ class SVGD(Method):
             data = batch_as_data(self.model, self._num_data, args, kwargs)
             self._stepping = Stepping(self._prepare(data, choose_seed(None)), self.kernel)
         draws, _ = self._stepping.step(args, kwargs)
-        check_failures(draws, "particle")
-        result = self._collect(self._stepping.problem, draws)
+        problem = self._stepping.problem
+        check_failures(problem, draws, "particle", problem.log_posterior.bind(args, kwargs))
+        result = self._collect(problem, draws)
         self._result = dataclasses.replace(result, data=None)
         self._trace = draws.log_joint.mean(0)
         return float(self._trace)

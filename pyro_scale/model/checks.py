@@ -14,7 +14,7 @@ from pyro_scale.errors import ModelError, SiteError
 from pyro_scale.model.classify import close
 from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.recorder import Recorder
-from pyro_scale.model.sites import Site, plate_scale
+from pyro_scale.model.sites import Site, plate_scale, without_imputation
 from pyro_scale.model.terms import Term
 
 
@@ -67,6 +67,19 @@ def check_observations(sites: Mapping[str, Site], validated: Collection[str]) ->
                 "choose a likelihood that allows it; masked values have to be allowed, too: clamp "
                 "labels of -100 to 0",
                 code="observed-value",
+            )
+
+
+def check_imputations(sites: Mapping[str, Site]) -> None:
+    """Sites with `obs_mask=` and without `obs=`, of which Pyro makes two latents."""
+    for site in sites.values():
+        name = site.name.removesuffix("_observed")
+        is_of_mask = name != site.name and f"{name}_unobserved" in sites and name in sites
+        if is_of_mask and site.kind != "observed":
+            raise SiteError(
+                f"site '{name}': it was called with obs_mask= and without obs=: pass obs= too, or "
+                "leave obs_mask= out",
+                code="no-observation",
             )
 
 
@@ -187,6 +200,12 @@ def check_local_latents(
 
 def local_message(name: str, where: str) -> str:
     """What to do about a latent of which there is one for every row."""
+    instead = without_imputation(name)
+    if instead:
+        return (
+            f"site '{name}': obs_mask= makes a latent of every missing value, {where}, and these "
+            "would need all rows at every step: pass the whole data (batch_size=None)" + instead
+        )
     return (
         f"site '{name}': a latent {where}, one for every row, would need all rows at every step. "
         "If it is an observation, pass its data (it was called with obs=None); else pass the "

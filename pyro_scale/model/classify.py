@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from pyro_scale.errors import PlateError
-from pyro_scale.model.scaling import Rule, Scaling, joint_message, sum_but
+from pyro_scale.model.scaling import (
+    Rule,
+    Scaling,
+    dependence_message,
+    joint_message,
+    sum_but,
+)
 from pyro_scale.model.terms import Term, aligned_scale
 
 
@@ -78,7 +84,12 @@ class _Comparison:
 
     def rule(self, term: Term) -> Rule:
         if any(term.name not in probe.terms for probe in self.probes):
-            return self._joint(term)
+            if self.batch_size == self.num_data:
+                return self._joint(term)
+            raise PlateError(
+                f"site '{term.name}': it is there for some batches only; every batch must have "
+                "the same sites"
+            )
         if term.is_prior:
             self._require_fixed_scale(term, "a prior")
             return self._prior(term)
@@ -238,10 +249,40 @@ class _Comparison:
 
     def _joint(self, term: Term) -> Rule:
         if self.batch_size != self.num_data:
-            raise PlateError(joint_message(term.name, self.batch_size, self.num_data))
+            raise PlateError(self._why_joint(term))
         return Rule(
             "global", whole_data=True, why="a joint density of all rows; the whole data only"
         )
+
+    def _why_joint(self, term: Term) -> str:
+        for depth in range(term.max_depth + 1):
+            dim = self._row_dim(term, depth)
+            if dim is not None:
+                return dependence_message(term.name, self._changes(term, Rule("rows", dim, depth)))
+        total, *parts = (run.log_prob.sum() for run in self._runs(term))
+        if len(parts) == 2 and self.own_plate is None:
+            if close(total, parts[0] + parts[1]):
+                return joint_message(term.name, "sum", self.num_data)
+            weights = [len(probe.origin) / self.batch_size for probe in self.probes]
+            if close(total, weights[0] * parts[0] + weights[1] * parts[1]):
+                return joint_message(term.name, "mean", self.num_data)
+        return joint_message(term.name, "neither", self.num_data)
+
+    def _changes(self, term: Term, rule: Rule) -> list[tuple[bool, Tensor]]:
+        """Of each half of the batch: whether it is the second, and which of its rows differ."""
+        if self.own_plate is not None or self.batch_size == 1:  # other runs are no halves
+            return []
+        dtype, changes = dtype_of(term, self.latents), []
+        groups = [(term, self.probes)]
+        groups += [(run.terms[term.name], self.elsewhere[1:]) for run in self.elsewhere[:1]]
+        for run, probes in groups:
+            full = sum_but(run.unwrap(rule.depth), rule.dim)
+            for probe in probes:
+                part = sum_but(probe.terms[term.name].unwrap(rule.depth), rule.dim)
+                mine, theirs = probe.shared_rows(full, part)
+                apart = ~are_close(mine, theirs, dtype=dtype)
+                changes.append((int(probe.origin[0]) != 0, apart))
+        return changes
 
 
 def dtype_of(term: Term, latents: Iterable[Tensor]) -> torch.dtype:
@@ -265,6 +306,13 @@ def _same_totals(runs: Sequence[Term]) -> bool:
 def close(
     a: Tensor, b: Tensor, roundings: float | None = None, dtype: torch.dtype | None = None
 ) -> bool:
+    """Whether all elements are equal to rounding: see `are_close`."""
+    return a.shape == b.shape and bool(are_close(a, b, roundings, dtype).all())
+
+
+def are_close(
+    a: Tensor, b: Tensor, roundings: float | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
     """Equal, each element by itself, to so many roundings of it and of one.
 
     By default 64 roundings of the element, and a third of the dtype's digits after the point, or
@@ -276,7 +324,7 @@ def close(
     largest = min(1.0, float(a.detach().abs().max())) if a.numel() else 1.0
     of_one = max(64 * eps, eps**0.5 / 3 * largest) if roundings is None else roundings * eps
     tolerance = of_one + (roundings or 64.0) * eps * a.abs()
-    return a.shape == b.shape and bool(((a - b).abs() <= tolerance).all())
+    return (a - b).abs() <= tolerance
 
 
 #: The rounding of float32.

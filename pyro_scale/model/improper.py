@@ -9,12 +9,15 @@ import torch
 
 from pyro_scale.core.rows import Arguments
 from pyro_scale.model.log_posterior import LogPosterior, Params
+from pyro_scale.model.partial import element_mask
+from pyro_scale.model.sites import Site
 
 
 def improper_latents(
     log_posterior: LogPosterior, params: Params, arguments: Arguments
 ) -> list[str]:
-    """Latents with an `ImproperUniform`, or with a prior that `mask(False)` leaves out.
+    """Latents with an `ImproperUniform`, or with a prior that a mask leaves out, of some elements
+    or of all.
 
     A prior that `pyro.factor` makes is not looked at.
 
@@ -25,10 +28,15 @@ def improper_latents(
     """
     with torch.no_grad():
         sites = log_posterior.run(params, arguments, log_posterior.first_indices()).sites
-    return [name for name in log_posterior.latents if _is_improper(sites[name].fn)]
+    kept = log_posterior.model_info.kept
+    return [n for n in log_posterior.latents if n not in kept and _is_improper(sites[n])]
 
 
-def _is_improper(fn: Any) -> bool:
+def _is_improper(site: Site) -> bool:
+    fn: Any = site.fn
+    mask = element_mask(site)
+    if site.mask is False or (mask is not None and not bool(mask.all())):
+        return True
     while fn is not None:
         if isinstance(fn, dist.ImproperUniform) or getattr(fn, "_mask", None) is False:
             return True

@@ -30,6 +30,7 @@ from pyro_scale.model.function import function_model
 from pyro_scale.model.init_strategies import init_to_module, init_to_reset, uniform
 from pyro_scale.model.model_info import ModelInfo
 from pyro_scale.model.module_trace import trace_modules
+from pyro_scale.model.partial import Kept
 from pyro_scale.model.preflight import InitFunction, draw_latents, understand, understand_function
 from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import Recorder, Simulator
@@ -215,7 +216,7 @@ class LogPosterior:
         if values:
             init = init_to_value(values=dict(values), fallback=init)
         with own_generator(derived_seed(seed, chain, Purpose.INIT, attempt)):
-            sites = draw_latents(self._program, arguments, init).sites
+            sites = draw_latents(self._program, arguments, init, self._kept).sites
         check_starts(sites, chain)
         return unconstrained_values(sites)
 
@@ -224,7 +225,7 @@ class LogPosterior:
         self.prepare(arguments)
 
         def draw(_: Tensor) -> dict[str, Tensor]:
-            sites = draw_latents(self._program, arguments, init_to_sample).sites
+            sites = draw_latents(self._program, arguments, init_to_sample, self._kept).sites
             values = {name: sites[name].unconstrained for name in self.latents}
             return {name: value for name, value in values.items() if value is not None}
 
@@ -404,6 +405,10 @@ class LogPosterior:
         return self._model_info
 
     @property
+    def _kept(self) -> Mapping[str, Kept]:
+        return {} if self._model_info is None else self._model_info.kept
+
+    @property
     def given_num_data(self) -> int | None:
         """N as it was passed, None where it was left out."""
         return self._num_data
@@ -421,6 +426,8 @@ class LogPosterior:
     @property
     def is_unconstrained(self) -> bool:
         """Whether every latent's support is all reals, so that params are the sites' values."""
+        if self.model_info.kept:
+            return False
         sites = self.model_info.sites.values()
         return all(is_real(site.fn.support) for site in sites if site.kind == "latent")
 
@@ -461,7 +468,13 @@ class LogPosterior:
         enum_dim = info.enum_dim
         return self._program.run(
             arguments,
-            recorder(latents=params, points=points, indices=chosen, enum_dim=enum_dim),
+            recorder(
+                latents=params,
+                points=points,
+                indices=chosen,
+                enum_dim=enum_dim,
+                kept=info.kept,
+            ),
             validate,
         )
 
@@ -482,7 +495,9 @@ class LogPosterior:
             forbid_writes(self.model, arguments) as copies,
         ):
             store = points_of_store()
-            recorder = Recorder(latents=latents, enum_dim=info.enum_dim, store=store)
+            recorder = Recorder(
+                latents=latents, enum_dim=info.enum_dim, store=store, kept=info.kept
+            )
             return self._program.run(copies, recorder)
 
     def batch_size(self, arguments: Arguments) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
 from pyro_scale.model.classify import Probe
+from pyro_scale.model.observations import why_left_out
+from pyro_scale.model.partial import Kept
 from pyro_scale.model.recorder import Recorder
 from pyro_scale.model.scaling import Scaling
 from pyro_scale.model.sites import Point, Site
@@ -40,6 +42,7 @@ class ModelInfo:
         validated: the sites whose values are checked against their support.
         row_axes: of deterministic sites that follow the batch: the rows' axis, from the right.
         weights: the latents that are weights of a network's layers.
+        kept: of latents of which masks leave elements out: those that are params.
     """
 
     sites: Mapping[str, Site]
@@ -56,6 +59,7 @@ class ModelInfo:
     is_frozen: bool = False
     validated: frozenset[str] = frozenset()
     weights: frozenset[str] = frozenset()
+    kept: Mapping[str, Kept] = field(default_factory=dict)
 
     @property
     def is_function(self) -> bool:
@@ -140,14 +144,21 @@ def model_warnings(info: ModelInfo) -> list[str]:
     """What may be a mistake, though the library can run it.
 
     A site whose own constant scale happens to be N/B may have been meant as just that; data
-    that nothing follows may have been forgotten.
+    that nothing follows may have been forgotten, and masks may be the wrong way round.
     """
     ratio = info.scaling.num_data / info.batch_size
     rules = info.scaling.rules
     follow = any(rule.role == "rows" or rule.whole_data for rule in rules.values())
     unused = not follow and not info.is_function and rows.count(info.example) is not None
     ignored = "no site follows the rows: nothing is scaled by N/B, and the data may go unused"
-    return [ignored] * unused + [
+    left_out = [
+        f"site '{site.name}': {why}, so it adds nothing"
+        for site in info.sites.values()
+        if site.kind == "observed" and site.mask is not False and ratio == 1
+        for why in [why_left_out(site)]
+        if why
+    ]
+    kept = [
         f"site '{name}': its poutine.scale is a constant that equals N/B = {ratio:.6g}; it is "
         "kept, and the rows are multiplied by N/B besides. If it was N/B written by hand, remove it"
         for name, rule in info.scaling.rules.items()
@@ -155,3 +166,4 @@ def model_warnings(info: ModelInfo) -> list[str]:
         for scale in [info.sites[name].scale]
         if not isinstance(scale, torch.Tensor) and abs(scale - ratio) <= 1e-6 * ratio
     ]
+    return [ignored] * unused + left_out + kept

@@ -23,7 +23,7 @@ from pyro_scale.model.checks import inside_support
 from pyro_scale.model.classify import close, dtype_of
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.model_info import ModelInfo
-from pyro_scale.model.scaling import Rule, rows_of
+from pyro_scale.model.scaling import dependence_message, rows_of
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import Term, terms_of
 
@@ -129,8 +129,16 @@ def check_batch(
         if not differ:
             continue
         rounding = _rounding(log_posterior, params, batch, indices, name, dtype)
-        if any(_is_beyond(*pair, rounding) for pair in differ):
-            raise PlateError(_describe(name, rule))
+        changes = [(bool(pair[2].start), _beyond(*pair, rounding)) for pair in differ]
+        if not any(bool(changed.any()) for _, changed in changes):
+            continue
+        if rule.role == "rows":
+            raise PlateError(dependence_message(name, changes))
+        raise PlateError(
+            f"site '{name}': it is one value that was the same for the first batch and its halves, "
+            "but it changes with the rows of other batches, and so cannot be counted once: give it "
+            "one value per row, inside the data's plate"
+        )
 
 
 def _parts(
@@ -188,32 +196,18 @@ def _rounding(
     return _ROUNDINGS * apart.nan_to_num(torch.inf)
 
 
-def _is_beyond(a: Tensor, b: Tensor, place: slice, rounding: Tensor) -> bool:
+def _beyond(a: Tensor, b: Tensor, place: slice, rounding: Tensor) -> Tensor:
+    """Which elements differ by more than rounding; all if there are others."""
     if a.shape != b.shape:
-        return True
+        return torch.ones_like(a, dtype=torch.bool)
     allowed = rounding[place] if rounding.dim() else rounding
     usable = torch.isfinite(a) & torch.isfinite(b)
     floor = 64 * float(torch.finfo(a.dtype).eps) * a.abs()
-    return bool(((a - b).abs() > allowed + floor)[usable].any())
+    return ((a - b).abs() > allowed + floor) & usable
 
 
 def _total(term: Term) -> Tensor:
     return (term.log_prob * term.scale).sum()
-
-
-def _describe(name: str, rule: Rule) -> str:
-    if rule.role == "rows":
-        return (
-            f"site '{name}': a row's log density depends on which other rows are in its batch, so "
-            "minibatches do not estimate the posterior. Compute what it takes from many rows "
-            "(means, class weights, lags, maxima) once, from all of the data, and pass it as a "
-            "column; or pass the whole data without batch_size"
-        )
-    return (
-        f"site '{name}': it is one value that was the same for the first batch and its halves, "
-        "but it changes with the rows of other batches, and so cannot be counted once: give it "
-        "one value per row, inside the data's plate"
-    )
 
 
 def check_supports(log_posterior: LogPosterior, params: Params, chunks: Iterable[Any]) -> None:

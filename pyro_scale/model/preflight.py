@@ -22,6 +22,7 @@ from pyro_scale.errors import ArgumentError, ModelError, PlateError, PyroScaleEr
 from pyro_scale.model.checks import (
     check_densities,
     check_event_shapes,
+    check_imputations,
     check_latent_sizes,
     check_local_latents,
     check_names,
@@ -44,6 +45,8 @@ from pyro_scale.model.model_info import (
     steady_of,
 )
 from pyro_scale.model.module_trace import ModuleTrace, trace_modules
+from pyro_scale.model.observations import check_has_observation, check_something_counts
+from pyro_scale.model.partial import Kept, element_mask, leave_out
 from pyro_scale.model.plates import (
     agreed_size,
     check_plate_size,
@@ -53,7 +56,7 @@ from pyro_scale.model.plates import (
     own_plate,
 )
 from pyro_scale.model.program import Program
-from pyro_scale.model.recorder import LatentShapeChanged, Recorder
+from pyro_scale.model.recorder import LatentShapeChanged, Recorder, check_enumerated
 from pyro_scale.model.scaling import Rule, Scaling
 from pyro_scale.model.second_run import run_again, sites_to_validate
 from pyro_scale.model.sites import points_of_store
@@ -64,15 +67,19 @@ from pyro_scale.model.write_guard import forbid_writes
 _LAYERS = nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention
 #: How far from the first latent values the second ones are, unconstrained.
 _SHIFT = 0.71
+#: The same, of those at which masks of latents are looked at.
+_SHIFTS = 0.0, _SHIFT, -2.0, 2.0
 
 #: An initialization in Pyro's manner: site -> constrained value.
 InitFunction = Callable[[Any], Tensor]
 
 
-def draw_latents(program: Program, arguments: Arguments, init: InitFunction) -> Recorder:
+def draw_latents(
+    program: Program, arguments: Arguments, init: InitFunction, kept: Mapping[str, Kept]
+) -> Recorder:
     """Runs the model with its latents drawn by an initialization in Pyro's manner."""
     with exclusive, torch.no_grad(), InitMessenger(init):
-        recorder = Recorder(store=points_of_store())
+        recorder = Recorder(store=points_of_store(), kept=kept)
         return program.run(arguments, recorder)
 
 
@@ -91,12 +98,18 @@ def understand(
     with own_generator(), torch.no_grad():
         with trace_modules() as trace, forbid_writes(program.model, arguments) as copies:
             first = _first_run(program, copies, init, count, num_data)
+            check_has_observation(program, copies, first.sites, count)
         program.find_owners(first.points, trace.modules)
         is_frozen, executed = _is_frozen(first, trace), trace.modules
         check_starts(first.sites)
         check_latent_sizes(first.sites)
         own = own_plate(first.sites, count)
-        recipe = _Recipe(program, first)
+        check_imputations(first.sites)
+        kept = {} if own is not None else _kept_of(program, first, arguments)
+        if count is not None and num_data not in (None, count):
+            kept = {name: each for name, each in kept.items() if len(each.places)}
+        leave_out(first.sites, kept)
+        recipe = _Recipe(program, first, kept)
         second = run_again(partial(recipe.run, arguments))
         full = second.recorder
         check_names(full.sites)
@@ -121,16 +134,10 @@ def understand(
         else:
             batch_size = count
             probes, runs = recipe.other_rows(arguments, batch_size, num_data)
-            elsewhere, other_runs = _elsewhere(program, first, arguments, batch_size, num_data)
+            elsewhere, other_runs = _elsewhere(
+                _Recipe(program, first, kept, _SHIFT), arguments, batch_size, num_data
+            )
             num_data = num_data or declared_size([full, *runs])
-    if count is not None and all(term.is_prior for term in terms.values()):
-        last = [site.name for site in full.sites.values() if site.kind == "latent"][-1]
-        raise ModelError(
-            "data are passed, but the model has no observed site and no factor, so nothing would "
-            "be learned from them: give the likelihood's pyro.sample obs= (if that is site "
-            f"'{last}', it was called with obs=None)",
-            code="no-observation",
-        )
     if num_data is None:
         raise ArgumentError(
             "the number of rows N is unknown: pass num_data=N, the size of the whole data set "
@@ -145,6 +152,8 @@ def understand(
     check_subsampling(full.sites, own, batch_size)
     scaling = classify(terms, probes, batch_size, num_data, own, elsewhere)
     check_local_latents(full.sites, own, runs)
+    if batch_size == num_data:
+        check_something_counts([full.sites])
     return ModelInfo(
         sites=full.sites,
         points=first.points,
@@ -160,6 +169,7 @@ def understand(
         is_frozen=is_frozen,
         validated=frozenset(validated),
         weights=_weights(full, executed),
+        kept=kept,
     )
 
 
@@ -170,7 +180,7 @@ def understand_function(
     num_data = num_data or 1
     with own_generator(), torch.no_grad(), trace_modules():
         first = _first_run(program, arguments, init, None, num_data)
-        recipe = _Recipe(program, first)
+        recipe = _Recipe(program, first, {})
         terms = terms_of(first.sites)
         check_terms(terms)
         check_no_random_draws(terms, terms_of(recipe.run(arguments).sites), False)
@@ -193,11 +203,43 @@ def understand_function(
     )
 
 
+def _kept_of(program: Program, first: Recorder, arguments: Arguments) -> dict[str, Kept]:
+    """The params among the elements of latents of which masks leave some out: where nothing
+    depends on those, at any of some latent values.
+
+    Raises:
+        SiteError: a mask depends on a latent.
+    """
+    latents = [site for site in first.sites.values() if site.kind == "latent"]
+    of_latents = {site.name: element_mask(site) for site in latents}
+    masks = {name: mask for name, mask in of_latents.items() if mask is not None}
+    unused = {name: mask for name, mask in masks.items() if not bool(mask.all())}
+    for shift in _SHIFTS if masks else ():
+        recipe = _Recipe(program, first, {}, shift)
+        try:
+            sites = recipe.run(arguments).sites
+            terms = terms_of(sites)
+        except PyroScaleError:
+            raise
+        except Exception:  # the values may be impossible
+            continue
+        for name, mask in masks.items():
+            now = element_mask(sites[name])
+            if now is None or now.shape != mask.shape or not torch.equal(now, mask):
+                raise SiteError(
+                    f"site '{name}': its mask depends on another latent, so elements come and go "
+                    "with its value: sum a mixture out by hand, or keep all elements"
+                )
+            moved = recipe.run(arguments, moved={name: ~mask})
+            if name in unused and differing(terms, terms_of(moved.sites)) is not None:
+                del unused[name]
+    return {name: Kept.of(mask) for name, mask in unused.items()}
+
+
 def _elsewhere(
-    program: Program, first: Recorder, arguments: Arguments, size: int, num_data: int | None
+    recipe: _Recipe, arguments: Arguments, size: int, num_data: int | None
 ) -> tuple[list[Probe], list[Recorder]]:
     """The batch and its parts at other latent values, where the model can be evaluated there."""
-    recipe = _Recipe(program, first, shift=_SHIFT)
     try:
         full = recipe.run(arguments)
         probes, runs = recipe.other_rows(arguments, size, num_data)
@@ -213,8 +255,10 @@ def _elsewhere(
 class _Recipe:
     """How to run the model again at the latent values of its first run, or at shifted ones."""
 
-    def __init__(self, program: Program, first: Recorder, shift: float = 0.0):
-        self._program, self._first, self._shift = program, first, shift
+    def __init__(
+        self, program: Program, first: Recorder, kept: Mapping[str, Kept], shift: float = 0.0
+    ):
+        self._program, self._first, self._shift, self._kept = program, first, shift, kept
         self.enum_dim = free_dim(first.sites)
 
     def run(
@@ -222,17 +266,23 @@ class _Recipe:
         arguments: Arguments,
         indices: Mapping[str, Tensor] | None = None,
         validate: bool = False,
+        moved: Mapping[str, Tensor] | None = None,
     ) -> Recorder:
         latents = {
             site.name: site.unconstrained + self._shift
             for site in self._first.sites.values()
             if site.unconstrained is not None
         }
+        for name, places in (moved or {}).items():
+            extra = (1,) * (latents[name].dim() - places.dim())
+            places = places.reshape(places.shape + extra)
+            latents[name] = latents[name] + places.to(latents[name]) / 3
         recorder = Recorder(
             latents=latents,
             points=self._first.points,
             indices=indices,
             enum_dim=self.enum_dim,
+            kept=self._kept,
         )
         return self._program.run(arguments, recorder, validate)
 
@@ -294,6 +344,13 @@ def _first_run(
     except PyroScaleError:
         raise
     except Exception as error:
+        for site in recorder.sites.values():
+            if site.kind == "enumerated":
+                check_enumerated(site.name, site.fn, site.infer)
+        if "Expected mask" in str(error):  # Pyro's own check
+            raise ModelError(
+                f"a mask is not of booleans ({error}): pass mask.bool()", code="observed-value"
+            ) from error
         own_plate(recorder.sites, count)
         check_plate_size(recorder.sites, count, num_data, error)
         error.add_note(f"raised by the model on its first batch: {rows.described(arguments)}")

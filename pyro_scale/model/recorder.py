@@ -18,6 +18,7 @@ from torch.distributions import constraints, transform_to
 from pyro_scale.errors import SiteError
 from pyro_scale.model.draws import draw
 from pyro_scale.model.init_strategies import WEIGHT
+from pyro_scale.model.partial import Kept, base_of, no_params, put_together, take_apart, without_nan
 from pyro_scale.model.sites import (
     Point,
     Site,
@@ -27,6 +28,7 @@ from pyro_scale.model.sites import (
     plate_scale,
     points_of_store,
     validates,
+    without_imputation,
     without_validation,
 )
 from pyro_scale.model.transforms import bijection, is_real
@@ -66,6 +68,7 @@ class Recorder(Messenger):
             their first rows, since the batch that is passed in is the subsample.
         enum_dim: the first free dimension for enumerated sites; without it they are sampled.
         store: the points in Pyro's param store.
+        kept: of latents of which masks leave elements out: those that are params.
     """
 
     def __init__(
@@ -76,8 +79,10 @@ class Recorder(Messenger):
         indices: Mapping[str, Tensor] | None = None,
         enum_dim: int | None = None,
         store: Mapping[str, Point] | None = None,
+        kept: Mapping[str, Kept] | None = None,
     ):
         super().__init__()
+        self._kept = kept or {}
         self._latents, self.given_points = latents, points or {}
         self._indices, self._store = indices or {}, store or {}
         self._enum_dim = enum_dim
@@ -98,7 +103,10 @@ class Recorder(Messenger):
         else:
             _check_weights(msg)
             transform = _transform(msg)
-            if self._latents is not None:
+            if self._is_left_out(msg["name"]):
+                msg["value"], _ = self._put_together(msg, no_params(msg["fn"]))
+                msg["done"] = True
+            elif self._latents is not None:
                 self._constrain(msg, transform, self._latents)
 
     def _subsample(self, plate: str, fn: Any) -> Tensor:
@@ -109,23 +117,14 @@ class Recorder(Messenger):
 
     def _enumerate(self, msg: Any) -> None:
         name, fn = msg["name"], msg["fn"]
-        if msg["infer"].get("enumerate") == "parallel" and not fn.has_enumerate_support:
-            raise SiteError(
-                f"site '{name}': a {type(fn).__name__} cannot be enumerated, for its support has "
-                "no end; marginalize it by hand, or use a Categorical over its first values",
-                code="discrete-latent",
-            )
-        if msg["infer"].get("enumerate") != "parallel":
-            raise SiteError(
-                f"site '{name}': a discrete latent has no gradient; give it "
-                'infer={"enumerate": "parallel"} to have it summed out, or marginalize it by hand '
-                "(if it is an observation, pass its data: it was called with obs=None)",
-                code="discrete-latent",
-            )
         if self._enum_dim is None:
-            with torch.no_grad():
-                msg["value"] = fn.sample()
+            try:
+                msg["value"] = fn.sample().detach()
+            except NotImplementedError:
+                check_enumerated(name, fn, msg["infer"])
+                raise
             return
+        check_enumerated(name, fn, msg["infer"])
         if -self._enum_dim > _MOST_DIMS:
             raise SiteError(
                 f"site '{name}': there are more enumerated sites than a tensor has dimensions; "
@@ -145,8 +144,11 @@ class Recorder(Messenger):
                 f"site '{name}': it was not there on the first batch; every batch must have the "
                 "same latent sites (or was its observation left out: obs=None?)"
             )
-        unconstrained = latents[name]
-        value = transform(unconstrained)
+        unconstrained, log_det = latents[name], None
+        if name in self._kept:
+            value, log_det = self._put_together(msg, unconstrained)
+        else:
+            value = transform(unconstrained)
         nesting = -1 - max(self._enum_dims.values(), default=-_MOST_DIMS)
         if value.dim() - len(fn.event_shape) > nesting:
             raise SiteError(
@@ -157,15 +159,44 @@ class Recorder(Messenger):
         wanted = fn.batch_shape + fn.event_shape
         if value.shape != wanted and not self._enum_dims:
             raise LatentShapeChanged.of(name, value.shape, wanted)
-        if is_real(fn.support):  # the identity: there is nothing to add up, however many there are
+        if log_det is None and is_real(fn.support):  # the identity: nothing to add up
             log_det = unconstrained.new_zeros(())
-        else:
+        elif log_det is None:
             log_det = transform.log_abs_det_jacobian(unconstrained, value).sum()
         self._jacobians[name] = unconstrained, log_det
         msg["value"] = value
 
+    def _is_left_out(self, name: str) -> bool:
+        """Whether masks leave out all elements of a latent."""
+        return name in self._kept and not len(self._kept[name].places)
+
+    def _put_together(self, msg: Any, unconstrained: Tensor) -> tuple[Tensor, Tensor]:
+        """(A latent's value, its log |d value / d unconstrained|) where masks leave elements out.
+        Those of Pyro's `obs_mask=` are what was observed."""
+        name, fn, kept = msg["name"], msg["fn"], self._kept[msg["name"]]
+        if base_of(fn).batch_shape != kept.shape:
+            given = kept.shape + unconstrained.shape[1:]
+            raise LatentShapeChanged.of(name, given, fn.batch_shape + fn.event_shape)
+        value, log_det = put_together(fn, kept, unconstrained)
+        others = self._left_out_values(msg, value)
+        if others is not None:
+            mask = kept.mask.reshape(kept.shape + (1,) * (value.dim() - len(kept.shape)))
+            value = torch.where(mask, value, others.to(value))
+        return value, log_det
+
+    def _left_out_values(self, msg: Any, value: Tensor) -> Tensor | None:
+        """What stands where a mask leaves elements out; None for what `put_together` has there."""
+        twin = self.sites.get(msg["name"].removesuffix("_unobserved") + "_observed")
+        if twin is None or twin.kind != "observed" or twin.value.shape != value.shape:
+            return None
+        return twin.value
+
     def _pyro_post_sample(self, msg: Any) -> None:
         name, kind = msg["name"], kind_of(msg)
+        if self._latents is None and kind != "subsample":
+            _check_mask(msg)
+        if kind == "latent" and self._is_left_out(name):
+            kind = "deterministic"
         if name in self.sites:
             fix = "rename one"
             if WEIGHT in msg["infer"]:
@@ -177,6 +208,8 @@ class Recorder(Messenger):
         unconstrained, log_det = self._jacobians.get(name, (None, None))
         if kind == "latent" and unconstrained is None:
             unconstrained = bijection(msg["fn"].support).inv(msg["value"])
+            if name in self._kept:
+                unconstrained = take_apart(msg["fn"], self._kept[name], msg["value"])
         self.sites[name] = Site(
             name=name,
             kind=kind,
@@ -191,6 +224,8 @@ class Recorder(Messenger):
             enum_dim=self._enum_dims.get(name),
             validates=kind != "subsample" and validates(msg["fn"]),
         )
+        if kind == "observed":
+            self.sites[name] = without_nan(self.sites[name])
 
     def _pyro_param(self, msg: Any) -> None:
         """Answers param statements itself, so that Pyro's param store is never written to."""
@@ -245,6 +280,10 @@ class Simulator(Recorder):
         else:
             self._draw(msg)
 
+    def _left_out_values(self, msg: Any, value: Tensor) -> Tensor | None:
+        drawn = draw(msg["fn"])
+        return msg["fn"].sample() if drawn is None else drawn
+
     def _draw(self, msg: Any) -> None:
         self.drawn.add(msg["name"])
         known = self._known_draws.get(msg["name"])
@@ -264,6 +303,49 @@ class Reader(Simulator):
     def _pyro_sample(self, msg: Any) -> None:
         if is_subsample(msg["fn"]) or not msg["is_observed"]:
             super()._pyro_sample(msg)
+
+
+def _check_mask(msg: Any) -> None:
+    """Refuses masks whose shape is not that of the site's values."""
+    fn, mask, value = msg["fn"], msg["mask"], msg["value"]
+    if not isinstance(mask, Tensor):
+        return
+    batch = value.shape[: max(0, value.dim() - len(fn.event_shape))]
+    try:
+        batch = torch.broadcast_shapes(fn.batch_shape, batch)
+        fits = torch.broadcast_shapes(mask.shape, batch) == batch
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise SiteError(
+            f"site '{msg['name']}': its mask has shape {list(mask.shape)}, and its values have "
+            f"{list(batch)}: pass one boolean for each of them"
+        )
+
+
+def check_enumerated(name: str, fn: Any, infer: Mapping[str, Any]) -> None:
+    """Refuses a discrete latent that is not to be summed out, or cannot be."""
+    instead = without_imputation(name)
+    enumerates = infer.get("enumerate") == "parallel"
+    if enumerates and fn.has_enumerate_support:
+        return
+    if enumerates or (instead and not fn.has_enumerate_support):
+        why = (
+            f"a {type(fn).__name__} cannot be enumerated, for its support has no end; marginalize "
+            "it by hand, or use a Categorical over its first values"
+        )
+    elif instead:
+        why = (
+            "obs_mask= makes a discrete latent of missing values, which has no gradient; have it "
+            'summed out by pyro.infer.config_enumerate(model, "parallel")'
+        )
+    else:
+        why = (
+            'a discrete latent has no gradient; give it infer={"enumerate": "parallel"} to have '
+            "it summed out, or marginalize it by hand (if it is an observation, pass its data: it "
+            "was called with obs=None)"
+        )
+    raise SiteError(f"site '{name}': {why}{instead}", code="discrete-latent")
 
 
 def _check_weights(msg: Any) -> None:

@@ -8,10 +8,11 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from pyro_scale.errors import PlateError, SiteError
@@ -123,7 +124,10 @@ class Scaling:
             )
         for name, rule in self.rules.items():
             if rule.whole_data and batch_size != self.num_data:
-                raise PlateError(joint_message(name, batch_size, self.num_data))
+                raise PlateError(
+                    f"site '{name}': {rule.why}, and a batch has {batch_size} of "
+                    f"{self.num_data} rows: pass the whole data (batch_size=None)"
+                )
 
 
 def rows_of(term: Term, rule: Rule) -> Tensor:
@@ -142,11 +146,52 @@ def sum_but(log_prob: Tensor, dim: int | None) -> Tensor:
     return log_prob.sum(others) if others else log_prob
 
 
-def joint_message(name: str, batch_size: int, num_data: int) -> str:
-    """What to do about a joint density of rows."""
+def joint_message(name: str, parts: Literal["sum", "mean", "neither"], num_data: int) -> str:
+    """What to do about one value for all rows of a batch.
+
+    Args:
+        name: the site's.
+        parts: what it is of the values of the batch's halves.
+        num_data: N.
+    """
+    by_row = f"one value per row, inside the data's plate ({_ESCAPE.format(num_data=num_data)})"
+    if parts == "neither":
+        return (
+            f"site '{name}': its log density is one value for all rows of a batch, and not the sum "
+            "of those of its halves: rows depend on each other (a Gaussian process, a time "
+            "series), or something besides the rows is in it. Pass the whole data "
+            f"(batch_size=None); or give it {by_row}, and what is not a row's a site of its own"
+        )
     return (
-        f"site '{name}': its log density is one value that changes with the rows, and a batch of "
-        f"{batch_size} of {num_data} rows does not say what the rest would add. Give it one value "
-        f"per row, inside the data's plate ({_ESCAPE.format(num_data=num_data)}), or pass the "
-        "whole data without batch_size"
+        f"site '{name}': its log density is one value, the {parts} over the rows of a batch. Give "
+        f"it {by_row}, or pass the whole data (batch_size=None)"
     )
+
+
+def dependence_message(name: str, changes: Sequence[tuple[bool, Tensor]]) -> str:
+    """What to do about a row's log density that depends on other rows of its batch.
+
+    Args:
+        name: the site's.
+        changes: of halves of batches: whether it is the second, and which of its rows have another
+            log density without the other half, `[b]`.
+    """
+    half = min((len(rows) for _, rows in changes), default=0)
+    before = max((_reach(rows) for is_second, rows in changes if is_second), default=0)
+    after = max((_reach(rows.flip(0)) for is_second, rows in changes if not is_second), default=0)
+    far, on = max(before, after), "other rows"
+    if (before == 0) != (after == 0) and half > 1:
+        many = "the rows" if far > half // 2 else f"the {far} rows" if far > 1 else "the row"
+        on = f"{many} {'before' if before else 'after'} it"
+    return (
+        f"site '{name}': a row's log density depends on {on} in its batch, so minibatches do not "
+        "estimate the posterior. Pass the whole data (batch_size=None); or compute what a row "
+        "takes from others (lags, means, class weights, maxima) once, from all of the data, and "
+        "pass it as a column"
+    )
+
+
+def _reach(changed: Tensor) -> int:
+    """How far from the first the last row is that changed: 0 if none has."""
+    places = torch.nonzero(changed)
+    return int(places.max()) + 1 if len(places) else 0

@@ -95,6 +95,17 @@ def plate_scale(plates: tuple[CondIndepStackFrame, ...]) -> float:
     return scale
 
 
+def without_imputation(name: str) -> str:
+    """How to do without a latent that `obs_mask=` makes, behind a semicolon; "" of others."""
+    site = name.removesuffix("_unobserved")
+    if site == name:
+        return ""
+    return (
+        f"; or, as it comes from the obs_mask= of site '{site}', leave missing values out instead "
+        f"of imputing them: with poutine.mask(mask=seen): pyro.sample('{site}', ..., obs=...)"
+    )
+
+
 def validates(fn: Any) -> bool:
     """Whether a distribution checks its values, and so do those that it wraps."""
     layers = [fn]

@@ -314,12 +314,9 @@ def spread_evenly(total: int, wanted: int) -> Tensor:
 
 def _default_sites(result: Result, sites: Mapping[str, Site]) -> list[str]:
     """What `predict` returns unless it is told: neither latents nor what `get_samples` has."""
-    hidden = set(result.log_posterior.latents) | set(result.log_posterior.model_info.steady)
-    return [
-        name
-        for name, site in sites.items()
-        if site.kind in ("observed", "deterministic") and name not in hidden
-    ]
+    latents, steady = result.log_posterior.latents, result.log_posterior.model_info.steady
+    hidden = {"observed": latents, "deterministic": {*latents, *steady}}
+    return [name for name, site in sites.items() if name not in hidden.get(site.kind, sites)]
 
 
 def as_dtype(values: Any, dtype: torch.dtype) -> Any:

@@ -24,6 +24,7 @@ from pyro_scale.fullbatch.chunks import chunks_of, is_row_wise
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import model_warnings
+from pyro_scale.model.observations import check_something_counts
 from pyro_scale.model.other_batches import check_batches, check_supports
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.initialize import init_of, initialize
@@ -213,10 +214,15 @@ def check_all_rows(log_posterior: LogPosterior, data: Data, params: Mapping[str,
 
 
 def check_values(log_posterior: LogPosterior, data: Data, params: Mapping[str, Tensor]) -> None:
-    """Refuses observed values outside of their support, in all rows of tensors."""
+    """Refuses observed values outside of their support, in all rows of tensors, and masks that
+    leave all rows out."""
     is_batch = data.batch_size is not None
     if is_batch and isinstance(data, TensorData) and is_row_wise(log_posterior):
         check_supports(log_posterior, params, chunks_of(log_posterior, data))
+        check_something_counts(
+            log_posterior.run(params, chunk.arguments, chunk.indices).sites
+            for chunk in chunks_of(log_posterior, data)
+        )
 
 
 def check_other_batches(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.rng.streams import RefinedNoise
+from pyro_scale.run.blame import Broken
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.adjust import adjust, without_adjustment
@@ -49,7 +51,7 @@ from pyro_scale.tuning.no_start import what_to_try
 from pyro_scale.tuning.pilot import LEAST_PILOT, Pilot, pilot
 from pyro_scale.tuning.step_size import check_target
 from pyro_scale.tuning.tune import with_known_noise
-from pyro_scale.tuning.windows import FIRST_WINDOW, Window, warm_up
+from pyro_scale.tuning.windows import FIRST_WINDOW, NoStableStep, Window, warm_up
 
 #: The step size in whitened coordinates: at most this, and none whose law of a standard normal has
 #: an sd that is off by more.
@@ -114,9 +116,10 @@ def choose(
     if adjusts:  # a chain that rejects all proposals would stay where it starts
         problem = problem.with_engine(kernel=_kernel(without_adjustment(kernel), asked))
     looked_at = density if asked.lr else None
-    window = warm_up(problem, run, looked_at, whole, for_windows, budget)
-    if window is None:
-        raise _no_warm_up(problem, density, asked.lr)
+    try:
+        window = warm_up(problem, run, looked_at, whole, for_windows, budget)
+    except NoStableStep as broken:
+        raise _no_warm_up(problem, density, asked.lr, *broken.args) from None
     problem, tried, time = window.problem, None, window.time
     passes["windows"] = passes_of(problem, window.steps)
     if density is not None:
@@ -191,9 +194,22 @@ def _check(budget: Budget, problem: Problem, asked: Asked) -> None:
 
 
 def _no_warm_up(
-    problem: Problem, density: FullDataDensity | None, chooses_lr: bool
+    problem: Problem,
+    density: FullDataDensity | None,
+    chooses_lr: bool,
+    sites: Mapping[int, Broken],
 ) -> ArgumentError:
-    """What to say where no step size is stable."""
+    """What to say where no step size is stable, and where the log densities of sites broke."""
+    for chain, broken in sites.items():
+        if broken.is_far:
+            continue
+        tried = "any step size that was tried" if chooses_lr else "the step size that was set"
+        return ArgumentError(
+            f"in warm-up every chain breaks at {tried}: chain {chain} where "
+            f"the log density of site '{broken.site}' is {broken.finding}. Give the latents that "
+            "it depends on distributions whose supports end there, or clamp what it takes of them",
+            code="not-finite",
+        )
     if not chooses_lr:
         return ArgumentError(
             "in warm-up every chain becomes NaN or infinite at the step size that was set "

@@ -34,6 +34,7 @@ from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.model.curvature.prior_hessian import prior_precision
 from pyro_scale.model.nn.hidden_layers import has_hidden_layer
 from pyro_scale.rng.seeds import Purpose, derived_seed
+from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.choice import Asked, Choice, Simulate, lr_in_words
@@ -134,9 +135,11 @@ def train(
         if draws.failures:
             advice = "or start from a trained network (init_strategy=ps.init_to_module, or a fit)"
             advice = advice if asked.lr else f"or pass a smaller lr ({lr_in_words(kernel)})"
+            first, sites = draws.failures[0], broken_sites(learner, draws)
+            of_site = "".join(f" at site '{name}'" for name, *_ in list(sites.values())[:1])
             raise NonFiniteError(
-                f"chain {draws.failures[0].chain}: the loss became NaN or infinite while it was "
-                f"trained: scale the data, {advice}"
+                f"chain {first.chain}: the loss became NaN or infinite{of_site} at step "
+                f"{first.step}, while it was trained: scale the data, {advice}"
             )
         trained, ended, taken = draws.num_steps, stopping.reached(draws), draws.num_steps
         passes["training"] = passes_of(learner, taken)

@@ -28,6 +28,7 @@ from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.gauss_newton import AnchoredDensity, anchored
 from pyro_scale.rng.seeds import Purpose, derived_seed
+from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.curvature import steepest_by_products
@@ -86,6 +87,10 @@ class Window:
     draws: Tensor
 
 
+class NoStableStep(Exception):
+    """Chains break at any step size; its argument is the sites whose log density did, by chain."""
+
+
 #: Runs chains: (problem, steps, seed) -> draws.
 Run = Callable[[Problem, Steps, int], Draws]
 
@@ -97,8 +102,8 @@ def warm_up(
     whole: FullDataDensity,
     most_steps: int,
     budget: Budget,
-) -> Window | None:
-    """Windows until they agree, or there are no more; None where all chains break at any step.
+) -> Window:
+    """Windows until they agree, or there are no more.
 
     Args:
         problem: chains at their starts, with a first geometry and the longest step size.
@@ -108,6 +113,9 @@ def warm_up(
         whole: that of all rows.
         most_steps: of each chain.
         budget: whose time may be over.
+
+    Raises:
+        NoStableStep: all chains break at any step.
     """
     total = hessians = halvings = 0
     at_first = 1.0 if density is None else float(problem.engine.kernel.lr)
@@ -124,12 +132,12 @@ def warm_up(
         if len(sound) < len(draws.positions) and density is not None:
             halvings += 1
             if halvings > _MOST_HALVINGS:
-                return None
+                raise NoStableStep(broken_sites(problem, draws))
             longest = float(problem.engine.kernel.lr) / 2
             problem = _with_lr(_restart(problem, draws, sound), longest)
             continue
         if not sound:
-            return None
+            raise NoStableStep(broken_sites(problem, draws))
         window = _learn(problem, draws, sound, every, adapts=density is not None)
         if density is not None:
             window, density = _look_again(window, density, whole)
@@ -145,6 +153,8 @@ def warm_up(
         if total + 2 * length > most_steps or budget.is_over_for_all:
             break
         length *= 2
+    if window is None:
+        raise NoStableStep({})
     return window
 
 

@@ -30,6 +30,7 @@ def two_modes():
 
 
 def plain():
+    pyro.factor("no data", torch.zeros(()))
     pyro.sample("w", dist.Normal(0.0, 1.0))
 
 
@@ -192,6 +193,7 @@ def test_chains_that_have_exploded_get_one_advice(method, lr, how, recwarn, capf
 
 
 def five():
+    pyro.factor("no data", torch.zeros(()))
     pyro.sample("x", dist.Normal(torch.zeros(5), 1.0).to_event(1))
 
 

@@ -25,6 +25,7 @@ QUIET = {"progress": False, "seed": 0}
 
 def gaussian(covariance):
     def model():
+        pyro.factor("no data", torch.zeros(()))
         zero = torch.zeros(len(covariance))
         pyro.sample("x", dist.MultivariateNormal(zero, covariance))
 
@@ -32,6 +33,7 @@ def gaussian(covariance):
 
 
 def three_sites():
+    pyro.factor("no data", torch.zeros(()))
     pyro.sample("a", dist.Normal(torch.zeros(3), double(0.5, 1.0, 2.0)).to_event(1))
     pyro.sample("b", dist.Normal(0.0, 1.0))
     pyro.sample("c", dist.Normal(torch.zeros(2, 2), 0.7).to_event(2))

@@ -176,6 +176,7 @@ def test_masked_rows_weigh_nothing():
 
 def test_what_cannot_be_left_out_is_refused(fitted):
     def nothing():
+        pyro.factor("no data", torch.zeros(()))
         pyro.sample("w", dist.Normal(0.0, 1.0))
 
     sampler = ps.BAOA(nothing, lr=0.1).run(

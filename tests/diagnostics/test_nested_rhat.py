@@ -91,10 +91,12 @@ def test_what_it_refuses(draws, superchains, message):
 
 
 def flat():
+    pyro.factor("no data", torch.zeros(()))
     pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
 
 
 def wide():
+    pyro.factor("no data", torch.zeros(()))
     pyro.sample("w", dist.Normal(torch.zeros(100), 1.0).to_event(1))
 
 

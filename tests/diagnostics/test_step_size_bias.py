@@ -31,6 +31,7 @@ QUIET = {"progress": False, "seed": 0}
 
 def gaussian(precision):
     def model():
+        pyro.factor("no data", torch.zeros(()))
         pyro.sample("x", dist.Normal(torch.zeros_like(precision), precision**-0.5).to_event(1))
 
     return model
@@ -235,6 +236,7 @@ def test_by_site_and_element():
     """The steepest element of a site whose step is its own; sites in the model's order."""
 
     def model():
+        pyro.factor("no data", torch.zeros(()))
         pyro.sample("a", dist.Normal(torch.zeros(2, 2), 1.0).to_event(2))
         pyro.sample("b", dist.Normal(0.0, 1.0))
         pyro.sample("c", dist.Normal(torch.zeros(2), double(1.0, 2.0)).to_event(1))
@@ -420,6 +422,7 @@ def test_shared_batches_stay_shared():
 @pytest.mark.long
 def test_elements_that_do_not_move_have_no_bias():
     def model():
+        pyro.factor("no data", torch.zeros(()))
         pyro.sample("l", dist.LKJCholesky(2, 1.0))
         pyro.sample("p", dist.Dirichlet(torch.ones(3)))
 

@@ -75,6 +75,7 @@ ROOT = torch.tensor([[1.0, 0.0, 0.0], [0.999, 0.02, 0.0], [-3.0, 0.1, 0.2]]).dou
 
 
 def correlated():
+    pyro.factor("no data", torch.zeros(()))
     pyro.sample("x", dist.MultivariateNormal(torch.zeros(3).double(), scale_tril=ROOT))
 
 

@@ -30,6 +30,7 @@ def test_a_gaussian_takes_one_step_inside_of_the_region():
     scales = double(1e-6, 1.0, 1e6)
 
     def model():
+        pyro.factor("no data", torch.zeros(()))
         pyro.sample("x", dist.Normal(3 * scales, scales).to_event(1))
 
     found = ascend(density_of(model), double(4.0, 3.5, 3.1) * scales)
@@ -75,6 +76,7 @@ def test_it_leaves_a_saddle():
 @pytest.mark.slow
 def test_a_funnel_has_no_mode():
     def model():
+        pyro.factor("no data", torch.zeros(()))
         s = pyro.sample("s", dist.Normal(0.0, 3.0))
         pyro.sample("x", dist.Normal(torch.zeros(9), (s / 2).exp()).to_event(1))
 
@@ -84,6 +86,7 @@ def test_a_funnel_has_no_mode():
     assert float(found.position[0]) == pytest.approx(-40.5, abs=0.1)
 
     def endless():
+        pyro.factor("no data", torch.zeros(()))
         s = pyro.sample("s", dist.ImproperUniform(dist.constraints.real, (), ()))
         pyro.sample("x", dist.Normal(torch.zeros(9), (s / 2).exp()).to_event(1))
 

@@ -146,10 +146,12 @@ def of_nothing(prior):
 
 
 def independent():
+    pyro.factor("no data", torch.zeros(()))
     return pyro.sample("v", dist.Normal(double(1.0, -2.0), double(0.5, 3.0)).to_event(1))
 
 
 def correlated():
+    pyro.factor("no data", torch.zeros(()))
     return pyro.sample("v", dist.MultivariateNormal(torch.zeros(2), double([2, 1], [1, 3])))
 
 
@@ -161,6 +163,7 @@ def tied():
 
 def positive():
     """log v has precision 1/0.25, with the Jacobian."""
+    pyro.factor("no data", torch.zeros(()))
     return pyro.sample("v", dist.LogNormal(torch.zeros(2), 0.5).to_event(1))
 
 

@@ -303,6 +303,7 @@ def test_progress_is_told_of_each_chain(capsys):
 
 
 def funnel():
+    pyro.factor("no data", torch.zeros(()))
     scale = pyro.sample("scale", dist.Normal(0.0, 3.0))
     pyro.sample("x", dist.Normal(torch.zeros(9), (scale / 2).exp()).to_event(1))
 

@@ -101,6 +101,7 @@ def test_arguments_of_others_are_answered(argument, hint):
 
 def test_low_rank_masses_have_a_bound():
     def wide():
+        pyro.factor("no data", torch.zeros(()))
         pyro.sample("w", dist.Normal(torch.zeros(10_001), 1.0).to_event(1))
 
     with pytest.raises(ArgumentError, match=r"mass='low_rank': the model has 10,001 dimensions"):

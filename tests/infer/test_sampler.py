@@ -97,6 +97,7 @@ def test_stationary_variance_on_the_whole_data(method, num_data, temperature):
 @pytest.mark.parametrize("method", long_but(SAMPLERS, ps.SGLD))
 def test_a_model_without_arguments_samples_its_prior(method):
     def model():
+        pyro.factor("no data", torch.zeros(()))
         pyro.sample("w", dist.Normal(torch.ones(3000).double(), 0.5).to_event(1))
 
     lr = 0.3
@@ -242,6 +243,7 @@ def noise_of(seed, num_chains=3, num_samples=20, size=4000):
     steps' noise, `[chains, draws, size]`."""
 
     def model():
+        pyro.factor("no data", torch.zeros(()))
         pyro.sample("w", dist.Normal(torch.zeros(size).double(), 1.0).to_event(1))
 
     sampler = ps.SGLD(model, lr=1.0)
@@ -399,6 +401,7 @@ def test_schedules_see_step_numbers_from_zero_with_warmup_included():
     """w' = w - lr(step) w at temperature 0, for a standard normal without data."""
 
     def model():
+        pyro.factor("no data", torch.zeros(()))
         pyro.sample("w", dist.Normal(torch.zeros(()).double(), 1.0))
 
     def lr(step):
@@ -418,6 +421,7 @@ def test_a_temperature_schedule_switches_the_noise_off():
     """Noise until step 5, then w' = w / 2."""
 
     def model():
+        pyro.factor("no data", torch.zeros(()))
         pyro.sample("w", dist.Normal(torch.zeros(()).double(), 1.0))
 
     sampler = ps.SGLD(model, lr=0.5, temperature=lambda step: 1.0 if step < 5 else 0.0)
@@ -537,6 +541,7 @@ def starts(model, init_strategy, num_chains=3, data=None, seed=0):
 
 
 def constrained():
+    pyro.factor("no data", torch.zeros(()))
     one = torch.ones(3, dtype=torch.float64)
     pyro.sample("w", dist.Normal(5 * one, 1.0).to_event(1))
     pyro.sample("s", dist.LogNormal(one[0], 0.5))
@@ -579,7 +584,12 @@ def without_a_gradient_below_zero():
 
 def test_starts_without_a_finite_gradient_are_drawn_anew_and_the_others_kept():
     """Half of the starts are below zero, so that of 40 about 20 stay as they are."""
-    drawn = starts(lambda: pyro.sample("w", dist.Normal(torch.zeros(()).double(), 1.0)), None, 40)
+
+    def without_a_limit():
+        w = pyro.sample("w", dist.Normal(torch.zeros(()).double(), 1.0))
+        pyro.factor("c", 0 * w)
+
+    drawn = starts(without_a_limit, None, 40)
     values = starts(without_a_gradient_below_zero, None, 40)
     usable = drawn["w"] > 0
     assert 10 < usable.sum() < 30

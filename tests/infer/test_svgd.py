@@ -227,6 +227,7 @@ def test_models_that_vmap_refuses_and_that_subsample_take_the_same_steps():
 
 def gaussian(size, sd):
     def model():
+        pyro.factor("no data", torch.zeros(()))
         pyro.sample("w", dist.Normal(torch.zeros(size), sd).to_event(1))
 
     return model

@@ -300,8 +300,12 @@ BAD = {
         SiteError,
         "site 'e'",
     ),
-    "observation forgotten": (observation_forgotten, SiteError, "site 'e': .*obs=None"),
-    "partly observed": (partly_observed, SiteError, "site 'e_unobserved': .*one for every row"),
+    "observation forgotten": (
+        observation_forgotten,
+        ModelError,
+        "no observed site and no factor.*site 'e' in plate 'data'",
+    ),
+    "partly observed": (partly_observed, SiteError, "site 'e_unobserved': obs_mask= makes"),
     "PyroSample read inside the plate": (
         SiteReadInsideThePlate(),
         SiteError,
@@ -325,8 +329,8 @@ BAD = {
     ),
     "discrete observation forgotten": (
         discrete_observation_forgotten,
-        SiteError,
-        "site 'k': .*pass its data.*obs=None",
+        ModelError,
+        "no observed site and no factor.*'k'",
     ),
     "shape from the batch": (
         shape_from_the_batch,

@@ -483,7 +483,9 @@ class TestJointDensity:
 
     def test_is_refused_for_a_batch(self, model):
         log_posterior = ps.LogPosterior(model, num_data=N)
-        with pytest.raises(PlateError, match=r"(?s)site 'y.*one value.*per row, inside .*plate"):
+        with pytest.raises(
+            PlateError, match=r"(?s)site 'y.*(one value|depends on .* in its batch)"
+        ):
             log_posterior.init(3, *batches(data(), B)[0])
 
     def test_is_refused_for_a_batch_that_comes_later(self, model):

@@ -38,6 +38,7 @@ def only(fn):
     """A model with one latent and no data."""
 
     def model():
+        pyro.factor("no data", torch.zeros(()))
         pyro.sample("z", fn())
 
     return model
@@ -133,20 +134,24 @@ def test_unconstrained_density_integrates_to_one(fn):
 
 
 def uniform_below_a_latent():
+    pyro.factor("no data", torch.zeros(()))
     s = pyro.sample("s", dist.Gamma(2.0, 1.0))
     pyro.sample("z", dist.Uniform(0.0, s))
 
 
 def interval_between_latents():
+    pyro.factor("no data", torch.zeros(()))
     low = pyro.sample("s", dist.Normal(0.0, 1.0))
     pyro.sample("z", dist.Uniform(low, low.exp() + low))
 
 
 def simplex():
+    pyro.factor("no data", torch.zeros(()))
     pyro.sample("z", dist.Dirichlet(torch.tensor([2.0, 1.0, 3.0])))
 
 
 def ordered():
+    pyro.factor("no data", torch.zeros(()))
     fn = dist.Normal(torch.tensor([0.3, -0.2]), 1.0).to_event(1)
     pyro.sample("z", dist.TransformedDistribution(fn, dist.transforms.OrderedTransform()))
 
@@ -1044,6 +1049,7 @@ def test_state_is_restored_when_the_model_fails():
     pyro.clear_param_store()
 
     def model(y):
+        pyro.factor("no data", torch.zeros(()))
         pyro.param("a", torch.tensor(1.0))
         pyro.sample("m", dist.Normal(0.0, 1.0))
         raise KeyError("the user's own")

@@ -147,6 +147,7 @@ def test_constrained_sites_are_in_their_own_terms():
     left out, or counted twice, would move the mean by the variance."""
 
     def model():
+        pyro.factor("no data", torch.zeros(()))
         one = torch.ones(3000, dtype=torch.float64)
         pyro.sample("s", dist.LogNormal(one, 0.5).to_event(1))
         pyro.sample("p", dist.Dirichlet(one[:3]))
@@ -680,6 +681,7 @@ def test_attrs_of_a_schedule_go_through_netcdf(tmp_path):
 
 def test_a_model_without_data_has_posterior_and_stats_alone():
     def model():
+        pyro.factor("no data", torch.zeros(()))
         pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
 
     idata = (
@@ -867,5 +869,5 @@ def test_explain_warns_of_what_may_be_a_mistake():
     assert any("whole data only" in w for w in ps.explain(joint, X).warnings)
     with pytest.raises(PlateError, match="site 'y'"):
         ps.explain(joint, X, batch_size=4)
-    with pytest.raises(ModelError, match=r"no observed site .*site 'y', it was"):
+    with pytest.raises(ModelError, match=r"no observed site .*site 'y' .*is None"):
         ps.explain(regression, X)  # its observations were forgotten

@@ -30,6 +30,7 @@ HOW = {
 
 
 def normal():
+    pyro.factor("no data", torch.zeros(()))
     pyro.sample("w", dist.Normal(0.0, 1.0))
 
 

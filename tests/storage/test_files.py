@@ -81,6 +81,7 @@ def point_instead(x, y=None):
 
 
 def of_one_argument(x):
+    pyro.factor("no data", torch.zeros(()))
     pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
 
 
@@ -138,6 +139,7 @@ def with_options(x, options):
 
 
 def without_data():
+    pyro.factor("no data", torch.zeros(()))
     pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
 
 

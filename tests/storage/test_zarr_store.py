@@ -595,6 +595,7 @@ import resource, sys
 sys.path.insert(0, {str(SUPPORT)!r})
 import torch, pyro, pyro.distributions as dist, pyro_scale as ps
 def wide():
+    pyro.factor("no data", torch.zeros(()))
     pyro.sample("w", dist.Normal(torch.zeros(20_000), 1.0).to_event(1))
 how = dict(thinning=1, warmup_steps=0, seed=0, progress=False)
 ps.BAOA(wide, lr=0.3, compile=False).run(None, num_samples=20, **how)

@@ -161,6 +161,7 @@ def test_a_mode_at_infinity_of_a_hierarchy():
     """The density of a centered hierarchy is infinite where its scale is 0."""
 
     def model():
+        pyro.factor("no data", torch.zeros(()))
         scale = pyro.sample("scale", dist.HalfCauchy(1.0))
         pyro.sample("x", dist.Normal(torch.zeros(5), scale).to_event(1))
 
@@ -174,6 +175,7 @@ def test_a_flat_direction():
     """Of one site, and of a sum of two."""
 
     def alone():
+        pyro.factor("no data", torch.zeros(()))
         pyro.sample("fine", dist.Normal(0.0, 1.0))
         pyro.sample("flat", flat())
 

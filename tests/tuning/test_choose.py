@@ -27,6 +27,7 @@ ROOT = SCALES[:, None] * torch.linalg.cholesky(CORRELATION)
 
 
 def gaussian():
+    pyro.factor("no data", torch.zeros(()))
     pyro.sample("x", dist.MultivariateNormal(MEAN, scale_tril=ROOT))
 
 
@@ -125,6 +126,7 @@ def test_a_run_that_is_not_right_says_so_and_why():
     """Of a funnel, a centered hierarchy: no, with the site and what to do about it."""
 
     def centered():
+        pyro.factor("no data", torch.zeros(()))
         tau = pyro.sample("tau", dist.HalfCauchy(5.0))
         pyro.sample("theta", dist.Normal(torch.zeros(4), tau).to_event(1))
 
@@ -268,7 +270,11 @@ def test_searches_without_end_are_bounded_too():
 
 @pytest.mark.slow
 def test_a_run_that_went_on_says_its_own_thinning():
-    run = ps.BAOA(lambda: pyro.sample("x", dist.StudentT(3.0, 0.0, 1.0))).run(None, **QUIET)
+    def heavy():
+        pyro.factor("no data", torch.zeros(()))
+        pyro.sample("x", dist.StudentT(3.0, 0.0, 1.0))
+
+    run = ps.BAOA(heavy).run(None, **QUIET)
     thinning = run.diagnostics().attrs["thinning"]
     assert thinning == run._plan.steps.thinning > run._choice.steps.thinning
     assert f"thinning: {thinning} steps from one draw to the next, as draws" in str(run.report())

@@ -30,6 +30,7 @@ COVARIANCE = ROOT @ ROOT.mT
 
 
 def gaussian():
+    pyro.factor("no data", torch.zeros(()))
     pyro.sample("x", dist.MultivariateNormal(TRUE.center, COVARIANCE))
 
 
@@ -90,6 +91,7 @@ def test_draws_teach_scales_and_slow_directions():
 
 def test_small_problems_have_few_directions():
     def two():
+        pyro.factor("no data", torch.zeros(()))
         pyro.sample("x", dist.MultivariateNormal(torch.zeros(2), double([1.0, 0.9], [0.9, 1.0])))
 
     start = DiagonalWhitening(torch.zeros(2), torch.ones(2))

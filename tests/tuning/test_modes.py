@@ -36,6 +36,7 @@ MEAN = double(3.0, -1.0)
 
 
 def gaussian():
+    pyro.factor("no data", torch.zeros(()))
     pyro.sample("x", dist.MultivariateNormal(MEAN, scale_tril=ROOT))
 
 
@@ -84,6 +85,7 @@ def test_where_the_mode_is_not_typical_a_gaussian_on_the_way_up_stands_for_it():
     """Of a funnel: its mode is in the neck, 20 sds from the mean of s."""
 
     def funnel():
+        pyro.factor("no data", torch.zeros(()))
         s = pyro.sample("s", dist.Normal(0.0, 2.0))
         pyro.sample("x", dist.Normal(torch.zeros(9), (s / 2).exp()).to_event(1))
 
@@ -96,6 +98,7 @@ def test_where_the_mode_is_not_typical_a_gaussian_on_the_way_up_stands_for_it():
 @pytest.mark.slow
 def test_a_flat_direction_is_named():
     def flat():
+        pyro.factor("no data", torch.zeros(()))
         pyro.sample("fine", dist.Normal(0.0, 1.0))
         pyro.sample("flat", dist.ImproperUniform(dist.constraints.real, (), ()))
 
@@ -165,6 +168,7 @@ def test_places_with_no_dip_between_them_are_one_mode():
     """On a ridge they are many conditional sds apart; two modes are not."""
 
     def ridge():
+        pyro.factor("no data", torch.zeros(()))
         covariance = double([1.0, 0.9999], [0.9999, 1.0])
         pyro.sample("x", dist.MultivariateNormal(double(0.0, 0.0), covariance))
 

@@ -54,7 +54,7 @@ def sharded_network(model: Any, arguments: Arguments) -> ShardedModule | None:
     model = model.model if isinstance(model, LogPosterior) else model
     with own_generator(0), looking():
         try:
-            draw_latents(Program(model), arguments, uniform)
+            draw_latents(Program(model), arguments, uniform, {})
         except NetworkFoundError as found:
             return found.network
         except Exception:
