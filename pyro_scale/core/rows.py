@@ -2,7 +2,7 @@
 
 The arguments are a tuple (by position) or a dict (by name), nested as they like.  Every tensor
 in them with at least one dimension is rows, and all of them share the first dimension; anything
-else passes unchanged.
+else passes unchanged.  Arrays and data frames become tensors where they come in.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core.layout import dtype_name
+from pyro_scale.core.tables import is_table, tensor_of
 from pyro_scale.errors import DataError
 
 #: The model's arguments: a tuple by position, or a dict by name.
@@ -27,12 +28,26 @@ def is_rows(leaf: object) -> bool:
 
 
 def as_arguments(batch: object) -> Arguments:
-    """What a loader yields or a user passes, as the model's arguments."""
+    """What a loader yields or a user passes, as the model's arguments.
+
+    Raises:
+        DataError: an array or a data frame that cannot be a tensor.
+    """
     if isinstance(batch, Mapping):
-        return dict(batch)
+        return tables_as_tensors(dict(batch))
     if isinstance(batch, tuple | list):
-        return tuple(batch)
-    return (batch,)
+        return tables_as_tensors(tuple(batch))
+    return tables_as_tensors((batch,))
+
+
+def tables_as_tensors(arguments: Arguments) -> Arguments:
+    """The arguments with tensors in place of arrays and data frames."""
+    if not any(map(is_table, pytree.tree_leaves(arguments))):
+        return arguments
+    tensors = [
+        tensor_of(leaf, name) if is_table(leaf) else leaf for name, leaf in named_leaves(arguments)
+    ]
+    return pytree.tree_unflatten(tensors, pytree.tree_structure(arguments))
 
 
 def call(model: Callable[..., Any], arguments: Arguments) -> Any:

@@ -103,7 +103,7 @@ def receive(batch: Any, device: torch.device | None) -> Arguments:
 
 
 def check_tensors(arguments: Arguments) -> None:
-    """Refuses NumPy arrays and the like, which would pass as constants instead of rows.
+    """Refuses sparse matrices and the like, which would pass as constants instead of rows.
 
     Raises:
         DataError: it names the argument.
@@ -112,8 +112,7 @@ def check_tensors(arguments: Arguments) -> None:
         if not isinstance(leaf, Tensor) and getattr(leaf, "ndim", 0) > 0:
             raise DataError(
                 f"argument {name} is a {type(leaf).__name__}, not a tensor, so its rows would not "
-                "be known as rows: pass torch.as_tensor of it, in the dtype of the model "
-                "(.float())",
+                "be known as rows: pass an array of it (.toarray())",
                 code="not-rows",
             )
 

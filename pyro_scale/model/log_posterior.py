@@ -294,15 +294,15 @@ class LogPosterior:
             CallError: the model takes no such arguments.
         """
         if not kwargs:
-            return args
+            return rows.tables_as_tensors(args)
         if not args:
-            return kwargs
+            return rows.tables_as_tensors(kwargs)
         signature = inspect.signature(getattr(self.model, "forward", self.model))
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise CallError(f"the model, which takes {signature}: {error}") from None
-        return dict(bound.arguments)
+        return rows.tables_as_tensors(dict(bound.arguments))
 
     def write_points(self, values: Params) -> None:
         """Puts constrained values of points into Pyro's param store, or into their modules."""
