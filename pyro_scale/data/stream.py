@@ -68,13 +68,32 @@ class StreamData:
         return ReadBatches(DealtBatches(self, seed, chains or range(num_chains), num_chains), first)
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
-        """The data set's order where it can be read by index; else the loader's own."""
+        """The data set's order where it can be read by index; else the loader's own.
+
+        Raises:
+            DataError: more than N rows have come, so that it may never end.
+        """
         loader = self.loader
         if not isinstance(loader, torch_data.DataLoader) or is_iterable_style(loader):
-            return self.epoch(seed=0, epoch=0)
+            return self._until_its_end()
         dataset: Any = loader.dataset
         order = torch.arange(len(dataset)).split(batch_size or self.batch_size or 1)
         return read_by_index(loader, (part.tolist() for part in order), 0, self.device)
+
+    def _until_its_end(self) -> Iterator[Arguments]:
+        """One epoch, which must end after N rows."""
+        seen, num_data = 0, self.num_data
+        for batch in self.epoch(seed=0, epoch=0):
+            seen += rows.count(batch) or 0
+            if num_data is not None and seen > num_data:
+                raise DataError(
+                    f"the loader has given {seen:,} rows in one pass, more than N = {num_data:,}, "
+                    "and what needs all rows (a mode, its curvature, lr='auto') reads to the end: "
+                    "let the loader end after N rows, pass the right num_data=, or pass a number "
+                    "for lr",
+                    code="no-length",
+                )
+            yield batch
 
     def spread(self, count: int) -> list[tuple[Arguments, Tensor | None]]:
         return []
