@@ -96,9 +96,10 @@ class Method:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for name in ("__init__", "run"):
+        for name in ("__init__", "run", "update"):
             if inspect.isfunction(vars(cls).get(name)):
-                setattr(cls, name, check_calls(vars(cls)[name]))
+                own, base = vars(cls)[name], getattr(super(cls, cls), name, None)
+                setattr(cls, name, check_calls(own, base))
 
     def __getattr__(self, name: str) -> Any:
         """Says what to call instead of what other libraries look for."""
