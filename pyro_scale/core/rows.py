@@ -75,13 +75,18 @@ def named_leaves(arguments: Arguments) -> list[tuple[str, Any]]:
     ]
 
 
+def named_rows(arguments: Arguments) -> list[tuple[str, Tensor]]:
+    """Every tensor of rows with its place."""
+    return [(name, leaf) for name, leaf in named_leaves(arguments) if is_rows(leaf)]
+
+
 def count(arguments: Arguments) -> int | None:
     """How many rows there are; None if no argument is rows.
 
     Raises:
         DataError: the tensors' first dimensions differ.
     """
-    sizes = {name: leaf.shape[0] for name, leaf in named_leaves(arguments) if is_rows(leaf)}
+    sizes = {name: leaf.shape[0] for name, leaf in named_rows(arguments)}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
         raise DataError(
@@ -94,9 +99,9 @@ def count(arguments: Arguments) -> int | None:
 
 def described(arguments: Arguments) -> str:
     """Every tensor of rows with its type and shape, in words."""
-    named = [(name, leaf) for name, leaf in named_leaves(arguments) if is_rows(leaf)]
     descriptions = [
-        f"{name} is {dtype_name(leaf.dtype)} {list(leaf.shape)}" for name, leaf in named
+        f"{name} is {dtype_name(leaf.dtype)} {list(leaf.shape)}"
+        for name, leaf in named_rows(arguments)
     ]
     return ", ".join(descriptions) or "no tensors"
 

@@ -76,6 +76,15 @@ def draw_latents(program: Program, arguments: Arguments, init: InitFunction) -> 
         return program.run(arguments, recorder)
 
 
+def attempt_first(
+    program: Program, init: InitFunction, arguments: Arguments, recorder: Recorder
+) -> None:
+    """Runs the model as for the first time, and evaluates its sites."""
+    with exclusive, own_generator(), torch.no_grad(), InitMessenger(init):
+        program.run(arguments, recorder)
+        terms_of(recorder.sites)
+
+
 def understand(
     program: Program, arguments: Arguments, init: InitFunction, num_data: int | None
 ) -> ModelInfo:
@@ -273,13 +282,6 @@ class _Recipe:
         return [Probe(terms_of(r.sites), o) for r, o in zip(runs, origins, strict=True)], runs
 
 
-#: What to do where data and model are of two dtypes.
-_ONE_DTYPE = (
-    "numbers that the model makes are of torch's default dtype: pass data of the same (x.float()), "
-    "or call torch.set_default_dtype(torch.float64) first"
-)
-
-
 def _first_run(
     program: Program,
     arguments: Arguments,
@@ -297,8 +299,6 @@ def _first_run(
         own_plate(recorder.sites, count)
         check_plate_size(recorder.sites, count, num_data, error)
         error.add_note(f"raised by the model on its first batch: {rows.described(arguments)}")
-        if "dtype" in str(error) or "scalar type" in str(error):
-            error.add_note(_ONE_DTYPE)
         raise
     if not any(site.kind == "latent" for site in recorder.sites.values()):
         raise ModelError(
