@@ -147,16 +147,31 @@ def _is_alike(one: Any, other: Any) -> bool:
 
 
 def concatenate(parts: Sequence[Arguments]) -> Arguments:
-    """Batches of one structure, one after another."""
+    """Batches of one structure, one after another.
+
+    Raises:
+        DataError: their rows differ in shape.
+    """
     return _join(torch.cat, parts)
 
 
 def stack(parts: Sequence[Arguments]) -> Arguments:
-    """Batches of one structure and size, along a new first dimension."""
+    """Batches of one structure and size, along a new first dimension; raises as `concatenate`."""
     return _join(torch.stack, parts)
+
+
+def different_shapes(error: RuntimeError) -> DataError:
+    """What to do about batches that cannot be put side by side."""
+    return DataError(
+        f"batches differ in the shape of their rows ({error}): let the collate function pad all "
+        "rows to one length, or make all batches of one shape"
+    )
 
 
 def _join(join: Callable[[list[Tensor]], Tensor], parts: Sequence[Arguments]) -> Arguments:
     columns = zip(*(pytree.tree_leaves(part) for part in parts), strict=True)
-    joined = [join(list(column)) if is_rows(column[0]) else column[0] for column in columns]
+    try:
+        joined = [join(list(column)) if is_rows(column[0]) else column[0] for column in columns]
+    except RuntimeError as error:
+        raise different_shapes(error) from error
     return pytree.tree_unflatten(joined, pytree.tree_structure(parts[0]))

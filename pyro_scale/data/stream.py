@@ -15,7 +15,7 @@ from torch.utils import data as torch_data
 
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
-from pyro_scale.data.batches import Batches, ReadBatches, different_shapes
+from pyro_scale.data.batches import Batches, ReadBatches
 from pyro_scale.data.loaders import is_iterable_style, isolate, read_by_index, receive
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.errors import ArgumentError, DataError
@@ -145,7 +145,7 @@ class DealtBatches:
             for place, (batch, before) in enumerate(batches, begin):
                 if place < passed:
                     continue
-                joined = _join(left, batch)
+                joined = rows.concatenate([*left, batch]) if left else batch
                 total = rows.count(joined) or 0
                 begins = range(0, total - size + 1, size)
                 for count, low in enumerate(begins[taken:], taken + 1):
@@ -160,11 +160,3 @@ class DealtBatches:
                     "again; pass a DataLoader, not a generator"
                 )
             passed, state = 0, None
-
-
-def _join(left: list[Arguments], batch: Arguments) -> Arguments:
-    """What an epoch left over, and the batch after it."""
-    try:
-        return rows.concatenate([*left, batch]) if left else batch
-    except RuntimeError as error:
-        raise different_shapes(error, "or make all batches of one size") from error

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core import rows
 from pyro_scale.core.layout import dtype_name
 from pyro_scale.core.rows import Arguments
-from pyro_scale.errors import CallError, DataError, PyroScaleError
+from pyro_scale.errors import CallError, DataError, ModelError, PyroScaleError
 from pyro_scale.model.networks import is_bare, network_error
 from pyro_scale.model.recorder import Recorder
 
@@ -31,7 +31,7 @@ _CASTS = {
 }
 
 #: Runs a model on arguments under a recorder, and evaluates what it has recorded.
-Attempt = Callable[[Arguments, Recorder], Any]
+Attempt = Callable[[Callable[..., Any], Arguments, Recorder], Any]
 
 
 def explain(
@@ -45,14 +45,44 @@ def explain(
         error: what the call has raised.
         attempt: calls it again.
     """
-    if isinstance(model, nn.Module) and _is_network(arguments, attempt):
+    if isinstance(model, nn.Module) and _is_network(model, arguments, attempt):
         return network_error(model)
-    if (unpacked := _unpacked(arguments)) is not None and _runs(attempt, unpacked):
+    if (unpacked := _unpacked(arguments)) is not None and _runs(attempt, model, unpacked):
         return nested_error()
+    original = getattr(model, "_orig_mod", getattr(model, "_torchdynamo_orig_callable", None))
+    if original is not None and _runs(attempt, original, arguments):
+        return ModelError(
+            "torch.compile fails on this model, which runs without it: pass the model itself; its "
+            "steps are compiled by the library"
+        )
     if isinstance(error, PyroScaleError) and error.__cause__ is None:
         return None  # else it passes on what torch has raised
     if isinstance(error, TypeError) and (told := _misfit(model, arguments)):
         return CallError(f"the model, which takes {told}")
+    return explain_dtypes(model, arguments, error, attempt)
+
+
+def explain_later(
+    model: Callable[..., Any],
+    arguments: Arguments,
+    known: Arguments,
+    error: Exception,
+    attempt: Attempt,
+) -> PyroScaleError | None:
+    """What is wrong with a later call, as for `explain`.
+
+    Args:
+        model: the user's.
+        arguments: as given.
+        known: arguments that the model has run on.
+        error: what the call has raised.
+        attempt: calls it again.
+    """
+    if isinstance(error, TypeError) and (told := _misfit(model, arguments)):
+        return CallError(f"the model, which takes {told}")
+    dtypes = {name: leaf.dtype for name, leaf in rows.named_rows(known)}
+    if all(dtypes.get(name) == leaf.dtype for name, leaf in rows.named_rows(arguments)):
+        return None
     return explain_dtypes(model, arguments, error, attempt)
 
 
@@ -76,13 +106,13 @@ def explain_dtypes(
     """Which arguments are of a dtype that the model cannot take, if it runs once they are
     converted.  Otherwise as for `explain`."""
     failed = Recorder()
-    if isinstance(error, torch.linalg.LinAlgError) or _runs(attempt, arguments, failed):
+    if isinstance(error, torch.linalg.LinAlgError) or _runs(attempt, model, arguments, failed):
         return None
     named, structure = rows.named_leaves(arguments), pytree.tree_structure(arguments)
     for targets in islice(_conversions(model, [leaf for _, leaf in named]), 64):
         leaves = [leaf.to(to) if to else leaf for (_, leaf), to in zip(named, targets, strict=True)]
         recorder = Recorder()
-        if not _runs(attempt, pytree.tree_unflatten(leaves, structure), recorder):
+        if not _runs(attempt, model, pytree.tree_unflatten(leaves, structure), recorder):
             continue
         sites = [site.name for site in recorder.sites.values() if site.kind != "subsample"]
         site = next((name for name in sites if name not in failed.sites), None)
@@ -132,15 +162,20 @@ def _conversions(
             ]
 
 
-def _runs(attempt: Attempt, arguments: Arguments, recorder: Recorder | None = None) -> bool:
+def _runs(
+    attempt: Attempt,
+    model: Callable[..., Any],
+    arguments: Arguments,
+    recorder: Recorder | None = None,
+) -> bool:
     try:
-        attempt(arguments, recorder or Recorder())
+        attempt(model, arguments, recorder or Recorder())
     except Exception:
         return False
     return True
 
 
-def _is_network(arguments: Arguments, attempt: Attempt) -> bool:
+def _is_network(model: nn.Module, arguments: Arguments, attempt: Attempt) -> bool:
     """Whether it runs on all arguments, or the first of them, without a site but its weights'."""
     if isinstance(arguments, dict):
         parts = [dict(islice(arguments.items(), n)) for n in range(len(arguments), 0, -1)]
@@ -148,7 +183,7 @@ def _is_network(arguments: Arguments, attempt: Attempt) -> bool:
         parts = [arguments[:n] for n in range(len(arguments), 0, -1)]
     for part in parts:
         recorder = Recorder()
-        if _runs(attempt, part, recorder):
+        if _runs(attempt, model, part, recorder):
             return is_bare(recorder.sites.values())
     return False
 

@@ -24,7 +24,7 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
-from pyro_scale.errors import ArgumentError, CallError, DataError, NotRunError, PyroScaleError
+from pyro_scale.errors import ArgumentError, CallError, NotRunError, PyroScaleError
 from pyro_scale.model import derivatives, failed_call
 from pyro_scale.model.checks import NotFiniteStartError, check_starts
 from pyro_scale.model.function import function_model
@@ -57,15 +57,15 @@ Params = Mapping[str, Tensor]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _telling_dtypes(method: F) -> F:
-    """A method of a log posterior, of params and a batch, whose error says if a dtype is wrong."""
+def _explaining(method: F) -> F:
+    """A method of a log posterior, of params and a batch, that says what is wrong with a batch."""
 
     @functools.wraps(method)
     def call(self: LogPosterior, params: Params, batch: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, params, batch, *args, **kwargs)
         except Exception as error:
-            if (told := self._explain_dtypes(batch, error)) is None:
+            if (told := self._explain(batch, error)) is None:
                 raise
             raise told from error
 
@@ -141,7 +141,7 @@ class LogPosterior:
 
     # ------------------------------------------------------------------ the density
 
-    @_telling_dtypes
+    @_explaining
     def __call__(self, params: Params, batch: Any, indices: Tensor | None = None) -> Evaluation:
         """The log joint at unconstrained params, estimated from a batch.
 
@@ -183,7 +183,7 @@ class LogPosterior:
         """The gradient of each row's log likelihood by site, `[B, ...]`: without N/B."""
         return derivatives.row_gradients(lambda p: self(p, batch, indices).log_lik, params)
 
-    @_telling_dtypes
+    @_explaining
     def log_likelihood(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
@@ -382,21 +382,20 @@ class LogPosterior:
         except NotFiniteStartError:
             raise
         except Exception as error:
-            attempt = partial(attempt_first, self._program, init)
+            attempt = partial(attempt_first, init)
             if (told := failed_call.explain(self.model, arguments, error, attempt)) is None:
                 raise
             raise told from error
 
-    def _explain_dtypes(self, batch: Any, error: Exception) -> DataError | None:
-        """What is wrong with other arguments than those of the first run, if that is a dtype."""
+    def _explain(self, batch: Any, error: Exception) -> PyroScaleError | None:
+        """What is wrong with a batch, where the error is about the call."""
         if self._model_info is None or isinstance(error, PyroScaleError):
             return None
-        arguments = rows.as_arguments(batch)
-        known = {name: leaf.dtype for name, leaf in rows.named_rows(self._model_info.example)}
-        if all(known.get(name) == leaf.dtype for name, leaf in rows.named_rows(arguments)):
-            return None
-        attempt = partial(attempt_first, self._program, init_to_value(values=self.values))
-        return failed_call.explain_dtypes(self.model, arguments, error, attempt)
+        attempt = partial(attempt_first, init_to_value(values=self.values))
+        known = self._model_info.example
+        return failed_call.explain_later(
+            self.model, rows.as_arguments(batch), known, error, attempt
+        )
 
     def renew(self, num_data: int | None) -> LogPosterior:
         """The same, before it has seen a batch; `num_data` counts where it has none itself."""
@@ -491,7 +490,7 @@ class LogPosterior:
 
     # ------------------------------------------------------------------ inside
 
-    @_telling_dtypes
+    @_explaining
     def run(
         self,
         params: Params,

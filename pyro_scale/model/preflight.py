@@ -77,11 +77,11 @@ def draw_latents(program: Program, arguments: Arguments, init: InitFunction) -> 
 
 
 def attempt_first(
-    program: Program, init: InitFunction, arguments: Arguments, recorder: Recorder
+    init: InitFunction, model: Callable[..., Any], arguments: Arguments, recorder: Recorder
 ) -> None:
-    """Runs the model as for the first time, and evaluates its sites."""
+    """Runs a model as for the first time, and evaluates its sites."""
     with exclusive, own_generator(), torch.no_grad(), InitMessenger(init):
-        program.run(arguments, recorder)
+        Program(model).run(arguments, recorder)
         terms_of(recorder.sites)
 
 
