@@ -24,7 +24,10 @@ _LEAST_DISTINCT = 0.9
 #: Elements that are compared at a time.
 _BLOCK = 2**22
 #: Integers that torch computes little with -> the next that hold them.
-_WIDER = {np.dtype("uint16"): np.dtype("int32"), np.dtype("uint32"): np.dtype("int64")}
+_WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype("uint16"): np.dtype("int32"),
+    np.dtype("uint32"): np.dtype("int64"),
+}
 #: The kind of a dtype that is refused -> what it is, and what to pass.
 _REFUSALS = {
     "O": ("objects", "numbers (.astype(float), where they are)"),
@@ -151,9 +154,9 @@ def _rounded(values: np.ndarray, where: str) -> Tensor:
     for start in range(0, table.shape[1], columns):
         part = slice(start, start + columns)
         narrow = rounded[:, part].double().numpy()
-        for place, why in _losses(table[:, part], narrow, torch.finfo(default).eps):
+        for found, why in _losses(table[:, part], narrow, torch.finfo(default).eps):
             raise _refusal(
-                _place(where, values.shape, start + place),
+                _place(where, values.shape, start + found),
                 f"numbers that {dtype_name(default)} cannot hold ({why})",
                 "it less its mean, or rescaled (or call torch.set_default_dtype(torch.float64))",
             )

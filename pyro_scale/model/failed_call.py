@@ -106,7 +106,7 @@ def explain_dtypes(
     """Which arguments are of a dtype that the model cannot take, if it runs once they are
     converted.  Otherwise as for `explain`."""
     failed = Recorder()
-    if isinstance(error, torch.linalg.LinAlgError) or _runs(attempt, model, arguments, failed):
+    if _is_numerical(error) or _runs(attempt, model, arguments, failed):
         return None
     named, structure = rows.named_leaves(arguments), pytree.tree_structure(arguments)
     for targets in islice(_conversions(model, [leaf for _, leaf in named]), 64):
@@ -162,6 +162,11 @@ def _conversions(
             ]
 
 
+def _is_numerical(error: Exception) -> bool:
+    """Whether a matrix could not be factorized, which more digits might mend."""
+    return isinstance(error, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
+
+
 def _runs(
     attempt: Attempt,
     model: Callable[..., Any],
@@ -178,7 +183,9 @@ def _runs(
 def _is_network(model: nn.Module, arguments: Arguments, attempt: Attempt) -> bool:
     """Whether it runs on all arguments, or the first of them, without a site but its weights'."""
     if isinstance(arguments, dict):
-        parts = [dict(islice(arguments.items(), n)) for n in range(len(arguments), 0, -1)]
+        parts: list[Arguments] = [
+            dict(islice(arguments.items(), n)) for n in range(len(arguments), 0, -1)
+        ]
     else:
         parts = [arguments[:n] for n in range(len(arguments), 0, -1)]
     for part in parts:
