@@ -384,7 +384,7 @@ WEIGHTED = WeightedRandomSampler(torch.arange(1.0, N + 1), N)
         (lambda: open_data(tensors(), True), ArgumentError, r"batch_size=True: pass an int"),
         (lambda: open_data(None, 3), DataError, r"batch_size=3, but there is no tensor"),
         (lambda: open_data(([1, 2], 3), 2), DataError, r"batch_size=2, but there is no tensor"),
-        (lambda: open_data(sparse.eye(3).tocsr()), DataError, r"argument 0 is a csr.*toarray"),
+        (lambda: open_data((sparse.eye(3).tocsr(),)), DataError, r"argument 0 is a csr.*toarray"),
         (lambda: open_data((np.arange(3), tensors()[0])), DataError, r"first dim.*0: 3, 1: 10"),
         (lambda: open_data({"x": np.array(["a"])}), DataError, r"argument 'x' has strings"),
         (lambda: open_data(np.zeros((0, 2))), DataError, r"no rows"),
