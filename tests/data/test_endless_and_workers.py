@@ -98,7 +98,7 @@ def test_nuts_takes_all_rows_of_a_stream():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("lr", [0.001, "auto"])
+@pytest.mark.parametrize("lr", [0.001, pytest.param("auto", marks=pytest.mark.long)])
 def test_streams_with_workers_give_the_same_draws(lr):
     """One worker reads the rows in their order, two in turn: batch by batch of each."""
     how = {**BY_HAND, "num_chains": 1, "num_samples": 60}
