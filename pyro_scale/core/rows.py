@@ -2,7 +2,7 @@
 
 The arguments are a tuple (by position) or a dict (by name), nested as they like.  Every tensor
 in them with at least one dimension is rows, and all of them share the first dimension; anything
-else passes unchanged.
+else passes unchanged.  Arrays and data frames become tensors where they come in.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core.layout import dtype_name
+from pyro_scale.core.tables import is_table, tensor_of
 from pyro_scale.errors import DataError
 
 #: The model's arguments: a tuple by position, or a dict by name.
@@ -27,12 +28,26 @@ def is_rows(leaf: object) -> bool:
 
 
 def as_arguments(batch: object) -> Arguments:
-    """What a loader yields or a user passes, as the model's arguments."""
+    """What a loader yields or a user passes, as the model's arguments.
+
+    Raises:
+        DataError: an array or a data frame that cannot be a tensor.
+    """
     if isinstance(batch, Mapping):
-        return dict(batch)
+        return tables_as_tensors(dict(batch))
     if isinstance(batch, tuple | list):
-        return tuple(batch)
-    return (batch,)
+        return tables_as_tensors(tuple(batch))
+    return tables_as_tensors((batch,))
+
+
+def tables_as_tensors(arguments: Arguments) -> Arguments:
+    """The arguments with tensors in place of arrays and data frames."""
+    if not any(map(is_table, pytree.tree_leaves(arguments))):
+        return arguments
+    tensors = [
+        tensor_of(leaf, name) if is_table(leaf) else leaf for name, leaf in named_leaves(arguments)
+    ]
+    return pytree.tree_unflatten(tensors, pytree.tree_structure(arguments))
 
 
 def call(model: Callable[..., Any], arguments: Arguments) -> Any:
@@ -60,13 +75,18 @@ def named_leaves(arguments: Arguments) -> list[tuple[str, Any]]:
     ]
 
 
+def named_rows(arguments: Arguments) -> list[tuple[str, Tensor]]:
+    """Every tensor of rows with its place."""
+    return [(name, leaf) for name, leaf in named_leaves(arguments) if is_rows(leaf)]
+
+
 def count(arguments: Arguments) -> int | None:
     """How many rows there are; None if no argument is rows.
 
     Raises:
         DataError: the tensors' first dimensions differ.
     """
-    sizes = {name: leaf.shape[0] for name, leaf in named_leaves(arguments) if is_rows(leaf)}
+    sizes = {name: leaf.shape[0] for name, leaf in named_rows(arguments)}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
         raise DataError(
@@ -79,9 +99,9 @@ def count(arguments: Arguments) -> int | None:
 
 def described(arguments: Arguments) -> str:
     """Every tensor of rows with its type and shape, in words."""
-    named = [(name, leaf) for name, leaf in named_leaves(arguments) if is_rows(leaf)]
     descriptions = [
-        f"{name} is {dtype_name(leaf.dtype)} {list(leaf.shape)}" for name, leaf in named
+        f"{name} is {dtype_name(leaf.dtype)} {list(leaf.shape)}"
+        for name, leaf in named_rows(arguments)
     ]
     return ", ".join(descriptions) or "no tensors"
 
@@ -127,16 +147,31 @@ def _is_alike(one: Any, other: Any) -> bool:
 
 
 def concatenate(parts: Sequence[Arguments]) -> Arguments:
-    """Batches of one structure, one after another."""
+    """Batches of one structure, one after another.
+
+    Raises:
+        DataError: their rows differ in shape.
+    """
     return _join(torch.cat, parts)
 
 
 def stack(parts: Sequence[Arguments]) -> Arguments:
-    """Batches of one structure and size, along a new first dimension."""
+    """Batches of one structure and size, along a new first dimension; raises as `concatenate`."""
     return _join(torch.stack, parts)
+
+
+def different_shapes(error: RuntimeError) -> DataError:
+    """What to do about batches that cannot be put side by side."""
+    return DataError(
+        f"batches differ in the shape of their rows ({error}): let the collate function pad all "
+        "rows to one length, or make all batches of one shape"
+    )
 
 
 def _join(join: Callable[[list[Tensor]], Tensor], parts: Sequence[Arguments]) -> Arguments:
     columns = zip(*(pytree.tree_leaves(part) for part in parts), strict=True)
-    joined = [join(list(column)) if is_rows(column[0]) else column[0] for column in columns]
+    try:
+        joined = [join(list(column)) if is_rows(column[0]) else column[0] for column in columns]
+    except RuntimeError as error:
+        raise different_shapes(error) from error
     return pytree.tree_unflatten(joined, pytree.tree_structure(parts[0]))

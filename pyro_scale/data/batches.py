@@ -232,7 +232,7 @@ class ReadBatches:
         try:
             stacked = [torch.stack(column) for column in zip(*by_chain, strict=True)]
         except RuntimeError as error:
-            raise different_shapes(error, "or make all batches of one shape") from error
+            raise rows.different_shapes(error) from error
         return [column.unflatten(0, (-1, len(steps))) for column in stacked]
 
     def position(self, step: int) -> Any:
@@ -300,14 +300,6 @@ def batches_from(batches: Batches, step: int, count: int) -> list[Batch]:
     taken = [batches.take(step + i, step + i + 1) for i in range(count)]
     drawn = [pytree.tree_map(lambda leaf: leaf[:, 0], changing) for changing in taken]
     return [batches.batch(batches.fixed, changing) for changing in drawn]
-
-
-def different_shapes(error: RuntimeError, otherwise: str) -> DataError:
-    """What to do about batches that cannot be put side by side."""
-    return DataError(
-        f"batches differ in the shape of their rows ({error}): let the collate function pad all "
-        f"rows to one length, {otherwise}"
-    )
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -78,21 +81,55 @@ def isolate(
                 batch = next(loaded)
             except StopIteration:
                 return
-            except (ConnectionError, EOFError) as error:
-                raise _of_a_dead_worker(loader, error) from error
+            except Exception as error:
+                if getattr(loader, "num_workers", 0) and (dead := worker_error(error, loaded)):
+                    raise dead from error
+                raise
             drawn = torch.random.get_rng_state()
         yield batch, before
 
 
-def _of_a_dead_worker(loader: Any, error: Exception) -> Exception:
-    """What a broken pipe means, unless it is the data set's own."""
-    if not getattr(loader, "num_workers", 0) or str(error).startswith("Caught "):  # as torch has it
-        return error
+#: What torch says of workers, or how they ended -> why, in the order in which they are tried.
+_DEATHS = {
+    r"shared memory|file </torch_|Bus error|SIGBUS": "out of shared memory: give the machine more "
+    "of /dev/shm (docker run --shm-size), or pass",
+    r"ancdata": "out of file descriptors: call "
+    "torch.multiprocessing.set_sharing_strategy('file_system') first, or pass",
+    r"signal: Killed|SIGKILL": "it was killed, most often for want of memory: pass",
+    r"exit code": "its own code ended it, as num_workers=0 would show: pass",
+    r"worker \(pid|Pin memory thread": "most often it ran out of memory: pass",
+    r"DataLoader timed out": "it read for longer than the loader's timeout=: raise that, or pass",
+}
+
+
+def worker_error(error: BaseException, loaded: Any = None) -> DataError | None:
+    """What an error means that torch raises where a loader's worker has died; None if it is another
+    one, such as the data set's own.
+
+    Args:
+        error: the error.
+        loaded: the loader's iterator, whose processes say how they ended.
+    """
+    text = str(error).strip()
+    place = traceback.extract_tb(error.__traceback__)[-1:]
+    is_broken = isinstance(error, OSError | EOFError) and "multiprocessing" in str(place)
+    is_told = type(error) is RuntimeError and any(re.search(each, text) for each in _DEATHS)
+    if not (is_broken or is_told):
+        return None
+    codes = {getattr(worker, "exitcode", None) for worker in getattr(loaded, "_workers", ())}
+    ends = [_in_words(code) for code in codes if code not in (None, 0, -signal.SIGTERM)]
+    shown = "; ".join([*text.splitlines()[-1:], *ends]) or type(error).__name__
+    reasons = [why for pattern, why in _DEATHS.items() if re.search(pattern, shown)]
+    why = reasons[0] if reasons else "most often it ran out of memory: pass"
     return DataError(
-        f"a worker of the loader exited unexpectedly ({error}): most often it ran "
-        "out of memory; pass a loader with fewer workers or num_workers=0, and go on with resume=",
+        f"a worker of the loader exited unexpectedly ({shown}): {why} a loader with fewer workers "
+        "or num_workers=0, and go on with resume=",
         code="workers",
     )
+
+
+def _in_words(exit_code: int) -> str:
+    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
 
 
 def receive(batch: Any, device: torch.device | None) -> Arguments:
@@ -103,7 +140,7 @@ def receive(batch: Any, device: torch.device | None) -> Arguments:
 
 
 def check_tensors(arguments: Arguments) -> None:
-    """Refuses NumPy arrays and the like, which would pass as constants instead of rows.
+    """Refuses sparse matrices and the like, which would pass as constants instead of rows.
 
     Raises:
         DataError: it names the argument.
@@ -112,8 +149,7 @@ def check_tensors(arguments: Arguments) -> None:
         if not isinstance(leaf, Tensor) and getattr(leaf, "ndim", 0) > 0:
             raise DataError(
                 f"argument {name} is a {type(leaf).__name__}, not a tensor, so its rows would not "
-                "be known as rows: pass torch.as_tensor of it, in the dtype of the model "
-                "(.float())",
+                "be known as rows: pass an array of it (.toarray())",
                 code="not-rows",
             )
 

@@ -15,7 +15,7 @@ from torch.utils import data as torch_data
 
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
-from pyro_scale.data.batches import Batches, ReadBatches, different_shapes
+from pyro_scale.data.batches import Batches, ReadBatches
 from pyro_scale.data.loaders import is_iterable_style, isolate, read_by_index, receive
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.errors import ArgumentError, DataError
@@ -68,13 +68,32 @@ class StreamData:
         return ReadBatches(DealtBatches(self, seed, chains or range(num_chains), num_chains), first)
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
-        """The data set's order where it can be read by index; else the loader's own."""
+        """The data set's order where it can be read by index; else the loader's own.
+
+        Raises:
+            DataError: more than N rows have come, so that it may never end.
+        """
         loader = self.loader
         if not isinstance(loader, torch_data.DataLoader) or is_iterable_style(loader):
-            return self.epoch(seed=0, epoch=0)
+            return self._until_its_end()
         dataset: Any = loader.dataset
         order = torch.arange(len(dataset)).split(batch_size or self.batch_size or 1)
         return read_by_index(loader, (part.tolist() for part in order), 0, self.device)
+
+    def _until_its_end(self) -> Iterator[Arguments]:
+        """One epoch, which must end after N rows."""
+        seen, num_data = 0, self.num_data
+        for batch in self.epoch(seed=0, epoch=0):
+            seen += rows.count(batch) or 0
+            if num_data is not None and seen > num_data:
+                raise DataError(
+                    f"the loader has given {seen:,} rows in one pass, more than N = {num_data:,}, "
+                    "and what needs all rows (a mode, its curvature, lr='auto') reads to the end: "
+                    "let the loader end after N rows, pass the right num_data=, or pass a number "
+                    "for lr",
+                    code="no-length",
+                )
+            yield batch
 
     def spread(self, count: int) -> list[tuple[Arguments, Tensor | None]]:
         return []
@@ -126,7 +145,7 @@ class DealtBatches:
             for place, (batch, before) in enumerate(batches, begin):
                 if place < passed:
                     continue
-                joined = _join(left, batch)
+                joined = rows.concatenate([*left, batch]) if left else batch
                 total = rows.count(joined) or 0
                 begins = range(0, total - size + 1, size)
                 for count, low in enumerate(begins[taken:], taken + 1):
@@ -141,11 +160,3 @@ class DealtBatches:
                     "again; pass a DataLoader, not a generator"
                 )
             passed, state = 0, None
-
-
-def _join(left: list[Arguments], batch: Arguments) -> Arguments:
-    """What an epoch left over, and the batch after it."""
-    try:
-        return rows.concatenate([*left, batch]) if left else batch
-    except RuntimeError as error:
-        raise different_shapes(error, "or make all batches of one size") from error

@@ -6,10 +6,12 @@ three are drawn in bulk.  A thread draws the next blocks while one is used.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 from torch import Tensor
@@ -111,7 +113,7 @@ class Inputs:
 
         A block is spent when the next one is asked for.  Close it to end its thread.
         """
-        thread = ThreadPoolExecutor(1, thread_name_prefix="pyro_scale-block")
+        thread = _Thread("pyro_scale-block")
         try:
             drawn: deque[Future[StepInputs]] = deque()
             spent: StepInputs | None = None
@@ -124,7 +126,44 @@ class Inputs:
             while drawn:
                 yield drawn.popleft().result()
         finally:
-            thread.shutdown(cancel_futures=True)
+            thread.end()
+
+
+class _Thread:
+    """A thread that makes one call after another.
+
+    A loader forks its workers from it.  A fork of a `ThreadPoolExecutor`'s thread ends in an error,
+    as on its way out it waits for the thread that it runs on.
+    """
+
+    def __init__(self, name: str):
+        self._calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._is_ended = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """What a call will return, or raise."""
+        future: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._calls.put(call)
+        return future
+
+    def end(self) -> None:
+        """Waits for the call that is being made, and makes no other."""
+        self._is_ended = True
+        self._calls.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None and not self._is_ended:
+            call()
 
 
 def bytes_per_step(block: StepInputs) -> int:

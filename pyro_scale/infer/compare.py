@@ -16,6 +16,7 @@ from pyro_scale.diagnostics.summary import weighted_moments
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.infer.approximation import Approximation
+from pyro_scale.infer.call_checks import check_calls
 from pyro_scale.infer.comparison_plot import plot
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.nuts import NUTS
@@ -61,6 +62,7 @@ class Comparison:
         return f"distances from {self.reference}, in its sds"
 
 
+@check_calls
 def compare(
     methods: Mapping[str, Method], data: Any = None, reference: str | None = None
 ) -> Comparison:

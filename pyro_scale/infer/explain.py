@@ -13,6 +13,7 @@ from torch.distributions import ComposeTransform, IndependentTransform
 
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
+from pyro_scale.infer.call_checks import check_calls
 from pyro_scale.model.curvature.gaussian_prior import exact_moments
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import ModelInfo, model_warnings
@@ -129,6 +130,7 @@ def _span(names: Sequence[str]) -> str:
     return f"{names[0]} ... {names[-1]} ({len(names)})"
 
 
+@check_calls
 @without_vmap_warnings()
 def explain(
     model: Any, data: Any = None, batch_size: int | None = None, num_data: int | None = None

@@ -24,6 +24,7 @@ from pyro_scale.infer.call_checks import ATTRIBUTES, check_calls
 from pyro_scale.infer.sharded import WHOLE_NOWHERE, predict_sharded
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.networks import check_model
 from pyro_scale.posterior import export, predictive, result_files
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.prediction_sets import check_asked, predict_sets
@@ -73,11 +74,8 @@ class Method:
     _why_none: str = "has no draws yet: call run(data, ...) first"
 
     def __init__(self, model: Any, *, init_strategy: Any = None, num_data: int | None = None):
-        if not isinstance(model, LogPosterior) and not callable(model):
-            raise ArgumentError(
-                f"model={model!r} is not callable: pass a Pyro model, a PyroModule or a "
-                "LogPosterior"
-            )
+        if not isinstance(model, LogPosterior):
+            check_model(model)
         has_its_own = isinstance(model, LogPosterior) and model.given_num_data is not None
         if has_its_own and num_data is not None:
             raise ArgumentError("num_data: a LogPosterior has its own; leave it out")
@@ -96,9 +94,10 @@ class Method:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for name in ("__init__", "run"):
+        for name in ("__init__", "run", "update"):
             if inspect.isfunction(vars(cls).get(name)):
-                setattr(cls, name, check_calls(vars(cls)[name]))
+                own, base = vars(cls)[name], getattr(super(cls, cls), name, None)
+                setattr(cls, name, check_calls(own, base))
 
     def __getattr__(self, name: str) -> Any:
         """Says what to call instead of what other libraries look for."""

@@ -228,7 +228,7 @@ class NUTS(Method):
     def _problem(self, data: Any, num_chains: int, batch_size: int | None, seed: int) -> Problem:
         """The model on all rows, with chains at their starts."""
         opened = open_data(data, None, self._num_data, module_device(self.model))
-        if opened.batch_size is not None:  # a loader
+        if opened.batch_size is not None or not isinstance(opened, TensorData):  # a loader
             everything = rows.concatenate(list(opened.in_order()))
             opened = TensorData(everything, rows.count(everything))
         if batch_size is not None and batch_size != opened.num_data:

@@ -12,6 +12,7 @@ from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import TensorData
 from pyro_scale.errors import ArgumentError
+from pyro_scale.infer.call_checks import check_calls
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.nuts import NUTS
 from pyro_scale.infer.samplers import BAOA, GHMC
@@ -32,6 +33,7 @@ _BATCH, _MANY_ROWS = 2 * 1024, 20_000
 _COMPILATION = 20.0
 
 
+@check_calls
 @without_vmap_warnings()
 def sample(
     model: Any,

@@ -33,6 +33,7 @@ from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, CallError
 from pyro_scale.exact.pointer_check import takes_pointers
 from pyro_scale.infer.approximation import Approximation
+from pyro_scale.infer.call_checks import check_calls
 from pyro_scale.infer.laplace import Laplace
 from pyro_scale.infer.map import MAP
 from pyro_scale.infer.method import Method
@@ -70,6 +71,7 @@ _OF_ONE_RUN = (
 )
 
 
+@check_calls
 @without_vmap_warnings()
 def sbc(
     inference: Method | Mapping[str, Method],

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pyro
 import torch
@@ -23,15 +24,22 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
-from pyro_scale.errors import ArgumentError, CallError, NotRunError
-from pyro_scale.model import derivatives
+from pyro_scale.errors import ArgumentError, CallError, NotRunError, PyroScaleError
+from pyro_scale.model import derivatives, failed_call
 from pyro_scale.model.checks import NotFiniteStartError, check_starts
 from pyro_scale.model.function import function_model
 from pyro_scale.model.init_strategies import init_to_module, init_to_reset, uniform
 from pyro_scale.model.model_info import ModelInfo
 from pyro_scale.model.module_trace import trace_modules
+from pyro_scale.model.networks import check_model
 from pyro_scale.model.partial import Kept
-from pyro_scale.model.preflight import InitFunction, draw_latents, understand, understand_function
+from pyro_scale.model.preflight import (
+    InitFunction,
+    attempt_first,
+    draw_latents,
+    understand,
+    understand_function,
+)
 from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import Recorder, Simulator
 from pyro_scale.model.scaling import Evaluation, Prior
@@ -47,6 +55,22 @@ from pyro_scale.rng.seeds import Purpose, derived_seed
 MOST_STARTS = 20
 
 Params = Mapping[str, Tensor]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _explaining(method: F) -> F:
+    """A method of a log posterior, of params and a batch, that says what is wrong with a batch."""
+
+    @functools.wraps(method)
+    def call(self: LogPosterior, params: Params, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, params, batch, *args, **kwargs)
+        except Exception as error:
+            if (told := self._explain(batch, error)) is None:
+                raise
+            raise told from error
+
+    return call  # type: ignore[return-value]
 
 
 class LogPosterior:
@@ -81,8 +105,7 @@ class LogPosterior:
     """
 
     def __init__(self, model: Callable[..., Any], num_data: int | None = None):
-        if not callable(model):
-            raise ArgumentError(f"model={model!r} is not callable: pass a Pyro model")
+        check_model(model)
         self.model = model
         self._num_data = None if num_data is None else as_count("num_data", num_data)
         self._program = Program(model)
@@ -119,6 +142,7 @@ class LogPosterior:
 
     # ------------------------------------------------------------------ the density
 
+    @_explaining
     def __call__(self, params: Params, batch: Any, indices: Tensor | None = None) -> Evaluation:
         """The log joint at unconstrained params, estimated from a batch.
 
@@ -160,6 +184,7 @@ class LogPosterior:
         """The gradient of each row's log likelihood by site, `[B, ...]`: without N/B."""
         return derivatives.row_gradients(lambda p: self(p, batch, indices).log_lik, params)
 
+    @_explaining
     def log_likelihood(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
@@ -292,18 +317,23 @@ class LogPosterior:
         """The model's arguments as given by position and name, in one of the two forms.
 
         Raises:
-            CallError: the model takes no such arguments.
+            CallError: the model takes no such arguments, or takes them one by one.
         """
-        if not kwargs:
-            return args
-        if not args:
-            return kwargs
-        signature = inspect.signature(getattr(self.model, "forward", self.model))
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise CallError(f"the model, which takes {signature}: {error}") from None
-        return dict(bound.arguments)
+        arguments: Arguments = args or kwargs
+        if args and kwargs:
+            signature = inspect.signature(getattr(self.model, "forward", self.model))
+            try:
+                arguments = dict(signature.bind(*args, **kwargs).arguments)
+            except TypeError as error:
+                raise CallError(f"the model, which takes {signature}: {error}") from None
+        arguments = rows.tables_as_tensors(arguments)
+        values = arguments.values() if isinstance(arguments, dict) else arguments
+        if self._model_info is not None and any(map(failed_call.holds_rows, values)):
+            known = self._model_info.example
+            taken = known.values() if isinstance(known, dict) else known
+            if not any(map(failed_call.holds_rows, taken)):
+                raise failed_call.nested_error()
+        return arguments
 
     def write_points(self, values: Params) -> None:
         """Puts constrained values of points into Pyro's param store, or into their modules."""
@@ -341,10 +371,32 @@ class LogPosterior:
                 contextlib.nullcontext() if last else contextlib.suppress(NotFiniteStartError),
             ):
                 if self._model_info is None:  # of another thread
-                    info = self._preflight(self._program, arguments, init, self._num_data)
+                    info = self._understand(arguments, init)
                     self._model_info = info
                     return None if attempt else unconstrained_values(info.sites)
         return None
+
+    def _understand(self, arguments: Arguments, init: InitFunction) -> ModelInfo:
+        """The preflight, which says what is wrong with the call if that is why it fails."""
+        try:
+            return self._preflight(self._program, arguments, init, self._num_data)
+        except NotFiniteStartError:
+            raise
+        except Exception as error:
+            attempt = partial(attempt_first, init)
+            if (told := failed_call.explain(self.model, arguments, error, attempt)) is None:
+                raise
+            raise told from error
+
+    def _explain(self, batch: Any, error: Exception) -> PyroScaleError | None:
+        """What is wrong with a batch, where the error is about the call."""
+        if self._model_info is None or isinstance(error, PyroScaleError):
+            return None
+        attempt = partial(attempt_first, init_to_value(values=self.values))
+        known = self._model_info.example
+        return failed_call.explain_later(
+            self.model, rows.as_arguments(batch), known, error, attempt
+        )
 
     def renew(self, num_data: int | None) -> LogPosterior:
         """The same, before it has seen a batch; `num_data` counts where it has none itself."""
@@ -445,6 +497,7 @@ class LogPosterior:
 
     # ------------------------------------------------------------------ inside
 
+    @_explaining
     def run(
         self,
         params: Params,

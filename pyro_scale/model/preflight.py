@@ -83,6 +83,15 @@ def draw_latents(
         return program.run(arguments, recorder)
 
 
+def attempt_first(
+    init: InitFunction, model: Callable[..., Any], arguments: Arguments, recorder: Recorder
+) -> None:
+    """Runs a model as for the first time, and evaluates its sites."""
+    with exclusive, own_generator(), torch.no_grad(), InitMessenger(init):
+        Program(model).run(arguments, recorder)
+        terms_of(recorder.sites)
+
+
 def understand(
     program: Program, arguments: Arguments, init: InitFunction, num_data: int | None
 ) -> ModelInfo:
@@ -323,13 +332,6 @@ class _Recipe:
         return [Probe(terms_of(r.sites), o) for r, o in zip(runs, origins, strict=True)], runs
 
 
-#: What to do where data and model are of two dtypes.
-_ONE_DTYPE = (
-    "numbers that the model makes are of torch's default dtype: pass data of the same (x.float()), "
-    "or call torch.set_default_dtype(torch.float64) first"
-)
-
-
 def _first_run(
     program: Program,
     arguments: Arguments,
@@ -354,8 +356,6 @@ def _first_run(
         own_plate(recorder.sites, count)
         check_plate_size(recorder.sites, count, num_data, error)
         error.add_note(f"raised by the model on its first batch: {rows.described(arguments)}")
-        if "dtype" in str(error) or "scalar type" in str(error):
-            error.add_note(_ONE_DTYPE)
         raise
     if not any(site.kind == "latent" for site in recorder.sites.values()):
         raise ModelError(

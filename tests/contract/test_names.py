@@ -77,7 +77,49 @@ WRONG = {
         "subtract_noise='no': pass True or False",
     ),
     "a flag for a path": (lambda: run(store=True), "store=True: pass the path"),
-    "data one by one": (lambda: ps.explain(model, X, Y), "batch_size=a Tensor: pass an int"),
+    "data one by one": (lambda: ps.explain(model, X, Y), r"one tuple or dict, data=\(x, y\)"),
+    "data one by one, as arrays": (
+        lambda: ps.explain(model, X.numpy(), Y.numpy()),
+        r"batch_size is given rows: .* data=\(x, y\)",
+    ),
+    "data one by one, after a run": (
+        lambda: run().log_likelihood(X, Y),
+        r"log_likelihood takes 1 positional .* log_likelihood\(\(x, y\), ...\)",
+    ),
+    "a function's data one by one": (
+        lambda: ps.sample(model, X, Y),
+        r"sample takes 2 positional .* sample\(model, \(x, y\), ...\)",
+    ),
+    "rows in place of a count": (lambda: run().loo((X, Y)), r"num_rows is given rows"),
+    "a device": (
+        lambda: ps.BAOA(model, device="cuda"),
+        r"no hyperparameter 'device': here it is the model's and the data's.*x\.to\(device\)",
+    ),
+    "a run's device": (lambda: run(device="cuda"), "no argument 'device': here it is the model's"),
+    "a function's device": (
+        lambda: ps.explain(model, (X, Y), device="cuda"),
+        "explain has no argument 'device': here it is the model's",
+    ),
+    "a prediction's device": (
+        lambda: run().predict(x=X, device="cuda"),
+        r"the model, which takes \(x, y=None\): .*'device'",
+    ),
+    "a prediction of nothing": (lambda: run().predict(), r"takes \(x, y=None\): missing.*'x'"),
+    "a prediction of a tuple": (lambda: run().predict((X,)), r"one by one: write predict\(x\)"),
+    "a prediction of a list": (lambda: run().predict([X]), r"one by one: write predict\(x\)"),
+    "a step on a tuple": (
+        lambda: ps.BAOA(model, lr=0.1, num_data=20).step((X, Y)),
+        r"one by one: write .*step\(x, y\)",
+    ),
+    "a second step on a tuple": (
+        lambda: [(s := ps.EKF(model, num_data=20)).step(X, Y), s.step((X, Y))],
+        r"one by one: write .*step\(x, y\)",
+    ),
+    "a tuple too many": (lambda: ps.MAP(model).run(((X, Y),), num_steps=1), "one by one"),
+    "too many arguments": (
+        lambda: ps.MAP(model).run((X, Y, X), num_steps=1),
+        r"the model, which takes \(x, y=None\): too many",
+    ),
     "no data": (lambda: ps.BAOA(model, lr=0.1).run(), "BAOA.run: missing a required argument"),
 }
 

@@ -1,11 +1,15 @@
 """What type checkers and editors make of users' programs."""
 
 import inspect
+import pydoc
 import subprocess
 import sys
 
 import pytest
 from methods import TABLE, by_name
+
+import pyro_scale as ps
+from pyro_scale.infer.method import Method
 
 #: Each line after the marks has the mistake that the mark names, or none.
 PROGRAM = """
@@ -36,13 +40,41 @@ def test_mistakes_are_errors(tmp_path):
     assert found == {n: line.partition("#")[2].strip() for n, line in wrong if "#" in line}
 
 
+OF_ALL = [
+    *("init_strategy", "num_data", "compile"),
+    *("precondition", "control_variates", "subtract_noise"),
+]
+PUBLIC = [getattr(ps, name) for name in ps.__all__]
+METHODS = [each for each in PUBLIC if inspect.isclass(each) and issubclass(each, Method)]
+
+
 @pytest.mark.parametrize("row", TABLE, ids=by_name)
 def test_a_sampler_has_its_kernels_hyperparameters(row):
     """By the same names, in the signature that editors show, with the same defaults, but for
     those that can be chosen."""
     own = inspect.signature(row.sampler).parameters
     of_kernel = inspect.signature(row.kernel).parameters
-    assert own.keys() - {"model", "options"} == of_kernel.keys()
+    assert own.keys() - {"model", *OF_ALL} == of_kernel.keys()
     for name, each in of_kernel.items():
         chosen = name in ("lr", "friction")
         assert own[name].default == ("auto" if chosen else each.default)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+def test_every_option_is_shown_with_its_default(method):
+    """By `help`, by Jupyter, which read `inspect.signature`; of a constructor and of `run`."""
+    of_sampler = inspect.signature(ps.Sampler).parameters
+    for function in (method, getattr(method, "run", None)):
+        signature = inspect.signature(function)
+        _, *options = signature.parameters.values()
+        if function is method and issubclass(method, ps.Sampler):
+            if method is ps.Sampler:  # whose hyperparameters are any kernel's
+                assert options.pop().name == "hyperparameters"
+            assert [each.name for each in options][-len(OF_ALL) :] == OF_ALL
+            for each in options[-len(OF_ALL) :]:
+                assert each.default == of_sampler[each.name].default
+        for each in options:
+            assert each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD), each
+            assert each.name == "data" or each.default is not each.empty, each
+    text = pydoc.render_doc(method, renderer=pydoc.plaintext)
+    assert "Unpack" not in text

@@ -81,6 +81,14 @@ def bayesianize(
     """
     if not isinstance(net, nn.Module):
         raise ArgumentError(f"bayesianize takes an nn.Module, not {type(net).__name__}")
+    wrapped = nn.DataParallel, nn.parallel.DistributedDataParallel
+    for name, module in net.named_modules():
+        if isinstance(module, wrapped):
+            place = f"net.{name}" if name else "net"
+            raise ArgumentError(
+                f"{place} is a {type(module).__name__}, whose copies would not have the weights "
+                f"that are drawn: pass {place}.module in its place"
+            )
     if next(net.parameters(), None) is None:
         raise ModelError(f"{type(net).__name__} has no parameters to be Bayesian about")
     if rest not in get_args(Rest):

@@ -1,0 +1,212 @@
+"""NumPy arrays and data frames as tensors of rows.
+
+The tensors have memory of their own: neither side sees what the other one writes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_scale.core.layout import dtype_name
+from pyro_scale.errors import DataError
+
+#: Rounding errors, in sds of a column over the dtype's epsilon: those that cost digits of its
+#: spread, and those below which neighboring values may merge, as they do among millions of rows.
+_MOST_NOISE, _LITTLE_NOISE = 2**13, 2**5
+#: Part of a column's distinct values that must be left.
+_LEAST_DISTINCT = 0.9
+#: Elements that are compared at a time.
+_BLOCK = 2**22
+#: Integers that torch computes little with -> the next that hold them.
+_WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype("uint16"): np.dtype("int32"),
+    np.dtype("uint32"): np.dtype("int64"),
+}
+#: The kind of a dtype that is refused -> what it is, and what to pass.
+_REFUSALS = {
+    "O": ("objects", "numbers (.astype(float), where they are)"),
+    "U": ("strings", "numbers, such as pandas.factorize(...)[0] for an index"),
+    "S": ("strings", "numbers, such as pandas.factorize(...)[0] for an index"),
+    "T": ("strings", "numbers, such as pandas.factorize(...)[0] for an index"),
+    "M": ("dates", "numbers, such as days since the first date"),
+    "m": ("durations", "numbers, such as days"),
+    "c": ("complex numbers", "their parts, .real and .imag"),
+    "category": ("categories", ".cat.codes for an index, or pandas.get_dummies for columns"),
+}
+
+
+def is_table(leaf: object) -> bool:
+    """Whether a leaf of the arguments is rows that are not a tensor yet: an array, a data frame,
+    anything with dimensions that NumPy reads."""
+    if isinstance(leaf, Tensor | np.generic) or not hasattr(leaf, "__array__"):
+        return False
+    return int(np.ndim(leaf)) > 0
+
+
+def tensor_of(table: Any, name: str) -> Tensor:
+    """A table as a tensor `[N, ...]`: a frame of numbers is `[N, columns]`, a series `[N]`.
+
+    Floating-point numbers are in torch's default dtype, integers and booleans as they are.
+
+    Args:
+        table: see `is_table`.
+        name: of the argument, for errors.
+
+    Raises:
+        DataError: it is not made of numbers, some are missing, or the dtype cannot hold them; by
+            argument and column.
+    """
+    where, pandas = f"argument {name}", sys.modules.get("pandas")
+    if pandas is not None and isinstance(table, pandas.DataFrame | pandas.Series):
+        _check_index(table, where)
+        if isinstance(table, pandas.Series):
+            return _convert(_values_of(table, where), where)
+        columns = {f"{where}, column {label!r}": each for label, each in table.items()}
+        return _side_by_side({place: _values_of(each, place) for place, each in columns.items()})
+    if np.ma.is_masked(table):
+        raise _refusal(where, "masked values", "the rows without them")
+    try:
+        values = np.asarray(table)
+    except Exception as error:
+        raise _refusal(where, f"no array that NumPy reads ({error})", "a tensor") from error
+    return _convert(values, where)
+
+
+def _check_index(table: Any, where: str) -> None:
+    """Refuses what would be left out, or read twice, silently."""
+    if table.index.nlevels > 1:
+        raise _refusal(where, "rows with a MultiIndex", ".reset_index(drop=True)")
+    if table.ndim == 1:
+        return
+    if table.columns.nlevels > 1:
+        raise _refusal(where, "columns with a MultiIndex", "one level of names")
+    if not table.columns.is_unique:
+        twice = list(dict.fromkeys(table.columns[table.columns.duplicated()]))
+        raise _refusal(where, f"two columns of one name ({twice})", "each column once")
+    if not len(table.columns):
+        raise _refusal(where, "no columns", "a frame with some")
+
+
+def _values_of(column: Any, where: str) -> np.ndarray:
+    """A column of a frame, whose dtype may be pandas' own: nullable, sparse, Arrow's."""
+    dtype = column.dtype
+    if dtype.name == "category" or dtype.kind not in "biuf":
+        kind = "category" if dtype.name == "category" else dtype.kind
+        is_text = kind == "O" and "str" in str(dtype)
+        raise _unlike_numbers(where, "U" if is_text else kind, dtype)
+    if column.isna().any():
+        raise _missing(where)
+    own = getattr(dtype, "numpy_dtype", getattr(dtype, "subtype", dtype))
+    return np.asarray(column.to_numpy(dtype=own))
+
+
+def _side_by_side(columns: dict[str, np.ndarray]) -> Tensor:
+    """Columns as one table, of floating-point numbers where one of them is."""
+    kinds = {values.dtype.kind for values in columns.values()}
+    if "f" in kinds:
+        return torch.stack([_rounded(values, where) for where, values in columns.items()], -1)
+    return torch.stack(_of_one_dtype([_convert(v, where) for where, v in columns.items()]), -1)
+
+
+def _of_one_dtype(columns: list[Tensor]) -> list[Tensor]:
+    """Integers and booleans, in the dtype that holds them all."""
+    dtype = columns[0].dtype
+    for column in columns:
+        dtype = torch.promote_types(dtype, column.dtype)
+    return [column.to(dtype) for column in columns]
+
+
+def _convert(values: np.ndarray, where: str) -> Tensor:
+    kind = values.dtype.kind
+    if kind not in "biuf":
+        raise _unlike_numbers(where, kind, values.dtype)
+    if kind == "f":
+        return _rounded(values, where)
+    native = values.dtype.newbyteorder("=")
+    if native == np.uint64:
+        raise _refusal(where, "uint64, which torch computes little with", ".astype('int64')")
+    return torch.from_numpy(np.array(values, dtype=_WIDER.get(native, native), order="C"))
+
+
+def _rounded(values: np.ndarray, where: str) -> Tensor:
+    """Numbers in torch's default dtype.
+
+    Raises:
+        DataError: NaN, or a column that rounding would flatten; it names the column.
+    """
+    default, is_float = torch.get_default_dtype(), values.dtype.kind == "f"
+    wide = np.ascontiguousarray(values, _wide_dtype(values))
+    tensor = torch.tensor(np.asarray(wide, np.float64), dtype=default)
+    if not wide.size:
+        return tensor
+    table, rounded = wide.reshape(len(wide), -1), tensor.reshape(len(wide), -1)
+    for place in np.flatnonzero(np.isnan(table.min(0))):
+        raise _missing(_place(where, values.shape, place))
+    if is_float and values.dtype.itemsize <= default.itemsize:
+        return tensor
+    columns = max(1, _BLOCK // len(table))
+    for start in range(0, table.shape[1], columns):
+        part = slice(start, start + columns)
+        narrow = rounded[:, part].double().numpy()
+        for found, why in _losses(table[:, part], narrow, torch.finfo(default).eps):
+            raise _refusal(
+                _place(where, values.shape, start + found),
+                f"numbers that {dtype_name(default)} cannot hold ({why})",
+                "it less its mean, or rescaled (or call torch.set_default_dtype(torch.float64))",
+            )
+    return tensor
+
+
+def _wide_dtype(values: np.ndarray) -> Any:
+    """In which the values are exact."""
+    return np.longdouble if values.dtype.kind != "f" or values.dtype.itemsize > 8 else np.float64
+
+
+def _losses(wide: np.ndarray, narrow: np.ndarray, eps: float) -> Iterator[tuple[int, str]]:
+    """(Place, what is lost) of the columns `[rows, columns]` that rounding would flatten."""
+    finite = np.isfinite(wide)
+    for place in np.flatnonzero((finite & ~np.isfinite(narrow)).any(0)):
+        yield int(place), "they are too large"
+    with np.errstate(all="ignore"):
+        values = np.where(finite, wide, 0)
+        error = np.sqrt(np.mean(np.where(finite, wide - narrow, 0) ** 2, 0))
+        sd = values.std(0)
+        is_constant = sd <= 4 * np.finfo(wide.dtype).eps * np.abs(values).max(0)
+        noise = np.where(is_constant, 0.0, error / sd) / eps
+    for place in np.flatnonzero(noise > _LITTLE_NOISE):
+        left, total = (len(np.unique(each[:, place])) for each in (narrow, wide))
+        if left < _LEAST_DISTINCT * total:
+            yield int(place), f"of {total:,} distinct values {left:,} would be left"
+        elif noise[place] > _MOST_NOISE:
+            yield int(place), f"rounding would move them by {noise[place] * eps:.1g} sds"
+
+
+def _place(where: str, shape: tuple[int, ...], place: Any) -> str:
+    """A column of an array, in words."""
+    if len(shape) < 2:
+        return where
+    if len(shape) == 2:
+        return f"{where}, column {int(place)}"
+    rest = ", ".join(str(int(each)) for each in np.unravel_index(int(place), shape[1:]))
+    return f"{where}, element [:, {rest}]"
+
+
+def _unlike_numbers(where: str, kind: str, dtype: Any) -> DataError:
+    what, instead = _REFUSALS.get(kind, ("no numbers", "columns of numbers"))
+    return _refusal(where, f"{what} ({dtype})", instead)
+
+
+def _missing(where: str) -> DataError:
+    return _refusal(
+        where, "missing values (NaN)", "the rows without them, or values in their place and a mask"
+    )
+
+
+def _refusal(where: str, what: str, instead: str) -> DataError:
+    return DataError(f"{where} has {what}: pass {instead}", code="not-rows")
