@@ -110,6 +110,10 @@ class SiteError(ModelError):
     """One sample site cannot be handled: local, discrete, of changing shape, or not finite."""
 
 
+class CannotDrawError(SiteError, NotImplementedError):
+    """A site's distribution has a density but no draws; it is a `NotImplementedError` as well."""
+
+
 class PlateError(ModelError):
     """It is not certain how often the likelihood is to be counted, so nothing is run."""
 

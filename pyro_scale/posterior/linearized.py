@@ -17,6 +17,7 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.chunks import CHUNK_ROWS, Chunk, is_row_wise
 from pyro_scale.model.curvature import fisher
+from pyro_scale.model.draws import draws
 from pyro_scale.model.sites import Site
 from pyro_scale.model.transforms import bijection
 from pyro_scale.posterior.by_rank import readers_of
@@ -202,7 +203,7 @@ def _draws_of(site: Site, changed: Mapping[str, Tensor]) -> Site:
     fn = type(base)(**{**kept, **arguments, **changed}, validate_args=False)
     if transforms := list(_transforms(site.fn)):
         fn = TransformedDistribution(fn, transforms, validate_args=False)
-    return dataclasses.replace(site, fn=fn, value=fn.sample())
+    return dataclasses.replace(site, fn=fn, value=draws(fn, 1)[0])
 
 
 def _transforms(fn: Any) -> Iterator[Any]:
