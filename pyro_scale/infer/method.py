@@ -29,6 +29,7 @@ from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.prediction_sets import check_asked, predict_sets
 from pyro_scale.posterior.reductions import Reduce, Reduction
 from pyro_scale.posterior.serialization import contents_of, result_of, understood
+from pyro_scale.posterior.site_rows import data_sites
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import Problem, module_device, prepare
 from pyro_scale.run.single_step import Stepping
@@ -447,7 +448,7 @@ class Method:
         }
         if data is None and result.data is None:  # single steps, a file
             return export.to_inference_data(result, groups)
-        source, sites = self._data(data), predictive.data_sites(result)
+        source, sites = self._data(data), data_sites(result)
         observed = predictive.observed_data(result, source)
         if observed:
             groups["observed_data"] = observed

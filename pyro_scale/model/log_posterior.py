@@ -162,10 +162,11 @@ class LogPosterior:
     def log_likelihood(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Each data site's log likelihood a row, `[B]`: without N/B, the user's scale in it."""
+        """Each data site's log likelihood a row, `[B]`: without N/B, the user's scale in it.  Where
+        rows depend on each other, each is given the others."""
         arguments = rows.as_arguments(batch)
         sites = self.run(params, arguments, indices).sites
-        return self.model_info.scaling.rows_of_run(sites, self.batch_size(arguments))
+        return self.model_info.scaling.log_likelihood(sites, self.batch_size(arguments))
 
     def simulate(
         self,

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core.onednn import PlainLSTM
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError
-from pyro_scale.fullbatch.chunks import CHUNK_ROWS, Chunk, is_row_wise
+from pyro_scale.fullbatch.chunks import Chunk
 from pyro_scale.model.curvature import fisher
 from pyro_scale.model.draws import draws
 from pyro_scale.model.sites import Site
@@ -25,14 +25,14 @@ from pyro_scale.posterior.draws import in_chunks
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.posterior.predictive import (
     as_dtype,
-    chunks_for,
-    data_sites,
+    explain_failures,
     join,
-    row_axes,
     spread_evenly,
 )
 from pyro_scale.posterior.probit import GivenLogits, check_probit, shrink, sum_of_squares
 from pyro_scale.posterior.reductions import Reduce, Reduction, reduction_of
+from pyro_scale.posterior.row_batches import row_batches
+from pyro_scale.posterior.site_rows import data_sites
 
 
 def predict(
@@ -52,7 +52,7 @@ def predict(
     """
     if not fit.gaussians:
         raise ArgumentError("linearized=True needs a Gaussian: fit Laplace, VI or EKF")
-    here = fit.thin(torch.arange(0))  # what it knows of the model
+    here = fit.thin(torch.arange(1))  # what it knows of the model
     names = list(data_sites(here))
     if not names:
         raise ArgumentError("linearized=True: the model has no observed site with a distribution")
@@ -63,12 +63,7 @@ def predict(
             )
     total = fit.num_starts * fit.num_draws
     positions = fit.by_start(spread_evenly(total, total if num_samples is None else num_samples))
-    reduction, axes = None, row_axes(here)
-    if reduce is not None:
-        reduction = reduction_of(reduce)
-        axes = {n: reduction.axis(fit.log_posterior.model_info.sites[n], axes[n]) for n in names}
-        if batch_size is None and is_row_wise(fit.log_posterior):
-            batch_size = CHUNK_ROWS
+    reduction = None if reduce is None else reduction_of(reduce)
 
     def kept(chunk: Chunk) -> dict[str, Any]:
         drawn = [
@@ -83,9 +78,16 @@ def predict(
     asked = {"num_samples": num_samples, "batch_size": batch_size, "return_sites": return_sites}
     asked["probit"] = probit
     with readers_of(here, "linearized predict", arguments, True, reduce=reduce, **asked) as readers:
-        chunks = chunks_for(here, arguments, batch_size, readers.share)
-        values = join(readers.map(kept, chunks), axes)
-    return as_dtype(values, fit.layout.dtype) if reduction else values
+        with explain_failures(here, arguments, batch_size):
+            batches = row_batches(
+                here, arguments, batch_size, return_sites or names, readers.share, bool(reduction)
+            )
+            values = readers.map(kept, batches.chunks)
+        sites, axes = fit.log_posterior.model_info.sites, dict(batches.axes)
+        if reduction is not None:
+            axes = {name: reduction.axis(sites[name], axis) for name, axis in axes.items()}
+        joined = join(values, axes)
+    return as_dtype(joined, fit.layout.dtype) if reduction else joined
 
 
 def _reduce_draws(sites: Sequence[Site], reduction: Reduction | None) -> Any:
