@@ -115,10 +115,8 @@ class Generator:
                 "sbc: the model observes nothing: pass the data that it is run on, observations "
                 "included"
             )
-        axes, leaves = (
-            data_axes(log_posterior.model_info, apart=True),
-            pytree.tree_leaves(arguments),
-        )
+        axes = data_axes(log_posterior.model_info, apart=True)
+        leaves = pytree.tree_leaves(arguments)
         has_rows = rows.count(arguments) is not None
         places = {
             name: _place(site, axes.get(name) if has_rows else None, leaves)

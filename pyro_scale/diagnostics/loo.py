@@ -181,8 +181,8 @@ def _own_latents(result: Result, data: Data, heavy: Tensor, total: int) -> str:
         if 2 * count > len(heavy):
             which = "each row" if is_own.all() else f"each of {int(is_own.sum())} rows"
             return (
-                f"{which} has a latent of its own ('{name}'), which without the row is no more than "
-                "its prior: sum it out of the likelihood first"
+                f"{which} has a latent of its own ('{name}'), of which the other rows say no more "
+                "than its prior: sum it out of the likelihood first"
             )
     return ""
 

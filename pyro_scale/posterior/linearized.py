@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.chunks import Chunk
 from pyro_scale.model.curvature import fisher
+from pyro_scale.model.derivatives import jacobian_rows
 from pyro_scale.model.draws import draws
 from pyro_scale.model.sites import Site
 from pyro_scale.model.transforms import bijection
@@ -136,19 +137,27 @@ def _draw(
         now, change = torch.func.jvp(outputs, (center,), (away,))[:2]
         return {n: {k: now[n][k] + change[n][k] for k in now[n]} for n in now}
 
-    with torch.no_grad(), PlainLSTM():
+    with torch.no_grad():
         try:
+            with PlainLSTM():
+                if probit:
+                    variances = sum_of_squares(change, fit, start)
+                else:
+                    chunks = list(in_chunks(moved, [positions - center]))
+        except RuntimeError:  # of what has no forward derivatives, such as packed sequences
             if probit:
-                variances = sum_of_squares(change, fit, start)
-                shrunk = pytree.tree_map(shrink, outputs(center), variances)
-                chunks = [pytree.tree_map(lambda x: x.expand(len(positions), *x.shape), shrunk)]
+                axes = torch.eye(len(fit.places)).to(center)
+                squares = _changes(outputs, center, fit.at(start, axes) - center)
+                variances = pytree.tree_map(lambda x: x.square().sum(0), squares)
             else:
-                chunks = list(in_chunks(moved, [positions - center]))
-        except NotImplementedError as error:
-            raise ArgumentError(
-                f"linearized=True: an operation of the model has no forward derivative ({error}): "
-                "for attention, run under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-            ) from error
+                chunks = [
+                    pytree.tree_map(
+                        torch.add, outputs(center), _changes(outputs, center, positions - center)
+                    )
+                ]
+        if probit:
+            shrunk = pytree.tree_map(shrink, outputs(center), variances)
+            chunks = [pytree.tree_map(lambda x: x.expand(len(positions), *x.shape), shrunk)]
         joined_sites = pytree.tree_map(lambda *parts: torch.cat(parts), *chunks)
         return {
             name: _draws_of(
@@ -157,6 +166,21 @@ def _draw(
             )
             for name in names
         }
+
+
+def _changes(outputs: Callable[[Tensor], Any], center: Tensor, away: Tensor) -> Any:
+    """The derivatives of a pytree of tensors, a function of params [D], along `[n, D]`: by a
+    backward pass for each number in it, which takes any layer that can be trained."""
+    with torch.enable_grad():
+        leaf = center.detach().clone().requires_grad_()
+        values, structure = pytree.tree_flatten(outputs(leaf))
+        flat = torch.cat([value.reshape(-1) for value in values])
+    found = torch.cat([away @ rows.mT for _, rows in jacobian_rows(flat, [leaf])], dim=1)
+    parts = found.split([value.numel() for value in values], dim=1)
+    pairs = zip(parts, values, strict=True)
+    return pytree.tree_unflatten(
+        [part.reshape(len(away), *value.shape) for part, value in pairs], structure
+    )
 
 
 def _linear_arguments(site: Site) -> dict[str, Any]:

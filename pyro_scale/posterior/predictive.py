@@ -68,9 +68,8 @@ def log_likelihood_of_rows(result: Result, params: Params, chunk: Chunk) -> Tens
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"'{name}': {size}" for name, size in sizes.items())
         raise ArgumentError(
-            f"the sites' log likelihoods have different numbers of values ({listed}), so rows cannot "
-            "be left out with all their sites: take one site of to_arviz(), arviz.loo(idata, "
-            "var_name=...)"
+            f"the sites' log likelihoods have different numbers of values ({listed}), so there are "
+            "no rows with all sites: take one site, arviz.loo(fit.to_arviz(), var_name=...)"
         )
     return torch.stack(list(values.values())).sum(0)[chunk.keep]
 

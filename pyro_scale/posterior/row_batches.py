@@ -21,7 +21,7 @@ from pyro_scale.fullbatch.chunks import CHUNK_ROWS, Chunk, is_row_wise, split
 from pyro_scale.model.classify import close
 from pyro_scale.model.log_posterior import Params
 from pyro_scale.model.module_trace import trace_modules
-from pyro_scale.model.recorder import Recorder
+from pyro_scale.model.recorder import LatentShapeChanged, Recorder
 from pyro_scale.model.sites import Site
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.site_rows import chosen_sites, data_sites, row_axes
@@ -86,6 +86,14 @@ def row_batches(
                 f"batch_size={batch_size}: site '{error}' is not the same for a row by itself as "
                 "beside other rows (a lag, a sum or a mean over rows, ...), so all rows have to be "
                 "predicted together: leave batch_size out"
+            ) from None
+        return whole
+    except LatentShapeChanged as error:
+        if is_asked:
+            raise ArgumentError(
+                f"batch_size={batch_size}: site '{error.name}' has a value for each row that the "
+                "model was run on, so all of them have to be predicted together: leave batch_size "
+                "out"
             ) from None
         return whole
     except Exception:  # the model's own, on fewer rows
@@ -213,8 +221,8 @@ def _are_alike(
 
 
 def _compared(site: Site) -> tuple[Tensor, int]:
-    """(What rows are compared by, dimensions of the value that it lacks): of a distribution, the log
-    densities of the elements of a draw."""
+    """(What rows are compared by, how many of the value's dimensions it lacks): of a distribution,
+    the log densities of a draw's elements."""
     if site.kind != "observed":
         return site.value.double(), 0
     fn = site.fn
