@@ -294,16 +294,14 @@ class LogPosterior:
         Raises:
             CallError: the model takes no such arguments.
         """
-        if not kwargs:
-            return args
-        if not args:
-            return kwargs
         signature = inspect.signature(getattr(self.model, "forward", self.model))
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise CallError(f"the model, which takes {signature}: {error}") from None
-        return dict(bound.arguments)
+        if not kwargs:
+            return args
+        return dict(bound.arguments) if args else kwargs
 
     def write_points(self, values: Params) -> None:
         """Puts constrained values of points into Pyro's param store, or into their modules."""

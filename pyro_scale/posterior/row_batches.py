@@ -161,7 +161,7 @@ def _axes_of_batches(
             if name in rules and rules[name].whole_data:
                 raise _RowsDepend(name)
         drawn = {name: run.sites[name].value for name in run.drawn}
-        again = _run(result, both, drawn).sites
+        again = _run(result, both, drawn, seed=1).sites
         is_random = not all(_are_alike(result, run.sites[n], again[n], None) for n in names)
         for part in (slice(0, size), slice(size, count)):
             some = rows.take(both, part)
@@ -180,10 +180,12 @@ def _axes_of_batches(
     return axes
 
 
-def _run(result: Result, arguments: Arguments, drawn: Params | None = None) -> Recorder:
+def _run(
+    result: Result, arguments: Arguments, drawn: Params | None = None, seed: int = 0
+) -> Recorder:
     """The model at the first draw, its observations drawn anew, or as they were drawn."""
     params = result.layout.unflatten(result.positions[0, 0])
-    with own_generator(0), torch.no_grad(), trace_modules():
+    with own_generator(seed), torch.no_grad(), trace_modules():
         return result.log_posterior.simulate(params, arguments, None, drawn)
 
 
