@@ -22,7 +22,7 @@ from repetitions import each_once, long_but
 import pyro_scale as ps
 from pyro_scale import metrics
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.posterior import draws, predictive, reductions, row_batches
+from pyro_scale.posterior import draws, reductions, row_batches
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore")]
 SIZE = 12

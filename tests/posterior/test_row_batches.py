@@ -183,7 +183,7 @@ def test_a_model_that_draws_by_itself_is_predicted_in_batches():
 @pytest.mark.parametrize("how", [{"linearized": True}, {"linearized": True, "reduce": "mean"}])
 def test_linearized_predictions_are_split_alike(how):
     fit = ps.Laplace(lagged).run((X, Y), seed=0, progress=False)
-    with pytest.raises(ArgumentError, match="site 'y'.*leave batch_size out"):
+    with pytest.raises(ArgumentError, match=r"site 'y'.*leave batch_size out"):
         fit.predict(X, batch_size=20, num_samples=10, **how)
     assert fit.predict(X, num_samples=10, **how)["y"].shape[-1] == N
 
