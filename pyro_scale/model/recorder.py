@@ -255,7 +255,9 @@ class Simulator(Recorder):
             try:
                 value = msg["fn"](*msg["args"], **msg["kwargs"])
             except NotImplementedError as error:
-                raise CannotDrawError(cannot_draw(msg["name"], msg["fn"], error)) from error
+                refused = CannotDrawError(cannot_draw(msg["name"], msg["fn"], error))
+                refused.missing = {msg["name"]: torch.full(msg["fn"].shape(), torch.nan)}
+                raise refused from error
         msg["value"], msg["done"] = value, True
 
     def _pyro_post_sample(self, msg: Any) -> None:

@@ -22,8 +22,8 @@ from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.sites import Site
 from pyro_scale.posterior.by_rank import Readers, readers_of
 from pyro_scale.posterior.draws import Result
-from pyro_scale.posterior.reductions import Mean, Reduce, Reduction, reduction_of
-from pyro_scale.posterior.row_batches import RowBatches, row_batches
+from pyro_scale.posterior.reductions import Mean, Reduce, Reduction, Values, reduction_of
+from pyro_scale.posterior.row_batches import RowBatches, row_batches, run_at_first_draw
 from pyro_scale.posterior.site_rows import chosen_sites, data_sites, row_axes
 
 
@@ -216,9 +216,11 @@ def _reduce(
     def kept(chunk: Chunk) -> tuple[dict[str, Any], dict[str, int]]:
         """(Of every site, where its rows are)."""
         where: dict[str, int] = {}
+        takes_draws = issubclass(reduction.gathered, Values)
+        no_draws = {} if takes_draws else _without_draws(result, chunk)
 
         def terms(params: dict[str, Tensor]) -> Any:
-            sites = _sites(result, params, chunk, return_sites, reduction.observed_only)
+            sites = _sites(result, params, chunk, return_sites, reduction.observed_only, no_draws)
             where.update((n, reduction.axis(sites[n], axes[n])) for n in sites if n in axes)
             return {name: reduction.terms(site) for name, site in sites.items()}
 
@@ -233,15 +235,23 @@ def _reduce(
     return join([(totals, chunk) for (totals, _), chunk in parts], parts[0][0][1])
 
 
+def _without_draws(result: Result, chunk: Chunk) -> dict[str, Tensor]:
+    """Sites whose distributions have no draws, with NaN for one: what moments need not know."""
+    run = run_at_first_draw(result, chunk.arguments, chunk.indices)
+    values = {name: run.sites[name].value for name in run.drawn}
+    return {n: value for n, value in values.items() if bool(value.isnan().all())}
+
+
 def _sites(
     result: Result,
     params: dict[str, Tensor],
     chunk: Chunk,
     return_sites: Sequence[str] | None,
     observed_only: bool = False,
+    drawn: Params | None = None,
 ) -> dict[str, Site]:
     """The sites that are asked for, of one draw."""
-    sites = result.log_posterior.simulate(params, chunk.arguments, chunk.indices).sites
+    sites = result.log_posterior.simulate(params, chunk.arguments, chunk.indices, drawn).sites
     names = chosen_sites(result, sites, return_sites)
     if return_sites is None and observed_only:
         names = [name for name in names if sites[name].kind == "observed"]

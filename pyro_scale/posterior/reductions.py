@@ -318,7 +318,13 @@ def _moment(site: Site, which: Literal["mean", "variance"]) -> Tensor:
             raise NotImplementedError  # theirs are of directions
         return getattr(fn, which)
     except (NotImplementedError, AttributeError) as error:
+        no_draws = site.value.is_floating_point() and bool(site.value.isnan().all())
+        fix = (
+            "give its class one, or a sample() method"
+            if no_draws
+            else "pass quantiles' levels, such as reduce=[0.05, 0.5, 0.95]"
+        )
         raise ArgumentError(
             f"reduce: there is no {which} in closed form for site '{site.name}' "
-            f"({type(fn).__name__}): pass quantiles' levels, such as reduce=[0.05, 0.5, 0.95]"
+            f"({type(fn).__name__}): {fix}"
         ) from error

@@ -16,7 +16,7 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.data.loaders import check_tensors
 from pyro_scale.distributed.shares import WHOLE, Share
-from pyro_scale.errors import ArgumentError, DataError
+from pyro_scale.errors import ArgumentError, CannotDrawError, DataError
 from pyro_scale.fullbatch.chunks import CHUNK_ROWS, Chunk, is_row_wise, split
 from pyro_scale.model.classify import close
 from pyro_scale.model.log_posterior import Params
@@ -155,17 +155,17 @@ def _axes_of_batches(
     for start in dict.fromkeys((0, last - size)):
         count = min(2 * size, num_rows - start)
         both = rows.take(arguments, slice(start, start + count))
-        run = _run(result, both)
+        run = run_at_first_draw(result, both)
         names = chosen_sites(result, run.sites, return_sites)
         for name in names:
             if name in rules and rules[name].whole_data:
                 raise _RowsDepend(name)
         drawn = {name: run.sites[name].value for name in run.drawn}
-        again = _run(result, both, drawn, seed=1).sites
+        again = run_at_first_draw(result, both, drawn=drawn, seed=1).sites
         is_random = not all(_are_alike(result, run.sites[n], again[n], None) for n in names)
         for part in (slice(0, size), slice(size, count)):
             some = rows.take(both, part)
-            alone = _run(result, some).sites
+            alone = run_at_first_draw(result, some).sites
             every = {
                 n: _axis(run.sites[n], alone[n], count) for n in dict.fromkeys([*names, *drawn])
             }
@@ -173,20 +173,29 @@ def _axes_of_batches(
             if is_random:  # by itself, so that nothing can be compared
                 continue
             kept = {name: _rows(value, every[name], part) for name, value in drawn.items()}
-            alone = _run(result, some, kept).sites
+            alone = run_at_first_draw(result, some, drawn=kept).sites
             for name in names:
                 if not _are_alike(result, run.sites[name], alone[name], every[name], part):
                     raise _RowsDepend(name)
     return axes
 
 
-def _run(
-    result: Result, arguments: Arguments, drawn: Params | None = None, seed: int = 0
+def run_at_first_draw(
+    result: Result,
+    arguments: Arguments,
+    indices: Tensor | None = None,
+    drawn: Params | None = None,
+    seed: int = 0,
 ) -> Recorder:
-    """The model at the first draw, its observations drawn anew, or as they were drawn."""
-    params = result.layout.unflatten(result.positions[0, 0])
-    with own_generator(seed), torch.no_grad(), trace_modules():
-        return result.log_posterior.simulate(params, arguments, None, drawn)
+    """The model at the first draw, its observations drawn anew, or as they were drawn; NaN where a
+    distribution has no draws."""
+    params, values = result.layout.unflatten(result.positions[0, 0]), dict(drawn or {})
+    while True:
+        try:
+            with own_generator(seed), torch.no_grad(), trace_modules():
+                return result.log_posterior.simulate(params, arguments, indices, values)
+        except CannotDrawError as error:
+            values |= error.missing
 
 
 def _axis(site: Site, alone: Site, count: int) -> int | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pyro_scale as ps
-from pyro_scale.errors import CannotDrawError, ModelError
+from pyro_scale.errors import ArgumentError, CannotDrawError, ModelError
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore")]
 QUIET = {"seed": 0, "progress": False}
@@ -142,11 +142,30 @@ def test_a_distribution_without_draws_says_so():
     with pytest.raises(CannotDrawError, match=r"'y': a DensityAlone.*curvature='hessian'"):
         curvature.dense({"b": torch.tensor(1.0)}, (x, 2 * x))
     fit = ps.Laplace(model, curvature="hessian").run((x, 2 * x), **QUIET)
-    for how in ({}, {"reduce": "mean"}, {"interval": 0.9}):
+    with pytest.raises(ArgumentError, match=r"no mean.*give its class one, or a sample"):
+        fit.predict(x, reduce="mean")
+    for how in ({}, {"reduce": [0.1, 0.9]}, {"interval": 0.9}):
         with pytest.raises(CannotDrawError, match="'y': a DensityAlone cannot be drawn: give its"):
             fit.predict(x, **how)
     with pytest.raises(NotImplementedError):  # which it is as well
         fit.to_arviz(posterior_predictive=True)
+
+
+@pytest.mark.parametrize("batch_size", [None, 7])
+def test_a_mean_in_closed_form_needs_no_draws(batch_size):
+    def model(x, y=None, z=None):
+        b = pyro.sample("b", dist.Normal(0.0, 5.0))
+        with pyro.plate("data", len(x)):
+            fn = dist.LogNormalNegativeBinomial(3.0, b * x, torch.tensor(0.3))
+            pyro.sample("y", fn, obs=y)
+            pyro.sample("z", dist.Normal(b * x, 1.0), obs=z)
+
+    x, y = X[:, 0], DEPTH
+    fit = ps.MAP(model).run((x, y, x), num_steps=50, **QUIET)
+    found, b = fit.predict(x, reduce="mean", batch_size=batch_size), fit.get_samples()["b"]
+    exact = 3 * (b * x + 0.3**2 / 2).exp()
+    torch.testing.assert_close(found["y"], exact, rtol=1e-3, atol=0)  # its own is by quadrature
+    torch.testing.assert_close(found["z"], b * x, rtol=1e-9, atol=1e-9)
 
 
 def numbers(x, y=None):
