@@ -13,7 +13,9 @@ from `PyroScaleWarning`, so that a program or a CI can turn some of them into er
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
 
 #: The page that says what to do about a symptom, in a section for each code.
 SYMPTOMS = "https://pyro-scale.github.io/pyro-scale/symptoms.html"
@@ -108,6 +110,16 @@ class ModelError(PyroScaleError):
 
 class SiteError(ModelError):
     """One sample site cannot be handled: local, discrete, of changing shape, or not finite."""
+
+
+class CannotDrawError(SiteError, NotImplementedError):
+    """A site's distribution has a density but no draws; it is a `NotImplementedError` as well.
+
+    Attributes:
+        missing: the site -> NaN, of the shape of a draw.
+    """
+
+    missing: Mapping[str, Any] = MappingProxyType({})
 
 
 class PlateError(ModelError):

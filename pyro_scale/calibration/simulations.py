@@ -23,7 +23,7 @@ from pyro_scale.model.checks import inside_support
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.sites import Site
 from pyro_scale.posterior.draws import in_chunks
-from pyro_scale.posterior.predictive import data_axes
+from pyro_scale.posterior.site_rows import data_axes
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: Data sets that are drawn at a time, by a seed of their own: the same, however many there are.
@@ -115,7 +115,8 @@ class Generator:
                 "sbc: the model observes nothing: pass the data that it is run on, observations "
                 "included"
             )
-        axes, leaves = data_axes(log_posterior.model_info), pytree.tree_leaves(arguments)
+        axes = data_axes(log_posterior.model_info, apart=True)
+        leaves = pytree.tree_leaves(arguments)
         has_rows = rows.count(arguments) is not None
         places = {
             name: _place(site, axes.get(name) if has_rows else None, leaves)

@@ -17,7 +17,8 @@ from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleError
 from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import Result
-from pyro_scale.posterior.predictive import data_sites, predictive_means
+from pyro_scale.posterior.predictive import predictive_means
+from pyro_scale.posterior.site_rows import data_sites
 
 #: R-hat above which chains are said not to agree, given so many draws in all and of each chain
 #: (Vehtari et al. 2021 ask for an ESS of 400); and, as it may be chance, of fewer, but so many.

@@ -14,12 +14,13 @@ from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.divergence import explosion
+from pyro_scale.diagnostics.own_latents import own_latents
 from pyro_scale.errors import ApproximationWarning, ArgumentError
-from pyro_scale.fullbatch.chunks import Chunk, chunks_of, chunks_with
+from pyro_scale.fullbatch.chunks import chunks_of, chunks_with
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.by_rank import Readers, readers_of
 from pyro_scale.posterior.draws import Result
-from pyro_scale.posterior.predictive import log_likelihood_of
+from pyro_scale.posterior.predictive import row_log_likelihood
 
 #: The shape of the weights' tail above which a row's estimate is not to be trusted, at most
 #: (Vehtari et al. 2024); with S draws it is 1 - 1/log10(S) where that is less.
@@ -42,6 +43,7 @@ class Loo:
         rows: the places of those that were evaluated, `[m]`.
         pointwise: of each of them, `[m]`, in nats.
         pareto_k: the shape of the tail of each one's weights, `[m]`.
+        note: what makes it unreliable, where that is known.
     """
 
     elpd: float
@@ -51,12 +53,14 @@ class Loo:
     rows: Tensor
     pointwise: Tensor
     pareto_k: Tensor
+    note: str = ""
 
     def __str__(self) -> str:
         of = f"{len(self.rows)} of {self.num_data} rows"
         extra = f", {self.subsampling_se:.1f} of it for the choice of rows" if self._is_part else ""
         error = math.hypot(self.se, self.subsampling_se)
-        return f"elpd {self.elpd:.1f} ± {error:.1f}{extra} (PSIS-LOO, {of})"
+        note = f"; {self.note}" if self.note else ""
+        return f"elpd {self.elpd:.1f} ± {error:.1f}{extra} (PSIS-LOO, {of}){note}"
 
     @property
     def _is_part(self) -> bool:
@@ -81,9 +85,11 @@ def loo(result: Result, data: Data, num_rows: int | None, seed: int) -> Loo:
     Warns:
         UserWarning: some rows' weights have too heavy a tail.
     """
-    rules = result.log_posterior.model_info.scaling.rules.values()
-    if not any(rule.role == "rows" for rule in rules):
-        raise ArgumentError("loo: the model has no data site with a value a row")
+    rules = result.log_posterior.model_info.scaling.rules
+    if all(rule.dim is None for rule in rules.values()):
+        joint = [n for n, rule in rules.items() if rule.whole_data and rule.role == "global"]
+        why = f": site '{joint[0]}' is one joint density of all rows" if joint else ""
+        raise ArgumentError(f"loo: the model has no data site with a value a row{why}")
     draws = result.positions.shape[:2].numel()
     if draws < _FEWEST_DRAWS:
         raise ArgumentError(f"loo: {draws} draws are too few to weigh: {_FEWEST_DRAWS} are needed")
@@ -91,7 +97,7 @@ def loo(result: Result, data: Data, num_rows: int | None, seed: int) -> Loo:
         near = chosen = None
         if num_rows is None:
             chunks = chunks_of(result.log_posterior, data, share=readers.share)
-            parts = [_log_lik(result, chunk) for chunk in chunks]
+            parts = [row_log_likelihood(result, chunk) for chunk in chunks]
         else:
             near = _at_the_mean(result, data, readers)
             total = len(near)
@@ -99,15 +105,16 @@ def loo(result: Result, data: Data, num_rows: int | None, seed: int) -> Loo:
             source = torch.Generator().manual_seed(seed)
             chosen = torch.randperm(total, generator=source)[:count].sort().values
             some = chunks_with(result.log_posterior, data, chosen, readers.share)
-            parts = [_log_lik(result, chunk)[:, places] for chunk, places in some]
+            parts = [row_log_likelihood(result, chunk)[:, places] for chunk, places in some]
         every = torch.cat(readers.gather(_left_out(result, parts)))
-        return _estimate(result, every, chosen, near)
+        return _estimate(result, data, every, chosen, near)
 
 
-def _estimate(result: Result, every: Tensor, chosen: Tensor | None, near: Tensor | None) -> Loo:
+def _estimate(
+    result: Result, data: Data, every: Tensor, chosen: Tensor | None, near: Tensor | None
+) -> Loo:
     """The estimate from chosen rows' log densities and tails, `[m, 2]`; of all by default."""
     pointwise, pareto_k = every.unbind(1)
-    _warn_of_tails(result, pareto_k)
     if chosen is None:
         chosen = torch.arange(len(pointwise))
     if near is None:
@@ -115,6 +122,7 @@ def _estimate(result: Result, every: Tensor, chosen: Tensor | None, near: Tensor
     total, count = len(near), len(chosen)
     if total < 2:
         raise ArgumentError("loo: there is only one row: pass two or more")
+    note = _warn_of_tails(result, data, pareto_k, chosen, total)
     ratio, gap = total / count, pointwise - near[chosen]
     elpd = near.sum() + ratio * gap.sum()
     error = total**2 * (1 - 1 / ratio) * gap.var() / count
@@ -128,6 +136,7 @@ def _estimate(result: Result, every: Tensor, chosen: Tensor | None, near: Tensor
         rows=chosen,
         pointwise=pointwise,
         pareto_k=pareto_k,
+        note=note,
     )
 
 
@@ -142,19 +151,40 @@ def _left_out(result: Result, parts: Sequence[Tensor]) -> list[Tensor]:
     return list(values.split([part.shape[1] for part in parts]))
 
 
-def _warn_of_tails(result: Result, pareto_k: Tensor) -> None:
+def _warn_of_tails(result: Result, data: Data, pareto_k: Tensor, chosen: Tensor, total: int) -> str:
+    """Warns of rows whose weights have too heavy a tail, and returns why they have, where that is
+    known."""
     draws = result.positions.shape[:2].numel()
     most = min(_MOST_K, 1 - 1 / math.log10(max(draws, 11)))
-    heavy = int((~(pareto_k <= most)).sum())  # NaN among them
-    if heavy:
-        exploded = explosion(result)
-        warn(
-            ApproximationWarning,
-            exploded
-            or f"LOO: the estimate may be unreliable for {heavy} of {len(pareto_k)} rows with "
-            f"Pareto k > {most:.2f}: inspect these rows, or use a likelihood with heavier tails",
-            code="exploded" if exploded else "pareto-k",
-        )
+    is_heavy = ~(pareto_k <= most)  # NaN among them
+    heavy = int(is_heavy.sum())
+    if not heavy:
+        return ""
+    exploded = explosion(result)
+    if exploded:
+        warn(ApproximationWarning, exploded, code="exploded")
+        return ""
+    note = _own_latents(result, data, chosen[is_heavy], total)
+    warn(
+        ApproximationWarning,
+        f"LOO: the estimate may be unreliable for {heavy} of {len(pareto_k)} rows with Pareto k > "
+        f"{most:.2f}: {note or 'inspect these rows, or use a likelihood with heavier tails'}",
+        code="pareto-k",
+    )
+    return note
+
+
+def _own_latents(result: Result, data: Data, heavy: Tensor, total: int) -> str:
+    """What to do where most of some rows have a latent of their own, else nothing."""
+    for name, is_own in own_latents(result, data, total).items():
+        count = int(is_own[heavy].sum())
+        if 2 * count > len(heavy):
+            which = "each row" if is_own.all() else f"each of {int(is_own.sum())} rows"
+            return (
+                f"{which} has a latent of its own ('{name}'), of which the other rows say no more "
+                "than its prior: sum it out of the likelihood first"
+            )
+    return ""
 
 
 def _relative_ess(result: Result) -> float:
@@ -178,10 +208,5 @@ def _at_the_mean(result: Result, data: Data, readers: Readers) -> Tensor:
     mean = torch.stack([block.sum(0) / total for block in result.blocks()]).sum(0)
     there = dataclasses.replace(result, positions=mean[None, None])
     chunks = chunks_of(result.log_posterior, data, share=readers.share)
-    parts = readers.map(lambda chunk: _log_lik(there, chunk)[0], chunks)
+    parts = readers.map(lambda chunk: row_log_likelihood(there, chunk)[0], chunks)
     return torch.cat([part for part, _ in parts]).double().cpu()
-
-
-def _log_lik(result: Result, chunk: Chunk) -> Tensor:
-    """Log likelihoods of a chunk's new rows, all data sites together, `[draws, rows]`."""
-    return torch.stack(list(log_likelihood_of(result, chunk).values())).sum(0)

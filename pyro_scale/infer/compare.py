@@ -23,7 +23,8 @@ from pyro_scale.infer.nuts import NUTS
 from pyro_scale.infer.svgd import SVGD
 from pyro_scale.metrics.regression import log_predictive_density
 from pyro_scale.posterior.draws import Result
-from pyro_scale.posterior.predictive import data_sites, log_likelihood_of, resample_equally
+from pyro_scale.posterior.predictive import resample_equally, row_log_likelihood
+from pyro_scale.posterior.site_rows import data_sites
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -239,8 +240,8 @@ def _held_out(name: str, method: Method, data: Any) -> dict[str, float]:
         raise ArgumentError(f"data: the model of '{name}' has no data site with a value a row")
     parts = []
     for chunk in chunks_of(drawn.log_posterior, method._data(data)):
-        of_sites = list(log_likelihood_of(drawn, chunk).values())
-        parts.append(log_predictive_density(torch.stack(of_sites).sum(0).double()))
+        log_lik = row_log_likelihood(drawn, chunk)
+        parts.append(log_predictive_density(log_lik.double()))
     density = torch.cat(parts)
     error = float(density.std()) / len(density) ** 0.5 if len(density) > 1 else math.nan
     return {"lpd": float(density.mean()), "lpd_se": error}

@@ -30,6 +30,7 @@ from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.prediction_sets import check_asked, predict_sets
 from pyro_scale.posterior.reductions import Reduce, Reduction
 from pyro_scale.posterior.serialization import contents_of, result_of, understood
+from pyro_scale.posterior.site_rows import data_sites
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import Problem, module_device, prepare
 from pyro_scale.run.single_step import Stepping
@@ -253,7 +254,9 @@ class Method:
     def log_likelihood(self, data: Any = None) -> dict[str, Tensor]:
         """Each data site's log likelihood, `[chains * draws, N]` in nats, a value a row.
 
-        Without N/B, with the user's own scale and mask; in the order of the data set.  After
+        Without N/B, with the user's own scale and mask; in the order of the data set.  Where rows
+        depend on each other, each is given the others; a joint density of all rows is left out.
+        After
         `run(distributed="all")`, to be called on every rank, as they share the rows out; so are
         `loo`, `predict`, and `to_arviz` for these.
 
@@ -285,10 +288,12 @@ class Method:
             seed: which rows are drawn.
 
         Draws are taken as draws of the posterior.  For an approximation, the result is only as good
-        as the approximation.
+        as the approximation.  Where rows depend on other rows (lags), each is left out given the
+        others: its term of the likelihood is, and what it is to other rows stays.
 
         Raises:
-            ArgumentError: no data site with a value a row, under two rows, under 20 draws.
+            ArgumentError: no data site with a value a row, such as a joint density of all rows;
+                sites with different numbers of values; under two rows, under 20 draws.
 
         Warns:
             ApproximationWarning: the estimate may be unreliable for some rows (Pareto k).
@@ -349,7 +354,8 @@ class Method:
             *args: the model's own.
             **kwargs: the model's own.
             num_samples: how many of the posterior draws to use, evenly thinned; all by default.
-            batch_size: rows to hold at a time; all by default, and 4,096 with `reduce`.
+            batch_size: rows to hold at a time; all by default, and 4,096 with `reduce` where rows
+                do not depend on each other.
             return_sites: which sites; observed ones and deterministic ones inside the data's
                 plate by default.
             reduce: what to keep, added up a few draws at a time, so that memory is needed for
@@ -387,11 +393,14 @@ class Method:
                 often than `interval` asks for.
 
         Raises:
-            ArgumentError: `reduce` is none of these, or a site has no such thing; `interval`
+            ArgumentError: `batch_size` of rows that depend on each other; `reduce` is none of
+                these, or a site has no such thing; `interval`
                 beside it or out of range, or of too few draws; `calibrate` without `interval`, or
                 of a site whose rows are not predicted apart from each other; the log posterior
                 was made from a function.
-            DataError: held-out rows that are too few for the level, or not observed.
+            DataError: no rows; held-out rows that are too few for the level, or not observed.
+            CallError: not the model's arguments.
+            CannotDrawError: a distribution that has no draws.
         """
         check_asked(interval, calibrate, reduce)
         if self._sharded is not None:
@@ -446,7 +455,7 @@ class Method:
         }
         if data is None and result.data is None:  # single steps, a file
             return export.to_inference_data(result, groups)
-        source, sites = self._data(data), predictive.data_sites(result)
+        source, sites = self._data(data), data_sites(result)
         observed = predictive.observed_data(result, source)
         if observed:
             groups["observed_data"] = observed

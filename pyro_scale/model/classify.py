@@ -94,14 +94,14 @@ class _Comparison:
             self._require_fixed_scale(term, "a prior")
             return self._prior(term)
         place = self._find_rows(term)
-        if isinstance(place, Rule):
-            return place
+        if place is not None and self._is_by_row(term, place):
+            return self._scale(term, place)
         if not self.probes:
             return Rule("global", whole_data=True, why="the model runs on the whole data only")
         if self._is_constant(term):
             self._require_fixed_scale(term, "a term that the batch does not change")
             return Rule("global", why="does not change with the batch")
-        return self._joint(term)
+        return self._joint(term, place)
 
     def _prior(self, term: Term) -> Rule:
         if self._is_constant(term):
@@ -118,12 +118,12 @@ class _Comparison:
         for depth in range(term.max_depth + 1):
             dim = self._row_dim(term, depth)
             if dim is not None:
-                rule = Rule("rows", dim, depth)
-                return self._scale(term, rule) if self._rows_match(term, rule) else None
+                return Rule("rows", dim, depth)
         return None
 
     def _row_dim(self, term: Term, depth: int) -> int | None:
-        """The dimension from the right that is B here and as long as each probe there."""
+        """The dimension from the right that follows the rows, each of which it has, or all but as
+        many here as in each probe."""
         if self.own_plate is not None:
             return next((f.dim for f in term.plates if f.name == self.own_plate), None)
         shape = term.unwrap(depth).shape
@@ -146,9 +146,18 @@ class _Comparison:
             return None
         dim = following.pop()
         sizes = [v.terms[term.name].unwrap(depth).shape[dim] for v in self.probes]
-        if shape[dim] != self.batch_size or sizes != [len(v.origin) for v in self.probes]:
-            return None
-        return dim
+        missing = self.batch_size - shape[dim]  # such as the first, in a regression on the last row
+        return dim if missing >= 0 and sizes == [n - missing for n in self._sizes[1:]] else None
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Rows of the first run and of each probe."""
+        return [self.batch_size, *(len(v.origin) for v in self.probes)]
+
+    def _is_by_row(self, term: Term, rule: Rule) -> bool:
+        """Whether every row has a value, the same whichever rows are with it."""
+        has_all = term.unwrap(rule.depth).shape[rule.dim or 0] == self.batch_size
+        return (self.own_plate is not None or has_all) and self._rows_match(term, rule)
 
     def _rows_match(self, term: Term, rule: Rule) -> bool:
         """Whether a row's value is the same whichever rows are with it."""
@@ -209,7 +218,7 @@ class _Comparison:
 
     def _keeps_scale(self, term: Term, rule: Rule) -> bool:
         """Whether the user's scale is their own (True) or N/B by hand (False)."""
-        sizes = [self.batch_size, *(len(v.origin) for v in self.probes)]
+        sizes = self._sizes
         scales = [run.scale for run in self._runs(term)]
         if all(_is_scalar(scale) for scale in scales):
             numbers = [float(scale) for scale in scales]
@@ -247,12 +256,14 @@ class _Comparison:
         """The term as it is in the first run and in each probe."""
         return [term, *(probe.terms[term.name] for probe in self.probes)]
 
-    def _joint(self, term: Term) -> Rule:
+    def _joint(self, term: Term, place: Rule | None = None) -> Rule:
+        """The rule of what depends on all rows; its values have a place where they follow them."""
         if self.batch_size != self.num_data:
             raise PlateError(self._why_joint(term))
-        return Rule(
-            "global", whole_data=True, why="a joint density of all rows; the whole data only"
-        )
+        why = "a joint density of all rows; the whole data only"
+        if place is None:
+            return Rule("global", whole_data=True, why=why)
+        return Rule("global", place.dim, place.depth, whole_data=True, why=why)
 
     def _why_joint(self, term: Term) -> str:
         for depth in range(term.max_depth + 1):

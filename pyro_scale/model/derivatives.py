@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pyro_scale.model.scaling import Evaluation
 
-#: Rows of a Hessian that are computed at once.
-_HESSIAN_ROWS = 64
+#: Rows of a Jacobian, such as a Hessian, that are computed at once.
+_JACOBIAN_ROWS = 64
 
 Params = Mapping[str, Tensor]
 Gradient = dict[str, Tensor]
@@ -78,31 +78,33 @@ def row_gradients(function: Callable[[Params], Tensor], params: Params) -> Gradi
 def hessian(slope: Tensor, *here: Tensor) -> Tensor:
     """The derivative of a gradient [D], with its history, by the leaf [D], or the leaves of D
     elements, that it is taken at: [D, D], symmetric."""
-    matrix = torch.cat([rows for _, rows in _hessian_rows(slope, here)])
+    matrix = torch.cat([rows for _, rows in jacobian_rows(slope, here)])
     return (matrix + matrix.T) / 2
 
 
 def hessian_diagonal(slope: Tensor, *here: Tensor) -> Tensor:
     """The diagonal of the same, [D], from as many products, without the matrix."""
-    return torch.cat([rows[:, first:].diagonal() for first, rows in _hessian_rows(slope, here)])
+    return torch.cat([rows[:, first:].diagonal() for first, rows in jacobian_rows(slope, here)])
 
 
-def _hessian_rows(slope: Tensor, here: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """(The number of the first, some rows): many at once where vmap takes the model."""
+def jacobian_rows(values: Tensor, here: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """The derivative of values [K], with their history, by the leaf [D], or the leaves of D
+    elements, that they are taken at: (the number of the first, some rows `[k, D]`), by plain
+    autograd, many at once where vmap takes the model."""
     at_once = True
-    for first in range(0, len(slope), _HESSIAN_ROWS):
-        count = min(_HESSIAN_ROWS, len(slope) - first)
-        units = slope.new_zeros(count, len(slope))
-        units[:, first : first + count] = torch.eye(count).to(slope)
+    for first in range(0, len(values), _JACOBIAN_ROWS):
+        count = min(_JACOBIAN_ROWS, len(values) - first)
+        units = values.new_zeros(count, len(values))
+        units[:, first : first + count] = torch.eye(count).to(values)
         if at_once:
             try:
                 found = torch.autograd.grad(
-                    slope, here, units, retain_graph=True, is_grads_batched=True
+                    values, here, units, retain_graph=True, is_grads_batched=True
                 )
             except (RuntimeError, NotImplementedError):
                 at_once = False
         if not at_once:
-            each = [torch.autograd.grad(slope, here, unit, retain_graph=True) for unit in units]
+            each = [torch.autograd.grad(values, here, unit, retain_graph=True) for unit in units]
             found = tuple(torch.stack(column) for column in zip(*each, strict=True))
         yield first, torch.cat([each.reshape(len(units), -1) for each in found], dim=1)
 

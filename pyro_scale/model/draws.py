@@ -1,7 +1,9 @@
-"""Draws of families for which torch's own samplers take longer than the network before them."""
+"""Draws of families for which torch's own samplers take longer than the network before them, or
+that they refuse."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pyro.distributions as dist
@@ -12,16 +14,19 @@ from torch import Tensor
 _BERNOULLI = dist.Bernoulli, torch.distributions.Bernoulli
 _CATEGORICAL = dist.Categorical, torch.distributions.Categorical
 _WRAPPERS = torch.distributions.Independent, MaskedDistribution
+_MULTINOMIAL = dist.Multinomial, torch.distributions.Multinomial
 
 
-def draw(fn: Any) -> Tensor | None:
-    """A draw from torch's generator, by one uniform number and the distribution function; None of
-    families that torch draws as fast.
+def draw(fn: Any, observed: Tensor | None = None) -> Tensor | None:
+    """A draw from torch's generator, by one uniform number and the distribution function, or of
+    counts whose totals differ by row; None of families that torch draws as fast.
 
     The uniform numbers have 24 bits at least, so a chance is right to 6e-8.
 
     Args:
         fn: a distribution, of which it is one draw, `batch_shape + event_shape`.
+        observed: what was observed, where that is known: a `Multinomial` takes its totals from
+            there, as its density does.
     """
     while isinstance(fn, _WRAPPERS):
         fn = fn.base_dist
@@ -33,7 +38,58 @@ def draw(fn: Any) -> Tensor | None:
             below = probs.cumsum(-1, dtype=_at_least_single(probs))
             place = _uniform(below[..., -1]) * below[..., -1]  # the last is 1 but for rounding
             return (place[..., None] >= below[..., :-1]).sum(-1)
+        if type(fn) is dist.DirichletMultinomial:
+            totals = fn.total_count if observed is None else observed.sum(-1)
+            return _counts(totals, torch._sample_dirichlet(fn.concentration))  # vmap takes it
+        if type(fn) in _MULTINOMIAL and observed is not None:
+            return _counts(observed.sum(-1), fn.probs)
     return None
+
+
+def draws(fn: Any, count: int, observed: Tensor | None = None) -> Tensor:
+    """So many of them, of any family, `[count, *batch_shape, *event_shape]`; arguments as for
+    `draw`."""
+    base = fn
+    while isinstance(base, _WRAPPERS):
+        base = base.base_dist
+    if isinstance(base, (dist.DirichletMultinomial, *_MULTINOMIAL)):
+        found = draw(fn.expand(torch.Size((count, *fn.batch_shape))), observed)
+        if found is not None:
+            return found
+    return fn.sample((count,))
+
+
+def with_totals(base: Any, observed: Tensor) -> Any:
+    """A distribution with the totals of observed counts, where its density takes them from there
+    and not from `total_count`: rows may have totals of their own."""
+    if isinstance(base, (dist.DirichletMultinomial, *_MULTINOMIAL)):
+        base = copy.copy(base)
+        base.total_count = observed.sum(-1).expand(base.batch_shape)
+    return base
+
+
+def cannot_draw(site: str, fn: Any, error: NotImplementedError) -> str:
+    """What to do about a distribution without draws."""
+    while isinstance(fn, _WRAPPERS):
+        fn = fn.base_dist
+    why = f" ({error})" if str(error) else ""
+    return (
+        f"site '{site}': a {type(fn).__name__} cannot be drawn{why}: give its class a sample() "
+        "method"
+    )
+
+
+def _counts(totals: Tensor, probs: Tensor) -> Tensor:
+    """Draws of multinomials, each with its own total: class by class, binomial given those before
+    it."""
+    left = totals + torch.zeros_like(probs[..., 0])
+    rest = probs.flip(-1).cumsum(-1).flip(-1)
+    columns = []
+    for share, remaining in zip(probs.unbind(-1)[:-1], rest.unbind(-1)[:-1], strict=True):
+        chance = torch.where(remaining > 0, share / remaining, 0).clamp(0, 1)
+        columns.append(torch.binomial(left, chance))
+        left = left - columns[-1]
+    return torch.stack([*columns, left], -1)
 
 
 def class_probs(fn: Any) -> Tensor:

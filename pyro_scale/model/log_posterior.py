@@ -188,10 +188,11 @@ class LogPosterior:
     def log_likelihood(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Each data site's log likelihood a row, `[B]`: without N/B, the user's scale in it."""
+        """Each data site's log likelihood a row, `[B]`: without N/B, the user's scale in it.  Where
+        rows depend on each other, each is given the others."""
         arguments = rows.as_arguments(batch)
         sites = self.run(params, arguments, indices).sites
-        return self.model_info.scaling.rows_of_run(sites, self.batch_size(arguments))
+        return self.model_info.scaling.log_likelihood(sites, self.batch_size(arguments))
 
     def simulate(
         self,
@@ -319,14 +320,13 @@ class LogPosterior:
         Raises:
             CallError: the model takes no such arguments, or takes them one by one.
         """
-        arguments: Arguments = args or kwargs
-        if args and kwargs:
-            signature = inspect.signature(getattr(self.model, "forward", self.model))
-            try:
-                arguments = dict(signature.bind(*args, **kwargs).arguments)
-            except TypeError as error:
-                raise CallError(f"the model, which takes {signature}: {error}") from None
-        arguments = rows.tables_as_tensors(arguments)
+        signature = inspect.signature(getattr(self.model, "forward", self.model))
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise CallError(f"the model, which takes {signature}: {error}") from None
+        by_name = dict(bound.arguments) if args else kwargs
+        arguments = rows.tables_as_tensors(by_name if kwargs else args)
         values = arguments.values() if isinstance(arguments, dict) else arguments
         if self._model_info is not None and any(map(failed_call.holds_rows, values)):
             known = self._model_info.example

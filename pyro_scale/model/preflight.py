@@ -355,6 +355,12 @@ def _first_run(
             ) from error
         own_plate(recorder.sites, count)
         check_plate_size(recorder.sites, count, num_data, error)
+        if isinstance(error, NotImplementedError) and "inhomogeneous total_count" in str(error):
+            raise ModelError(
+                "torch's Multinomial takes one total for all rows: pass the largest, "
+                "dist.Multinomial(int(total.max()), probs=...); its density takes each row's total "
+                "from the counts"
+            ) from error
         error.add_note(f"raised by the model on its first batch: {rows.described(arguments)}")
         raise
     if not any(site.kind == "latent" for site in recorder.sites.values()):

@@ -15,8 +15,8 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.distributions import constraints, transform_to
 
-from pyro_scale.errors import SiteError
-from pyro_scale.model.draws import draw
+from pyro_scale.errors import CannotDrawError, SiteError
+from pyro_scale.model.draws import cannot_draw, draw
 from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.partial import Kept, base_of, no_params, put_together, take_apart, without_nan
 from pyro_scale.model.sites import (
@@ -273,8 +273,9 @@ class Simulator(Recorder):
             super()._pyro_sample(msg)
         elif msg["is_observed"]:
             if kind_of(msg) == "observed":
+                observed = msg["value"]
                 msg["is_observed"], msg["value"], msg["done"] = False, None, False
-                self._draw(msg)
+                self._draw(msg, observed)
         elif self._latents is not None and msg["name"] in self._latents:
             self._constrain(msg, _transform(msg), self._latents)
         else:
@@ -284,12 +285,19 @@ class Simulator(Recorder):
         drawn = draw(msg["fn"])
         return msg["fn"].sample() if drawn is None else drawn
 
-    def _draw(self, msg: Any) -> None:
+    def _draw(self, msg: Any, observed: Tensor | None = None) -> None:
         self.drawn.add(msg["name"])
-        known = self._known_draws.get(msg["name"])
-        value = draw(msg["fn"]) if known is None else known
-        if value is not None:
-            msg["value"], msg["done"] = value, True
+        value = self._known_draws.get(msg["name"])
+        if value is None:
+            value = draw(msg["fn"], observed)
+        if value is None:
+            try:
+                value = msg["fn"](*msg["args"], **msg["kwargs"])
+            except NotImplementedError as error:
+                refused = CannotDrawError(cannot_draw(msg["name"], msg["fn"], error))
+                refused.missing = {msg["name"]: torch.full(msg["fn"].shape(), torch.nan)}
+                raise refused from error
+        msg["value"], msg["done"] = value, True
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if msg["name"] in self.drawn:

@@ -46,7 +46,8 @@ class Rule:
 
     Attributes:
         role: a latent's density, rows of the data, or a global term that is counted once.
-        dim: the rows' dimension, from the right, of the term unwrapped `depth` times.
+        dim: the rows' dimension, from the right, of the term unwrapped `depth` times; of a term
+            that needs the whole data, where each of its values is given the other rows.
         depth: how many `to_event` are undone to find the rows.
         keeps_scale: False where the user's scale is N/B written by hand, which ours replaces.
         whole_data: whether the term is a joint density of all rows, so that B = N is required.
@@ -115,6 +116,20 @@ class Scaling:
             ruled = {name for name, rule in self.rules.items() if rule.role == "rows"}
             sites = {name: site for name, site in sites.items() if name in ruled}
         return self.rows(terms_of(sites), batch_size)
+
+    def log_likelihood(self, sites: Mapping[str, Site], batch_size: int) -> dict[str, Tensor]:
+        """The same, and the values of terms that need the whole data, where they follow the
+        rows."""
+        if all(site.enum_dim is None for site in sites.values()):
+            ruled = {name for name, rule in self.rules.items() if rule.dim is not None}
+            sites = {name: site for name, site in sites.items() if name in ruled}
+        terms = terms_of(sites)
+        given = {
+            name: rows_of(term, rule)
+            for name, term in terms.items()
+            if (rule := self.rules[name]).whole_data and rule.dim is not None
+        }
+        return self.rows(terms, batch_size) | given
 
     def _check(self, terms: Mapping[str, Term], batch_size: int) -> None:
         for name in terms.keys() ^ self.rules.keys():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import Result
-from pyro_scale.posterior.predictive import data_sites
+from pyro_scale.posterior.site_rows import data_sites
 from pyro_scale.storage.lazy_draws import StoredSamples
 
 #: The name of the rows' dimension where the model has no plate for them.
@@ -64,7 +64,7 @@ def dims_of(result: Result, group: str, name: str, count: int) -> list[str]:
     info = result.log_posterior.model_info
     if group == "sample_stats":
         return []
-    rows = _rows_dim(result)
+    rows = _rows_dim(result, name)
     if group == "log_likelihood":
         return [rows]
     dims = own_dims(result, name, count)
@@ -88,9 +88,14 @@ def own_dims(result: Result, name: str, count: int) -> list[str]:
     return [f"{name}_dim_{i}{taken}" for i in range(count)]
 
 
-def _rows_dim(result: Result) -> str:
-    """The data plate's name, if all rows have one plate."""
+def _rows_dim(result: Result, name: str) -> str:
+    """The data plate's name, if all rows have one plate; of a site that needs the whole data, whose
+    values may be fewer than the rows, its own plate's."""
     info = result.log_posterior.model_info
+    own = info.scaling.rules.get(name)
+    if own is not None and own.whole_data:
+        plates = info.sites[name].plates if name in info.sites and not own.depth else ()
+        return str(next((f.name for f in plates if f.dim == own.dim), f"{name}_{ROWS}"))
     names = {
         next((f.name for f in site.plates if f.dim == rule.dim), ROWS)
         for name, rule in info.scaling.rules.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core.onednn import PlainLSTM
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError
-from pyro_scale.fullbatch.chunks import CHUNK_ROWS, Chunk, is_row_wise
+from pyro_scale.fullbatch.chunks import Chunk
 from pyro_scale.model.curvature import fisher
+from pyro_scale.model.derivatives import jacobian_rows
+from pyro_scale.model.draws import draws
 from pyro_scale.model.sites import Site
 from pyro_scale.model.transforms import bijection
 from pyro_scale.posterior.by_rank import readers_of
@@ -24,14 +26,14 @@ from pyro_scale.posterior.draws import in_chunks
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.posterior.predictive import (
     as_dtype,
-    chunks_for,
-    data_sites,
+    explain_failures,
     join,
-    row_axes,
     spread_evenly,
 )
 from pyro_scale.posterior.probit import GivenLogits, check_probit, shrink, sum_of_squares
 from pyro_scale.posterior.reductions import Reduce, Reduction, reduction_of
+from pyro_scale.posterior.row_batches import row_batches
+from pyro_scale.posterior.site_rows import data_sites
 
 
 def predict(
@@ -51,7 +53,7 @@ def predict(
     """
     if not fit.gaussians:
         raise ArgumentError("linearized=True needs a Gaussian: fit Laplace, VI or EKF")
-    here = fit.thin(torch.arange(0))  # what it knows of the model
+    here = fit.thin(torch.arange(1))  # what it knows of the model
     names = list(data_sites(here))
     if not names:
         raise ArgumentError("linearized=True: the model has no observed site with a distribution")
@@ -62,12 +64,7 @@ def predict(
             )
     total = fit.num_starts * fit.num_draws
     positions = fit.by_start(spread_evenly(total, total if num_samples is None else num_samples))
-    reduction, axes = None, row_axes(here)
-    if reduce is not None:
-        reduction = reduction_of(reduce)
-        axes = {n: reduction.axis(fit.log_posterior.model_info.sites[n], axes[n]) for n in names}
-        if batch_size is None and is_row_wise(fit.log_posterior):
-            batch_size = CHUNK_ROWS
+    reduction = None if reduce is None else reduction_of(reduce)
 
     def kept(chunk: Chunk) -> dict[str, Any]:
         drawn = [
@@ -82,9 +79,16 @@ def predict(
     asked = {"num_samples": num_samples, "batch_size": batch_size, "return_sites": return_sites}
     asked["probit"] = probit
     with readers_of(here, "linearized predict", arguments, True, reduce=reduce, **asked) as readers:
-        chunks = chunks_for(here, arguments, batch_size, readers.share)
-        values = join(readers.map(kept, chunks), axes)
-    return as_dtype(values, fit.layout.dtype) if reduction else values
+        with explain_failures(here, arguments, batch_size):
+            batches = row_batches(
+                here, arguments, batch_size, return_sites or names, readers.share, bool(reduction)
+            )
+            values = readers.map(kept, batches.chunks)
+        sites, axes = fit.log_posterior.model_info.sites, dict(batches.axes)
+        if reduction is not None:
+            axes = {name: reduction.axis(sites[name], axis) for name, axis in axes.items()}
+        joined = join(values, axes)
+    return as_dtype(joined, fit.layout.dtype) if reduction else joined
 
 
 def _reduce_draws(sites: Sequence[Site], reduction: Reduction | None) -> Any:
@@ -133,19 +137,27 @@ def _draw(
         now, change = torch.func.jvp(outputs, (center,), (away,))[:2]
         return {n: {k: now[n][k] + change[n][k] for k in now[n]} for n in now}
 
-    with torch.no_grad(), PlainLSTM():
+    with torch.no_grad():
         try:
+            with PlainLSTM():
+                if probit:
+                    variances = sum_of_squares(change, fit, start)
+                else:
+                    chunks = list(in_chunks(moved, [positions - center]))
+        except RuntimeError:  # of what has no forward derivatives, such as packed sequences
             if probit:
-                variances = sum_of_squares(change, fit, start)
-                shrunk = pytree.tree_map(shrink, outputs(center), variances)
-                chunks = [pytree.tree_map(lambda x: x.expand(len(positions), *x.shape), shrunk)]
+                axes = torch.eye(len(fit.places)).to(center)
+                squares = _changes(outputs, center, fit.at(start, axes) - center)
+                variances = pytree.tree_map(lambda x: x.square().sum(0), squares)
             else:
-                chunks = list(in_chunks(moved, [positions - center]))
-        except NotImplementedError as error:
-            raise ArgumentError(
-                f"linearized=True: an operation of the model has no forward derivative ({error}): "
-                "for attention, run under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-            ) from error
+                chunks = [
+                    pytree.tree_map(
+                        torch.add, outputs(center), _changes(outputs, center, positions - center)
+                    )
+                ]
+        if probit:
+            shrunk = pytree.tree_map(shrink, outputs(center), variances)
+            chunks = [pytree.tree_map(lambda x: x.expand(len(positions), *x.shape), shrunk)]
         joined_sites = pytree.tree_map(lambda *parts: torch.cat(parts), *chunks)
         return {
             name: _draws_of(
@@ -154,6 +166,21 @@ def _draw(
             )
             for name in names
         }
+
+
+def _changes(outputs: Callable[[Tensor], Any], center: Tensor, away: Tensor) -> Any:
+    """The derivatives of a pytree of tensors, a function of params [D], along `[n, D]`: by a
+    backward pass for each number in it, which takes any layer that can be trained."""
+    with torch.enable_grad():
+        leaf = center.detach().clone().requires_grad_()
+        values, structure = pytree.tree_flatten(outputs(leaf))
+        flat = torch.cat([value.reshape(-1) for value in values])
+    found = torch.cat([away @ rows.mT for _, rows in jacobian_rows(flat, [leaf])], dim=1)
+    parts = found.split([value.numel() for value in values], dim=1)
+    pairs = zip(parts, values, strict=True)
+    return pytree.tree_unflatten(
+        [part.reshape(len(away), *value.shape) for part, value in pairs], structure
+    )
 
 
 def _linear_arguments(site: Site) -> dict[str, Any]:
@@ -202,7 +229,7 @@ def _draws_of(site: Site, changed: Mapping[str, Tensor]) -> Site:
     fn = type(base)(**{**kept, **arguments, **changed}, validate_args=False)
     if transforms := list(_transforms(site.fn)):
         fn = TransformedDistribution(fn, transforms, validate_args=False)
-    return dataclasses.replace(site, fn=fn, value=fn.sample())
+    return dataclasses.replace(site, fn=fn, value=draws(fn, 1)[0])
 
 
 def _transforms(fn: Any) -> Iterator[Any]:

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
 
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.validation import as_count, evenly
-from pyro_scale.data.loaders import check_tensors
+from pyro_scale.core.validation import evenly
 from pyro_scale.data.sources import Data
-from pyro_scale.distributed.shares import WHOLE, Share
-from pyro_scale.errors import ArgumentError, DataError, ModelError, PyroScaleError
-from pyro_scale.fullbatch.chunks import CHUNK_ROWS, Chunk, chunks_of, is_row_wise, split
-from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.model.model_info import ModelInfo
+from pyro_scale.errors import ArgumentError, ModelError, PyroScaleError
+from pyro_scale.fullbatch.chunks import Chunk, chunks_of
+from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.sites import Site
-from pyro_scale.model.terms import unwrap
 from pyro_scale.posterior.by_rank import Readers, readers_of
 from pyro_scale.posterior.draws import Result
-from pyro_scale.posterior.reductions import Mean, Reduce, Reduction, reduction_of
+from pyro_scale.posterior.reductions import Mean, Reduce, Reduction, Values, reduction_of
+from pyro_scale.posterior.row_batches import RowBatches, row_batches, run_at_first_draw
+from pyro_scale.posterior.site_rows import chosen_sites, data_sites, row_axes
 
 
 def check_model(log_posterior: LogPosterior, asked: str) -> None:
@@ -59,6 +57,32 @@ def log_likelihood_of(result: Result, chunk: Chunk) -> dict[str, Tensor]:
     return {name: value[:, chunk.keep] for name, value in result.over_draws(values).items()}
 
 
+def log_likelihood_of_rows(result: Result, params: Params, chunk: Chunk) -> Tensor:
+    """The same at params, of all sites together, `[rows]`: a row is one with all its sites.
+
+    Raises:
+        ArgumentError: sites of a model of all rows have different numbers of values.
+    """
+    values = result.log_posterior.log_likelihood(params, chunk.arguments, chunk.indices)
+    sizes = {name: len(value) for name, value in values.items()}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"'{name}': {size}" for name, size in sizes.items())
+        raise ArgumentError(
+            f"the sites' log likelihoods have different numbers of values ({listed}), so there are "
+            "no rows with all sites: take one site, arviz.loo(fit.to_arviz(), var_name=...)"
+        )
+    return torch.stack(list(values.values())).sum(0)[chunk.keep]
+
+
+def row_log_likelihood(result: Result, chunk: Chunk) -> Tensor:
+    """The same of all draws, `[draws, rows]`."""
+
+    def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"rows": log_likelihood_of_rows(result, params, chunk)}
+
+    return result.over_draws(values)["rows"]
+
+
 def observed_data(result: Result, data: Data) -> dict[str, Tensor]:
     """The observed values of each site; those with a value a row in the data's order."""
     params = result.layout.unflatten(result.positions[0, 0])
@@ -68,23 +92,6 @@ def observed_data(result: Result, data: Data) -> dict[str, Tensor]:
         values = {name: site.value for name, site in sites.items() if site.kind == "observed"}
         parts.append((values, chunk))
     return join(parts, row_axes(result))
-
-
-def data_sites(result: Result) -> dict[str, int]:
-    """Observed sites that have a value a row -> the rows' axis in their value, from the right."""
-    return data_axes(result.log_posterior.model_info)
-
-
-def data_axes(info: ModelInfo) -> dict[str, int]:
-    """The same, of a model."""
-    axes = {}
-    for name, rule in info.scaling.rules.items():
-        if rule.role == "rows" and rule.dim is not None:
-            for part in name.split("+"):
-                site = info.sites[part]
-                if site.kind == "observed":
-                    axes[part] = rule.dim - len(unwrap(site.fn, rule.depth).event_shape)
-    return axes
 
 
 #: What to do where rows of groups are predicted that the data did not have.
@@ -124,14 +131,27 @@ def _predict(
 ) -> dict[str, Any]:
     drawn = resample_equally(result, num_samples)
     reduction = None if reduce is None else reduction_of(reduce)
-    if reduction is not None and batch_size is None and is_row_wise(result.log_posterior):
-        batch_size = CHUNK_ROWS
-    chunks = chunks_for(result, arguments, batch_size, readers.share)
+    with explain_failures(result, arguments, batch_size):
+        batches = row_batches(
+            result, arguments, batch_size, return_sites, readers.share, reduction is not None
+        )
+        if reduction is None:
+            return _make_predictions(drawn, batches, return_sites, readers)
+        return _reduce(drawn, batches, return_sites, reduction, readers)
+
+
+@contextlib.contextmanager
+def explain_failures(
+    result: Result, arguments: Arguments, batch_size: int | None
+) -> Iterator[None]:
+    """Says why a model fails on rows that it has not been run on.
+
+    Raises:
+        ModelError: it runs on the whole data only.
+    """
     info, count = result.log_posterior.model_info, rows.count(arguments)
     try:
-        if reduction is None:
-            return _make_predictions(drawn, chunks, return_sites, readers)
-        return _reduce(drawn, chunks, return_sites, reduction, readers)
+        yield
     except PyroScaleError:
         raise
     except Exception as error:
@@ -147,56 +167,11 @@ def _predict(
         ) from error
 
 
-def chunks_for(
-    result: Result, arguments: Arguments, batch_size: int | None, share: Share = WHOLE
-) -> Iterator[Chunk]:
-    """The rows to predict for, so many at a time; of these, a rank's share.
-
-    Raises:
-        DataError: there are none, or less than the model takes; a loader among the arguments.
-    """
-    check_tensors(arguments)
-    for name, leaf in rows.named_leaves(arguments):
-        if isinstance(leaf, DataLoader):
-            raise DataError(
-                f"predict: argument {name} is a DataLoader: pass what the model takes, for each of "
-                "its batches, or the tensors with batch_size="
-            )
-    num_rows = rows.count(arguments)
-    if num_rows == 0:
-        raise DataError("predict: the arguments have no rows")
-    own = result.log_posterior.model_info
-    if own.own_plate is not None and num_rows is not None and num_rows < own.batch_size:
-        raise DataError(
-            f"predict: the model takes {own.batch_size} rows at a time in plate "
-            f"'{own.own_plate}', but {num_rows} are passed: pass at least {own.batch_size}"
-        )
-    chunks = [arguments]
-    if batch_size is not None:
-        batch_size = as_count("batch_size", batch_size, hint=", or None for all rows")
-    if share.world > 1 and num_rows is not None and _is_drawn_by_row(result):
-        batch_size = share.size(batch_size or num_rows, num_rows)
-    if batch_size is not None and num_rows is not None:
-        starts = range(0, num_rows, batch_size)
-        chunks = [rows.take(arguments, slice(start, start + batch_size)) for start in starts]
-    return share.of(split(result.log_posterior, chunks))
-
-
-def _is_drawn_by_row(result: Result) -> bool:
-    """Whether what is drawn of some rows is nothing to the others."""
-    log_posterior = result.log_posterior
-    observed = {n for n, site in log_posterior.model_info.sites.items() if site.kind == "observed"}
-    own_plate = log_posterior.model_info.own_plate
-    return (
-        own_plate is None and is_row_wise(log_posterior) and observed <= data_sites(result).keys()
-    )
-
-
 def predictive_means(result: Result, arguments: Arguments) -> dict[str, Tensor]:
     """Every draw's predictive mean of each data site, `[draws, elements]`; of classes, their
     probabilities.  Rows that the model takes twice are there twice."""
     mean, parts = Mean(), []
-    for chunk in chunks_for(result, arguments, None):
+    for chunk in row_batches(result, arguments, None).chunks:
 
         def terms(params: dict[str, Tensor], chunk: Chunk = chunk) -> dict[str, Tensor]:
             sites = _sites(result, params, chunk, list(data_sites(result)))
@@ -210,11 +185,12 @@ def predict_all(result: Result, data: Data) -> dict[str, Tensor]:
     """Draws of the data sites for all rows of the data, in their order."""
     with readers_of(result, "draws for all rows", data, draws=True) as readers:
         chunks = chunks_of(result.log_posterior, data, share=readers.share)
-        return _make_predictions(result, chunks, list(data_sites(result)), readers)
+        batches = RowBatches(chunks, row_axes(result))
+        return _make_predictions(result, batches, list(data_sites(result)), readers)
 
 
 def _make_predictions(
-    result: Result, chunks: Iterable[Chunk], return_sites: Sequence[str] | None, readers: Readers
+    result: Result, batches: RowBatches, return_sites: Sequence[str] | None, readers: Readers
 ) -> dict[str, Tensor]:
     def draws(chunk: Chunk) -> dict[str, Tensor]:
         def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -223,26 +199,28 @@ def _make_predictions(
 
         return result.over_draws(values, random=True)
 
-    joined: dict[str, Tensor] = join(readers.map(draws, chunks), row_axes(result))
+    joined: dict[str, Tensor] = join(readers.map(draws, batches.chunks), batches.axes)
     return joined
 
 
 def _reduce(
     result: Result,
-    chunks: Iterable[Chunk],
+    batches: RowBatches,
     return_sites: Sequence[str] | None,
     reduction: Reduction,
     readers: Readers,
 ) -> dict[str, Any]:
     """What is kept of the draws, a chunk of the rows after the other."""
-    axes = row_axes(result)
+    axes = batches.axes
 
     def kept(chunk: Chunk) -> tuple[dict[str, Any], dict[str, int]]:
         """(Of every site, where its rows are)."""
         where: dict[str, int] = {}
+        takes_draws = issubclass(reduction.gathered, Values)
+        no_draws = {} if takes_draws else _without_draws(result, chunk)
 
         def terms(params: dict[str, Tensor]) -> Any:
-            sites = _sites(result, params, chunk, return_sites, reduction.observed_only)
+            sites = _sites(result, params, chunk, return_sites, reduction.observed_only, no_draws)
             where.update((n, reduction.axis(sites[n], axes[n])) for n in sites if n in axes)
             return {name: reduction.terms(site) for name, site in sites.items()}
 
@@ -253,8 +231,15 @@ def _reduce(
         totals = {name: reduction.total(each) for name, each in draws.items()}
         return as_dtype(totals, result.layout.dtype), where
 
-    parts = readers.map(kept, chunks)
+    parts = readers.map(kept, batches.chunks)
     return join([(totals, chunk) for (totals, _), chunk in parts], parts[0][0][1])
+
+
+def _without_draws(result: Result, chunk: Chunk) -> dict[str, Tensor]:
+    """Sites whose distributions have no draws, with NaN for one: what moments need not know."""
+    run = run_at_first_draw(result, chunk.arguments, chunk.indices)
+    values = {name: run.sites[name].value for name in run.drawn}
+    return {n: value for n, value in values.items() if bool(value.isnan().all())}
 
 
 def _sites(
@@ -263,13 +248,11 @@ def _sites(
     chunk: Chunk,
     return_sites: Sequence[str] | None,
     observed_only: bool = False,
+    drawn: Params | None = None,
 ) -> dict[str, Site]:
     """The sites that are asked for, of one draw."""
-    sites = result.log_posterior.simulate(params, chunk.arguments, chunk.indices).sites
-    names = _default_sites(result, sites) if return_sites is None else return_sites
-    for name in names:
-        if name not in sites:
-            raise ArgumentError(f"return_sites: no site '{name}'; the model has {sorted(sites)}")
+    sites = result.log_posterior.simulate(params, chunk.arguments, chunk.indices, drawn).sites
+    names = chosen_sites(result, sites, return_sites)
     if return_sites is None and observed_only:
         names = [name for name in names if sites[name].kind == "observed"]
     return {name: sites[name] for name in names}
@@ -312,21 +295,9 @@ def spread_evenly(total: int, wanted: int) -> Tensor:
     return evenly(total, wanted)
 
 
-def _default_sites(result: Result, sites: Mapping[str, Site]) -> list[str]:
-    """What `predict` returns unless it is told: neither latents nor what `get_samples` has."""
-    latents, steady = result.log_posterior.latents, result.log_posterior.model_info.steady
-    hidden = {"observed": latents, "deterministic": {*latents, *steady}}
-    return [name for name, site in sites.items() if name not in hidden.get(site.kind, sites)]
-
-
 def as_dtype(values: Any, dtype: torch.dtype) -> Any:
     """Tensors, added up in double precision, in the model's own."""
     return pytree.tree_map(lambda value: value.to(dtype), values)
-
-
-def row_axes(result: Result) -> dict[str, int]:
-    """Sites that have a value a row -> the rows' axis in it, from the right."""
-    return {**result.log_posterior.model_info.row_axes, **data_sites(result)}
 
 
 def join(parts: Sequence[tuple[Mapping[str, Any], Chunk]], axes: Mapping[str, int]) -> Any:

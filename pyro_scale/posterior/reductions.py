@@ -15,7 +15,7 @@ from pyro_scale.metrics.calibration import central
 from pyro_scale.metrics.conformal import Interval
 from pyro_scale.metrics.decomposition import Uncertainty, of_entropies
 from pyro_scale.model.curvature.fisher import NoInformation, base_of
-from pyro_scale.model.draws import class_probs
+from pyro_scale.model.draws import class_probs, draws
 from pyro_scale.model.sites import Site
 
 #: What `predict` can keep instead of all draws: numbers are quantiles' levels.
@@ -79,6 +79,14 @@ class Values:
     def add(self, terms: Sequence[Tensor]) -> None:
         """Adds those of some draws, `[draws, ...]`."""
         self.values.append(terms[0])
+
+    def by_column(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """(The values of all draws `[draws, ...]`, as floats; the same as `[draws, elements]`, some
+        elements at a time)."""
+        values = torch.cat(self.values)
+        values = values if values.is_floating_point() else values.float()
+        table = values.reshape(len(values), values.shape[1:].numel())
+        return values, table.split(max(1, _SORTED // len(values)), dim=1)
 
 
 class Reduction:
@@ -168,12 +176,11 @@ class Quantiles(Reduction):
         return (site.value,)
 
     def total(self, draws: Values) -> Tensor:
-        values = torch.cat(draws.values)
-        values = values if values.is_floating_point() else values.float()
+        values, columns = draws.by_column()
         levels = values.new_tensor(self.levels)
-        columns = values.flatten(1).split(max(1, _SORTED // len(values)), dim=1)
-        quantiles = torch.cat([column.quantile(levels, dim=0) for column in columns], dim=1)
-        return quantiles.reshape(len(levels), *values.shape[1:])
+        quantiles = [levels.new_empty(len(levels), 0)]  # torch has none of no elements
+        quantiles += [column.quantile(levels, dim=0) for column in columns if column.numel()]
+        return torch.cat(quantiles, dim=1).reshape(len(levels), *values.shape[1:])
 
 
 class Flat(Values):
@@ -198,14 +205,12 @@ class Central(Reduction):
 
     def terms(self, site: Site) -> tuple[Tensor, ...]:
         if self.repeats > 1 and site.kind == "observed":
-            return (site.fn.sample((self.repeats,)),)
+            return (draws(site.fn, self.repeats),)
         return (site.value.expand(self.repeats, *site.value.shape),)
 
     def total(self, draws: Values) -> Interval:
-        values = torch.cat(draws.values)
-        values = values if values.is_floating_point() else values.float()
+        values, columns = draws.by_column()
         level = torch.tensor([self.level], dtype=torch.float64, device=values.device)
-        columns = values.flatten(1).split(max(1, _SORTED // len(values)), dim=1)
         ends = zip(*(central(column, level) for column in columns), strict=True)
         lower, upper = (torch.cat(end, 1).reshape(values.shape[1:]) for end in ends)
         return Interval(lower, upper)
@@ -313,7 +318,13 @@ def _moment(site: Site, which: Literal["mean", "variance"]) -> Tensor:
             raise NotImplementedError  # theirs are of directions
         return getattr(fn, which)
     except (NotImplementedError, AttributeError) as error:
+        no_draws = site.value.is_floating_point() and bool(site.value.isnan().all())
+        fix = (
+            "give its class one, or a sample() method"
+            if no_draws
+            else "pass quantiles' levels, such as reduce=[0.05, 0.5, 0.95]"
+        )
         raise ArgumentError(
             f"reduce: there is no {which} in closed form for site '{site.name}' "
-            f"({type(fn).__name__}): pass quantiles' levels, such as reduce=[0.05, 0.5, 0.95]"
+            f"({type(fn).__name__}): {fix}"
         ) from error

@@ -197,3 +197,110 @@ def test_what_cannot_be_left_out_is_refused(fitted):
 def test_bad_numbers_of_rows_are_refused(num_rows, fitted):
     with pytest.raises(ArgumentError, match="num_rows="):
         fitted.loo(num_rows)
+
+
+def lagged(x, y=None):
+    """`linear` of a series: a row's own x, and the row before it."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    before = torch.cat([torch.zeros(1), x[:-1]])
+    with pyro.plate("weeks", len(x)):
+        pyro.sample("y", dist.Normal(w[0] * x + w[1] * before, 0.7), obs=y)
+
+
+def lagged_event(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    before = torch.cat([torch.zeros(1), x[:-1]])
+    pyro.sample("y", dist.Normal(w[0] * x + w[1] * before, 0.7).to_event(1), obs=y)
+
+
+def from_the_second(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("weeks", len(x) - 1):
+        pyro.sample(
+            "y", dist.Normal(w[0] * x[1:] + w[1] * x[:-1], 0.7), obs=None if y is None else y[1:]
+        )
+
+
+def left_out(x, y):
+    """log p(y_i | all others) of a linear regression, `[N]`."""
+    found = []
+    for i in range(len(x)):
+        others = torch.arange(len(x)) != i
+        precision = torch.eye(2) + x[others].T @ x[others] / 0.7**2
+        mean = torch.linalg.solve(precision, x[others].T @ y[others] / 0.7**2)
+        variance = 0.7**2 + x[i] @ torch.linalg.solve(precision, x[i])
+        found.append(dist.Normal(x[i] @ mean, variance.sqrt()).log_prob(y[i]))
+    return torch.stack(found)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("model", "dim"), [(lagged, "weeks"), (lagged_event, "y_row"), (from_the_second, "weeks")]
+)
+def test_the_weeks_of_a_series_are_left_out_given_the_others(model, dim):
+    x, y = X[:80, 0], Y[:80]
+    first = model is from_the_second
+    both = torch.stack([x, torch.cat([torch.zeros(1), x[:-1]])], 1)[first:]
+    fit = ps.Laplace(model).run((x, y), **QUIET)  # Gaussian, so that it is exact
+    found = fit.loo()
+    truth = left_out(both, y[first:])
+    assert found.num_data == len(truth)
+    assert abs(found.elpd - float(truth.sum())) < 0.3
+    torch.testing.assert_close(found.pointwise, truth, rtol=0, atol=0.05)
+    w = fit.get_samples()["w"]
+    expected = dist.Normal(w @ both.T, 0.7).log_prob(y[first:])
+    torch.testing.assert_close(fit.log_likelihood()["y"], expected, rtol=1e-9, atol=1e-9)
+    idata = fit.to_arviz(posterior_predictive=True)
+    assert idata.log_likelihood["y"].dims == ("chain", "draw", dim)
+    assert idata.posterior_predictive["y"].shape == (1, 1000, len(truth))
+    assert elpd_of(arviz.loo(idata)) == pytest.approx(found.elpd, abs=1e-6)
+
+
+def test_a_joint_density_says_so():
+    def process(x, y=None):
+        s = pyro.sample("s", dist.LogNormal(0.0, 1.0))
+        covariance = (-0.5 * (x[:, None] - x) ** 2).exp() + s * torch.eye(len(x))
+        pyro.sample("y", dist.MultivariateNormal(torch.zeros(len(x)), covariance), obs=y)
+
+    fit = ps.MAP(process).run((X[:20, 0], Y[:20]), num_steps=10, **QUIET)
+    with pytest.raises(ArgumentError, match="site 'y' is one joint density of all rows"):
+        fit.loo()
+
+
+def own_latent(y):
+    tau = pyro.sample("tau", dist.HalfNormal(2.0))
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Normal(0.0, tau))
+        pyro.sample("y", dist.Normal(z, 0.1), obs=y)
+
+
+def own_element(y):
+    """The same by groups of one row each, in a plate of the same size elsewhere, non-centered."""
+    tau = pyro.sample("tau", dist.HalfNormal(2.0))
+    with pyro.plate("groups", len(y)):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(tau * z[torch.arange(len(y)).flip(0)], 0.1), obs=y)
+
+
+def shared_element(y):
+    """Groups of two rows, one of which is far away: its tail is no latent's of its own."""
+    with pyro.plate("groups", len(y) // 2):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(z.repeat(2), 0.1), obs=y)
+
+
+@pytest.mark.parametrize("model", [own_latent, own_element])
+def test_a_latent_of_each_rows_own_is_named(model):
+    fit = ps.Laplace(model).run((Y[:60],), **QUIET)
+    with pytest.warns(UserWarning, match="each row has a latent of its own \\('z'\\).*sum it out"):
+        found = fit.loo()
+    assert "sum it out of the likelihood first" in str(found)
+
+
+def test_shared_latents_are_not_called_a_rows_own():
+    fit = ps.Laplace(shared_element).run((Y[:60],), **QUIET)
+    with pytest.warns(UserWarning, match="heavier tails"):
+        found = fit.loo()
+    assert found.note == ""

@@ -4,7 +4,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_scale.model.draws import class_probs, draw
+from pyro_scale.model.draws import class_probs, draw, draws
 
 CHANCES = torch.tensor([0.0, 0.5, 0.25, 0.0, 0.2, 0.05, 0.0])
 MANY = 200_000
@@ -52,3 +52,46 @@ def test_others_are_left_to_torch():
 
     assert draw(dist.Normal(0.0, 1.0)) is None
     assert draw(Own(0.5)) is None
+
+
+def moments_agree(drawn, mean, variance):
+    count = len(drawn)
+    z = (drawn.mean(0) - mean) / (variance / count).sqrt()
+    assert z[variance > 0].abs().max() < 4.4
+    assert torch.equal(drawn.mean(0)[variance == 0], mean[variance == 0])
+    fourth = ((drawn - mean) ** 4).mean(0)
+    z = (drawn.var(0) - variance) / ((fourth - variance**2) / count).sqrt()
+    assert z[variance > 0].abs().max() < 4.4
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: f.to_event(1), lambda f: f.mask(True)])
+def test_counts_have_the_totals_of_their_rows(wrap):
+    torch.manual_seed(0)
+    totals = torch.tensor([5.0, 40.0, 0.0], dtype=torch.float64)
+    alpha = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64).expand(3, 4)
+    fn = dist.DirichletMultinomial(alpha, totals)
+    drawn = draws(wrap(fn), 50_000)
+    assert torch.equal(drawn.sum(-1), totals.expand(50_000, 3))
+    moments_agree(drawn, fn.mean, fn.variance)
+    assert draw(wrap(fn)).shape == (3, 4)
+
+
+def test_observed_counts_say_the_totals_where_the_density_takes_them_from_there():
+    torch.manual_seed(0)
+    probs = torch.tensor([0.0, 0.2, 0.3, 0.5], dtype=torch.float64)
+    fn = dist.Multinomial(40, probs.expand(3, 4))
+    observed = torch.tensor([[1.0, 2, 3, 4], [0, 0, 0, 0], [10, 10, 10, 10]], dtype=torch.float64)
+    totals = observed.sum(-1, keepdim=True)
+    drawn = draws(fn, 50_000, observed)
+    assert torch.equal(drawn.sum(-1, keepdim=True), totals.expand(50_000, 3, 1))
+    moments_agree(drawn, totals * probs, totals * probs * (1 - probs))
+
+
+def test_counts_are_drawn_under_vmap():
+    totals = torch.tensor([5.0, 40.0])
+
+    def one(log):
+        return draw(dist.DirichletMultinomial(log.exp().expand(2, 3), totals))
+
+    drawn = torch.vmap(one, randomness="different")(torch.zeros(4))
+    assert torch.equal(drawn.sum(-1), totals.expand(4, 2))

@@ -22,7 +22,7 @@ from repetitions import each_once, long_but
 import pyro_scale as ps
 from pyro_scale import metrics
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.posterior import draws, predictive, reductions
+from pyro_scale.posterior import draws, reductions, row_batches
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore")]
 SIZE = 12
@@ -375,7 +375,7 @@ def test_a_new_group_has_no_draws_unless_the_plate_has_a_place_for_it():
 
 
 def test_joint_densities_are_predicted_of_all_rows_together(monkeypatch):
-    monkeypatch.setattr(predictive, "CHUNK_ROWS", 5)
+    monkeypatch.setattr(row_batches, "CHUNK_ROWS", 5)
 
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))

@@ -107,6 +107,8 @@ def information(base: Any, names: Sequence[str]) -> Tensor:
     arguments = {name: value.detach().double() for name, value in own.items()}
     family = type(base)
     blocks = _closed_forms(family)
+    if family is dist.DirichletMultinomial and base.total_count.max() > LARGEST_SUPPORT:
+        raise NoInformation(family.__name__)
     discrete = any(_is_discrete(_declared(base)[name]) for name in names)
     if blocks and all((name, name) in blocks for name in names):
         matrix = _by_closed_form(base, arguments, names, blocks)
@@ -132,7 +134,8 @@ def class_counts(base: Any, names: Sequence[str]) -> Tensor | None:
     if tuple(names) != ("logits",) or _closed_forms(type(base)) is not CATEGORICAL:
         return None
     logits = own_arguments(base)["logits"]
-    chances = getattr(base, "total_count", 1) * logits.detach().double().softmax(-1)
+    totals = torch.as_tensor(getattr(base, "total_count", 1))[..., None]
+    chances = totals * logits.detach().double().softmax(-1)
     return chances.to(logits.dtype)
 
 

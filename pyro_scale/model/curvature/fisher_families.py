@@ -123,18 +123,42 @@ def _diagonal(values: Tensor, minus: Tensor) -> Tensor:
 def _classes(a: Any) -> Tensor:
     """The information in a softmax's logits."""
     p = torch.softmax(a.logits, -1)
-    return a.total_count * _diagonal(p, p.unsqueeze(-1) * p.unsqueeze(-2))
+    return _totals(a) * _diagonal(p, p.unsqueeze(-1) * p.unsqueeze(-2))
 
 
 def _class_probs(a: Any) -> Tensor:
     """In probabilities that are normalized, p / sum p: zero along p, as only their ratios count."""
     ones = torch.ones(a.probs.shape[-1:] * 2, dtype=a.probs.dtype, device=a.probs.device)
-    return a.total_count * _diagonal(1 / clamp_probs(a.probs), ones)
+    return _totals(a) * _diagonal(1 / clamp_probs(a.probs), ones)
+
+
+def _totals(a: Any) -> Tensor:
+    """Total counts, of which each row may have its own, beside matrices `[*batch, n, n]`."""
+    return torch.as_tensor(a.total_count)[..., None, None]
 
 
 def _dirichlet(a: Any) -> Tensor:
     alpha = a.concentration
     return _diagonal(_trigamma(alpha), _trigamma(alpha.sum(-1))[..., None, None])
+
+
+def _dirichlet_multinomial(a: Any) -> Tensor:
+    """diag(trigamma(alpha) - E trigamma(alpha + x)) - (trigamma(A) - trigamma(A + n)), A the sum of
+    alpha; the count x of one class is beta-binomial, so that its mean is a sum of n + 1 terms."""
+    alpha, n = a.concentration, a.total_count[..., None]
+    total = alpha.sum(-1, keepdim=True)
+    beta, diagonal = total - alpha, torch.zeros_like(alpha)
+    for x in range(1, int(n.max()) + 1):
+        left = (n - x).clamp(min=0)
+        ways = torch.lgamma(n + 1) - torch.lgamma(left + 1) - math.lgamma(x + 1)
+        log_prob = ways + _log_beta(alpha + x, beta + left) - _log_beta(alpha, beta)
+        drop = _trigamma(alpha) - _trigamma(alpha + x)
+        diagonal = diagonal + torch.where(x <= n, log_prob.exp() * drop, 0)
+    return _diagonal(diagonal, (_trigamma(total) - _trigamma(total + n))[..., None])
+
+
+def _log_beta(a: Tensor, b: Tensor) -> Tensor:
+    return torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
 
 
 def _precision(a: Any) -> Tensor:
@@ -270,6 +294,7 @@ CLOSED_FORMS: Mapping[type, Blocks] = {
     td.Categorical: CATEGORICAL,
     td.OneHotCategorical: CATEGORICAL,
     td.Multinomial: CATEGORICAL,
+    dist.DirichletMultinomial: {("concentration", "concentration"): _dirichlet_multinomial},
     td.MultivariateNormal: {
         ("loc", "loc"): _precision,
         ("covariance_matrix", "covariance_matrix"): lambda a: _symmetric_matrix(_precision(a)),

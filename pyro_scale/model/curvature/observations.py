@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import semidefinite
-from pyro_scale.errors import SiteError
+from pyro_scale.errors import CannotDrawError, SiteError
 from pyro_scale.model.curvature import fisher
+from pyro_scale.model.draws import cannot_draw, draws, with_totals
 from pyro_scale.model.scaling import Rule, Scaling
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import align, unwrap
@@ -225,7 +226,7 @@ class Total:
 def exact(site: Site, rule: Rule, names: tuple[str, ...]) -> Exact:
     """A site's Fisher information in some of its distribution's arguments."""
     fn = broadcast(site)
-    base = fisher.base_of(fn)
+    base = with_totals(fisher.base_of(fn), site.value)
     chances = fisher.class_counts(base, names)
     if chances is None:
         _check_num_outputs(site, base, names)
@@ -260,9 +261,15 @@ def drawn(site: Site, rule: Rule, num_draws: int) -> Drawn:
     """Draws of a site, as tensors without a history."""
     fn = broadcast(site)
     axis = _dim(rule) - len(unwrap(fn, rule.depth).event_shape)
-    with torch.no_grad():
-        draws = fn.sample((num_draws,))
-    return Drawn(site.name, rule, draws.movedim(axis, 0), axis)
+    try:
+        with torch.no_grad():
+            found = draws(fn, num_draws, site.value)
+    except NotImplementedError as error:
+        raise CannotDrawError(
+            f"{cannot_draw(site.name, fn, error)}, of which its Fisher information would be "
+            "estimated, or use curvature='hessian' or 'empirical_fisher'"
+        ) from error
+    return Drawn(site.name, rule, found.movedim(axis, 0), axis)
 
 
 def _over_sum(values: Tensor, dim: int) -> Tensor:
