@@ -41,6 +41,7 @@ def contents_of(result: Result, arguments: Arguments) -> dict[str, Any]:
         "virial": result.virial,
         "kinetic": kinetic and {"measured": kinetic.measured, "expected": kinetic.expected},
         "chains": result.chains,
+        "unfinished": result.unfinished,
     }
 
 
@@ -96,6 +97,7 @@ def result_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Resul
         virial=contents["virial"],
         kinetic=None if contents["kinetic"] is None else Kinetic.of(**contents["kinetic"]),
         chains=contents["chains"],
+        unfinished=contents.get("unfinished"),
     )
     _check_shapes(result)
     return result
