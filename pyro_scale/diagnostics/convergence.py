@@ -148,9 +148,9 @@ def warn_of_frozen(name: str) -> bool:
     """Warns of a site that has not moved; True."""
     warn(
         ConvergenceWarning,
-        f"'{name}': an element is the same number in all draws of a chain, so nothing tells whether "
-        "it mixes: take larger steps, or data in float64 and without their mean, if its sd is near "
-        "the steps of its dtype",
+        f"'{name}': an element is the same number in all draws of a chain, so nothing tells "
+        "whether it mixes: take larger steps, or data in float64 and without their mean, if its sd "
+        "is near the steps of its dtype",
         code="chains-disagree",
     )
     return True

@@ -61,7 +61,9 @@ def resolution(result: Result) -> list[Finding]:
             chain = int(still.any(1).nonzero()[0])
             is_frozen = bool((still & _depends(result, name, chain)).any())
         if is_frozen:
-            found.append(_finding(name, "no", "an element is the same number in all draws of a chain"))
+            found.append(
+                _finding(name, "no", "an element is the same number in all draws of a chain")
+            )
             continue
         widest = max(_rounding(own, dtype), _rounding(values, dtype))
         if widest > _MOST:
@@ -144,7 +146,8 @@ def _depends(result: Result, name: str, chain: int) -> Tensor:
     def slopes(layout: Layout) -> Tensor:
         def value(position: Tensor) -> Tensor:
             sites = log_posterior.run(
-                layout.unflatten(position), log_posterior.model_info.example,
+                layout.unflatten(position),
+                log_posterior.model_info.example,
                 log_posterior.first_indices(),
             ).sites
             return sites[name].value.reshape(-1)[chosen]

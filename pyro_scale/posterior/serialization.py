@@ -14,6 +14,7 @@ from pyro_scale.core.online_moments import Totals
 from pyro_scale.core.rows import Arguments
 from pyro_scale.data.loaders import to_device
 from pyro_scale.errors import FileError
+from pyro_scale.model.identity import are_same, evaluations
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.preflight import InitFunction
 from pyro_scale.posterior.draws import Result
@@ -22,6 +23,10 @@ from pyro_scale.run.measurements import GradientNoise, Kinetic
 from pyro_scale.run.problem import as_log_posterior, module_device
 from pyro_scale.storage.lazy_draws import Positions, StoredPositions
 from pyro_scale.storage.zarr_store import DrawStore
+
+#: By how much the log densities of a batch may differ on another machine or device, whose products
+#: may have fewer digits (TF32).
+_ROUNDING = 1e-3
 
 
 def contents_of(result: Result, arguments: Arguments) -> dict[str, Any]:
@@ -63,6 +68,7 @@ def model_contents(
         "latents": list(log_posterior.latents),
         "start": start,
         "start_values": log_posterior.constrain(start),
+        "log_densities": _log_densities(log_posterior, start),
         **_plain_layout(layout),
     }
 
@@ -243,7 +249,7 @@ def _differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> li
     ]
     if log_posterior.num_data != contents["num_data"]:
         lines.append(f"N is {contents['num_data']} in the file, {log_posterior.num_data} here")
-    return lines or _moved_sites(contents, log_posterior)
+    return lines or _moved_sites(contents, log_posterior) or _other_density(contents, log_posterior)
 
 
 def _describe(values: Mapping[str, Tensor], latents: Any) -> dict[str, str]:
@@ -263,6 +269,26 @@ def _moved_sites(contents: Mapping[str, Any], log_posterior: LogPosterior) -> li
         f"'{name}' has another support or transform"
         for name, value in then.items()
         if not _close(now[name].cpu(), value)
+    ]
+
+
+def _log_densities(log_posterior: LogPosterior, start: Mapping[str, Tensor]) -> list[float]:
+    """Those of the batch that the model was understood on."""
+    indices = log_posterior.first_indices()
+    return evaluations(log_posterior, start, log_posterior.model_info.example, indices)
+
+
+def _other_density(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
+    """What to say where the same sites have other densities on the file's batch."""
+    device = device_of(contents, log_posterior)
+    start = {name: value.to(device) for name, value in contents["start"].items()}
+    now, then = _log_densities(log_posterior, start), contents.get("log_densities")
+    if then is None or are_same(then, now, _ROUNDING):
+        return []
+    was, is_now = (", ".join(f"{each:.6g}" for each in numbers) for numbers in (then, now))
+    return [
+        "at two points the log prior and log likelihood of the file's batch are "
+        f"{was} in the file, {is_now} in the model"
     ]
 
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from pyro_scale.engine.checkpoint import (
     differences,
 )
 from pyro_scale.errors import ArgumentError, FileError
+from pyro_scale.model.identity import are_same, evaluations
 from pyro_scale.run.parts import (
     CHAINS,
     Part,
@@ -197,8 +197,9 @@ def was_restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
-#: The name of the log joint where chain 0 starts, which tells models and data apart.
-_START = "log joint at the start"
+#: The name of the log densities where chain 0 starts, which tell models and data apart; and by how
+#: much rounding may change them.
+_START, _ROUNDING = "log densities at the start", 1e-5
 
 
 def differences_of_runs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -209,9 +210,13 @@ def differences_of_runs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list
         {name: fact for name, fact in then.items() if name not in others},
         {name: fact for name, fact in now.items() if name not in others},
     )
-    start, here = then[_START], now[_START]
-    if not lines and not math.isclose(start, here, rel_tol=1e-6):
-        lines = [f"the log joint where chain 0 starts was {start:.8g}, is {here:.8g}"]
+    start, here = then.get(_START, []), now[_START]
+    if not lines and not are_same(start, here, _ROUNDING):
+        was, is_now = (", ".join(f"{each:.8g}" for each in numbers) for numbers in (start, here))
+        lines = [
+            "the log prior and log likelihood where chain 0 starts, and beside it, were "
+            f"{was}, are {is_now}: the model, or what it reads besides its arguments, is another"
+        ]
     return lines
 
 
@@ -249,21 +254,23 @@ def facts_of_model(
 
 def _facts_of_rows(problem: Problem) -> dict[str, Any]:
     """What tells the rows apart, and what the model says of the first of them."""
-    log_posterior = problem.log_posterior
+    log_posterior, data = problem.log_posterior, problem.data
     params = problem.engine.layout.unflatten(problem.positions[0])
-    with torch.no_grad():
-        start = log_posterior(params, problem.data.first(), log_posterior.first_indices()).log_joint
-    size = "auto" if problem.chooses_batches else problem.data.batch_size
-    return facts_of_data(problem.data, size, float(start))
+    start = evaluations(log_posterior, params, data.first(), log_posterior.first_indices())
+    if isinstance(data, IndexedData):  # whose rows have no digest
+        for batch, indices in data.spread(1):
+            start += evaluations(log_posterior, params, batch, indices)
+    size = "auto" if problem.chooses_batches else data.batch_size
+    return facts_of_data(data, size, start)
 
 
-def facts_of_data(data: Data, batch_size: Any, start: float) -> dict[str, Any]:
-    """The same, given the log joint where chain 0 starts."""
-    return {"data": fingerprint(data), "batch_size": batch_size, _START: start}
+def facts_of_data(data: Data, batch_size: Any, start: Sequence[float]) -> dict[str, Any]:
+    """The same, given the log densities where chain 0 starts."""
+    return {"data": fingerprint(data), "batch_size": batch_size, _START: list(start)}
 
 
 #: The same where each rank has rows of its own.
-_OF_EACH_RANK = {"data": "of each rank", "batch_size": "of each rank", _START: 0.0}
+_OF_EACH_RANK = {"data": "of each rank", "batch_size": "of each rank", _START: []}
 
 
 def fingerprint(data: Data) -> str:
