@@ -25,7 +25,7 @@ from pyro_scale.core.memory import bytes_of
 from pyro_scale.core.warn import warn
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, NonFiniteError, PyroScaleWarning
-from pyro_scale.model.identity import are_same, evaluations
+from pyro_scale.model.identity import evaluations, first_difference
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.resume import digest_of
 
@@ -158,14 +158,13 @@ class Campaign:
         if self.predict_at is not None:
             own |= {f"{name} (predicted)" for name in self.truth.fitted.places}
         if own != set(earlier.ranks):
-            differs = "it ranks other latents or quantities"
+            differs = "it is of another model, or of other quantities"
         elif earlier.attrs.get("rows") != self._rows:
             differs = "covariates, or the rows of predictive=, are other ones"
-        elif not are_same(earlier.attrs.get("log_densities", ()), self._log_densities, _ROUNDING):
-            differs = (
-                "the model, the simulator or the rows are other ones, by the log prior and log "
-                "likelihood of the first simulation"
-            )
+        elif line := first_difference(
+            earlier.attrs.get("log_densities", {}), self._log_densities, _ROUNDING
+        ):
+            differs = f"the model, the simulator or the rows are other ones: {line}"
         elif other := self._other_value(earlier, params):
             differs = f"'{other}' has other values at the same latents and data"
         else:
@@ -194,11 +193,13 @@ class Campaign:
         return ", ".join("none" if each is None else digest_of(each) for each in given)
 
     @cached_property
-    def _log_densities(self) -> list[float]:
+    def _log_densities(self) -> dict[str, float]:
         """What tells the first simulation from that of another model, simulator or rows."""
-        params = {name: value[0] for name, value in self.truth.params(1, self.seed).items()}
-        stack = self._simulated(self.truth.params(1, self.seed), 0, 1)[0]
-        return evaluations(stack.log_posterior, params, stack.arguments(torch.tensor(0)))
+        params = self.truth.params(1, self.seed)
+        stack = self._simulated(params, 0, 1)[0]
+        first = {name: value[0] for name, value in params.items()}
+        rows, where = stack.arguments(torch.tensor(0)), "at the first true latents"
+        return evaluations(stack.log_posterior, first, rows, where=where)
 
     def _spans(self, done: int) -> list[tuple[int, int]]:
         """The blocks that are left, as (first simulation, the one after the last): a small one,

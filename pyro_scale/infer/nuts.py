@@ -209,7 +209,7 @@ class NUTS(Method):
                 "program": program,
             },
         )
-        self._result = _with_enough_digits(result)
+        self._result = _with_enough_digits(result, problem)
         why = _what_broke(problem, density) if draws.is_broken else ""
         self._warn(self._result, draws.interrupted, why)
         return self
@@ -272,7 +272,7 @@ class NUTS(Method):
             )
 
 
-def _with_enough_digits(result: Result) -> Result:
+def _with_enough_digits(result: Result, problem: Problem) -> Result:
     """The result with latents in float64 whose draws, or whose deterministic sites, their own dtype
     would round; as it is, if the model does not take such values."""
     layout, rounded = result.layout, {finding.site for finding in resolution(result)}
@@ -283,8 +283,8 @@ def _with_enough_digits(result: Result) -> Result:
         wide = replace(result, layout=replace(layout, dtypes=dtypes))
         with contextlib.suppress(Exception):  # of a model in which dtypes clash
             params = wide.layout.unflatten(wide.positions[0, 0])
-            log_posterior, batch = wide.log_posterior, wide.log_posterior.model_info.example
-            log_posterior(params, batch, log_posterior.first_indices())
+            batch = problem.data.first()
+            problem.log_posterior(params, batch, problem.log_posterior.first_indices())
             if len(resolution(wide)) < len(rounded):
                 return wide
     return result

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -16,10 +17,14 @@ _BESIDE = 0.1
 
 
 def evaluations(
-    log_posterior: LogPosterior, params: Params, arguments: Arguments, indices: Tensor | None = None
-) -> list[float]:
+    log_posterior: LogPosterior,
+    params: Params,
+    arguments: Arguments,
+    indices: Tensor | None = None,
+    where: str = "at the start",
+) -> dict[str, float]:
     """Log prior and log likelihood of a batch, without N/B, at params and at a point beside them;
-    NaN where they cannot be had.
+    NaN where they cannot be had.  Keys say what each is, in words.
 
     Params are often where much of a model does not show: at weights of zero, whatever covariates
     are.  Each element of the second point is off by another number, so that orders show too.
@@ -29,34 +34,37 @@ def evaluations(
         params: unconstrained tensors.
         arguments: some rows.
         indices: of rows, for a model that subsamples by itself.
+        where: what params and rows are, in words.
     """
     beside, place = {}, 1
     for name, value in params.items():
         places = torch.arange(place, place + value.numel(), dtype=torch.float64).view(value.shape)
         beside[name] = value + _BESIDE * places.sin().to(value)
         place += value.numel()
-    numbers = []
-    for point in (params, beside):
-        try:
-            with torch.no_grad():
-                found = log_posterior(point, arguments, indices)
-        except (RuntimeError, ValueError):  # a matrix without a factor, a value off its support
-            numbers += [math.nan, math.nan]
-        else:
-            numbers += [float(found.log_prior), float(found.log_lik.double().sum())]
+    numbers = {}
+    for point, at in ((params, where), (beside, f"beside it, {where}")):
+        log_prior = log_lik = math.nan
+        # a matrix without a factor, a value off its support
+        with torch.no_grad(), contextlib.suppress(RuntimeError, ValueError):
+            found = log_posterior(point, arguments, indices)
+            log_prior, log_lik = float(found.log_prior), float(found.log_lik.double().sum())
+        numbers |= {f"log prior {at}": log_prior, f"log likelihood {at}": log_lik}
     return numbers
 
 
-def are_same(then: Sequence[float], now: Sequence[float], tolerance: float) -> bool:
-    """Whether two lists of numbers are, but for rounding: other machines, devices and numbers of
-    threads add up in another order.
+def first_difference(
+    then: Mapping[str, float], now: Mapping[str, float], tolerance: float
+) -> str | None:
+    """The first number that is another one, in words; None where they differ by rounding at most:
+    other machines, devices and numbers of threads add up in another order.
 
     Args:
-        then, now: the numbers.
+        then, now: numbers by name.
         tolerance: relative; absolute below 1.
     """
-    return len(then) == len(now) and all(
-        math.isclose(was, here, rel_tol=tolerance, abs_tol=tolerance)
-        or (math.isnan(was) and math.isnan(here))
-        for was, here in zip(then, now, strict=True)
-    )
+    for name in dict.fromkeys([*then, *now]):
+        was, here = then.get(name, math.inf), now.get(name, math.inf)
+        is_close = math.isclose(was, here, rel_tol=tolerance, abs_tol=tolerance)
+        if not is_close and not (math.isnan(was) and math.isnan(here)):
+            return f"the {name} was {was:.8g}, is {here:.8g}"
+    return None

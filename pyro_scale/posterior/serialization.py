@@ -14,7 +14,7 @@ from pyro_scale.core.online_moments import Totals
 from pyro_scale.core.rows import Arguments
 from pyro_scale.data.loaders import to_device
 from pyro_scale.errors import FileError
-from pyro_scale.model.identity import are_same, evaluations
+from pyro_scale.model.identity import evaluations, first_difference
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.preflight import InitFunction
 from pyro_scale.posterior.draws import Result
@@ -68,7 +68,7 @@ def model_contents(
         "latents": list(log_posterior.latents),
         "start": start,
         "start_values": log_posterior.constrain(start),
-        "log_densities": _log_densities(log_posterior, start),
+        "log_densities": _log_densities(log_posterior, start, arguments),
         **_plain_layout(layout),
     }
 
@@ -272,24 +272,23 @@ def _moved_sites(contents: Mapping[str, Any], log_posterior: LogPosterior) -> li
     ]
 
 
-def _log_densities(log_posterior: LogPosterior, start: Mapping[str, Tensor]) -> list[float]:
+def _log_densities(
+    log_posterior: LogPosterior, start: Mapping[str, Tensor], arguments: Arguments
+) -> dict[str, float]:
     """Those of the batch that the model was understood on."""
-    indices = log_posterior.first_indices()
-    return evaluations(log_posterior, start, log_posterior.model_info.example, indices)
+    return evaluations(log_posterior, start, arguments, log_posterior.first_indices())
 
 
 def _other_density(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
     """What to say where the same sites have other densities on the file's batch."""
+    then = contents.get("log_densities")
+    if then is None:  # a file of an earlier version
+        return []
     device = device_of(contents, log_posterior)
     start = {name: value.to(device) for name, value in contents["start"].items()}
-    now, then = _log_densities(log_posterior, start), contents.get("log_densities")
-    if then is None or are_same(then, now, _ROUNDING):
-        return []
-    was, is_now = (", ".join(f"{each:.6g}" for each in numbers) for numbers in (then, now))
-    return [
-        "at two points the log prior and log likelihood of the file's batch are "
-        f"{was} in the file, {is_now} in the model"
-    ]
+    now = _log_densities(log_posterior, start, to_device(contents["arguments"], device))
+    line = first_difference(then, now, _ROUNDING)
+    return [] if line is None else [f"of the file's batch {line}"]
 
 
 def _close(now: Tensor, then: Tensor) -> bool:

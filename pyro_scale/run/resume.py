@@ -29,7 +29,7 @@ from pyro_scale.engine.checkpoint import (
     differences,
 )
 from pyro_scale.errors import ArgumentError, FileError
-from pyro_scale.model.identity import are_same, evaluations
+from pyro_scale.model.identity import evaluations, first_difference
 from pyro_scale.run.parts import (
     CHAINS,
     Part,
@@ -197,7 +197,7 @@ def was_restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
-#: The name of the log densities where chain 0 starts, which tell models and data apart; and by how
+#: The name of the log densities where chain 0 starts, which tell models and data apart, and by how
 #: much rounding may change them.
 _START, _ROUNDING = "log densities at the start", 1e-5
 
@@ -210,25 +210,34 @@ def differences_of_runs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list
         {name: fact for name, fact in then.items() if name not in others},
         {name: fact for name, fact in now.items() if name not in others},
     )
-    start, here = then.get(_START, []), now[_START]
-    if not lines and not are_same(start, here, _ROUNDING):
-        was, is_now = (", ".join(f"{each:.8g}" for each in numbers) for numbers in (start, here))
-        lines = [
-            "the log prior and log likelihood where chain 0 starts, and beside it, were "
-            f"{was}, are {is_now}: the model, or what it reads besides its arguments, is another"
-        ]
+    if not lines and (line := first_difference(then.get(_START, {}), now[_START], _ROUNDING)):
+        return [line]
     return lines
 
 
-def identity_of(problem: Problem, attrs: Mapping[str, Any], hyperparameters: Any) -> dict[str, Any]:
-    """What has to be alike for one run to go on with another."""
+def identity_of(
+    problem: Problem,
+    attrs: Mapping[str, Any],
+    hyperparameters: Any,
+    fitted: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """What has to be alike for one run to go on with another.
+
+    Args:
+        problem: of the run.
+        attrs: facts of its own.
+        hyperparameters: as they were asked for.
+        fitted: numbers by name that have to be alike but for rounding.
+    """
     layout = problem.engine.layout
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
+    of_rows = _facts_of_rows(problem) if problem.has_all_rows else _OF_EACH_RANK
     return {
         **attrs,
         **facts_of_model(layout, shapes, hyperparameters),
         "num_data": problem.log_posterior.num_data,
-        **(_facts_of_rows(problem) if problem.has_all_rows else _OF_EACH_RANK),
+        **of_rows,
+        _START: {**of_rows[_START], **(fitted or {})},
         "seed": problem.seed,
     }
 
@@ -256,21 +265,27 @@ def _facts_of_rows(problem: Problem) -> dict[str, Any]:
     """What tells the rows apart, and what the model says of the first of them."""
     log_posterior, data = problem.log_posterior, problem.data
     params = problem.engine.layout.unflatten(problem.positions[0])
-    start = evaluations(log_posterior, params, data.first(), log_posterior.first_indices())
+    start = evaluations(
+        log_posterior,
+        params,
+        data.first(),
+        log_posterior.first_indices(),
+        "where chain 0 starts",
+    )
     if isinstance(data, IndexedData):  # whose rows have no digest
         for batch, indices in data.spread(1):
-            start += evaluations(log_posterior, params, batch, indices)
+            start |= evaluations(log_posterior, params, batch, indices, "of rows further on")
     size = "auto" if problem.chooses_batches else data.batch_size
     return facts_of_data(data, size, start)
 
 
-def facts_of_data(data: Data, batch_size: Any, start: Sequence[float]) -> dict[str, Any]:
+def facts_of_data(data: Data, batch_size: Any, start: Mapping[str, float]) -> dict[str, Any]:
     """The same, given the log densities where chain 0 starts."""
-    return {"data": fingerprint(data), "batch_size": batch_size, _START: list(start)}
+    return {"data": fingerprint(data), "batch_size": batch_size, _START: dict(start)}
 
 
 #: The same where each rank has rows of its own.
-_OF_EACH_RANK = {"data": "of each rank", "batch_size": "of each rank", _START: []}
+_OF_EACH_RANK = {"data": "of each rank", "batch_size": "of each rank", _START: {}}
 
 
 def fingerprint(data: Data) -> str:
