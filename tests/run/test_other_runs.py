@@ -135,7 +135,7 @@ def test_a_file_is_of_one_model(name, tmp_path, monkeypatch):
     path = tmp_path / "fit.ps"
     fitted(name).save(path)
     for model, _ in OTHERS.values():
-        with pytest.raises(FileError, match="of the file's batch the log (prior|likelihood)"):
+        with pytest.raises(FileError, match=r"of the file's batch the log (prior|likelihood)"):
             getattr(ps, name).load(path, model)
     exact = serialization.evaluations
     monkeypatch.setattr(
