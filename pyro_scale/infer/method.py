@@ -504,7 +504,8 @@ class Method:
         Args:
             path: the file.
             model: what was run, as for the constructor.  It is run on the file's batch, and
-                must have the sites that it had.
+                must have the sites that it had, and at two points their log prior and log
+                likelihood.
 
         Raises:
             ArgumentError: `path` is no path, or `model` is not callable.
