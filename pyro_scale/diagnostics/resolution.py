@@ -153,7 +153,7 @@ def _depends(result: Result, name: str, chain: int) -> Tensor:
             return sites[name].value.reshape(-1)[chosen]
 
         away = direction.to(position)
-        return torch.func.jvp(value, (position,), (away,))[1] != 0  # type: ignore[no-any-return]
+        return torch.func.jvp(value, (position,), (away,))[1] != 0
 
     for each in (replace(layout, dtypes=(torch.float64,) * len(layout.names)), layout):
         with contextlib.suppress(Exception):  # whatever a model says that does not run in float64

@@ -36,12 +36,12 @@ def evaluations(
         indices: of rows, for a model that subsamples by itself.
         where: what params and rows are, in words.
     """
-    beside, place = {}, 1
+    beside, place = dict[str, Tensor](), 1
     for name, value in params.items():
         places = torch.arange(place, place + value.numel(), dtype=torch.float64).view(value.shape)
         beside[name] = value + _BESIDE * places.sin().to(value)
         place += value.numel()
-    numbers = {}
+    numbers: dict[str, float] = {}
     for point, at in ((params, where), (beside, f"beside it, {where}")):
         log_prior = log_lik = math.nan
         # a matrix without a factor, a value off its support

@@ -231,13 +231,13 @@ def identity_of(
     """
     layout = problem.engine.layout
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
-    of_rows = _facts_of_rows(problem) if problem.has_all_rows else _OF_EACH_RANK
+    of_rows: dict[str, Any] = _facts_of_rows(problem) if problem.has_all_rows else _OF_EACH_RANK
     return {
         **attrs,
         **facts_of_model(layout, shapes, hyperparameters),
         "num_data": problem.log_posterior.num_data,
         **of_rows,
-        _START: {**of_rows[_START], **(fitted or {})},
+        _START: of_rows[_START],
         "seed": problem.seed,
     }
 

@@ -10,6 +10,7 @@ import torch
 
 import pyro_scale as ps
 from pyro_scale.core.autocorrelation import mixing_of
+from pyro_scale.diagnostics.convergence import mixing
 from pyro_scale.diagnostics.resolution import resolution, spacing
 from pyro_scale.errors import ConvergenceWarning
 from pyro_scale.posterior.draws import Result
@@ -109,12 +110,29 @@ def test_a_chain_that_does_not_move_is_no():
     assert {finding.site: finding.verdict for finding in frozen} == {"L": "no", "far": "no"}
 
 
+def test_a_coordinate_that_does_not_move_is_found_where_all_values_do():
+    def shares():
+        pyro.sample("p", dist.Dirichlet(torch.ones(4)))
+
+    steps = {"num_samples": 10, "warmup_steps": 0, "thinning": 1, "num_chains": CHAINS}
+    sampler = ps.BAOA(shares, lr=0.1, friction=1.0, compile=False)
+    sampler.run(None, seed=0, progress=False, **steps)
+    draws = normals(CHAINS, DRAWS, 3).float()
+    assert not resolution(with_draws(sampler, draws.clone()))
+    draws[..., 2] = 0.3
+    (finding,) = resolution(with_draws(sampler, draws))
+    assert (finding.site, finding.verdict) == ("p", "no")
+
+
 def test_draws_of_one_number_have_neither_r_hat_nor_effective_draws():
     draws = normals(CHAINS, 100, 2)
     draws[..., 1] = 7.0
     of_normals, of_constant = zip(*(each.tolist() for each in mixing_of(draws)), strict=True)
     assert all(map(math.isfinite, of_normals))
     assert all(map(math.isnan, of_constant))
+    table = mixing({"moves": draws[..., :1], "constant": draws[..., 1:]})
+    assert table.loc["moves"].notna().all()
+    assert table.loc["constant"].isna().all()
 
     sampler = fitted(location)
     sampler._result = with_draws(sampler, torch.full((CHAINS, DRAWS, 1), 1e7))
