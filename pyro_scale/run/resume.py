@@ -237,7 +237,7 @@ def identity_of(
         **facts_of_model(layout, shapes, hyperparameters),
         "num_data": problem.log_posterior.num_data,
         **of_rows,
-        _START: of_rows[_START],
+        _START: {**of_rows[_START], **(fitted or {})},
         "seed": problem.seed,
     }
 
