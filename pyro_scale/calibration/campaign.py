@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,10 +25,14 @@ from pyro_scale.core.memory import bytes_of
 from pyro_scale.core.warn import warn
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, NonFiniteError, PyroScaleWarning
+from pyro_scale.model.identity import evaluations, first_difference
 from pyro_scale.rng.seeds import Purpose, derived_seed
+from pyro_scale.run.resume import digest_of
 
 #: Copies of a data set, and numbers of draws and their neighbors, that a simulation takes.
 _COPIES, _DRAWS = 4, 3 * 400
+#: By how much another machine may round what the first simulations have come to.
+_ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,8 @@ class Campaign:
         own = {
             "seed": self.seed,
             "blocks": len(spans),
+            "rows": self._rows,
+            "log_densities": self._log_densities,
             "lengths": dataclasses.asdict(lengths or Lengths()),
             "seconds": round(spent + (0 if earlier is None else earlier.attrs["seconds"]), 2),
         }
@@ -115,19 +122,25 @@ class Campaign:
         self, params: Mapping[str, Tensor], start: int, stop: int, lengths: Lengths | None
     ) -> tuple[Sampled, Ranked]:
         """Simulations start ... stop - 1."""
-        observed = self.truth.observed(params, start, stop, self.seed)
-        seeds = [simulation_seed(self.seed, number) for number in range(start, stop)]
-        stack = self.stack.with_data(observed, seeds)
+        stack, true = self._simulated(params, start, stop)
         sampled = self.fitter.fit(stack, lengths)
-        true = torch.stack(
-            [
-                stack.layout.flatten({name: value[i] for name, value in params.items()})
-                for i in range(start, stop)
-            ]
-        )
         seed = derived_seed(self.seed, start, Purpose.SIMULATION, 3)
         how = self.quantities, self.predict_at, seed
         return sampled, rank(self.truth.fitted, stack, true, sampled.positions, *how)
+
+    def _simulated(
+        self, params: Mapping[str, Tensor], start: int, stop: int
+    ) -> tuple[Stack, Tensor]:
+        """(The data sets start ... stop - 1, the params that they were drawn from,
+        `[data sets, D]`)."""
+        observed = self.truth.observed(params, start, stop, self.seed)
+        seeds = [simulation_seed(self.seed, number) for number in range(start, stop)]
+        stack = self.stack.with_data(observed, seeds)
+        true = [
+            stack.layout.flatten({name: value[i] for name, value in params.items()})
+            for i in range(start, stop)
+        ]
+        return stack, torch.stack(true)
 
     def _check_same(self, earlier: SBC, params: Mapping[str, Tensor]) -> None:
         """Refuses the simulations of another call.
@@ -141,24 +154,52 @@ class Campaign:
                     f"resume: it was run with {name}={earlier.attrs.get(name)}, and not {value}: "
                     "pass the arguments of the interrupted call"
                 )
-        done = earlier.num_simulations
         own = {*self.truth.fitted.latents, LOGLIK, *self.quantities}
         if self.predict_at is not None:
             own |= {f"{name} (predicted)" for name in self.truth.fitted.places}
-        is_same = own == set(earlier.ranks)
-        if is_same:
-            here = {name: value[:done] for name, value in params.items()}
-            true = torch.vmap(self.truth.fitted.log_posterior.constrain)(here)
-            is_same = all(
-                true[name].shape == earlier.true[name].shape
-                and torch.allclose(true[name].double(), earlier.true[name].double(), rtol=1e-4)
-                for name in self.truth.fitted.latents
-            )
-        if not is_same:
-            raise ArgumentError(
-                "resume: it is of another model, or of other quantities: pass the arguments of the "
-                "interrupted call"
-            )
+        if own != set(earlier.ranks):
+            differs = "it is of another model, or of other quantities"
+        elif earlier.attrs.get("rows") != self._rows:
+            differs = "covariates, or the rows of predictive=, are other ones"
+        elif line := first_difference(
+            earlier.attrs.get("log_densities", {}), self._log_densities, _ROUNDING
+        ):
+            differs = f"the model, the simulator or the rows are other ones: {line}"
+        elif other := self._other_value(earlier, params):
+            differs = f"'{other}' has other values at the same latents and data"
+        else:
+            return
+        raise ArgumentError(f"resume: {differs}: pass the arguments of the interrupted call")
+
+    def _other_value(self, earlier: SBC, params: Mapping[str, Tensor]) -> str | None:
+        """What the first true latents and data sets have another value of, in an earlier result."""
+        count = min(earlier.num_simulations, AT_ONCE)
+        stack, true = self._simulated(params, 0, count)
+        here = rank(
+            self.truth.fitted, stack, true, true[:, None].expand(-1, 2, -1), self.quantities
+        )
+        for name, values in here.true.items():
+            then = earlier.true[name][:count]
+            if then.shape != values.shape or not torch.allclose(
+                then.double(), values, rtol=1e-4, atol=_ROUNDING, equal_nan=True
+            ):
+                return name
+        return None
+
+    @cached_property
+    def _rows(self) -> str:
+        """Digests of the rows that simulations have in common, and of those of predictions."""
+        given = [self.stack.shared, self.predict_at]
+        return ", ".join("none" if each is None else digest_of(each) for each in given)
+
+    @cached_property
+    def _log_densities(self) -> dict[str, float]:
+        """What tells the first simulation from that of another model, simulator or rows."""
+        params = self.truth.params(1, self.seed)
+        stack = self._simulated(params, 0, 1)[0]
+        first = {name: value[0] for name, value in params.items()}
+        rows, where = stack.arguments(torch.tensor(0)), "at the first true latents"
+        return evaluations(stack.log_posterior, first, rows, where=where)
 
     def _spans(self, done: int) -> list[tuple[int, int]]:
         """The blocks that are left, as (first simulation, the one after the last): a small one,

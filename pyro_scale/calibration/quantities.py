@@ -100,8 +100,8 @@ def rank(
     true: Tensor,
     draws: Tensor,
     quantities: Mapping[str, Quantity],
-    predict_at: Arguments | None,
-    seed: int,
+    predict_at: Arguments | None = None,
+    seed: int = 0,
 ) -> Ranked:
     """The ranks of true values among draws.
 

@@ -7,6 +7,7 @@ has its chains in one piece.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -41,7 +42,7 @@ def split_r_hat(draws: Tensor) -> Tensor:
 
 def mixing_of(draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(Rank-normalized split R-hat, bulk and tail effective draws), each `[elements]`, as ArviZ has
-    them (Vehtari et al. 2021).
+    them (Vehtari et al. 2021); NaN of constants, which have not been seen to mix.
 
     Args:
         draws: `[chains, draws, elements]`, eight draws a chain or more.
@@ -104,7 +105,8 @@ def _mixing_of(draws: Tensor) -> Tensor:
     r_hat = torch.maximum(_split_r_hat(scores), _split_r_hat(of_folded))
     below = [draws <= _quantile(ordered, part)[:, None, None] for part in (0.05, 0.95)]
     tail = torch.minimum(*(_effective(each.double()) for each in below))
-    return torch.stack([r_hat, _effective(scores), tail])
+    mixing = torch.stack([r_hat, _effective(scores), tail])
+    return mixing.masked_fill(ordered[:, 0] == ordered[:, -1], math.nan)
 
 
 def _effective(draws: Tensor) -> Tensor:

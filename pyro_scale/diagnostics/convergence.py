@@ -37,7 +37,8 @@ def some_elements(result: Result, name: str) -> Tensor:
 
 
 def mixing(draws: Mapping[str, Tensor]) -> Any:
-    """A table, one row a variable: the worst R-hat and the least ESS of its elements.
+    """A table, one row a variable: the worst R-hat and the least ESS of its elements; constants
+    have neither.
 
     Args:
         draws: by variable, `[chains, draws, elements]`.
@@ -46,7 +47,10 @@ def mixing(draws: Mapping[str, Tensor]) -> Any:
     import xarray
 
     latent = xarray.Dataset(
-        {name: (("chain", "draw", f"{name}_element"), v.cpu().numpy()) for name, v in draws.items()}
+        {
+            name: (("chain", "draw", f"{name}_element"), _without_constants(each).cpu().numpy())
+            for name, each in draws.items()
+        }
     )
     table = pandas.DataFrame(index=pandas.Index(list(draws), name="site"))
     alone = latent.sizes["chain"] < 2
@@ -54,6 +58,12 @@ def mixing(draws: Mapping[str, Tensor]) -> Any:
     table["ess_bulk"] = _each(arviz_api.ess(latent, method="bulk"), "min")
     table["ess_tail"] = _each(arviz_api.ess(latent, method="tail"), "min")
     return table
+
+
+def _without_constants(draws: Tensor) -> Tensor:
+    """Draws `[chains, draws, elements]` with NaN for elements that are one number: ArviZ has all of
+    their draws effective."""
+    return draws.masked_fill(draws.amin((0, 1)) == draws.amax((0, 1)), math.nan)
 
 
 def mixing_of_moments(moments: Mapping[str, Moments], sites: Sequence[str]) -> Any:
@@ -133,6 +143,18 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
             code="ensemble" if of_weights else "chains-disagree",
         )
     return unmixed
+
+
+def warn_of_frozen(name: str) -> bool:
+    """Warns of a site that has not moved; True."""
+    warn(
+        ConvergenceWarning,
+        f"'{name}': an element is the same number in all draws of a chain, so nothing tells "
+        "whether it mixes: take larger steps, or data in float64 and without their mean, if its sd "
+        "is near the steps of its dtype",
+        code="chains-disagree",
+    )
+    return True
 
 
 def _has_weights(result: Result) -> bool:

@@ -14,10 +14,12 @@ from pyro_scale.diagnostics.convergence import (
     mixing_of_moments,
     mixing_of_predictions,
     some_elements,
+    warn_of_frozen,
     warn_of_unmixed,
 )
 from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.diagnostics.nested_rhat import nested_r_hats, warn_of_remembered_starts
+from pyro_scale.diagnostics.resolution import frozen_latents
 from pyro_scale.errors import BiasWarning
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import Result
@@ -49,6 +51,7 @@ def diagnostics(result: Result, predict_at: Any = None) -> Any:
         table = mixing({name: some_elements(result, name) for name in sites})
         predicted = None if predict_at is None else mixing_of_predictions(result, predict_at)
         nested = nested_r_hats(result)
+        table.loc[frozen_latents(result)] = math.nan
     heat = _heat(result)
     kinds = {"temperature": "all", "max_gradient_temperature": "steepest"} if heat else {}
     for name, kind in kinds.items():
@@ -94,7 +97,9 @@ def _warn(result: Result, table: Any, heat: list[_Heat], predicted: Any) -> None
     hot = inflation > _MOST_INFLATION or any(each.is_hot for each in heat)
     momenta = [] if hot or "kinetic_temperature" not in table else _hot_momenta(table)
     no_longer = hot or bool(momenta) or "lr_choice" in result.attrs
-    if "nested_r_hat" in table:
+    if frozen := frozen_latents(result) if result.online is None else []:
+        unmixed = warn_of_frozen(frozen[0])
+    elif "nested_r_hat" in table:
         unmixed = warn_of_remembered_starts(result, no_longer)
     else:
         seen = table if predicted is None else predicted

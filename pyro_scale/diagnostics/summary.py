@@ -63,7 +63,12 @@ def summary(result: Result, var_names: list[str] | None) -> Any:
 def _as_arviz_has_it(result: Result, name: str, values: Tensor) -> Any:
     values = values.byte() if values.dtype == torch.bool else values  # for their quantiles
     data = to_inference_data(result, {"posterior": {name: values}})
-    return arviz_api.summary(data)
+    table, flat = arviz_api.summary(data), values.reshape(values.shape[:2].numel(), -1)
+    still = (flat == flat[0]).all(0)
+    if bool(still.any()):  # ArviZ has all draws of a constant effective
+        for column in (each for each in table.columns if each.startswith(("ess", "r_hat"))):
+            table[column] = table[column].astype(float).mask(still.cpu().numpy())
+    return table
 
 
 def _of_moments(moments: Mapping[str, Moments], var_names: list[str] | None) -> Any:

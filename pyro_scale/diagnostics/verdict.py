@@ -16,6 +16,7 @@ from pyro_scale.diagnostics.convergence import mixing_of_predictions, some_eleme
 from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.diagnostics.finding import Finding, Verdict
 from pyro_scale.diagnostics.modes_seen import modes_seen
+from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.diagnostics.run_report import Report
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.posterior.draws import Result
@@ -65,6 +66,7 @@ def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
     findings = [
         *_length(result, num_samples),
         *(_thinned_mixing(result) if trained is None else _agreement(result)),
+        *(resolution(result) if trained is None else []),
         *_temperatures(result),
         *_heating(result, choice),
         *_bias(result, choice),
@@ -85,6 +87,7 @@ def report_on_exact(result: Result, num_samples: int) -> Report:
     findings = [
         *_length(result, num_samples),
         *_mixing(result, _MANY, 0.0),
+        *resolution(result),
         *_divergences(result),
     ]
     return Report.of(
@@ -143,6 +146,9 @@ def _mixing(result: Result, enough: float, too_few: float) -> list[Finding]:
     found = []
     for name in sites:
         some = some_elements(result, name)
+        some = some[..., some.amin((0, 1)) != some.amax((0, 1))]  # `resolution` tells of the others
+        if not some.shape[-1]:
+            continue
         r_hats, bulk, tail = mixing_of(some)
         r_hat, ess = float(r_hats.max()), float(torch.minimum(bulk, tail).min())
         told = f"R-hat {r_hat:.3f}, {ess:.0f} effective draws of {chains * draws}"

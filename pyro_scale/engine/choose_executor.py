@@ -20,6 +20,7 @@ from pyro_scale.compile.trace import trace
 from pyro_scale.compile.views import NotALoop
 from pyro_scale.compile.why_not import section_on, why_not
 from pyro_scale.core.exclusive import exclusive
+from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.core.step_inputs import Fixed
 from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batch, Batches, WholeData
@@ -101,6 +102,7 @@ def program_for(
             earlier.keep(blueprint, engine, batches, state, block)
             return blueprint.program(engine, batches)
     except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
+        raise_if_from_handler(error)
         reason = why_not(error)
         warn(
             CompileWarning,

@@ -25,15 +25,20 @@ class Draws(NamedTuple):
     """What all chains leave.
 
     Attributes:
-        positions: `[chains, draws, D]`, as many of each chain as of the shortest.
+        numbers: of the chains in `positions`: those that have finished.  If Control-C came before
+            any had, those with draws after warm-up.
+        positions: `[chains, draws, D]`, as many of each as of the shortest of these.
         sample_stats: `[chains, draws]`, in ArviZ's names.
+        unfinished: the other draws after warm-up, chain by chain, `[n, D]`.
         is_broken: whether the log density was not finite where a trajectory diverged after
             warm-up.
         interrupted: whether Control-C ended them.
     """
 
+    numbers: list[int]
     positions: Tensor
     sample_stats: dict[str, Tensor]
+    unfinished: Tensor
     is_broken: bool
     interrupted: bool
 
@@ -63,6 +68,7 @@ def sample(
     Raises:
         SiteError: a chain has no finite start.
         KeyboardInterrupt: before any draw after warm-up.
+        BaseException: what a signal handler raised, as it is.
     """
     seeds = [derived_seed(seed, number, Purpose.NOISE) for number in range(len(starts))]
     length = len(starts) * _length(settings)
@@ -101,6 +107,7 @@ def _sample(
 ) -> Draws:
     """Runs a chain of each density, with a seed of its own."""
     waiting, running, done = list(range(len(starts))), dict[int, Chain](), dict[int, ChainDraws]()
+    stopped: dict[int, ChainDraws] = {}
     places = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     length, interrupted = _length(settings), False
     try:
@@ -117,23 +124,20 @@ def _sample(
             _show(bar, running, len(done) * length)
     except KeyboardInterrupt:
         interrupted = True
-        done |= _stop(running)
+        stopped = _stop(running)
     except BaseException:
         _stop(running)
         raise
-    if interrupted and min((len(d.positions) for d in done.values()), default=0) == 0:
+    if not done and not stopped:
         raise KeyboardInterrupt
-    return _together([done[number] for number in sorted(done)], interrupted)
+    return _together(done, stopped, interrupted)
 
 
 def _stop(running: Mapping[int, Chain]) -> dict[int, ChainDraws]:
-    """Ends chains; their draws so far, which a second Control-C does not lose."""
-    stopped = {}
+    """Ends chains; those with draws after warm-up, which a second Control-C does not lose."""
     with _uninterrupted():
-        for number, chain in running.items():
-            with contextlib.suppress(BaseException):  # of one that has failed, Rust panics
-                stopped[number] = chain.stop()
-    return stopped
+        stopped = {number: chain.stop() for number, chain in running.items()}
+    return {n: draws for n, draws in stopped.items() if draws is not None and len(draws.positions)}
 
 
 @contextlib.contextmanager
@@ -166,12 +170,22 @@ def _length(settings: Settings) -> int:
     return settings.warmup_steps + settings.num_samples
 
 
-def _together(chains: Sequence[ChainDraws], interrupted: bool) -> Draws:
-    count = min(len(chain.positions) for chain in chains)
-    names = chains[0].sample_stats
+def _together(
+    done: Mapping[int, ChainDraws], stopped: Mapping[int, ChainDraws], interrupted: bool
+) -> Draws:
+    """Finished chains side by side, else all that have draws, and what is left over."""
+    chains = done or stopped
+    count = min(len(chain.positions) for chain in chains.values())
+    rest = [chain.positions[count:] for chain in chains.values()]
+    if done:
+        rest += [stopped[number].positions for number in sorted(stopped)]
+    numbers = sorted(chains)
+    names = chains[numbers[0]].sample_stats
     return Draws(
-        torch.stack([chain.positions[:count] for chain in chains]),
-        {n: torch.stack([chain.sample_stats[n][:count] for chain in chains]) for n in names},
-        any(chain.is_broken for chain in chains),
+        numbers,
+        torch.stack([chains[number].positions[:count] for number in numbers]),
+        {n: torch.stack([chains[c].sample_stats[n][:count] for c in numbers]) for n in names},
+        torch.cat(rest),
+        any(chain.is_broken for chain in [*done.values(), *stopped.values()]),
         interrupted,
     )

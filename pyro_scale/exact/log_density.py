@@ -20,6 +20,7 @@ from pyro_scale.core import rows
 from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.core.warn import warn
 from pyro_scale.engine.reuse import mark
 from pyro_scale.errors import CompileWarning, PyroScaleWarning
@@ -206,6 +207,7 @@ def log_density(
             double.prepare(wide, init_to_value(values=values))
             eager = EagerFunction(double, wide, wide_start, temperature)
     except Exception as error:  # of whatever kind the model raises
+        raise_if_from_handler(error)
         own = next(iter(latents.values())).dtype
         warn(
             PyroScaleWarning,
@@ -232,6 +234,7 @@ def _fastest(
         is_right = eager.agrees_with(native, torch.finfo(coarsest).eps ** 0.5)
         reason = "" if is_right else "what was traced differs from the model"
     except Exception as error:  # of whatever kind the model, Inductor or the compiler raise
+        raise_if_from_handler(error)
         reason = why_not(error)
     if native is None or reason:
         warn(

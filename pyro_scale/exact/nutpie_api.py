@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.compile.cpp_function import NativeFunction
+from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.exact.log_density import LogDensity
 
@@ -137,25 +138,30 @@ class Chain:
             SiteError: there is no finite start.
             ModelError: compiled code failed.
             Exception: what the model raised.
+            BaseException: what a signal handler raised, as it is.
         """
         results: Any = None
         error: Exception | None = None
         try:
             results = self._sampler.wait(timeout=seconds)
-        except TimeoutError:
-            pass
         except KeyboardInterrupt:
             raise
         except BaseException as raised:  # a panic of Rust's is no Exception
-            error = _translate(raised)
+            raise_if_from_handler(raised)
+            if not isinstance(raised, TimeoutError):
+                error = _translate(raised)
         error = self._model.error or error
         if error is not None:
             raise error
         return None if results is None else self._read(results)
 
-    def stop(self) -> ChainDraws:
-        """Ends the chain; its draws so far."""
-        return self._read(self._sampler.abort())
+    def stop(self) -> ChainDraws | None:
+        """Ends the chain; its draws so far, none of one that has failed."""
+        try:
+            return self._read(self._sampler.abort())
+        except BaseException as raised:  # of a chain that has failed, Rust panics
+            raise_if_from_handler(raised)
+            return None
 
     def _read(self, results: Any) -> ChainDraws:
         import pyarrow

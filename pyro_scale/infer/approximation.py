@@ -24,6 +24,7 @@ from pyro_scale.diagnostics.psis import (
     rows_for,
     sums_at,
 )
+from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ApproximationWarning, ArgumentError, DataError, NotRunError
 from pyro_scale.fullbatch.evidence import GaussianStructure
@@ -318,6 +319,10 @@ class Approximation(Method):
         if rows is None or draws * fit.layout.size > _MOST_NUMBERS:
             fit.attrs["psis"] = "not known: dearer than the fit; call psis()"
             return
+        for finding in resolution(fit.result) if fit.temperature else ():
+            if finding.site in fit.sites:  # others are held where they are
+                told = f"site '{finding.site}': {finding.told}; try: {finding.advice}"
+                warn(ApproximationWarning, told)
         sums = sums_at(fit, fit.result, ranks)
 
         def look() -> Psis | str:

@@ -13,6 +13,7 @@ from pyro_scale.compile.why_not import section_on, why_not
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.core.warn import warn
 from pyro_scale.data.blocks import blocks_in_order
 from pyro_scale.data.sources import Data
@@ -110,6 +111,7 @@ class Filter:
             last.compile(self._step.on_rows, (facts, torch.get_num_threads()), *inputs)
             self._compiled, self.program = last, "compiled loop"
         except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
+            raise_if_from_handler(error)
             reason = why_not(error)
             warn(
                 CompileWarning,

@@ -139,7 +139,9 @@ class Method:
 
         Args:
             num_samples: about how many draws in all (per chain, if grouped), evenly thinned.
-            group_by_chain: `[chains, draws, ...]` instead of `[chains * draws, ...]`.
+            group_by_chain: `[chains, draws, ...]` instead of `[chains * draws, ...]`.  Draws of
+                chains that Ctrl-C ended before the others are then left out; they come last
+                otherwise.
 
         Raises:
             NotRunError: nothing has been run.
@@ -147,7 +149,7 @@ class Method:
         """
         if self._sharded is not None:
             return cast(dict[str, Tensor], self._sharded.draws.samples(num_samples, group_by_chain))
-        result = self._draws()
+        result = self._draws() if group_by_chain else self._draws().every_draw
         chains, draws = result.positions.shape[:2]
         if group_by_chain:
             chosen = predictive.spread_evenly(draws, draws if num_samples is None else num_samples)
@@ -268,7 +270,7 @@ class Method:
         """
         result = self._draws()
         predictive.check_model(result.log_posterior, "log_likelihood")
-        return predictive.log_likelihood(result, self._data(data))
+        return predictive.log_likelihood(result.every_draw, self._data(data))
 
     @check_calls
     def loo(self, num_rows: int | None = None, data: Any = None, seed: int = 0) -> Loo:
@@ -331,7 +333,7 @@ class Method:
                 same in all of them; some rows where the model takes none but all together.
             DataError: the data do not hold N rows.
         """
-        return ksd(self._draws(), self._data(data), num_samples, num_rows)
+        return ksd(self._draws().every_draw, self._data(data), num_samples, num_rows)
 
     def predict(
         self,
@@ -406,7 +408,7 @@ class Method:
         if self._sharded is not None:
             chosen = num_samples, batch_size, return_sites, reduce, interval
             return predict_sharded(self._sharded.draws, args, kwargs, *chosen)
-        result = self._draws()
+        result = self._draws().every_draw
         predictive.check_model(result.log_posterior, "predict")
         arguments = result.log_posterior.bind(args, kwargs)
 
@@ -510,7 +512,8 @@ class Method:
         Args:
             path: the file.
             model: what was run, as for the constructor.  It is run on the file's batch, and
-                must have the sites that it had.
+                must have the sites that it had, and at two points their log prior and log
+                likelihood.
 
         Raises:
             ArgumentError: `path` is no path, or `model` is not callable.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
@@ -14,6 +16,7 @@ from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import TensorData
+from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.diagnostics.run_report import Report
 from pyro_scale.diagnostics.verdict import report_on_exact
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleWarning
@@ -39,7 +42,8 @@ class NUTS(Method):
     Use this where all rows fit into memory and a gradient of all of them is cheap: its draws are
     exact up to Monte Carlo error, and it tunes itself.  Where a step through all rows is too slow,
     use BAOA on minibatches.  The model is evaluated in float64: the data are converted, and a copy
-    of its modules.
+    of its modules.  Draws have the model's dtype; those of a latent whose posterior sd is near the
+    steps of that dtype are float64.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
@@ -146,7 +150,9 @@ class NUTS(Method):
         Warns:
             ConvergenceWarning: trajectories diverged after warm-up.
             CompileWarning: the log density cannot be compiled, and why.
-            PyroScaleWarning: the run was interrupted; it holds the draws so far.
+            PyroScaleWarning: the run was interrupted.  Chains that have finished are kept whole;
+                `get_samples()` has the draws of the others too.  If none has, chains are cut to the
+                shortest with draws after warm-up.
         """
         settings = Settings(
             as_count("num_samples", num_samples),
@@ -177,13 +183,19 @@ class NUTS(Method):
         compiled, starts = time.perf_counter(), problem.positions[:, :size]
         draws = sample(density, by_pointer, starts, settings, seed, title, progress)
         finished = time.perf_counter()
-        points = problem.positions[:1, None, size:].expand(*draws.positions.shape[:2], -1)
-        self._result = Result(
+        points = problem.positions[0, size:].double()
+
+        def with_points(latents: Tensor) -> Tensor:
+            return torch.cat([latents.to(points), points.expand(*latents.shape[:-1], -1)], -1)
+
+        result = Result(
             log_posterior=problem.log_posterior,
             data=problem.data,
             layout=problem.engine.layout,
-            positions=torch.cat([draws.positions.to(points), points], -1),
+            positions=with_points(draws.positions),
             sample_stats=draws.sample_stats,
+            chains=None if len(draws.numbers) == num_chains else draws.numbers,
+            unfinished=with_points(draws.unfinished) if len(draws.unfinished) else None,
             attrs={
                 "method": type(self).__name__,
                 "max_depth": self.max_depth,
@@ -197,6 +209,7 @@ class NUTS(Method):
                 "program": program,
             },
         )
+        self._result = _with_enough_digits(result, problem)
         why = _what_broke(problem, density) if draws.is_broken else ""
         self._warn(self._result, draws.interrupted, why)
         return self
@@ -217,7 +230,7 @@ class NUTS(Method):
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
         """Where chains begin that start from these draws: some of them, drawn at random,
         `[num_chains, ...]`."""
-        result = self._draws()
+        result = self._draws().every_draw
         chains, draws = result.positions.shape[:2]
         source = generator(seed, 0, Purpose.INIT)
         places = torch.randint(chains * draws, (num_chains,), generator=source)
@@ -244,7 +257,9 @@ class NUTS(Method):
     def _warn(result: Result, interrupted: bool, why: str) -> None:
         if interrupted:
             chains, draws = result.positions.shape[:2]
-            warn(PyroScaleWarning, f"interrupted: there are {chains} x {draws} draws")
+            others = 0 if result.unfinished is None else len(result.unfinished)
+            more = f"; get_samples() has {others:,} more, of other chains" if others else ""
+            warn(PyroScaleWarning, f"interrupted: there are {chains} x {draws} draws{more}")
         divergent = int(result.sample_stats["diverging"].sum())
         if divergent:
             warn(
@@ -255,6 +270,24 @@ class NUTS(Method):
                 "non-centered where they are few)",
                 code="divergences",
             )
+
+
+def _with_enough_digits(result: Result, problem: Problem) -> Result:
+    """The result with latents in float64 whose draws, or whose deterministic sites, their own dtype
+    would round; as it is, if the model does not take such values."""
+    layout, rounded = result.layout, {finding.site for finding in resolution(result)}
+    latents = set(result.log_posterior.latents)
+    for names in (rounded & latents, latents) if rounded else ():
+        sites = zip(layout.names, layout.dtypes, strict=True)
+        dtypes = tuple(torch.float64 if name in names else dtype for name, dtype in sites)
+        wide = replace(result, layout=replace(layout, dtypes=dtypes))
+        with contextlib.suppress(Exception):  # of a model in which dtypes clash
+            params = wide.layout.unflatten(wide.positions[0, 0])
+            batch = problem.data.first()
+            problem.log_posterior(params, batch, problem.log_posterior.first_indices())
+            if len(resolution(wide)) < len(rounded):
+                return wide
+    return result
 
 
 def _what_broke(problem: Problem, density: LogDensity) -> str:

@@ -8,8 +8,10 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+import torch
 from torch import Tensor
 
+from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.schedules import Cyclical, Schedule
 from pyro_scale.core.validation import AUTO, as_count, as_flag, is_auto
 from pyro_scale.core.warn import warn, without_vmap_warnings
@@ -250,8 +252,9 @@ class Sampler(Method):
                 machine the draws are bit for bit those of an uninterrupted run.  A larger
                 `num_samples` extends a finished run (not of a network or with
                 precondition=None where lr is "auto", nor with store=False, which depend on its
-                length).  Another model, other data or settings are refused;
-                functions, and a loader's rows beyond its first batch, cannot be compared.
+                length).  Another model, other data or settings are refused,
+                by the log prior and log likelihood at two points; functions, and a loader's rows
+                beyond its first batch and one from all over the data, cannot be compared.
             store: the path of a Zarr store, for draws that do not fit into memory.  It is written
                 during the run and can be read meanwhile.  A crash or a full disk costs the draws
                 of the last few seconds.  Processes that share the chains out write one store,
@@ -469,7 +472,13 @@ class Sampler(Method):
         store = config.store
         kept = "nowhere" if store is False else "memory" if store is None else "a store"
         about = {"method": type(self).__name__, "draws in": kept, **config.facts}
-        facts = identity_of(problem, about, self._asked_hyperparameters())
+        fit = self._settings.precondition
+        fitted = {}
+        if isinstance(fit, Gaussian):
+            waves = torch.arange(1, len(fit.mean) + 1).to(fit.mean).sin()
+            fitted["mean of the precondition"] = float(waves @ fit.mean)
+            fitted["variance of the precondition"] = float(waves @ fit.variance.log())
+        facts = identity_of(problem, about, self._asked_hyperparameters(), fitted)
         trains = is_trained(problem, self._settings, config.steps is None)
         by_length = trains or (
             "lr" in self._settings.chosen and self._settings.precondition is None
@@ -508,7 +517,8 @@ class Sampler(Method):
             facts["passes_draws"] = round(passes_of(problem, draws.num_steps), 2)
         # last, as a run that went on has more steps between draws than were chosen
         lengths = {"num_samples": kept, "thinning": plan.steps.thinning}
-        attrs = {**self._attrs(), **facts, **plan.choice, **lengths}
+        whitened = {"whitened": plan.problem.engine.whitening is not None}
+        attrs = {**self._attrs(), **facts, **plan.choice, **lengths, **whitened}
         if plan.kernel.adjusted:
             attrs["acceptance_rate"] = acceptance_rate(draws)
         self._plan = dataclasses.replace(plan, finished=tuple(draws.finished))

@@ -28,6 +28,7 @@ from pyro_scale.core.validation import AUTO, as_count, as_flag, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.row_sampler import check_sampling
+from pyro_scale.data.sources import TensorData
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, CallError
@@ -47,6 +48,7 @@ from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
+from pyro_scale.run.resume import digest_of
 from pyro_scale.tuning.plan import is_trained
 
 From = Literal["prior", "posterior"]
@@ -127,7 +129,9 @@ def sbc(
         progress: whether to show a progress bar, which says how long it takes.
         memory_budget: bytes that data sets and draws may take at a time, half of the machine's by
             default; `attrs["blocks"]` says in how many blocks simulations were run.
-        resume: what an interrupted call with the same arguments returned.
+        resume: what an interrupted call with the same arguments returned.  Another model,
+            simulator, prior, other rows or quantities are refused, by what they make of the first
+            simulations.
         settings: of `run`, such as `warmup_steps=`, `thinning=`, `batch_size=`.
 
     Returns:
@@ -255,6 +259,12 @@ def _truth(
                 "covariates: leave simulator and resample out"
             )
         result = inference._draws()
+        held = result.data.arguments if isinstance(result.data, TensorData) else None
+        if held is not None and digest_of(held) != digest_of(arguments):
+            raise ArgumentError(
+                "method='posterior': the data are not those that the inference was run on: pass "
+                "the same ones"
+            )
         params = result.layout.unflatten(torch.cat(list(result.blocks())))
         return FromPosterior.of(of(inference.model), params)
     model = of(inference.model)

@@ -25,6 +25,7 @@ from pyro_scale.core import rows
 from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.onednn import without_onednn
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.model import derivatives
 from pyro_scale.model.classify import close
 from pyro_scale.model.log_posterior import LogPosterior, Params
@@ -110,6 +111,7 @@ def frozen_base(
         graph = _record(log_posterior, params, arguments)
         values = _values_of_rows(graph, len(params), arguments, size)
     except Exception as error:  # of the model, of make_fx
+        raise_if_from_handler(error)
         reason = str(error).strip().partition("\n")[0][:200]
         raise NoBase(f"the model cannot be recorded ({type(error).__name__}: {reason})") from error
     cut = _cut(graph, values)
@@ -232,6 +234,7 @@ def _compare(
             slope, value = base.plain_grad(moved, base.features(batch))
             expected, full = log_posterior.plain_grad(moved, batch)
         except Exception as error:  # of operations, on tensors of other sizes
+            raise_if_from_handler(error)
             raise NoBase("sizes inside of the model change from batch to batch") from error
         pairs = [*zip(value, full, strict=True), *((slope[n], expected[n]) for n in expected)]
         if not all(_same(mine, theirs) for mine, theirs in pairs):

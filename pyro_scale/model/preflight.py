@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import exclusive, own_generator
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.errors import ArgumentError, ModelError, PlateError, PyroScaleError, SiteError
 from pyro_scale.model.checks import (
     check_densities,
@@ -254,7 +255,8 @@ def _elsewhere(
         probes, runs = recipe.other_rows(arguments, size, num_data)
         terms = terms_of(full.sites)
         check_terms(terms)
-    except Exception:  # the values may be impossible: then there is nothing to compare
+    except Exception as error:  # the values may be impossible: then there is nothing to compare
+        raise_if_from_handler(error)
         return [], []
     if any(probe.terms.keys() != terms.keys() for probe in probes):
         return [], []
@@ -307,6 +309,7 @@ class _Recipe:
                 runs.append(self.run(rows.take(arguments, _slice(part))))
                 probes.append(Probe(terms_of(runs[-1].sites), part))
             except Exception as error:
+                raise_if_from_handler(error)
                 if num_data in (None, size):  # the whole data, so that the factor is 1 anyway
                     return [], []
                 if isinstance(error, LatentShapeChanged):
@@ -346,6 +349,7 @@ def _first_run(
     except PyroScaleError:
         raise
     except Exception as error:
+        raise_if_from_handler(error)
         for site in recorder.sites.values():
             if site.kind == "enumerated":
                 check_enumerated(site.name, site.fn, site.infer)

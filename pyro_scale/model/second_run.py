@@ -10,6 +10,7 @@ import pyro
 import torch
 from torch.distributions import Distribution
 
+from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.errors import ModelError, PyroScaleError
 from pyro_scale.model.module_trace import trace_modules
 from pyro_scale.model.recorder import Recorder
@@ -56,6 +57,7 @@ def run_again(run: Callable[..., Recorder]) -> SecondRun:
     try:
         return _traced(run, validate=True)
     except Exception as error:
+        raise_if_from_handler(error)
         return _traced(run, validate=False)._replace(error=error)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -53,6 +53,8 @@ class Result:
         tables: `"summary"` and `"diagnostics"` of the chains of all processes, where these are
             those of one; None where they are all.
         ranks: the processes that share out what reads rows again; every one of them has all draws.
+        unfinished: draws of chains that were ended before those in `positions`, `[n, D]`; None
+            where there are none.
     """
 
     log_posterior: LogPosterior
@@ -69,6 +71,16 @@ class Result:
     chains: Sequence[int] | None = None
     tables: Mapping[str, Any] | None = None
     ranks: Ranks = ALONE
+    unfinished: Tensor | None = None
+
+    @property
+    def every_draw(self) -> Result:
+        """The result for what does not tell chains apart: draws of unfinished chains come last, in
+        one chain with all others."""
+        if self.unfinished is None:
+            return self
+        draws = torch.cat([*self.blocks(), self.unfinished])
+        return replace(self, positions=draws[None], unfinished=None)
 
     @property
     def num_chains(self) -> int:

@@ -14,6 +14,7 @@ from pyro_scale.core.online_moments import Totals
 from pyro_scale.core.rows import Arguments
 from pyro_scale.data.loaders import to_device
 from pyro_scale.errors import FileError
+from pyro_scale.model.identity import evaluations, first_difference
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.preflight import InitFunction
 from pyro_scale.posterior.draws import Result
@@ -22,6 +23,10 @@ from pyro_scale.run.measurements import GradientNoise, Kinetic
 from pyro_scale.run.problem import as_log_posterior, module_device
 from pyro_scale.storage.lazy_draws import Positions, StoredPositions
 from pyro_scale.storage.zarr_store import DrawStore
+
+#: By how much the log densities of a batch may differ on another machine or device, whose products
+#: may have fewer digits (TF32).
+_ROUNDING = 1e-3
 
 
 def contents_of(result: Result, arguments: Arguments) -> dict[str, Any]:
@@ -41,6 +46,7 @@ def contents_of(result: Result, arguments: Arguments) -> dict[str, Any]:
         "virial": result.virial,
         "kinetic": kinetic and {"measured": kinetic.measured, "expected": kinetic.expected},
         "chains": result.chains,
+        "unfinished": result.unfinished,
     }
 
 
@@ -62,6 +68,7 @@ def model_contents(
         "latents": list(log_posterior.latents),
         "start": start,
         "start_values": log_posterior.constrain(start),
+        "log_densities": _log_densities(log_posterior, start, arguments),
         **_plain_layout(layout),
     }
 
@@ -96,6 +103,7 @@ def result_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Resul
         virial=contents["virial"],
         kinetic=None if contents["kinetic"] is None else Kinetic.of(**contents["kinetic"]),
         chains=contents["chains"],
+        unfinished=contents.get("unfinished"),
     )
     _check_shapes(result)
     return result
@@ -241,7 +249,7 @@ def _differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> li
     ]
     if log_posterior.num_data != contents["num_data"]:
         lines.append(f"N is {contents['num_data']} in the file, {log_posterior.num_data} here")
-    return lines or _moved_sites(contents, log_posterior)
+    return lines or _moved_sites(contents, log_posterior) or _other_density(contents, log_posterior)
 
 
 def _describe(values: Mapping[str, Tensor], latents: Any) -> dict[str, str]:
@@ -262,6 +270,25 @@ def _moved_sites(contents: Mapping[str, Any], log_posterior: LogPosterior) -> li
         for name, value in then.items()
         if not _close(now[name].cpu(), value)
     ]
+
+
+def _log_densities(
+    log_posterior: LogPosterior, start: Mapping[str, Tensor], arguments: Arguments
+) -> dict[str, float]:
+    """Those of the batch that the model was understood on."""
+    return evaluations(log_posterior, start, arguments, log_posterior.first_indices())
+
+
+def _other_density(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
+    """What to say where the same sites have other densities on the file's batch."""
+    then = contents.get("log_densities")
+    if then is None:  # a file of an earlier version
+        return []
+    device = device_of(contents, log_posterior)
+    start = {name: value.to(device) for name, value in contents["start"].items()}
+    now = _log_densities(log_posterior, start, to_device(contents["arguments"], device))
+    line = first_difference(then, now, _ROUNDING)
+    return [] if line is None else [f"of the file's batch {line}"]
 
 
 def _close(now: Tensor, then: Tensor) -> bool:

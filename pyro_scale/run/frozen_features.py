@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.core.memory import bytes_of
+from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.data.batches import batches_from
 from pyro_scale.data.features import FeatureData, table_of
 from pyro_scale.data.sources import Data, TensorData
@@ -62,5 +63,6 @@ def _compute_features(
         try:
             return table_of(data, base.features, size), "run once for every row"
         except Exception as error:  # of operations, on tensors of other sizes
+            raise_if_from_handler(error)
             raise NoBase("sizes inside of the model change from batch to batch") from error
     return FeatureData(data, base.features), "run once for every batch"

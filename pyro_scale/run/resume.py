@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from pyro_scale.engine.checkpoint import (
     differences,
 )
 from pyro_scale.errors import ArgumentError, FileError
+from pyro_scale.model.identity import evaluations, first_difference
 from pyro_scale.run.parts import (
     CHAINS,
     Part,
@@ -197,8 +197,9 @@ def was_restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
-#: The name of the log joint where chain 0 starts, which tells models and data apart.
-_START = "log joint at the start"
+#: The name of the log densities where chain 0 starts, which tell models and data apart, and by how
+#: much rounding may change them.
+_START, _ROUNDING = "log densities at the start", 1e-5
 
 
 def differences_of_runs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -209,21 +210,34 @@ def differences_of_runs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list
         {name: fact for name, fact in then.items() if name not in others},
         {name: fact for name, fact in now.items() if name not in others},
     )
-    start, here = then[_START], now[_START]
-    if not lines and not math.isclose(start, here, rel_tol=1e-6):
-        lines = [f"the log joint where chain 0 starts was {start:.8g}, is {here:.8g}"]
+    if not lines and (line := first_difference(then.get(_START, {}), now[_START], _ROUNDING)):
+        return [line]
     return lines
 
 
-def identity_of(problem: Problem, attrs: Mapping[str, Any], hyperparameters: Any) -> dict[str, Any]:
-    """What has to be alike for one run to go on with another."""
+def identity_of(
+    problem: Problem,
+    attrs: Mapping[str, Any],
+    hyperparameters: Any,
+    fitted: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """What has to be alike for one run to go on with another.
+
+    Args:
+        problem: of the run.
+        attrs: facts of its own.
+        hyperparameters: as they were asked for.
+        fitted: numbers by name that have to be alike but for rounding.
+    """
     layout = problem.engine.layout
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
+    of_rows: dict[str, Any] = _facts_of_rows(problem) if problem.has_all_rows else _OF_EACH_RANK
     return {
         **attrs,
         **facts_of_model(layout, shapes, hyperparameters),
         "num_data": problem.log_posterior.num_data,
-        **(_facts_of_rows(problem) if problem.has_all_rows else _OF_EACH_RANK),
+        **of_rows,
+        _START: {**of_rows[_START], **(fitted or {})},
         "seed": problem.seed,
     }
 
@@ -249,21 +263,29 @@ def facts_of_model(
 
 def _facts_of_rows(problem: Problem) -> dict[str, Any]:
     """What tells the rows apart, and what the model says of the first of them."""
-    log_posterior = problem.log_posterior
+    log_posterior, data = problem.log_posterior, problem.data
     params = problem.engine.layout.unflatten(problem.positions[0])
-    with torch.no_grad():
-        start = log_posterior(params, problem.data.first(), log_posterior.first_indices()).log_joint
-    size = "auto" if problem.chooses_batches else problem.data.batch_size
-    return facts_of_data(problem.data, size, float(start))
+    start = evaluations(
+        log_posterior,
+        params,
+        data.first(),
+        log_posterior.first_indices(),
+        "where chain 0 starts",
+    )
+    if isinstance(data, IndexedData):  # whose rows have no digest
+        for batch, indices in data.spread(1):
+            start |= evaluations(log_posterior, params, batch, indices, "of rows further on")
+    size = "auto" if problem.chooses_batches else data.batch_size
+    return facts_of_data(data, size, start)
 
 
-def facts_of_data(data: Data, batch_size: Any, start: float) -> dict[str, Any]:
-    """The same, given the log joint where chain 0 starts."""
-    return {"data": fingerprint(data), "batch_size": batch_size, _START: start}
+def facts_of_data(data: Data, batch_size: Any, start: Mapping[str, float]) -> dict[str, Any]:
+    """The same, given the log densities where chain 0 starts."""
+    return {"data": fingerprint(data), "batch_size": batch_size, _START: dict(start)}
 
 
 #: The same where each rank has rows of its own.
-_OF_EACH_RANK = {"data": "of each rank", "batch_size": "of each rank", _START: 0.0}
+_OF_EACH_RANK = {"data": "of each rank", "batch_size": "of each rank", _START: {}}
 
 
 def fingerprint(data: Data) -> str:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdRef
 
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.engine.reuse import mark
 from pyro_scale.model.log_posterior import LogPosterior
@@ -84,7 +85,8 @@ def _seen(log_posterior: LogPosterior, arguments: Arguments) -> Any:
     try:
         run = log_posterior.run_as_first(arguments)
         terms = terms_of(run.sites)
-    except Exception:  # understanding the model anew will say it
+    except Exception as error:  # understanding the model anew will say it
+        raise_if_from_handler(error)
         return None
     return (
         [(name, term.log_prob, term.scale, term.plates) for name, term in terms.items()],

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batches, batches_from
 from pyro_scale.data.row_sampler import Sampling
@@ -105,7 +106,8 @@ def takes_single_rows(problem: Problem, position: Tensor, arguments: Arguments) 
     try:
         together, alone = log_lik(arguments), _over_rows(log_lik, arguments)[:, 0]
         return torch.allclose(alone, together, rtol=_ROUNDING, atol=_ROUNDING)
-    except Exception:  # the model's own, of one row
+    except Exception as error:  # the model's own, of one row
+        raise_if_from_handler(error)
         return False
 
 

@@ -7,6 +7,7 @@ import torch
 from pyro import poutine
 
 import pyro_scale as ps
+from pyro_scale.calibration import campaign
 from pyro_scale.calibration.simulations import Generator
 from pyro_scale.calibration.truth import FromPosterior
 from pyro_scale.errors import ArgumentError, CallError, NonFiniteError, PlateError, SiteError
@@ -156,6 +157,62 @@ def test_resume_takes_the_same_call_only():
         sbc(line, (ROWS, ROWS), 30, resume=short)
     with pytest.raises(ArgumentError, match="another model, or of other quantities"):
         sbc(normal, ROWS, 30, resume=short, quantities={"a": lambda sites, data: sites["mu"]})
+
+
+def scaled(prior=1.0, sd=1.0, by=1.0):
+    def model(x, y):
+        slope = pyro.sample("slope", dist.Normal(0.0, prior))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(by * slope * x, sd), obs=y)
+
+    return model
+
+
+@pytest.mark.slow
+def test_resume_refuses_another_model_or_other_rows(monkeypatch):
+    def square(sites, data):
+        return sites["slope"].square()
+
+    asked = {"quantities": {"q": square}, "predictive": (ROWS, ROWS)}
+    short = sbc(scaled(), (ROWS, ROWS.clone()), **asked)
+
+    def resumed(model, x=ROWS, **changes):
+        return sbc(model, (x, ROWS.clone()), 21, resume=short, **{**asked, **changes})
+
+    for model, changes, what in (
+        (scaled(), {"x": 5 * ROWS}, "covariates"),
+        (scaled(), {"x": ROWS.flip(0)}, "covariates"),
+        (scaled(), {"predictive": (2 * ROWS, ROWS)}, "rows of predictive="),
+        (scaled(), {"resample": True}, "covariates|log likelihood"),
+        (scaled(prior=2.0), {}, "the log prior at the first true latents was"),
+        (scaled(sd=3.0), {}, "the log likelihood at the first true latents was"),
+        (scaled(by=5.0), {}, "the log likelihood beside it, at the first true latents was"),
+        (scaled(), {"simulator": scaled(by=2.0)}, "the log likelihood"),
+        (scaled(), {"quantities": {"q": lambda sites, data: sites["slope"]}}, "'q' has other"),
+        (
+            scaled(),
+            {"quantities": {"q": lambda sites, data: data[1].mean()}},
+            "'q' has other values at the same latents and data",
+        ),
+    ):
+        with pytest.raises(ArgumentError, match=f"resume: .*({what})"):
+            resumed(model, **changes)
+    # as another machine would have rounded it
+    exact = campaign.evaluations
+    monkeypatch.setattr(
+        campaign,
+        "evaluations",
+        lambda *args, **kwargs: {n: v * (1 + 1e-6) for n, v in exact(*args, **kwargs).items()},
+    )
+    assert resumed(scaled()).num_simulations == 21
+
+
+@pytest.mark.slow
+def test_a_posterior_of_other_data_is_refused():
+    fit = ps.BAOA(line, lr=0.1, friction=1.0, compile=False)
+    fit.run((ROWS, ROWS.clone()), num_samples=50, seed=0, progress=False, **SHORT)
+    with pytest.raises(ArgumentError, match="not those that the inference was run on"):
+        ps.sbc(fit, (ROWS, 2 * ROWS), method="posterior", num_simulations=20, progress=False)
 
 
 @pytest.mark.slow

@@ -444,7 +444,7 @@ def finished(float64, tmp_path_factory):
         ({"method": lambda: ps.BAOA(regression, lr=0.03, compile=False)}, r"'lr'\] was 0.02"),
         ({"method": lambda: ps.UBU(regression, **SMALL)}, "method was 'BAOA', is 'UBU'"),
         ({"method": lambda: ps.BAOA(subsampling, **SMALL)}, "sites.* is not there"),
-        ({"method": lambda: ps.BAOA(other_prior, **SMALL)}, "log joint where chain 0 starts was"),
+        ({"method": lambda: ps.BAOA(other_prior, **SMALL)}, "log prior where chain 0 starts was"),
         ({"data": (X, Y + (torch.arange(N) == N - 1))}, "data was 'tensors [0-9a-f]{16}', is 'te"),
         ({"data": (X[:50], Y[:50])}, "num_data was 60, is 50"),
     ],

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.model.curvature.observations import Observation
 from pyro_scale.model.derivatives import row_gradients
 from pyro_scale.model.log_posterior import LogPosterior, Params
@@ -120,7 +121,8 @@ def blocks_of(
         batch, own = rows.take(rows.take(arguments, keep), part), [k[part] for k in known_rows]
         try:
             found = jacobian(batch, own)
-        except Exception:  # whatever a model says that cannot take one row, or no vmap
+        except Exception as error:  # whatever a model says that cannot take one row, or no vmap
+            raise_if_from_handler(error)
             if jacobian is together:
                 raise
             jacobian, size = together, min(size, _TOGETHER)

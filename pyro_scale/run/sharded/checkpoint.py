@@ -85,7 +85,9 @@ def facts_of(problem: ShardedProblem, data: Data, kernel: Hyperparameters) -> di
     shapes |= {name: shard.shape for name, shard in problem.shards.items()}
     return {
         **facts_of_model(layout, shapes, kernel.hyperparameters()),
-        **facts_of_data(data, data.batch_size, float(start.log_joint)),
+        **facts_of_data(
+            data, data.batch_size, {"log joint where it starts": float(start.log_joint)}
+        ),
         "num_data": problem.log_posterior.num_data,
         "seed": problem.seed,
     }

@@ -1,0 +1,161 @@
+"""Whether draws are finer than the steps of their dtype.
+
+Rounding to steps of u adds u^2 / 12 to a variance: an error that is uniform between -u / 2 and
+u / 2 and nearly independent of what is rounded, once a step is no longer than the sd (Widrow,
+Kollar and Liu 1996).  Of draws of variance V, V - u^2 / 12 was there before, so their sd is more
+than 5% too large where u^2 / 12 > (1 - 1 / 1.05^2) V, that is from u = 1.11 sds on.
+
+A sampler's state is rounded at every step, and one that moves by less than half of u does not
+move.  With moves m the rounding adds the part u^2 / (12 m^2) to their variance: the same bound, of
+moves in the place of sds.  It is not measured at each step; but k steps of sd m end at most k m
+from where they began, so draws that are d apart, k steps after each other, tell that m >= d / k.
+Where the sampler moves in whitened coordinates, which are of order 1, the state's steps are short
+enough, and its draws are rounded once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.layout import Layout, dtype_name
+from pyro_scale.core.validation import evenly
+from pyro_scale.diagnostics.convergence import some_elements
+from pyro_scale.diagnostics.finding import Finding, Verdict
+from pyro_scale.posterior.draws import Result
+from pyro_scale.storage.lazy_draws import spread
+from pyro_scale.tuning.pilot import SD_TOLERANCE
+
+#: The part of draws' variance that may come from rounding.
+_MOST = 1 - 1 / (1 + SD_TOLERANCE) ** 2
+#: Draws of a chain, and elements of a site, that are looked at.
+_DRAWS, _ELEMENTS = 1000, 200
+#: Draws of a chain below which nothing is said of it.
+_FEWEST = 8
+
+
+def resolution(result: Result) -> list[Finding]:
+    """What there is to say of sites, deterministic ones too, whose draws are rounded or constant.
+
+    A constant that no latent has an influence on is right as it is.
+
+    Args:
+        result: of a run, not at temperature 0.
+    """
+    if result.positions.shape[1] < _FEWEST:
+        return []
+    dtypes = dict(zip(result.layout.names, result.layout.dtypes, strict=True))
+    found = []
+    for name in result.shapes:
+        values = some_elements(result, name)
+        if not values.is_floating_point():
+            continue
+        dtype = dtypes.get(name, values.dtype)
+        own = _unconstrained(result, name) if name in dtypes else values[..., :0]
+        still = _is_constant(values)
+        is_frozen = bool(_is_constant(own).any())
+        if bool(still.any()) and not is_frozen:
+            chain = int(still.any(1).nonzero()[0])
+            is_frozen = bool((still & _depends(result, name, chain)).any())
+        if is_frozen:
+            found.append(
+                _finding(name, "no", "an element is the same number in all draws of a chain")
+            )
+            continue
+        widest = max(_rounding(own, dtype), _rounding(values, dtype))
+        if widest > _MOST:
+            told = f"steps of {dtype_name(dtype)} are {(12 * widest) ** 0.5:.2g} sds of the draws"
+            found.append(_finding(name, "no", told))
+        elif name in dtypes and _rounds_moves(result, name):
+            told = f"steps of the sampler may be as short as those of {dtype_name(dtype)}"
+            found.append(_finding(name, "unknown", told))
+    return found
+
+
+def _finding(name: str, verdict: Verdict, told: str) -> Finding:
+    advice = "data without their mean, or the model and its data in float64 (x.double())"
+    return Finding(name, "resolution", verdict, told, advice)
+
+
+def frozen_latents(result: Result) -> list[str]:
+    """Latents with an unconstrained element that is the same in all draws of a chain."""
+    if result.attrs.get("temperature") == 0 or result.positions.shape[1] < _FEWEST:
+        return []
+    latents = result.log_posterior.latents
+    return [name for name in latents if bool(_is_constant(_unconstrained(result, name)).any())]
+
+
+def _unconstrained(result: Result, name: str) -> Tensor:
+    """Some draws of some elements of a latent, `[chains, some, elements]`."""
+    chains, places = torch.arange(result.num_chains)[:, None], spread(result.positions, _DRAWS)
+    return result.positions[chains, places][..., _columns(result, name)]
+
+
+def _columns(result: Result, name: str) -> Tensor:
+    place = result.layout.slices()[name]
+    return place.start + evenly(place.stop - place.start, _ELEMENTS)
+
+
+def _is_constant(draws: Tensor) -> Tensor:
+    """Which elements of which chains are, `[chains, elements]`."""
+    return (draws == draws[:, :1]).all(1)
+
+
+def _rounding(draws: Tensor, dtype: torch.dtype) -> float:
+    """The largest part of an element's variance that rounding to a dtype has added."""
+    wide = draws.double()
+    added = spacing(wide, dtype).square().mean((0, 1)) / 12
+    variance = (wide - wide.mean(1, keepdim=True)).square().mean((0, 1))
+    part = added / variance.clamp(min=torch.finfo(torch.float64).tiny)
+    return float(part[variance > 0].max()) if bool((variance > 0).any()) else 0.0
+
+
+def spacing(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """From each value to the next one that a dtype has."""
+    exponent = values.double().abs().clamp(min=torch.finfo(dtype).tiny).frexp().exponent
+    return torch.finfo(dtype).eps * torch.exp2(exponent.double() - 1)
+
+
+def _rounds_moves(result: Result, name: str) -> bool:
+    """Whether a sampler's moves in a latent's own coordinates may be lost in rounding."""
+    step = result.sample_stats.get("step")
+    if step is None or result.attrs.get("whitened") or step.shape[1] < 2:
+        return False
+    chains = torch.arange(result.num_chains)[:, None]
+    places = torch.arange(step.shape[1])[-_DRAWS:]
+    draws = result.positions[chains, places][..., _columns(result, name)].double()
+    steps = step[:, places].diff(dim=1).double()[..., None]
+    least = (draws.diff(dim=1) / steps).square().mean((0, 1))
+    rounding = spacing(draws, result.layout.dtype).square().mean((0, 1)) / 12
+    return bool((rounding > _MOST * least).any())
+
+
+def _depends(result: Result, name: str, chain: int) -> Tensor:
+    """Which elements of a site latents have an influence on, `[elements]`: by the derivative in
+    a random direction at a chain's last draw, in float64 if the model runs in it.  True where there
+    is no derivative."""
+    layout, log_posterior = result.layout, result.log_posterior
+    position = result.positions[chain, -1].double()
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(position.shape, generator=generator, dtype=torch.float64)
+    chosen = evenly(result.shapes[name].numel(), _ELEMENTS)
+
+    def slopes(layout: Layout) -> Tensor:
+        def value(position: Tensor) -> Tensor:
+            sites = log_posterior.run(
+                layout.unflatten(position),
+                log_posterior.model_info.example,
+                log_posterior.first_indices(),
+            ).sites
+            return sites[name].value.reshape(-1)[chosen]
+
+        away = direction.to(position)
+        return torch.func.jvp(value, (position,), (away,))[1] != 0
+
+    for each in (replace(layout, dtypes=(torch.float64,) * len(layout.names)), layout):
+        with contextlib.suppress(Exception):  # whatever a model says that does not run in float64
+            return slopes(each)
+    return torch.ones(len(chosen), dtype=torch.bool)

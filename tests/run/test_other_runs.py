@@ -1,0 +1,146 @@
+"""A checkpoint or a file is taken up with the model and data that it is of, and no others."""
+
+import functools
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import pyro_scale as ps
+from pyro_scale.errors import FileError
+from pyro_scale.posterior import serialization
+from pyro_scale.run import resume
+
+STEPS = {"num_samples": 6, "warmup_steps": 0, "thinning": 1, "num_chains": 2, "seed": 0}
+QUIET = {"progress": False}
+source = torch.Generator().manual_seed(0)
+X = torch.randn(24, 3, generator=source)
+Y = (torch.rand(24, generator=source) < 0.5).float()
+AT_ZERO = {"w": torch.zeros(2, 3)}
+
+
+def classes(x=X, prior=1.0, slope=1.0):
+    """A model that holds its covariates, which its arguments do not show."""
+
+    def model(y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), prior).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Bernoulli(logits=slope * (x @ w)), obs=y)
+
+    return model
+
+
+OTHERS = {
+    "covariates": (classes(x=2 * X), "log likelihood beside it"),
+    "their order": (classes(x=X[:, [1, 0, 2]]), "log likelihood beside it"),
+    "likelihood": (classes(slope=3.0), "log likelihood beside it"),
+    "prior": (classes(prior=2.0), "log prior where chain 0 starts"),
+}
+
+
+def baoa(model, **how):
+    return ps.BAOA(model, lr=0.05, friction=1.0, compile=False, **how)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A run from zero, where its covariates do not show."""
+    directory = tmp_path_factory.mktemp("runs") / "run"
+    baoa(classes(), init_strategy=AT_ZERO).run(
+        Y, batch_size=None, checkpoint=directory, **STEPS, **QUIET
+    )
+    return directory
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_run_of_another_model_is_not_gone_on_with(other, written):
+    model, what = OTHERS[other]
+    sampler = baoa(model, init_strategy=AT_ZERO)
+    with pytest.raises(FileError, match=f"another run .*the {what}"):
+        sampler.run(Y, batch_size=None, resume=written, **STEPS, **QUIET)
+
+
+def test_rounding_and_threads_do_not_stand_in_the_way(written, monkeypatch):
+    exact, threads = resume.evaluations, torch.get_num_threads()
+    monkeypatch.setattr(
+        resume, "evaluations", lambda *args: {n: v * (1 + 5e-6) for n, v in exact(*args).items()}
+    )
+    torch.set_num_threads(2)
+    try:
+        sampler = baoa(classes(X.clone()), init_strategy=AT_ZERO)
+        longer = {**STEPS, "num_samples": 7}
+        sampler.run(Y, batch_size=None, resume=written, **longer, **QUIET)
+    finally:
+        torch.set_num_threads(threads)
+    assert sampler.get_samples(group_by_chain=True)["w"].shape == (2, 7, 3)
+
+
+class Rows(Dataset):
+    def __init__(self, x):
+        self.x = x
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, row):
+        return self.x[row], Y[row]
+
+
+def logistic(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def test_rows_of_a_loader_beyond_its_first_batch_count(tmp_path):
+    baoa(logistic).run(DataLoader(Rows(X), batch_size=4), checkpoint=tmp_path, **STEPS, **QUIET)
+    x = X.clone()
+    x[4:] *= 2
+    with pytest.raises(FileError, match="the log likelihood of rows further on was"):
+        baoa(logistic).run(DataLoader(Rows(x), batch_size=4), resume=tmp_path, **STEPS, **QUIET)
+    again = baoa(logistic)
+    again.run(DataLoader(Rows(X.clone()), batch_size=4), resume=tmp_path, **STEPS, **QUIET)
+
+
+def test_another_fit_for_the_coordinates_is_refused(tmp_path):
+    fit, other = (
+        ps.Laplace(logistic, structure="dense").run((X[:n], Y[:n]), seed=0, **QUIET)
+        for n in (24, 12)
+    )
+    whole = {**STEPS, **QUIET, "batch_size": None}
+    baoa(logistic, precondition=fit).run((X, Y), checkpoint=tmp_path, **whole)
+    with pytest.raises(FileError, match="the mean of the precondition was"):
+        baoa(logistic, precondition=other).run((X, Y), resume=tmp_path, **whole)
+    baoa(logistic, precondition=fit).run((X, Y), resume=tmp_path, **whole)
+
+
+@functools.cache
+def fitted(name):
+    how = {
+        "BAOA": {**STEPS, "batch_size": None},
+        "Laplace": {"seed": 0},
+        "MAP": {"num_steps": 5, "seed": 0},
+        "VI": {"num_steps": 5, "seed": 0},
+        "EKF": {"batch_size": 24, "seed": 0},
+    }
+    method = baoa(classes()) if name == "BAOA" else getattr(ps, name)(classes())
+    return method.run(Y, **how[name], **QUIET)
+
+
+@pytest.mark.parametrize("name", ["BAOA", "Laplace", "MAP", "VI", "EKF"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_is_of_one_model(name, tmp_path, monkeypatch):
+    path = tmp_path / "fit.ps"
+    fitted(name).save(path)
+    for model, _ in OTHERS.values():
+        with pytest.raises(FileError, match=r"of the file's batch the log (prior|likelihood)"):
+            getattr(ps, name).load(path, model)
+    exact = serialization.evaluations
+    monkeypatch.setattr(
+        serialization,
+        "evaluations",
+        lambda *args: {n: v * (1 + 5e-4) for n, v in exact(*args).items()},
+    )
+    getattr(ps, name).load(path, classes(X.clone()))
