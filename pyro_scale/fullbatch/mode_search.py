@@ -16,7 +16,7 @@ from pyro_scale.fullbatch.newton import ascend
 #: Dimensions up to which a trust region with Hessians is tried.
 _FEW = 50
 #: Steps of Adam, one round after another; its step size at first, which falls to 0.
-_ROUNDS, _LR = (400, 800, 1600), 0.02
+_ROUNDS, _LR = (400, 800, 1600, 3200, 6400), 0.05
 #: Parts of a Newton step at which the log joint is looked at, and of how far a search went.
 _PARTS = 0.5 ** torch.arange(12, dtype=torch.float64)
 _FURTHER = 2.0 ** torch.arange(1, 21, dtype=torch.float64)
