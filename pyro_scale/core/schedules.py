@@ -31,6 +31,7 @@ class Falling:
     start: float
 
     def __call__(self, step: Any) -> Any:
+        """The value where the run's length is not known."""
         return self.start / (1 + step / 1000)
 
     def over(self, num_steps: int) -> Callable[[Any], Any]:

@@ -230,10 +230,11 @@ class FullDataDensity:
         climb = self.lbfgs(start, otherwise)
         slope, first = float(climb.slope.norm()), float(climb.first.norm())
         if not slope <= max(_FLATTER * first, _FLAT):
+            num_data = self.log_posterior.num_data
             raise no_mode(
                 otherwise,
-                f"L-BFGS ended where the gradient's norm is {self.log_posterior.num_data * slope:.2g} "
-                f"nats, {self.log_posterior.num_data * first:.2g} at the start",
+                f"L-BFGS ended where the gradient's norm is {num_data * slope:.2g} nats, "
+                f"{num_data * first:.2g} at the start",
             )
         return climb.position
 

@@ -28,11 +28,19 @@ class Place(Protocol):
     """A point [D], and how far Newton's method has it from a mode: the square of that, in sds."""
 
     @property
-    def center(self) -> Tensor: ...
+    def center(self) -> Tensor:
+        """The point."""
+        ...
+
     @property
-    def gaussian(self) -> Gaussian: ...
+    def gaussian(self) -> Gaussian:
+        """Around it."""
+        ...
+
     @property
-    def distance(self) -> float: ...
+    def distance(self) -> float:
+        """The square, in the Gaussian's sds."""
+        ...
 
 
 P = TypeVar("P", bound=Place)
@@ -134,15 +142,11 @@ def _gain_along_newton(density: FullDataDensity, place: Place, places: Tensor) -
     value, slope = density.grad(place.center)
     step = torch.zeros_like(place.center)
     step[places] = place.gaussian.covariance_times(num_data * slope[places])
-    gains = [
-        _value(density, place.center + float(part) * step) - float(value) for part in _PARTS
-    ]
+    gains = [_value(density, place.center + float(part) * step) - float(value) for part in _PARTS]
     return num_data * max([gain for gain in gains if gain == gain], default=0.0)
 
 
-def _check_bounded(
-    density: FullDataDensity, start: Tensor, end: Tensor, otherwise: str
-) -> None:
+def _check_bounded(density: FullDataDensity, start: Tensor, end: Tensor, otherwise: str) -> None:
     """Refuses a log joint that rises on along the way that a search took, however far.
 
     Raises:
@@ -165,5 +169,6 @@ def _check_bounded(
         raise no_mode(
             otherwise,
             f"the log density grows without bounds: in a direction of site '{site}' it rises by "
-            f"{last - first:.3g} nats and more, out to {factor:,.0f} times as far as the search went",
+            f"{last - first:.3g} nats and more, out to {factor:,.0f} times as far as the search "
+            "went",
         )

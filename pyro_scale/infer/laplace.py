@@ -190,8 +190,9 @@ class Laplace(Approximation):
             RankError: another process has failed or died, or has other data or arguments.
 
         Warns:
-            ApproximationWarning: the given mode is far from the density's; `tune` ended where the evidence still has a slope, as rounding
-                leaves the modes of many weights too uncertain.
+            ApproximationWarning: the given mode is far from the density's; or `tune` ended where
+                the evidence still has a slope, as rounding leaves the modes of many weights too
+                uncertain.
         """
         ranks, begun = Ranks.of(distributed), time.perf_counter()
         asked = {"num_chains": num_chains, "seed": seed, "batch_size": batch_size}
@@ -443,8 +444,8 @@ def _far_away(square: float, size: int) -> str | None:
     if square <= _AWAY + _AWAY_EACH * size:
         return None
     return (
-        f"mode: the given mode is {square**0.5:.3g} posterior sds away from that of the density, by "
-        "a step of Newton's method, so the Gaussian is in the wrong place. Was it trained on these "
+        f"mode: the given mode is {square**0.5:.3g} posterior sds away from that of the density, "
+        "by a step of Newton's method, so the Gaussian is in the wrong place. Was it trained on these "
         "data, and copied after training? Leave mode= out to have it found, or pass a fitted MAP"
     )
 

@@ -52,7 +52,9 @@ class Variational(Optimized):
             assert isinstance(gaussian, Dense | Diagonal)
             own = derived_seed(fit.seed, start, Purpose.APPROXIMATION)
             source = torch.Generator().manual_seed(own)
-            eps = torch.randn(2, count, size, generator=source, dtype=torch.float64).to(center.device)
+            eps = torch.randn(2, count, size, generator=source, dtype=torch.float64).to(
+                center.device
+            )
             bound = Bound(density, center, fit.places, fit.temperature)
             if self._improves:
                 gaussian = bound.improved(gaussian, eps[0])
@@ -65,7 +67,9 @@ class Variational(Optimized):
             "sd_offset": [offset.sd for offset in offsets],
         }
         return fit.replaced(
-            gaussians=tuple(gaussians), centers=torch.stack(centers), attrs={**fit.attrs, **measured}
+            gaussians=tuple(gaussians),
+            centers=torch.stack(centers),
+            attrs={**fit.attrs, **measured},
         )
 
 

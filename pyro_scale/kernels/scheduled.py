@@ -48,9 +48,7 @@ class Scheduled:
 
     def over(self, num_steps: int) -> Scheduled:
         """The same for a run of so many steps, over which what is falling falls."""
-        links = [
-            link.over(num_steps) if isinstance(link, Falling) else link for link in self.links
-        ]
+        links = [link.over(num_steps) if isinstance(link, Falling) else link for link in self.links]
         return Scheduled(tuple(links))
 
     def at(self, step_sizes: Tensor) -> GradientTransformation:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pyro_scale as ps
-from pyro_scale.errors import ArgumentError, ApproximationWarning
+from pyro_scale.errors import ApproximationWarning, ArgumentError
 
 QUIET = {"seed": 0, "progress": False}
 
@@ -87,7 +87,9 @@ def test_a_stale_mode_is_said_to_be_far_away(width, structure):
         with pyro.plate("data", len(x)):
             return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
 
-    with pytest.warns(ApproximationWarning, match="posterior sds away from that of the dens") as all_:
+    with pytest.warns(
+        ApproximationWarning, match="posterior sds away from that of the dens"
+    ) as all_:
         ps.Laplace(model, structure=structure).run((x, LABELS), mode=bnn.weights(), **QUIET)
     assert not [w for w in all_ if "Pareto" in str(w.message)]
 
