@@ -446,7 +446,7 @@ def _far_away(square: float, size: int) -> str | None:
     return (
         f"mode: the given mode is {square**0.5:.3g} posterior sds away from that of the density, "
         "by a step of Newton's method, so the Gaussian is in the wrong place. Was it trained on "
-        "these data, and copied after training? Leave mode= out to have it found, or pass a fitted MAP"
+        "these data, and copied after training? Leave mode= out to have it found, or pass a MAP"
     )
 
 
