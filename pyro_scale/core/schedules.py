@@ -11,11 +11,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
+from typing import Any
 
 from pyro_scale.errors import ArgumentError
 
 #: A function of the step's number.
 Schedule = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Falling:
+    """A rate that falls to 0 over a run's own length, linearly; where a run has no end that is
+    known (single steps, early stopping), as 1 / (1 + step / 1,000).
+
+    Attributes:
+        start: the value at step 0.
+    """
+
+    start: float
+
+    def __call__(self, step: Any) -> Any:
+        """The value where the run's length is not known."""
+        return self.start / (1 + step / 1000)
+
+    def over(self, num_steps: int) -> Callable[[Any], Any]:
+        """The schedule of a run of so many steps."""
+        return partial(_linear, self.start, num_steps)
+
+
+def _linear(start: float, num_steps: int, step: Any) -> Any:
+    return start * (1 - step / num_steps)
 
 
 def polynomial_decay(start: float, power: float = 0.33, delay: float = 1.0) -> Schedule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +27,8 @@ T = TypeVar("T")
 
 #: Numbers that a chunk of the data may hold for each of its rows' parameters.
 _PIECE_NUMBERS = 2**22
+#: Rows times positions whose gradients are taken at once.
+_AT_ONCE = 2**19
 #: Passes through the data at most.
 _MOST_PASSES = 200
 #: The gradient over N at what counts as a mode: at most this, or this part of what it was at first.
@@ -171,6 +174,34 @@ class FullDataDensity:
                     total = total + torch.stack([_or_nan(part, each) for each in positions])
         return total
 
+    def grads(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(The log joint over N at each position, `[positions]`, its gradients, `[positions, D]`);
+        NaN where a matrix of the model's cannot be factorized."""
+        values, slopes = no_nats(positions).repeat(len(positions)), torch.zeros_like(positions)
+        for chunk, kept in self.pieces():
+
+            def part(position: Tensor, chunk: Chunk = chunk, kept: int = kept) -> Tensor:
+                return self._part(position, chunk, kept)
+
+            each, at_once = torch.func.grad_and_value(part), max(1, _AT_ONCE // max(1, kept))
+            try:
+                of_parts = [torch.vmap(each)(some) for some in positions.split(at_once)]
+                slope, value = (torch.cat(both) for both in zip(*of_parts, strict=True))
+            except (RuntimeError, NotImplementedError):  # of what does not go through vmap
+                return self._grads_one_by_one(positions)
+            values, slopes = values + value.detach(), slopes + slope.detach()
+        return values, slopes
+
+    def _grads_one_by_one(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        found = []
+        for position in positions:
+            try:
+                found.append(self.grad(position))
+            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+                found.append((no_nats(position) + torch.nan, position + torch.nan))
+        values, slopes = zip(*found, strict=True)
+        return torch.stack(values), torch.stack(slopes)
+
     def hessian_times(self, position: Tensor, vector: Tensor) -> Tensor:
         """The Hessian over N times a vector, [D], without the matrix."""
         total = torch.zeros_like(position)
@@ -197,8 +228,14 @@ class FullDataDensity:
             ArgumentError: the log joint has none that could be found from here.
         """
         climb = self.lbfgs(start, otherwise)
-        if not bool(climb.slope.norm() <= max(_FLATTER * float(climb.first.norm()), _FLAT)):
-            raise no_mode(otherwise)
+        slope, first = float(climb.slope.norm()), float(climb.first.norm())
+        if not slope <= max(_FLATTER * first, _FLAT):
+            num_data = self.log_posterior.num_data
+            raise no_mode(
+                otherwise,
+                f"L-BFGS ended where the gradient's norm is {num_data * slope:.2g} nats, "
+                f"{num_data * first:.2g} at the start",
+            )
         return climb.position
 
     def lbfgs(self, start: Tensor, otherwise: str, moves: Tensor | float = 1.0) -> LbfgsRun:
@@ -214,6 +251,7 @@ class FullDataDensity:
             ArgumentError: it is not where it ends.
         """
         position = start.detach().clone().requires_grad_()
+        highest = -math.inf
         optimizer = torch.optim.LBFGS(
             [position],
             max_iter=_MOST_PASSES,
@@ -225,7 +263,10 @@ class FullDataDensity:
         )
 
         def closure() -> Tensor:
+            nonlocal highest
             value, gradient = self.grad(position)
+            if math.isfinite(float(value)):
+                highest = max(highest, float(value))
             position.grad = -gradient * moves
             return -value
 
@@ -241,7 +282,11 @@ class FullDataDensity:
         best = position.detach()
         value, slope = self.grad(best)
         if not bool(torch.isfinite(best).all() and torch.isfinite(value)):
-            raise no_mode(otherwise)
+            raise no_mode(
+                otherwise,
+                f"the log joint rose to {self.log_posterior.num_data * highest:.4g} nats, and is "
+                "NaN or infinite further on, so it grows without bounds or overflows",
+            )
         return LbfgsRun(best, first, slope)
 
     def newton_refine(
@@ -360,12 +405,9 @@ def _or_nan(function: Callable[[Tensor], Tensor], position: Tensor) -> Tensor:
         return position.new_tensor(torch.nan)
 
 
-def no_mode(otherwise: str) -> ArgumentError:
-    """What to say where there is no mode, and what to do."""
-    return ArgumentError(
-        "no mode of the posterior could be found: its log density grows without bounds or is not "
-        f"finite, or too slowly to get there; {otherwise}"
-    )
+def no_mode(otherwise: str, seen: str) -> ArgumentError:
+    """What to say where there is no mode: what the search saw, and what to do."""
+    return ArgumentError(f"no mode of the posterior could be found: {seen}; {otherwise}")
 
 
 def _solve(factor: Tensor, vector: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ from pyro_scale.core.memory import check_fits
 from pyro_scale.core.warn import warn
 from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.errors import ApproximationWarning, ArgumentError, PyroScaleError
-from pyro_scale.fullbatch.density import NEAR, FullDataDensity, no_mode
+from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.kronecker import kronecker_at
 from pyro_scale.fullbatch.low_rank import low_rank_at
+from pyro_scale.fullbatch.mode_search import climb_to_mode
 from pyro_scale.fullbatch.precision import CurvatureKind, Expansion, expansion_at, gaussian_at
 from pyro_scale.fullbatch.shared import SharedDensity, sums_of
 
@@ -157,25 +158,26 @@ class Search:
         for places in (self.held, self.tuned):
             if places is not None:
                 moves[places] = 0
-        mode = self.density.lbfgs(start, _WITHOUT_MODE, moves).position
-        num_data, places = (
-            self.density.log_posterior.num_data,
-            self.density.layout.places(self.sites),
+        places = self._places
+        found, distance = climb_to_mode(
+            self.density, start, self._near, places, moves, _WITHOUT_MODE
         )
+        return found._replace(distance=distance)
+
+    def _near(self, position: Tensor) -> Candidate:
+        """The candidate after steps of Newton's method, where these are cheap."""
+        num_data, places = self.density.log_posterior.num_data, self._places
         if self.structure == "dense" or len(places) <= _FEW:
             # a slope by differences needs more than the GGN's steps may give: the Hessian's
             kinds = [self.kind] if self.tuned is None else [self.kind, "hessian"]
-            near = 0.0 if self.tuned is None else _difference(mode) ** 4
+            near = 0.0 if self.tuned is None else _difference(position) ** 4
             for kind in dict.fromkeys(kinds):
 
                 def precision(at: Tensor, kind: CurvatureKind = kind) -> Tensor:
                     return self._expansion(at, True, kind).precision / num_data
 
-                mode = self.density.newton_refine(mode, precision, places, near).position
-        candidate = self.at(mode)
-        if not candidate.distance <= NEAR * len(places):
-            raise no_mode(_WITHOUT_MODE)
-        return candidate
+                position = self.density.newton_refine(position, precision, places, near).position
+        return self.at(position)
 
     def _check_tuned(self, start: Tensor, tuned: Tensor) -> None:
         """Refuses params that the log joint does not depend on, here or at other values of theirs.

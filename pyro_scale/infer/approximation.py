@@ -302,9 +302,14 @@ class Approximation(Method):
         """Keeps what the weights say."""
         self.fit.attrs.update(pareto_k=table.pareto_k, psis=table.words)
 
-    def _check_the_fit(self, evaluations: int, ranks: Ranks = ALONE) -> None:
+    def _check_the_fit(
+        self, evaluations: int, ranks: Ranks = ALONE, reason: str | None = None
+    ) -> None:
         """Looks at the importance weights where that costs less than the fit did, whose worth in
-        evaluations of a row's log density is given; ranks share the rows out."""
+        evaluations of a row's log density is given; ranks share the rows out.  A reason that is
+        known already for a fit that is wrong is what is said."""
+        if reason is not None:
+            warn(ApproximationWarning, reason, code="pareto-k")
         fit = self.fit
         if not fit.gaussians or fit.data is None:
             return
@@ -337,6 +342,8 @@ class Approximation(Method):
             fit.attrs["psis"] = table
             return
         self._note(table)
+        if reason is not None:
+            return
         if table.pareto_k > MOST_K:
             warn(ApproximationWarning, self._advise(table.pareto_k), code="pareto-k")
         elif table.shift > MOST_SHIFT:

@@ -37,6 +37,9 @@ from pyro_scale.run.resume import identity_of
 
 #: The square of the distance to the mode, in posterior sds, from which evidence is in doubt.
 _FAR = 0.01
+#: The same from which a mode that was passed is not the density's, in all and for each dimension:
+#: the mode of the sites' own values, and networks trained without the prior, are nearer.
+_AWAY, _AWAY_EACH = 1.0, 0.1
 #: Dimensions up to which structure="auto" is dense.
 _MOST_DENSE = 1000
 #: Passes through the data, in evaluations of the log joint, that a fit is worth.
@@ -187,8 +190,9 @@ class Laplace(Approximation):
             RankError: another process has failed or died, or has other data or arguments.
 
         Warns:
-            ApproximationWarning: `tune` ended where the evidence still has a slope, as rounding
-                leaves the modes of many weights too uncertain.
+            ApproximationWarning: the given mode is far from the density's; or `tune` ended where
+                the evidence still has a slope, as rounding leaves the modes of many weights too
+                uncertain.
         """
         ranks, begun = Ranks.of(distributed), time.perf_counter()
         asked = {"num_chains": num_chains, "seed": seed, "batch_size": batch_size}
@@ -221,7 +225,8 @@ class Laplace(Approximation):
                 return sorted(found, key=lambda candidate: -candidate.log_evidence)
 
             found = search.on_ranks(ranks, problem.positions, candidates)
-            self._keep(problem, search, found, time.perf_counter() - begun, ranks)
+            taken = time.perf_counter() - begun
+            self._keep(problem, search, found, taken, ranks, mode is not None)
         return self
 
     def update(
@@ -270,7 +275,8 @@ class Laplace(Approximation):
                 search = self._search(problem, old.sites, batch_size, fixed, _points(problem))
                 candidates.append(search.on_ranks(ranks, center, _candidate_from(center, fixed)))
                 bar.update(1, candidates[-1].log_evidence)
-            self._keep(problem, search, candidates, time.perf_counter() - begun, ranks)
+            taken = time.perf_counter() - begun
+            self._keep(problem, search, candidates, taken, ranks, mode is not None)
         return self
 
     def at_temperature(self, temperature: float) -> Laplace:
@@ -401,6 +407,7 @@ class Laplace(Approximation):
         candidates: Sequence[Candidate],
         seconds: float,
         ranks: Ranks,
+        is_given: bool,
     ) -> None:
         gaussians = [candidate.gaussian.temper(self.temperature) for candidate in candidates]
         attrs = {
@@ -426,7 +433,21 @@ class Laplace(Approximation):
             attrs=attrs,
             ranks=ranks if ranks.keeps_all else ALONE,
         )
-        self._check_the_fit(_PASSES * problem.log_posterior.num_data, ranks)
+        square = max(candidate.distance for candidate in candidates)
+        reason = _far_away(square, len(self._fit.places)) if is_given else None
+        self._check_the_fit(_PASSES * problem.log_posterior.num_data, ranks, reason)
+
+
+def _far_away(square: float, size: int) -> str | None:
+    """What is said of a mode that was passed, if it is far from the density's: the square of its
+    distance in sds, by a step of Newton's method, in so many dimensions."""
+    if square <= _AWAY + _AWAY_EACH * size:
+        return None
+    return (
+        f"mode: the given mode is {square**0.5:.3g} posterior sds away from that of the density, "
+        "by a step of Newton's method, so the Gaussian is in the wrong place. Was it trained on "
+        "these data, and copied after training? Leave mode= out to have it found, or pass a MAP"
+    )
 
 
 def _factors_of(gaussian: Gaussian, sites: Sequence[str], layout: Layout) -> dict[str, str]:

@@ -100,7 +100,7 @@ class MAP(Optimized):
             layout, device = problem.engine.layout, problem.positions.device
             check_fits(layout.size, layout.dtype, device, 6, "Newton's method")
 
-    def _finish(self, fit: Fit, problem: Problem) -> Fit:
+    def _finish(self, fit: Fit, problem: Problem, taken: int) -> Fit:
         if self.structure == "diag":
             return fit
         density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)

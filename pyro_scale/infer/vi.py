@@ -11,19 +11,69 @@ from torch import Tensor
 from pyro_scale import kernels
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
 from pyro_scale.core.memory import check_fits
-from pyro_scale.core.schedules import Schedule
+from pyro_scale.core.schedules import Falling, Schedule
 from pyro_scale.core.validation import as_count
 from pyro_scale.errors import ArgumentError
+from pyro_scale.fullbatch.bound import Bound, Offset
+from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.infer.approximation import Structure
 from pyro_scale.infer.stochastic import Optimized
-from pyro_scale.kernels.optimizer import as_optimizer
+from pyro_scale.kernels.optimizer import as_optimizer, falling_adam
+from pyro_scale.posterior.gaussians import Fit
+from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.problem import Problem
 
 #: Matrices that a dense step holds: the factor, its gradient, the optimizer's and their next.
 _MATRICES = 8
+#: IVON's step size at first.
+_LR = 0.03
+#: Dimensions up to which the bound's optimum is looked for, the fewest draws for it, and gradients
+#: of rows that are always cheap.
+_MOST_DIMENSIONS, _FEWEST, _CHEAP = 100, 400, 2**22
 
 
-class VI(Optimized):
+class Variational(Optimized):
+    """What VI and IVON share: the bound, and its optimum where that is cheap to find."""
+
+    objective = "ELBO"
+    #: Whether the run ends with steps to the bound's optimum: nothing was said of step sizes.
+    _improves = False
+
+    def _finish(self, fit: Fit, problem: Problem, taken: int) -> Fit:
+        size, num_data = len(fit.places), problem.log_posterior.num_data
+        count = max(_FEWEST, 4 * (size + 1))
+        worth = max(taken, _CHEAP) // (num_data * fit.num_starts)
+        is_here = problem.ranks.is_alone and problem.has_all_rows and fit.temperature > 0
+        if size > _MOST_DIMENSIONS or not is_here or (1 + self._improves) * count > worth:
+            return fit
+        density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
+        gaussians, centers, offsets = list[Gaussian](), list[Tensor](), list[Offset]()
+        for start, (gaussian, center) in enumerate(zip(fit.gaussians, fit.centers, strict=True)):
+            assert isinstance(gaussian, Dense | Diagonal)
+            own = derived_seed(fit.seed, start, Purpose.APPROXIMATION)
+            source = torch.Generator().manual_seed(own)
+            eps = torch.randn(2, count, size, generator=source, dtype=torch.float64).to(
+                center.device
+            )
+            bound = Bound(density, center, fit.places, fit.temperature)
+            if self._improves:
+                gaussian = bound.improved(gaussian, eps[0])
+            gaussians.append(gaussian)
+            centers.append(center.index_put((fit.places,), gaussian.mean))
+            offsets.append(bound.offset(gaussian, eps[1]))
+        measured = {
+            "at_optimum": [offset.is_small for offset in offsets],
+            "mean_offset": [offset.mean for offset in offsets],
+            "sd_offset": [offset.sd for offset in offsets],
+        }
+        return fit.replaced(
+            gaussians=tuple(gaussians),
+            centers=torch.stack(centers),
+            attrs={**fit.attrs, **measured},
+        )
+
+
+class VI(Variational):
     """Variational inference with a Gaussian in unconstrained space (the paper's A.2).
 
     Ascends the evidence lower bound E_q[log joint] + T H[q] by reparameterized gradients.  For a
@@ -32,10 +82,12 @@ class VI(Optimized):
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         structure: `"diag"` or `"dense"`.
-        optimizer: one of TorchOpt's functional ones, `torchopt.adam(1e-2)` by default, or a
-            factory of one of torch.optim's, as for `MAP`.  At a constant lr the fit keeps moving
-            by about lr: let it fall (`torchopt.schedule.polynomial_schedule`), above all where
-            posterior sds are smaller than it.
+        optimizer: by default Adam with an lr that falls from 0.01 to 0 over the run (as
+            1 / (1 + step / 1,000) in single steps and with `early_stopping`), which ends, in up to
+            100 dimensions and where that costs no more than the run, with steps to the optimum by
+            all rows' gradients at some draws.  One of TorchOpt's functional ones, or a factory of
+            one of torch.optim's, as for `MAP`, is taken as it is.  At a constant lr the fit keeps
+            moving by about lr: let it fall (`torchopt.schedule.polynomial_schedule`).
         num_particles: draws of q a step.
         sticking_the_landing: leaves out a part of the gradient that is 0 on average (Roeder et al.
             2017), so that its noise vanishes where q is the posterior.
@@ -52,21 +104,18 @@ class VI(Optimized):
         ArgumentError: an argument that is unknown or out of range.
 
     Examples:
-        >>> import torch, torchopt, pyro, pyro.distributions as dist
+        >>> import torch, pyro, pyro.distributions as dist
         >>> import pyro_scale as ps
         >>> def model(y=None):
         ...     mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
         ...     with pyro.plate("data", len(y)):
         ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-        >>> falling = torchopt.schedule.polynomial_schedule(0.1, 1e-4, 1.0, 1000)
-        >>> fit = ps.VI(model, optimizer=torchopt.adam(falling), sticking_the_landing=True)
+        >>> fit = ps.VI(model)
         >>> fit = fit.run((torch.tensor([1.0, 2.0, 3.0]),), num_steps=1000, seed=0, progress=False)
         >>> gaussian = fit.fit.gaussians[0]
         >>> round(float(gaussian.mean[0]), 2), round(float(gaussian.variance[0]), 2)  # 1 / 3.01
         (1.99, 0.33)
     """
-
-    objective = "ELBO"
 
     def __init__(
         self,
@@ -83,11 +132,14 @@ class VI(Optimized):
         compile: bool | Literal["auto"] = "auto",
         early_stopping: bool = False,
     ):
+        self._improves = optimizer is None
         if not isinstance(init_scale, int | float) or not 0 < init_scale < math.inf:
             raise ArgumentError(f"init_scale={init_scale!r}: pass a number > 0")
         kind = kernels.FullRank if structure == "dense" else kernels.MeanField
         kernel = kind(
-            optimizer=as_optimizer(optimizer),
+            optimizer=falling_adam(early_stopping)
+            if optimizer is None
+            else as_optimizer(optimizer),
             num_particles=as_count("num_particles", num_particles),
             sticking_the_landing=sticking_the_landing,
             temperature=temperature,
@@ -117,7 +169,7 @@ class VI(Optimized):
         return Diagonal(mean, warm * torch.exp(state.spread[places]))
 
 
-class IVON(Optimized):
+class IVON(Variational):
     """Variational inference by natural gradients, with independent elements, for networks:
     improved variational online Newton (Shen et al. 2024; the equations are at `kernels.IVON`).
 
@@ -125,7 +177,11 @@ class IVON(Optimized):
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
-        lr: the step size in units of Newton's, a float or a schedule.
+        lr: the step size in units of Newton's, a float or a schedule, which is taken as it is.  By
+            default it falls from 0.03 to 0 over the run (as 1 / (1 + step / 1,000) in single steps
+            and with `early_stopping`), which ends as that of `VI` does.  At a constant 0.1, the
+            noise of a network's weights, whose precision is small where data say little, makes
+            them move further than the data allow.
         momentum: the weight of past gradients.
         forgetting: the weight of past curvature; by default an average over the latter steps, which
             ends at the published 1 - 1e-5.  At a constant one below, minibatches make the sds too
@@ -140,13 +196,11 @@ class IVON(Optimized):
         early_stopping: as for `MAP`, by the bound.
     """
 
-    objective = "ELBO"
-
     def __init__(
         self,
         model: Any,
         *,
-        lr: float | Schedule = 0.1,
+        lr: float | Schedule | Literal["auto"] = "auto",
         momentum: float | Schedule = 0.9,
         forgetting: float | Schedule = kernels.IVON.forgetting,
         first_curvature: float = 1.0,
@@ -156,8 +210,11 @@ class IVON(Optimized):
         compile: bool | Literal["auto"] = "auto",
         early_stopping: bool = False,
     ):
+        self._improves = lr == "auto"
+        falling = Falling(_LR)
+        auto = falling.__call__ if early_stopping else falling
         kernel = kernels.IVON(
-            lr=lr,
+            lr=auto if lr == "auto" else lr,
             momentum=momentum,
             forgetting=forgetting,
             first_curvature=first_curvature,

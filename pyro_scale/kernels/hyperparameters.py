@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
-from pyro_scale.core.schedules import Cyclical
+from pyro_scale.core.schedules import Cyclical, Falling
 from pyro_scale.core.validation import as_count
 from pyro_scale.errors import ArgumentError
 
@@ -110,10 +110,19 @@ class Hyperparameters:
     def columns(self, num_steps: int) -> dict[str, Tensor]:
         """Every hyperparameter's values at steps 0 ... num_steps - 1 in float64: `[num_steps]`,
         or `[num_steps, entries]` of a dict; as for `values`."""
-        columns = self._columns(range(num_steps))
+        columns = self.over(num_steps)._columns(range(num_steps))
         return {
             name: column.expand(num_steps, *column.shape[1:]) for name, column in columns.items()
         }
+
+    def over(self, num_steps: int) -> Self:
+        """The same for a run of so many steps, over which what is falling falls."""
+        falling = {
+            name: hyper.over(num_steps)
+            for name, hyper in self.hyperparameters().items()
+            if isinstance(hyper, Falling)
+        }
+        return dataclasses.replace(self, **falling) if falling else self
 
     def _columns(self, steps: range) -> dict[str, Tensor]:
         """`[steps, ...]` by name, or `[1, ...]` where all steps have the same."""

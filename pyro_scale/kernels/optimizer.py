@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torchopt
 from torch import Tensor
 
 from pyro_scale.core.exclusive import exclusive
+from pyro_scale.core.schedules import Falling
 from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels.hyperparameters import Hyperparameters, Values
 from pyro_scale.kernels.scheduled import Scheduled, find_schedules
@@ -82,6 +84,12 @@ class Optimizing(Hyperparameters):
             columns["step_sizes"] = self.optimizer.step_sizes(steps)
         return columns
 
+    def over(self, num_steps: int) -> Self:
+        same = super().over(num_steps)
+        if not isinstance(same.optimizer, Scheduled):
+            return same
+        return dataclasses.replace(same, optimizer=same.optimizer.over(num_steps))
+
     def optimizer_at(self, values: Values) -> Optimizer:
         """The optimizer of a step, given the step's values."""
         if isinstance(self.optimizer, Scheduled):
@@ -107,6 +115,19 @@ def as_optimizer(optimizer: Any) -> Optimizer | Scheduled:
         f"optimizer={optimizer!r}: pass one of TorchOpt's functional ones, such as "
         "torchopt.adam(1e-2), or a factory, lambda params: torch.optim.Adam(params, lr=1e-2)"
     )
+
+
+def falling_adam(early_stopping: bool) -> Scheduled:
+    """Adam whose lr falls from 0.01 to 0 over a run; over no length of its own if the run may end
+    early."""
+    adam, falling = find_schedules(torchopt.adam(lambda step: 1.0)), Falling(-1e-2)  # downhill
+    assert isinstance(adam, Scheduled)
+    schedule = falling.__call__ if early_stopping else falling
+    links = tuple(
+        link if isinstance(link, torchopt.base.GradientTransformation) else schedule
+        for link in adam.links
+    )
+    return Scheduled(links)
 
 
 def init_optimizer(optimizer: Optimizer, params: list[Tensor]) -> Any:

@@ -16,6 +16,7 @@ import torchopt
 from torch import Tensor
 from torchopt.base import ChainedGradientTransformation, GradientTransformation
 
+from pyro_scale.core.schedules import Falling
 from pyro_scale.errors import ArgumentError
 
 #: A step's number -> what a chain's updates are multiplied by.
@@ -44,6 +45,11 @@ class Scheduled:
             ArgumentError: a schedule gives no number.
         """
         return torch.stack([_values(schedule, steps) for schedule in self.schedules], dim=1)
+
+    def over(self, num_steps: int) -> Scheduled:
+        """The same for a run of so many steps, over which what is falling falls."""
+        links = [link.over(num_steps) if isinstance(link, Falling) else link for link in self.links]
+        return Scheduled(tuple(links))
 
     def at(self, step_sizes: Tensor) -> GradientTransformation:
         """The optimizer of a step, given its step sizes `[schedules]`."""

@@ -9,6 +9,8 @@ from pyro_scale.engine.draws import Draws
 
 #: Standard errors within which a rise is known.
 _ERRORS = 2.0
+#: Parts of a quarter whose means tell the error of its own.
+_PARTS = 25
 #: A rise from one quarter of a run to the next that does not matter: nats, times the root of the
 #: dimensions.
 _SMALL = 0.1
@@ -35,10 +37,11 @@ class EarlyStopping:
 
 
 def has_converged(trace: Tensor, size: int) -> Tensor:
-    """Whether each trace `[..., steps]` is known to rise by nothing that matters from its third
-    quarter to its last; where noise hides it, it is not."""
+    """Whether each trace `[..., steps]` is known to change by nothing that matters from its third
+    quarter to its last, up or down, and has not got worse since its first; where noise hides it, it
+    is not."""
     rise, error = _rise(trace, 2, 3)
-    return rise + _ERRORS * error < _SMALL * size**0.5
+    return (rise.abs() + _ERRORS * error < _SMALL * size**0.5) & ~got_worse(trace, size)
 
 
 def still_rises(trace: Tensor, size: int) -> Tensor:
@@ -62,5 +65,13 @@ def _rise(trace: Tensor, one: int, other: int) -> tuple[Tensor, Tensor]:
         return torch.zeros(trace.shape[:-1]), torch.full(trace.shape[:-1], torch.inf)
     quarters = trace[..., -4 * quarter :].unflatten(-1, (4, quarter))
     before, now = quarters[..., one, :], quarters[..., other, :]
-    error = (before.var(-1) / quarter + now.var(-1) / quarter).sqrt()
+    error = (_square_error(before) + _square_error(now)).sqrt()
     return now.mean(-1) - before.mean(-1), error
+
+
+def _square_error(part: Tensor) -> Tensor:
+    """The square of the standard error of a mean over dependent steps, by means of its parts."""
+    parts = min(_PARTS, part.shape[-1])
+    length = part.shape[-1] // parts
+    means = part[..., : parts * length].unflatten(-1, (parts, length)).mean(-1)
+    return means.var(-1) / parts

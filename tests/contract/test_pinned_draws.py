@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+import torchopt
 from reference import double, normals
 
 import pyro_scale as ps
@@ -47,6 +48,6 @@ def test_draws_are_those_of_version_0_2(name):
 
 
 def test_a_fit_is_that_of_version_0_2():
-    fit = ps.VI(regression, compile=False)
+    fit = ps.VI(regression, optimizer=torchopt.adam(1e-2), compile=False)
     fit.run((X, Y), num_steps=20, batch_size=8, seed=7, progress=False)
     assert float(fit.trace[0, -1]) == pytest.approx(LAST["VI"], rel=1e-9)

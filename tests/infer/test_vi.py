@@ -516,7 +516,8 @@ FAR = {"w": double([30.0, -30.0, 30.0])}
 
 @pytest.mark.slow
 def test_a_bound_that_still_rises_is_said():
-    for vi in (ps.VI(linear, init_strategy=FAR), ps.IVON(linear, lr=1e-3, init_strategy=FAR)):
+    slow = ps.VI(linear, optimizer=torchopt.adam(1e-2), init_strategy=FAR)
+    for vi in (slow, ps.IVON(linear, lr=1e-3, init_strategy=FAR)):
         with pytest.warns(
             UserWarning, match="the ELBO still rose over the last quarter of the 200"
         ):
@@ -538,7 +539,7 @@ def test_a_bound_that_does_not_rise_is_not_mentioned():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", ApproximationWarning)  # correlated, but diagonal
-        vi = ps.VI(linear, optimizer=torchopt.adam(0.01), init_strategy=NEAR)
+        vi = ps.VI(linear, init_strategy=NEAR)
         assert vi.run((X, Y), num_steps=20_000, **SETTINGS).converged
 
 
