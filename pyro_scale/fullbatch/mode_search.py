@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Adam
+from torch.optim.lr_scheduler import LinearLR
 
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.fullbatch.density import NEAR, FullDataDensity, no_mode
@@ -115,19 +117,18 @@ def climb_to_mode(
 
 def by_adam(density: FullDataDensity, start: Tensor, moves: Tensor, steps: int) -> Best:
     """The highest point of a run of Adam on all rows, whose step size falls to 0."""
-    position, mean, square = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
-    best = Best(start, -float("inf"))
-    for step in range(steps):
+    position, best = start.clone(), Best(start, -float("inf"))
+    adam = Adam([position], lr=_LR, eps=torch.finfo(start.dtype).tiny, maximize=True)
+    schedule = LinearLR(adam, 1.0, 0.0, steps)
+    for _ in range(steps):
         value, slope = density.grad(position)
         if not bool(torch.isfinite(value) & torch.isfinite(slope).all()):
             break
         if float(value) > best.value:
-            best = Best(position, float(value))
-        slope = slope * moves
-        mean, square = 0.9 * mean + 0.1 * slope, 0.999 * square + 0.001 * slope.square()
-        lr = _LR * (1 - step / steps)
-        root = (square / (1 - 0.999 ** (step + 1))).sqrt() + torch.finfo(start.dtype).tiny
-        position = position + lr * mean / (1 - 0.9 ** (step + 1)) / root
+            best = Best(position.clone(), float(value))
+        position.grad = slope * moves
+        adam.step()
+        schedule.step()
     return best
 
 
