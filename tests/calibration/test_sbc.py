@@ -431,4 +431,4 @@ def test_control_c_keeps_the_simulations_that_are_done(tmp_path):
         if text.strip() == "4":
             run.send_signal(signal.SIGINT)
             break
-    assert "kept" in run.communicate(timeout=120)[0]
+    assert "kept" in run.communicate(timeout=300)[0]
