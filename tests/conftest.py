@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyro_scale.diagnostics import crash_dump
-from pyro_scale.engine import loop
+from pyro_scale.engine import choose_executor, loop
 
 # pytest's handlers would make Inductor write a trace of every compilation for nobody
 logging.getLogger("torch.__trace").addHandler = lambda handler: None
@@ -34,6 +34,15 @@ def float64():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture(scope="module")
+def compiled_early():
+    """Runs of 300 steps are compiled, too: a model of many tests is compiled for all of them, and
+    300 steps that are not take as long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose_executor, "_REPAID_AFTER", 300)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -273,7 +273,8 @@ def test_the_log_likelihood_is_the_data_s():
 @pytest.mark.parametrize("kind", ["VI", "Laplace"])
 def test_approximations(kind):
     how = {"num_steps": 1500} if kind == "VI" else {}
-    found = ps.sbc(getattr(ps, kind)(normal_mean), Y, num_simulations=20, **how, **QUIET)
+    method = ps.VI(normal_mean, compile=True) if kind == "VI" else ps.Laplace(normal_mean)
+    found = ps.sbc(method, Y, num_simulations=20, **how, **QUIET)
     mean, variance, _ = exact(found)
     z = (found.mean["mu"] - mean) / variance**0.5
     assert float(z.abs().max()) < (0.5 if kind == "Laplace" else 1.0)
