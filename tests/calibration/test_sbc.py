@@ -128,10 +128,10 @@ def test_ranks_are_those_of_separate_runs(batch_size, compile):
 @pytest.mark.slow
 def test_nuts_ranks_are_those_of_separate_runs():
     pytest.importorskip("nutpie")
-    found = ps.sbc(ps.NUTS(line), (X, Y), num_simulations=20, warmup_steps=200, **QUIET)
+    found = ps.sbc(ps.NUTS(line), (X, Y), num_simulations=20, warmup_steps=100, **QUIET)
     count = found.attrs["steps_draws"]
     for number in (3, 11):
-        how = {"num_chains": 1, "num_samples": count, "warmup_steps": 200, "progress": False}
+        how = {"num_chains": 1, "num_samples": count, "warmup_steps": 100, "progress": False}
         alone = ps.NUTS(line).run(found.data(number), seed=found.seeds[number], **how)
         every = count // 100
         draws = alone.get_samples()["slope"][every - 1 :: every]

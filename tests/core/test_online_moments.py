@@ -1,6 +1,7 @@
 """Moments, mixing and quantiles of draws that are added up, against those of all draws at once."""
 
 import copy
+from itertools import product
 
 import arviz
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from reference import double, normals
+from repetitions import long_but
 
 from pyro_scale.core import tdigest
 from pyro_scale.core.online_moments import OnlineMoments
@@ -282,6 +284,8 @@ STREAMS = {
     "small numbers": lambda n: 1e-200 * normals(n, 8, seed=24),
     "single precision": lambda n: normals(n, 8, seed=25).float(),
 }
+#: Of numbers that differ.
+UNEQUAL = sorted({*STREAMS} - {"constant", "zeros", "few values"})
 
 
 def sketched(stream, block):
@@ -298,8 +302,14 @@ def bin_of(level):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [1, 64, 333, 10**6])
-@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize(
+    ("kind", "block"),
+    long_but(
+        product(STREAMS, [1, 64, 333, 10**6]),
+        *product(STREAMS, [64]),
+        *product(["normal", "drifting"], [1, 10**6]),
+    ),
+)
 def test_quantiles_are_right_to_within_two_clusters(kind, block):
     stream = STREAMS[kind](5000)
     found, exact = sketched(stream, block).quantiles(LEVELS), stream.double()
@@ -316,8 +326,14 @@ def test_quantiles_are_right_to_within_two_clusters(kind, block):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [50, 1000])
-@pytest.mark.parametrize("kind", sorted({*STREAMS} - {"constant", "zeros", "few values"}))
+@pytest.mark.parametrize(
+    ("kind", "block"),
+    long_but(
+        product(UNEQUAL, [50, 1000]),
+        *product(UNEQUAL, [1000]),
+        *product(["normal", "a second mode later", "a narrow start", "drifting"], [50]),
+    ),
+)
 def test_clusters_are_narrow(kind, block):
     """At most two, of 128, of the arc sine's, however often they are merged: their centers are in
     one.  (Equal numbers are clustered by chance, which does not matter.)"""
