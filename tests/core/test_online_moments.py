@@ -160,7 +160,7 @@ def test_elements_are_apart_however_many_are_filled_at_once(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rho", [0.0, 0.5, 0.9, -0.5])
+@pytest.mark.parametrize("rho", long_but([0.0, 0.5, 0.9, -0.5], 0.9, -0.5))
 def test_effective_draws_of_an_autoregression(rho):
     """A draw is worth (1 - rho) / (1 + rho); the variance of a mean is known from 99 degrees of
     freedom, in each of 300 independent elements, so to 0.8%."""

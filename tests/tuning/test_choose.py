@@ -128,7 +128,7 @@ def test_a_run_that_is_not_right_says_so_and_why():
         pyro.sample("theta", dist.Normal(torch.zeros(4), tau).to_event(1))
 
     with pytest.warns(VerdictWarning, match=r"LocScaleReparam") as told:
-        run = ps.BAOA(centered).run(None, max_rows=100_000, **QUIET)
+        run = ps.BAOA(centered).run(None, max_rows=400_000, **QUIET)
     assert any("'theta'" in str(each.message) for each in told)
     assert run.report().verdict != "yes"
     assert str(run.report()).startswith(("NO", "NOT KNOWN"))
