@@ -106,7 +106,8 @@ def alone(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def on_two(request, tmp_path_factory):
-    """All that two processes find, one thing after another: to start them takes seconds."""
+    """All that two processes find, one thing after another, in some 40 s, since to start them and
+    to load the compiler takes seconds each time."""
     folder, names = tmp_path_factory.mktemp("ranks") / "2", [*alike(request), *on_a_mesh(request)]
     found = results("+".join(TOGETHER), folder, 2, names=dict.fromkeys(names))
     return folder, {case: [rank[case] for rank in found] for case in TOGETHER}
