@@ -12,9 +12,10 @@ demo: .venv/installed
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# What takes seconds a test, or starts processes: CI runs it, too.
+# What takes seconds a test, or starts processes: CI runs it, too.  What takes over 30 s is named.
 test-slow: .venv/installed
-	$(BIN)/python -m pytest -m "slow and not long and not site" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "slow and not long and not site" -n 2 --dist loadfile --no-loadscope-reorder \
+		--durations=0 --durations-min=30
 
 # The repetitions, whole programs and long runs that both leave out.
 test-long: .venv/installed

@@ -158,15 +158,17 @@ def test_inductor_gets_a_directory_that_compilers_can_name(kept, monkeypatch, tm
 
 
 @pytest.mark.slow
-def test_what_a_killed_process_left_half_written_is_built_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
-    build = 'print(inductor.build_library("extern \\"C\\" int one() { return 1; }"))'
+def test_what_a_killed_process_left_half_written_is_built_again(monkeypatch):
+    directory = cache_directory.directory() / "inductor"  # has a header
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
+    build = 'print(inductor.build_library("extern \\"C\\" int half() { return 1; }"))'
     command = [sys.executable, "-c", f"from pyro_scale.compile import inductor; {build}"]
     for _ in range(2):
         ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
         library = Path(ran.stdout.strip())
         assert library.stat().st_size > 0
         library.write_bytes(b"")
+    library.unlink()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Moments, mixing and quantiles of draws that are added up, against those of all draws at once."""
 
 import copy
+from itertools import product
 
 import arviz
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from reference import double, normals
+from repetitions import long_but
 
 from pyro_scale.core import tdigest
 from pyro_scale.core.online_moments import OnlineMoments
@@ -158,7 +160,7 @@ def test_elements_are_apart_however_many_are_filled_at_once(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rho", [0.0, 0.5, 0.9, -0.5])
+@pytest.mark.parametrize("rho", long_but([0.0, 0.5, 0.9, -0.5], 0.9, -0.5))
 def test_effective_draws_of_an_autoregression(rho):
     """A draw is worth (1 - rho) / (1 + rho); the variance of a mean is known from 99 degrees of
     freedom, in each of 300 independent elements, so to 0.8%."""
@@ -282,6 +284,8 @@ STREAMS = {
     "small numbers": lambda n: 1e-200 * normals(n, 8, seed=24),
     "single precision": lambda n: normals(n, 8, seed=25).float(),
 }
+#: Of numbers that differ.
+UNEQUAL = sorted({*STREAMS} - {"constant", "zeros", "few values"})
 
 
 def sketched(stream, block):
@@ -298,8 +302,14 @@ def bin_of(level):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [1, 64, 333, 10**6])
-@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize(
+    ("kind", "block"),
+    long_but(
+        product(STREAMS, [1, 64, 333, 10**6]),
+        *product(STREAMS, [64]),
+        *product(["normal", "drifting"], [1, 10**6]),
+    ),
+)
 def test_quantiles_are_right_to_within_two_clusters(kind, block):
     stream = STREAMS[kind](5000)
     found, exact = sketched(stream, block).quantiles(LEVELS), stream.double()
@@ -316,8 +326,14 @@ def test_quantiles_are_right_to_within_two_clusters(kind, block):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [50, 1000])
-@pytest.mark.parametrize("kind", sorted({*STREAMS} - {"constant", "zeros", "few values"}))
+@pytest.mark.parametrize(
+    ("kind", "block"),
+    long_but(
+        product(UNEQUAL, [50, 1000]),
+        *product(UNEQUAL, [1000]),
+        *product(["normal", "a second mode later", "a narrow start", "drifting"], [50]),
+    ),
+)
 def test_clusters_are_narrow(kind, block):
     """At most two, of 128, of the arc sine's, however often they are merged: their centers are in
     one.  (Equal numbers are clustered by chance, which does not matter.)"""
@@ -349,7 +365,9 @@ FAMILIES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", long_but(FAMILIES, "normal", "uniform", "Cauchy", "inverse gamma")
+)
 def test_quantiles_of_a_family_by_the_closed_form(family):
     """The rank of what is found, on average over 40 streams of 100,000 numbers each: each has a
     standard error of sqrt(q(1 - q)/1e5), and the sketch's own error is below a bin."""

@@ -15,7 +15,7 @@ from repetitions import long_but
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
 QUIET = {"seed": 0, "progress": False}
 X, NEW = normals(40), normals(7, seed=1)

@@ -15,7 +15,7 @@ from pyro_scale import kernels
 from pyro_scale.engine import loop
 from pyro_scale.engine.draws import Steps
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
 N, B = 1000, 20
 Y = standardized(N)

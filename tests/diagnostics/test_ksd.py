@@ -112,7 +112,7 @@ def test_what_it_refuses(draws, scores, message):
 # ------------------------------------------------------------------ of a method
 
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
 
 def run(method, data=(X, Y), **how):

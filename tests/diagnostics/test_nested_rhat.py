@@ -16,7 +16,7 @@ from pyro_scale.diagnostics.nested_rhat import warn_of_remembered_starts
 from pyro_scale.errors import ArgumentError, FileError, NonFiniteError
 from pyro_scale.metrics import nested_r_hat
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
 QUIET = {"seed": 0, "progress": False}
 

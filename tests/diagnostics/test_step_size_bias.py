@@ -21,7 +21,7 @@ from pyro_scale.diagnostics.coupled_run import run_coupled
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.rng.streams import NoiseStream, RefinedNoise
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
 N, B = 1000, 20
 Y = standardized(N)

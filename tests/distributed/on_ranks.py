@@ -1,6 +1,6 @@
-"""What each process of a test does: `torchrun on_ranks.py CASE FOLDER NAMES`; also called by tests.
+"""What each process of a test does, `torchrun on_ranks.py CASES FOLDER NAMES`; tests call it, too.
 
-Each writes what it found to `FOLDER/rank-<rank>.pt`.
+Each writes what it found to `FOLDER/rank-<rank>.pt`; of several cases with + between, by case.
 """
 
 import itertools
@@ -417,37 +417,39 @@ def renamed(samples):
     return {"w": torch.cat([value.flatten(2) for value in samples.values()], -1)}
 
 
-def main(case, folder, *names):
+def main(cases, folder, *names):
     join_group()
+    found = {case: found_in(case, folder, names) for case in cases.split("+")}
+    torch.save(found if "+" in cases else found[cases], Path(folder) / f"rank-{RANK}.pt")
+
+
+def found_in(case, folder, names):
     if case == "cases":
-        result = {}
-        for name in names:
-            result[name] = CASES[name]()
-    elif case == "errors":
+        return {name: CASES[name]() for name in names if name in CASES}
+    if case == "errors":
         kinds = ("data", "seed", "length", "checkpoint", "who keeps", "bad argument")
         kinds += ("bad data", "model", "starts", "version")
         result = {kind: other_on_rank_1(kind) for kind in kinds}
         result["few"] = told(lambda: by_hand(num_chains=1))
         result["breaks"] = breaks_chain_3()
         result["afterwards"] = by_hand()
-    elif case.startswith("mesh"):
-        result = on_mesh(tuple(int(size) for size in case.split("-")[1:]), folder, names)
-    elif case == "alone":  # goes on with what a mesh has begun
+        return result
+    if case.startswith("mesh"):
+        return on_mesh(tuple(int(size) for size in case.split("-")[1:]), folder, names)
+    if case == "alone":  # goes on with what a mesh has begun
         how = BY_HAND | {"num_samples": 20, "warmup_steps": 20, "thinning": 2, "num_chains": 2}
         goes_on = ps.SGHMC(model, lr=0.05)
         run(goes_on, (X, Y), batch_size=21, resume=Path(folder) / "mesh", **how)
-        result = goes_on.get_samples(group_by_chain=True)
-    elif case == "dies":
-        result = dies_on_rank_1()
-    elif case == "stores":
+        return goes_on.get_samples(group_by_chain=True)
+    if case == "dies":
+        return dies_on_rank_1()
+    if case == "stores":
         with mock.patch.object(sinks, "_MOST_DRAWS", 7):
-            result = stores(folder)
-    elif "-" in case:
+            return stores(folder)
+    if "-" in case:
         with mock.patch.multiple(sinks, _MOST_DRAWS=500, _WAIT_SECONDS=0.05, _WAIT_TIMES=0):
-            result = resumable(folder, *case.split("-"))
-    else:
-        result = found(checkpointed(folder, resume=case == "resume"))
-    torch.save(result, Path(folder) / f"rank-{RANK}.pt")
+            return resumable(folder, *case.split("-"))
+    return found(checkpointed(folder, resume=case == "resume"))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import math
 import os
 import random
 import signal
@@ -31,6 +32,8 @@ CASES = long_but(
 )
 #: Of those, what is too short to be compiled.
 EAGER = {"eager", "everywhere", "loader", "stream", "points"}
+#: What the same two processes do.
+TOGETHER = ["cases", "errors", "mesh-1-2"]
 
 needs_gloo = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo"
@@ -73,7 +76,7 @@ def results(case, folder, world, agent=True, program=PROGRAM, names=()):
         importlib.import_module(program).main(case, folder, *names)
     else:
         processes = start(case, folder, world, agent, program, names)
-        said = [process.communicate(timeout=300)[0] for process in processes]
+        said = [process.communicate(timeout=600)[0] for process in processes]
     files = [folder / f"rank-{rank}.pt" for rank in range(world)]
     assert any(file.exists() for file in files), said
     return [torch.load(f, weights_only=False) if f.exists() else None for f in files]
@@ -86,15 +89,34 @@ def asked(request):
     return [*dict.fromkeys(case for case in cases if case)]
 
 
+def alike(request):
+    return ["ignored", *(name for name in asked(request) if name in on_ranks.CASES)]
+
+
+def on_a_mesh(request):
+    return ["loader", "trajectory", *asked(request)]
+
+
 @pytest.fixture(scope="module")
 def alone(request, tmp_path_factory):
-    names = ["ignored", *(name for name in asked(request) if name in on_ranks.CASES)]
-    (found,) = results("cases", tmp_path_factory.mktemp("ranks") / "1", 1, names=names)
+    folder = tmp_path_factory.mktemp("ranks") / "1"
+    (found,) = results("cases", folder, 1, names=alike(request))
     return found
+
+
+@pytest.fixture(scope="module")
+def on_two(request, tmp_path_factory):
+    """All that two processes find, one thing after another, in some 40 s, since to start them and
+    to load the compiler takes seconds each time."""
+    folder, names = tmp_path_factory.mktemp("ranks") / "2", [*alike(request), *on_a_mesh(request)]
+    found = results("+".join(TOGETHER), folder, 2, names=dict.fromkeys(names))
+    return folder, {case: [rank[case] for rank in found] for case in TOGETHER}
 
 
 @pytest.fixture(scope="module", params=long_but([2, 3, 8], 2))
 def shared(request, alone, tmp_path_factory):
+    if request.param == 2:
+        return request.getfixturevalue("on_two")[1]["cases"]
     return results("cases", tmp_path_factory.mktemp("ranks") / "n", request.param, names=alone)
 
 
@@ -142,8 +164,8 @@ def test_a_group_can_be_ignored(alone, shared):
 
 @pytest.fixture(scope="module")
 def on_one(request, tmp_path_factory):
-    names = ["loader", "trajectory", *asked(request)]
-    (found,) = results("mesh-1-1", tmp_path_factory.mktemp("mesh") / "1", 1, names=names)
+    folder = tmp_path_factory.mktemp("mesh") / "1"
+    (found,) = results("mesh-1-1", folder, 1, names=on_a_mesh(request))
     return found
 
 
@@ -151,10 +173,14 @@ def on_one(request, tmp_path_factory):
     scope="module", params=[(1, 2), pytest.param((2, 2), marks=pytest.mark.long)], ids=str
 )
 def on_mesh(request, tmp_path_factory):
-    case, folder = "-".join(["mesh", *map(str, request.param)]), tmp_path_factory.mktemp("mesh")
-    names = ["loader", "trajectory", *asked(request)]
-    found = results(case, folder / "n", request.param[0] * request.param[1], names=names)
-    (alone,) = results("alone", folder / "n", 1)
+    case = "-".join(["mesh", *map(str, request.param)])
+    if case in TOGETHER:
+        folder, together = request.getfixturevalue("on_two")
+        found = together[case]
+    else:
+        folder, world = tmp_path_factory.mktemp("mesh") / "n", math.prod(request.param)
+        found = results(case, folder, world, names=on_a_mesh(request))
+    (alone,) = results("alone", folder, 1)
     return [{**each, "gone on with alone": alone} for each in found]
 
 
@@ -282,8 +308,8 @@ def test_a_model_that_fails_on_one_rank_ends_all(on_mesh):
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory):
-    return results("errors", tmp_path_factory.mktemp("ranks"), 2)
+def errors(on_two):
+    return on_two[1]["errors"]
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ def results(case, folder, world, **environment):
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     found = [folder / f"rank-{rank}.pt" for rank in range(world or 1)]
     assert all(file.exists() for file in found), done.stdout + done.stderr

@@ -245,7 +245,7 @@ def test_a_worker_that_dies_is_an_error_in_a_moment(after, tmp_path):
     begun = time.monotonic()
     with pytest.raises(Exception, match=r"worker .*exited unexpectedly|worker .*is dead") as raised:
         sampler.run(loader, checkpoint=tmp_path, checkpoint_every=0, **how)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 60  # not as long as a loader waits for its workers
     whole, loader, how = from_loader(Dies(10**9), workers=0)
     whole.run(loader, **how)
     if persistent:

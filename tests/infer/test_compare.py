@@ -25,7 +25,7 @@ from reference import close, double
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, NotRunError
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
 X, Y = linear_data(60)
 NEW_X, NEW_Y = linear_data(90)

@@ -5,6 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import close, normals
+from repetitions import each_once
 
 import pyro_scale as ps
 from pyro_scale.core.low_rank import LowRank
@@ -28,8 +29,7 @@ PRECISION = torch.diag(SCALES**-2) + 4 * X.T @ X
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [None, 7])
-@pytest.mark.parametrize("rank", [4, 6, 11, 12])
+@pytest.mark.parametrize(("rank", "batch_size"), each_once([4, 6, 11, 12], [None, 7]))
 def test_it_is_exact_where_the_data_know_no_more_directions(rank, batch_size):
     fit = ps.Laplace(model, structure="low_rank", rank=rank)
     fit.run(DATA, batch_size=batch_size, **QUIET)

@@ -23,7 +23,7 @@ from pyro_scale.tuning.choice import Asked
 from pyro_scale.tuning.geometry import whitened_by, with_geometry
 from pyro_scale.tuning.windows import _update
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
 QUIET = {"seed": 0, "progress": False}
 N = 40

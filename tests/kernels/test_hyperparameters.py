@@ -11,6 +11,7 @@ import torch
 from gaussian import Bound
 from methods import STOCHASTIC, by_name
 from reference import double, normals
+from repetitions import each_once
 from torch import nn
 
 import pyro_scale as ps
@@ -290,11 +291,13 @@ def walked(row, values, steps, seed, chains, start, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("warmup", "thinning", "exploration"), [(0, 1, 0.5), (9, 3, 0.7)])
-@pytest.mark.parametrize("row", STOCHASTIC, ids=by_name)
-def test_a_cycle_explores_without_noise_and_samples_with_it(row, warmup, thinning, exploration):
+@pytest.mark.parametrize(
+    ("row", "steps"), each_once(STOCHASTIC, [(0, 1, 0.5), (9, 3, 0.7)]), ids=by_name
+)
+def test_a_cycle_explores_without_noise_and_samples_with_it(row, steps):
     """Against a loop over steps: 10 steps a cycle, of which the first 5, or 7, are at temperature
     0; of the others, those after warm-up, every thinning-th is kept."""
+    warmup, thinning, exploration = steps
     cycle = Cyclical(row.lr, cycle_steps=10, exploration=exploration, settling=0.0)
     exploring = round(10 * exploration)
     start = {"w": STARTS["w"]}

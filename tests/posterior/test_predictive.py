@@ -549,13 +549,16 @@ def approximated(kind, name):
     return getattr(ps, kind)(model_of(case.family, case.out)).run(data, **settings)
 
 
+FITS = [("MAP", False), ("VI", False), ("Laplace", False), ("Laplace", True)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "linear"), [("MAP", False), ("VI", False), ("Laplace", False), ("Laplace", True)]
+    ("of", "name"), each_once(FITS, ["heteroscedastic", "Poisson", "Bernoulli", "probs"])
 )
-@pytest.mark.parametrize("name", ["heteroscedastic", "Poisson", "Bernoulli", "probs"])
-def test_approximations_reduce_over_their_draws(kind, name, linear):
+def test_approximations_reduce_over_their_draws(of, name):
     """The outputs are linear, so that linearized predictions are the plain ones."""
+    kind, linear = of
     fit, case = approximated(kind, name), CASES[name]
     count = None if kind == "MAP" else 50
     samples = fit.get_samples(count)
@@ -565,8 +568,10 @@ def test_approximations_reduce_over_their_draws(kind, name, linear):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [None, 3])
-@pytest.mark.parametrize("name", ["heteroscedastic", "Bernoullis", "Categorical", "OneHot"])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    each_once(["heteroscedastic", "Bernoullis", "Categorical", "OneHot"], [None, 3]),
+)
 def test_linearized_networks_reduce_over_their_linear_arguments(name, count):
     """Outputs at each start's mode + J (w - mode), by forward derivatives of the network."""
     case = CASES[name]

@@ -17,7 +17,7 @@ from scipy.stats import chi2
 
 import pyro_scale as ps
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
 QUIET = {"progress": False}
 CHAINS, COPIES = 200, 25

@@ -86,7 +86,7 @@ def test_minibatches_are_right_with_nothing_set():
 @pytest.mark.slow
 def test_choices_do_not_depend_on_the_number_of_draws():
     def run(num_samples):
-        sampler = ps.BAOA(line, compile=False)
+        sampler = ps.BAOA(line)
         return sampler.run((X, Y), num_samples=num_samples, **QUIET)
 
     few, many = run(100), run(150)
@@ -97,12 +97,12 @@ def test_choices_do_not_depend_on_the_number_of_draws():
 
 @pytest.mark.slow
 def test_what_is_set_is_not_changed():
-    run = ps.BAOA(line, lr=0.2, friction=2.0, precondition="dense", compile=False)
+    run = ps.BAOA(line, lr=0.2, friction=2.0, precondition="dense")
     run.run((X, Y), num_samples=50, warmup_steps=10, thinning=3, **QUIET)
     assert (run.kernel.lr, run.kernel.friction) == (0.2, 2.0)
     steps = run._result.sample_stats["step"][0]
     assert steps.tolist() == list(range(12, 12 + 150, 3))
-    alone = ps.BAOA(line, friction=2.0, compile=False).run((X, Y), num_samples=50, **QUIET)
+    alone = ps.BAOA(line, friction=2.0).run((X, Y), num_samples=50, **QUIET)
     assert alone.kernel.friction == 2.0
 
 
@@ -152,7 +152,7 @@ def test_two_modes_are_seen():
 
 @pytest.mark.slow
 def test_the_report_is_saved(tmp_path):
-    run = ps.BAOA(line, compile=False).run((X, Y), num_samples=100, **QUIET)
+    run = ps.BAOA(line).run((X, Y), num_samples=100, **QUIET)
     run.save(tmp_path / "run")
     again = ps.BAOA.load(tmp_path / "run", line)
     assert again.report() == run.report()
@@ -164,7 +164,7 @@ def test_the_report_is_saved(tmp_path):
 def test_work_is_bounded(monkeypatch):
     with pytest.raises(ArgumentError, match=r"max_rows=1,000 is 1 steps a chain.*pass max_rows="):
         ps.BAOA(line).run((X, Y), max_rows=1000, **QUIET)
-    run = ps.BAOA(line, compile=False).run((X, Y), max_rows=2_400_000, **QUIET)
+    run = ps.BAOA(line).run((X, Y), max_rows=2_400_000, **QUIET)
     attrs = run._result.attrs
     passes = {key: value for key, value in attrs.items() if key.startswith("passes_")}
     steps = attrs["warmup_steps"] + 1000 * attrs["thinning"]
@@ -172,15 +172,15 @@ def test_work_is_bounded(monkeypatch):
     assert chains == pytest.approx(4 * steps)
     assert sum(passes.values()) * 200 <= 2_400_000
     with pytest.raises(ArgumentError, match=r"max_seconds=0.001 were over"):
-        ps.BAOA(line, compile=False).run((X, Y), max_seconds=1e-3, **QUIET)
+        ps.BAOA(line).run((X, Y), max_seconds=1e-3, **QUIET)
     never = property(lambda budget: True)
     monkeypatch.setattr(budget.Budget, "is_over", never)
     with pytest.raises(ArgumentError, match=r"max_seconds=9 were over.* before a mode"):
-        ps.BAOA(line, compile=False).run((X, Y), max_seconds=9, **QUIET)
+        ps.BAOA(line).run((X, Y), max_seconds=9, **QUIET)
     looks = itertools.count()
     over = property(lambda budget: next(looks) > 10)  # windows and pilots look first
     monkeypatch.setattr(budget.Budget, "is_over", over)
-    begun = ps.BAOA(line, compile=False).run((X, Y), max_seconds=1e9, **QUIET)
+    begun = ps.BAOA(line).run((X, Y), max_seconds=1e9, **QUIET)
     assert len(begun.get_samples()["beta"]) < 4000
     assert begun.report().verdict != "yes"
 
@@ -245,7 +245,7 @@ def test_modes_that_some_rows_show_are_polished_and_kept():
 
 @pytest.mark.slow
 def test_few_draws_are_no_reason_for_a_no():
-    run = ps.BAOA(line, compile=False).run((X, Y), num_samples=9, **QUIET)
+    run = ps.BAOA(line).run((X, Y), num_samples=9, **QUIET)
     assert run.report().verdict != "no"
 
 
