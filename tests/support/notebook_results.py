@@ -41,40 +41,40 @@ COST = re.compile(r"seconds|per_second|memory|\d s\b", re.IGNORECASE)
 SETUP = """
 import json, sys
 import pandas, pyro, torch
-import pyro_scale
 from pyro_scale.rng import seeds
 
-def show(type, frame):
+def _show(type, frame):
     def bundle(shown):
         text = frame(shown).to_json(orient="split", double_precision=15, default_handler=str)
         return {"application/json": json.loads(text)}, {}
 
     get_ipython().display_formatter.mimebundle_formatter.for_type(type, bundle)
 
-show(pandas.DataFrame, lambda shown: shown)
-show(pandas.Series, lambda shown: shown.to_frame())
-show("pyro_scale.infer.compare.Comparison", lambda shown: shown.table)
+_show(pandas.DataFrame, lambda shown: shown)
+_show(pandas.Series, lambda shown: shown.to_frame())
+_show("pyro_scale.infer.compare.Comparison", lambda shown: shown.table)
 
-chosen, begun, SHIFT = seeds.choose_seed, torch.optim.Optimizer.__init__, 0
+_choose, _begin, _shift = seeds.choose_seed, torch.optim.Optimizer.__init__, [0]
 
-def shifted(seed):
-    return chosen(seed) + 1000 * SHIFT
+def _shifted(seed):
+    return _choose(seed) + 1000 * _shift[0]
 
-def perturbed(optimizer, params, defaults):
-    begun(optimizer, params, defaults)
+def _perturbed(optimizer, params, defaults):
+    _begin(optimizer, params, defaults)
     with torch.no_grad():
         for group in optimizer.param_groups:
             for weight in group["params"]:
-                weight.mul_(1 + 1e-6 * SHIFT)
+                weight.mul_(1 + 1e-6 * _shift[0])
 
-torch.optim.Optimizer.__init__ = perturbed
-for module in list(sys.modules.values()):
-    if getattr(module, "choose_seed", None) is chosen:
-        module.choose_seed = shifted
+torch.optim.Optimizer.__init__ = _perturbed
+for _module in list(sys.modules.values()):
+    if getattr(_module, "choose_seed", None) is _choose:
+        _module.choose_seed = _shifted
 """
 #: Begins a run.
 BEGIN = """
-SHIFT = {seed}
+_shift[0] = {seed}
+import pyro, torch
 pyro.clear_param_store()
 torch.set_default_dtype(torch.float32)
 """
