@@ -195,8 +195,8 @@ def _tolerances(runs: list[dict[str, list[Number]]]) -> dict[str, list[Number]]:
     """The mean and the tolerance of each number of a cell that runs agree about."""
     agreed: dict[str, list[list[Number]]] = {}
     for label in runs[0]:
-        lists = [run.get(label, []) for run in runs]
-        if len({len(numbers) for numbers in lists}) == 1:
+        lists = [run[label] for run in runs if label in run]
+        if len(lists) == len(runs) and len(set(map(len, lists))) == 1:
             agreed[label] = [list(numbers) for numbers in zip(*lists, strict=True)]
     spread: dict[str, list[float]] = {}  # variances of a table's column
     for label, numbers in agreed.items():
@@ -231,13 +231,13 @@ def differences(path: Path) -> list[str]:
     (shown,), told = results(path), []
     for cell, labels in json.loads(stored(path).read_text(encoding="utf-8")).items():
         for label, numbers in labels.items():
-            new = [value for value, _ in shown.get(cell, {}).get(label, [])]
-            if len(new) != len(numbers):
+            new = shown.get(cell, {}).get(label)
+            if new is None or len(new) != len(numbers):
                 told.append(f"{cell}: {label}: not shown")
                 continue
             told += [
                 f"{cell}: {label}: {value:.6g} instead of {mean:.6g} within {within:.2g}"
-                for value, (mean, within) in zip(new, numbers, strict=True)
+                for (value, _), (mean, within) in zip(new, numbers, strict=True)
                 if not (abs(value - mean) <= within or str(value) == str(mean))
             ]
     return told
