@@ -7,6 +7,7 @@ import pytest
 from notebook_results import STORED, notebooks
 from places import ROOT
 
+pytestmark = pytest.mark.site
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
