@@ -5,9 +5,9 @@ in `notebooks/small`: the mean over `SEEDS` of every number in a displayed table
 and how far a run may be from it.  Runs after the first have other seeds, and train networks from
 weights that differ in the sixth digit, to which another processor's rounding comes.
 
-A tolerance is `SDS` standard deviations over the runs, or of the table's column where that is
-more, and one unit of the last digit that is shown.  What the runs disagree about in words, or by
-more than a factor of ten, is not compared; nor are seconds and bytes.
+A tolerance is `SDS` standard deviations over the runs and one unit of the last digit that is shown,
+or a ten-thousandth.  What the runs disagree about in words, or by more than a factor of ten, is not
+compared; nor are seconds and bytes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from statistics import fmean, variance
+from statistics import fmean, stdev
 from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
 from places import ROOT
 
-SEEDS, SDS = range(3), 8
+SEEDS, SDS = range(5), 8
 STORED = ROOT / "notebooks" / "small"
 #: A number, and one unit of its last digit.
 Number = tuple[float, float]
@@ -198,23 +198,11 @@ def _tolerances(runs: list[dict[str, list[Number]]]) -> dict[str, list[Number]]:
         lists = [run[label] for run in runs if label in run]
         if len(lists) == len(runs) and len(set(map(len, lists))) == 1:
             agreed[label] = [list(numbers) for numbers in zip(*lists, strict=True)]
-    spread: dict[str, list[float]] = {}  # variances of a table's column
-    for label, numbers in agreed.items():
-        if " | " in label:
-            spread.setdefault(label.partition(" | ")[0], []).extend(map(_variance, numbers))
-    kept = {}
-    for label, numbers in agreed.items():
-        column = spread.get(label.partition(" | ")[0], [0.0]) if " | " in label else [0.0]
-        kept[label] = [_compared(number, fmean(column)) for number in numbers]
+    kept = {label: [_compared(number) for number in numbers] for label, numbers in agreed.items()}
     return {label: numbers for label, numbers in kept.items() if None not in numbers}
 
 
-def _variance(runs: list[Number]) -> float:
-    values = [value for value, _ in runs]
-    return variance(values) if all(map(math.isfinite, values)) else 0.0
-
-
-def _compared(runs: list[Number], of_column: float) -> Number | None:
+def _compared(runs: list[Number]) -> Number | None:
     values, units = zip(*runs, strict=True)
     if not all(map(math.isfinite, values)):
         return (values[0], 0.0) if len(set(map(str, values))) == 1 else None
@@ -222,7 +210,7 @@ def _compared(runs: list[Number], of_column: float) -> Number | None:
     if min(values) * max(values) > 0 and most > 10 * least:
         return None
     mean = fmean(values)
-    within = SDS * math.sqrt(max(_variance(runs), of_column)) + max(*units, 1e-4 * abs(mean))
+    within = SDS * stdev(values) + max(*units, 1e-4 * abs(mean))
     return float(f"{mean:.6g}"), float(f"{within:.2g}")
 
 
