@@ -6,7 +6,7 @@ and how far a run may be from it.  Runs after the first have other seeds, and tr
 weights that differ in the sixth digit, to which another processor's rounding comes.
 
 A tolerance is `SDS` standard deviations over the runs and one unit of the last digit that is shown,
-or a ten-thousandth.  What the runs disagree about in words, or by more than a factor of ten, is not
+or a ten-thousandth, at least 1e-6, for what rounding comes to on another machine.  What the runs disagree about in words, or by more than a factor of ten, is not
 compared; nor are seconds and bytes.
 """
 
@@ -210,7 +210,7 @@ def _compared(runs: list[Number]) -> Number | None:
     if min(values) * max(values) > 0 and most > 10 * least:
         return None
     mean = fmean(values)
-    within = SDS * stdev(values) + max(*units, 1e-4 * abs(mean))
+    within = SDS * stdev(values) + max(*units, 1e-4 * abs(mean), 1e-6)
     return float(f"{mean:.6g}"), float(f"{within:.2g}")
 
 
