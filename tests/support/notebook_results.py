@@ -5,9 +5,10 @@ in `notebooks/small`: the mean over `SEEDS` of every number in a displayed table
 and how far a run may be from it.  Runs after the first have other seeds, and train networks from
 weights that differ in the sixth digit, to which another processor's rounding comes.
 
-A tolerance is `SDS` standard deviations over the runs and one unit of the last digit that is shown,
-or a ten-thousandth, at least 1e-6, for what rounding comes to on another machine.  What the runs disagree about in words, or by more than a factor of ten, is not
-compared; nor are seconds and bytes.
+A tolerance is `SDS` standard deviations over the runs and, for what rounding comes to on another
+machine, one unit of the last digit that is shown, or a ten-thousandth, and at least 1e-6.  What the
+runs disagree about in words, or by more than a factor of ten, is not compared; nor are seconds and
+bytes.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ Number = tuple[float, float]
 #: By cell and label.
 Results = dict[str, dict[str, list[Number]]]
 NUMBER = re.compile(r"(?<![A-Za-z_\d.])[-+]?(?:\d[\d,]*\.?\d*(?:e[-+]?\d+)?|nan|inf)(?![A-Za-z_])")
-#: What the machine decides.
-COST = re.compile(r"seconds|per_second|memory|\d s\b", re.IGNORECASE)
+#: What the machine or the version decides.
+COST = re.compile(r"^Pyro Scale|seconds|per_second|memory|\d s\b", re.IGNORECASE)
 #: Shows tables in full precision.
 SETUP = """
 import json, sys
