@@ -6,7 +6,7 @@ and how far a run may be from it.  Runs after the first have other seeds, and tr
 weights that differ in the sixth digit, to which another processor's rounding comes.
 
 A tolerance is `SDS` standard deviations over the runs and, for what rounding comes to on another
-machine, one unit of the last digit that is shown, or a ten-thousandth, and at least 1e-6.  What the
+machine, one unit of the last digit that is shown, or 1e-3 where all are.  What the
 runs disagree about in words, or by more than a factor of ten, is not compared; nor are seconds and
 bytes.
 """
@@ -211,7 +211,7 @@ def _compared(runs: list[Number]) -> Number | None:
     if min(values) * max(values) > 0 and most > 10 * least:
         return None
     mean = fmean(values)
-    within = SDS * stdev(values) + max(*units, 1e-4 * abs(mean), 1e-6)
+    within = SDS * stdev(values) + max(*units, 1e-4 * abs(mean), 0 if units[0] else 1e-3)
     return float(f"{mean:.6g}"), float(f"{within:.2g}")
 
 
