@@ -55,3 +55,6 @@ def _compiler() -> str:
         return f"none ({name} is not there): steps run eagerly"
     output = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
     return output.partition("\n")[0] or path
+
+
+__version__ = _version_of("pyro-scale")
