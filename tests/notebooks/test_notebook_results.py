@@ -65,10 +65,23 @@ def test_a_difference_is_named(shown, told, tmp_path, monkeypatch):
     ]
     book = tmp_path / "book.ipynb"
     monkeypatch.setattr(notebook_results, "STORED", tmp_path)
-    monkeypatch.setattr(notebook_results, "results", lambda path: [{"cell 2": shown}])
+    monkeypatch.setattr(notebook_results, "results", lambda path, seeds: [{"cell 2": shown}])
     _write(book, runs)
     assert json.loads((tmp_path / "book.json").read_text())["cell 2"]["# draws"] == [[40.0, 1.0]]
     found = differences(book)
     assert len(found) == len(told)
     for line, start in zip(found, told, strict=True):
         assert line.startswith(f"cell 2: {start}")
+
+
+def test_a_difference_by_chance_is_none(tmp_path, monkeypatch):
+    runs = [{"cell 2": {"x": [(x, 0.1)], "y": [(x, 0.1)]}} for x in (1.1, 1.2, 1.3)]
+    at = {0: [(9.0, 0.1)], 5: [(1.2, 0.1)]}
+    monkeypatch.setattr(notebook_results, "STORED", tmp_path)
+    monkeypatch.setattr(
+        notebook_results,
+        "results",
+        lambda path, seeds: [{"cell 2": {"x": at[seeds[0]], "y": [(9.0, 0.1)]}}],
+    )
+    _write(tmp_path / "book.ipynb", runs)
+    assert differences(tmp_path / "book.ipynb") == ["cell 2: y: 9 instead of 1.2 within 0.9"]
