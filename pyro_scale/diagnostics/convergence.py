@@ -13,7 +13,7 @@ from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.online_moments import Moments
 from pyro_scale.core.validation import evenly
 from pyro_scale.core.warn import warn
-from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleError
+from pyro_scale.errors import ArgumentError, CallError, ConvergenceWarning, PyroScaleError
 from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import Result
@@ -92,9 +92,9 @@ def mixing_of_predictions(result: Result, predict_at: Any) -> Any:
     try:
         with own_generator():
             means = predictive_means(result, arguments)
-    except PyroScaleError:
-        raise
-    except Exception as error:  # the model's own
+    except Exception as error:  # the model's own, or a call that it does not take
+        if isinstance(error, PyroScaleError) and not isinstance(error, CallError):
+            raise
         description = rows.described(arguments) if rows.leaves(arguments) else repr(predict_at)
         raise ArgumentError(
             f"predict_at: the model cannot be run on it ({description}; {error}): pass some rows"

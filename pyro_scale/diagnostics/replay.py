@@ -81,10 +81,11 @@ def replay(path: files.FilePath, model: Any) -> Replay:
         FileError: the file cannot be read, is damaged, or is of another model.
 
     Examples:
-        >>> import contextlib, tempfile, pyro, pyro.distributions as dist
+        >>> import contextlib, tempfile, torch, pyro, pyro.distributions as dist
         >>> import pyro_scale as ps
         >>> def model():
-        ...     pyro.sample("w", dist.Normal(0.0, 0.1))
+        ...     w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        ...     pyro.sample("y", dist.Normal(w, 0.1), obs=torch.tensor(0.5))
         >>> sampler = ps.SGLD(model, lr=1.0)
         >>> steps = {"num_samples": 100, "warmup_steps": 0, "thinning": 1, "progress": False}
         >>> with tempfile.TemporaryDirectory() as directory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -160,11 +161,15 @@ def _explain(
     self = args[0] if "self" in parameters else None
     own, title = function.__name__ == "__init__", _title(function, self)
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    kind = "hyperparameter" if own and isinstance(getattr(self, "kernel_class", None), type) else ""
+    kernel = getattr(self, "kernel_class", None) if own else None
     for name in kwargs:
-        if not takes_any and name not in parameters:
-            hint = unknown_argument(self, name, parameters)
-            return f"{title} has no {kind or 'argument'} '{name}': {hint}"
+        if takes_any or name in parameters:
+            continue
+        if isinstance(kernel, type):
+            fields = [field.name for field in dataclasses.fields(kernel)]
+            hint = unknown_argument(self, name, fields)
+            return f"{title} has no hyperparameter '{name}'; it has {fields}: {hint}"
+        return f"{title} has no argument '{name}': {unknown_argument(self, name, parameters)}"
     places = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(places):
         if "data" in places:

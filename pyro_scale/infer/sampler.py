@@ -517,7 +517,7 @@ class Sampler(Method):
             facts["passes_draws"] = round(passes_of(problem, draws.num_steps), 2)
         # last, as a run that went on has more steps between draws than were chosen
         lengths = {"num_samples": kept, "thinning": plan.steps.thinning}
-        whitened = {"whitened": plan.problem.engine.whitening is not None}
+        whitened = {"whitened": int(plan.problem.engine.whitening is not None)}
         attrs = {**self._attrs(), **facts, **plan.choice, **lengths, **whitened}
         if plan.kernel.adjusted:
             attrs["acceptance_rate"] = acceptance_rate(draws)
@@ -742,9 +742,10 @@ class Sampler(Method):
                 posterior sds in a mean.
 
         Examples:
-            >>> import pyro, pyro.distributions as dist, pyro_scale as ps
+            >>> import torch, pyro, pyro.distributions as dist, pyro_scale as ps
             >>> def model():
-            ...     pyro.sample("x", dist.Normal(0.0, 1.0))
+            ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
+            ...     pyro.sample("y", dist.Normal(x, 1.0), obs=torch.tensor(0.5))
             >>> sampler = ps.BAOA(model, lr=0.5)
             >>> how = {"num_samples": 500, "warmup_steps": 50, "thinning": 1, "seed": 0}
             >>> table = sampler.run(None, **how, progress=False).step_size_bias()

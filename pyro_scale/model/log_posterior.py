@@ -439,6 +439,15 @@ class LogPosterior:
 
         return self.with_prior(partial(_without_log_dets, self._prior))
 
+    def with_jacobian(self) -> LogPosterior:
+        """The density of unconstrained params: what `without_jacobian` was made from."""
+        prior = self._prior
+        if not (isinstance(prior, partial) and prior.func is _without_log_dets):
+            return self
+        other = copy.copy(self)
+        (other._prior,) = prior.args
+        return other
+
     def default_init(self, chain: int) -> InitFunction:
         """Where a chain starts unless it is told otherwise."""
         if chain == 0:

@@ -276,7 +276,8 @@ def _log_densities(
     log_posterior: LogPosterior, start: Mapping[str, Tensor], arguments: Arguments
 ) -> dict[str, float]:
     """Those of the batch that the model was understood on."""
-    return evaluations(log_posterior, start, arguments, log_posterior.first_indices())
+    indices = log_posterior.first_indices()
+    return evaluations(log_posterior.with_jacobian(), start, arguments, indices)
 
 
 def _other_density(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:

@@ -342,7 +342,7 @@ def test_models_of_which_no_data_can_be_drawn(model, error, match):
         ({"quantities": {"mu": abs}}, ArgumentError, "latent site"),
         ({"quantities": {"q": 3}}, ArgumentError, "not callable"),
         ({"resume": 3}, ArgumentError, "resume"),
-        ({"simulator": line}, TypeError, "missing 1 required"),
+        ({"simulator": line}, TypeError, "missing a required"),
         ({"memory_budget": 0}, ArgumentError, "memory_budget"),
     ],
 )

@@ -113,6 +113,7 @@ def test_a_chain_that_does_not_move_is_no():
 def test_a_coordinate_that_does_not_move_is_found_where_all_values_do():
     def shares():
         pyro.sample("p", dist.Dirichlet(torch.ones(4)))
+        pyro.factor("no data", torch.zeros(()))
 
     steps = {"num_samples": 10, "warmup_steps": 0, "thinning": 1, "num_chains": CHAINS}
     sampler = ps.BAOA(shares, lr=0.1, friction=1.0, compile=False)

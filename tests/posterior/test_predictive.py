@@ -391,8 +391,9 @@ def test_masked_rows_are_predicted_too():
     """A mask says what counts in the likelihood, not what is predicted."""
 
     def model(x, mask, y=None):
-        with poutine.mask(mask=mask):
-            return model_of(CASES["Normal"].family)(x, y)
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)), poutine.mask(mask=mask):
+            return pyro.sample("y", dist.Normal(x @ w, 0.7), obs=y)
 
     fit = run(model, (X, MASK, X[:, 0]))
     found = fit.predict(X, MASK, reduce="variance", batch_size=5)["y"]

@@ -550,7 +550,7 @@ def test_a_method_may_keep_more(tmp_path):
         (narrower_float, r"'w' is a latent \[2\] of float64 .* \[2\] of float32 in the model"),
         (other_support, "'s' has another support or transform"),
         (point_instead, r"'s' is a latent \[\] of float64 in the file, a param \[\] of float64"),
-        (of_one_argument, r"does not run on the file's batch \(TypeError: .*2 were given"),
+        (of_one_argument, r"does not run on the file's batch \(CallError: .*too many"),
         (ps.LogPosterior(regression, 50), "N is 12 in the file, 50 here"),
     ],
 )

@@ -248,6 +248,7 @@ def test_a_search_ends_where_it_has_spent_its_share(most):
     def falling():
         s = pyro.sample("s", dist.ImproperUniform(dist.constraints.real, (), ()))
         pyro.sample("x", dist.Normal(torch.zeros(9), (s / 2).exp()).to_event(1))
+        pyro.factor("no data", torch.zeros(()))
 
     told = []
     found = searched(falling, most=most, check=told.append)
