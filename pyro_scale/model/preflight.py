@@ -300,7 +300,8 @@ class _Recipe:
     def other_rows(
         self, arguments: Arguments, size: int, num_data: int | None
     ) -> tuple[list[Probe], list[Recorder]]:
-        """The two halves of the batch; a single row is doubled."""
+        """The two halves of the batch, a single row doubled, and a probe more: the batch backwards,
+        which moves a row that depends on its place (`arange(len(x)) % 12`) where halves do not."""
         places = torch.arange(size)
         parts = [places[: size // 2], places[size // 2 :]] if size > 1 else [places.repeat(2)]
         runs, probes = [], []
@@ -321,7 +322,12 @@ class _Recipe:
                     f"({type(error).__name__}: {error}). Take sizes from the batch: "
                     f"plate('data', {num_data}, subsample_size=len(x))"
                 ) from error
+        if size > 1:
+            probes.append(self._backwards(arguments, places.flip(0)))
         return probes, runs
+
+    def _backwards(self, arguments: Arguments, order: Tensor) -> Probe:
+        return Probe(terms_of(self.run(rows.take(arguments, order)).sites), order)
 
     def other_indices(
         self, arguments: Arguments, plate: str, size: int, num_data: int
