@@ -31,6 +31,7 @@ from pyro_scale.model.checks import (
     check_observations,
     check_starts,
     check_terms,
+    check_values,
     differing,
     local_message,
 )
@@ -111,6 +112,7 @@ def understand(
             check_has_observation(program, copies, first.sites, count)
         program.find_owners(first.points, trace.modules)
         is_frozen, executed = _is_frozen(first, trace), trace.modules
+        check_values(first.sites)
         check_starts(first.sites)
         check_latent_sizes(first.sites)
         own = own_plate(first.sites, count)
@@ -361,7 +363,8 @@ def _first_run(
                 check_enumerated(site.name, site.fn, site.infer)
         if "Expected mask" in str(error):  # Pyro's own check
             raise ModelError(
-                f"a mask is not of booleans ({error}): pass mask.bool()", code="observed-value"
+                f"a mask is not of booleans ({error}): pass a tensor, mask.bool()",
+                code="observed-value",
             ) from error
         own_plate(recorder.sites, count)
         check_plate_size(recorder.sites, count, num_data, error)
