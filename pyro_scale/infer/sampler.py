@@ -517,7 +517,7 @@ class Sampler(Method):
             facts["passes_draws"] = round(passes_of(problem, draws.num_steps), 2)
         # last, as a run that went on has more steps between draws than were chosen
         lengths = {"num_samples": kept, "thinning": plan.steps.thinning}
-        whitened = {"whitened": plan.problem.engine.whitening is not None}
+        whitened = {"whitened": int(plan.problem.engine.whitening is not None)}
         attrs = {**self._attrs(), **facts, **plan.choice, **lengths, **whitened}
         if plan.kernel.adjusted:
             attrs["acceptance_rate"] = acceptance_rate(draws)
