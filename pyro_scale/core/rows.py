@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core.layout import dtype_name
-from pyro_scale.core.tables import is_table, tensor_of
+from pyro_scale.core.tables import check_order, is_table, tensor_of
 from pyro_scale.errors import DataError
 
 #: The model's arguments: a tuple by position, or a dict by name.
@@ -44,6 +44,7 @@ def tables_as_tensors(arguments: Arguments) -> Arguments:
     """The arguments with tensors in place of arrays and data frames."""
     if not any(map(is_table, pytree.tree_leaves(arguments))):
         return arguments
+    check_order(named_leaves(arguments))
     tensors = [
         tensor_of(leaf, name) if is_table(leaf) else leaf for name, leaf in named_leaves(arguments)
     ]

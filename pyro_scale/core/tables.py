@@ -78,6 +78,32 @@ def tensor_of(table: Any, name: str) -> Tensor:
     return _convert(values, where)
 
 
+def check_order(leaves: list[tuple[str, Any]]) -> None:
+    """Refuses frames and series with the same labels in another order, which rows by position would
+    put beside those of others.
+
+    Args:
+        leaves: (name, leaf) of the arguments.
+
+    Raises:
+        DataError: names both arguments.
+    """
+    if (pandas := sys.modules.get("pandas")) is None:
+        return
+    kinds = pandas.DataFrame | pandas.Series
+    labeled = [(name, leaf.index) for name, leaf in leaves if isinstance(leaf, kinds)]
+    for name, index in labeled[1:]:
+        first, expected = labeled[0]
+        if len(index) != len(expected) or index.equals(expected):
+            continue
+        if expected.is_unique and index.is_unique and index.isin(expected).all():
+            raise _refusal(
+                f"argument {name}",
+                f"the labels of argument {first} in another order, and rows are taken by position",
+                "it in the same order, table.loc[other.index]",
+            )
+
+
 def _check_index(table: Any, where: str) -> None:
     """Refuses what would be left out, or read twice, silently."""
     if table.index.nlevels > 1:

@@ -70,6 +70,17 @@ def check_observations(sites: Mapping[str, Site], validated: Collection[str]) ->
             )
 
 
+def check_values(sites: Mapping[str, Site]) -> None:
+    """Observed values that are no tensors: lists, numbers and arrays that a model makes."""
+    for site in sites.values():
+        if site.kind == "observed" and not isinstance(site.value, Tensor):
+            raise SiteError(
+                f"site '{site.name}': its obs= is a {type(site.value).__name__}: pass a tensor, "
+                "torch.as_tensor(...)",
+                code="observed-value",
+            )
+
+
 def check_imputations(sites: Mapping[str, Site]) -> None:
     """Sites with `obs_mask=` and without `obs=`, of which Pyro makes two latents."""
     for site in sites.values():

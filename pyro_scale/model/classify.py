@@ -271,7 +271,7 @@ class _Comparison:
             if dim is not None:
                 return dependence_message(term.name, self._changes(term, Rule("rows", dim, depth)))
         total, *parts = (run.log_prob.sum() for run in self._runs(term))
-        if len(parts) == 2 and self.own_plate is None:
+        if len(parts) == 3 and self.own_plate is None:
             if close(total, parts[0] + parts[1]):
                 return joint_message(term.name, "sum", self.num_data)
             weights = [len(probe.origin) / self.batch_size for probe in self.probes]
@@ -289,6 +289,8 @@ class _Comparison:
         for run, probes in groups:
             full = sum_but(run.unwrap(rule.depth), rule.dim)
             for probe in probes:
+                if len(probe.origin) == self.batch_size:  # the batch backwards
+                    continue
                 part = sum_but(probe.terms[term.name].unwrap(rule.depth), rule.dim)
                 mine, theirs = probe.shared_rows(full, part)
                 apart = ~are_close(mine, theirs, dtype=dtype)

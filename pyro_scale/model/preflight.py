@@ -31,6 +31,7 @@ from pyro_scale.model.checks import (
     check_observations,
     check_starts,
     check_terms,
+    check_values,
     differing,
     local_message,
 )
@@ -111,6 +112,7 @@ def understand(
             check_has_observation(program, copies, first.sites, count)
         program.find_owners(first.points, trace.modules)
         is_frozen, executed = _is_frozen(first, trace), trace.modules
+        check_values(first.sites)
         check_starts(first.sites)
         check_latent_sizes(first.sites)
         own = own_plate(first.sites, count)
@@ -300,7 +302,8 @@ class _Recipe:
     def other_rows(
         self, arguments: Arguments, size: int, num_data: int | None
     ) -> tuple[list[Probe], list[Recorder]]:
-        """The two halves of the batch; a single row is doubled."""
+        """The two halves of the batch, a single row doubled, and a probe more: the batch backwards,
+        which moves a row that depends on its place (`arange(len(x)) % 12`) where halves do not."""
         places = torch.arange(size)
         parts = [places[: size // 2], places[size // 2 :]] if size > 1 else [places.repeat(2)]
         runs, probes = [], []
@@ -321,7 +324,12 @@ class _Recipe:
                     f"({type(error).__name__}: {error}). Take sizes from the batch: "
                     f"plate('data', {num_data}, subsample_size=len(x))"
                 ) from error
+        if size > 1:
+            probes.append(self._backwards(arguments, places.flip(0)))
         return probes, runs
+
+    def _backwards(self, arguments: Arguments, order: Tensor) -> Probe:
+        return Probe(terms_of(self.run(rows.take(arguments, order)).sites), order)
 
     def other_indices(
         self, arguments: Arguments, plate: str, size: int, num_data: int
@@ -355,7 +363,8 @@ def _first_run(
                 check_enumerated(site.name, site.fn, site.infer)
         if "Expected mask" in str(error):  # Pyro's own check
             raise ModelError(
-                f"a mask is not of booleans ({error}): pass mask.bool()", code="observed-value"
+                f"a mask is not of booleans ({error}): pass a tensor, mask.bool()",
+                code="observed-value",
             ) from error
         own_plate(recorder.sites, count)
         check_plate_size(recorder.sites, count, num_data, error)

@@ -198,6 +198,12 @@ def dependence_message(name: str, changes: Sequence[tuple[bool, Tensor]]) -> str
     if (before == 0) != (after == 0) and half > 1:
         many = "the rows" if far > half // 2 else f"the {far} rows" if far > 1 else "the row"
         on = f"{many} {'before' if before else 'after'} it"
+    if changes and far == 0:
+        return (
+            f"site '{name}': a row's log density depends on its place in its batch, so minibatches "
+            "do not estimate the posterior. Pass the whole data (batch_size=None); or pass what "
+            "the model makes of places (arange(len(x)), such as a row's month) as a column"
+        )
     return (
         f"site '{name}': a row's log density depends on {on} in its batch, so minibatches do not "
         "estimate the posterior. Pass the whole data (batch_size=None); or compute what a row "

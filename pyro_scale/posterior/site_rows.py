@@ -41,6 +41,8 @@ def chosen_sites(
     Raises:
         ArgumentError: a site that is not in the model.
     """
+    if isinstance(return_sites, str):
+        raise ArgumentError(f"return_sites={return_sites!r}: pass a list of sites' names")
     for name in return_sites or ():
         if name not in sites:
             raise ArgumentError(f"return_sites: no site '{name}'; the model has {sorted(sites)}")

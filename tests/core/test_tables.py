@@ -188,3 +188,15 @@ def test_frames_without_rows_are_refused():
 
     with pytest.raises(DataError, match="no rows"):
         ps.explain(model, FRAME[:0])
+
+
+def test_the_same_labels_in_another_order_are_refused():
+    series = pd.Series(NORMAL[:4, 0])
+    with pytest.raises(DataError, match="argument 1 has the labels of argument 0 in another order"):
+        as_arguments((FRAME, series[::-1]))
+    with pytest.raises(DataError, match="argument 'y' has the labels of argument 'x' in another"):
+        as_arguments({"x": FRAME, "y": series.sample(frac=1.0, random_state=1)})
+    for same in (series, series.set_axis(list("abcd")), series[::-1].reset_index(drop=True)):
+        as_arguments((FRAME, same))  # in the same order, or labels of its own
+    as_arguments((FRAME[::-1], series[::-1], series.to_numpy()))
+    as_arguments((FRAME.set_axis([0, 0, 1, 1]), series.set_axis([0, 1, 0, 1])))

@@ -118,3 +118,20 @@ def one_value(of_rows):
 def test_one_value_for_all_rows_is_told_from_rows_that_depend_on_each_other(model, why):
     with pytest.raises(PlateError, match=f"site 'y': its log density is one value.*{why}"):
         ps.explain(model, (X, Y), batch_size=B)
+
+
+def months(x, y):
+    """Effects of a row's place, which both halves of 120 rows, and of 24, begin anew."""
+    level = pyro.sample("level", dist.Normal(torch.zeros(12), 1.0).to_event(1))
+    mean = x @ weights() + level[torch.arange(len(x)) % 12]
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+
+def test_a_row_that_depends_on_its_place_needs_the_whole_data():
+    with pytest.raises(PlateError, match="'y': a row's log density depends on its place in its"):
+        ps.explain(months, (X, Y), batch_size=24)
+    fit = ps.Laplace(months, structure="dense").run((X, Y), progress=False)
+    features = torch.cat([torch.eye(12).repeat(N // 12, 1), X], 1)
+    exact = torch.linalg.inv(features.T @ features + torch.eye(14))
+    torch.testing.assert_close(fit.fit.gaussians[0].covariance, exact)

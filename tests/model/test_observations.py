@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
-from pyro_scale.errors import ModelError, ModelWarning
+from pyro_scale.errors import ModelError, ModelWarning, SiteError
 
 X = torch.linspace(-1.0, 1.0, 24).reshape(12, 2)
 Y = (X[:, 0] > 0).float()
@@ -251,6 +251,17 @@ def test_masks_of_another_shape_are_refused(shape, imputes):
 def test_masks_that_are_no_booleans_are_refused():
     with pytest.raises(ModelError, match=r"a mask is not of booleans .*mask.bool\(\)"):
         ps.explain(left_out, (X, torch.ones(12)))
+
+
+@pytest.mark.parametrize("value", [[0.0] * 12, Y.numpy(), 3.0])
+def test_observed_values_that_are_no_tensors_are_refused(value):
+    def model(x):
+        mean = x @ weights()
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=value)
+
+    with pytest.raises(SiteError, match=r"site 'y': its obs= is a .*pass a tensor"):
+        ps.explain(model, X)
 
 
 def test_a_mask_without_observations_is_refused():

@@ -483,6 +483,8 @@ def test_predict_thins_and_chooses_sites():
     close(drawn["w"], fit.get_samples()["w"][[0, 14, 29]], rtol=1e-12)
     with pytest.raises(ArgumentError, match=r"no site 'q'; the model has .*'y'"):
         fit.predict(X, return_sites=["q"])
+    with pytest.raises(ArgumentError, match="return_sites='y': pass a list of sites' names"):
+        fit.predict(X, return_sites="y")
     for wanted in (0, 31):
         with pytest.raises(ArgumentError, match="from 1 to 30"):
             fit.predict(X, num_samples=wanted)
