@@ -80,8 +80,8 @@ def cannot_draw(site: str, fn: Any, error: NotImplementedError) -> str:
 
 
 def _totals(fn: Any, observed: Tensor) -> Tensor:
-    """Totals of observed counts; the distribution's own of counts that are missing (NaN, left out by
-    a mask), of which torch's binomial never returns."""
+    """Totals of observed counts; the distribution's own where they are NaN, as under a mask:
+    torch's binomial never returns from those."""
     totals = observed.sum(-1)
     return torch.where(totals.isnan(), fn.total_count, totals)
 
