@@ -116,7 +116,7 @@ def test_sites_without_a_plate_are_found_by_their_rows_and_weights_are_not_blame
         ps.explain(no_plate, X)
     with pytest.raises(ModelError, match=f"{NOTHING}.*give the likelihood's pyro.sample obs="):
         ps.explain(no_likelihood, X)
-    with pytest.raises(ModelError, match="a network: .*and a model that observes its output"):
+    with pytest.raises(ModelError, match=r"a network: .*and a model that observes its output"):
         ps.explain(net, X)
 
 

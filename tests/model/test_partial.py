@@ -177,7 +177,9 @@ def in_both(prior, mask):
 
 
 @pytest.mark.parametrize("write", [in_plate, in_event, in_both])
-@pytest.mark.parametrize("prior", [dist.Normal(1.0, 2.0), dist.Gamma(2.0, 3.0), dist.Beta(2.0, 3.0)])
+@pytest.mark.parametrize(
+    "prior", [dist.Normal(1.0, 2.0), dist.Gamma(2.0, 3.0), dist.Beta(2.0, 3.0)]
+)
 def test_elements_that_nothing_depends_on_leave_the_params(write, prior):
     def model(y):
         z = write(prior, KEPT)
