@@ -16,6 +16,7 @@ enough, and its draws are rounded once.
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import replace
 
 import torch
@@ -35,6 +36,8 @@ _MOST = 1 - 1 / (1 + SD_TOLERANCE) ** 2
 _DRAWS, _ELEMENTS = 1000, 200
 #: Draws of a chain below which nothing is said of it.
 _FEWEST = 8
+#: Lengths along which derivatives are taken, and by how much of the largest they may differ.
+_LENGTHS, _PROPORTIONAL = (1.0, math.e, math.e**2), 1e-2
 
 
 def resolution(result: Result) -> list[Finding]:
@@ -55,17 +58,17 @@ def resolution(result: Result) -> list[Finding]:
             continue
         dtype = dtypes.get(name, values.dtype)
         own = _unconstrained(result, name) if name in dtypes else values[..., :0]
-        still = _is_constant(values)
-        is_frozen = bool(_is_constant(own).any())
-        if bool(still.any()) and not is_frozen:
-            chain = int(still.any(1).nonzero()[0])
-            is_frozen = bool((still & _depends(result, name, chain)).any())
-        if is_frozen:
+        still, rounding = _is_constant(values), _rounding(values, dtype)
+        if bool(still.any()) or bool((rounding > _MOST).any()):
+            chain = int(still.any(1).int().argmax())
+            depends = _depends(result, name, chain)
+            still, rounding = still & depends, torch.where(depends, rounding, 0)
+        if bool(_is_constant(own).any()) or bool(still.any()):
             found.append(
                 _finding(name, "no", "an element is the same number in all draws of a chain")
             )
             continue
-        widest = max(_rounding(own, dtype), _rounding(values, dtype))
+        widest = float(torch.cat([_rounding(own, dtype), rounding, rounding.new_zeros(1)]).max())
         if widest > _MOST:
             told = f"steps of {dtype_name(dtype)} are {(12 * widest) ** 0.5:.2g} sds of the draws"
             found.append(_finding(name, "no", told))
@@ -104,13 +107,13 @@ def _is_constant(draws: Tensor) -> Tensor:
     return (draws == draws[:, :1]).all(1)
 
 
-def _rounding(draws: Tensor, dtype: torch.dtype) -> float:
-    """The largest part of an element's variance that rounding to a dtype has added."""
+def _rounding(draws: Tensor, dtype: torch.dtype) -> Tensor:
+    """The part of each element's variance that rounding to a dtype has added, `[elements]`; 0 of
+    constants."""
     wide = draws.double()
     added = spacing(wide, dtype).square().mean((0, 1)) / 12
     variance = (wide - wide.mean(1, keepdim=True)).square().mean((0, 1))
-    part = added / variance.clamp(min=torch.finfo(torch.float64).tiny)
-    return float(part[variance > 0].max()) if bool((variance > 0).any()) else 0.0
+    return torch.where(variance > 0, added / variance, 0)
 
 
 def spacing(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,16 +137,17 @@ def _rounds_moves(result: Result, name: str) -> bool:
 
 
 def _depends(result: Result, name: str, chain: int) -> Tensor:
-    """Which elements of a site latents have an influence on, `[elements]`: by the derivative in
-    a random direction at a chain's last draw, in float64 if the model runs in it.  True where there
-    is no derivative."""
+    """Which elements of a site latents have an influence on, `[elements]`: by derivatives in a
+    random direction at a chain's last draw, in float64 if the model runs in it.  They are
+    proportional to the direction's length, where rounding is not: that of the ones of a correlation
+    matrix.  True where there is no derivative."""
     layout, log_posterior = result.layout, result.log_posterior
     position = result.positions[chain, -1].double()
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(position.shape, generator=generator, dtype=torch.float64)
     chosen = evenly(result.shapes[name].numel(), _ELEMENTS)
 
-    def slopes(layout: Layout) -> Tensor:
+    def slope(layout: Layout, length: float) -> Tensor:
         def value(position: Tensor) -> Tensor:
             sites = log_posterior.run(
                 layout.unflatten(position),
@@ -152,10 +156,12 @@ def _depends(result: Result, name: str, chain: int) -> Tensor:
             ).sites
             return sites[name].value.reshape(-1)[chosen]
 
-        away = direction.to(position)
-        return torch.func.jvp(value, (position,), (away,))[1] != 0
+        away = (length * direction).to(position)
+        return torch.func.jvp(value, (position,), (away,))[1] / length
 
     for each in (replace(layout, dtypes=(torch.float64,) * len(layout.names)), layout):
         with contextlib.suppress(Exception):  # whatever a model says that does not run in float64
-            return slopes(each)
+            slopes = torch.stack([slope(each, length) for length in _LENGTHS])
+            spread, largest = slopes.amax(0) - slopes.amin(0), slopes.abs().amax(0)
+            return (largest != 0) & ~(spread > _PROPORTIONAL * largest)
     return torch.ones(len(chosen), dtype=torch.bool)

@@ -39,10 +39,10 @@ def draw(fn: Any, observed: Tensor | None = None) -> Tensor | None:
             place = _uniform(below[..., -1]) * below[..., -1]  # the last is 1 but for rounding
             return (place[..., None] >= below[..., :-1]).sum(-1)
         if type(fn) is dist.DirichletMultinomial:
-            totals = fn.total_count if observed is None else observed.sum(-1)
+            totals = fn.total_count if observed is None else _totals(fn, observed)
             return _counts(totals, torch._sample_dirichlet(fn.concentration))  # vmap takes it
         if type(fn) in _MULTINOMIAL and observed is not None:
-            return _counts(observed.sum(-1), fn.probs)
+            return _counts(_totals(fn, observed), fn.probs)
     return None
 
 
@@ -77,6 +77,13 @@ def cannot_draw(site: str, fn: Any, error: NotImplementedError) -> str:
         f"site '{site}': a {type(fn).__name__} cannot be drawn{why}: give its class a sample() "
         "method"
     )
+
+
+def _totals(fn: Any, observed: Tensor) -> Tensor:
+    """Totals of observed counts; the distribution's own where they are NaN, as under a mask:
+    torch's binomial never returns from those."""
+    totals = observed.sum(-1)
+    return torch.where(totals.isnan(), fn.total_count, totals)
 
 
 def _counts(totals: Tensor, probs: Tensor) -> Tensor:

@@ -103,6 +103,29 @@ def test_constants_that_no_latent_has_an_influence_on_are_right():
     assert (finding.site, finding.verdict) == ("far", "no")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_constant_but_for_rounding_is_right(dtype):
+    """The ones of a correlation matrix, beside numbers of which rounding has left nothing."""
+
+    def correlated(y, far):
+        factor = pyro.sample("L", dist.LKJCholesky(4, torch.ones((), dtype=dtype)))
+        pyro.deterministic("correlations", factor @ factor.T)
+        pyro.deterministic("shifted", factor[1, 0] + far)
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(factor[1, 0], y.new_ones(())), obs=y)
+
+    steps = {"num_samples": 10, "warmup_steps": 0, "thinning": 1, "num_chains": CHAINS}
+    sampler = ps.BAOA(correlated, lr=0.1, friction=1.0, compile=False)
+    data = torch.zeros(3, dtype=dtype), 4 / torch.finfo(dtype).eps
+    sampler.run(data, seed=0, progress=False, **steps)
+    result = with_draws(sampler, 0.5 * normals(CHAINS, DRAWS, 6).to(dtype))
+    sampler._result = result
+    ones = sampler.get_samples()["correlations"].diagonal(dim1=-2, dim2=-1)
+    assert 0 < (ones - 1).abs().max() < 8 * torch.finfo(dtype).eps
+    (finding,) = resolution(result)
+    assert (finding.site, finding.verdict) == ("shifted", "no")
+
+
 def test_a_chain_that_does_not_move_is_no():
     draws = normals(CHAINS, DRAWS, 4).float()
     draws[2, :, 1] = 0.3

@@ -87,6 +87,16 @@ def test_observed_counts_say_the_totals_where_the_density_takes_them_from_there(
     moments_agree(drawn, totals * probs, totals * probs * (1 - probs))
 
 
+@pytest.mark.parametrize("family", [dist.Multinomial, dist.DirichletMultinomial])
+def test_missing_counts_are_drawn_with_the_total_of_their_distribution(family):
+    """Of NaN, torch's binomial draws without an end."""
+    weights = torch.tensor([0.2, 0.3, 0.5]).expand(2, 3)
+    fn = family(7, weights) if family is dist.Multinomial else family(weights, torch.tensor(7.0))
+    observed = torch.tensor([[1.0, 2, 1], [torch.nan] * 3])
+    drawn = draws(fn.mask(torch.tensor([True, False])), 50, observed)
+    assert torch.equal(drawn.sum(-1), torch.tensor([4.0, 7.0]).expand(50, 2))
+
+
 def test_counts_are_drawn_under_vmap():
     totals = torch.tensor([5.0, 40.0])
 

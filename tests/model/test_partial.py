@@ -128,6 +128,37 @@ def test_jacobians_are_of_the_imputed_values_alone():
     torch.testing.assert_close(value.log_joint, expected + logs.sum())
 
 
+@pytest.mark.parametrize("batch_size", [N, 8])
+@pytest.mark.parametrize(
+    "likelihood",
+    [
+        positive,
+        lambda mean: dist.LogNormal(mean, 1.0),
+        lambda mean: dist.Weibull(mean.exp(), 1.5),
+        lambda mean: dist.Pareto(mean.exp() / 100, 3.0),
+    ],
+)
+def test_values_that_a_mask_leaves_out_may_be_nan(likelihood, batch_size):
+    def model(x, y, seen):
+        b = weights()
+        with pyro.plate("data", len(x)), poutine.mask(mask=seen):
+            pyro.sample("y", likelihood(b[0] + b[1] * x), obs=y)
+
+    log_posterior = ps.LogPosterior(model, num_data=N)
+    b = torch.tensor([0.3, -0.4]).requires_grad_()
+    log_joint = dist.Normal(0.0, 5.0).log_prob(b).sum()
+    y = torch.where(SEEN, 3.0 + Y.abs(), torch.nan)
+    log_joint = log_joint + likelihood((DESIGN @ b)[SEEN]).log_prob(y[SEEN]).sum()
+    found = [
+        log_posterior.grad({"b": b.detach()}, tuple(each[part] for each in (X, y, SEEN)))
+        for part in torch.arange(N).split(batch_size)
+    ]
+    values = torch.stack([evaluation.log_joint for _, evaluation in found])
+    torch.testing.assert_close(values.mean(), log_joint.detach())
+    (gradient,) = torch.autograd.grad(log_joint, b)
+    torch.testing.assert_close(torch.stack([each["b"] for each, _ in found]).mean(0), gradient)
+
+
 KEPT = torch.tensor([True, True, False, True])
 
 
@@ -146,7 +177,9 @@ def in_both(prior, mask):
 
 
 @pytest.mark.parametrize("write", [in_plate, in_event, in_both])
-@pytest.mark.parametrize("prior", [dist.Normal(1.0, 2.0), dist.Gamma(2.0, 3.0)])
+@pytest.mark.parametrize(
+    "prior", [dist.Normal(1.0, 2.0), dist.Gamma(2.0, 3.0), dist.Beta(2.0, 3.0)]
+)
 def test_elements_that_nothing_depends_on_leave_the_params(write, prior):
     def model(y):
         z = write(prior, KEPT)

@@ -7,6 +7,8 @@ import torch
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, CannotDrawError, ModelError
+from pyro_scale.model.curvature import fisher
+from pyro_scale.model.draws import with_totals
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore")]
 QUIET = {"seed": 0, "progress": False}
@@ -52,6 +54,15 @@ def test_multinomial_curvature_has_each_rows_total(name):
 
     exact = -torch.autograd.functional.hessian(log_lik, at["w"].reshape(-1))
     torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
+
+
+def test_expected_counts_of_classes_have_each_rows_total():
+    logits = X @ torch.linspace(-1, 1, 6).reshape(2, 3)
+    fn = with_totals(dist.Multinomial(logits=logits, validate_args=False), COUNTS)
+    expected = COUNTS.sum(-1, keepdim=True) * logits.softmax(-1)
+    torch.testing.assert_close(fisher.class_counts(fn, ("logits",)), expected)
+    matrices = fisher.information(fn, ("logits",))
+    assert torch.equal(matrices.diagonal(dim1=-2, dim2=-1).sum(-1) == 0, COUNTS.sum(-1) == 0)
 
 
 def test_dirichlet_multinomial_information_is_the_sum_over_all_counts():

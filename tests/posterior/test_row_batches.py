@@ -112,6 +112,11 @@ def test_rows_that_depend_on_others_are_not_split(model):
         assert {name: value.shape for name, value in found.items()} == shapes
 
 
+def test_rows_that_depend_on_others_in_the_last_batches_alone_are_not_split():
+    with pytest.raises(ArgumentError, match=r"batch_size=7: site 'y' .*leave batch_size"):
+        fitted(late).predict(X.sort().values, batch_size=7)
+
+
 @pytest.mark.parametrize("model", [lagged, in_prediction_alone, running_total])
 def test_rows_that_depend_on_others_are_predicted_together_by_default(model, monkeypatch):
     fit = fitted(model)
