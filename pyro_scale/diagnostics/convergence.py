@@ -158,8 +158,9 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
 
 def are_apart(result: Result, name: str, r_hat: float) -> bool:
     """Whether the halves of each chain agree in a site, where chains do not, by their R-hat: each
-    is in a place of its own then, and none on its way.  Not known of draws that were not kept."""
-    if result.online is not None or r_hat < _APART:
+    is in a place of its own then, and none on its way.  Not known of draws that were not kept, and
+    no news of a network's weights."""
+    if result.online is not None or r_hat < _APART or _has_weights(result):
         return False
     half = result.positions.shape[1] // 2
     halves = some_elements(result, name)[:, : 2 * half].unflatten(1, (2, half))

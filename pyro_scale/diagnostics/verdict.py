@@ -91,7 +91,7 @@ def report_on_exact(result: Result, num_samples: int) -> Report:
     exact = "exact on all rows, up to Monte Carlo error"
     findings = [
         *_length(result, num_samples),
-        *_mixing(result, _MANY, 0.0),
+        *_mixing(result, _MANY, 0.0, "a larger num_samples="),
         *resolution(result),
         *_divergences(result),
     ]
@@ -145,8 +145,11 @@ def _thinned_mixing(result: Result) -> list[Finding]:
     return _mixing(result, enough, enough / 2)
 
 
-def _mixing(result: Result, enough: float, too_few: float) -> list[Finding]:
-    """Whether chains agree, and how many draws they are worth: enough, or surely too few."""
+def _mixing(
+    result: Result, enough: float, too_few: float, more: str = "a larger max_rows="
+) -> list[Finding]:
+    """Whether chains agree, and how many draws they are worth: enough, or surely too few; `more`
+    gets more of them."""
     sites = list(result.log_posterior.latents)
     chains, draws = result.positions.shape[:2]
     if draws < _FEWEST:
@@ -160,7 +163,7 @@ def _mixing(result: Result, enough: float, too_few: float) -> list[Finding]:
         r_hats, bulk, tail = mixing_of(some)
         r_hat, ess = float(r_hats.max()), float(torch.minimum(bulk, tail).min())
         told = f"R-hat {r_hat:.3f}, {ess:.0f} effective draws of {chains * draws}"
-        advice = "a larger max_rows=, or another parametrization (poutine.reparam)"
+        advice = f"{more}, or another parametrization (poutine.reparam)"
         verdict: Verdict = "yes"
         if are_apart(result, name, r_hat):
             advice = APART

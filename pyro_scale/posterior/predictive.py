@@ -156,9 +156,10 @@ def explain_failures(
         yield
     except Exception as error:
         differ = rows.other_columns(arguments, info.example)
-        follows = isinstance(error, LatentShapeChanged)
-        if differ and (follows or not isinstance(error, PyroScaleError)):
-            what = f"the shape of site '{error.name}' follows them" if follows else str(error)
+        what = None if isinstance(error, PyroScaleError) else str(error)
+        if isinstance(error, LatentShapeChanged):
+            what = f"the shape of site '{error.name}' follows them"
+        if differ and what is not None:
             raise ArgumentError(f"the model fails on these rows ({what}): {differ}") from error
         if isinstance(error, PyroScaleError):
             raise

@@ -281,7 +281,9 @@ def test_divergences_at_a_boundary_are_not_told_to_take_shorter_steps():
     with pytest.warns(ConvergenceWarning, match=r"'y' is NaN there: give the latents") as told:
         sampler.run((X, Y), num_samples=200, num_chains=2, seed=1, progress=False)
     assert not any("target_accept" in str(each.message) for each in told)
-    assert "supports end there" in str(sampler.report())
+    advice = {finding.check: finding.advice for finding in sampler.report().findings}
+    assert "supports end there" in advice["divergences"]
+    assert "num_samples=" in advice["mixing"]
 
 
 def test_chains_that_run_away_uphill_are_not_told_to_take_shorter_steps():
