@@ -13,11 +13,12 @@ from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.online_moments import Moments
 from pyro_scale.core.validation import evenly
 from pyro_scale.core.warn import warn
-from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleError
+from pyro_scale.errors import ArgumentError, CallError, ConvergenceWarning, PyroScaleError
 from pyro_scale.model.init_strategies import WEIGHT
+from pyro_scale.model.recorder import LatentShapeChanged
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import Result
-from pyro_scale.posterior.predictive import explain_failures, predictive_means
+from pyro_scale.posterior.predictive import predictive_means
 from pyro_scale.posterior.site_rows import data_sites
 
 #: R-hat above which chains are said not to agree, given so many draws in all and of each chain
@@ -99,15 +100,19 @@ def mixing_of_predictions(result: Result, predict_at: Any) -> Any:
         raise ArgumentError("predict_at: the model has no data site with a value a row")
     arguments = rows.as_arguments(predict_at)
     try:
-        with own_generator(), explain_failures(result, arguments, None):
+        with own_generator():
             means = predictive_means(result, arguments)
-    except PyroScaleError:
-        raise
     except Exception as error:  # the model's own
+        differ = rows.other_columns(arguments, result.log_posterior.model_info.example)
+        if isinstance(error, PyroScaleError) and not isinstance(
+            error, CallError | LatentShapeChanged
+        ):
+            raise
         description = rows.described(arguments) if rows.leaves(arguments) else repr(predict_at)
         raise ArgumentError(
-            f"predict_at: the model cannot be run on it ({description}; {error}): pass some rows"
-            " as the model's own arguments, a tensor, a tuple by position or a dict by name"
+            f"predict_at: the model cannot be run on it ({description}; {differ or error}): pass"
+            " some rows as the model's own arguments, a tensor, a tuple by position or a dict by "
+            "name"
         ) from error
     chains, draws = result.positions.shape[:2]
     return mixing(
@@ -163,6 +168,8 @@ def are_apart(result: Result, name: str, r_hat: float) -> bool:
     if result.online is not None or r_hat < _APART or _has_weights(result):
         return False
     half = result.positions.shape[1] // 2
+    if half < _FEWEST_EACH:
+        return False
     halves = some_elements(result, name)[:, : 2 * half].unflatten(1, (2, half))
     return all(mixing({name: each})["r_hat"][name] < _STAYS for each in halves)
 
