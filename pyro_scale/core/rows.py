@@ -121,22 +121,22 @@ def are_finite(arguments: Arguments) -> bool:
     return all(bool(torch.isfinite(leaf).all()) for leaf in leaves(arguments))
 
 
-def to_clean(arguments: Arguments, begin: int | None = None) -> str:
+def to_clean(arguments: Arguments, begin: int = 0, among: str = " of the batch") -> str:
     """What to clean in the data, in words, with the first number that is NaN or infinite; "" where
     all are finite.
 
     Args:
         arguments: some rows.
-        begin: the place of the first one in the data; None of some batch.
+        begin: the place of the first one.
+        among: which rows places are counted in.
     """
     for name, leaf in named_rows(arguments):
         bad = (~torch.isfinite(leaf)).nonzero()
         if len(bad):
             what = "NaN" if bool(torch.isnan(leaf[tuple(bad[0])])) else "infinite"
             return (
-                f"argument {name} is {what} in row {(begin or 0) + int(bad[0, 0])}"
-                f"{' of the batch' if begin is None else ''}: leave such rows out, or put numbers "
-                "there if a mask leaves them out"
+                f"argument {name} is {what} in row {begin + int(bad[0, 0])}{among}: leave such "
+                "rows out, or put numbers there if a mask leaves them out"
             )
     return ""
 

@@ -341,9 +341,12 @@ class FullDataDensity:
 
     def to_clean(self) -> str:
         """What to clean in the data, in words; "" where all rows are finite."""
-        begin = 0
+        begin, of_all = 0, self.num_rows is None and self.share == WHOLE
         for chunk, kept in self.pieces():
-            if told := rows.to_clean(chunk.arguments, begin if chunk.indices is None else 0):
+            first = begin if chunk.indices is None else 0
+            if told := rows.to_clean(
+                chunk.arguments, first, "" if of_all else " of those looked at"
+            ):
                 return told
             begin += kept
         return ""

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import pyro_scale as ps
 from pyro_scale.core import rows
+from pyro_scale.core.layout import Layout
+from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.convergence import are_apart
 from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.errors import (
@@ -25,6 +27,7 @@ from pyro_scale.errors import (
     PlateError,
     SiteError,
 )
+from pyro_scale.fullbatch.density import FullDataDensity
 
 N, B = 40, 20
 X = torch.randn(N, 2, generator=torch.Generator().manual_seed(0))
@@ -142,12 +145,21 @@ def test_nan_beyond_the_first_batch_is_found(method, error):
         method((with_nan(X, 33), Y))
 
 
+def test_rows_of_some_are_not_numbered_as_rows_of_the_data():
+    log_posterior = ps.LogPosterior(regression(), N)
+    start = log_posterior.init(0, X, Y)
+    engine = {"data": TensorData((with_nan(X, range(33, N)), Y), N), "layout": Layout.of(start)}
+    whole = FullDataDensity(log_posterior, **engine)
+    assert "is NaN in row 33: leave" in whole.to_clean()
+    assert "of those looked at: leave" in whole.of_some_rows(30, seed=0).to_clean()
+
+
 def test_what_to_clean():
     assert rows.to_clean((X, {"y": Y, "group": torch.zeros(N, dtype=torch.long)})) == ""
     infinite = Y.clone()
     infinite[2] = -math.inf
     assert "argument 1['y'] is infinite in row 2 of" in rows.to_clean((X, {"y": infinite}))
-    assert "argument 0 is NaN in row 105:" in rows.to_clean((with_nan(X, 5), infinite), 100)
+    assert "argument 0 is NaN in row 105:" in rows.to_clean((with_nan(X, 5), infinite), 100, "")
 
 
 def test_masked_nan_is_not_blamed_for_a_long_step():
