@@ -122,6 +122,39 @@ def are_finite(arguments: Arguments) -> bool:
     return all(bool(torch.isfinite(leaf).all()) for leaf in leaves(arguments))
 
 
+def to_clean(arguments: Arguments, begin: int = 0, among: str = " of the batch") -> str:
+    """What to clean in the data, in words, with the first number that is NaN or infinite; "" where
+    all are finite.
+
+    Args:
+        arguments: some rows.
+        begin: the place of the first one.
+        among: which rows places are counted in.
+    """
+    for name, leaf in named_rows(arguments):
+        bad = (~torch.isfinite(leaf)).nonzero()
+        if len(bad):
+            what = "NaN" if bool(torch.isnan(leaf[tuple(bad[0])])) else "infinite"
+            return (
+                f"argument {name} is {what} in row {begin + int(bad[0, 0])}{among}: leave such "
+                "rows out, or put numbers there if a mask leaves them out"
+            )
+    return ""
+
+
+def other_columns(arguments: Arguments, known: Arguments) -> str:
+    """The first argument whose rows have another shape than those of a batch that is known, in
+    words; "" where there is none."""
+    shapes = {name: list(leaf.shape[1:]) for name, leaf in named_rows(known)}
+    for name, leaf in named_rows(arguments):
+        if shapes.get(name, list(leaf.shape[1:])) != list(leaf.shape[1:]):
+            return (
+                f"argument {name} has rows of shape {list(leaf.shape[1:])}, and those that the "
+                f"model was run on have {shapes[name]}"
+            )
+    return ""
+
+
 def vmap_dims(arguments: Arguments, dim: int | None) -> Any:
     """`in_dims` for `torch.vmap`: `dim` for rows, None for the rest."""
     return pytree.tree_map(lambda leaf: dim if is_rows(leaf) else None, arguments)

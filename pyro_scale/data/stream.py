@@ -155,8 +155,11 @@ class DealtBatches:
                 left = [rows.take(joined, slice(total - rest, total))] if rest else []
                 taken = 0
             if place < 0:
+                again = "pass a DataLoader, not a generator"
+                if isinstance(self.data.loader, torch_data.DataLoader):
+                    again = "its data set's __iter__ has to begin anew at each call"
                 raise DataError(
                     f"the loader yielded nothing in epoch {epoch}: it must be iterable again and "
-                    "again; pass a DataLoader, not a generator"
+                    f"again; {again}"
                 )
             passed, state = 0, None

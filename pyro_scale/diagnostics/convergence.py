@@ -15,6 +15,7 @@ from pyro_scale.core.validation import evenly
 from pyro_scale.core.warn import warn
 from pyro_scale.errors import ArgumentError, CallError, ConvergenceWarning, PyroScaleError
 from pyro_scale.model.init_strategies import WEIGHT
+from pyro_scale.model.recorder import LatentShapeChanged
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.predictive import predictive_means
@@ -26,6 +27,15 @@ _MOST_R_HAT, _MANY_DRAWS, _MANY_EACH = 1.05, 400, 50
 _MOST_OF_FEW, _FEWEST_EACH = 1.3, 20
 #: Elements of a variable that are looked at.
 _MOST_ELEMENTS = 200
+#: R-hat of a chain's halves up to which it is where it stays, if that of all is above the second.
+_STAYS, _APART = 1.1, 1.3
+#: What is said of chains that are apart.
+APART = (
+    "each chain agrees with itself, so they are most likely in modes of their own, and no warm-up "
+    "leads out: give the model one (an order, a sign), or start all chains in it (init_strategy=)"
+)
+#: The part of the proposals below which hardly any was accepted.
+_FEW_ACCEPTED = 0.05
 #: Chains that are many.
 _MANY_CHAINS = 20
 
@@ -92,13 +102,17 @@ def mixing_of_predictions(result: Result, predict_at: Any) -> Any:
     try:
         with own_generator():
             means = predictive_means(result, arguments)
-    except Exception as error:  # the model's own, or a call that it does not take
-        if isinstance(error, PyroScaleError) and not isinstance(error, CallError):
+    except Exception as error:  # the model's own
+        differ = rows.other_columns(arguments, result.log_posterior.model_info.example)
+        if isinstance(error, PyroScaleError) and not isinstance(
+            error, CallError | LatentShapeChanged
+        ):
             raise
         description = rows.described(arguments) if rows.leaves(arguments) else repr(predict_at)
         raise ArgumentError(
-            f"predict_at: the model cannot be run on it ({description}; {error}): pass some rows"
-            " as the model's own arguments, a tensor, a tuple by position or a dict by name"
+            f"predict_at: the model cannot be run on it ({description}; {differ or error}): pass"
+            " some rows as the model's own arguments, a tensor, a tuple by position or a dict by "
+            "name"
         ) from error
     chains, draws = result.positions.shape[:2]
     return mixing(
@@ -130,6 +144,9 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
     if unmixed:
         worst = r_hat.idxmax()
         steps = " or more steps" if hot else ", more steps or a larger lr"
+        advice = f"take a longer warm-up{steps}"
+        if not probed and are_apart(result, worst, r_hat[worst]):
+            advice = APART
         of_weights = not probed and _has_weights(result)
         hint = ""
         if of_weights:
@@ -138,20 +155,37 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
             hint += "; many short chains say more with superchains="
         warn(
             ConvergenceWarning,
-            f"'{worst}': the chains do not agree, R-hat is {r_hat[worst]:.3g}: take a longer "
-            f"warm-up{steps}{hint}",
+            f"'{worst}': the chains do not agree, R-hat is {r_hat[worst]:.3g}: {advice}{hint}",
             code="ensemble" if of_weights else "chains-disagree",
         )
     return unmixed
 
 
-def warn_of_frozen(name: str) -> bool:
-    """Warns of a site that has not moved; True."""
+def are_apart(result: Result, name: str, r_hat: float) -> bool:
+    """Whether the halves of each chain agree in a site, where chains do not, by their R-hat: each
+    is in a place of its own then, and none on its way.  Not known of draws that were not kept, and
+    no news of a network's weights."""
+    if result.online is not None or r_hat < _APART or _has_weights(result):
+        return False
+    half = result.positions.shape[1] // 2
+    if half < _FEWEST_EACH:
+        return False
+    halves = some_elements(result, name)[:, : 2 * half].unflatten(1, (2, half))
+    return all(mixing({name: each})["r_hat"][name] < _STAYS for each in halves)
+
+
+def warn_of_frozen(name: str, accepted: float = 1.0) -> bool:
+    """Warns of a site that has not moved, perhaps because hardly a proposal was accepted; True."""
+    advice = (
+        "take larger steps, or data in float64 and without their mean, if its sd is near the steps "
+        "of its dtype"
+    )
+    if accepted < _FEW_ACCEPTED:
+        advice = f"{100 * accepted:.2g}% of the proposals were accepted: lower lr"
     warn(
         ConvergenceWarning,
         f"'{name}': an element is the same number in all draws of a chain, so nothing tells "
-        "whether it mixes: take larger steps, or data in float64 and without their mean, if its sd "
-        "is near the steps of its dtype",
+        f"whether it mixes: {advice}",
         code="chains-disagree",
     )
     return True

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pyro_scale.core import rows
 from pyro_scale.engine.draws import Draws, Failure
 from pyro_scale.posterior.draws import Result
 from pyro_scale.run.blame import Broken
@@ -17,10 +18,16 @@ _EXPLODED = 1e15
 #: How many times too hot chains that run away are in the last quarter of a run, and how many times
 #: hotter than in the first, at least; and draws of a quarter, of all chains, to know it by.
 _HOT, _FEWEST = 300.0, 6
-
+#: Nats for each dimension by which the log joint falls, at least, where the step size is too long.
+_FALLEN = 100.0
 
 #: What is wrong where the log joint is not finite.
 NOT_A_DENSITY = "the log joint became NaN or infinite"
+#: What to do about a site whose log density ends at values that chains visit.
+WITHIN = (
+    "give the latents that it depends on distributions whose supports end there, or clamp what it "
+    "takes of them"
+)
 
 
 def message(
@@ -56,7 +63,7 @@ def message(
     kept = f"Finished, and in {by}: chains {finished}. " if finished else ""
     now = float(lr[failures[0].step].max())
     smaller = f"try lr={now / 3:.2g} instead of {now:.2g}"
-    if any(failure.bad_batch for failure in failures):
+    if any(_is_of_the_batch(failure, draws, sites) for failure in failures):
         advice = (
             "The batch of that step holds NaN or infinite numbers: clean the data (torch.isfinite "
             "finds them)"
@@ -90,6 +97,17 @@ def message(
     return f"{what}: {stopped}{more}. {kept}{replay and replay + '. '}{advice}"
 
 
+def _is_of_the_batch(failure: Failure, draws: Draws, sites: Mapping[int, Broken]) -> bool:
+    """Whether NaN in the step's batch is what stopped a chain: not where the chain has run away,
+    and has taken a step on such rows before, which a mask leaves out."""
+    if not failure.bad_batch or failure.chain in sites:
+        return failure.bad_batch and not sites[failure.chain].is_far
+    *before, last = draws.last_steps.get(failure.chain) or (None,)
+    if last is None or last.arguments is None:  # the same rows at every step, or not recorded
+        return last is None or failure.step == 0
+    return all(step.arguments is None or rows.are_finite(step.arguments) for step in before)
+
+
 def where(failure: Failure, sites: Mapping[int, Broken]) -> str:
     """At which site a chain stopped, behind a comma, if that is known."""
     if failure.chain in sites:
@@ -107,8 +125,7 @@ def beyond_its_domain(sites: Mapping[int, Broken]) -> str:
         return ""
     return (
         f"Site '{site}' has no log density at values that chains visit: a log or a root of a "
-        "negative number, a support that depends on a latent, an overflow.  Give the latents that "
-        "it depends on distributions whose supports end there, or clamp what it takes of them"
+        f"negative number, a support that depends on a latent, an overflow.  {WITHIN.capitalize()}"
     )
 
 
@@ -130,8 +147,9 @@ def explosion(result: Result) -> str | None:
     none has."""
     last = result.positions[torch.arange(result.num_chains), -1].abs().amax(0)
     far, runaway = int(last.argmax()), _runaway(result)
+    site = result.layout.site_at(far)
     if float(last[far]) >= _EXPLODED:
-        message = f"site '{result.layout.site_at(far)}' has reached {float(last[far]):.2g}"
+        message = f"site '{site}' has reached {float(last[far]):.2g}"
         message += " in unconstrained space"
     elif runaway is not None:
         site, heat = runaway
@@ -142,9 +160,16 @@ def explosion(result: Result) -> str | None:
         return None
     lr = result.sample_stats.get("lr")
     hint = "" if lr is None else f", {float(lr[0, -1]) / 3:.2g} instead of {float(lr[0, -1]):.2g}"
+    advice = f"The step size is most likely above the stable range: pass a smaller lr{hint}"
+    fallen = result.sample_stats["lp"][:, 0] - result.sample_stats["lp"][:, -1]
+    if float(fallen.max()) < _FALLEN * result.layout.size:
+        advice = (
+            "The log joint is no lower there than where chains came from, so the posterior may not "
+            f"end: give site '{site}' a proper prior, or a tighter one"
+        )
     return (
         f"the chains have exploded: {message}, and no number that is made of the draws means "
-        f"anything. The step size is most likely above the stable range: pass a smaller lr{hint}"
+        f"anything. {advice}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from pyro_scale.core.warn import warn
+from pyro_scale.diagnostics.convergence import APART, are_apart
 from pyro_scale.errors import ConvergenceWarning
 from pyro_scale.metrics.nested_rhat import r_hat_of, variances
 from pyro_scale.posterior.draws import Result
@@ -63,12 +64,15 @@ def warn_of_remembered_starts(result: Result, hot: bool = False) -> bool:
         if bool(remembered.any()):
             worst = float(r_hat_of(ratios)[remembered].max())
             lr = "" if hot else "a larger lr, "
+            advice = (
+                f"take a longer warm-up, {lr}or starts nearer to the posterior (init_strategy= a "
+                "fit)"
+            )
             warn(
                 ConvergenceWarning,
                 f"site '{name}': chains remember their starts: those that share one agree more "
                 f"with each other than with the rest (nested R-hat {worst:.3g}): "
-                f"take a longer warm-up, {lr}or starts nearer to the posterior (init_strategy= a "
-                "fit)",
+                f"{APART if are_apart(result, name, worst) else advice}",
                 code="chains-disagree",
             )
             return True

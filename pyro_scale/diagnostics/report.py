@@ -98,7 +98,7 @@ def _warn(result: Result, table: Any, heat: list[_Heat], predicted: Any) -> None
     momenta = [] if hot or "kinetic_temperature" not in table else _hot_momenta(table)
     no_longer = hot or bool(momenta) or "lr_choice" in result.attrs
     if frozen := frozen_latents(result) if result.online is None else []:
-        unmixed = warn_of_frozen(frozen[0])
+        unmixed = warn_of_frozen(frozen[0], float(result.attrs.get("acceptance_rate", 1.0)))
     elif "nested_r_hat" in table:
         unmixed = warn_of_remembered_starts(result, no_longer)
     else:

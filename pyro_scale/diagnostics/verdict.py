@@ -12,8 +12,13 @@ from pyro_scale.core import rows
 from pyro_scale.core.autocorrelation import autocorrelation_time, mixing_of
 from pyro_scale.core.validation import evenly
 from pyro_scale.data.sources import TensorData
-from pyro_scale.diagnostics.convergence import mixing_of_predictions, some_elements
-from pyro_scale.diagnostics.divergence import explosion
+from pyro_scale.diagnostics.convergence import (
+    APART,
+    are_apart,
+    mixing_of_predictions,
+    some_elements,
+)
+from pyro_scale.diagnostics.divergence import WITHIN, explosion
 from pyro_scale.diagnostics.finding import Finding, Verdict
 from pyro_scale.diagnostics.modes_seen import modes_seen
 from pyro_scale.diagnostics.resolution import resolution
@@ -86,7 +91,7 @@ def report_on_exact(result: Result, num_samples: int) -> Report:
     exact = "exact on all rows, up to Monte Carlo error"
     findings = [
         *_length(result, num_samples),
-        *_mixing(result, _MANY, 0.0),
+        *_mixing(result, _MANY, 0.0, "a larger num_samples="),
         *resolution(result),
         *_divergences(result),
     ]
@@ -99,8 +104,11 @@ def _divergences(result: Result) -> list[Finding]:
     """Whether trajectories diverged, which leaves out where the posterior is narrow."""
     diverged = result.sample_stats["diverging"]
     count, advice = int(diverged.sum()), "target_accept=0.95, or another parametrization"
+    where = result.attrs.get("diverged_where", "")
+    if where:
+        advice = WITHIN
     verdict: Verdict = "unknown" if count else "yes"
-    told = f"{count} of {diverged.numel()} trajectories diverged"
+    told = f"{count} of {diverged.numel()} trajectories diverged{where}"
     return [Finding("", "divergences", verdict, told, advice)]
 
 
@@ -137,8 +145,11 @@ def _thinned_mixing(result: Result) -> list[Finding]:
     return _mixing(result, enough, enough / 2)
 
 
-def _mixing(result: Result, enough: float, too_few: float) -> list[Finding]:
-    """Whether chains agree, and how many draws they are worth: enough, or surely too few."""
+def _mixing(
+    result: Result, enough: float, too_few: float, more: str = "a larger max_rows="
+) -> list[Finding]:
+    """Whether chains agree, and how many draws they are worth: enough, or surely too few; `more`
+    gets more of them."""
     sites = list(result.log_posterior.latents)
     chains, draws = result.positions.shape[:2]
     if draws < _FEWEST:
@@ -152,8 +163,10 @@ def _mixing(result: Result, enough: float, too_few: float) -> list[Finding]:
         r_hats, bulk, tail = mixing_of(some)
         r_hat, ess = float(r_hats.max()), float(torch.minimum(bulk, tail).min())
         told = f"R-hat {r_hat:.3f}, {ess:.0f} effective draws of {chains * draws}"
-        advice = "a larger max_rows=, or another parametrization (poutine.reparam)"
+        advice = f"{more}, or another parametrization (poutine.reparam)"
         verdict: Verdict = "yes"
+        if are_apart(result, name, r_hat):
+            advice = APART
         if chains < 2:
             verdict, advice = "unknown", "num_chains=4: one chain alone cannot tell"
         elif not r_hat <= _DISAGREE or not ess >= too_few:

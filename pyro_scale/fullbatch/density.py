@@ -18,6 +18,7 @@ from pyro_scale.data.sources import Data, IndexedData, TensorData
 from pyro_scale.distributed.shares import WHOLE, Share
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch.chunks import Chunk, chunks_of, is_row_wise, num_rows_in
+from pyro_scale.model.checks import FINITE_DATA
 from pyro_scale.model.derivatives import hessian, hessian_diagonal
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.scaling import Evaluation
@@ -273,8 +274,8 @@ class FullDataDensity:
         value, first = self.grad(start)
         if not bool(torch.isfinite(value)):
             raise DataError(
-                "the log joint of the whole data is NaN or infinite where chain 0 starts: clean "
-                "the data (torch.isfinite finds bad rows), or change init_strategy",
+                "the log joint of the whole data is NaN or infinite where chain 0 starts: "
+                + (self.to_clean() or FINITE_DATA),
                 code="not-finite",
             )
         with contextlib.suppress(RuntimeError):  # of L-BFGS, where numbers overflow
@@ -382,6 +383,18 @@ class FullDataDensity:
         else:
             chunks = chunks_of(self.log_posterior, self.data)
             self._check_rows(sum(chunk.num_new for chunk in chunks))
+
+    def to_clean(self) -> str:
+        """What to clean in the data, in words; "" where all rows are finite."""
+        begin, of_all = 0, self.num_rows is None and self.share == WHOLE
+        for chunk, kept in self.pieces():
+            first = begin if chunk.indices is None else 0
+            if told := rows.to_clean(
+                chunk.arguments, first, "" if of_all else " of those looked at"
+            ):
+                return told
+            begin += kept
+        return ""
 
     def _check_rows(self, seen: int) -> None:
         num_data = self.log_posterior.num_data

@@ -145,8 +145,11 @@ class Filter:
             state = self._state._replace(mean=self._state.mean * torch.nan)
         if not _is_finite(state):
             raise NonFiniteError(
-                f"step {self.num_steps}: the filter's state became NaN or infinite: clean the "
-                "data (torch.isfinite finds bad rows), scale them, or give the sites tighter priors"
+                f"step {self.num_steps}: the filter's state became NaN or infinite: "
+                + (
+                    rows.to_clean(chunk.arguments)
+                    or "scale the data, which are finite there, or give the sites tighter priors"
+                )
             )
         self._remember(state, torch.cat([state.mean, state.sd])[None], log_lik[None])
         return log_lik[None]

@@ -16,6 +16,7 @@ from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import TensorData
+from pyro_scale.diagnostics.divergence import WITHIN
 from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.diagnostics.run_report import Report
 from pyro_scale.diagnostics.verdict import report_on_exact
@@ -209,9 +210,10 @@ class NUTS(Method):
                 "program": program,
             },
         )
+        if draws.is_broken:
+            result.attrs["diverged_where"] = _what_broke(problem, density)
         self._result = _with_enough_digits(result, problem)
-        why = _what_broke(problem, density) if draws.is_broken else ""
-        self._warn(self._result, draws.interrupted, why)
+        self._warn(self._result, draws.interrupted)
         return self
 
     def report(self) -> Report:
@@ -254,20 +256,26 @@ class NUTS(Method):
         return prepare(log_posterior, opened, Hyperparameters(), starts, num_chains, seed)
 
     @staticmethod
-    def _warn(result: Result, interrupted: bool, why: str) -> None:
+    def _warn(result: Result, interrupted: bool) -> None:
         if interrupted:
             chains, draws = result.positions.shape[:2]
             others = 0 if result.unfinished is None else len(result.unfinished)
             more = f"; get_samples() has {others:,} more, of other chains" if others else ""
             warn(PyroScaleWarning, f"interrupted: there are {chains} x {draws} draws{more}")
         divergent = int(result.sample_stats["diverging"].sum())
+        where = result.attrs.get("diverged_where", "")
         if divergent:
             warn(
                 ConvergenceWarning,
                 f"{divergent} of {result.sample_stats['diverging'].numel()} trajectories diverged"
-                f"{why}: raise target_accept (0.95), pass mass='low_rank', or write the model with "
-                "latents that depend less on each other (centered where data are many, "
-                "non-centered where they are few)",
+                f"{where}: "
+                + (
+                    WITHIN
+                    if where
+                    else "raise target_accept (0.95), pass mass='low_rank', or write the model "
+                    "with latents that depend less on each other (centered where data are many, "
+                    "non-centered where they are few)"
+                ),
                 code="divergences",
             )
 

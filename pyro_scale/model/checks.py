@@ -10,6 +10,8 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from pyro_scale.core import rows
+from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ModelError, SiteError
 from pyro_scale.model.classify import close
 from pyro_scale.model.init_strategies import WEIGHT
@@ -61,13 +63,25 @@ def check_observations(sites: Mapping[str, Site], validated: Collection[str]) ->
         if site.name not in validated or site.kind != "observed":
             continue
         if not bool(inside_support(site).all()):
-            raise SiteError(
-                f"site '{site.name}': an observed value is NaN or outside the support of its "
-                f"{type(_unwrap(site.fn)).__name__} ({site.fn.support}); check the data, or "
-                "choose a likelihood that allows it; masked values have to be allowed, too: clamp "
-                "labels of -100 to 0",
-                code="observed-value",
-            )
+            raise SiteError(outside_support(site), code="observed-value")
+
+
+def outside_support(site: Site, where: str = "") -> str:
+    """What to say of a site some of whose observed values are outside of its support.
+
+    Args:
+        site: an observed one.
+        where: the first of them, in words.
+    """
+    fn, value = _unwrap(site.fn), site.value
+    if bool(torch.isnan(value).any()):
+        what, advice = "NaN", "leave such rows out, or say with obs_mask= which are missing"
+    else:
+        what = f"outside the support of its {type(fn).__name__} ({site.fn.support})"
+        advice = "check the data, or choose a likelihood that allows it"
+    if site.mask is not None or bool((value == -100).any()):
+        advice += "; masked values have to be allowed, too: clamp labels of -100 to 0"
+    return f"site '{site.name}': an observed value{where} is {what}; {advice}"
 
 
 def check_values(sites: Mapping[str, Site]) -> None:
@@ -120,12 +134,22 @@ def check_densities(sites: Mapping[str, Site]) -> None:
         try:
             site.fn.log_prob(site.value)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            advice = "check both (most likelihoods want y.float())"
+            if "out of bounds" in str(error) or isinstance(error, IndexError):
+                advice = "values are places, from 0 on; masked ones, too: clamp labels of -100 to 0"
             raise SiteError(
                 f"site '{site.name}': the log density of its {type(_unwrap(site.fn)).__name__} "
                 f"fails on a value of shape {list(site.value.shape)} and dtype {site.value.dtype} "
-                f"({error}); check both (most likelihoods want y.float())",
+                f"({error}); {advice}",
                 code="observed-value",
             ) from error
+
+
+#: What to try where the log density is not finite, and the data are.
+FINITE_DATA = (
+    "no argument of the model is NaN or infinite there: start elsewhere (init_strategy=), or scale "
+    "the data"
+)
 
 
 class NotFiniteStartError(SiteError):
@@ -134,14 +158,14 @@ class NotFiniteStartError(SiteError):
     code = "not-finite"
 
 
-def check_terms(terms: Mapping[str, Term]) -> None:
-    """NaN or infinite log densities."""
+def check_terms(terms: Mapping[str, Term], arguments: Arguments = ()) -> None:
+    """NaN or infinite log densities, on a batch that may be the reason."""
     for term in terms.values():
         if not bool(torch.isfinite(term.log_prob).all()):
             what = "NaN" if bool(torch.isnan(term.log_prob).any()) else "infinite"
             raise NotFiniteStartError(
                 f"site '{term.name}': its log density is {what} on the first batch, at the start; "
-                "check the data for NaN and scale them, or start elsewhere with init_strategy="
+                + (rows.to_clean(arguments) or FINITE_DATA)
             )
 
 
@@ -160,6 +184,12 @@ def check_no_random_draws(
         f"so {by or 'something in the model'} draws at random: call .eval() on modules with "
         "dropout, and make every random draw a pyro.sample site"
     )
+    if not drew:
+        advice = (
+            "and torch's generator has not moved: the model keeps something from call to call (a "
+            "counter, a cache, a running mean), or draws by NumPy, random or a generator of its "
+            "own: pass what changes as data, and make every random draw a pyro.sample site"
+        )
     name = differing(terms, again)
     if name is not None:
         raise ModelError(

@@ -19,7 +19,7 @@ from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import PlateError, SiteError
-from pyro_scale.model.checks import inside_support
+from pyro_scale.model.checks import inside_support, outside_support
 from pyro_scale.model.classify import close, dtype_of
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.model_info import ModelInfo
@@ -274,9 +274,4 @@ def _outside(info: ModelInfo, site: Site, begin: int) -> str:
         where = f" in row {begin + int(place[rule.dim])}"
         observed = site.value.expand(site.shape)[tuple(place)]
         value = f", {observed.tolist()}," if observed.numel() <= 10 else ""
-    return (
-        f"site '{site.name}': an observed value{where}{value} is NaN or outside the support of "
-        f"its {type(site.fn).__name__} ({type(site.fn.support).__name__}); check the data, or "
-        "choose a likelihood that allows it; masked values have to be allowed, too: clamp labels "
-        "of -100 to 0"
-    )
+    return outside_support(site, where + value)

@@ -6,6 +6,7 @@ random draws, and on other rows, to find the terms that follow the batch.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -130,7 +131,7 @@ def understand(
         check_observations(full.sites, validated)
         check_densities(full.sites)
         terms = terms_of(full.sites)
-        check_terms(terms)
+        check_terms(terms, arguments)
         again = terms_of(first.sites)
         if differing(terms, again) is not None:  # by more than the way to unconstrained values
             again = terms_of(recipe.run(arguments).sites)
@@ -321,8 +322,8 @@ class _Recipe:
                     raise
                 raise PlateError(
                     f"the model runs on {size} rows but not on {len(part)} of them "
-                    f"({type(error).__name__}: {error}). Take sizes from the batch: "
-                    f"plate('data', {num_data}, subsample_size=len(x))"
+                    f"({type(error).__name__}: {error}). "
+                    + self._why_not(arguments, part, size, num_data)
                 ) from error
         if size > 1:
             probes.append(self._backwards(arguments, places.flip(0)))
@@ -330,6 +331,30 @@ class _Recipe:
 
     def _backwards(self, arguments: Arguments, order: Tensor) -> Probe:
         return Probe(terms_of(self.run(rows.take(arguments, order)).sites), order)
+
+    def _why_not(self, arguments: Arguments, part: Tensor, size: int, num_data: int | None) -> str:
+        """What to do about a part of a batch on which the model fails: as many rows as the batch
+        has, of the part alone, tell whether its rows are why, and the batch twice whether the model
+        has a fixed size."""
+
+        def runs_on(places: Tensor) -> bool:
+            with contextlib.suppress(Exception):
+                terms_of(self.run(rows.take(arguments, _slice(places))).sites)
+                return True
+            return False
+
+        if len(part) < size and not runs_on(part.repeat(size // len(part) + 1)[:size]):
+            return (
+                f"So it does on {size} rows that are copies of those: it takes the others' values, "
+                "and rows come in any company: compute what it takes of the data once, from all "
+                "rows, outside of the model"
+            )
+        if runs_on(torch.arange(size).repeat(2)):
+            return (
+                f"It runs on {2 * size}: write it for any number of rows, down to one, or pass the "
+                "whole data (batch_size=None)"
+            )
+        return f"Take sizes from the batch: plate('data', {num_data}, subsample_size=len(x))"
 
     def other_indices(
         self, arguments: Arguments, plate: str, size: int, num_data: int

@@ -19,6 +19,7 @@ from pyro_scale.data.sources import Data
 from pyro_scale.errors import ArgumentError, ModelError, PyroScaleError
 from pyro_scale.fullbatch.chunks import Chunk, chunks_of
 from pyro_scale.model.log_posterior import LogPosterior, Params
+from pyro_scale.model.recorder import LatentShapeChanged
 from pyro_scale.model.sites import Site
 from pyro_scale.posterior.by_rank import Readers, readers_of
 from pyro_scale.posterior.draws import Result
@@ -147,14 +148,21 @@ def explain_failures(
     """Says why a model fails on rows that it has not been run on.
 
     Raises:
+        ArgumentError: rows have other shapes than those that it was run on.
         ModelError: it runs on the whole data only.
     """
     info, count = result.log_posterior.model_info, rows.count(arguments)
     try:
         yield
-    except PyroScaleError:
-        raise
     except Exception as error:
+        differ = rows.other_columns(arguments, info.example)
+        what = None if isinstance(error, PyroScaleError) else str(error)
+        if isinstance(error, LatentShapeChanged):
+            what = f"the shape of site '{error.name}' follows them"
+        if differ and what is not None:
+            raise ArgumentError(f"the model fails on these rows ({what}): {differ}") from error
+        if isinstance(error, PyroScaleError):
+            raise
         if not info.whole_only or (batch_size is None and count == info.batch_size):
             error.add_note(f"raised by the model in predict: {rows.described(arguments)}")
             if isinstance(error, IndexError):

@@ -17,6 +17,7 @@ from pyro_scale.data.batches import Batch
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.kernels import Hyperparameters
+from pyro_scale.model.checks import FINITE_DATA
 from pyro_scale.model.log_posterior import (
     MOST_STARTS,
     LogPosterior,
@@ -196,7 +197,7 @@ def _find_usable_starts(
         site = log_posterior.broken_site(layout.unflatten(positions[chain]), arguments)
         raise SiteError(
             f"site '{site}': its log density is NaN or infinite on the first batch where chain "
-            f"{chain} starts; check the data, or change init_strategy",
+            f"{chain} starts; {rows.to_clean(arguments) or FINITE_DATA}",
             code="not-finite",
         )
     return engine, positions

@@ -267,7 +267,8 @@ def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -
 
 
 def warn_of_a_bad_anchor(noise: GradientNoise | None) -> None:
-    """Warns where control variates add noise: their anchor is far from where the chains are."""
+    """Warns where control variates add noise: their anchor is far from where the chains are, or
+    the rows' gradients change too much on the way, if it is the mode."""
     if noise is None or noise.reduction is None:
         return
     least = float(noise.reduction[noise.reduction > 0].amin()) if (noise.reduction > 0).any() else 1
@@ -275,6 +276,7 @@ def warn_of_a_bad_anchor(noise: GradientNoise | None) -> None:
         warn(
             BiasWarning,
             f"control_variates multiply the variance of the gradient by {1 / least:.3g} at some "
-            "element: the anchor is far from the posterior; pass control_variates=True, which "
-            "finds the mode, or leave them out",
+            "element: the draws are far from the anchor, or rows' gradients change too much on the "
+            "way; pass control_variates=True, which finds the mode, or, if the anchor is that, "
+            "leave them out",
         )

@@ -24,12 +24,15 @@ def what_to_try(density: FullDataDensity, position: Tensor) -> str:
         improper = []
     flat = _flat_direction(density, position)
     if flat or improper:
-        whose = f"site '{improper[0]}' a proper prior" if improper else "the sites tighter priors"
-        return f"{flat}: give {whose}, or start elsewhere (init_strategy=)"
-    return (
-        ": look for NaN in the data (torch.isfinite), start elsewhere (init_strategy=), or take "
-        "ps.NUTS(model), which needs no mode"
-    )
+        return f"{flat}: " + (
+            f"give site '{improper[0]}' a proper prior, or start elsewhere (init_strategy=)"
+            if improper
+            else "give the sites tighter priors that curve (Normal), or take ps.NUTS(model), which "
+            "needs no mode"
+        )
+    if unclean := density.to_clean():
+        return f": {unclean}"
+    return ": start elsewhere (init_strategy=), or take ps.NUTS(model), which needs no mode"
 
 
 def _flat_direction(density: FullDataDensity, position: Tensor) -> str:
@@ -40,10 +43,12 @@ def _flat_direction(density: FullDataDensity, position: Tensor) -> str:
     precision = -density.hessian(position).double()
     if not bool(torch.isfinite(precision).all()):
         return ""
+    if not bool(precision.any()):
+        return " (the log density has no curvature: it is made of straight pieces, as a Laplace's)"
     scale = precision.diagonal().abs().rsqrt().clamp(max=1e150)
     lengths, axes = torch.linalg.eigh(scale[:, None] * precision * scale)
     flattest = int(lengths.abs().argmin())
     if float(lengths[flattest].abs()) > _FLAT * float(lengths.abs().max()):
         return ""
     site = density.layout.site_at(int(axes[:, flattest].abs().argmax()))
-    return f" (the log density hardly changes in a direction of site '{site}')"
+    return f" (the log density hardly curves in a direction of site '{site}')"

@@ -25,6 +25,7 @@ from pyro_scale.kernels.kernel import Linearized, Theory
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.gradient_noise import row_gradients
+from pyro_scale.tuning.no_start import what_to_try
 
 #: The most dimensions whose Hessian is held.
 _MOST_DIMENSIONS = 1000
@@ -163,8 +164,8 @@ def _modes(problem: Problem, density: FullDataDensity, mode: Tensor, sampling: S
     lengths, vectors = curvature(precision)
     if not float(lengths.max()) > 0:
         raise ArgumentError(
-            "lr='auto': the posterior has no curvature at the mode that was found: give the sites "
-            "proper priors, or pass a number for lr"
+            "lr='auto': the posterior has no curvature at the mode that was found"
+            f"{what_to_try(density, mode)}; or pass a number for lr"
         )
     lengths = _positive(lengths)
     nearby = [-density.hessian(draw).double() for draw in draws]

@@ -137,9 +137,11 @@ def train(
             advice = advice if asked.lr else f"or pass a smaller lr ({lr_in_words(kernel)})"
             first, sites = draws.failures[0], broken_sites(learner, draws)
             of_site = "".join(f" at site '{name}'" for name, *_ in list(sites.values())[:1])
+            data = problem.log_posterior, problem.data, problem.engine.layout
+            unclean = FullDataDensity(*data).to_clean()
             raise NonFiniteError(
                 f"chain {first.chain}: the loss became NaN or infinite{of_site} at step "
-                f"{first.step}, while it was trained: scale the data, {advice}"
+                f"{first.step}, while it was trained: {unclean or f'scale the data, {advice}'}"
             )
         trained, ended, taken = draws.num_steps, stopping.reached(draws), draws.num_steps
         passes["training"] = passes_of(learner, taken)

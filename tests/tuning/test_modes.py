@@ -102,7 +102,7 @@ def test_a_flat_direction_is_named():
         pyro.sample("fine", dist.Normal(0.0, 1.0))
         pyro.sample("flat", dist.ImproperUniform(dist.constraints.real, (), ()))
 
-    with pytest.raises(ArgumentError, match="hardly changes in a direction of site 'flat'"):
+    with pytest.raises(ArgumentError, match="hardly curves in a direction of site 'flat'"):
         searched(flat)
 
 
