@@ -26,5 +26,8 @@ def reads_data(path):
 def test_shows_the_stored_results(path):
     if reads_data(path) and not os.path.exists(DATA):
         pytest.skip(f"no data sets in {DATA}: PYRO_SCALE_DATA names their folder")
+    if not stored(path).exists():
+        command = f"python tests/support/notebook_results.py {path.stem}"
+        pytest.skip(f"no stored results: {command} makes them")
     told = differences(path)
     assert not told, f"{stored(path)} has other results:\n" + "\n".join(told)
