@@ -17,6 +17,7 @@ from pyro_scale.errors import ArgumentError, CallError, ConvergenceWarning, Pyro
 from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.like_run import check_like_run
 from pyro_scale.posterior.predictive import predictive_means
 from pyro_scale.posterior.site_rows import data_sites
 
@@ -88,6 +89,7 @@ def mixing_of_predictions(result: Result, predict_at: Any) -> Any:
     """
     if not data_sites(result):
         raise ArgumentError("predict_at: the model has no data site with a value a row")
+    check_like_run(result.log_posterior, result.data, predict_at)
     arguments = rows.as_arguments(predict_at)
     try:
         with own_generator():
