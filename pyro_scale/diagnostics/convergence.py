@@ -89,9 +89,9 @@ def mixing_of_predictions(result: Result, predict_at: Any) -> Any:
     """
     if not data_sites(result):
         raise ArgumentError("predict_at: the model has no data site with a value a row")
-    check_like_run(result.log_posterior, result.data, predict_at)
     arguments = rows.as_arguments(predict_at)
     try:
+        check_like_run(result.log_posterior, result.data, predict_at)
         with own_generator():
             means = predictive_means(result, arguments)
     except Exception as error:  # the model's own, or a call that it does not take

@@ -402,7 +402,8 @@ class Method:
                 of a site whose rows are not predicted apart from each other; the log posterior
                 was made from a function.
             DataError: no rows; held-out rows that are too few for the level, or not observed.
-            CallError: not the model's arguments.
+            CallError: not the model's arguments; rows of other dimensions than the run's, or frames
+                of other columns.
             CannotDrawError: a distribution that has no draws.
         """
         check_asked(interval, calibrate, reduce)

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.tables import is_table
 from pyro_scale.data.sources import Data, OwnSubsamples, TensorData
-from pyro_scale.errors import DataError
+from pyro_scale.errors import CallError
 from pyro_scale.model.failed_call import argument_name
 from pyro_scale.model.log_posterior import LogPosterior
 
@@ -31,7 +31,7 @@ def check_like_run(log_posterior: LogPosterior, data: Data | None, *batches: obj
         batches: the model's arguments as they are passed: those by position, those by name.
 
     Raises:
-        DataError: rows have another number of dimensions; a data frame has columns of other names,
+        CallError: rows have another number of dimensions; a data frame has columns of other names,
             or in another order.
     """
     model, info = log_posterior.model, log_posterior.model_info
@@ -57,7 +57,7 @@ def _check_columns(name: str, names: list[Any], expected: list[Any]) -> None:
     if names == expected or _are_words(names) != _are_words(expected):
         return  # a frame of an array has numbers for names
     pairs = zip_longest(names, expected)
-    first = next(place for place, (one, other) in enumerate(pairs) if one != other)
+    first = next((place for place, (one, other) in enumerate(pairs) if one != other), 0)
     instead = f"{name}[{_listed(expected, first)}]"
     if len(names) == len(expected) and set(names) != set(expected):
         instead += f", or {name}.to_numpy() if they are the same by other names"
@@ -96,5 +96,5 @@ def _check_dimensions(name: str, leaf: Any, trailing: list[int]) -> None:
     )
 
 
-def _refusal(message: str) -> DataError:
-    return DataError(message, code="not-rows")
+def _refusal(message: str) -> CallError:
+    return CallError(message, code="not-rows")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pyro_scale as ps
-from pyro_scale.errors import DataError
+from pyro_scale.errors import ArgumentError, CallError
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(40, 3, generator=GENERATOR)
@@ -73,27 +73,27 @@ CALLS = {
 def test_columns_in_another_order_are_refused(fit, call):
     if call == "predict_at" and isinstance(fit, ps.Laplace):
         pytest.skip("an approximation has no chains to compare")
-    with pytest.raises(DataError, match=ORDER + r"pass x\[\['a', 'b', 'c'\]\]"):
+    with pytest.raises(ArgumentError, match=ORDER + r"pass x\[\['a', 'b', 'c'\]\]"):
         CALLS[call](fit, SHUFFLED)
 
 
 def test_data_by_name_have_the_same_columns():
     fit = run(regression, {"x": FRAME, "y": Z})
-    with pytest.raises(DataError, match=ORDER):
+    with pytest.raises(CallError, match=ORDER):
         fit.predict(SHUFFLED)
 
 
 def test_models_that_subsample_by_themselves_know_the_columns():
-    with pytest.raises(DataError, match=ORDER):
+    with pytest.raises(CallError, match=ORDER):
         run(subsampled, (FRAME, Z), ps.BAOA).predict(SHUFFLED)
 
 
 def test_other_columns_are_refused(fit):
-    with pytest.raises(DataError, match=r"'d'.* or x\.to_numpy\(\) if they are the same"):
+    with pytest.raises(CallError, match=r"'d'.* or x\.to_numpy\(\) if they are the same"):
         fit.predict(RENAMED)
-    with pytest.raises(DataError, match=r"columns \['a'\], .* pass x\[\['a', 'b', 'c'\]\]"):
+    with pytest.raises(CallError, match=r"columns \['a'\], .* pass x\[\['a', 'b', 'c'\]\]"):
         fit.predict(FRAME[["a"]])
-    with pytest.raises(DataError, match=r"columns \['a', 'b', 'c', 'd'\]"):
+    with pytest.raises(CallError, match=r"columns \['a', 'b', 'c', 'd'\]"):
         fit.predict(FRAME.assign(d=0.0))
 
 
@@ -109,7 +109,7 @@ def test_rows_without_names_and_with_the_same_pass(fit):
 def test_frames_of_arrays_are_known_by_their_numbers():
     fit = run(regression, (pd.DataFrame(X.numpy()), Z))
     fit.predict(FRAME)  # by words, which say nothing about numbers
-    with pytest.raises(DataError, match=r"columns \[2, 1, 0\], and the run had \[0, 1, 2\]"):
+    with pytest.raises(CallError, match=r"columns \[2, 1, 0\], and the run had \[0, 1, 2\]"):
         fit.predict(pd.DataFrame(X.numpy())[[2, 1, 0]])
 
 
@@ -118,28 +118,28 @@ def test_of_many_columns_those_that_differ_are_named():
     wide = pd.DataFrame(torch.randn(40, 60, generator=GENERATOR).numpy(), columns=names)
     fit = run(lambda x, y=None: slope(x.sum(1), y), (wide, Z))
     swapped = wide[[*names[:50], "c51", "c50", *names[52:]]]
-    with pytest.raises(DataError, match=r"columns \[\.\.\., 'c51', 'c50', 'c52', \.\.\.\], and"):
+    with pytest.raises(CallError, match=r"columns \[\.\.\., 'c51', 'c50', 'c52', \.\.\.\], and"):
         fit.predict(swapped)
-    with pytest.raises(DataError, match=r"columns \['c0'\], and the run had \[\.\.\., 'c1', 'c2'"):
+    with pytest.raises(CallError, match=r"columns \['c0'\], and the run had \[\.\.\., 'c1', 'c2'"):
         fit.predict(wide[["c0"]])
 
 
 @pytest.mark.parametrize("row", [X[0], X[0].numpy(), FRAME.iloc[0]], ids=["tensor", "array", "row"])
 def test_one_row_is_no_vector(fit, row):
     fix = "x.to_frame().T" if isinstance(row, pd.Series) else "x[None]"
-    with pytest.raises(DataError, match=r"shape \[3\], .* rows of shape \[N, 3\]: pass") as error:
+    with pytest.raises(CallError, match=r"shape \[3\], .* rows of shape \[N, 3\]: pass") as error:
         fit.predict(row)
     assert f"one row as {fix}" in str(error.value)
     one = row.to_frame().T if isinstance(row, pd.Series) else row[None]
     assert fit.predict(one)["y"].shape[-1] == 1
-    with pytest.raises(DataError, match=r"shape \[3\]"):
+    with pytest.raises(CallError, match=r"shape \[3\]"):
         fit.log_likelihood((row, Z[:3]))
 
 
 def test_columns_and_vectors_are_told_apart():
-    with pytest.raises(DataError, match=r"shape \[40, 1\], .* \[N\]: pass x\.squeeze\(1\)"):
+    with pytest.raises(CallError, match=r"shape \[40, 1\], .* \[N\]: pass x\.squeeze\(1\)"):
         run(slope, (X[:, 0], Y)).predict(X[:, :1])
-    with pytest.raises(DataError, match=r"shape \[40\], .* \[N, 1\]: pass x\[:, None\]"):
+    with pytest.raises(CallError, match=r"shape \[40\], .* \[N, 1\]: pass x\[:, None\]"):
         run(slope, (X[:, :1], Y)).predict(X[:, 0])
 
 
@@ -155,5 +155,5 @@ def test_a_loaded_fit_knows_dimensions(tmp_path):
     run(regression, (FRAME, Z), ps.BAOA).save(tmp_path / "fit.pt")
     loaded = ps.BAOA.load(tmp_path / "fit.pt", regression)
     loaded.predict(FRAME)
-    with pytest.raises(DataError, match=r"one row as x\[None\]"):
+    with pytest.raises(CallError, match=r"one row as x\[None\]"):
         loaded.predict(X[0])
