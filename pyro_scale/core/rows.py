@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core.layout import dtype_name
-from pyro_scale.core.tables import check_order, is_table, tensor_of
+from pyro_scale.core.tables import check_order, is_table, names_of, tensor_of
 from pyro_scale.errors import DataError
 
 #: The model's arguments: a tuple by position, or a dict by name.
@@ -33,11 +33,20 @@ def as_arguments(batch: object) -> Arguments:
     Raises:
         DataError: an array or a data frame that cannot be a tensor.
     """
+    return tables_as_tensors(by_place_or_name(batch))
+
+
+def column_names(batch: object) -> dict[str, list[Any]]:
+    """The columns' names of every data frame among the model's arguments, by its place."""
+    leaves = named_leaves(by_place_or_name(batch))
+    return {name: names_of(leaf) for name, leaf in leaves if is_table(leaf) and names_of(leaf)}
+
+
+def by_place_or_name(batch: object) -> Arguments:
+    """What a loader yields or a user passes as a tuple or a dict of leaves as they are."""
     if isinstance(batch, Mapping):
-        return tables_as_tensors(dict(batch))
-    if isinstance(batch, tuple | list):
-        return tables_as_tensors(tuple(batch))
-    return tables_as_tensors((batch,))
+        return dict(batch)
+    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
 
 def tables_as_tensors(arguments: Arguments) -> Arguments:

@@ -49,6 +49,11 @@ def is_table(leaf: object) -> bool:
     return int(np.ndim(leaf)) > 0
 
 
+def names_of(table: Any) -> list[Any]:
+    """The names of a data frame's columns; none of an array or a series."""
+    return list(getattr(table, "column_names", getattr(table, "columns", ())))  # Arrow's, pandas'
+
+
 def tensor_of(table: Any, name: str) -> Tensor:
     """A table as a tensor `[N, ...]`: a frame of numbers is `[N, columns]`, a series `[N]`.
 

@@ -45,7 +45,9 @@ def open_data(
     if data is None:
         data = ()
     if isinstance(data, Tensor | tuple | Mapping) or hasattr(data, "__array__") or _is_row(data):
-        return _open_tensors(rows.as_arguments(data), batch_size, num_data, device)
+        opened = _open_tensors(rows.as_arguments(data), batch_size, num_data, device)
+        opened.columns = rows.column_names(data)
+        return opened
     if not isinstance(data, Iterable):
         raise DataError(
             f"data is a {type(data).__name__}: pass a DataLoader, or the model's own arguments "
@@ -65,7 +67,7 @@ def _open_tensors(
     batch_size: int | None,
     num_data: int | None,
     device: torch.device | None,
-) -> Data:
+) -> TensorData:
     check_tensors(arguments)
     num_rows = rows.count(arguments)
     if num_rows is None and batch_size is not None:

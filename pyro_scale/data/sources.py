@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -70,11 +70,16 @@ class Data(Protocol):
 
 @dataclass
 class TensorData:
-    """The model's own arguments: tensors in memory, or none at all."""
+    """The model's own arguments: tensors in memory, or none at all.
+
+    Attributes:
+        columns: the columns' names of those that were data frames, by place.
+    """
 
     arguments: Arguments
     num_data: int | None
     batch_size: int | None = None
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def first(self) -> Arguments:
         if self.batch_size is None:
@@ -128,6 +133,7 @@ class OwnSubsamples:
     arguments: Arguments
     num_data: int
     batch_size: int
+    columns: Mapping[str, Sequence[Any]]
 
     def first(self) -> Arguments:
         return self.arguments

@@ -18,6 +18,7 @@ from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.recorder import LatentShapeChanged
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.like_run import check_like_run
 from pyro_scale.posterior.predictive import predictive_means
 from pyro_scale.posterior.site_rows import data_sites
 
@@ -100,6 +101,7 @@ def mixing_of_predictions(result: Result, predict_at: Any) -> Any:
         raise ArgumentError("predict_at: the model has no data site with a value a row")
     arguments = rows.as_arguments(predict_at)
     try:
+        check_like_run(result.log_posterior, result.data, predict_at)
         with own_generator():
             means = predictive_means(result, arguments)
     except Exception as error:  # the model's own

@@ -35,6 +35,7 @@ from pyro_scale.posterior import predictive
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.posterior.guide import Guide
+from pyro_scale.posterior.like_run import check_like_run
 from pyro_scale.posterior.linearized import predict as predict_linearized
 from pyro_scale.posterior.prediction_sets import check_asked, predict_sets
 from pyro_scale.posterior.reductions import Reduce, Reduction
@@ -208,6 +209,7 @@ class Approximation(Method):
         held_out = None if calibrate is None else self._open(calibrate)
         fit, arguments = self._to_predict(args, kwargs)
         predictive.check_model(fit.log_posterior, "predict")
+        check_like_run(fit.log_posterior, fit.data, args, kwargs)
         total = fit.num_starts * fit.num_draws
 
         def predict(

@@ -27,6 +27,7 @@ from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.networks import check_model
 from pyro_scale.posterior import export, predictive, result_files
 from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.like_run import check_like_run
 from pyro_scale.posterior.prediction_sets import check_asked, predict_sets
 from pyro_scale.posterior.reductions import Reduce, Reduction
 from pyro_scale.posterior.serialization import contents_of, result_of, understood
@@ -401,7 +402,8 @@ class Method:
                 of a site whose rows are not predicted apart from each other; the log posterior
                 was made from a function.
             DataError: no rows; held-out rows that are too few for the level, or not observed.
-            CallError: not the model's arguments.
+            CallError: not the model's arguments; rows of other dimensions than the run's, or frames
+                of other columns.
             CannotDrawError: a distribution that has no draws.
         """
         check_asked(interval, calibrate, reduce)
@@ -410,6 +412,7 @@ class Method:
             return predict_sharded(self._sharded.draws, args, kwargs, *chosen)
         result = self._draws().every_draw
         predictive.check_model(result.log_posterior, "predict")
+        check_like_run(result.log_posterior, result.data, args, kwargs)
         arguments = result.log_posterior.bind(args, kwargs)
 
         def predict(
@@ -598,7 +601,9 @@ class Method:
         return self._open(data)
 
     def _open(self, data: Any) -> Data:
-        """Data of a call, on the model's device."""
+        """Data of a call, on the model's device, which are like the run's."""
+        result = self._results()
+        check_like_run(result.log_posterior, result.data, data)
         opened = open_data(data, None, None, module_device(self.model))
         opened.first()
         return opened

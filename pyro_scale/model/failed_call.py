@@ -118,7 +118,7 @@ def explain_dtypes(
         site = next((name for name in sites if name not in failed.sites), None)
         where = f" on the way to site '{site}'" if site else f" at site {_last(failed)}"
         changed = [
-            (_name(model, arguments, name), leaf.dtype, to)
+            (argument_name(model, arguments, name), leaf.dtype, to)
             for (name, leaf), to in zip(named, targets, strict=True)
             if to
         ]
@@ -229,10 +229,10 @@ def _last(recorder: Recorder) -> str:
     return f"'{next(reversed(recorder.sites), '?')}'"
 
 
-def _name(model: Callable[..., Any], arguments: Arguments, name: str) -> str:
+def argument_name(model: Callable[..., Any], arguments: Arguments, name: str) -> str:
     """An argument's name in the model, where it is known by its place."""
     if isinstance(arguments, dict):
-        return name.strip("'")
+        return name.replace("'", "", 2)
     place, bracket, rest = name.partition("[")
     try:
         names = list(inspect.signature(getattr(model, "forward", model)).parameters)

@@ -327,4 +327,4 @@ def _data_for(log_posterior: LogPosterior, data: Data) -> Data:
             f"the model subsamples by itself in plate '{info.own_plate}': pass the whole data as "
             "tensors, without a loader or batch_size"
         )
-    return OwnSubsamples(data.arguments, log_posterior.num_data, info.batch_size)
+    return OwnSubsamples(data.arguments, log_posterior.num_data, info.batch_size, data.columns)
