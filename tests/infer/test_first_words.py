@@ -86,7 +86,7 @@ def test_whatever_takes_rows_takes_arrays():
     with torch.random.fork_rng():
         (lower, upper), (others, _) = (
             (torch.manual_seed(0), fit.predict(x, interval=0.9, calibrate=held)["y"])[1]
-            for held in ((x[::-1], y), (X.flip(0), Y))
+            for held in ((x[::-1], y[::-1]), (X.flip(0), Y.flip(0)))
         )
     assert (lower < upper).all()
     assert torch.equal(lower, others)

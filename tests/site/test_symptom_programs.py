@@ -45,9 +45,14 @@ BEFORE = {
     "plate": "mean = torch.zeros(N)",
     "local-latent": "mean, s = torch.zeros(N), torch.ones(())",
     "discrete-latent": "weights = torch.ones(3) / 3",
+    "no-observation": "mean = torch.zeros(N)",
     "batchnorm": "net = trained = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))",
     "dropout": "net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2))",
-    "not-rows": "matrix = torch.eye(5)",
+    "not-rows": """
+import pandas
+matrix = torch.eye(5)
+frame = pandas.DataFrame({"time": [1.7e9, 1.7e9 + 60.0], "city": ["Oslo", "Bergen"]})
+""",
     "memory": "mcmc = ps.BAOA(model, lr=0.05)\nmcmc.run = functools.partial(mcmc.run, **how)",
     "cuda-memory": RUN,
     "not-finite": """
