@@ -93,7 +93,7 @@ WRONG = {
     "rows in place of a count": (lambda: run().loo((X, Y)), r"num_rows is given rows"),
     "a device": (
         lambda: ps.BAOA(model, device="cuda"),
-        r"no hyperparameter 'device'; it has .*: here it is the model's and the data's.*x\.to\(device\)",
+        r"no hyperparameter 'device'; it has .*: here it is the model's .*x\.to\(device\)",
     ),
     "a run's device": (lambda: run(device="cuda"), "no argument 'device': here it is the model's"),
     "a function's device": (
