@@ -17,8 +17,9 @@ from pyro_scale.fullbatch.newton import ascend
 
 #: Dimensions up to which a trust region with Hessians is tried.
 _FEW = 50
-#: Steps of Adam, one round after another; its step size at first, which falls to 0.
-_ROUNDS, _LR = (400, 800, 1600, 3200, 6400), 0.05
+#: Steps of Adam, one round after another, and its step size at first in each, which falls to 0:
+#: smaller steps settle where longer ones go on to the next kink.
+_ROUNDS = {400: 0.05, 800: 0.025, 1600: 0.0125, 3200: 0.006, 6400: 0.003}
 #: Parts of a Newton step at which the log joint is looked at, and of how far a search went.
 _PARTS = 0.5 ** torch.arange(12, dtype=torch.float64)
 _FURTHER = 2.0 ** torch.arange(1, 21, dtype=torch.float64)
@@ -94,8 +95,8 @@ def climb_to_mode(
             if place.distance <= near:
                 return place, place.distance
     best, gain = _value(density, place.center), float("inf")
-    for steps in _ROUNDS:
-        adam = by_adam(density, place.center, moves, steps)
+    for steps, lr in _ROUNDS.items():
+        adam = by_adam(density, place.center, moves, steps, lr)
         there = place_near(density.lbfgs(adam.position, otherwise, moves).position)
         value = _value(density, there.center)
         gain, best = num_data * (value - best), max(value, best)
@@ -111,14 +112,14 @@ def climb_to_mode(
         otherwise,
         f"after L-BFGS and {sum(_ROUNDS):,} steps of Adam the gradient's norm is {slope:.2g} nats, "
         f"the mode {place.distance**0.5:.2g} sds away by Newton's method, and the last "
-        f"{_ROUNDS[-1]:,} steps gained {gain:.2g} nats",
+        f"{max(_ROUNDS):,} steps gained {gain:.2g} nats",
     )
 
 
-def by_adam(density: FullDataDensity, start: Tensor, moves: Tensor, steps: int) -> Best:
+def by_adam(density: FullDataDensity, start: Tensor, moves: Tensor, steps: int, lr: float) -> Best:
     """The highest point of a run of Adam on all rows, whose step size falls to 0."""
     position, best = start.clone(), Best(start, -float("inf"))
-    adam = Adam([position], lr=_LR, eps=torch.finfo(start.dtype).tiny, maximize=True)
+    adam = Adam([position], lr=lr, eps=torch.finfo(start.dtype).tiny, maximize=True)
     schedule = LinearLR(adam, 1.0, 0.0, steps)
     for _ in range(steps):
         value, slope = density.grad(position)
