@@ -19,7 +19,8 @@ from pyro_scale.infer.sampler import Sampler
 from pyro_scale.infer.samplers import BAOA, GHMC, SGHMC, SGLD, SGNHT, UBU, pSGLD
 from pyro_scale.infer.sbc import sbc
 from pyro_scale.infer.svgd import SVGD
-from pyro_scale.infer.versions import __version__, show_versions
+from pyro_scale.infer.versions import __version__ as __version__
+from pyro_scale.infer.versions import show_versions
 from pyro_scale.infer.vi import IVON, VI
 from pyro_scale.model.curvature.ggn import Curvature
 from pyro_scale.model.init_strategies import init_to_module
@@ -49,7 +50,6 @@ __all__ = [
     "LogPosterior",
     "Replay",
     "Sampler",
-    "__version__",
     "bayesianize",
     "compare",
     "errors",
