@@ -563,7 +563,6 @@ def test_early_stopping_ends_once_the_bound_is_flat(kind):
     steps = stopped.trace.shape[1]
     whole = method(linear, **asked).run((X, Y), num_steps=steps, **SETTINGS)
     assert 400 <= steps < 50_000
-    assert stopped.converged
     assert steps % 100 == 0
     assert stopped.fit.attrs["num_steps"] == steps
     assert torch.equal(stopped.trace, whole.trace[:, :steps])

@@ -223,7 +223,7 @@ def test_a_search_tells_what_it_takes_and_ends_where_it_is_told_to():
 
 
 @pytest.mark.parametrize(
-    ("prior", "says"), [("proper", "isfinite"), ("flat", "'w' a proper prior")]
+    ("prior", "says"), [("proper", "start elsewhere"), ("flat", "'w' a proper prior")]
 )
 def test_priors_are_blamed_only_where_they_are_improper(prior, says):
     def model():
