@@ -556,7 +556,11 @@ def test_one_start_that_rises_is_enough():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", long_but(["diag", "IVON"], "diag"))
 def test_early_stopping_ends_once_the_bound_is_flat(kind):
-    method = ps.IVON if kind == "IVON" else functools.partial(ps.VI, optimizer=torchopt.adam(0.05))
+    ivon, vi = (
+        functools.partial(ps.IVON, lr=0.1),
+        functools.partial(ps.VI, optimizer=torchopt.adam(0.05)),
+    )
+    method = ivon if kind == "IVON" else vi
     asked = {"init_strategy": NEAR, "compile": True}
     stopped = method(linear, early_stopping=True, **asked)
     stopped.run((X, Y), num_steps=50_000, **SETTINGS)
