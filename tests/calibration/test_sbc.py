@@ -272,7 +272,7 @@ def test_the_log_likelihood_is_the_data_s():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["VI", "Laplace"])
 def test_approximations(kind):
-    how = {"num_steps": 1500} if kind == "VI" else {}
+    how = {"num_steps": 3000} if kind == "VI" else {}
     method = ps.VI(normal_mean, compile=True) if kind == "VI" else ps.Laplace(normal_mean)
     found = ps.sbc(method, Y, num_simulations=20, **how, **QUIET)
     mean, variance, _ = exact(found)
