@@ -472,13 +472,7 @@ class Sampler(Method):
         store = config.store
         kept = "nowhere" if store is False else "memory" if store is None else "a store"
         about = {"method": type(self).__name__, "draws in": kept, **config.facts}
-        fit = self._settings.precondition
-        fitted = {}
-        if isinstance(fit, Gaussian):
-            waves = torch.arange(1, len(fit.mean) + 1).to(fit.mean).sin()
-            fitted["mean of the precondition"] = float(waves @ fit.mean)
-            fitted["variance of the precondition"] = float(waves @ fit.variance.log())
-        facts = identity_of(problem, about, self._asked_hyperparameters(), fitted)
+        facts = identity_of(problem, about, self._asked_hyperparameters(), self._numbers_of_fit())
         trains = is_trained(problem, self._settings, config.steps is None)
         by_length = trains or (
             "lr" in self._settings.chosen and self._settings.precondition is None
@@ -489,6 +483,18 @@ class Sampler(Method):
         check_same(problem.ranks, {**facts, **own})
         journal.check_same_run(facts, config.num_samples)
         return facts
+
+    def _numbers_of_fit(self) -> dict[str, float]:
+        """What tells a fit that was passed as preconditioner from others: sums over its elements,
+        each with a factor of its own."""
+        fit = self._settings.precondition
+        if not isinstance(fit, Gaussian):
+            return {}
+        factors = torch.arange(1, len(fit.mean) + 1).to(fit.mean).sin()
+        return {
+            "mean of the precondition": float(factors @ fit.mean),
+            "variance of the precondition": float(factors @ fit.variance.log()),
+        }
 
     def _size_of_starts(self, problem: Problem) -> dict[str, str]:
         """What tells a start or a preconditioner from others that were drawn or fitted, but for
