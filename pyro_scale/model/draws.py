@@ -8,12 +8,12 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
-from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
+
+from pyro_scale.model.sites import base_distribution
 
 _BERNOULLI = dist.Bernoulli, torch.distributions.Bernoulli
 _CATEGORICAL = dist.Categorical, torch.distributions.Categorical
-_WRAPPERS = torch.distributions.Independent, MaskedDistribution
 _MULTINOMIAL = dist.Multinomial, torch.distributions.Multinomial
 
 
@@ -28,8 +28,7 @@ def draw(fn: Any, observed: Tensor | None = None) -> Tensor | None:
         observed: what was observed, where that is known: a `Multinomial` takes its totals from
             there, as its density does.
     """
-    while isinstance(fn, _WRAPPERS):
-        fn = fn.base_dist
+    fn = base_distribution(fn)
     with torch.no_grad():
         if type(fn) in _BERNOULLI:
             return (_uniform(fn.probs) < fn.probs).to(fn.probs)
@@ -49,10 +48,7 @@ def draw(fn: Any, observed: Tensor | None = None) -> Tensor | None:
 def draws(fn: Any, count: int, observed: Tensor | None = None) -> Tensor:
     """So many of them, of any family, `[count, *batch_shape, *event_shape]`; arguments as for
     `draw`."""
-    base = fn
-    while isinstance(base, _WRAPPERS):
-        base = base.base_dist
-    if isinstance(base, (dist.DirichletMultinomial, *_MULTINOMIAL)):
+    if isinstance(base_distribution(fn), (dist.DirichletMultinomial, *_MULTINOMIAL)):
         found = draw(fn.expand(torch.Size((count, *fn.batch_shape))), observed)
         if found is not None:
             return found
@@ -70,13 +66,9 @@ def with_totals(base: Any, observed: Tensor) -> Any:
 
 def cannot_draw(site: str, fn: Any, error: NotImplementedError) -> str:
     """What to do about a distribution without draws."""
-    while isinstance(fn, _WRAPPERS):
-        fn = fn.base_dist
     why = f" ({error})" if str(error) else ""
-    return (
-        f"site '{site}': a {type(fn).__name__} cannot be drawn{why}: give its class a sample() "
-        "method"
-    )
+    family = type(base_distribution(fn)).__name__
+    return f"site '{site}': a {family} cannot be drawn{why}: give its class a sample() method"
 
 
 def _totals(fn: Any, observed: Tensor) -> Tensor:

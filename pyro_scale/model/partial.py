@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributions import transform_to
 
-from pyro_scale.model.sites import Site
+from pyro_scale.model.sites import Site, base_distribution
 from pyro_scale.model.terms import align
 from pyro_scale.model.transforms import bijection, is_real
 
@@ -44,18 +44,11 @@ class Kept(NamedTuple):
         return mask.index_fill(0, self.places, True).reshape(self.shape)
 
 
-def base_of(fn: Any) -> Any:
-    """A distribution with `to_event` and masks undone: of single elements."""
-    while isinstance(fn, dist.Independent | dist.MaskedDistribution):
-        fn = fn.base_dist
-    return fn
-
-
 def element_mask(site: Site) -> Tensor | None:
-    """Which elements of a site masks keep, in the shape of `base_of`'s batch; None if no tensor is
-    among the masks."""
+    """Which elements of a site masks keep, in the shape of `base_distribution`'s batch; None if no
+    tensor is among the masks."""
     fn: Any = site.fn
-    shape = base_of(fn).batch_shape
+    shape = base_distribution(fn).batch_shape
     masks = [(site.mask, len(fn.batch_shape))]
     while isinstance(fn, dist.Independent | dist.MaskedDistribution):
         masks.append((getattr(fn, "_mask", None), len(fn.batch_shape)))
@@ -69,7 +62,7 @@ def element_mask(site: Site) -> Tensor | None:
 def without_nan(site: Site) -> Site:
     """A site with possible values in the place of NaN that masks leave out: 0 times the slope of a
     log density at NaN would be NaN."""
-    mask, event = element_mask(site), len(base_of(site.fn).event_shape)
+    mask, event = element_mask(site), len(base_distribution(site.fn).event_shape)
     if mask is None or not site.value.is_floating_point():
         return site
     left_out = ~align(mask, event) & site.value.isnan()
@@ -93,7 +86,7 @@ def leave_out(sites: dict[str, Site], kept: Mapping[str, Kept]) -> None:
 def put_together(fn: Any, kept: Kept, unconstrained: Tensor) -> tuple[Tensor, Tensor]:
     """(A latent's value, log |d value / d unconstrained|) from its params `[k, ...]`; the other
     elements are where unconstrained space has its origin."""
-    base, event = base_of(fn), unconstrained.shape[1:]
+    base, event = base_distribution(fn), unconstrained.shape[1:]
     transform = bijection(base.support)
     blank = unconstrained.new_zeros((kept.shape.numel(), *event))
     flat = blank.index_put((kept.places,), unconstrained)
@@ -107,7 +100,7 @@ def put_together(fn: Any, kept: Kept, unconstrained: Tensor) -> tuple[Tensor, Te
 
 def no_params(fn: Any) -> Tensor:
     """The params `[0, ...]` of a latent of which masks leave out all elements."""
-    base = base_of(fn)
+    base = base_distribution(fn)
     shape = bijection(base.support).inverse_shape(base.batch_shape + base.event_shape)
     floats = [
         each
@@ -120,6 +113,6 @@ def no_params(fn: Any) -> Tensor:
 
 def take_apart(fn: Any, kept: Kept, value: Tensor) -> Tensor:
     """A latent's params `[k, ...]`, from its value."""
-    unconstrained = bijection(base_of(fn).support).inv(value)
+    unconstrained = bijection(base_distribution(fn).support).inv(value)
     event = unconstrained.shape[len(kept.shape) :]
     return unconstrained.reshape(kept.shape.numel(), *event)[kept.places]

@@ -18,10 +18,11 @@ from torch.distributions import constraints, transform_to
 from pyro_scale.errors import CannotDrawError, SiteError
 from pyro_scale.model.draws import cannot_draw, draw
 from pyro_scale.model.init_strategies import WEIGHT
-from pyro_scale.model.partial import Kept, base_of, no_params, put_together, take_apart, without_nan
+from pyro_scale.model.partial import Kept, no_params, put_together, take_apart, without_nan
 from pyro_scale.model.sites import (
     Point,
     Site,
+    base_distribution,
     is_discrete,
     is_subsample,
     kind_of,
@@ -174,7 +175,7 @@ class Recorder(Messenger):
         """(A latent's value, its log |d value / d unconstrained|) where masks leave elements out.
         Those of Pyro's `obs_mask=` are what was observed."""
         name, fn, kept = msg["name"], msg["fn"], self._kept[msg["name"]]
-        if base_of(fn).batch_shape != kept.shape:
+        if base_distribution(fn).batch_shape != kept.shape:
             given = kept.shape + unconstrained.shape[1:]
             raise LatentShapeChanged.of(name, given, fn.batch_shape + fn.event_shape)
         value, log_det = put_together(fn, kept, unconstrained)

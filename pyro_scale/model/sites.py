@@ -139,15 +139,20 @@ def is_subsample(fn: Any) -> bool:
     return type(fn).__name__ == "_Subsample"
 
 
+def base_distribution(fn: Any) -> Any:
+    """A distribution with `to_event` and masks undone: of single elements."""
+    while isinstance(fn, torch.distributions.Independent | dist.MaskedDistribution):
+        fn = fn.base_dist
+    return fn
+
+
 def is_discrete(msg: Any) -> bool:
     """Whether a latent is discrete.
 
     Raises:
         SiteError: it has no support, or is a Delta.
     """
-    fn = msg["fn"]
-    while isinstance(fn, dist.Independent | dist.MaskedDistribution):
-        fn = fn.base_dist
+    fn = base_distribution(msg["fn"])
     if isinstance(fn, dist.Delta):
         raise SiteError(
             f"site '{msg['name']}': an unobserved Delta has nothing to infer: use "

@@ -16,7 +16,7 @@ from pyro_scale.metrics.conformal import Interval
 from pyro_scale.metrics.decomposition import Uncertainty, of_entropies
 from pyro_scale.model.curvature.fisher import NoInformation, base_of
 from pyro_scale.model.draws import class_probs, draws
-from pyro_scale.model.sites import Site
+from pyro_scale.model.sites import Site, base_distribution
 
 #: What `predict` can keep instead of all draws: numbers are quantiles' levels.
 Reduce = Literal["mean", "entropy", "variance"] | Sequence[float]
@@ -310,9 +310,7 @@ def _mean(site: Site) -> Tensor:
 
 
 def _moment(site: Site, which: Literal["mean", "variance"]) -> Tensor:
-    fn = site.fn
-    while isinstance(fn, torch.distributions.Independent | dist.MaskedDistribution):
-        fn = fn.base_dist
+    fn = base_distribution(site.fn)
     try:
         if isinstance(fn, _DIRECTIONS):
             raise NotImplementedError  # theirs are of directions
