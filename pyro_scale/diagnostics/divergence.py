@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.engine.draws import Draws, Failure
 from pyro_scale.posterior.draws import Result
-from pyro_scale.run.blame import Broken
+from pyro_scale.run.blame import WITHIN, Broken
 
 #: Distances from 0 in unconstrained space that chains only come to on their way to infinity.
 _EXPLODED = 1e15
@@ -23,11 +23,6 @@ _FALLEN = 100.0
 
 #: What is wrong where the log joint is not finite.
 NOT_A_DENSITY = "the log joint became NaN or infinite"
-#: What to do about a site whose log density ends at values that chains visit.
-WITHIN = (
-    "give the latents that it depends on distributions whose supports end there, or clamp what it "
-    "takes of them"
-)
 
 
 def message(

@@ -152,8 +152,8 @@ def _left_out(result: Result, parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _warn_of_tails(result: Result, data: Data, pareto_k: Tensor, chosen: Tensor, total: int) -> str:
-    """Warns of rows whose weights have too heavy a tail, and returns why they have, where that is
-    known."""
+    """Warns of rows with heavy-tailed weights (Pareto k). Returns the cause as a sentence for the
+    user, "" where it is not known."""
     draws = result.positions.shape[:2].numel()
     most = min(_MOST_K, 1 - 1 / math.log10(max(draws, 11)))
     is_heavy = ~(pareto_k <= most)  # NaN among them

@@ -18,13 +18,14 @@ from pyro_scale.diagnostics.convergence import (
     mixing_of_predictions,
     some_elements,
 )
-from pyro_scale.diagnostics.divergence import WITHIN, explosion
+from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.diagnostics.finding import Finding, Verdict
 from pyro_scale.diagnostics.modes_seen import modes_seen
 from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.diagnostics.run_report import Report
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.posterior.draws import Result
+from pyro_scale.run.blame import WITHIN
 from pyro_scale.tuning.choice import Choice
 from pyro_scale.tuning.pilot import MEAN_TOLERANCE, SD_TOLERANCE
 

@@ -134,7 +134,7 @@ def by_adam(density: FullDataDensity, start: Tensor, moves: Tensor, steps: int, 
 
 
 def _value(density: FullDataDensity, position: Tensor) -> float:
-    """The log joint over N there."""
+    """The log joint over N there: by `grad`, as ranks share out the rows of no other sum."""
     return float(density.grad(position)[0])
 
 

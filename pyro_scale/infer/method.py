@@ -259,9 +259,8 @@ class Method:
 
         Without N/B, with the user's own scale and mask; in the order of the data set.  Where rows
         depend on each other, each is given the others; a joint density of all rows is left out.
-        After
-        `run(distributed="all")`, to be called on every rank, as they share the rows out; so are
-        `loo`, `predict`, and `to_arviz` for these.
+        After `run(distributed="all")`, to be called on every rank, as they share the rows out; so
+        are `loo`, `predict`, and `to_arviz` for these.
 
         Args:
             data: other data than the run's, in any form that `run` takes.
@@ -397,10 +396,9 @@ class Method:
 
         Raises:
             ArgumentError: `batch_size` of rows that depend on each other; `reduce` is none of
-                these, or a site has no such thing; `interval`
-                beside it or out of range, or of too few draws; `calibrate` without `interval`, or
-                of a site whose rows are not predicted apart from each other; the log posterior
-                was made from a function.
+                these, or a site has no such thing; `interval` beside it or out of range, or of too
+                few draws; `calibrate` without `interval`, or of a site whose rows are not predicted
+                apart from each other; the log posterior was made from a function.
             DataError: no rows; held-out rows that are too few for the level, or not observed.
             CallError: not the model's arguments; rows of other dimensions than the run's, or frames
                 of other columns.

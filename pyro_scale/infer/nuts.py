@@ -16,7 +16,6 @@ from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import TensorData
-from pyro_scale.diagnostics.divergence import WITHIN
 from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.diagnostics.run_report import Report
 from pyro_scale.diagnostics.verdict import report_on_exact
@@ -31,6 +30,7 @@ from pyro_scale.model.examine import examine
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.draws import Result
 from pyro_scale.rng.seeds import Purpose, choose_seed, generator
+from pyro_scale.run.blame import WITHIN
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 
 Mass = Literal["diag", "low_rank"]

@@ -287,7 +287,13 @@ class Optimized(Approximation):
         """Refuses what does not fit into memory."""
 
     def _finish(self, fit: Fit, problem: Problem, taken: int) -> Fit:
-        """The fit after what ends a run that took gradients of so many rows."""
+        """The fit after the final steps of a method, by default none.
+
+        Args:
+            fit: where the optimizer ended.
+            problem: of the run.
+            taken: gradients of single rows that the run took, the worth of final steps.
+        """
         return fit
 
     @property

@@ -116,7 +116,7 @@ class Hyperparameters:
         }
 
     def over(self, num_steps: int) -> Self:
-        """The same for a run of so many steps, over which what is falling falls."""
+        """A copy whose `Falling` hyperparameters are schedules that reach 0 after `num_steps`."""
         falling = {
             name: hyper.over(num_steps)
             for name, hyper in self.hyperparameters().items()

@@ -47,7 +47,7 @@ class Scheduled:
         return torch.stack([_values(schedule, steps) for schedule in self.schedules], dim=1)
 
     def over(self, num_steps: int) -> Scheduled:
-        """The same for a run of so many steps, over which what is falling falls."""
+        """A copy whose `Falling` step sizes are schedules that reach 0 after `num_steps`."""
         links = [link.over(num_steps) if isinstance(link, Falling) else link for link in self.links]
         return Scheduled(tuple(links))
 

@@ -37,7 +37,7 @@ Attempt = Callable[[Callable[..., Any], Arguments, Recorder], Any]
 def explain(
     model: Callable[..., Any], arguments: Arguments, error: Exception, attempt: Attempt
 ) -> PyroScaleError | None:
-    """What is wrong with a first call, where that can be told.
+    """The error to raise in place of what a model's first call raised; None if no cause is found.
 
     Args:
         model: the user's.
@@ -69,7 +69,7 @@ def explain_later(
     error: Exception,
     attempt: Attempt,
 ) -> PyroScaleError | None:
-    """What is wrong with a later call, as for `explain`.
+    """The same of a later call, when arguments are known that the model has run on.
 
     Args:
         model: the user's.

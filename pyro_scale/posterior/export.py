@@ -89,8 +89,8 @@ def own_dims(result: Result, name: str, count: int) -> list[str]:
 
 
 def _rows_dim(result: Result, name: str) -> str:
-    """The data plate's name, if all rows have one plate; of a site that needs the whole data, whose
-    values may be fewer than the rows, its own plate's."""
+    """The name of the dimension of a site's rows: that of the data's plate, or of the site's own
+    plate if the site needs the whole data, as it may have fewer values than there are rows."""
     info = result.log_posterior.model_info
     own = info.scaling.rules.get(name)
     if own is not None and own.whole_data:

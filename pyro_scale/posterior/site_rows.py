@@ -17,7 +17,12 @@ def data_sites(result: Result) -> dict[str, int]:
 
 
 def data_axes(info: ModelInfo, apart: bool = False) -> dict[str, int]:
-    """The same, of a model; of all of them, or of those whose rows say nothing of each other."""
+    """Observed sites of a model -> the rows' axis in their value, from the right.
+
+    Args:
+        info: of the model.
+        apart: leaves out sites whose rows depend on each other.
+    """
     axes = {}
     for name, rule in info.scaling.rules.items():
         if rule.dim is not None and (rule.role == "rows" or not apart):

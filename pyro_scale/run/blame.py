@@ -19,6 +19,11 @@ from pyro_scale.run.problem import Problem
 #: How much farther out than all starts a chain is that a long step has thrown out, where log
 #: densities overflow; and from where on no site is looked for.
 _FAR, _FARTHEST = 5.0, 1e6
+#: What to do about a site whose log density ends at values that chains visit.
+WITHIN = (
+    "give the latents that it depends on distributions whose supports end there, or clamp what it "
+    "takes of them"
+)
 
 
 class Broken(NamedTuple):
@@ -65,8 +70,10 @@ class Watched:
 def broken_sites(
     problem: Problem, draws: Draws, batch: Arguments | None = None
 ) -> dict[int, Broken]:
-    """Where chains stopped, by chain: not of those that have run away, nor of those whose last
-    step was not recorded, or has features of a frozen base for rows.
+    """The site whose log density broke each failed chain, by the chain's number.
+
+    Chains are left out that have run away, whose last step was not recorded, or whose rows are
+    features of a frozen base.
 
     Args:
         problem: what the run started from.

@@ -221,7 +221,7 @@ def identity_of(
     hyperparameters: Any,
     fitted: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """What has to be alike for one run to go on with another.
+    """Facts by name that a checkpoint and the run that resumes it must have in common.
 
     Args:
         problem: of the run.

@@ -31,7 +31,7 @@ from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.rng.streams import RefinedNoise
-from pyro_scale.run.blame import Broken
+from pyro_scale.run.blame import WITHIN, Broken
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.adjust import adjust, without_adjustment
@@ -206,8 +206,7 @@ def _no_warm_up(
         tried = "any step size that was tried" if chooses_lr else "the step size that was set"
         return ArgumentError(
             f"in warm-up every chain breaks at {tried}: chain {chain} where "
-            f"the log density of site '{broken.site}' is {broken.finding}. Give the latents that "
-            "it depends on distributions whose supports end there, or clamp what it takes of them",
+            f"the log density of site '{broken.site}' is {broken.finding}. {WITHIN.capitalize()}",
             code="not-finite",
         )
     if not chooses_lr:
