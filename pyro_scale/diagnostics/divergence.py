@@ -153,11 +153,12 @@ def explosion(result: Result) -> str | None:
         )
     else:
         return None
-    lr = result.sample_stats.get("lr")
+    lr, log_joint = (result.sample_stats.get(name) for name in ("lr", "lp"))
     hint = "" if lr is None else f", {float(lr[0, -1]) / 3:.2g} instead of {float(lr[0, -1]):.2g}"
     advice = f"The step size is most likely above the stable range: pass a smaller lr{hint}"
-    fallen = result.sample_stats["lp"][:, 0] - result.sample_stats["lp"][:, -1]
-    if float(fallen.max()) < _FALLEN * result.layout.size:
+    if log_joint is not None and (
+        float((log_joint[:, 0] - log_joint[:, -1]).max()) < _FALLEN * result.layout.size
+    ):
         advice = (
             "The log joint is no lower there than where chains came from, so the posterior may not "
             f"end: give site '{site}' a proper prior, or a tighter one"
