@@ -127,7 +127,7 @@ def run_sharded(method: Any, network: ShardedModule, data: Data, asked: Mapping[
         every = asked["checkpoint_every"]
         checkpoints = open_checkpoints(where, last, every, holders)
         seed = checkpoints.seed if seed is None else seed
-    chain = start(method, network, data.first(), seed, data.num_data)
+    chain = start(method, network, data.first(), seed, data.num_data, steps.total)
     problem, sampling = chain.problem, "shuffle"
     if steps.positions:
         sampling = method._sampling(asked["sampling"], True)
@@ -219,14 +219,17 @@ def start(
     arguments: Arguments,
     seed: int | None,
     num_data: int | None = None,
+    num_steps: int | None = None,
 ) -> ShardedChain:
-    """A method's chain, before its first step.
+    """A method's chain, before its first step of so many, if that is known.
 
     Raises:
         ArgumentError: a method or an option that sharded networks do not have.
     """
     name, kernel = type(method).__name__, method.kernel
     check_kernel(name, kernel)
+    if num_steps is not None:
+        kernel = kernel.over(num_steps)
     if isinstance(kernel, Kernel):
         _check_settings(name, method._settings)
     elif method.structure != "diag":

@@ -13,7 +13,7 @@ from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
 from pyro_scale.core.memory import check_fits
 from pyro_scale.core.schedules import Falling, Schedule
 from pyro_scale.core.validation import as_count
-from pyro_scale.errors import ArgumentError
+from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch.bound import Bound, Offset
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.infer.approximation import Structure
@@ -46,6 +46,14 @@ class Variational(Optimized):
         is_here = problem.ranks.is_alone and problem.has_all_rows and fit.temperature > 0
         if size > _MOST_DIMENSIONS or not is_here or (1 + self._improves) * count > worth:
             return fit
+        try:
+            return self._at_optimum(fit, problem, count)
+        except DataError:  # a loader that does not end after N rows gives batches only
+            return fit
+
+    def _at_optimum(self, fit: Fit, problem: Problem, count: int) -> Fit:
+        """The fit, improved if it may be, and how far it is from the bound's optimum."""
+        size = len(fit.places)
         density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
         gaussians, centers, offsets = list[Gaussian](), list[Tensor](), list[Offset]()
         for start, (gaussian, center) in enumerate(zip(fit.gaussians, fit.centers, strict=True)):

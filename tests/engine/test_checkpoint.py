@@ -21,7 +21,6 @@ from places import SUPPORT
 from repetitions import long_but
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from warned import without_replay
 
 import pyro_scale as ps
 from pyro_scale.engine import checkpoint, loop, progress
@@ -371,15 +370,18 @@ def test_a_chain_that_stopped_stays_so(tmp_path, cut, monkeypatch):
     whole, part = sampler(), sampler()
     with pytest.raises(NonFiniteError) as expected:
         whole.run((X, Y), **how)
-    first = min(int(step) for step in re.findall(r"step (\d+)", str(expected.value)))
-    cut(first + 40)
+    stops = re.findall(r"chain (\d+) at step (\d+)", str(expected.value))
+    assert len(stops) > 1
+    cut(min(int(step) for _, step in stops) + 40)
     with pytest.raises((NonFiniteError, KeyboardInterrupt)):
         part.run((X, Y), checkpoint=tmp_path, checkpoint_every=0, **how)
     monkeypatch.undo()
     resumed = sampler()
     with pytest.raises(NonFiniteError) as found:
         resumed.run((X, Y), resume=tmp_path, **how)
-    assert without_replay(str(found.value)) == without_replay(str(expected.value))
+    # Of chains that stopped before the checkpoint their last steps, and so their sites, are lost.
+    assert re.findall(r"chain (\d+) at step (\d+)", str(found.value)) == stops
+    assert "site 'cliff': its log density is NaN" in str(found.value)
     same(resumed, whole)
 
 

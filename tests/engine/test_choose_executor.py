@@ -475,7 +475,7 @@ def test_a_bad_row_stops_each_chain_when_it_comes_to_it(thinning, warmup):
     indices = RowIndices(3, range(6), 400, 2, "shuffle").span(0, total)
     expected = {}
     for chain, step, _ in torch.nonzero(indices == bad).tolist():
-        expected.setdefault(chain, (step, "w"))
+        expected.setdefault(chain, (step, "x"))
     assert 1 < len(expected) < 5
     assert all(step > 2 for step, _ in expected.values())
 
