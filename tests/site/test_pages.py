@@ -66,10 +66,23 @@ def test_every_public_name_is_on_an_api_page(pages):
     wanted |= {
         f"pyro_scale.errors.{name}": ""
         for name, value in vars(ps.errors).items()
-        if inspect.isclass(value) and not name.startswith("_")
+        if getattr(value, "__module__", "") == ps.errors.__name__
+        and inspect.isclass(value)
+        and not name.startswith("_")
     }
     missing = [name for name, origin in wanted.items() if not {name, origin} & entries]
     assert missing == []
+
+
+@pytest.mark.parametrize("method", [ps.BAOA, ps.SGLD, ps.pSGLD, ps.SGHMC, ps.SGNHT])
+def test_a_page_has_every_option_with_its_default(pages, method):
+    (samplers,) = (soup for path, soup in pages.items() if path.match("api/samplers.html"))
+    heading = next(h for h in samplers.find_all("h2") if h["id"].endswith(f".{method.__name__}"))
+    shown = heading.find_next("code", string=None).find_next("pre").get_text()
+    for name, parameter in inspect.signature(method).parameters.items():
+        told = re.search(rf"\b{name}:[^=]*?(?: = ([^,\n]+))?,\n", shown)
+        assert told, f"{name} is not in {shown}"
+        assert (told[1] is None) == (parameter.default is parameter.empty), name
 
 
 def test_every_page_is_in_the_navigation():
