@@ -158,6 +158,7 @@ def test_inductor_gets_a_directory_that_compilers_can_name(kept, monkeypatch, tm
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_a_killed_process_left_half_written_is_built_again(monkeypatch):
     directory = cache_directory.directory() / "inductor"  # has a header
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
@@ -172,6 +173,7 @@ def test_what_a_killed_process_left_half_written_is_built_again(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_machines_first_library_does_not_wait_for_headers(tmp_path, monkeypatch):
     monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -201,6 +203,7 @@ def test_headers_are_not_precompiled_where_inductor_cannot_hash_them(tmp_path, m
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_was_dropped_after_it_was_loaded_is_built_again(tmp_path, monkeypatch):
     monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cache_directory, "_MOST_BYTES", 0)
@@ -242,6 +245,7 @@ def run(code, **environment):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_user_without_name_home_or_cache(tmp_path):
     """No entry in passwd and a file in the cache's place."""
     tmp_path.joinpath("file").write_text("")

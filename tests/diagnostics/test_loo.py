@@ -111,7 +111,7 @@ def test_a_row_is_left_out_with_all_its_sites():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_rows", long_but([2, 40, 150], 2, 40))
+@pytest.mark.parametrize("num_rows", long_but([2, 40, 150], 2))
 def test_some_rows_estimate_all_of_them(num_rows, fitted):
     """Unbiased, with the standard error that they say."""
     whole, runs = fitted.loo(), 200

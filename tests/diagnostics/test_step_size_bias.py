@@ -352,6 +352,7 @@ def test_few_draws_say_nothing():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_compiled_equals_eager():
     samplers = (ps.SGHMC(location, lr=0.3, compile=compile) for compile in (True, False))
     fits = [run(sampler, (Y,), batch_size=B, num_chains=3) for sampler in samplers]

@@ -9,7 +9,8 @@ import xarray
 from test_ranks import killed, needs_gloo, results
 
 pytest.importorskip("zarr")
-pytestmark = [needs_gloo, pytest.mark.slow]
+#: Seconds to start and compile, for what `test_ranks` and the store's own tests say in part.
+pytestmark = [needs_gloo, pytest.mark.slow, pytest.mark.long]
 
 
 def on(world, tmp_path_factory):

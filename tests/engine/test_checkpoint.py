@@ -279,7 +279,7 @@ class Breaks(Dataset):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "after"),  # in the run, and when noise is estimated after it
-    long_but(product([0, 1], [900, 1200]), (0, 900), (1, 1200)),
+    long_but(product([0, 1], [900, 1200]), (1, 1200)),
 )
 def test_a_loader_that_breaks_leaves_draws_and_checkpoint(workers, after, tmp_path):
     sampler = ps.BAOA(regression, **SMALL)
@@ -399,7 +399,8 @@ def test_a_finished_run_is_extended(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", long_but([False, True], True))
+@pytest.mark.long
 def test_a_run_is_extended_by_the_program_that_it_was_run_by(compiled, tmp_path, monkeypatch):
     """Bit for bit: compiled steps and others differ by rounding."""
     how = {**STEPS, **IN_BATCHES, **QUIET}
@@ -604,6 +605,7 @@ def test_checkpoints_leave_nothing_behind(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_schedules_of_ours_are_compared(tmp_path):
     run("cycles", checkpoint=tmp_path)
     method = ps.SGHMC(regression, lr=ps.schedules.Cyclical(0.03, 50), compile=False)
@@ -612,6 +614,7 @@ def test_schedules_of_ours_are_compared(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_step_that_was_chosen_is_for_its_number_of_steps(tmp_path):
     sampler = CASES["a chosen step"][0]()
     how = {**STEPS, **IN_BATCHES, **QUIET}

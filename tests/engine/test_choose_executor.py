@@ -310,6 +310,7 @@ def test_a_built_loop_is_found_again(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_model_that_differs_in_one_number_is_built_anew():
     for factor in (0.5, 0.25):
         same(ran(scaled(factor), True), ran(scaled(factor), False))
@@ -325,6 +326,7 @@ def linear(x, y):
 @pytest.mark.parametrize(
     "change", long_but(["batch size", "rows", "type", "strides", "whole"], "batch size", "type")
 )
+@pytest.mark.long
 def test_data_of_another_geometry_are_built_anew(change):
     """A loop knows sizes, strides and types by heart."""
     data, size = {
@@ -630,6 +632,7 @@ def in_a_process(script):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_index_out_of_range_in_a_later_batch_is_an_error():
     """Where the model reads a table of its latents by a column of the data."""
     out = in_a_process("""
@@ -707,6 +710,7 @@ def test_what_leaves_torch_is_not_frozen():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_library_cut_short_is_built_again(tmp_path, monkeypatch):
     """Loading a part of a library kills the process."""
     keep_in(tmp_path, monkeypatch)

@@ -111,6 +111,7 @@ def test_checkpoints_fill_the_disk(disk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", long_but([50, 10**6], 50))
+@pytest.mark.long
 def test_draws_fill_the_disk(chunk, disk, tmp_path, monkeypatch):
     pytest.importorskip("zarr")
     import xarray

@@ -44,6 +44,7 @@ def noise(chains=2, shape=(2, 5), seed=3, dtype=torch.float64):
 @pytest.mark.slow
 @quick
 @given(st.lists(st.integers(1, 15), min_size=1, max_size=8), st.integers(0, 40))
+@pytest.mark.long
 def test_noise_in_spans_is_noise_step_by_step(cuts, start):
     """From any step on; the numbers are those of the chain's own stream, one after another."""
     stream = noise()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from pyro.poutine.runtime import _PYRO_STACK
 from reference import normals
+from repetitions import long_but
 
 import pyro_scale as ps
 
@@ -79,7 +80,7 @@ def as_it_was():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_it_was")
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", long_but([False, True], True))
 def test_pairs_of_runs(compile):
     works = [lambda: run(regression, compile), lambda: run(positive, compile)]
     alone = [work() for work in works]
@@ -90,6 +91,7 @@ def test_pairs_of_runs(compile):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_it_was")
+@pytest.mark.long
 def test_a_fit_beside_a_run():
     works = [fit, lambda: run(positive, True), lambda: run(regression, False)]
     alone = [work() for work in works]

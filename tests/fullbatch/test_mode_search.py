@@ -1,9 +1,12 @@
 """The search for a mode where L-BFGS stalls, and the reasons that it gives if there is none."""
 
+from itertools import product
+
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from repetitions import long_but
 from torch import nn
 
 import pyro_scale as ps
@@ -29,8 +32,10 @@ def regression(width, activation, seed):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pyro_scale.errors.ApproximationWarning")
-@pytest.mark.parametrize("structure", ["dense", "kron"])
-@pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
+@pytest.mark.parametrize(
+    ("activation", "structure"),
+    long_but(product([nn.Tanh, nn.ReLU], ["dense", "kron"]), (nn.Tanh, "kron")),
+)
 def test_a_network_of_a_proper_prior_has_a_mode(activation, structure):
     """From where the search ended, 1,000 steps of Adam gain next to nothing."""
     model, data = regression(8, activation, 1)

@@ -190,7 +190,7 @@ def same(left, right):
 
 
 @pytest.mark.slow
-@every
+@some
 def test_draws_are_the_same_at_each_call(row):
     fit = fit_of(row.name)
     draws = DRAWS if row.has_gaussian else 1
@@ -675,7 +675,7 @@ def test_a_guides_density_is_the_gaussians_in_the_sites_own_terms(row):
 
 
 @pytest.mark.slow
-@every_gaussian
+@pytest.mark.parametrize("row", long_but(GAUSSIANS, *FEW[1:]), ids=lambda row: row.name)
 def test_pyros_predictive_takes_the_guide(row):
     fit = fit_of(row.name)
     fit.write_params()
@@ -761,7 +761,7 @@ def test_svis_loss_at_the_posterior_is_the_evidence():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("structure", ["diag", "dense"])
+@pytest.mark.parametrize("structure", long_but(["diag", "dense"], "dense"))
 def test_svi_goes_on_from_a_fit(structure):
     """From a cold one, whose sds are half of what they should be."""
     fit = ps.Laplace(conjugate, structure=structure, temperature=0.25)

@@ -15,7 +15,7 @@ import torch
 import torchopt
 from linear import PRIOR_MEAN, SD, D, linear_data, linear_posterior, regression, rows
 from reference import close, double, normals
-from repetitions import each_once
+from repetitions import each_once, long_but
 from row_datasets import RowByRow, Stream
 from torch.distributions import MultivariateNormal, constraints
 from torch.utils.data import DataLoader, TensorDataset
@@ -530,6 +530,7 @@ def best_of(function, size):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("store")
+@pytest.mark.long
 def test_tune_finds_the_params_of_most_evidence():
     fit = laplace(with_params, (X, Y), tune=("tau", "sigma"), batch_size=10)
     (tau, sigma), best = best_of(evidence_of, 2)
@@ -545,7 +546,7 @@ def test_tune_finds_the_params_of_most_evidence():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("store")
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", long_but(STRUCTURES, "dense"))
 def test_a_single_param_is_tuned(structure):
     """Features are orthogonal, so that a diagonal evidence is exact, too."""
     x = torch.linalg.qr(X).Q * double(3.0, 1.0, 0.2)
@@ -568,6 +569,7 @@ def test_a_single_param_is_tuned(structure):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("store")
+@pytest.mark.long
 def test_params_that_are_not_tuned_are_part_of_the_mode():
     """sigma^2 is then the mean square of what is left at the mode: no degree of freedom off."""
 
@@ -607,6 +609,7 @@ def classes_of_a_network(scale, dtype):
 @pytest.mark.slow
 @pytest.mark.usefixtures("store")
 @pytest.mark.filterwarnings("ignore:the approximation does not fit")
+@pytest.mark.long
 def test_the_prior_of_a_network_is_tuned_in_single_precision():
     """Against fits at fixed scales in double precision, from the same mode: the top of the
     parabola through three of them."""
@@ -899,6 +902,7 @@ def network(noise):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_recurrent_networks_outputs_are_linear_in_its_weights():
     """The same of an LSTM, which float32 runs by oneDNN; its Jacobian is by differences."""
     noise, x = [SD], normals(6, 3, D, seed=12)
@@ -1052,7 +1056,7 @@ OTHER_FAMILIES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OTHER_FAMILIES)
+@pytest.mark.parametrize("name", long_but(OTHER_FAMILIES, *OTHER_FAMILIES.keys() - {"Multinomial"}))
 def test_linearized_draws_of_other_families_have_the_plain_ones_mean(name):
     """All of them are linear before their links."""
     family = OTHER_FAMILIES[name]

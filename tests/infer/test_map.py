@@ -134,7 +134,7 @@ def test_a_dense_map_is_the_mode_without_jacobian_to_rounding(family, batch_size
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", CONJUGATE)
+@pytest.mark.parametrize("family", long_but(CONJUGATE, *list(CONJUGATE)[:2]))
 def test_a_diagonal_map_is_where_the_optimizer_ends(family):
     """Gradient descent on all rows, without steps of Newton's method."""
     model, y, mode, _ = CONJUGATE[family]

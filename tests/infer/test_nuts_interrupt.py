@@ -9,6 +9,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from linear import linear_data, regression
+from repetitions import each_once
 
 import pyro_scale as ps
 from pyro_scale.engine import choose_executor
@@ -89,6 +90,10 @@ class Mine(Exception):
     """A user's own."""
 
 
+#: What the handlers raise.
+ERRORS = Mine(), TimeoutError("late"), SystemExit(3)
+
+
 class Handler:
     def __init__(self, error):
         self.error = error
@@ -125,8 +130,7 @@ def alarm():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", range(4))
-@pytest.mark.parametrize("error", [Mine(), TimeoutError("late"), SystemExit(3)], ids=repr)
+@pytest.mark.parametrize(("kind", "error"), each_once(range(4), ERRORS), ids=repr)
 def test_what_a_handler_raises_leaves_a_run_of_nuts(kind, error, alarm):
     """Of a run that would take minutes."""
     nuts = ps.NUTS(linear, compile=False)

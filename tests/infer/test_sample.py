@@ -79,6 +79,7 @@ def test_without_the_time_for_nuts_it_is_baoa():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_network_is_an_ensemble():
     net = ps.bayesianize(nn.Sequential(nn.Linear(2, 200), nn.Tanh(), nn.Linear(200, 2)))
 

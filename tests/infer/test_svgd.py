@@ -283,6 +283,7 @@ def test_where_dimensions_are_as_many_they_form_a_simplex(temperature):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_logistic_regression():
     """Means to a twentieth of a sd and sds to 8%, of sums over a grid."""
     x, y = X, (Y > 0).double()

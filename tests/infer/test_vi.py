@@ -333,7 +333,6 @@ def check_optimum(fit, kind, temperature, tolerance):
 OPTIMA = long_but(
     [(kind, temperature) for kind in VIAS for temperature in (1.0, 0.25)],
     ("diag", 1.0),
-    ("dense", 0.25),
 )
 
 
@@ -367,7 +366,7 @@ def test_the_bound_is_in_nats_a_total_and_below_the_evidence(kind, temperature):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [1.0, 0.25])
+@pytest.mark.parametrize("temperature", long_but([1.0, 0.25], 0.25))
 def test_a_dense_fit_that_sticks_the_landing_is_exact(temperature):
     """Its gradient has no noise at the optimum, so no learning rate has to fall far."""
     optimizer = torchopt.adam(torchopt.schedule.polynomial_schedule(0.05, 1e-3, 1.0, 350))
@@ -392,6 +391,7 @@ def test_particles_average_the_noise():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_schedule_of_temperatures_ends_where_its_last_value_says():
     schedule = ps.schedules.cosine_decay(4.0, 10_000, end=0.25)
     fit = optimum("diag", schedule)
@@ -688,7 +688,7 @@ def test_a_factory_of_torch_optim_takes_torchopts_steps(structure):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["VI", "IVON"])
+@pytest.mark.parametrize("kind", long_but(["VI", "IVON"], "IVON"))
 def test_a_network_learns_from_minibatches(kind):
     torch.manual_seed(0)
     net = ps.bayesianize(nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)))

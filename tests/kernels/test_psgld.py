@@ -6,6 +6,7 @@ import pytest
 import torch
 from gaussian import Field, bound, hills
 from reference import double, normals
+from repetitions import long_but
 
 from pyro_scale.kernels import SGLD, pSGLD
 
@@ -69,7 +70,9 @@ def test_forgetting_all_has_the_stationary_law_of_the_equation_without_gamma():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("forgetting", "bias"), [(0.5, 0.7), (0.1, 0.4), (0.01, 0.04)])
+@pytest.mark.parametrize(
+    ("forgetting", "bias"), long_but([(0.5, 0.7), (0.1, 0.4), (0.01, 0.04)], (0.1, 0.4))
+)
 def test_constant_forgetting_has_a_bias_that_smaller_steps_do_not_take_away(forgetting, bias):
     for lr in (0.05, 0.02):
         kernel = pSGLD(lr=lr, forgetting=forgetting, damping=0.1)
@@ -79,6 +82,7 @@ def test_constant_forgetting_has_a_bias_that_smaller_steps_do_not_take_away(forg
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_falling_forgetting_leaves_sglds_law():
     """1 / (1 - lr G / 2); what was forgotten at step 10,000, 0.0016, still adds about half of
     1%."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gaussian import Field, bound, hills
 from reference import double, normals
+from repetitions import long_but
 
 from pyro_scale.kernels import BAOA, SGHMC, SGNHT, UBU
 
@@ -174,7 +175,7 @@ def test_the_law_of_the_thermostat(num_data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [SGNHT, BAOA, SGHMC, UBU])
+@pytest.mark.parametrize("method", long_but([SGNHT, BAOA, SGHMC, UBU], SGNHT, BAOA))
 def test_gradient_noise_that_nobody_knows(method):
     """It heats every element by lr V / (2 f m T) = 0.4 of the temperature, whatever the mass.
     The thermostat takes it: xi rises by as much of the friction, and the variance stays right;

@@ -9,6 +9,7 @@ import torch
 from pyro import poutine
 from pyro.infer import TraceEnum_ELBO
 from reference import double, normals
+from repetitions import long_but
 
 import pyro_scale as ps
 from pyro_scale.errors import ModelError, PlateError, SiteError
@@ -180,7 +181,7 @@ def test_with_the_whole_data_local_latents_are_like_any_other(plate, size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plate", ["follows", "fixed"])
+@pytest.mark.parametrize("plate", long_but(["follows", "fixed"], "fixed"))
 def test_approximations_find_local_latents_too(plate):
     model, (mean, covariance) = functools.partial(schools, plate), posterior()
     fit = ps.Laplace(model, structure="dense").run((Y, SDS), progress=False)

@@ -1,10 +1,13 @@
 """Linearized predictions of layers without forward derivatives: the numbers of plain autograd."""
 
+from itertools import product
+
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from reference import normals
+from repetitions import long_but
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -53,8 +56,10 @@ NETS = {"LSTM": lambda: Packed(nn.LSTM), "GRU": lambda: Packed(nn.GRU), "own": O
 
 
 @pytest.mark.slow  # draws go through the layers one by one
-@pytest.mark.parametrize("kind", [True, "probit"])
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    long_but(product(NETS, [True, "probit"]), ("LSTM", True), ("own", "probit")),
+)
 def test_layers_without_forward_derivatives(name, kind):
     torch.manual_seed(0)
     net = ps.bayesianize(NETS[name]().double().eval())

@@ -453,6 +453,7 @@ print(peak() - before)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says its peak there")
 @pytest.mark.parametrize("kind", long_but(["linear", "convolution"], "convolution"))
+@pytest.mark.long
 def test_memory_is_that_of_some_draws(kind):
     """MB: chances of 2,000 draws would take 600, activations 820."""
     command = [sys.executable, "-W", "ignore", "-c", MEMORY, kind]

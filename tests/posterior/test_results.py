@@ -20,6 +20,7 @@ import torch
 from both_arviz import IS_1, compared, dataset_of, elpd_of, groups_of, identical
 from pyro import poutine
 from reference import double, normals
+from repetitions import long_but
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import pyro_scale as ps
@@ -142,6 +143,7 @@ def test_get_samples_gives_a_dict_of_ones_own():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_constrained_sites_are_in_their_own_terms():
     """In unconstrained space a LogNormal is Gaussian, which BAOA samples exactly: a Jacobian
     left out, or counted twice, would move the mean by the variance."""
@@ -219,7 +221,7 @@ def test_diagnostics_has_the_worst_of_each_latent_site():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("stored", long_but([False, True], True))
 def test_of_very_large_sites_some_elements_are_looked_at(stored, tmp_path):
     """200 of them, the first and the last among them."""
 

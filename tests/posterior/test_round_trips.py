@@ -117,6 +117,7 @@ def identical(actual, expected, attrs=True):
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # each takes a second, shrinking minutes
 )
+@pytest.mark.long
 def test_nothing_is_lost_on_the_way(case, kept, chains):
     model, data, names = case
     pyro.clear_param_store()

@@ -274,6 +274,7 @@ def test_normals_have_the_normal_distribution(dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_order_of_four_rows_is_as_likely():
     """120,000 permutations of 4 rows: chi squared of 23 degrees; p below 1e-4 once in 10,000."""
     rows = torch.empty(120_000, 4, dtype=torch.int32)

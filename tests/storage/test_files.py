@@ -388,6 +388,7 @@ torch.save([samples, params, test_files.predicted(fit, (test_files.X, test_files
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_another_process_reads_the_same(tmp_path):
     fit = fitted(of_two_params, batch_size=5)
     fit.save(tmp_path / "run.ps")

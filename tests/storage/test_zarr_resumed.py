@@ -69,6 +69,7 @@ def same_outcome(fit, whole):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_interrupt_leaves_the_draws_until_then_in_the_store(cut, tmp_path):
     whole = draws_of(fitted(num_samples=300))
     cut(100)
@@ -243,6 +244,7 @@ def test_interrupted_at_any_line_it_goes_on(kept, steps, seed, tmp_path, uninter
         (2, "cycles"),
     ),
 )
+@pytest.mark.long
 def test_a_write_that_fails_loses_no_draw(write, steps, tmp_path, monkeypatch):
     """Nor is one there twice: the disk is full at one of the files, and then is not."""
     how, append, calls = of_steps(steps), zarr_store.DrawStore.write, itertools.count()
@@ -349,6 +351,7 @@ def test_writing_is_a_small_part_of_the_time(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut_at", long_but([3, 9, 17], 9))
+@pytest.mark.long
 def test_what_was_written_by_time_stays_where_a_run_goes_on(cut_at, tmp_path, monkeypatch, cut):
     """Readers lose no draw that the checkpoint holds; the end is bit for bit that of one run."""
     monkeypatch.setattr(sinks, "_WAIT_SECONDS", 0.0)
@@ -380,6 +383,7 @@ def test_what_was_written_by_time_stays_where_a_run_goes_on(cut_at, tmp_path, mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", long_but([7, 17], 17))
+@pytest.mark.long
 def test_a_finished_run_is_extended(first, tmp_path):
     where = at("store", tmp_path)
     short = fitted(num_samples=first, checkpoint=tmp_path / "run", **where)
@@ -396,6 +400,7 @@ def test_a_finished_run_is_extended(first, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("written", long_but([1, 4], 4))
+@pytest.mark.long
 def test_a_store_may_be_ahead_of_the_checkpoint(written, tmp_path, monkeypatch):
     """As where a run was killed before it wrote the next one: its later draws come again."""
     write, calls = checkpoint.Checkpoints.write, itertools.count()
@@ -438,6 +443,7 @@ def test_draws_stay_where_they_were(then, now, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_store_of_another_run_is_refused(tmp_path):
     where = at("store", tmp_path)
     fitted(checkpoint=tmp_path / "run", num_samples=10, **where)
@@ -450,6 +456,7 @@ def test_the_store_of_another_run_is_refused(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_store_that_is_gone_is_an_error_and_nothing_else(tmp_path):
     sampler = ps.BAOA(regression, lr=0.05, compile=False)
     steps = {"warmup_steps": 0, "thinning": 1}
@@ -488,6 +495,7 @@ def test_a_store_that_goes_while_it_is_written_is_said_to_be_gone(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_one_run_at_a_time_writes_into_a_store(tmp_path, monkeypatch):
     """Another one is refused before it has changed anything; readers are not."""
     path = tmp_path / "draws.zarr"
@@ -564,6 +572,7 @@ def test_of_runs_that_start_at_once_one_has_the_store(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_store_may_be_moved_while_nothing_runs(tmp_path):
     fitted(checkpoint=tmp_path / "run", num_samples=10, **at("store", tmp_path))
     moved = Path(shutil.move(tmp_path / "draws.zarr", tmp_path / "elsewhere.zarr"))
@@ -600,6 +609,7 @@ torch.save(stored.outcome(fit), saved)
         *(pytest.param(kept, 20, 20_000, marks=pytest.mark.long) for kept in KEPT),
     ],
 )
+@pytest.mark.long
 def test_killed_at_any_moment_it_goes_on_bit_for_bit(kept, kills, draws, tmp_path):
     source, saved = random.Random(kills), tmp_path / "outcome.pt"
     path = str(tmp_path / "draws.zarr") if kept == "store" else "nowhere"
@@ -840,6 +850,7 @@ def test_names_of_sites_that_cannot_be_files_are_refused(name, tmp_path):
         pytest.param(("p", "p.q"), marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_names_that_look_like_others_are_kept_apart(names, tmp_path):
     def model(x):
         for name in names:

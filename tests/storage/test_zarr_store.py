@@ -192,6 +192,7 @@ def test_reduced_predictions_are_those_of_a_run_in_memory(reduce, pairs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", long_but(["minibatches", "supports"], "minibatches"))
+@pytest.mark.long
 def test_the_size_of_files_changes_nothing(case, tmp_path, monkeypatch):
     how = {**CASES[case][0], "num_samples": 9}
     inside = fitted(**how)
@@ -201,6 +202,7 @@ def test_the_size_of_files_changes_nothing(case, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_file_is_of_bounded_size(tmp_path, monkeypatch):
     """Not the number of draws alone bounds it, nor what all chains hold of them."""
     monkeypatch.setattr(sinks, "_MOST_DRAWS", 10**6)
@@ -262,6 +264,7 @@ def float64():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_chains_that_broke_are_left_out(tmp_path, float64):
     inside, said = with_broken_chains()
     stored, told = with_broken_chains(store=tmp_path / "draws.zarr")
@@ -306,6 +309,7 @@ def test_where_the_draws_of_chains_are_that_all_stopped(tmp_path, float64):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_chains_have_the_numbers_that_the_error_counts_by(tmp_path, float64):
     """In all groups, in memory and on disk, of a run and of its file."""
     inside, said = with_broken_chains()
@@ -356,6 +360,7 @@ def test_chains_that_broke_do_not_count_in_moments(float64):
 @pytest.mark.parametrize(
     "most", long_but([1, 7, 100], 7)
 )  # in a file: what breaks a chain is in its last draw
+@pytest.mark.long
 def test_of_chains_that_broke_the_model_is_not_asked(most, tmp_path, float64, monkeypatch):
     """Where it cannot say anything, at the state that breaks a chain and NaN after that."""
     monkeypatch.setattr(sinks, "_MOST_DRAWS", most)
@@ -493,7 +498,7 @@ def opened(path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    long_but(["minibatches", "supports", "plates", "network", "weights"], "supports", "weights"),
+    long_but(["minibatches", "supports", "plates", "network", "weights"], "weights"),
 )
 def test_xarray_and_arviz_open_it_by_themselves(case, tmp_path):
     how, _ = CASES[case]
@@ -575,6 +580,7 @@ def test_draws_are_read_when_they_are_needed(tmp_path, reads):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_only_files_that_are_needed_are_read(tmp_path, reads):
     fit = fitted(store=tmp_path / "draws.zarr", num_samples=70)
     for wanted, most in (({"num_samples": 1}, 1), ({"num_samples": 3}, 3)):
@@ -666,6 +672,7 @@ def test_at_any_moment_a_reader_sees_whole_draws(snapshots):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_at_any_moment_a_reader_of_a_run_that_goes_on_sees_whole_draws(snapshots, tmp_path):
     path, kept = snapshots
     fitted(store=path, checkpoint=tmp_path / "run", num_samples=17)

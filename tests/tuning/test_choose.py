@@ -250,6 +250,7 @@ def test_few_draws_are_no_reason_for_a_no():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_searches_without_end_are_bounded_too():
     """Where the log density rises for ever."""
 

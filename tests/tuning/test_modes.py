@@ -96,6 +96,7 @@ def test_where_the_mode_is_not_typical_a_gaussian_on_the_way_up_stands_for_it():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_flat_direction_is_named():
     def flat():
         pyro.factor("no data", torch.zeros(()))

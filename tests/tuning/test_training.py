@@ -128,6 +128,7 @@ def hidden():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_network_of_few_weights_is_trained_if_it_has_a_hidden_layer():
     labels = LABELS.double()
     with pytest.warns(VerdictWarning, match="NOT KNOWN"):
@@ -164,6 +165,7 @@ def test_steps_that_are_cheap_are_many(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_long_warm_up_is_looked_at_in_few_places(monkeypatch):
     """As a look takes as long as thousands of steps of a small network."""
     places = []
@@ -188,6 +190,7 @@ def test_a_start_that_is_given_is_not_trained():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_resumed_network_has_the_same_draws_and_does_not_grow(tmp_path):
     how = {"warmup_steps": 100, **QUIET}
     whole = ps.BAOA(classifier()).run((X, LABELS), num_samples=40, checkpoint=tmp_path, **how)
@@ -258,6 +261,7 @@ def test_weights_have_their_posterior_whatever_their_priors_unit():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_batch_size_and_a_friction_that_are_given_are_kept():
     x, _, y, model = units()
     how = {"num_samples": 10, "max_rows": 300_000, **QUIET}
@@ -286,6 +290,7 @@ class ByHand(PyroModule):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_network_with_priors_by_hand_is_one():
     with pytest.warns(VerdictWarning):
         run = ps.BAOA(ByHand()).run((X, LABELS), num_samples=100, max_rows=2_000_000, **QUIET)
