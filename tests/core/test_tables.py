@@ -161,6 +161,10 @@ REFUSED = {
         FRAME.assign(b=2**60 + np.arange(4)),
         "column 'b' .*float32 cannot hold",
     ),
+    "an id beside floats": (
+        FRAME.assign(b=[1, 5, 2**24 + 1, 7]),
+        "column 'b' has integers that float32 cannot hold .*argument of its own",
+    ),
     "two columns of one name": (FRAME[["a", "a"]], r"two columns of one name \(\['a'\]\)"),
     "levels of columns": (pd.concat({"u": FRAME}, axis=1), "columns with a MultiIndex"),
     "levels of rows": (FRAME.set_index(["b", "c"]), "rows with a MultiIndex.*reset_index"),
