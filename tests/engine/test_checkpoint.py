@@ -694,6 +694,7 @@ def test_damage_is_noticed(seed, unfinished, tmp_path):
             run("BAOA", resume=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_state_that_was_whole_stays_as_the_one_before(unfinished, tmp_path):
     """However often the latest one is damaged, the one that was taken instead is not dropped."""
     held, whole = unfinished

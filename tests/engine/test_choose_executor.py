@@ -398,6 +398,7 @@ def test_settings_are_as_they_were(where, validation, monkeypatch, tmp_path):
     pyro.clear_param_store()
 
 
+@pytest.mark.slow
 def test_settings_while_a_model_is_traced_that_raises():
     """An error of the model's own that only tracing meets falls back too."""
     calls = []

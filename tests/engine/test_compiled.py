@@ -123,6 +123,7 @@ def hypers(method, kind):
         (ps.pSGLD, "schedules"),
     ),
 )
+@pytest.mark.slow
 def test_every_kernel(method, kind):
     make = functools.partial(method, logistic, **hypers(method, kind))
     fast = checked(make, (X, Y), batch_size=B, num_chains=3, warmup_steps=3, seed=4)

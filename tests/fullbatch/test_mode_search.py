@@ -99,6 +99,7 @@ def test_a_stale_mode_is_said_to_be_far_away(width, structure):
     assert not [w for w in all_ if "Pareto" in str(w.message)]
 
 
+@pytest.mark.slow
 def test_a_mode_of_the_sites_own_values_is_not_said_to_be_far_away(recwarn):
     """The scale's mode is elsewhere in unconstrained space, by parts of an sd."""
     y = torch.randn(50, generator=torch.Generator().manual_seed(0))

@@ -221,7 +221,8 @@ def test_fewer_draws_are_evenly_spaced(row):
         fit.get_samples(total + 1)
 
 
-@every_gaussian
+@pytest.mark.parametrize("row", long_but(GAUSSIANS, *FEW[1:]), ids=lambda row: row.name)
+@pytest.mark.slow
 def test_draws_are_of_each_starts_gaussian(row):
     fit = fit_of(row.name)
     assert len(fit.fit.gaussians) == row.starts
@@ -263,7 +264,8 @@ def test_a_start_is_the_same_whatever_others_there_are(row):
     close(three.get_samples(group_by_chain=True)["w"][0], one.get_samples()["w"], 1e-8)
 
 
-@every
+@some
+@pytest.mark.slow
 def test_fresh_draws_come_from_torchs_generator_or_a_seed(row):
     fit = fit_of(row.name)
     torch.manual_seed(5)
@@ -455,6 +457,7 @@ def with_param(x, y=None):
 
 
 @some
+@pytest.mark.slow
 def test_a_second_run_starts_afresh(row):
     first = row.fitted(with_param, (X, Y))
     again = row.of(with_param)
@@ -851,6 +854,7 @@ class Regression(PyroModule):
 
 
 @some
+@pytest.mark.slow
 def test_modules_are_models(row, tmp_path):
     model = Regression()
     fit = row.fitted(model, (X, Y))

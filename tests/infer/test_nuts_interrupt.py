@@ -142,6 +142,7 @@ def test_what_a_handler_raises_leaves_a_run_of_nuts(kind, error, alarm):
 
 
 @pytest.mark.parametrize("where", ["NUTS", "BAOA", "in float64"])
+@pytest.mark.slow
 def test_what_a_handler_raises_is_no_reason_not_to_compile(where, monkeypatch, alarm):
     error = TimeoutError("late")
 

@@ -199,6 +199,7 @@ LIMIT = 4.8  # of some 20 z-scores, one exceeds it once in 10^4 times
 
 @pytest.mark.parametrize(("temperature", "num_data"), [(1.0, 1), (2.5, 300)])
 @pytest.mark.parametrize("lr", [0.5, 1.1])
+@pytest.mark.slow
 def test_a_gaussian_is_exact_at_long_steps(lr, temperature, num_data):
     """Where leapfrog steps alone would have an sd that is off by 20%."""
     chains, sds, mass = 20_000, double(1.0, 0.7, 1.5, 1.0), double(1.0, 1.6, 1.0, 0.8)
@@ -219,6 +220,7 @@ def test_a_gaussian_is_exact_at_long_steps(lr, temperature, num_data):
         assert float(z_of(values, expected).abs().max()) < LIMIT
 
 
+@pytest.mark.slow
 def test_a_density_that_is_not_gaussian_is_exact():
     """One dimension, two unequal hills, from a law that is not its own; by quadrature."""
 

@@ -154,7 +154,8 @@ def z_of(values, expected):
     return float(((values.mean(0) - expected) / error).abs().max())
 
 
-@pytest.mark.parametrize("num_data", [1, 10_000])
+@pytest.mark.parametrize("num_data", long_but([1, 10_000], 10_000))
+@pytest.mark.slow
 def test_the_law_of_the_thermostat(num_data):
     """Five elements of their own precision, mass and step size: variances T / L, kinetic
     temperatures T, and xi of mean friction and variance 1/5, whatever N and T."""

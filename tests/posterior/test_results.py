@@ -178,6 +178,7 @@ def wide(x):
         pyro.sample("y", dist.Normal(big.sum(), 1.0), obs=x[:, 0])
 
 
+@pytest.mark.slow
 def test_summary_is_arvizs_with_large_sites_in_one_row():
     fit = fitted(wide, X, num_samples=50)
     table = fit.summary()

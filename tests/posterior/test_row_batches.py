@@ -139,6 +139,7 @@ def several(x, y=None):
 
 
 @pytest.mark.parametrize("size", [1, 7, 20, 59, 60, 100])
+@pytest.mark.slow
 def test_rows_apart_are_those_of_all_rows(size):
     fit = fitted(several, X, Y[:, None].expand(-1, 3).contiguous())
     whole, parts = fit.predict(X), fit.predict(x=X, batch_size=size)

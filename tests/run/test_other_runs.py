@@ -104,6 +104,7 @@ def test_rows_of_a_loader_beyond_its_first_batch_count(tmp_path):
     again.run(DataLoader(Rows(X.clone()), batch_size=4), resume=tmp_path, **STEPS, **QUIET)
 
 
+@pytest.mark.slow
 def test_another_fit_for_the_coordinates_is_refused(tmp_path):
     fit, other = (
         ps.Laplace(logistic, structure="dense").run((X[:n], Y[:n]), seed=0, **QUIET)

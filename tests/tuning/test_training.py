@@ -6,7 +6,7 @@ import pytest
 import torch
 from pyro.nn import PyroModule, PyroSample
 from reference import normals
-from repetitions import long_but
+from repetitions import each_once, long_but
 from torch import nn
 
 import pyro_scale as ps
@@ -59,8 +59,10 @@ def test_temperature_0_ends_at_the_mode_with_a_draw_a_chain(method):
     assert run.report().headline.startswith("ENSEMBLE, not posterior: 4 points")
 
 
-@pytest.mark.parametrize("batch_size", [None, 20])
-@pytest.mark.parametrize("method", [ps.SGHMC, ps.SGLD, ps.SGNHT])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "batch_size"), each_once([ps.SGHMC, ps.SGLD, ps.SGNHT], [None, 20])
+)
 def test_at_temperature_0_a_step_size_that_is_set_is_the_optimizers(method, batch_size):
     """It goes to the mode, by its own steps until the loss no longer falls, and then keeps as many
     draws as were asked for; it says what they are."""
