@@ -25,6 +25,7 @@ Code = Literal[
     "batchnorm",
     "cannot-write",
     "chains-disagree",
+    "cut-gradient",
     "discrete-latent",
     "divergences",
     "dropout",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.rows import Arguments
+from pyro_scale.model.call_with import call_with
 from pyro_scale.model.recorder import Recorder
 from pyro_scale.model.sites import Point
 
@@ -65,7 +66,7 @@ class Program:
             values[f"{places[id(module)]}.{path}"] = value
         with warnings.catch_warnings():  # of pyro.module, about tensors that are no parameters
             warnings.filterwarnings("ignore", message=".*was not registered in the param store")
-            return torch.func.functional_call(root, values, (arguments,))
+            return call_with(root, values, (arguments,))
 
     def find_owners(self, points: Mapping[str, Point], executed: list[nn.Module]) -> None:
         """Finds the module that each weight among the points belongs to."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_scale.core import rows
+from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batches, OwnIndices, SharedBatches, WholeData
 from pyro_scale.data.features import FeatureData
@@ -26,6 +27,7 @@ from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import model_warnings
 from pyro_scale.model.observations import check_something_counts
 from pyro_scale.model.other_batches import check_batches, check_supports
+from pyro_scale.model.slopes import cut_gradients
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.initialize import init_of, initialize
 from pyro_scale.run.understood import Understood
@@ -197,8 +199,24 @@ def prepare(
     check_values(log_posterior, data, params)
     if known is None:
         check_other_batches(log_posterior, data, params)
+        if must_be_usable:
+            _warn_of_cut_gradients(log_posterior, params, arguments)
     understood = None if known is None else earlier
     return Problem(log_posterior, data, engine, positions, seed, understood=understood)
+
+
+def _warn_of_cut_gradients(
+    log_posterior: LogPosterior, params: Mapping[str, Tensor], arguments: Arguments
+) -> None:
+    for name, latents in cut_gradients(log_posterior, params, arguments).items():
+        along = " and ".join(f"'{latent}'" for latent in latents[:3])
+        warn(
+            ModelWarning,
+            f"site '{name}': the gradient of its log density by {along} is not its slope: "
+            "something between them cuts gradients, such as .detach(), .item(), .data, float() or "
+            "torch.no_grad(). Methods follow gradients: draws will be wrong, unless that is meant",
+            code="cut-gradient",
+        )
 
 
 def check_all_rows(log_posterior: LogPosterior, data: Data, params: Mapping[str, Tensor]) -> None:

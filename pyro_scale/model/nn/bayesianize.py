@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 
 from pyro_scale.distributed.shards import is_sharded
 from pyro_scale.errors import ArgumentError, ModelError
+from pyro_scale.model.call_with import call_with
 from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.module_trace import describe
 from pyro_scale.model.nn.priors import WeightPrior, priors_of
@@ -143,7 +144,7 @@ class BayesianModule(PyroModule):
             name: pyro.param(self._pyro_get_fullname(name), self._weight(name))
             for name in self._points
         }
-        return torch.func.functional_call(self._net, drawn | points, args, kwargs)
+        return call_with(self._net, drawn | points, args, kwargs)
 
     def weights(self) -> dict[str, Tensor]:
         """The module's own values of the chosen weights."""
