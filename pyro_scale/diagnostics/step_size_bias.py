@@ -27,10 +27,8 @@ from pyro_scale.diagnostics.report import errors_of_the_worst, lower_lr, standar
 from pyro_scale.errors import ArgumentError, BiasWarning
 from pyro_scale.posterior.draws import Result
 from pyro_scale.run.run import RunPlan
+from pyro_scale.tuning.policy import TOLERANCE
 
-#: Biases above which a posterior is visibly off: of a standard deviation, over itself; of a mean,
-#: in posterior sds.
-_MOST_OF_SD, _MOST_OF_MEAN = 0.05, 0.1
 #: The least part of a variance that is taken for the posterior's.
 _LEAST = 0.01
 #: Places in an epoch from which on draws see enough of what shuffled batches heat on average: of 4
@@ -228,10 +226,10 @@ def _warn_of_the_worst(biases: Mapping[str, Bias], result: Result, plan: RunPlan
         """(How many times too large what is known to be, order of lr that it falls with)."""
         low, high = bias.sd_range
         of_sd = of_mean = 0.0
-        if low > 1 + _MOST_OF_SD or high < 1 - _MOST_OF_SD:
-            of_sd = abs(bias.sd - 1) / _MOST_OF_SD
-        if abs(bias.mean) - bias.mean_range > _MOST_OF_MEAN:
-            of_mean = abs(bias.mean) / _MOST_OF_MEAN
+        if low > 1 + TOLERANCE.sd or high < 1 - TOLERANCE.sd:
+            of_sd = abs(bias.sd - 1) / TOLERANCE.sd
+        if abs(bias.mean) - bias.mean_range > TOLERANCE.mean:
+            of_mean = abs(bias.mean) / TOLERANCE.mean
         return max((of_sd, bias.orders[1]), (of_mean, bias.orders[0]))
 
     worst = max(biases, key=lambda name: excess(biases[name])[0])
