@@ -13,7 +13,7 @@ from pyro_scale.storage.lazy_draws import spread
 from pyro_scale.tuning.modes import Mode, Modes
 
 #: Modes of which it is said where they are.
-_SHOWN = 4
+_MODES_SHOWN = 4
 #: What to try.
 _ADVICE = "a model without the other modes (an order, a sign), or more chains (num_chains=8)"
 
@@ -44,7 +44,7 @@ def modes_seen(result: Result, modes: Modes) -> list[Finding]:
     elsewhere = [mode.gaussian for mode in modes.unvisited(result.num_chains)]
     never = [place for place, g in enumerate(gaussians) if any(g is each for each in elsewhere)]
     site, element = _where_they_differ(result, kept)
-    at = ", ".join(f"{_value(result, mode, site, element):.4g}" for mode in kept[:_SHOWN])
+    at = ", ".join(f"{_value(result, mode, site, element):.4g}" for mode in kept[:_MODES_SHOWN])
     below = ", ".join(f"{float(evidence[0] - each):.1f}" for each in evidence[1:])
     told = f"{len(kept)} modes, at {at}; the others have {below} nats less evidence"
     verdict: Verdict = "yes"

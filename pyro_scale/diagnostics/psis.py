@@ -25,7 +25,7 @@ from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.gaussians import Fit
 
 #: The weights' sd in nats that is rounding.
-_ROUNDING = 0.01
+_ROUNDING_NATS = 0.01
 #: Evaluations of a row's log density that anybody who asks for weights is ready to wait for.
 _MOST_EVALUATIONS = 2**28
 
@@ -138,7 +138,7 @@ def rows_for(log_posterior: LogPosterior, size: int, draws: int, evaluations: in
 
 def smooth(log_ratios: Tensor) -> tuple[Tensor, float]:
     """(Pareto-smoothed log weights of weights that sum to one, `[draws]`, their tail's shape)."""
-    if not bool(log_ratios.std() > _ROUNDING):
+    if not bool(log_ratios.std() > _ROUNDING_NATS):
         return log_ratios - torch.logsumexp(log_ratios, 0), 0.0
     log_weights, pareto_k = arviz_api.psis(log_ratios[None], 1.0)
     return log_weights[0], float(pareto_k[0])

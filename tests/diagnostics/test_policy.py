@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 import pyro_scale
+from pyro_scale.calibration import results
 from pyro_scale.diagnostics import policy as judged
 from pyro_scale.tuning import policy as tuned
 
 PAGE = (Path(pyro_scale.__file__).parents[1] / "docs" / "diagnostics.md").read_text()
+NUMBERS = vars(results) | vars(tuned) | vars(judged)
 WORDS = {0.1: "a tenth", 0.5: "half", 2.0: "twice", 3.0: "three", 5.0: "five"}
 #: What the page says, with the fields that its numbers are.
 SENTENCES = """\
@@ -54,7 +56,8 @@ R-hat of {WARM_UP.most_r_hat} or more, a change of {WARM_UP.most_change} or more
 a predicted error above {STEP_SIZE.large_error:g} sd (a warning)
 changes by less than ${TRAINING.small_change} \\sqrt{{D}}$ nats from the third quarter to the last
 under {SIMULATIONS.least_ess} effective draws
-| more than {SIMULATIONS.slow:.0%} together""".splitlines()
+| more than {MOST_DOUBTFUL:.0%} together
+| above {SIGNIFICANT} | {SIGNIFICANT} or less: MISCALIBRATED |""".splitlines()
 #: Thresholds of verdicts that the page does not give.
 NOT_ON_THE_PAGE = {
     "MIXING.apart",
@@ -82,7 +85,7 @@ class Sentence(string.Formatter):
 
 @pytest.mark.parametrize("sentence", SENTENCES)
 def test_the_page_has_the_numbers_of_the_code(sentence):
-    assert Sentence().vformat(sentence, (), vars(tuned) | vars(judged)) in PAGE
+    assert Sentence().vformat(sentence, (), NUMBERS) in PAGE
 
 
 def test_the_page_has_every_threshold():
