@@ -97,6 +97,7 @@ class WarmUp:
 
     #: Steps of the first window.
     first_window: int = 256
+    #: Windows, at most: the last has 64 times as many steps.
     most_windows: int = 7
     #: Draws that are kept of a window, per chain.
     draws: int = 256
@@ -144,6 +145,7 @@ class Tolerance:
 class Pilots:
     """Coupled runs that measure the bias of a step size."""
 
+    #: Pilots, at most.
     most: int = 5
     #: Draws that are kept of a pilot, per chain.
     draws: int = 512
@@ -180,6 +182,7 @@ class Acceptance:
     longer: float = 2.0
     #: A step size is settled where its factor is within this: acceptance rates of 0.85 to 0.93.
     settled: float = 1.15
+    #: Pilots, at most.
     most: int = 10
     #: Draws that are kept of a pilot, per chain.
     draws: int = 512
