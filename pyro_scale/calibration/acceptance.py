@@ -8,16 +8,12 @@ import math
 import torch
 
 from pyro_scale.calibration.stack import Stack
-from pyro_scale.calibration.warm_up import MOST_CHAINS, Lengths, Warm, last_positions, mixing_of
+from pyro_scale.calibration.warm_up import Lengths, Warm, last_positions, mixing_of
 from pyro_scale.engine.draws import Steps
 from pyro_scale.kernels import Kernel
 from pyro_scale.rng.seeds import Purpose
 from pyro_scale.tuning.adjust import first_lr, next_lr
-from pyro_scale.tuning.pilot import LEAST_PILOT
-
-#: Pilots, at most; draws of one; steps in autocorrelation times; and by how much a step that is
-#: settled may still change.
-_MOST_PILOTS, _DRAWS, _TIMES, _SETTLED = 6, 256, 30.0, 1.3
+from pyro_scale.tuning.policy import PILOTS, SINGLE_ACCEPTANCE, WARM_UP
 
 
 def adjust_steps(stack: Stack, warm: Warm, kernel: Kernel, lengths: Lengths | None) -> Warm:
@@ -34,10 +30,10 @@ def adjust_steps(stack: Stack, warm: Warm, kernel: Kernel, lengths: Lengths | No
     stable = float(warm.kernel.lr) * warm.coordinates.factor
     kernel = dataclasses.replace(kernel, lr=first_lr(size))
     factor = (2 * stable / float(kernel.lr)).clamp(max=1.0)
-    length = max(LEAST_PILOT, math.ceil(_TIMES * warm.lengths.thinning))
+    length = max(PILOTS.least, math.ceil(SINGLE_ACCEPTANCE.times * warm.lengths.thinning))
     length = length if lengths is None else lengths.pilot
-    every = max(1, length // _DRAWS)
-    for number in range(_MOST_PILOTS if lengths is None else lengths.pilots):
+    every = max(1, length // SINGLE_ACCEPTANCE.draws)
+    for number in range(SINGLE_ACCEPTANCE.most if lengths is None else lengths.pilots):
         coordinates = dataclasses.replace(warm.coordinates, factor=factor)
         warm = dataclasses.replace(warm, kernel=kernel, coordinates=coordinates)
         steps = Steps(length // every, 0, every)
@@ -46,16 +42,10 @@ def adjust_steps(stack: Stack, warm: Warm, kernel: Kernel, lengths: Lengths | No
         changes = torch.tensor([next_lr(1.0, part) for part in accepted], dtype=factor.dtype)
         times, _ = mixing_of(draws.positions.double().nan_to_num())
         thinning = math.ceil(float(times.quantile(0.95)) * every)
-        warm = dataclasses.replace(
-            warm,
-            positions=last_positions(stack, warm, draws),
-            steps=warm.steps + length,
-            lengths=dataclasses.replace(
-                warm.lengths, pilots=number + 1, pilot=length, thinning=thinning
-            ),
-        )
-        settled = (changes < _SETTLED) & (changes > 1 / _SETTLED)
-        if lengths is None and float(settled.double().mean()) >= MOST_CHAINS:
+        warm = dataclasses.replace(warm, positions=last_positions(stack, warm, draws))
+        warm = warm.after(length, pilots=number + 1, pilot=length, thinning=thinning)
+        settled = (changes < SINGLE_ACCEPTANCE.settled) & (changes > 1 / SINGLE_ACCEPTANCE.settled)
+        if lengths is None and float(settled.double().mean()) >= WARM_UP.most_chains:
             break
         factor = factor * changes
     return warm

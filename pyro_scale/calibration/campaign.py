@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_scale.calibration.chains import NUM_DRAWS, Sampled
+from pyro_scale.calibration.chains import Sampled
 from pyro_scale.calibration.fitters import Fitter
 from pyro_scale.calibration.quantities import LOGLIK, Quantity, Ranked, rank
 from pyro_scale.calibration.results import SBC
@@ -28,11 +28,12 @@ from pyro_scale.errors import ArgumentError, NonFiniteError, PyroScaleWarning
 from pyro_scale.model.identity import evaluations, first_difference
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.resume import digest_of
+from pyro_scale.tuning.policy import SIMULATIONS
 
 #: Copies of a data set, and numbers of draws and their neighbors, that a simulation takes.
-_COPIES, _DRAWS = 4, 3 * 400
+_COPIES, _COPIES_OF_DRAWS = 4, 3
 #: By how much another machine may round what the first simulations have come to.
-_ROUNDING = 1e-4
+_MACHINE_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ class Campaign:
         elif earlier.attrs.get("rows") != self._rows:
             differs = "covariates, or the rows of predictive=, are other ones"
         elif line := first_difference(
-            earlier.attrs.get("log_densities", {}), self._log_densities, _ROUNDING
+            earlier.attrs.get("log_densities", {}), self._log_densities, _MACHINE_TOLERANCE
         ):
             differs = f"the model, the simulator or the rows are other ones: {line}"
         elif other := self._other_value(earlier, params):
@@ -181,7 +182,7 @@ class Campaign:
         for name, values in here.true.items():
             then = earlier.true[name][:count]
             if then.shape != values.shape or not torch.allclose(
-                then.double(), values, rtol=1e-4, atol=_ROUNDING, equal_nan=True
+                then.double(), values, rtol=1e-4, atol=_MACHINE_TOLERANCE, equal_nan=True
             ):
                 return name
         return None
@@ -205,7 +206,7 @@ class Campaign:
         """The blocks that are left, as (first simulation, the one after the last): a small one,
         which tells how long it takes, and as many at a time as memory holds."""
         data = sum(table[0].nbytes for table in self.stack.own.values())
-        each = _COPIES * data + _DRAWS * self.stack.layout.size * 8
+        each = _COPIES * data + _COPIES_OF_DRAWS * SIMULATIONS.draws * self.stack.layout.size * 8
         there = self.memory_budget or bytes_of(torch.device("cpu")) // 2
         most = max(1, min(self.fitter.most_at_once, there // each))
         first = min(self.count, done + min(most, AT_ONCE))
@@ -225,7 +226,7 @@ class Campaign:
         slow = [number for part in parts for number in part.slow]
         return SBC(
             ranks=joined("ranks"),
-            num_draws=NUM_DRAWS,
+            num_draws=SIMULATIONS.ranked,
             true=joined("true"),
             mean=joined("mean"),
             sd=joined("sd"),

@@ -32,21 +32,8 @@ from pyro_scale.engine.draws import Draws, Failure, Steps
 from pyro_scale.kernels import Kernel
 from pyro_scale.run.extend import every_second
 from pyro_scale.tuning.adjust import without_adjustment
-from pyro_scale.tuning.choose import FRICTION, longest_lr
-
-#: Draws that ranks are taken among.
-NUM_DRAWS = 100
-#: Dimensions up to which chains are whitened by a matrix each.
-MOST_DENSE = 100
-#: Draws of a chain, of which these are some; effective ones among them; the part of the chains that
-#: may have fewer; and times that thinning is doubled until no more do.
-_DRAWS, LEAST_ESS, _MOST_SLOW, _MOST_DOUBLINGS = 400, 200, 0.01, 8
-#: Passes of a chain through its data, at most: those of a run that chooses its length.
-_MOST_PASSES = 200_000
-#: Times that a chain begins again at half its step size.
-_MOST_HALVINGS = 8
-#: Thinning over an autocorrelation time, of a chain that is among the slowest.
-_SHARE = 0.6
+from pyro_scale.tuning.choose import longest_lr
+from pyro_scale.tuning.policy import SIMULATIONS, STEP_SIZE, WARM_UP
 
 
 @dataclass(frozen=True)
@@ -75,7 +62,7 @@ class Sampled:
     """What all chains return.
 
     Attributes:
-        positions: params of `NUM_DRAWS` draws, `[chains, draws, D]`; NaN after a chain broke.
+        positions: params of the ranked draws, `[chains, draws, D]`; NaN after a chain broke.
         ess: effective draws before thinning, of the element that has fewest, `[chains]`.
         enough: how many of them are enough.
         failed: what became of chains that broke, by number.
@@ -108,7 +95,7 @@ def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None
     # a chain that rejects all proposals would stay where it starts
     moving: Kernel = without_adjustment(kernel) if adjusts else kernel
     if method.friction and hasattr(moving, "friction"):
-        moving = dataclasses.replace(moving, friction=FRICTION)  # type: ignore[call-arg]
+        moving = dataclasses.replace(moving, friction=STEP_SIZE.friction)  # type: ignore[call-arg]
     if method.lr:
         moving = dataclasses.replace(moving, lr=longest_lr(moving))
     warm = Warm(moving, starts, None, Lengths(), 0)
@@ -122,14 +109,14 @@ def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None
     elif method.lr:
         order = 1 if moving.theory is None else moving.theory.order
         warm = shorten_steps(stack, warm, order, lengths)
-    thinning = method.thinning or max(1, math.ceil(_SHARE * warm.lengths.thinning))
+    thinning = method.thinning or max(1, math.ceil(SIMULATIONS.thinning * warm.lengths.thinning))
     if lengths is not None and method.thinning is None:
         thinning = lengths.thinning
     warm, draws = _sound_run(stack, warm, method, thinning)
     if method.thinning is None:
-        allowed = _MOST_SLOW * stack.num_chains + (lengths is None)  # one of a pilot's may be
+        allowed = SIMULATIONS.slow * stack.num_chains + (lengths is None)  # one of a pilot's may be
         warm, draws = _until_effective(stack, warm, method, thinning, draws, allowed)
-    every = draws.positions.shape[1] // NUM_DRAWS
+    every = draws.positions.shape[1] // SIMULATIONS.ranked
     params = draws.positions[:, every - 1 :: every]
     if warm.coordinates is not None:
         params = warm.coordinates.mapped("to_params", params.to(starts)).cpu()
@@ -138,7 +125,8 @@ def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None
     return Sampled(
         positions=params,
         ess=_effective(draws),
-        enough=LEAST_ESS if method.thinning is None else 0,  # a thinning that is set is judged
+        # a thinning that is set is judged
+        enough=SIMULATIONS.least_ess if method.thinning is None else 0,
         failed={each.chain: _why(each) for each in draws.failures},
         lengths=dataclasses.replace(warm.lengths, thinning=thinning),
         steps={
@@ -156,11 +144,12 @@ def _until_effective(
     """(Chains with the step sizes that they were run with; draws of which at most as many chains as
     allowed have too few effective ones): these go on at twice the thinning, again and again."""
     passes = draws.num_steps * stack.share_of_rows * stack.num_chains
-    for _ in range(_MOST_DOUBLINGS):
+    for _ in range(SIMULATIONS.doublings):
         ess = _effective(draws)
-        slow = torch.nonzero((ess < LEAST_ESS) & (ess > 0))[:, 0]  # more steps mend nothing broken
-        passes += thinning * _DRAWS * stack.share_of_rows * len(slow)
-        if len(slow) <= allowed or passes > _MOST_PASSES * stack.num_chains:
+        # more steps mend nothing broken
+        slow = torch.nonzero((ess < SIMULATIONS.least_ess) & (ess > 0))[:, 0]
+        passes += thinning * SIMULATIONS.draws * stack.share_of_rows * len(slow)
+        if len(slow) <= allowed or passes > SIMULATIONS.most_passes * stack.num_chains:
             break
         thinning *= 2
         last = partial(every_second, _some(draws, slow))
@@ -182,7 +171,7 @@ def _sound_run(
     posterior.
     """
     draws = _run(stack, warm, method, thinning, last)
-    for _ in range(_MOST_HALVINGS):
+    for _ in range(WARM_UP.halvings):
         places = torch.nonzero(~are_sound(stack, warm, draws))[:, 0]
         if not method.lr or not len(places) or warm.coordinates is None:
             break
@@ -203,7 +192,7 @@ def _run(
     thinning: int,
     last: Callable[[StackedBatches], Checkpoint] | None = None,
 ) -> Draws:
-    count = _DRAWS if method.thinning is None else NUM_DRAWS
+    count = SIMULATIONS.draws if method.thinning is None else SIMULATIONS.ranked
     steps = Steps(count, method.warmup_steps or 0, thinning)
     return stack.run(warm.kernel, warm.positions, steps, coordinates=warm.coordinates, last=last)
 

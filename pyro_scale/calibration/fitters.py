@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.calibration import chains
-from pyro_scale.calibration.chains import LEAST_ESS, NUM_DRAWS, Sampled, effective
+from pyro_scale.calibration.chains import Sampled, effective
 from pyro_scale.calibration.modes import find_modes
 from pyro_scale.calibration.stack import Stack
 from pyro_scale.calibration.warm_up import Lengths
@@ -25,11 +25,10 @@ from pyro_scale.exact.nutpie_api import Settings
 from pyro_scale.model.log_posterior import MOST_STARTS
 from pyro_scale.model.preflight import InitFunction
 from pyro_scale.posterior.gaussians import Fit
+from pyro_scale.tuning.policy import SIMULATIONS
 
-#: Draws of NUTS, at first, and times that there are twice as many until they are enough.
-_NUTS_DRAWS, _MOST_DOUBLINGS, _MOST_SLOW = 400, 4, 0.01
 #: Letters of what a failure says.
-_LONGEST = 200
+_MOST_LETTERS = 200
 
 
 class Fitter(Protocol):
@@ -117,29 +116,29 @@ class StackedNUTS:
         )
         numbers = torch.arange(stack.num_chains)
         own = [density.on(stack.arguments(number)) for number in numbers]
-        count = _NUTS_DRAWS if lengths is None else _NUTS_DRAWS * lengths.thinning
-        for doublings in range(_MOST_DOUBLINGS + 1):
+        count = SIMULATIONS.draws if lengths is None else SIMULATIONS.draws * lengths.thinning
+        for doublings in range(SIMULATIONS.doublings_of_nuts + 1):
             settings = Settings(
                 count, self.warmup_steps, self.max_depth, self.target_accept, self.low_rank
             )
             draws = sample_each(own, self.by_pointer, starts, settings, stack.seeds, stack.bar)
             log_joint = draws.sample_stats["lp"]
             ess = effective(torch.cat([draws.positions, log_joint[..., None]], -1))
-            few = int((ess < LEAST_ESS).sum())
+            few = int((ess < SIMULATIONS.least_ess).sum())
             if (
-                few <= _MOST_SLOW * stack.num_chains + (lengths is None)
-                or doublings == _MOST_DOUBLINGS
+                few <= SIMULATIONS.slow * stack.num_chains + (lengths is None)
+                or doublings == SIMULATIONS.doublings_of_nuts
             ):
                 break
             count *= 2
-        every = count // NUM_DRAWS
+        every = count // SIMULATIONS.ranked
         diverging = draws.sample_stats["diverging"].sum(1)
         return Sampled(
             positions=draws.positions[:, every - 1 :: every].to(starts),
             ess=ess,
-            enough=LEAST_ESS,
+            enough=SIMULATIONS.least_ess,
             failed={},
-            lengths=Lengths(thinning=count // _NUTS_DRAWS),
+            lengths=Lengths(thinning=count // SIMULATIONS.draws),
             steps={"warm-up": self.warmup_steps, "draws": count},
             facts={
                 "divergent": int(diverging.sum()),
@@ -175,16 +174,17 @@ class StackedFit:
         for chain, seed in enumerate(stack.seeds):
             state = pytree.tree_map(lambda leaf, i=chain: leaf[i], draws.state)
             fit = self.fit_of(state, values, seed)
-            drawn.append(torch.cat(list(fit.draws(fit.seeded_noise(NUM_DRAWS, seed)).blocks())))
+            noise = fit.seeded_noise(SIMULATIONS.ranked, seed)
+            drawn.append(torch.cat(list(fit.draws(noise).blocks())))
         positions = torch.stack(drawn)
         failed = {each.chain: f"not finite after step {each.step:,}" for each in draws.failures}
         positions[list(failed)] = torch.nan
-        ess = torch.full((stack.num_chains,), float(NUM_DRAWS), dtype=torch.float64)
+        ess = torch.full((stack.num_chains,), float(SIMULATIONS.ranked), dtype=torch.float64)
         ess[list(failed)] = 0
         return Sampled(
             positions=positions,
             ess=ess,
-            enough=NUM_DRAWS / 2,
+            enough=SIMULATIONS.ranked / 2,
             failed=failed,
             lengths=Lengths(),
             steps={"optimizer": self.num_steps},
@@ -214,26 +214,26 @@ class OneByOne:
 
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
         positions, ess, failed = list[Tensor](), list[float](), dict[int, str]()
-        count, modes = NUM_DRAWS, self._modes(stack)
+        count, modes = SIMULATIONS.ranked, self._modes(stack)
         for number, seed in enumerate(stack.seeds):
             drawn, is_independent = None, False
             try:
                 arguments = stack.arguments(torch.tensor(number))
                 drawn, is_independent = self.run(arguments, seed, modes[number])
             except (PyroScaleError, RuntimeError, ValueError) as error:
-                failed[number] = " ".join(format(error).split())[:_LONGEST]
+                failed[number] = " ".join(format(error).split())[:_MOST_LETTERS]
                 if len(failed) == stack.num_chains:  # it is the call
                     raise
             if drawn is None:
-                drawn = torch.full((1, NUM_DRAWS, stack.layout.size), torch.nan)
+                drawn = torch.full((1, SIMULATIONS.ranked, stack.layout.size), torch.nan)
             flat = drawn.flatten(0, 1)
             count = len(flat)
-            positions.append(flat[evenly(len(flat), NUM_DRAWS)])
+            positions.append(flat[evenly(len(flat), SIMULATIONS.ranked)])
             ess.append(len(flat) if is_independent else float(effective(drawn.double()).sum()))
         return Sampled(
             positions=torch.stack(positions),
             ess=torch.tensor(ess, dtype=torch.float64),
-            enough=min(LEAST_ESS, count / 2),
+            enough=min(SIMULATIONS.least_ess, count / 2),
             failed=failed,
             lengths=Lengths(),
             steps={},

@@ -12,11 +12,11 @@ from pyro_scale.core.warn import without_vmap_warnings
 
 #: Steps of Levenberg's and Marquardt's at most; the gain in nats that ends a search; the damping
 #: at first, and how it changes after a step that is taken or not.
-_MOST_STEPS, _NEAR, _DAMPING, _EASED, _DAMPED = 60, 1e-4, 0.1, 0.2, 5.0
+_SEARCH_STEPS, _GAIN_NATS, _DAMPING, _EASED, _DAMPED = 60, 1e-4, 0.1, 0.2, 5.0
 #: Curvatures below this part of the largest one count as that.
-_FLATTEST = 1e-6
+_LEAST_CURVATURE = 1e-6
 #: The least curvature, over the square of the slope.
-_STEEP = 1e-2
+_SLOPE_CURVATURE = 1e-2
 
 
 class Gaussians(NamedTuple):
@@ -43,15 +43,16 @@ def find_modes(stack: Stack, starts: Tensor) -> Gaussians:
     damping = torch.full((stack.num_chains,), _DAMPING, dtype=torch.float64)
     value, slope, curvature = look(stack, position)
     found = torch.zeros(stack.num_chains, dtype=torch.bool)
-    for _ in range(_MOST_STEPS):
+    for _ in range(_SEARCH_STEPS):
         own = curvature.diagonal(dim1=1, dim2=2).abs()
-        own = torch.maximum(own, _STEEP * slope.square())  # where it is flat, an sd is no distance
+        # where it is flat, an sd is no distance
+        own = torch.maximum(own, _SLOPE_CURVATURE * slope.square())
         units = torch.where(own > 0, own, 1.0).rsqrt()
         scaled = units[:, :, None] * curvature * units[:, None]
         lengths, axes = torch.linalg.eigh(scaled)
         along = (axes.mT @ (units * slope)[..., None])[..., 0]
         gain = (along.square() / lengths.clamp(min=1e-12)).sum(-1) / 2
-        found = (lengths[:, 0] > 0) & (gain < _NEAR)
+        found = (lengths[:, 0] > 0) & (gain < _GAIN_NATS)
         if bool(found.all()):
             break
         shift = damping + (-lengths[:, 0]).clamp(min=0) * 1.5
@@ -104,6 +105,6 @@ def positive(curvature: Tensor) -> Tensor:
     scaled = curvature / units[..., :, None] / units[..., None, :]
     lengths, axes = torch.linalg.eigh(scaled)
     lengths = lengths.abs()
-    lengths = torch.maximum(lengths, _FLATTEST * lengths.amax(-1, keepdim=True))
+    lengths = torch.maximum(lengths, _LEAST_CURVATURE * lengths.amax(-1, keepdim=True))
     fixed = (axes * lengths[..., None, :]) @ axes.mT
     return fixed * units[..., :, None] * units[..., None, :]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: A panel's width and height in inches.
-_WIDTH, _HEIGHT = 2.6, 2.1
+_PANEL_WIDTH, _PANEL_HEIGHT = 2.6, 2.1
 #: Okabe and Ito's (2008) blue, vermilion and a gray: they differ for color-blind eyes as well.
 _INSIDE, _OUTSIDE, _BAND = "#0072B2", "#D55E00", "0.85"
 
@@ -44,7 +44,7 @@ def plot_ecdf_differences(
     """
     import matplotlib.pyplot as plt
 
-    size = _WIDTH * max(2, len(rows[0])), _HEIGHT * len(rows) + 0.9
+    size = _PANEL_WIDTH * max(2, len(rows[0])), _PANEL_HEIGHT * len(rows) + 0.9
     figure, axes = plt.subplots(
         len(rows),
         len(rows[0]),

@@ -8,7 +8,7 @@ from torch import Tensor
 from pyro_scale.metrics.uniformity import ecdf_counts, holm, rank_coverage, uniformity_p_values
 
 #: Intervals whose coverage is shown.
-_LEVELS = 0.5, 0.8, 0.95
+_COVERAGE_LEVELS = 0.5, 0.8, 0.95
 
 
 def scores(
@@ -38,7 +38,7 @@ def scores(
         "z_score_sd": (z_scores - z_score).square().nanmean(0).sqrt(),
         "contraction": contraction.masked_fill(is_of_data, torch.nan),
     }
-    for level in _LEVELS:
+    for level in _COVERAGE_LEVELS:
         columns[f"coverage_{100 * level:.0f}"] = rank_coverage(ranks, num_draws, level)
     return columns
 

@@ -19,27 +19,8 @@ from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.kernels import Kernel
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.rng.streams import RefinedNoise
-from pyro_scale.tuning.pilot import LEAST_PILOT, bias_of
-
-#: Steps of the first window, each of which is twice as long as the one before, and their number.
-FIRST_WINDOW, MOST_WINDOWS = 256, 7
-#: Draws of a window or a pilot, and the part of a window that is left out.
-_DRAWS, _LEFT_OUT = 256, 0.25
-#: Halves of a chain agree below this, and a geometry is right where no sd changes by more than this
-#: factor beyond chance; in this part of the chains.
-_MOST_R_HAT, _MOST_CHANGE, MOST_CHAINS = 1.1, 1.25, 0.75
-#: By how much a window may change a direction's sd.
-_LARGEST_CHANGE = 3.0
-#: Nats below the best draw, for each dimension and in all, where a posterior is not.
-_NATS_EACH, _NATS = 10.0, 20.0
-#: How far chains start from the mode in its Gaussian's sds; nats below it, for each dimension and
-#: in all, at which none starts; times that a start is moved to halfway.
-_DISPERSION, _DEEP_EACH, _DEEP, _MOST_HALVINGS = 2.0, 4.0, 10.0, 40
-#: Draws of each chain at which the curvature is looked at.
-_LOOKS = 2
-#: Autocorrelation times of a pilot, its draws, and what a step may be multiplied by.
-_TIMES, _PILOT_DRAWS, _SHORTEST, _LONGEST = 60.0, 512, 0.4, 0.8
-_MOST_PILOTS = 4
+from pyro_scale.tuning.pilot import bias_of
+from pyro_scale.tuning.policy import GEOMETRY, PILOTS, SINGLE_PILOTS, SINGLE_WARM_UP, WARM_UP
 
 Kind = Literal["dense", "diag"]
 
@@ -57,7 +38,7 @@ class Lengths:
 
     windows: int = 0
     pilots: int = 0
-    pilot: int = LEAST_PILOT
+    pilot: int = PILOTS.least
     thinning: int = 1
 
 
@@ -91,6 +72,11 @@ class Warm:
             level=None if self.level is None else self.level[chains],
         )
 
+    def after(self, steps: int, **lengths: int) -> Warm:
+        """After so many more steps of each chain, with what they showed of the stages' lengths."""
+        shown = dataclasses.replace(self.lengths, **lengths)
+        return dataclasses.replace(self, steps=self.steps + steps, lengths=shown)
+
     def with_factors(self, chains: Tensor, own: Warm) -> Warm:
         """With the step sizes that some of the chains have by now."""
         if self.coordinates is None or own.coordinates is None:
@@ -123,9 +109,9 @@ def start_at_modes(stack: Stack, kernel: Kernel, starts: Tensor, kind: Kind) -> 
     coordinates = Coordinates(whitening, torch.ones(stack.num_chains, dtype=starts.dtype))
     size = starts.shape[1]
     away = torch.stack([_noise(seed, size) for seed in stack.seeds]).to(starts)
-    away = _DISPERSION * away / units
-    lowest = gaussians.value - (_DEEP_EACH * size + _DEEP)
-    for _ in range(_MOST_HALVINGS):
+    away = GEOMETRY.dispersion * away / units
+    lowest = gaussians.value - GEOMETRY.depth(size)
+    for _ in range(GEOMETRY.halvings):
         params = coordinates.mapped("to_params", away)
         deep = ~(stack.log_joints(params).double() > lowest)
         if not bool(deep.any()):
@@ -147,22 +133,18 @@ def move_in_windows(
         adapts: whether coordinates are learned.
         adapts_lr: whether a chain's step size may be shortened.
     """
-    most = MOST_WINDOWS if lengths is None else lengths.windows
+    most = WARM_UP.most_windows if lengths is None else lengths.windows
     for number in range(most):
-        length = FIRST_WINDOW * 2**number
-        every = max(1, length // _DRAWS)
+        length = WARM_UP.first_window * 2**number
+        every = max(1, length // WARM_UP.draws)
         steps = Steps(length // every, 0, every)
         draws = stack.run(
             warm.kernel, warm.positions, steps, (Purpose.WINDOW, number), warm.coordinates
         )
         warm, times, agree = _learn(stack, warm, draws, adapts, adapts_lr)
         thinning = math.ceil(float(times.quantile(0.95)) * every)
-        warm = dataclasses.replace(
-            warm,
-            steps=warm.steps + length,
-            lengths=dataclasses.replace(warm.lengths, windows=number + 1, thinning=thinning),
-        )
-        if lengths is None and float(agree.double().mean()) >= MOST_CHAINS:
+        warm = warm.after(length, windows=number + 1, thinning=thinning)
+        if lengths is None and float(agree.double().mean()) >= WARM_UP.most_chains:
             break
     return warm
 
@@ -178,10 +160,10 @@ def shorten_steps(stack: Stack, warm: Warm, order: int, lengths: Lengths | None)
         lengths: how many pilots, and how long; None goes on until most chains need no shorter step.
     """
     assert warm.coordinates is not None
-    wanted = max(LEAST_PILOT, math.ceil(_TIMES * warm.lengths.thinning))
+    wanted = max(PILOTS.least, math.ceil(PILOTS.times * warm.lengths.thinning))
     length = wanted if lengths is None else lengths.pilot
-    most = _MOST_PILOTS if lengths is None else lengths.pilots
-    every = max(1, length // _PILOT_DRAWS)
+    most = SINGLE_PILOTS.most if lengths is None else lengths.pilots
+    every = max(1, length // PILOTS.draws)
     for number in range(most):
         stage = Purpose.PILOT, number
         steps = Steps(length // every, 0, every)
@@ -192,16 +174,10 @@ def shorten_steps(stack: Stack, warm: Warm, order: int, lengths: Lengths | None)
             warm.coordinates, factor=warm.coordinates.factor * factor.to(warm.positions)
         )
         thinning = math.ceil(float((times * every / factor).quantile(0.95)))
-        warm = dataclasses.replace(
-            warm,
-            positions=last_positions(stack, warm, own),
-            coordinates=coordinates,
-            steps=warm.steps + 3 * length,
-            lengths=dataclasses.replace(
-                warm.lengths, pilots=number + 1, pilot=length, thinning=thinning
-            ),
-        )
-        if lengths is None and float((factor == 1).double().mean()) >= MOST_CHAINS:
+        positions = last_positions(stack, warm, own)
+        warm = dataclasses.replace(warm, positions=positions, coordinates=coordinates)
+        warm = warm.after(3 * length, pilots=number + 1, pilot=length, thinning=thinning)
+        if lengths is None and float((factor == 1).double().mean()) >= WARM_UP.most_chains:
             break
     return warm
 
@@ -216,8 +192,8 @@ def are_sound(stack: Stack, warm: Warm, draws: Draws) -> Tensor:
     sound = draws.positions.isfinite().all(-1).all(-1) & values.isfinite().all(-1)
     if stack.batch_size is not None or warm.level is None:  # estimates of it scatter
         return sound
-    lowest = values[:, int(_LEFT_OUT * values.shape[1]) :].amin(1)
-    return sound & (lowest > warm.level - (_NATS_EACH * draws.positions.shape[-1] + _NATS))
+    lowest = values[:, int(WARM_UP.left_out * values.shape[1]) :].amin(1)
+    return sound & (lowest > warm.level - WARM_UP.depth(draws.positions.shape[-1]))
 
 
 def last_positions(stack: Stack, warm: Warm, draws: Draws) -> Tensor:
@@ -246,12 +222,10 @@ def _factors(
     pairs = zip(own.positions.double(), half.positions.double(), sound, strict=True)
     for one, other, is_sound in pairs:
         if not is_sound:
-            factors.append(_SHORTEST)
+            factors.append(PILOTS.shorter)
             times.append(1.0)
             continue
-        bias = bias_of(one[None], other[None], order)
-        factor = bias.excess ** (-1 / order) if bias.excess > 1 else 1.0
-        factors.append(1.0 if factor == 1 else min(max(factor, _SHORTEST), _LONGEST))
+        factors.append(bias_of(one[None], other[None], order).factor(order))
         times.append(float(autocorrelation_time(one[None]).max()))
     return torch.tensor(factors, dtype=torch.float64), torch.tensor(times, dtype=torch.float64)
 
@@ -262,19 +236,19 @@ def _learn(
     """(Chains with what a window's draws say; draws per independent one, `[chains]`; whether each
     chain's halves agree, on the geometry that it was run with)."""
     z, sound = draws.positions.double(), are_sound(stack, warm, draws)
-    kept = z[:, int(_LEFT_OUT * z.shape[1]) :]
+    kept = z[:, int(WARM_UP.left_out * z.shape[1]) :]
     kept = torch.where(sound[:, None, None], kept, 0.0)
     times, r_hat = mixing_of(kept)
-    agree = sound & (r_hat < _MOST_R_HAT)
+    agree = sound & (r_hat < WARM_UP.most_r_hat)
     positions, coordinates = last_positions(stack, warm, draws), warm.coordinates
     if coordinates is None or not adapts:
         return dataclasses.replace(warm, positions=positions), times, agree
     count = kept.shape[1] / times.clamp(min=1)
     change, coordinates = _update(stack, coordinates, kept, count, sound)
-    agree &= change < _MOST_CHANGE
+    agree &= change < WARM_UP.most_change
     assert warm.coordinates is not None
     if adapts_lr:
-        looks = kept[:, torch.linspace(0, kept.shape[1] - 1, _LOOKS).round().long()]
+        looks = kept[:, torch.linspace(0, kept.shape[1] - 1, SINGLE_WARM_UP.looks).round().long()]
         at = warm.coordinates.mapped("to_params", looks.to(positions))
         stable = _stable_steps(stack, coordinates, at) / float(warm.kernel.lr)
         factor = torch.where(sound, stable.clamp(max=1.0), coordinates.factor / 2)
@@ -323,7 +297,7 @@ def _update(
         mixed = share[:, None, None] * covariance + (1 - share)[:, None, None] * eye
         mixed = torch.where(sound[:, None, None], mixed, eye)
         lengths, axes = torch.linalg.eigh(mixed)
-        bounded = lengths.clamp(_LARGEST_CHANGE**-2, _LARGEST_CHANGE**2)
+        bounded = lengths.clamp(WARM_UP.largest_change**-2, WARM_UP.largest_change**2)
         root = torch.linalg.cholesky((axes * bounded[:, None]) @ axes.mT)
         factor = old.whitening.factor.double() @ root
         whitening: DenseWhitening | DiagonalWhitening = DenseWhitening(
@@ -334,7 +308,7 @@ def _update(
         share, chance = count / (count + 2), torch.ones_like(count)
         lengths = share[:, None] * away.square().mean(1) + (1 - share)[:, None]
         lengths = torch.where(sound[:, None], lengths, 1.0)
-        bounded = lengths.clamp(_LARGEST_CHANGE**-2, _LARGEST_CHANGE**2)
+        bounded = lengths.clamp(WARM_UP.largest_change**-2, WARM_UP.largest_change**2)
         whitening = DiagonalWhitening(center, old.whitening.scale * bounded.sqrt().to(old.factor))
     chance = chance + 3 / count.sqrt()
     sds = lengths.clamp(min=1e-300).sqrt()

@@ -13,6 +13,7 @@ from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.online_moments import Moments
 from pyro_scale.core.validation import evenly
 from pyro_scale.core.warn import warn
+from pyro_scale.diagnostics.policy import MIXING
 from pyro_scale.errors import ArgumentError, CallError, ConvergenceWarning, PyroScaleError
 from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.recorder import LatentShapeChanged
@@ -22,29 +23,17 @@ from pyro_scale.posterior.like_run import check_like_run
 from pyro_scale.posterior.predictive import predictive_means
 from pyro_scale.posterior.site_rows import data_sites
 
-#: R-hat above which chains are said not to agree, given so many draws in all and of each chain
-#: (Vehtari et al. 2021 ask for an ESS of 400); and, as it may be chance, of fewer, but so many.
-_MOST_R_HAT, _MANY_DRAWS, _MANY_EACH = 1.05, 400, 50
-_MOST_OF_FEW, _FEWEST_EACH = 1.3, 20
-#: Elements of a variable that are looked at.
-_MOST_ELEMENTS = 200
-#: R-hat of a chain's halves up to which it is where it stays, if that of all is above the second.
-_STAYS, _APART = 1.1, 1.3
 #: What is said of chains that are apart.
 APART = (
     "each chain agrees with itself, so they are most likely in modes of their own, and no warm-up "
     "leads out: give the model one (an order, a sign), or start all chains in it (init_strategy=)"
 )
-#: The part of the proposals below which hardly any was accepted.
-_FEW_ACCEPTED = 0.05
-#: Chains that are many.
-_MANY_CHAINS = 20
 
 
 def some_elements(result: Result, name: str) -> Tensor:
     """Up to 200 elements of a site, evenly spread, `[chains, draws, some]`: ArviZ takes some
     milliseconds for each."""
-    return result.elements(name, evenly(result.shapes[name].numel(), _MOST_ELEMENTS))
+    return result.elements(name, evenly(result.shapes[name].numel(), MIXING.elements))
 
 
 def mixing(draws: Mapping[str, Tensor]) -> Any:
@@ -119,7 +108,7 @@ def mixing_of_predictions(result: Result, predict_at: Any) -> Any:
     chains, draws = result.positions.shape[:2]
     return mixing(
         {
-            f"{name}, predicted": value[:, evenly(value.shape[1], _MOST_ELEMENTS)]
+            f"{name}, predicted": value[:, evenly(value.shape[1], MIXING.elements)]
             .double()
             .reshape(chains, draws, -1)
             for name, value in means.items()
@@ -137,11 +126,11 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
         hot: whether its step is known to be too long, or was chosen.
     """
     chains, each = next(iter(result.sample_stats.values())).shape
-    few = chains < 2 or each < _FEWEST_EACH
+    few = chains < 2 or each < MIXING.few_each
     if few or result.attrs["temperature"] == 0:  # where chains are to end in different places
         return False
-    surely = each >= _MANY_EACH and chains * each >= _MANY_DRAWS
-    r_hat, most = table["r_hat"], _MOST_R_HAT if surely else _MOST_OF_FEW
+    surely = each >= MIXING.many_each and chains * each >= MIXING.many_draws
+    r_hat, most = table["r_hat"], MIXING.disagree if surely else MIXING.disagree_of_few
     unmixed = bool((r_hat > most).any())
     if unmixed:
         worst = r_hat.idxmax()
@@ -153,7 +142,7 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
         hint = ""
         if of_weights:
             hint = "; of a network, ask what its predictions do: diagnostics(predict_at=x)"
-        if chains >= _MANY_CHAINS and "superchains" not in result.attrs:
+        if chains >= MIXING.many_chains and "superchains" not in result.attrs:
             hint += "; many short chains say more with superchains="
         warn(
             ConvergenceWarning,
@@ -167,13 +156,13 @@ def are_apart(result: Result, name: str, r_hat: float) -> bool:
     """Whether the halves of each chain agree in a site, where chains do not, by their R-hat: each
     is in a place of its own then, and none on its way.  Not known of draws that were not kept, and
     no news of a network's weights."""
-    if result.online is not None or r_hat < _APART or _has_weights(result):
+    if result.online is not None or r_hat < MIXING.apart or _has_weights(result):
         return False
     half = result.positions.shape[1] // 2
-    if half < _FEWEST_EACH:
+    if half < MIXING.few_each:
         return False
     halves = some_elements(result, name)[:, : 2 * half].unflatten(1, (2, half))
-    return all(mixing({name: each})["r_hat"][name] < _STAYS for each in halves)
+    return all(mixing({name: each})["r_hat"][name] < MIXING.stays for each in halves)
 
 
 def warn_of_frozen(name: str, accepted: float = 1.0) -> bool:
@@ -182,7 +171,7 @@ def warn_of_frozen(name: str, accepted: float = 1.0) -> bool:
         "take larger steps, or data in float64 and without their mean, if its sd is near the steps "
         "of its dtype"
     )
-    if accepted < _FEW_ACCEPTED:
+    if accepted < MIXING.few_accepted:
         advice = f"{100 * accepted:.2g}% of the proposals were accepted: lower lr"
     warn(
         ConvergenceWarning,

@@ -9,17 +9,10 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.diagnostics.policy import EXPLOSION
 from pyro_scale.engine.draws import Draws, Failure
 from pyro_scale.posterior.draws import Result
 from pyro_scale.run.blame import WITHIN, Broken
-
-#: Distances from 0 in unconstrained space that chains only come to on their way to infinity.
-_EXPLODED = 1e15
-#: How many times too hot chains that run away are in the last quarter of a run, and how many times
-#: hotter than in the first, at least; and draws of a quarter, of all chains, to know it by.
-_HOT, _FEWEST = 300.0, 6
-#: Nats for each dimension by which the log joint falls, at least, where the step size is too long.
-_FALLEN = 100.0
 
 #: What is wrong where the log joint is not finite.
 NOT_A_DENSITY = "the log joint became NaN or infinite"
@@ -143,7 +136,7 @@ def explosion(result: Result) -> str | None:
     last = result.positions[torch.arange(result.num_chains), -1].abs().amax(0)
     far, runaway = int(last.argmax()), _runaway(result)
     site = result.layout.site_at(far)
-    if float(last[far]) >= _EXPLODED:
+    if float(last[far]) >= EXPLOSION.distance:
         message = f"site '{site}' has reached {float(last[far]):.2g}"
         message += " in unconstrained space"
     elif runaway is not None:
@@ -157,7 +150,7 @@ def explosion(result: Result) -> str | None:
     hint = "" if lr is None else f", {float(lr[0, -1]) / 3:.2g} instead of {float(lr[0, -1]):.2g}"
     advice = f"The step size is most likely above the stable range: pass a smaller lr{hint}"
     if log_joint is not None and (
-        float((log_joint[:, 0] - log_joint[:, -1]).max()) < _FALLEN * result.layout.size
+        float((log_joint[:, 0] - log_joint[:, -1]).max()) < EXPLOSION.fallen * result.layout.size
     ):
         advice = (
             "The log joint is no lower there than where chains came from, so the posterior may not "
@@ -181,12 +174,12 @@ def _runaway(result: Result) -> tuple[str, float] | None:
         return None
     heat = result.virial / result.sample_stats["temperature"].mean()
     quarter = heat.shape[1] // 4
-    if quarter * result.num_chains < _FEWEST:
+    if quarter * result.num_chains < EXPLOSION.fewest_draws:
         return None
     first, last = (
         part.flatten(0, 1).median(0).values.amax(-1)
         for part in (heat[:, :quarter], heat[:, -quarter:])
     )
-    grown = last.where(last > _HOT * first.clamp(min=1), 0)
+    grown = last.where(last > EXPLOSION.hot * first.clamp(min=1), 0)
     site = int(grown.argmax())
     return (result.log_posterior.latents[site], float(grown[site])) if grown[site] > 0 else None

@@ -21,7 +21,7 @@ from pyro_scale.run.run import RunPlan
 #: The variance at lr = 0 depends on the law, and that on it: so often is it put in again.
 _ROUNDS = 20
 #: Of a variance: the least part of it that is taken for the posterior's, and what is rounding.
-_LEAST, _ROUNDING = 0.01, 1e-6
+LEAST_VARIANCE, _ROUNDED_GAP = 0.01, 1e-6
 
 
 class Law(NamedTuple):
@@ -49,7 +49,7 @@ def law_of(plan: RunPlan, noise: Tensor, own: Tensor, coupled: Tensor) -> Law:
     half, temperature = {**values, "lr": values["lr"] / 2}, values["temperature"]
     mass = values.get("mass", torch.ones((), dtype=torch.float64)) * torch.ones_like(own)
     epoch = plan.problem.epoch(plan.sampling)
-    exact, least = coupled, _LEAST * own
+    exact, least = coupled, LEAST_VARIANCE * own
     gap = order = torch.full_like(own, torch.nan)
     for _ in range(_ROUNDS):
         precision = temperature / (exact * mass)  # in units where the mass is 1
@@ -58,7 +58,7 @@ def law_of(plan: RunPlan, noise: Tensor, own: Tensor, coupled: Tensor) -> Law:
         )
         bias = at_lr - temperature / precision
         gap = (at_lr - short) / at_lr
-        factor = torch.where(gap.abs() > _ROUNDING, bias / (at_lr - short), torch.nan)
+        factor = torch.where(gap.abs() > _ROUNDED_GAP, bias / (at_lr - short), torch.nan)
         order = torch.where(factor > 1, (factor / (factor - 1)).log2(), torch.nan)
         exact = (own - factor.nan_to_num(0.0) * (own - coupled)).maximum(least)
     return Law(gap, order)

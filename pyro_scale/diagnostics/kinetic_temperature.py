@@ -22,11 +22,11 @@ from pyro_scale.run.measurements import GradientNoise, Kinetic
 from pyro_scale.run.problem import Problem
 
 #: The flattest that a direction is taken for, as lr^2 L / m: below, momenta are those of free ones.
-_FLATTEST = 1e-6
+_FREE = 1e-6
 #: The least part of the temperature that draws are taken to have.
 _COLDEST = 0.1
 #: Elements at a time, for the processor's cache.
-_ELEMENTS = 2**13
+_ELEMENTS_AT_ONCE = 2**13
 
 
 def kinetic(
@@ -91,7 +91,7 @@ def _expect(engine: Engine, values: Mapping[str, Tensor], precision: Tensor) -> 
     if kernel.theory is None:
         return torch.full_like(precision, torch.nan)
     values = engine.latent_values(values)
-    blocks = torch.arange(len(precision)).split(_ELEMENTS)
+    blocks = torch.arange(len(precision)).split(_ELEMENTS_AT_ONCE)
     parts = [slice(int(block[0]), int(block[-1]) + 1) for block in blocks]
     return torch.cat([_of_some(kernel, _at(values, part), precision[part]) for part in parts])
 
@@ -106,7 +106,7 @@ def _of_some(kernel: Kernel, values: Mapping[str, Tensor], precision: Tensor) ->
     assert kernel.theory is not None
     settled = kernel.theory.linearize(kernel, values, torch.zeros_like(precision))
     steepness = precision / values["mass"]  # in units where the mass is 1
-    steepness = steepness.maximum(_FLATTEST / values["lr"].square() * torch.ones_like(steepness))
+    steepness = steepness.maximum(_FREE / values["lr"].square() * torch.ones_like(steepness))
     chain = GaussianChain.of(settled.kernel, settled.values, steepness)
     variance = chain.covariance(torch.zeros_like(steepness))[:, 1, 1]
     return torch.where(chain.stable, variance / values["temperature"], torch.nan)

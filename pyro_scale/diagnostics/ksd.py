@@ -23,7 +23,7 @@ from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.predictive import resample_equally
 
 #: Draws that are compared, unless the user asks for others.
-_DRAWS = 1000
+_COMPARED_DRAWS = 1000
 
 
 def ksd(result: Result, data: Data, num_samples: int | None, num_rows: int | None) -> float:
@@ -32,7 +32,7 @@ def ksd(result: Result, data: Data, num_samples: int | None, num_rows: int | Non
     if message := explosion(result):
         raise ArgumentError(f"ksd: {message}")
     if num_samples is None:
-        num_samples = min(_DRAWS, result.positions.shape[:2].numel())
+        num_samples = min(_COMPARED_DRAWS, result.positions.shape[:2].numel())
     drawn = resample_equally(result, num_samples)
     draws = torch.cat(list(drawn.blocks()))[
         :, drawn.layout.places(drawn.log_posterior.latents)

@@ -15,20 +15,13 @@ from pyro_scale.core.warn import warn
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.diagnostics.own_latents import own_latents
+from pyro_scale.diagnostics.policy import MIXING, WEIGHTS
 from pyro_scale.errors import ApproximationWarning, ArgumentError
 from pyro_scale.fullbatch.chunks import chunks_of, chunks_with
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.by_rank import Readers, readers_of
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.predictive import row_log_likelihood
-
-#: The shape of the weights' tail above which a row's estimate is not to be trusted, at most
-#: (Vehtari et al. 2024); with S draws it is 1 - 1/log10(S) where that is less.
-_MOST_K = 0.7
-#: Elements of the draws whose ESS says how far they are from independent ones.
-_ELEMENTS = 200
-#: Draws below which tails have no shape.
-_FEWEST_DRAWS = 20
 
 
 @dataclass(frozen=True)
@@ -91,8 +84,8 @@ def loo(result: Result, data: Data, num_rows: int | None, seed: int) -> Loo:
         why = f": site '{joint[0]}' is one joint density of all rows" if joint else ""
         raise ArgumentError(f"loo: the model has no data site with a value a row{why}")
     draws = result.positions.shape[:2].numel()
-    if draws < _FEWEST_DRAWS:
-        raise ArgumentError(f"loo: {draws} draws are too few to weigh: {_FEWEST_DRAWS} are needed")
+    if draws < (least := WEIGHTS.fewest_draws):
+        raise ArgumentError(f"loo: {draws} draws are too few to weigh: {least} are needed")
     with readers_of(result, "loo", data, num_rows=num_rows, seed=seed) as readers:
         near = chosen = None
         if num_rows is None:
@@ -155,7 +148,7 @@ def _warn_of_tails(result: Result, data: Data, pareto_k: Tensor, chosen: Tensor,
     """Warns of rows with heavy-tailed weights (Pareto k). Returns the cause as a sentence for the
     user, "" where it is not known."""
     draws = result.positions.shape[:2].numel()
-    most = min(_MOST_K, 1 - 1 / math.log10(max(draws, 11)))
+    most = min(WEIGHTS.pareto_k, 1 - 1 / math.log10(max(draws, 11)))
     is_heavy = ~(pareto_k <= most)  # NaN among them
     heavy = int(is_heavy.sum())
     if not heavy:
@@ -190,7 +183,7 @@ def _own_latents(result: Result, data: Data, heavy: Tensor, total: int) -> str:
 def _relative_ess(result: Result) -> float:
     """Draws' worth in independent ones, as a part of their number: the mean over elements."""
     chains, draws, size = result.positions.shape
-    every = max(1, -(-size // _ELEMENTS))
+    every = max(1, -(-size // MIXING.elements))
     if draws < 4 or chains * draws < 8:
         return 1.0
     import xarray

@@ -7,17 +7,13 @@ import math
 import torch
 
 from pyro_scale.diagnostics.finding import Finding, Verdict
+from pyro_scale.diagnostics.policy import MIXING
 from pyro_scale.posterior.draws import Result
 from pyro_scale.storage.lazy_draws import spread
 from pyro_scale.tuning.modes import Mode, Modes
 
-#: Draws of each chain that are looked at.
-_DRAWS = 500
-#: Draws that a mode must be worth before it is missed where there is none, and the part of the
-#: posterior from which on it surely is.
-_MISSED, _SURELY = 5.0, 0.05
 #: Modes of which it is said where they are.
-_SHOWN = 4
+_MODES_SHOWN = 4
 #: What to try.
 _ADVICE = "a model without the other modes (an order, a sign), or more chains (num_chains=8)"
 
@@ -33,7 +29,7 @@ def modes_seen(result: Result, modes: Modes) -> list[Finding]:
     if len(kept) < 2:
         return []
     gaussians = [mode.gaussian for mode in kept]
-    places = spread(result.positions, _DRAWS)
+    places = spread(result.positions, MIXING.draws_at_modes)
     chains = torch.arange(result.positions.shape[0])[:, None]
     draws = result.positions[chains, places].flatten(0, 1).double().cpu()
     evidence = torch.tensor([mode.log_evidence for mode in kept], dtype=torch.float64)
@@ -44,17 +40,17 @@ def modes_seen(result: Result, modes: Modes) -> list[Finding]:
     counts = torch.softmax(densities + evidence[:, None], 0).sum(1)
     shares = torch.softmax(evidence, 0)
     unseen = [place for place, count in enumerate(counts.tolist()) if count < 0.5]
-    missed = [place for place in unseen if len(draws) * float(shares[place]) > _MISSED]
+    missed = [place for place in unseen if len(draws) * float(shares[place]) > MIXING.missed_draws]
     elsewhere = [mode.gaussian for mode in modes.unvisited(result.num_chains)]
     never = [place for place, g in enumerate(gaussians) if any(g is each for each in elsewhere)]
     site, element = _where_they_differ(result, kept)
-    at = ", ".join(f"{_value(result, mode, site, element):.4g}" for mode in kept[:_SHOWN])
+    at = ", ".join(f"{_value(result, mode, site, element):.4g}" for mode in kept[:_MODES_SHOWN])
     below = ", ".join(f"{float(evidence[0] - each):.1f}" for each in evidence[1:])
     told = f"{len(kept)} modes, at {at}; the others have {below} nats less evidence"
     verdict: Verdict = "yes"
     if missed:
         most = max(float(shares[place]) for place in missed)
-        verdict = "no" if most > _SURELY else "unknown"
+        verdict = "no" if most > MIXING.missed else "unknown"
         told += f"; there is no draw at {len(missed)} of them"
     elif set(never) & set(unseen):
         verdict, told = "unknown", f"{told}; no chain started from {len(never)} of them"

@@ -6,13 +6,10 @@ from collections import Counter
 
 from pyro_scale.core.warn import warn
 from pyro_scale.diagnostics.convergence import APART, are_apart
+from pyro_scale.diagnostics.policy import MIXING
 from pyro_scale.errors import ConvergenceWarning
 from pyro_scale.metrics.nested_rhat import r_hat_of, variances
 from pyro_scale.posterior.draws import Result
-
-#: The part of the variance that starts may account for, R-hat's 1.05 squared less 1; and how often
-#: chains that have forgotten them may seem not to, by chance, in a site.
-_MOST, _FALSE_ALARMS = 0.1, 0.001
 
 
 def nested_r_hats(result: Result) -> list[float] | None:
@@ -57,10 +54,10 @@ def warn_of_remembered_starts(result: Result, hot: bool = False) -> bool:
     for name in result.log_posterior.latents:
         ratios = variances(result.samples[name][chains].double(), superchains)
         own = ratios.chains / each
-        level = _FALSE_ALARMS / own.numel()
+        level = MIXING.false_alarms / own.numel()
         most = float(f.isf(level, superchains - 1, superchains * (each - 1)))
         part = (ratios.superchains - own) / (ratios.chains + ratios.draws)
-        remembered = (part > _MOST) & (ratios.superchains > most * own)
+        remembered = (part > MIXING.remembered) & (ratios.superchains > most * own)
         if bool(remembered.any()):
             worst = float(r_hat_of(ratios)[remembered].max())
             lr = "" if hot else "a larger lr, "

@@ -13,7 +13,8 @@ from pyro_scale.diagnostics.temperature import virial
 from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.posterior.draws import Result
 from pyro_scale.run.run import Trajectory
-from pyro_scale.tuning.gradient_noise import NOISE_BATCHES, gradient_noise, warn_of_a_bad_anchor
+from pyro_scale.tuning.gradient_noise import gradient_noise, warn_of_a_bad_anchor
+from pyro_scale.tuning.policy import NOISE
 
 
 def measure(
@@ -37,7 +38,7 @@ def measure(
             warn_of_a_bad_anchor(noise)
             if values["temperature"] > 0:
                 variance = None if noise is None else noise.variance
-                heat = virial(*known, step + NOISE_BATCHES, variance)
+                heat = virial(*known, step + NOISE.draws, variance)
         except (Exception, KeyboardInterrupt) as raised:
             error = raised
     measured = dataclasses.replace(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import matrix_or_diagonal
 from pyro_scale.core.layout import Layout
+from pyro_scale.diagnostics.policy import WEIGHTS
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.distributed.shares import Share
 from pyro_scale.distributed.sums import Sums, Terms
@@ -23,17 +24,8 @@ from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import Result
 from pyro_scale.posterior.gaussians import Fit
 
-#: The shape of the weights' tail above which they, and so the fit, are not to be trusted
-#: (Vehtari et al. 2024).
-MOST_K = 0.7
-#: By how many of its sds the weights may move a fit's mean.
-MOST_SHIFT = 0.25
-#: How many times as wide as a fit the posterior may be.
-MOST_SPREAD = 1.5
 #: The weights' sd in nats that is rounding.
-_ROUNDING = 0.01
-#: The error of the log weights, in nats, that they may have for taking some of the rows.
-_MOST_ERROR = 0.2
+_ROUNDING_NATS = 0.01
 #: Evaluations of a row's log density that anybody who asks for weights is ready to wait for.
 _MOST_EVALUATIONS = 2**28
 
@@ -117,7 +109,7 @@ def psis(
     if bool((log_ratios.isnan() | (log_ratios == torch.inf)).any()):
         raise ArgumentError("psis: the log joint is NaN or infinite at some of the draws")
     log_weights, pareto_k = smooth(log_ratios - log_ratios.max())
-    pareto_k = pareto_k if error <= _MOST_ERROR else math.nan
+    pareto_k = pareto_k if error <= WEIGHTS.error else math.nan
     drawn_at = positions[:, fit.places].double().cpu()
     moved = log_weights.exp() @ drawn_at - drawn_at.mean(0)
     shift = float((moved.abs() / drawn_at.std(0)).max())
@@ -134,7 +126,7 @@ def rows_for(log_posterior: LogPosterior, size: int, draws: int, evaluations: in
     """
     if log_posterior.num_data * draws <= evaluations:
         return log_posterior.num_data
-    needed = math.ceil((size / _MOST_ERROR) ** 2)
+    needed = math.ceil((size / WEIGHTS.error) ** 2)
     if (
         is_row_wise(log_posterior)
         and needed < log_posterior.num_data
@@ -146,7 +138,7 @@ def rows_for(log_posterior: LogPosterior, size: int, draws: int, evaluations: in
 
 def smooth(log_ratios: Tensor) -> tuple[Tensor, float]:
     """(Pareto-smoothed log weights of weights that sum to one, `[draws]`, their tail's shape)."""
-    if not bool(log_ratios.std() > _ROUNDING):
+    if not bool(log_ratios.std() > _ROUNDING_NATS):
         return log_ratios - torch.logsumexp(log_ratios, 0), 0.0
     log_weights, pareto_k = arviz_api.psis(log_ratios[None], 1.0)
     return log_weights[0], float(pareto_k[0])

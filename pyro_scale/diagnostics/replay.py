@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: By how much a gradient grows within the last steps of a chain that runs away, and how much
 #: farther out than the start such a chain is.
-_GROWTH, _FAR = 100.0, 1e6
+_GROWTH, _FAR_FROM_START = 100.0, 1e6
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def _ran_away(
         before = max(sizes[: len(earlier)])
         growth[name] = sizes[-1] / before if before > 0 else 0.0
     start = max(float(value.abs().max()) for value in contents["start"].values())
-    is_far = float(finite[-1].position.double().abs().amax()) > _FAR * (1 + start)
+    is_far = float(finite[-1].position.double().abs().amax()) > _FAR_FROM_START * (1 + start)
     grown = [name for name, factor in growth.items() if factor > _GROWTH]
     if not grown and not is_far:
         return None

@@ -23,7 +23,7 @@ from pyro_scale.posterior.serialization import device_of, layout_of
 from pyro_scale.run.blame import Watched
 
 #: Half of a dtype's digits: another machine, and a compiled step, may round differently.
-_DIGITS = 0.5
+_SHARED_DIGITS = 0.5
 
 
 @dataclass(frozen=True)
@@ -151,14 +151,14 @@ def _size(evaluation: Any) -> float:
 def _alike(recorded: float, expected: float, size: float, layout: Layout) -> bool:
     if not math.isfinite(recorded) or not math.isfinite(expected):
         return not math.isfinite(recorded) and not math.isfinite(expected)
-    return abs(recorded - expected) <= torch.finfo(layout.dtype).eps ** _DIGITS * (1 + size)
+    return abs(recorded - expected) <= torch.finfo(layout.dtype).eps ** _SHARED_DIGITS * (1 + size)
 
 
 def _same(
     before: Any, after: Any, expected: Mapping[str, Tensor], num_latents: int, layout: Layout
 ) -> bool:
     """Whether a step led to where it led in the run; points go with all chains."""
-    tolerance = torch.finfo(layout.dtype).eps ** _DIGITS
+    tolerance = torch.finfo(layout.dtype).eps ** _SHARED_DIGITS
     for name, then in expected.items():
         old, new = getattr(before, name), getattr(after, name)
         if then.shape == (layout.size,):

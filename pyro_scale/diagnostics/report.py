@@ -19,21 +19,11 @@ from pyro_scale.diagnostics.convergence import (
 )
 from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.diagnostics.nested_rhat import nested_r_hats, warn_of_remembered_starts
+from pyro_scale.diagnostics.policy import MIXING, TEMPERATURE
 from pyro_scale.diagnostics.resolution import frozen_latents
 from pyro_scale.errors import BiasWarning
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import Result
-
-#: Above this, minibatches make the posterior visibly too wide (5% in standard deviations).
-_MOST_INFLATION = 1.1
-#: Standard errors beyond which a temperature is known to be wrong; draws below which there is none.
-_ERRORS, _FEWEST_DRAWS = 3.0, 50
-#: Moments of momenta, which are far apart, below which there is none.
-_FEWEST_MOMENTS = 16
-#: Chains from which on their means say how far off the mean of all is.
-_MANY_CHAINS = 20
-#: How often chance goes beyond three standard errors.
-_ONE_SIDED = 0.00135
 
 
 def diagnostics(result: Result, predict_at: Any = None) -> Any:
@@ -69,7 +59,7 @@ def diagnostics(result: Result, predict_at: Any = None) -> Any:
             table["minibatch_heating"] = [float(noise.inflation[place].max()) for place in places]
     if result.kinetic is not None:
         measured = result.kinetic.measured
-        errors = [standard_error(each, _FEWEST_MOMENTS) for each in measured.unbind(-1)]
+        errors = [standard_error(each, TEMPERATURE.fewest_moments) for each in measured.unbind(-1)]
         table["kinetic_temperature"] = measured.mean((0, 1)).tolist()
         table["kinetic_temperature_mcse"] = errors
         table["kinetic_temperature_expected"] = result.kinetic.expected.tolist()
@@ -94,7 +84,7 @@ def _warn(result: Result, table: Any, heat: list[_Heat], predicted: Any) -> None
     is_weighed = "lr_choice" in result.attrs or _is_settled(heat)
     if "minibatch_heating" in table and not is_weighed:
         inflation = float(table["minibatch_heating"].max())
-    hot = inflation > _MOST_INFLATION or any(each.is_hot for each in heat)
+    hot = inflation > TEMPERATURE.hot or any(each.is_hot for each in heat)
     momenta = [] if hot or "kinetic_temperature" not in table else _hot_momenta(table)
     no_longer = hot or bool(momenta) or "lr_choice" in result.attrs
     if frozen := frozen_latents(result) if result.online is None else []:
@@ -110,13 +100,13 @@ def _warn(result: Result, table: Any, heat: list[_Heat], predicted: Any) -> None
         _warn_of_momenta(result, table, momenta)
 
 
-def standard_error(series: Tensor, least: int = _FEWEST_DRAWS) -> float:
+def standard_error(series: Tensor, least: int = TEMPERATURE.fewest_draws) -> float:
     """The Monte Carlo standard error of the mean of `[chains, draws]`, NaN of fewer draws than
     `least`: of many chains from their own means, of few by ArviZ's effective draws."""
     chains, draws = series.shape
     if chains * draws < least:
         return math.nan
-    if chains >= _MANY_CHAINS:
+    if chains >= MIXING.many_chains:
         return float(series.mean(1).std()) / chains**0.5
     if draws < 4:
         return math.nan
@@ -125,7 +115,7 @@ def standard_error(series: Tensor, least: int = _FEWEST_DRAWS) -> float:
 
 def errors_of_the_worst(count: int) -> float:
     """Standard errors within which the worst of so many elements is, as one is within three."""
-    return -NormalDist().inv_cdf(_ONE_SIDED / count)
+    return -NormalDist().inv_cdf(TEMPERATURE.one_sided / count)
 
 
 class _Heat(NamedTuple):
@@ -148,17 +138,17 @@ class _Heat(NamedTuple):
     @property
     def is_hot(self) -> bool:
         """Whether it is known to be too high."""
-        return self.mean - self.most * self.error > _MOST_INFLATION
+        return self.mean - self.most * self.error > TEMPERATURE.hot
 
     @property
     def is_cold(self) -> bool:
         """Whether it is known to be too low."""
-        return self.mean + self.most * self.error < 2 - _MOST_INFLATION
+        return self.mean + self.most * self.error < 2 - TEMPERATURE.hot
 
     @property
     def is_right(self) -> bool:
         """Whether it is known not to be off."""
-        return abs(self.mean - 1) + _ERRORS * self.error < _MOST_INFLATION - 1
+        return abs(self.mean - 1) + TEMPERATURE.errors * self.error < TEMPERATURE.hot - 1
 
 
 def _heat(result: Result) -> list[_Heat]:
@@ -171,7 +161,8 @@ def _heat(result: Result) -> list[_Heat]:
     for site, parts in zip(result.log_posterior.latents, relative.unbind(2), strict=True):
         chance = errors_of_the_worst(slices[site].stop - slices[site].start)  # it was picked
         whole, steepest = ((float(each.mean()), standard_error(each)) for each in parts.unbind(-1))
-        rows += [_Heat(site, "all", *whole, _ERRORS), _Heat(site, "steepest", *steepest, chance)]
+        rows.append(_Heat(site, "all", *whole, TEMPERATURE.errors))
+        rows.append(_Heat(site, "steepest", *steepest, chance))
     return rows
 
 
@@ -189,8 +180,8 @@ def _is_settled(heat: list[_Heat]) -> bool:
 
 def _hot_momenta(table: Any) -> list[str]:
     """Sites whose momenta are known to be too hot."""
-    least = table["kinetic_temperature"] - _ERRORS * table["kinetic_temperature_mcse"]
-    gap = _MOST_INFLATION - 1
+    least = table["kinetic_temperature"] - TEMPERATURE.errors * table["kinetic_temperature_mcse"]
+    gap = TEMPERATURE.hot - 1
     return [*table.index[least > table["kinetic_temperature_expected"] + gap]]
 
 
@@ -240,7 +231,7 @@ def warn_of_the_temperature(result: Result, heat: list[_Heat], unmixed: bool) ->
 
 def warn_of_inflation(factor: float, result: Result) -> None:
     """Warns when minibatches make the posterior too wide."""
-    if factor > _MOST_INFLATION:
+    if factor > TEMPERATURE.hot:
         shuffled = result.attrs.get("sampling") != "replacement"
         anchored = result.gradient_noise is not None and result.gradient_noise.reduction is not None
         warn(
@@ -266,7 +257,7 @@ def _cooler(result: Result, factor: float) -> str:
     as SGLD's on a Gaussian.
     """
     if _what_heats(result) == "step-size":
-        return lower_lr(result, (1 - 1 / _MOST_INFLATION) / (1 - 1 / factor))
+        return lower_lr(result, (1 - 1 / TEMPERATURE.hot) / (1 - 1 / factor))
     return f"{_lower_lr(result, factor)}; where minibatches heat, raise batch_size"
 
 
@@ -280,7 +271,7 @@ def _what_heats(result: Result) -> Literal["step-size", "minibatch-heat"]:
 
 def _lower_lr(result: Result, factor: float) -> str:
     """What to do about a temperature that is so many times too high, to first order in lr."""
-    return lower_lr(result, (_MOST_INFLATION - 1) / (factor - 1))
+    return lower_lr(result, (TEMPERATURE.hot - 1) / (factor - 1))
 
 
 def lower_lr(result: Result, share: float) -> str:

@@ -26,16 +26,15 @@ from pyro_scale.core.layout import Layout, dtype_name
 from pyro_scale.core.validation import evenly
 from pyro_scale.diagnostics.convergence import some_elements
 from pyro_scale.diagnostics.finding import Finding, Verdict
+from pyro_scale.diagnostics.policy import MIXING
 from pyro_scale.posterior.draws import Result
 from pyro_scale.storage.lazy_draws import spread
-from pyro_scale.tuning.pilot import SD_TOLERANCE
+from pyro_scale.tuning.policy import TOLERANCE
 
 #: The part of draws' variance that may come from rounding.
-_MOST = 1 - 1 / (1 + SD_TOLERANCE) ** 2
-#: Draws of a chain, and elements of a site, that are looked at.
-_DRAWS, _ELEMENTS = 1000, 200
-#: Draws of a chain below which nothing is said of it.
-_FEWEST = 8
+_MOST_ROUNDED = 1 - 1 / (1 + TOLERANCE.sd) ** 2
+#: Draws of a chain that are looked at.
+_DRAWS_SEEN = 1000
 #: Lengths along which derivatives are taken, and by how much of the largest they may differ.
 _LENGTHS, _PROPORTIONAL = (1.0, math.e, math.e**2), 1e-2
 
@@ -48,7 +47,7 @@ def resolution(result: Result) -> list[Finding]:
     Args:
         result: of a run, not at temperature 0.
     """
-    if result.positions.shape[1] < _FEWEST:
+    if result.positions.shape[1] < MIXING.fewest_each:
         return []
     dtypes = dict(zip(result.layout.names, result.layout.dtypes, strict=True))
     found = []
@@ -59,7 +58,7 @@ def resolution(result: Result) -> list[Finding]:
         dtype = dtypes.get(name, values.dtype)
         own = _unconstrained(result, name) if name in dtypes else values[..., :0]
         still, rounding = _is_constant(values), _rounding(values, dtype)
-        if bool(still.any()) or bool((rounding > _MOST).any()):
+        if bool(still.any()) or bool((rounding > _MOST_ROUNDED).any()):
             chain = int(still.any(1).int().argmax())
             depends = _depends(result, name, chain)
             still, rounding = still & depends, torch.where(depends, rounding, 0)
@@ -69,7 +68,7 @@ def resolution(result: Result) -> list[Finding]:
             )
             continue
         widest = float(torch.cat([_rounding(own, dtype), rounding, rounding.new_zeros(1)]).max())
-        if widest > _MOST:
+        if widest > _MOST_ROUNDED:
             told = f"steps of {dtype_name(dtype)} are {(12 * widest) ** 0.5:.2g} sds of the draws"
             found.append(_finding(name, "no", told))
         elif name in dtypes and _rounds_moves(result, name):
@@ -85,7 +84,7 @@ def _finding(name: str, verdict: Verdict, told: str) -> Finding:
 
 def frozen_latents(result: Result) -> list[str]:
     """Latents with an unconstrained element that is the same in all draws of a chain."""
-    if result.attrs.get("temperature") == 0 or result.positions.shape[1] < _FEWEST:
+    if result.attrs.get("temperature") == 0 or result.positions.shape[1] < MIXING.fewest_each:
         return []
     latents = result.log_posterior.latents
     return [name for name in latents if bool(_is_constant(_unconstrained(result, name)).any())]
@@ -93,13 +92,13 @@ def frozen_latents(result: Result) -> list[str]:
 
 def _unconstrained(result: Result, name: str) -> Tensor:
     """Some draws of some elements of a latent, `[chains, some, elements]`."""
-    chains, places = torch.arange(result.num_chains)[:, None], spread(result.positions, _DRAWS)
+    chains, places = torch.arange(result.num_chains)[:, None], spread(result.positions, _DRAWS_SEEN)
     return result.positions[chains, places][..., _columns(result, name)]
 
 
 def _columns(result: Result, name: str) -> Tensor:
     place = result.layout.slices()[name]
-    return place.start + evenly(place.stop - place.start, _ELEMENTS)
+    return place.start + evenly(place.stop - place.start, MIXING.elements)
 
 
 def _is_constant(draws: Tensor) -> Tensor:
@@ -128,12 +127,12 @@ def _rounds_moves(result: Result, name: str) -> bool:
     if step is None or result.attrs.get("whitened") or step.shape[1] < 2:
         return False
     chains = torch.arange(result.num_chains)[:, None]
-    places = torch.arange(step.shape[1])[-_DRAWS:]
+    places = torch.arange(step.shape[1])[-_DRAWS_SEEN:]
     draws = result.positions[chains, places][..., _columns(result, name)].double()
     steps = step[:, places].diff(dim=1).double()[..., None]
     least = (draws.diff(dim=1) / steps).square().mean((0, 1))
     rounding = spacing(draws, result.layout.dtype).square().mean((0, 1)) / 12
-    return bool((rounding > _MOST * least).any())
+    return bool((rounding > _MOST_ROUNDED * least).any())
 
 
 def _depends(result: Result, name: str, chain: int) -> Tensor:
@@ -145,7 +144,7 @@ def _depends(result: Result, name: str, chain: int) -> Tensor:
     position = result.positions[chain, -1].double()
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(position.shape, generator=generator, dtype=torch.float64)
-    chosen = evenly(result.shapes[name].numel(), _ELEMENTS)
+    chosen = evenly(result.shapes[name].numel(), MIXING.elements)
 
     def slope(layout: Layout, length: float) -> Tensor:
         def value(position: Tensor) -> Tensor:

@@ -22,17 +22,13 @@ from pyro_scale.core.schedules import Cyclical
 from pyro_scale.core.warn import warn
 from pyro_scale.diagnostics.coupled_run import run_coupled
 from pyro_scale.diagnostics.divergence import explosion
-from pyro_scale.diagnostics.extrapolation import Law, law_of
+from pyro_scale.diagnostics.extrapolation import LEAST_VARIANCE, Law, law_of
 from pyro_scale.diagnostics.report import errors_of_the_worst, lower_lr, standard_error
 from pyro_scale.errors import ArgumentError, BiasWarning
 from pyro_scale.posterior.draws import Result
 from pyro_scale.run.run import RunPlan
+from pyro_scale.tuning.policy import TOLERANCE
 
-#: Biases above which a posterior is visibly off: of a standard deviation, over itself; of a mean,
-#: in posterior sds.
-_MOST_OF_SD, _MOST_OF_MEAN = 0.05, 0.1
-#: The least part of a variance that is taken for the posterior's.
-_LEAST = 0.01
 #: Places in an epoch from which on draws see enough of what shuffled batches heat on average: of 4
 #: a bias comes out 6% too large, of 2 about 30%.
 _ENOUGH_PLACES = 3
@@ -214,9 +210,9 @@ def _factor(order: Tensor) -> Tensor:
 def _extrapolate(ratio: Tensor, order: Tensor, in_variance: Tensor) -> Tensor:
     """A standard deviation over that at lr = 0, from the ratio of the variances at lr and lr/2;
     linear in the variance, or else in the precision."""
-    linear = 1 - _factor(order) * (1 - 1 / ratio.clamp(min=_LEAST))
+    linear = 1 - _factor(order) * (1 - 1 / ratio.clamp(min=LEAST_VARIANCE))
     in_precision = 1 + _factor(order) * (ratio - 1)
-    least = torch.full_like(ratio, _LEAST)
+    least = torch.full_like(ratio, LEAST_VARIANCE)
     inflation = torch.where(in_variance, 1 / linear.maximum(least), in_precision.maximum(least))
     return inflation.sqrt()
 
@@ -228,10 +224,10 @@ def _warn_of_the_worst(biases: Mapping[str, Bias], result: Result, plan: RunPlan
         """(How many times too large what is known to be, order of lr that it falls with)."""
         low, high = bias.sd_range
         of_sd = of_mean = 0.0
-        if low > 1 + _MOST_OF_SD or high < 1 - _MOST_OF_SD:
-            of_sd = abs(bias.sd - 1) / _MOST_OF_SD
-        if abs(bias.mean) - bias.mean_range > _MOST_OF_MEAN:
-            of_mean = abs(bias.mean) / _MOST_OF_MEAN
+        if low > 1 + TOLERANCE.sd or high < 1 - TOLERANCE.sd:
+            of_sd = abs(bias.sd - 1) / TOLERANCE.sd
+        if abs(bias.mean) - bias.mean_range > TOLERANCE.mean:
+            of_mean = abs(bias.mean) / TOLERANCE.mean
         return max((of_sd, bias.orders[1]), (of_mean, bias.orders[0]))
 
     worst = max(biases, key=lambda name: excess(biases[name])[0])

@@ -18,7 +18,7 @@ from pyro_scale.posterior.export import to_inference_data
 from pyro_scale.posterior.predictive import in_proportion
 
 #: A site of more elements is one row, unless it is named.
-_MOST_ELEMENTS = 100
+_LISTED_ELEMENTS = 100
 #: Of the quantiles that are shown of draws that were not kept.
 _LEVELS = 0.05, 0.5, 0.95
 
@@ -41,7 +41,7 @@ def summary(result: Result, var_names: list[str] | None) -> Any:
     chosen = slice(None) if weights is None else in_proportion(weights[0], weights.shape[1])
     shapes, tables = result.shapes, []
     for name in var_names or shapes:
-        if var_names is None and shapes[name].numel() > _MOST_ELEMENTS:
+        if var_names is None and shapes[name].numel() > _LISTED_ELEMENTS:
             table = _as_arviz_has_it(result, name, some_elements(result, name)[:, chosen])
             tables.append(_worst(table, name, shapes[name]))
             continue
@@ -83,7 +83,7 @@ def _of_moments(moments: Mapping[str, Moments], var_names: list[str] | None) -> 
         numbers = [found.mean, found.sd, *found.quantiles, found.ess, found.r_hat]
         values = torch.stack(numbers, -1).reshape(-1, len(columns)).numpy()
         table = pandas.DataFrame(values, index=places if shape else [name], columns=columns)
-        if var_names is None and len(table) > _MOST_ELEMENTS:
+        if var_names is None and len(table) > _LISTED_ELEMENTS:
             table = _worst(table, name, shape)
         tables.append(table)
     return pandas.concat(tables)[columns].round(3)

@@ -35,11 +35,11 @@ from pyro_scale.storage.lazy_draws import Positions, spread
 
 #: Draws whose gradients are taken: the most, the most times rows times D, and the least; and how
 #: many are enough to take all rows.
-_MOST, _MOST_WORK, _LEAST, _ENOUGH = 4000, 2**28, 256, 200
+_MOST_TAKEN, _MOST_WORK, _LEAST_TAKEN, _ENOUGH = 4000, 2**28, 256, 200
 #: Draws where the model goes one by one.
 _ONE_BY_ONE = 64
 #: Numbers of params and rows in memory at once, with some room for what is made of a row.
-_NUMBERS, _ROOM = 2**22, 64
+_NUMBERS_IN_MEMORY, _ROOM = 2**22, 64
 
 
 class Virial(NamedTuple):
@@ -86,8 +86,8 @@ def virial(
     chains = len(alive)
     batches, size = _fresh_batches(problem, batches)
     whole = isinstance(batches, WholeData)
-    work = size * layout.size
-    most = min(_MOST, max(_LEAST, _MOST_WORK // work)) if engine.vectorized else _ONE_BY_ONE
+    affordable = max(_LEAST_TAKEN, _MOST_WORK // (size * layout.size))
+    most = min(_MOST_TAKEN, affordable) if engine.vectorized else _ONE_BY_ONE
     each = max(1, most // chains)
     if not isinstance(problem.data, TensorData | OwnSubsamples):
         each = min(each, max(1, step // 10))  # no more reading than a tenth of the run's
@@ -154,4 +154,4 @@ def _together(problem: Problem, size: int, chains: int) -> int:
     """Draws of each chain that fit into memory at once, with so many rows for each."""
     leaves = rows.leaves(problem.data.first())
     width = sum(leaf[0].numel() for leaf in leaves) + _ROOM
-    return max(1, _NUMBERS // ((problem.engine.layout.size + size * width) * chains))
+    return max(1, _NUMBERS_IN_MEMORY // ((problem.engine.layout.size + size * width) * chains))

@@ -21,34 +21,17 @@ from pyro_scale.diagnostics.convergence import (
 from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.diagnostics.finding import Finding, Verdict
 from pyro_scale.diagnostics.modes_seen import modes_seen
+from pyro_scale.diagnostics.policy import MIXING, TEMPERATURE
 from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.diagnostics.run_report import Report
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.posterior.draws import Result
 from pyro_scale.run.blame import WITHIN
 from pyro_scale.tuning.choice import Choice
-from pyro_scale.tuning.pilot import MEAN_TOLERANCE, SD_TOLERANCE
+from pyro_scale.tuning.policy import TOLERANCE
 
-#: R-hat up to which chains agree, and above which they surely do not; the part of draws that must
-#: be effective; and the part of a site's draws that may be off by chance before they are few.
-_AGREE, _DISAGREE, _EFFECTIVE = 1.01, 1.05, 0.5
-#: Draws of a chain below which nothing is said of it.
-_FEWEST = 8
-#: Training rows whose predictions tell whether a network's chains agree.
-_PREDICTED = 200
-#: And in all, from which on chains surely disagree.
-_MANY = 400
-#: How often chance makes some element of a right run fail a check.
-_FAMILY_WISE = 0.01
 #: Of the temperature, where sds are within 5%.
-_TEMPERATURE = ((1 - SD_TOLERANCE) ** 2, (1 + SD_TOLERANCE) ** 2)
-#: Times a normal's that the standard error of a temperature is where too little is known of it.
-_WIDE = 2.0
-#: Times a normal's that the Monte Carlo error of an sd is where tails are heavy.
-_HEAVY = 2.0
-#: What minibatches may multiply the temperature by, and by what they surely do too much, as the
-#: factor is an estimate from some rows.
-_MOST_HEAT, _SURELY_HOT = 1.1, 1.25
+_TEMPERATURE = ((1 - TOLERANCE.sd) ** 2, (1 + TOLERANCE.sd) ** 2)
 
 
 def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
@@ -92,7 +75,7 @@ def report_on_exact(result: Result, num_samples: int) -> Report:
     exact = "exact on all rows, up to Monte Carlo error"
     findings = [
         *_length(result, num_samples),
-        *_mixing(result, _MANY, 0.0, "a larger num_samples="),
+        *_mixing(result, MIXING.many_draws, 0.0, "a larger num_samples="),
         *resolution(result),
         *_divergences(result),
     ]
@@ -142,7 +125,7 @@ def _with_advice(result: Result, findings: list[Finding]) -> list[Finding]:
 
 def _thinned_mixing(result: Result) -> list[Finding]:
     """That of draws whose thinning was chosen so that most of them are effective."""
-    enough = _EFFECTIVE * result.num_chains * result.positions.shape[1]
+    enough = MIXING.effective * result.num_chains * result.positions.shape[1]
     return _mixing(result, enough, enough / 2)
 
 
@@ -153,7 +136,7 @@ def _mixing(
     gets more of them."""
     sites = list(result.log_posterior.latents)
     chains, draws = result.positions.shape[:2]
-    if draws < _FEWEST:
+    if draws < MIXING.fewest_each:
         return [Finding("", "mixing", "unknown", f"{draws} draws a chain say nothing of it")]
     found = []
     for name in sites:
@@ -170,9 +153,10 @@ def _mixing(
             advice = APART
         if chains < 2:
             verdict, advice = "unknown", "num_chains=4: one chain alone cannot tell"
-        elif not r_hat <= _DISAGREE or not ess >= too_few:
-            verdict = "no" if chains * draws >= _MANY else "unknown"  # of few, it may be chance
-        elif r_hat > _AGREE or ess < enough:
+        elif not r_hat <= MIXING.disagree or not ess >= too_few:
+            # of few, it may be chance
+            verdict = "no" if chains * draws >= MIXING.many_draws else "unknown"
+        elif r_hat > MIXING.agree or ess < enough:
             verdict = "unknown"
         found.append(Finding(name, "mixing", verdict, told, advice))
         found += _tails(name, some)
@@ -186,7 +170,7 @@ def _tails(name: str, draws: Tensor) -> list[Finding]:
     count = squares.shape[0] * squares.shape[1] / autocorrelation_time(squares)
     heaviness = scatter / (2**0.5 * variance.clamp(min=1e-300))  # 1 of a normal
     error = heaviness / (2 * count) ** 0.5
-    heavy = (error > SD_TOLERANCE) & (heaviness > _HEAVY)
+    heavy = (error > TOLERANCE.sd) & (heaviness > TEMPERATURE.heavy)
     if not bool(heavy.any()):
         return []
     most = 100 * float(error[heavy].max())
@@ -200,20 +184,20 @@ def _agreement(result: Result) -> list[Finding]:
     equivalent modes."""
     advice = "nothing, if an ensemble will do; a larger warmup_steps= and thinning="
     check, arguments = "predictions", None if result.data is None else result.data.first()
-    if result.num_chains < 2 or result.positions.shape[1] < _FEWEST or arguments is None:
+    if result.num_chains < 2 or result.positions.shape[1] < MIXING.fewest_each or arguments is None:
         return [Finding("", check, "ensemble", "too few chains or draws to tell more", advice)]
     if isinstance(result.data, TensorData):
         arguments = result.data.arguments
-    places = evenly(rows.count(arguments) or 0, _PREDICTED)
+    places = evenly(rows.count(arguments) or 0, MIXING.predicted_rows)
     r_hat = float(mixing_of_predictions(result, rows.take(arguments, places)).r_hat.max())
     told = f"R-hat of {len(places)} training rows' predictions is {r_hat:.3f}"
-    verdict: Verdict = "yes" if r_hat < _DISAGREE else "ensemble"
+    verdict: Verdict = "yes" if r_hat < MIXING.disagree else "ensemble"
     return [Finding("", check, verdict, told, advice)]
 
 
 def _family_wise(count: int) -> float:
     """Standard errors that no element of so many goes beyond by chance."""
-    return -NormalDist().inv_cdf(_FAMILY_WISE / 2 / max(1, count))
+    return -NormalDist().inv_cdf(TEMPERATURE.family_wise / 2 / max(1, count))
 
 
 def _temperatures(result: Result) -> list[Finding]:
@@ -230,7 +214,7 @@ def _temperatures(result: Result) -> list[Finding]:
     far = _family_wise(sum(slices[n].stop - slices[n].start for n in latents))
     # a bar that is wider than the tolerance tells nothing, unless draws are but few
     draws = 1 if result.virial is None else result.virial.shape[0] * result.virial.shape[1]
-    too_wide = max((_TEMPERATURE[1] - 1) / 2, _WIDE * (2 / draws) ** 0.5)
+    too_wide = max((_TEMPERATURE[1] - 1) / 2, TEMPERATURE.wide * (2 / draws) ** 0.5)
     found = []
     for name in latents:
         mean, error = means[slices[name]], errors[slices[name]]
@@ -259,7 +243,7 @@ def _heating(result: Result, choice: Choice | None) -> list[Finding]:
         return []
     if choice is not None and choice.heat is not None:
         told = f"minibatches multiply the temperature by {1 + choice.heat:.3g} at most, by all rows"
-        verdict: Verdict = "yes" if 1 + choice.heat <= _MOST_HEAT else "no"
+        verdict: Verdict = "yes" if 1 + choice.heat <= TEMPERATURE.hot else "no"
         return [Finding("", "minibatch heat", verdict, told, "larger batches (batch_size=)")]
     noise = result.gradient_noise
     if noise is None or noise.inflation is None:
@@ -271,8 +255,8 @@ def _heating(result: Result, choice: Choice | None) -> list[Finding]:
     for name in result.log_posterior.latents:
         most = float(noise.inflation[slices[name]].max())
         told = f"minibatches multiply the temperature by up to {most:.3g}"
-        verdict = "yes" if most <= _MOST_HEAT else "unknown"
-        verdict = verdict if most <= _SURELY_HOT else "no"
+        verdict = "yes" if most <= TEMPERATURE.hot else "unknown"
+        verdict = verdict if most <= TEMPERATURE.surely_hot else "no"
         found.append(Finding(name, "minibatch heat", verdict, told, advice))
     return found
 
@@ -295,11 +279,10 @@ def _bias(result: Result, choice: Choice | None) -> list[Finding]:
         return [Finding("", "step size", "unknown", told, "another parametrization")]
     found, slices = [], result.layout.slices()
     for name in result.log_posterior.latents:
-        part = [each[slices[name]] for each in bias]
-        mean, mean_mcse, log_sd, log_sd_mcse = part
+        mean, mean_mcse, log_sd, log_sd_mcse = (each[slices[name]] for each in bias)
         far = _family_wise(len(bias.mean))
-        surely = (mean.abs() - far * mean_mcse > MEAN_TOLERANCE) | (
-            log_sd.abs() - far * log_sd_mcse > SD_TOLERANCE
+        surely = (mean.abs() - far * mean_mcse > TOLERANCE.mean) | (
+            log_sd.abs() - far * log_sd_mcse > TOLERANCE.sd
         )
         known = bias.is_known[slices[name]]
         place = int((log_sd.abs() + log_sd_mcse).argmax())

@@ -15,15 +15,8 @@ from pyro_scale.core.low_rank import LowRank
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
-from pyro_scale.diagnostics.psis import (
-    MOST_K,
-    MOST_SHIFT,
-    MOST_SPREAD,
-    Psis,
-    psis,
-    rows_for,
-    sums_at,
-)
+from pyro_scale.diagnostics.policy import WEIGHTS
+from pyro_scale.diagnostics.psis import Psis, psis, rows_for, sums_at
 from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ApproximationWarning, ArgumentError, DataError, NotRunError
@@ -290,7 +283,7 @@ class Approximation(Method):
         self._check_targets()
         proposed = self._draw(max(count, self.fit.num_starts * _PROPOSALS), seed)
         table = psis(self.fit, proposed)
-        if not table.pareto_k <= MOST_K:
+        if not table.pareto_k <= WEIGHTS.pareto_k:
             warn(ApproximationWarning, f"resample: {self._advise(table.pareto_k)}", code="pareto-k")
         source = None if seed is None else generator(seed, 0, Purpose.APPROXIMATION, block=2)
         weights = table.log_weights.exp()
@@ -346,9 +339,9 @@ class Approximation(Method):
         self._note(table)
         if reason is not None:
             return
-        if table.pareto_k > MOST_K:
+        if table.pareto_k > WEIGHTS.pareto_k:
             warn(ApproximationWarning, self._advise(table.pareto_k), code="pareto-k")
-        elif table.shift > MOST_SHIFT:
+        elif table.shift > WEIGHTS.shift:
             warn(
                 ApproximationWarning,
                 "the approximation does not fit the posterior: importance weights move its mean "
@@ -356,7 +349,7 @@ class Approximation(Method):
                 f"{self._denser}or a sampler such as BAOA",
                 code="pareto-k",
             )
-        elif table.spread > MOST_SPREAD:
+        elif table.spread > WEIGHTS.spread:
             warn(
                 ApproximationWarning,
                 "the approximation does not fit the posterior: it is too narrow, by the log joint "
@@ -368,8 +361,8 @@ class Approximation(Method):
         """What a bad k means, and what to do."""
         return (
             f"the approximation does not fit the posterior: Pareto k of its importance weights is "
-            f"{pareto_k:.2f}, above {MOST_K}: use {self._denser}another parametrization, or a "
-            "sampler such as BAOA, which may start from it (init_strategy=)"
+            f"{pareto_k:.2f}, above {WEIGHTS.pareto_k}: use {self._denser}another parametrization, "
+            "or a sampler such as BAOA, which may start from it (init_strategy=)"
         )
 
     @property

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.diagnostics.convergence import mixing, some_elements
+from pyro_scale.diagnostics.policy import MIXING
 from pyro_scale.diagnostics.report import is_off
 from pyro_scale.diagnostics.summary import weighted_moments
 from pyro_scale.errors import ArgumentError, NotRunError
@@ -29,8 +30,6 @@ from pyro_scale.posterior.site_rows import data_sites
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: R-hat below which chains are trusted, and exact ones as the truth.
-_MOST_R_HAT, _MOST_EXACT_R_HAT = 1.05, 1.01
 #: Of a mean, the sd below which draws are all the same.
 _ROUNDING = 1e-12
 
@@ -195,10 +194,10 @@ def _most_trusted(methods: Mapping[str, Method], rows: Mapping[str, Mapping[str,
             is_exact = method._results().attrs["temperature"] == 1 and not bool(
                 method._results().sample_stats["diverging"].any()
             )
-            return (-1, -row["ess"]) if is_exact and r_hat < _MOST_EXACT_R_HAT else (4, r_hat)
+            return (-1, -row["ess"]) if is_exact and r_hat < MIXING.agree else (4, r_hat)
         if not _is_at_temperature_1(method._results()) or is_off(method._results()):
             return 3, r_hat
-        return (0, -row["ess"]) if r_hat < _MOST_R_HAT else (1, r_hat)
+        return (0, -row["ess"]) if r_hat < MIXING.disagree else (1, r_hat)
 
     return min(methods, key=find_untrusted)
 

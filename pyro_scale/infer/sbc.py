@@ -50,6 +50,7 @@ from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 from pyro_scale.run.resume import digest_of
 from pyro_scale.tuning.plan import is_trained
+from pyro_scale.tuning.policy import GEOMETRY, SIMULATIONS
 
 From = Literal["prior", "posterior"]
 #: Fewer simulations tell nothing.
@@ -411,7 +412,7 @@ def _stacked(sampler: Sampler, stack: Stack, settings: Mapping[str, Any]) -> cha
     if is_cold or (kernel.adjusted and stack.batch_size is not None):
         return None
     kinds: dict[Any, Kind | None] = {None: None, "diag": "diag", "dense": "dense"}
-    kinds["auto"] = "dense" if stack.layout.size <= chains.MOST_DENSE else "diag"
+    kinds["auto"] = "dense" if stack.layout.size <= GEOMETRY.dense_single else "diag"
     asked = own.precondition
     if not (asked is None or isinstance(asked, str)) or asked not in kinds:
         return None
@@ -448,7 +449,7 @@ def _alone(
             known = {} if mode is None else {"mode": mode}
             own.run(arguments, seed=seed, progress=False, **known, **how, **settings)
             is_gaussian = isinstance(own, Approximation)
-            result = own._draw(chains.NUM_DRAWS, seed) if is_gaussian else own._draws()
+            result = own._draw(SIMULATIONS.ranked, seed) if is_gaussian else own._draws()
             draws = torch.stack(list(result.blocks()))
             return draws, is_gaussian or isinstance(own, SVGD)
 

@@ -19,6 +19,7 @@ from pyro_scale.data.loaders import to_device
 from pyro_scale.data.row_sampler import RowIndices, Sampling
 from pyro_scale.data.sources import Data, OwnSubsamples, TensorData
 from pyro_scale.distributed.ranks import ALONE, Ranks
+from pyro_scale.engine.draws import Draws
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, ModelWarning
 from pyro_scale.fullbatch.chunks import chunks_of, is_row_wise
@@ -136,6 +137,16 @@ class Problem:
     def with_engine(self, **changes: Any) -> Problem:
         """The same with another kernel or density."""
         return dataclasses.replace(self, engine=dataclasses.replace(self.engine, **changes))
+
+    def with_lr(self, lr: float) -> Problem:
+        """The same with another step size."""
+        return self.with_engine(kernel=dataclasses.replace(self.engine.kernel, lr=lr))
+
+    def moved_to(self, draws: Draws, chains: list[int]) -> Problem:
+        """The same, with some chains at the last of their draws."""
+        positions = self.positions.clone()
+        positions[chains] = draws.positions[chains, -1].to(positions)
+        return dataclasses.replace(self, positions=positions)
 
     def epoch(self, sampling: Sampling) -> int | None:
         """Batches that go through all rows once; None where none do, or a batch is all rows."""

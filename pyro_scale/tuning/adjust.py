@@ -8,7 +8,6 @@ about as lr^3, so that an acceptance that was seen says how much longer or short
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from statistics import NormalDist
@@ -22,17 +21,7 @@ from pyro_scale.kernels import BAOA, Kernel
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
-from pyro_scale.tuning.pilot import LEAST_PILOT
-
-#: The part of proposals that are to be accepted.  On six models of benchmarks/exact effective draws
-#: a gradient are flat between 0.8 and 0.9, or best at 0.9, and shorter steps go further into narrow
-#: places.
-TARGET = 0.9
-#: The factors by which a pilot may change the step size, and by which it may where it is settled:
-#: acceptances of 0.85 to 0.93.
-_SHORTER, _LONGER, _SETTLED = 0.25, 2.0, 1.15
-#: Pilots, at most; draws of one, a chain; steps in autocorrelation times, and at most.
-_MOST_PILOTS, _DRAWS, _TIMES, _LONGEST = 10, 512, 60.0, 2**15
+from pyro_scale.tuning.policy import ACCEPTANCE, PILOTS
 
 #: Runs chains: (problem, steps, seed) -> draws.
 Run = Callable[[Problem, Steps, int], Draws]
@@ -59,7 +48,7 @@ class Adjusted(NamedTuple):
         lr = float(self.problem.engine.kernel.lr)
         return (
             f"lr={lr:.3g} in whitened coordinates: {self.acceptance:.0%} of proposals were "
-            f"accepted (about {TARGET:.0%} are to be)"
+            f"accepted (about {ACCEPTANCE.target:.0%} are to be)"
         )
 
 
@@ -79,29 +68,29 @@ def adjust(problem: Problem, run: Run, stable: float, most_steps: int, budget: B
         most_steps: of each chain.
         budget: whose time may be over.
     """
-    total, length, accepted, time = 0, LEAST_PILOT, math.nan, math.inf
-    lr = min(first_lr(problem.engine.num_latents), _LONGER * stable)
-    for number in range(_MOST_PILOTS):
-        problem = problem.with_engine(kernel=dataclasses.replace(problem.engine.kernel, lr=lr))
-        every = max(1, length // _DRAWS)
+    total, length, accepted, time = 0, PILOTS.least, math.nan, math.inf
+    lr = min(first_lr(problem.engine.num_latents), ACCEPTANCE.longer * stable)
+    for number in range(ACCEPTANCE.most):
+        problem = problem.with_lr(lr)
+        every = max(1, length // ACCEPTANCE.draws)
         steps = Steps(length // every, 0, every)
         draws = run(problem, steps, derived_seed(problem.seed, number, Purpose.PILOT))
         if draws.error is not None:
             raise draws.error
         total += draws.num_steps
-        positions = problem.positions.clone()
-        positions[draws.finished] = draws.positions[draws.finished, -1].to(positions)
-        problem = dataclasses.replace(problem, positions=positions)
+        problem = problem.moved_to(draws, draws.finished)
         accepted = acceptance_rate(draws)
         time = _time(draws.positions[draws.finished][..., : problem.engine.num_latents]) * every
-        wanted = min(_LONGEST, math.ceil(_TIMES * time)) if math.isfinite(time) else length
-        is_settled = 1 / _SETTLED < _factor(accepted) < _SETTLED
+        wanted = length
+        if math.isfinite(time):
+            wanted = min(ACCEPTANCE.longest, math.ceil(ACCEPTANCE.times * time))
+        is_settled = 1 / ACCEPTANCE.settled < _factor(accepted) < ACCEPTANCE.settled
         if is_settled and length >= wanted:
             break
         longer = max(length, wanted) if is_settled else length
         if total + longer > most_steps or budget.is_over_for_all:
             break
-        if number < _MOST_PILOTS - 1:
+        if number < ACCEPTANCE.most - 1:
             length, lr = longer, next_lr(lr, accepted)
     return Adjusted(problem, total, accepted, time)
 
@@ -114,16 +103,16 @@ def acceptance_rate(draws: Draws) -> float:
 
 def first_lr(size: int) -> float:
     """The step size of the acceptance on a standard normal of so many dimensions."""
-    return _short((4 * _spread(TARGET) / size**0.5) ** (1 / 3))
+    return _short((4 * _spread(ACCEPTANCE.target) / size**0.5) ** (1 / 3))
 
 
 def next_lr(lr: float, accepted: float) -> float:
     """The step size after one at which such a part of proposals were accepted."""
-    return _short(lr * min(max(_factor(accepted), _SHORTER), _LONGER))
+    return _short(lr * min(max(_factor(accepted), ACCEPTANCE.shorter), ACCEPTANCE.longer))
 
 
 def _factor(accepted: float) -> float:
-    return float((_spread(TARGET) / _spread(accepted)) ** (1 / 3))
+    return float((_spread(ACCEPTANCE.target) / _spread(accepted)) ** (1 / 3))
 
 
 def _spread(accepted: float) -> float:

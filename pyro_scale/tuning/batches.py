@@ -9,10 +9,8 @@ from collections.abc import Callable
 from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.run.problem import Problem
-from pyro_scale.tuning.training import NETWORK_BATCH, is_network, is_small
-
-#: Rows that are few enough to take all of them at every step, and a batch of more.
-_FEW_ROWS, _BATCH = 20_000, 1024
+from pyro_scale.tuning.policy import TRAINING
+from pyro_scale.tuning.training import is_network, is_small
 
 
 def prepare_in_batches(
@@ -33,12 +31,13 @@ def prepare_in_batches(
     if data.batch_size is not None:  # a loader's
         return prepare(data)
     problem = None
-    if tunes and (data.num_data or 0) > _FEW_ROWS:
-        problem = _prepared(prepare, in_batches_of, _BATCH)
+    if tunes and (data.num_data or 0) > TRAINING.few_rows:
+        problem = _prepared(prepare, in_batches_of, TRAINING.batch)
     problem = problem or prepare(data)
     num_data = problem.log_posterior.num_data
-    if tunes and is_network(problem) and not is_small(problem) and num_data > NETWORK_BATCH:
-        problem = _prepared(prepare, in_batches_of, NETWORK_BATCH) or problem
+    size = TRAINING.network_batch
+    if tunes and is_network(problem) and not is_small(problem) and num_data > size:
+        problem = _prepared(prepare, in_batches_of, size) or problem
     # a model that subsamples by itself has batches of its own
     is_plain = isinstance(problem.data, TensorData)
     return dataclasses.replace(problem, chooses_batches=is_plain)

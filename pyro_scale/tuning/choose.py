@@ -26,8 +26,6 @@ from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.kernels import Kernel
-from pyro_scale.kernels.gaussian import GaussianChain
-from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.rng.streams import RefinedNoise
@@ -36,26 +34,16 @@ from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.adjust import adjust, without_adjustment
 from pyro_scale.tuning.choice import Asked, Choice, Simulate, lr_in_words
-from pyro_scale.tuning.geometry import SEARCHES_SHARE, with_geometry
-from pyro_scale.tuning.heat import (
-    FAR,
-    FAR_AT_FIRST,
-    center_of,
-    cool,
-    stays_cool,
-    with_anchor,
-    with_fewest_rows,
-)
+from pyro_scale.tuning.geometry import with_geometry
+from pyro_scale.tuning.heat import center_of, cool, stays_cool, with_anchor, with_fewest_rows
 from pyro_scale.tuning.modes import Modes
 from pyro_scale.tuning.no_start import what_to_try
-from pyro_scale.tuning.pilot import LEAST_PILOT, Pilot, pilot
-from pyro_scale.tuning.step_size import check_target
+from pyro_scale.tuning.pilot import Pilot, pilot
+from pyro_scale.tuning.policy import NOISE, PILOTS, SEARCH, STEP_SIZE, WARM_UP
+from pyro_scale.tuning.step_size import chain_at, check_target
 from pyro_scale.tuning.tune import with_known_noise
-from pyro_scale.tuning.windows import FIRST_WINDOW, NoStableStep, Window, warm_up
+from pyro_scale.tuning.windows import NoStableStep, Window, warm_up
 
-#: The step size in whitened coordinates: at most this, and none whose law of a standard normal has
-#: an sd that is off by more.
-_LONGEST_LR, _SD_BIAS = 0.5, 0.015
 #: What chains are whitened by, in words.
 _WORDS: dict[type, str] = {
     DenseWhitening: "a matrix",
@@ -63,8 +51,6 @@ _WORDS: dict[type, str] = {
     KroneckerWhitening: "Kronecker factors",
     LowRankWhitening: "elements and a few directions",
 }
-#: The friction in whitened coordinates: about that which lets all directions relax fastest.
-FRICTION = 1.0
 
 
 def choose(
@@ -87,7 +73,7 @@ def choose(
         problem = with_anchor(problem, asked, whole)
         problem = problem.with_engine(kernel=_kernel(problem.engine.kernel, asked))
         if asked.lr:
-            cooled = cool(problem, sampling, whole, FAR_AT_FIRST)
+            cooled = cool(problem, sampling, whole, NOISE.far_at_first)
             problem, passes["noise"] = cooled.problem, cooled.passes
         if asked.subtract_noise:
             problem = with_known_noise(problem, center_of(problem), sampling)
@@ -108,10 +94,10 @@ def choose(
         return (steps - budget.of_tuning.num_samples - reserve) // 2
 
     def for_pilots() -> int:
-        return max(3 * LEAST_PILOT, for_tuning(0))
+        return max(3 * PILOTS.least, for_tuning(0))
 
     _check(left_over(budget), problem, asked)
-    for_windows = max(FIRST_WINDOW, for_tuning(_for_pilots(asked)))
+    for_windows = max(WARM_UP.first_window, for_tuning(_for_pilots(asked)))
     kernel, adjusts = problem.engine.kernel, asked.lr and problem.engine.kernel.adjusted
     if adjusts:  # a chain that rejects all proposals would stay where it starts
         problem = problem.with_engine(kernel=_kernel(without_adjustment(kernel), asked))
@@ -136,15 +122,13 @@ def choose(
     elif asked.lr:
         if cooled is not None and problem.data.batch_size is not None:
             # what is noisy at first may not be so here, and the other way round
-            kernel = problem.engine.kernel
-            lr = min(longest_lr(kernel), window.stable_lr)
-            problem = problem.with_engine(kernel=dataclasses.replace(kernel, lr=lr))
+            problem = problem.with_lr(min(longest_lr(problem.engine.kernel), window.stable_lr))
             if not stays_cool(cooled, problem):
                 if problem.chooses_batches:
                     problem = problem.in_batches_of(most_rows)
                 if asked.anchor is True:
                     problem = with_anchor(problem, asked, whole)
-                cooled = cool(problem, sampling, whole, FAR)
+                cooled = cool(problem, sampling, whole, NOISE.far)
                 problem = cooled.problem
                 passes["noise"] += cooled.passes
         theory = problem.engine.kernel.theory
@@ -172,7 +156,7 @@ def choose(
 
 def _for_pilots(asked: Asked) -> int:
     """Steps of each chain that pilots take at least."""
-    return 3 * LEAST_PILOT if asked.lr else 0
+    return 3 * PILOTS.least if asked.lr else 0
 
 
 def _check(budget: Budget, problem: Problem, asked: Asked) -> None:
@@ -181,10 +165,11 @@ def _check(budget: Budget, problem: Problem, asked: Asked) -> None:
     Raises:
         ArgumentError: it says how much would do.
     """
-    most_steps, least = budget.steps(problem), FIRST_WINDOW + asked.num_samples + _for_pilots(asked)
+    most_steps = budget.steps(problem)
+    least = WARM_UP.first_window + asked.num_samples + _for_pilots(asked)
     if most_steps < least:
         rows = least * len(problem.positions) * rows_a_step(problem)
-        needed = math.ceil(rows / (1 - SEARCHES_SHARE)) + budget.spent
+        needed = math.ceil(rows / (1 - SEARCH.fraction)) + budget.spent
         spent = f" after {budget.spent:,} for the search for modes" if budget.spent else ""
         raise ArgumentError(
             f"max_rows={budget.most_rows(problem):,} is {most_steps:,} steps a chain{spent}, and "
@@ -281,7 +266,7 @@ def _reasons(
 def _kernel(kernel: Kernel, asked: Asked) -> Kernel:
     """With the friction of whitened coordinates, and the longest step size there."""
     if asked.friction and hasattr(kernel, "friction") and not kernel.adjusted:
-        own: dict[str, Any] = {"friction": FRICTION}
+        own: dict[str, Any] = {"friction": STEP_SIZE.friction}
         kernel = dataclasses.replace(kernel, **own)
     if asked.lr and not kernel.adjusted:
         kernel = dataclasses.replace(kernel, lr=longest_lr(kernel))
@@ -292,15 +277,11 @@ def longest_lr(kernel: Kernel) -> float:
     """The longest step size whose law on a standard normal has nearly its sd."""
     theory = kernel.theory
     assert theory is not None
-    one, none = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     for lr in torch.linspace(0, -3, 61, dtype=torch.float64):
-        length = min(_LONGEST_LR * 10 ** float(lr), theory.largest_lr)
-        values: Values = dataclasses.replace(kernel, lr=length).values(0)
-        values = {**values, "temperature": torch.ones((), dtype=torch.float64)}
-        settled, values, _ = theory.linearize(kernel, values, none)
-        chain = GaussianChain.of(settled, values, one)
+        length = min(STEP_SIZE.longest * 10 ** float(lr), theory.largest_lr)
+        chain = chain_at(kernel, length)
         if bool(chain.stable.all()):
-            sd = float(chain.covariance(none)[0, 0, 0]) ** 0.5
-            if abs(math.log(sd)) <= _SD_BIAS:
+            sd = float(chain.covariance(torch.zeros(1, dtype=torch.float64))[0, 0, 0]) ** 0.5
+            if abs(math.log(sd)) <= STEP_SIZE.sd_bias:
                 return float(f"{length:.3g}")
     raise ArgumentError("lr='auto': no step size samples a standard normal; pass a number for lr")

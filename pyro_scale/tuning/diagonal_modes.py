@@ -14,18 +14,9 @@ from pyro_scale.core.gaussian import Diagonal
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.tuning.modes import (
-    FLATTEST,
-    NATS,
-    NEARER,
-    SDS,
-    Check,
-    Mode,
-    Modes,
-    each_once,
-    in_order,
-)
+from pyro_scale.tuning.modes import Check, Mode, Modes, each_once, in_order
 from pyro_scale.tuning.no_start import what_to_try
+from pyro_scale.tuning.policy import SEARCH
 
 #: Passes of a search by L-BFGS, about.
 _LBFGS_PASSES = 100
@@ -88,7 +79,7 @@ def _search_diagonal(
     nearer to 0 where it leads to no mode: a scale that falls to 0 before what it multiplies has
     the right sign is on a plateau, which L-BFGS does not leave."""
     best, passes, num_data = None, 0, density.log_posterior.num_data
-    for shrinkage in NEARER:
+    for shrinkage in SEARCH.shrinkages:
         if check is not None:
             check(passes)
         if passes and passes >= most:
@@ -98,8 +89,9 @@ def _search_diagonal(
             run = density.lbfgs(start * shrinkage, "")
             curvature = -num_data * density.hessian_diagonal(run.position).double()
             passes += len(start)
-            least = FLATTEST * float(curvature.abs().max())
-            near = (num_data * run.slope.double()).square() <= SDS**2 * curvature.clamp(min=least)
+            least = SEARCH.flattest * float(curvature.abs().max())
+            slope, far = num_data * run.slope.double(), SEARCH.same_sds**2
+            near = slope.square() <= far * curvature.clamp(min=least)
             precision = curvature.abs().clamp(min=least)
             value = num_data * float(density.values(run.position[None])[0])
             end = _End(run.position, precision, value, bool(near.all()))
@@ -118,4 +110,4 @@ def _are_one(
     parts = torch.linspace(0, 1, _BETWEEN, dtype=way.dtype)[:, None].to(way.device)
     places = (one.gaussian.mean + parts * way).to(like)
     values = density.values(places).double() * density.log_posterior.num_data / temperature
-    return float(values.min()) > min(float(values[0]), float(values[-1])) - NATS
+    return float(values.min()) > min(float(values[0]), float(values[-1])) - SEARCH.same_nats

@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.engine.draws import Draws
-
-#: Standard errors within which a rise is known.
-_ERRORS = 2.0
-#: Parts of a quarter whose means tell the error of its own.
-_PARTS = 25
-#: A rise from one quarter of a run to the next that does not matter: nats, times the root of the
-#: dimensions.
-_SMALL = 0.1
+from pyro_scale.tuning.policy import TRAINING
 
 
 class EarlyStopping:
@@ -41,21 +34,22 @@ def has_converged(trace: Tensor, size: int) -> Tensor:
     quarter to its last, up or down, and has not got worse since its first; where noise hides it, it
     is not."""
     rise, error = _rise(trace, 2, 3)
-    return (rise.abs() + _ERRORS * error < _SMALL * size**0.5) & ~got_worse(trace, size)
+    is_small = rise.abs() + TRAINING.errors * error < TRAINING.small_change * size**0.5
+    return is_small & ~got_worse(trace, size)
 
 
 def still_rises(trace: Tensor, size: int) -> Tensor:
     """Whether each trace `[..., steps]` is known to rise by what matters from its third quarter to
     its last."""
     rise, error = _rise(trace, 2, 3)
-    return rise - _ERRORS * error > _SMALL * size**0.5
+    return rise - TRAINING.errors * error > TRAINING.small_change * size**0.5
 
 
 def got_worse(trace: Tensor, size: int) -> Tensor:
     """Whether each trace `[..., steps]` is known to fall by what matters from its first quarter to
     its last."""
     rise, error = _rise(trace, 0, 3)
-    return rise + _ERRORS * error < -_SMALL * size**0.5
+    return rise + TRAINING.errors * error < -TRAINING.small_change * size**0.5
 
 
 def _rise(trace: Tensor, one: int, other: int) -> tuple[Tensor, Tensor]:
@@ -71,7 +65,7 @@ def _rise(trace: Tensor, one: int, other: int) -> tuple[Tensor, Tensor]:
 
 def _square_error(part: Tensor) -> Tensor:
     """The square of the standard error of a mean over dependent steps, by means of its parts."""
-    parts = min(_PARTS, part.shape[-1])
+    parts = min(TRAINING.parts, part.shape[-1])
     length = part.shape[-1] // parts
     means = part[..., : parts * length].unflatten(-1, (parts, length)).mean(-1)
     return means.var(-1) / parts

@@ -23,23 +23,8 @@ from pyro_scale.tuning.diagonal_modes import find_diagonal_modes
 from pyro_scale.tuning.low_rank import with_axes
 from pyro_scale.tuning.many_rows import find_modes_of_many_rows
 from pyro_scale.tuning.modes import Modes, find_modes
-from pyro_scale.tuning.search_starts import MOST_SEARCHES, search_starts
-
-#: Dimensions up to which a matrix whitens, unless one is asked for.
-_DENSE = 500
-#: How far chains start from the mode, in its Gaussian's sds.
-_DISPERSION = 2.0
-#: Nats below the mode, for each dimension and in all, at which no chain starts.
-_DEEP_EACH, _DEEP = 4.0, 10.0
-#: Times that a start is moved to halfway from the mode, and the part of it that is then left.
-_MOST_HALVINGS = 40
-#: Rows of which all are looked at, at most and at least, and rows times dimensions, each of which a
-#: Hessian goes back through them for.
-_MOST_ROWS, _LEAST_ROWS, _MOST_WORK = 20_000, 2_000, 2**20
-#: The same of some of more rows, which tell the curvature away from the mode.
-_SOME_WORK = 2**16
-#: The part of a run's rows that searches for modes may take.
-SEARCHES_SHARE = 0.25
+from pyro_scale.tuning.policy import GEOMETRY, SEARCH
+from pyro_scale.tuning.search_starts import search_starts
 
 
 def with_geometry(
@@ -57,10 +42,11 @@ def with_geometry(
     Raises:
         ArgumentError: there is nowhere to start, or the time is over before it is found.
     """
-    affordable, few = (max(_LEAST_ROWS, w // whole.layout.size) for w in (_MOST_WORK, _SOME_WORK))
+    size = whole.layout.size
+    affordable, few = (max(GEOMETRY.least_rows, work // size) for work in GEOMETRY.work)
     density, num_data = whole, problem.log_posterior.num_data
-    if num_data > min(_MOST_ROWS, affordable):
-        density = whole.of_some_rows(min(_MOST_ROWS, few), problem.seed)
+    if num_data > min(GEOMETRY.most_rows, affordable):
+        density = whole.of_some_rows(min(GEOMETRY.most_rows, few), problem.seed)
     like = problem.positions
     modes, gaussian = None, asked.precondition
     temperature = float(problem.engine.kernel.values(0)["temperature"])
@@ -68,8 +54,8 @@ def with_geometry(
         ranks = problem.ranks
         own_clock = dataclasses.replace(budget, ranks=ALONE)  # searches differ in length
 
-        starts = search_starts(problem, density) if asked.starts else like[:MOST_SEARCHES]
-        most = SEARCHES_SHARE * budget.most_rows(problem) / num_data / len(starts)
+        starts = search_starts(problem, density) if asked.starts else like[: SEARCH.most]
+        most = SEARCH.fraction * budget.most_rows(problem) / num_data / len(starts)
         own = own_clock.check, ranks, most
         if _kind(gaussian, len(like[0])) == "dense":
             find = find_modes if density is whole else find_modes_of_many_rows
@@ -125,11 +111,11 @@ def whitened_by(problem: Problem, gaussian: Gaussian) -> Problem:
 def _kind(asked: Precondition, size: int) -> str:
     """The form of the geometry, of so many dimensions."""
     if asked == "auto":
-        return "dense" if size <= _DENSE else "low_rank"
+        return "dense" if size <= GEOMETRY.dense else "low_rank"
     if isinstance(asked, str):
         return asked
     if isinstance(asked, Dense):
-        return "dense" if size <= _DENSE else "diag"
+        return "dense" if size <= GEOMETRY.dense else "diag"
     return "as it is"
 
 
@@ -148,9 +134,9 @@ def _starts(
         source = generator(problem.seed, chain, Purpose.INIT, 1)
         noise = torch.randn(len(own.mean), generator=source, dtype=torch.float64)
         center = own.mean.to(positions)
-        away = _DISPERSION * (own.sample(noise) - own.mean).to(positions)
-        lowest = float(density.values(center[None])) - (_DEEP_EACH * len(away) + _DEEP) / num_data
-        for _ in range(_MOST_HALVINGS):
+        away = GEOMETRY.dispersion * (own.sample(noise) - own.mean).to(positions)
+        lowest = float(density.values(center[None])) - GEOMETRY.depth(len(away)) / num_data
+        for _ in range(GEOMETRY.halvings):
             with contextlib.suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
                 value, gradient = density.grad(center + away)
                 if float(value) > lowest and bool(torch.isfinite(gradient).all()):

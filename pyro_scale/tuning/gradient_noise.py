@@ -24,18 +24,16 @@ from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.run.measurements import GradientNoise
 from pyro_scale.run.problem import Problem
 from pyro_scale.storage.lazy_draws import Positions, spread
+from pyro_scale.tuning.policy import NOISE
 
 #: Rows times D, above which rows are not differentiated one by one.
-_MOST_NUMBERS = 2**28
+_MOST_GRADIENT_NUMBERS = 2**28
 #: Numbers on the way back from rows that are differentiated at once.
-AT_ONCE = 2**22
-#: Draws at which the noise of a run is estimated, at most and at least, and rows at each: variances
-#: have relative standard errors of 1.6% from 8,192 rows, if normal, and of 9% from 256.
-NOISE_BATCHES, _FEWEST_PLACES, _NOISE_ROWS = 128, 4, 64
+NUMBERS_AT_ONCE = 2**22
 #: Numbers in these rows' gradients, unless there are the fewest draws alone.
 _NOISE_NUMBERS = 2**24
 #: By how much a row's log likelihood may differ from its own in a batch.
-_ROUNDING = 1e-3
+_ROW_TOLERANCE = 1e-3
 #: One chain's batch: the model's arguments, and indices for one that subsamples by itself.
 OwnBatch = tuple[Arguments, Tensor | None]
 
@@ -62,7 +60,7 @@ def row_gradients(
     has_rows = any(rule.role == "rows" for rule in scaling.rules.values())
     first, indices = batches[0][0]
     size = (rows.count(first) if indices is None else None) or problem.batch_size
-    if not has_rows or size * layout.size > _MOST_NUMBERS:
+    if not has_rows or size * layout.size > _MOST_GRADIENT_NUMBERS:
         return None
     if singly is None:
         singly = takes_single_rows(problem, positions[0], first)
@@ -84,7 +82,7 @@ def row_gradients(
     pairs = [(position, *batch) for position, some in each_at for batch in some]
     row = layout.size + sum(leaf[0].numel() for leaf in rows.leaves(pairs[0][1]))
     # without single rows, every row's gradient goes back through a whole batch
-    together = max(1, AT_ONCE // ((size if singly else problem.batch_size**2) * row))
+    together = max(1, NUMBERS_AT_ONCE // ((size if singly else problem.batch_size**2) * row))
     blocks = (pairs[i : i + together] for i in range(0, len(pairs), together))
     parts = [_of_each(of_rows if singly else of_batch, block) for block in blocks]
     gradients = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -105,7 +103,7 @@ def takes_single_rows(problem: Problem, position: Tensor, arguments: Arguments) 
 
     try:
         together, alone = log_lik(arguments), _over_rows(log_lik, arguments)[:, 0]
-        return torch.allclose(alone, together, rtol=_ROUNDING, atol=_ROUNDING)
+        return torch.allclose(alone, together, rtol=_ROW_TOLERANCE, atol=_ROW_TOLERANCE)
     except Exception as error:  # the model's own, of one row
         raise_if_from_handler(error)
         return False
@@ -200,11 +198,11 @@ def gradient_noise(
         return None
     if problem.data.batch_size is None:  # the whole data at every step
         return GradientNoise(torch.ones(num_latents), torch.zeros(num_latents))
-    each = -(-_NOISE_ROWS // size)  # batches at one draw
+    each = -(-NOISE.rows_each // size)  # batches at one draw
     singly = takes_single_rows(problem, problem.positions[0], problem.data.first())
-    few = slice(min(size, _NOISE_ROWS))  # rows of each, if the rest has no part in them
+    few = slice(min(size, NOISE.rows_each))  # rows of each, if the rest has no part in them
     in_rows = each * (few.stop if singly else size) * engine.layout.size
-    places = max(_FEWEST_PLACES, min(NOISE_BATCHES // each, _NOISE_NUMBERS // in_rows))
+    places = max(NOISE.fewest_draws, min(NOISE.draws // each, _NOISE_NUMBERS // in_rows))
     chains = finished[:places]
     chosen = spread(positions, places // len(chains))
     draws = positions[torch.arange(len(chains))[:, None], chosen]
@@ -218,7 +216,7 @@ def gradient_noise(
     if singly:
         own = [[(rows.take(arguments, few), None) for arguments, _ in some] for some in own]
 
-    together = max(1, AT_ONCE // in_rows)  # positions whose rows' gradients are in memory
+    together = max(1, NUMBERS_AT_ONCE // in_rows)  # positions whose rows' gradients are in memory
 
     def variance_of(density: Density, heats: bool = False) -> Tensor | None:
         """The mean over positions; in the direction that an element of whitened chains is heated

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -18,23 +17,9 @@ from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.budget import rows_a_step
 from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.tuning.choice import Asked
+from pyro_scale.tuning.policy import GEOMETRY, NOISE
 from pyro_scale.tuning.row_noise import most_noise
 from pyro_scale.tuning.tune import with_control_variates, with_curvature
-
-#: What minibatches may add to the temperature, in the direction where they add most.
-_MOST_HEAT = 0.04
-#: What they may add where a larger batch would take it away, and the fewest rows of a batch.
-_LITTLE_HEAT, _FEWEST_ROWS = 0.01, 64
-#: How far a row of a batch may kick a chain, in sds of the momentum; a chain moves by half as many.
-#: Rows of a small group come seldom and count N/B times: on average they hardly heat, yet kicks
-#: that grow with the distance from the center throw chains far out.
-_MOST_KICK = 2.0
-#: The distance of such a chain, in sds: of draws, and of starts at twice the sd.
-FAR, FAR_AT_FIRST = 3.0, 6.0
-#: Draws at which the noise of minibatches is looked at.
-_PLACES = 64
-#: Dimensions up to which the likelihood's curvature is held as a matrix.
-_DENSE = 500
 
 
 def center_of(problem: Problem) -> Tensor:
@@ -55,9 +40,8 @@ def typical_places(problem: Problem) -> Tensor:
     engine, positions = problem.engine, problem.positions
     assert engine.whitening is not None
     source = generator(problem.seed, 0, Purpose.SEARCH, 1)
-    signs = (
-        2.0 * torch.randint(2, (_PLACES, len(engine.whitening.tensors[0])), generator=source) - 1
-    )
+    shape = NOISE.places, len(engine.whitening.tensors[0])
+    signs = 2.0 * torch.randint(2, shape, generator=source) - 1
     sds = 3**0.25 if _order(problem) == 2 else 1.0
     length = sds / problem.log_posterior.num_data**0.5
     return engine.whitening.to_params((length * signs).to(positions))
@@ -98,12 +82,13 @@ class Heat(NamedTuple):
     @property
     def share(self) -> float:
         """The part of the step size at which they do no more than they may; both go as it does."""
-        return min(1.0, _MOST_HEAT / max(self.added, 1e-300), _MOST_KICK / max(self.kick, 1e-300))
+        added, kick = max(self.added, 1e-300), max(self.kick, 1e-300)
+        return min(1.0, NOISE.most_heat / added, NOISE.most_kick / kick)
 
     @property
     def part(self) -> float:
         """The part of a batch's rows from which on they do little; both go as one over them."""
-        return max(self.added / _LITTLE_HEAT, self.kick / _MOST_KICK)
+        return max(self.added / NOISE.little_heat, self.kick / NOISE.most_kick)
 
     def times(self, factor: float) -> Heat:
         """Both multiplied by a number."""
@@ -153,8 +138,7 @@ def cool(problem: Problem, sampling: Sampling, whole: FullDataDensity, far: floa
         return Cooled(_on_all_rows(problem), passes, Heat(0.0, 0.0), far)
     kernel, size = problem.engine.kernel, _batch_size(problem, heat)
     if heat is not None:
-        lr = float(kernel.lr) * heat.share
-        problem = problem.with_engine(kernel=dataclasses.replace(kernel, lr=lr))
+        problem = problem.with_lr(float(kernel.lr) * heat.share)
         heat = heat.times(heat.share * problem.batch_size / size)
     if size != problem.batch_size:
         problem = problem.in_batches_of(size)
@@ -170,12 +154,12 @@ def with_fewest_rows(problem: Problem) -> Problem:
     """The problem with the fewest rows a batch that may be chosen for it."""
     if not problem.chooses_batches or problem.data.batch_size is None:
         return problem
-    return problem.in_batches_of(min(_FEWEST_ROWS, problem.batch_size))
+    return problem.in_batches_of(min(NOISE.fewest_rows, problem.batch_size))
 
 
 def stays_cool(cooled: Cooled, problem: Problem) -> bool:
     """Whether minibatches do little after warm-up too, for all that geometry and step size have
-    changed; kicks count at `FAR`.
+    changed; kicks count at `NOISE.far`.
 
     With directions c times as long, and the center d sds away from the anchor, the noise of a
     gradient of order p is at most c (c + d)^p times as large in whitened coordinates.
@@ -199,16 +183,16 @@ def stays_cool(cooled: Cooled, problem: Problem) -> bool:
     order = anchored.order
     more = longest * further**order
     heat = cooled.heat.times(float(now.kernel.lr) / float(before.kernel.lr))
-    kick = heat.kick * (FAR / cooled.far) ** order
-    return heat.added * more**2 <= _LITTLE_HEAT and kick * more <= _MOST_KICK
+    kick = heat.kick * (NOISE.far / cooled.far) ** order
+    return heat.added * more**2 <= NOISE.little_heat and kick * more <= NOISE.most_kick
 
 
 def _might_need_curvature(problem: Problem, heat: Heat | None) -> bool:
     """Whether control variates of first order take more than those of second order at best."""
     if _order(problem) != 1:
         return False
-    least = _FEWEST_ROWS if problem.chooses_batches else problem.batch_size
-    is_small = problem.engine.layout.size <= _DENSE
+    least = NOISE.fewest_rows if problem.chooses_batches else problem.batch_size
+    is_small = problem.engine.layout.size <= GEOMETRY.dense
     return is_small and _rows_a_draw(problem, heat) > 2 * _gradients_a_row(problem) * least
 
 
@@ -229,7 +213,7 @@ def _batch_size(problem: Problem, heat: Heat | None) -> int:
     size = problem.batch_size
     if not problem.chooses_batches or heat is None:
         return size
-    least = max(_FEWEST_ROWS, size * heat.part)
+    least = max(NOISE.fewest_rows, size * heat.part)
     return min(size, 2 ** math.ceil(math.log2(least)))
 
 

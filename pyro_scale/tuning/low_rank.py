@@ -17,7 +17,7 @@ MOST_AXES = 48
 #: Sds of a direction, over those of its elements, within which it needs none of its own.
 _PLAIN = 2**0.5
 #: Accuracy of the curvature along a direction, and restarts of Lanczos' method at most.
-_TOLERANCE, _MOST_RESTARTS = 0.05, 20
+_LANCZOS_TOLERANCE, _MOST_RESTARTS = 0.05, 20
 
 
 def with_axes(
@@ -43,7 +43,7 @@ def with_axes(
         )
     how = {"k": min(MOST_AXES, size - 1), "which": "BE", "v0": start.numpy()}
     try:
-        lengths, axes = eigsh(operator, tol=_TOLERANCE, maxiter=_MOST_RESTARTS, **how)
+        lengths, axes = eigsh(operator, tol=_LANCZOS_TOLERANCE, maxiter=_MOST_RESTARTS, **how)
     except ArpackNoConvergence as found:
         lengths, axes = found.eigenvalues, found.eigenvectors
     sds = (torch.from_numpy(lengths).abs().clamp(min=1e-12) / temperature).rsqrt()

@@ -26,15 +26,10 @@ from pyro_scale.tuning.modes import (
     mode_at,
     some_places,
 )
+from pyro_scale.tuning.policy import MANY_ROWS, ManyRows
 
-#: Rows that searches take: for each dimension, at least and at most; and the factor by which they
-#: grow from one stage to the next.
-_ROWS_EACH, _LEAST_ROWS, _MOST_ROWS, _GROWTH = 500, 5_000, 20_000, 16
-#: Newton's steps of a stage at most.
-_MOST_STEPS = 20
-#: The gain that is still promised for each dimension, in nats, where a stage ends: the next one's
-#: mode is further away than that.
-_STAGE_NEAR = 0.1
+#: Newton steps of a stage, at most.
+_STAGE_STEPS = 20
 
 
 def find_modes_of_many_rows(
@@ -45,6 +40,7 @@ def find_modes_of_many_rows(
     check: Check | None = None,
     ranks: Ranks = ALONE,
     most: float = math.inf,
+    policy: ManyRows = MANY_ROWS,
 ) -> Modes:
     """The modes given all rows: searched for by some that stand for all, then followed as rows are
     added.
@@ -61,12 +57,13 @@ def find_modes_of_many_rows(
         check: is told of the passes through the data, and may end the search by raising.
         ranks: the processes, which share searches out.
         most: passes through the data that each search may take.
+        policy: how rows are added.
 
     Raises:
         ArgumentError: there is neither a mode nor a Gaussian.
     """
     num_data, size = whole.log_posterior.num_data, starts.shape[1]
-    num_rows = min(_MOST_ROWS, max(_LEAST_ROWS, _ROWS_EACH * size))
+    num_rows = min(policy.most_rows, max(policy.least_rows, policy.rows_each * size))
     whole = with_gauss_newton(whole)
     few = whole.of_some_rows(num_rows, seed)
     part = num_rows / num_data
@@ -74,9 +71,9 @@ def find_modes_of_many_rows(
     passes = modes.evaluations * part
     followed, found = list(modes.modes), modes.found
     while num_rows < num_data:
-        is_last = _GROWTH * num_rows > num_data
-        num_rows = num_data if is_last else _GROWTH * num_rows
-        near = NEAR / 2 if is_last else _STAGE_NEAR
+        is_last = policy.growth * num_rows > num_data
+        num_rows = num_data if is_last else policy.growth * num_rows
+        near = NEAR / 2 if is_last else policy.near_nats
         density = whole.of_some_rows(num_rows, seed)
         refines, part = is_last and found, num_rows / num_data
         follow = partial(_follow, whole, density, near * size, temperature, refines, part, starts)
@@ -131,7 +128,7 @@ def _follow(
         if end is not None:
             return end, passes
     checked = further(check, passes, part)
-    ascent = ascend(density, position, near, _MOST_STEPS, checked)
+    ascent = ascend(density, position, near, _STAGE_STEPS, checked)
     return ascent, passes + density.passes * part * len(ascent.path)
 
 

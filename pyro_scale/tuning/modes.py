@@ -19,24 +19,7 @@ from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.newton import MOST_STEPS, Ascent, ascend
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.tuning.no_start import what_to_try
-
-#: Modes apart by fewer sds and nats than these are one.
-SDS, NATS = 3.0, 2.0
-#: Sds, by either's Gaussian, within which they are one however their evidence differs: that of many
-#: dimensions changes by nats within parts of an sd.
-_SAME_SDS = 0.5
-#: Nats of evidence below the best mode at which none of the posterior is there.
-_NEGLIGIBLE = 10.0
-#: Curvatures below this part of the largest count as that: flat directions.
-FLATTEST = 1e-10
-#: Parts of a start from which a search begins, one after another.
-NEARER = 1.0, 0.25, 0.0625
-#: Points on the ways up whose Gaussians are compared where there is no mode, and draws of each.
-_PLACES, _DRAWS = 24, 64
-#: Nats that a Gaussian may be away from the posterior, for each dimension and in all, before
-#: another one is looked for.
-_APART = 0.5
-
+from pyro_scale.tuning.policy import SEARCH
 
 #: Is told of passes through the data, and may raise.
 Check: TypeAlias = Callable[[float], None]
@@ -89,7 +72,7 @@ class Modes:
     @property
     def worth_visiting(self) -> tuple[Mode, ...]:
         """Those where something of the posterior is."""
-        least = self.best.log_evidence - _NEGLIGIBLE
+        least = self.best.log_evidence - SEARCH.negligible_nats
         return tuple(mode for mode in self.modes if mode.log_evidence > least)
 
     def starting_points(self, num_chains: int) -> list[Gaussian]:
@@ -151,7 +134,7 @@ def find_modes(
         assert isinstance(best, Dense)
         bound, evidence = _bound(density, best, temperature, seed)
         gap = evidence - bound
-    if not gap <= _APART * starts.shape[1] + 1:  # nor where it is not known
+    if not gap <= SEARCH.gap_nats * starts.shape[1] + 1:  # nor where it is not known
         chosen = some_places(ascents)
         evaluations += len(chosen) * density.passes
         stand_in = best_on_the_way(density, chosen, temperature, seed, ranks)
@@ -220,7 +203,7 @@ def _search(
     it took): far out a log density may be too steep for its derivatives to be told from rounding.
     """
     ascents, passes = list[Ascent](), 0
-    for shrinkage in NEARER:
+    for shrinkage in SEARCH.shrinkages:
         steps = min(MOST_STEPS, (most - passes) / density.passes)
         if ascents and steps < 1:
             break
@@ -282,8 +265,9 @@ def _is_finite(mode: Mode) -> bool:
 def _are_near(better: Mode, mode: Mode) -> bool:
     """Whether two modes are one by the distance of their means and by their evidence."""
     sds, own = (_sds_between(mode, better, by.gaussian) for by in (better, mode))
-    alike = sds < SDS and abs(mode.log_evidence - better.log_evidence) < NATS
-    return alike or max(sds, own) < _SAME_SDS
+    nats = abs(mode.log_evidence - better.log_evidence)
+    alike = sds < SEARCH.same_sds and nats < SEARCH.same_nats
+    return alike or max(sds, own) < SEARCH.surely_same_sds
 
 
 def _sds_between(one: Mode, other: Mode, by: Gaussian) -> float:
@@ -297,7 +281,7 @@ def gaussian_at(position: Tensor, precision: Tensor, temperature: float) -> Dens
     """The Gaussian of a curvature: where that is negative, of its size; in float64."""
     scale = precision.diagonal().abs().clamp(min=1e-300).rsqrt()
     lengths, axes = torch.linalg.eigh(scale[:, None] * precision * scale)
-    lengths = lengths.abs().clamp(min=FLATTEST * float(lengths.abs().max()))
+    lengths = lengths.abs().clamp(min=SEARCH.flattest * float(lengths.abs().max()))
     root = scale[:, None] * axes * (temperature / lengths).sqrt()
     return Dense(position.double(), triangular(root))
 
@@ -307,7 +291,8 @@ def _bound(
 ) -> tuple[float, float]:
     """(The evidence lower bound of a Gaussian, the log evidence by importance), by its draws."""
     source = generator(seed, 0, Purpose.SEARCH)
-    noise = torch.randn(_DRAWS, len(gaussian.mean), generator=source, dtype=torch.float64)
+    shape = SEARCH.path_draws, len(gaussian.mean)
+    noise = torch.randn(shape, generator=source, dtype=torch.float64)
     draws = gaussian.sample(noise).to(density.layout.dtype)
     num_data = density.log_posterior.num_data
     values = density.values(draws).double() * num_data / temperature
@@ -315,13 +300,13 @@ def _bound(
     log_density = -(noise.square().sum(1) + gaussian.log_det + constant) / 2
     ratio = (values - log_density).nan_to_num(-math.inf, -math.inf, -math.inf)
     bound = float(ratio.mean())
-    return bound, float(torch.logsumexp(ratio, 0)) - math.log(_DRAWS)
+    return bound, float(torch.logsumexp(ratio, 0)) - math.log(SEARCH.path_draws)
 
 
 def some_places(ascents: Sequence[Ascent]) -> Tensor:
     """Some points on the ways up, `[places, D]`."""
     every = torch.cat([each.path for each in ascents])
-    return every[torch.linspace(0, len(every) - 1, _PLACES).round().long().unique()]
+    return every[torch.linspace(0, len(every) - 1, SEARCH.path_places).round().long().unique()]
 
 
 def best_on_the_way(

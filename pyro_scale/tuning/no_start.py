@@ -9,7 +9,7 @@ from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.model.improper import improper_latents
 
 #: Curvatures below this part of the largest are those of a flat direction.
-_FLAT = 1e-6
+_FLAT_CURVATURE = 1e-6
 #: Dimensions up to which a flat direction is looked for.
 _MOST_LOOKED_AT = 2_000
 
@@ -48,7 +48,7 @@ def _flat_direction(density: FullDataDensity, position: Tensor) -> str:
     scale = precision.diagonal().abs().rsqrt().clamp(max=1e150)
     lengths, axes = torch.linalg.eigh(scale[:, None] * precision * scale)
     flattest = int(lengths.abs().argmin())
-    if float(lengths[flattest].abs()) > _FLAT * float(lengths.abs().max()):
+    if float(lengths[flattest].abs()) > _FLAT_CURVATURE * float(lengths.abs().max()):
         return ""
     site = density.layout.site_at(int(axes[:, flattest].abs().argmax()))
     return f" (the log density hardly curves in a direction of site '{site}')"

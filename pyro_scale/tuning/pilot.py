@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,27 +14,7 @@ from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
-
-#: Draws of a pilot, a chain; and steps, in autocorrelation times and at least.
-_DRAWS, _TIMES, LEAST_PILOT = 512, 60.0, 512
-#: And at most.
-_LONGEST_PILOT = 2**15
-#: The bias that a step size may have: of a mean, in posterior sds, and of an sd, in itself: two
-#: fifths of what a run is judged by.
-MEAN_BIAS, SD_BIAS = 0.04, 0.02
-#: Standard errors by which a bias is surely there.
-_ERRORS = 2.0
-#: Those of which a bias is known: within as many errors it is inside of what a run is judged by.
-MEAN_TOLERANCE, SD_TOLERANCE = 0.1, 0.05
-#: What a step size is multiplied by where coupled paths part, so that nothing is known of its bias:
-#: it is too long where it is stiffest.
-_SHORTER = 0.7
-#: Pilots, at most; and what a step size is multiplied by, at least and at most.
-_MOST_PILOTS, _SHORTEST, _LONGEST = 5, 0.4, 0.8
-#: Times that a pilot is repeated at twice the length, where its bias is not known.
-_MOST_LENGTHENED = 2
-#: Parts of each chain whose means tell the standard error.
-_PARTS = 4
+from pyro_scale.tuning.policy import PILOTS, TOLERANCE
 
 
 class Bias(NamedTuple):
@@ -56,22 +35,31 @@ class Bias(NamedTuple):
     @property
     def excess(self) -> float:
         """How many times too large what is surely there is."""
-        means = (self.mean.abs() - _ERRORS * self.mean_mcse) / MEAN_BIAS
-        sds = (self.log_sd.abs() - _ERRORS * self.log_sd_mcse) / SD_BIAS
+        means = (self.mean.abs() - PILOTS.errors * self.mean_mcse) / PILOTS.mean_bias
+        sds = (self.log_sd.abs() - PILOTS.errors * self.log_sd_mcse) / PILOTS.sd_bias
         return float(torch.maximum(means, sds).max())
+
+    def factor(self, order: int) -> float:
+        """Factor on a step size whose significant bias is too large; 1 if it is not.
+
+        Args:
+            order: the power of lr with which the bias falls.
+        """
+        factor = self.excess ** (-1 / order) if self.excess > 1 else 1.0
+        return 1.0 if factor == 1 else min(max(factor, PILOTS.shorter), PILOTS.longer)
 
     @property
     def is_vague(self) -> bool:
         """Whether paths have parted: a bias twice as large as may be would not be seen."""
         return bool(
-            (self.mean_mcse > MEAN_TOLERANCE).any() | (self.log_sd_mcse > SD_TOLERANCE).any()
+            (self.mean_mcse > TOLERANCE.mean).any() | (self.log_sd_mcse > TOLERANCE.sd).any()
         )
 
     @property
     def is_known(self) -> Tensor:
         """Whether it is known to be inside of what a run is judged by, `[d]`."""
-        means = self.mean.abs() + _ERRORS * self.mean_mcse < MEAN_TOLERANCE
-        return means & (self.log_sd.abs() + _ERRORS * self.log_sd_mcse < SD_TOLERANCE)
+        means = self.mean.abs() + PILOTS.errors * self.mean_mcse < TOLERANCE.mean
+        return means & (self.log_sd.abs() + PILOTS.errors * self.log_sd_mcse < TOLERANCE.sd)
 
 
 class Pilot(NamedTuple):
@@ -109,12 +97,12 @@ def pilot(
         most_steps: of each chain.
         budget: whose time may be over.
     """
-    total, length = 0, max(LEAST_PILOT, math.ceil(_TIMES * time))
-    length = min(_LONGEST_PILOT, length, most_steps // 3)
+    total, length = 0, max(PILOTS.least, math.ceil(PILOTS.times * time))
+    length = min(PILOTS.longest, length, most_steps // 3)
     bias, draws, every = None, None, 1
     lengthened = 0
-    for number in range(_MOST_PILOTS):
-        every = max(1, length // _DRAWS)
+    for number in range(PILOTS.most):
+        every = max(1, length // PILOTS.draws)
         steps = Steps(length // every, 0, every)
         seed = derived_seed(problem.seed, number, Purpose.PILOT)
         own, half = run(problem, steps, seed, False), run(problem, steps, seed, True)
@@ -128,35 +116,28 @@ def pilot(
             latents = problem.engine.num_latents
             one, other = (ran.positions[..., :latents].double() for ran in (own, half))
             bias = bias_of(one, other, order)
-            problem = _moved(problem, own)
-            factor = bias.excess ** (-1 / order) if bias.excess > 1 else 1.0
+            problem = problem.moved_to(own, both)
+            factor = bias.factor(order)
             if factor == 1 and bias.is_vague:
-                factor = _SHORTER
-            elif factor == 1 and not bool(bias.is_known.all()) and lengthened < _MOST_LENGTHENED:
-                lengthened, length = lengthened + 1, min(_LONGEST_PILOT, 2 * length)
+                factor = PILOTS.if_vague
+            elif factor == 1 and not bool(bias.is_known.all()) and lengthened < PILOTS.lengthenings:
+                lengthened, length = lengthened + 1, min(PILOTS.longest, 2 * length)
                 if total + 3 * length <= most_steps:
                     continue
         else:
             factor = 0.5
         if factor == 1:
             break
-        factor = min(max(factor, _SHORTEST), _LONGEST)
         if total + 3 * length / factor > most_steps or budget.is_over_for_all:
             break
-        lr = float(problem.engine.kernel.lr) * factor
-        problem = problem.with_engine(kernel=dataclasses.replace(problem.engine.kernel, lr=lr))
-        length = min(_LONGEST_PILOT, math.ceil(length / factor))
+        problem = problem.with_lr(float(problem.engine.kernel.lr) * factor)
+        length = min(PILOTS.longest, math.ceil(length / factor))
     if draws is None:
         return Pilot(problem, total, None, math.inf, problem.positions[:, None])
     z = draws[..., : problem.engine.num_latents].double()
     center = z.mean((0, 1))
     times = torch.maximum(autocorrelation_time(z), autocorrelation_time((z - center).square()))
     return Pilot(problem, total, bias, float(times.max()) * every, draws)
-
-
-def _moved(problem: Problem, draws: Draws) -> Problem:
-    last = draws.positions[:, -1].to(problem.positions)
-    return dataclasses.replace(problem, positions=last)
 
 
 def bias_of(own: Tensor, half: Tensor, order: int) -> Bias:
@@ -172,6 +153,6 @@ def bias_of(own: Tensor, half: Tensor, order: int) -> Bias:
 
 def _mean_of(series: Tensor) -> tuple[Tensor, Tensor]:
     """(Mean, standard error) over draws `[chains, draws, d]`, by batch means."""
-    count = series.shape[1] // _PARTS * _PARTS
-    parts = series[:, :count].unflatten(1, (_PARTS, -1)).mean(2).flatten(0, 1)
+    count = series.shape[1] // PILOTS.parts * PILOTS.parts
+    parts = series[:, :count].unflatten(1, (PILOTS.parts, -1)).mean(2).flatten(0, 1)
     return parts.mean(0), parts.std(0) / len(parts) ** 0.5

@@ -21,12 +21,9 @@ from pyro_scale.run.problem import Problem
 from pyro_scale.run.run import RunPlan
 from pyro_scale.tuning.choice import Asked, Choice, Precondition, Simulate
 from pyro_scale.tuning.choose import choose
+from pyro_scale.tuning.policy import STEP_SIZE
 from pyro_scale.tuning.training import Optimize, is_network, train
 from pyro_scale.tuning.tune import Tuning, tune
-
-#: Steps from one draw to the next that a step size is chosen for without a geometry, before that
-#: is known.
-_NOMINAL_THINNING = 10
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def plan_run(
     trains = is_trained(problem, settings, steps is None)
     whitens = settings.precondition is not None and not trains
     if not whitens and not (trains and lr):
-        nominal = steps or Steps(config.num_samples, config.num_samples, _NOMINAL_THINNING)
+        nominal = steps or Steps(config.num_samples, config.num_samples, STEP_SIZE.thinning)
         tuning = Tuning(lr, anchor, settings.subtract_noise)
         problem, reasons = tune(problem, tuning, nominal, config.sampling)
         noted |= reasons

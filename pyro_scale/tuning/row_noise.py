@@ -15,13 +15,8 @@ from pyro_scale.data.batches import batches_from
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.fullbatch.chunks import chunks_of, is_row_wise
 from pyro_scale.run.problem import Problem
-from pyro_scale.tuning.gradient_noise import AT_ONCE, row_gradients
-
-#: Rows that are looked at where the model takes no single rows.
-_ROWS = 4096
-#: Sds from the center, along a row's own direction, from which on its gradient is believed: nearer,
-#: what control variates leave of it is mostly rounding.
-_NEAR = 0.3
+from pyro_scale.tuning.gradient_noise import NUMBERS_AT_ONCE, row_gradients
+from pyro_scale.tuning.policy import NOISE
 
 
 class RowNoise(NamedTuple):
@@ -66,7 +61,7 @@ def most_noise(
         lengths = whitened.norm(dim=1)
         if order:  # along a row's own direction it is as near to the center as chance has it
             along = (sds[places] * whitened).sum(1).abs() / lengths.clamp(min=1e-30)
-            lengths = lengths / along.clamp(min=_NEAR) ** order
+            lengths = lengths / along.clamp(min=NOISE.near) ** order
         longest = max(longest, float(lengths.max()))
     if not count:
         return None
@@ -80,7 +75,7 @@ def _every_row(problem: Problem, positions: Tensor) -> Iterator[tuple[Tensor, Te
     `[rows]`); those of some batches where the model takes no single rows; nothing where rows
     have none."""
     log_posterior, engine = problem.log_posterior, problem.engine
-    layout, num_rows = engine.layout, max(1, AT_ONCE // engine.layout.size)
+    layout, num_rows = engine.layout, max(1, NUMBERS_AT_ONCE // engine.layout.size)
 
     def of_row(position: Tensor, row: Arguments) -> Tensor:
         gradients = engine.density.row_gradients(layout.unflatten(position), row)
@@ -94,7 +89,7 @@ def _every_row(problem: Problem, positions: Tensor) -> Iterator[tuple[Tensor, Te
                 dims = 0, rows.vmap_dims(single, 0)
                 yield torch.vmap(of_row, in_dims=dims)(positions[places], single), places
             return
-    batches = batches_from(problem.batches(1, "shuffle"), 0, -(-_ROWS // problem.batch_size))
+    batches = batches_from(problem.batches(1, "shuffle"), 0, -(-NOISE.rows // problem.batch_size))
     own = [[batch.of_chain(0)] for batch in batches]
     places = torch.arange(len(own)) % len(positions)
     gradients = row_gradients(problem, engine.density, positions[places], own)

@@ -13,14 +13,7 @@ from pyro_scale.errors import PyroScaleError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.problem import Problem
-
-#: Searches for modes: the fewest and the most.
-_FEWEST_SEARCHES, MOST_SEARCHES = 4, 8
-#: Places that are compared, of the prior and further out, and those of a model that goes one by
-#: one; the rows that compare them, and how many places at a time.
-_PLACES, _ONE_BY_ONE, _ROWS, _AT_ONCE = 128, 16, 2_000, 32
-#: How many times further than (-2, 2) places are at most.
-_FURTHEST = 16.0
+from pyro_scale.tuning.policy import SEARCH
 
 
 def search_starts(problem: Problem, density: FullDataDensity) -> Tensor:
@@ -34,9 +27,9 @@ def search_starts(problem: Problem, density: FullDataDensity) -> Tensor:
         problem: with chains at starts of their own.
         density: the log joint.
     """
-    searches = min(MOST_SEARCHES, max(_FEWEST_SEARCHES, len(problem.positions)))
+    searches = min(SEARCH.most, max(SEARCH.fewest, len(problem.positions)))
     near = _near_zero(problem, searches)
-    best = _densest(problem, density.of_some_rows(_ROWS, problem.seed), searches // 2)
+    best = _densest(problem, density.of_some_rows(SEARCH.rows, problem.seed), searches // 2)
     return torch.cat([near[: searches - len(best)], best])
 
 
@@ -54,9 +47,9 @@ def _near_zero(problem: Problem, searches: int) -> Tensor:
 
 def _densest(problem: Problem, density: FullDataDensity, count: int) -> Tensor:
     """At most so many of the places further out, those where the log joint is largest."""
-    size = _PLACES if problem.engine.vectorized else _ONE_BY_ONE
+    size = SEARCH.places if problem.engine.vectorized else SEARCH.places_one_by_one
     places = torch.cat([_further_out(problem, size), _of_prior(problem, size)])
-    values = torch.cat([density.values(some) for some in places.split(_AT_ONCE)])
+    values = torch.cat([density.values(some) for some in places.split(SEARCH.at_once)])
     values = values.nan_to_num(-math.inf, -math.inf, -math.inf)
     order = values.argsort(descending=True)[:count]
     return places[order[values[order].isfinite()]]
@@ -67,7 +60,7 @@ def _further_out(problem: Problem, size: int) -> Tensor:
     like = problem.positions
     source = generator(problem.seed, 0, Purpose.SEARCH, 2)
     unit = torch.rand(size, like.shape[1], generator=source, dtype=torch.float64)
-    stretch = _FURTHEST ** torch.linspace(0, 1, size, dtype=torch.float64)
+    stretch = SEARCH.furthest ** torch.linspace(0, 1, size, dtype=torch.float64)
     return ((4 * unit - 2) * stretch[:, None]).to(like)
 
 

@@ -8,6 +8,7 @@ error is taken.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.kernels import Kernel
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Linearized, Theory
@@ -26,19 +28,10 @@ from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.gradient_noise import row_gradients
 from pyro_scale.tuning.no_start import what_to_try
+from pyro_scale.tuning.policy import STEP_SIZE
 
-#: The most dimensions whose Hessian is held.
-_MOST_DIMENSIONS = 1000
 #: Step sizes that are compared: down from the largest that is used, so many to a decade.
 _PER_DECADE, _DECADES = 12, 5
-#: The part of the stable range that is used, as posteriors are not quite Gaussian.
-_SAFETY = 0.5
-#: Draws from the Gaussian at which the posterior is looked at, and rows whose gradients are.
-_DRAWS, _NOISE_ROWS = 4, 2048
-#: What a thermostat may cool a mode to, of its exact variance, as far as this is to be believed.
-_LEAST_VARIANCE = 0.1
-#: Precisions below this part of the largest count as that: flat directions.
-_FLATTEST = 1e-12
 
 
 class StepSize(NamedTuple):
@@ -97,10 +90,11 @@ def check(problem: Problem) -> None:
         ArgumentError: temperature 0; points; too many dimensions.
     """
     check_target(problem)
-    if problem.engine.layout.size > _MOST_DIMENSIONS:
+    size, most = problem.engine.layout.size, STEP_SIZE.most_dimensions
+    if size > most:
         raise ArgumentError(
-            f"lr='auto' needs the Hessian at the mode, and has room for {_MOST_DIMENSIONS} "
-            f"dimensions; the model has {problem.engine.layout.size}: pass a number for lr"
+            f"lr='auto' needs the Hessian at the mode, and has room for {most} dimensions; the "
+            f"model has {size}: pass a number for lr"
         )
 
 
@@ -123,7 +117,7 @@ def choose(
     epoch = problem.epoch(sampling)
     highest = min(_largest_stable(problem, modes.steepest), _theory(problem).largest_lr)
     decades = -torch.arange(_PER_DECADE * _DECADES + 1, dtype=torch.float64) / _PER_DECADE
-    candidates = _SAFETY * highest * 10**decades
+    candidates = STEP_SIZE.safety * highest * 10**decades
     errors = torch.stack([_error(problem, modes, lr, steps, epoch) for lr in candidates])
     best = int(errors.sum(1).argmin())
     lr = float(f"{float(candidates[best]):.2g}")
@@ -136,6 +130,16 @@ def choose(
         f"stable below about {highest:.2g}; curvature over N "
         f"{float(modes.precision.min()):.2g} to {float(modes.steepest):.2g}",
     )
+
+
+def chain_at(kernel: Kernel, lr: float, precision: float = 1.0) -> GaussianChain:
+    """The kernel's chain at a step size, on a Gaussian of one dimension, at temperature 1."""
+    theory = kernel.theory
+    assert theory is not None
+    one = torch.ones(1, dtype=torch.float64)
+    values: Values = {**dataclasses.replace(kernel, lr=lr).values(0), "temperature": one[0]}
+    settled, values, _ = theory.linearize(kernel, values, torch.zeros_like(one))
+    return GaussianChain.of(settled, values, one * precision)
 
 
 def _values(problem: Problem, lr: Tensor) -> Values:
@@ -182,14 +186,14 @@ def _modes(problem: Problem, density: FullDataDensity, mode: Tensor, sampling: S
 
 def _positive(lengths: Tensor) -> Tensor:
     """Precisions of a Gaussian: where the posterior is flat, or a saddle, nearly none."""
-    return lengths.abs().clamp(min=_FLATTEST * float(lengths.abs().max()))
+    return lengths.abs().clamp(min=STEP_SIZE.flattest * float(lengths.abs().max()))
 
 
 def _draws(mode: Tensor, precision: Tensor, temperature: Tensor, seed: int) -> Tensor:
     """Draws from the Gaussian around the mode, `[draws, D]`."""
     lengths, vectors = torch.linalg.eigh(precision)
     source = generator(seed, 0, Purpose.STEP_SIZE)
-    normals = torch.randn(_DRAWS, len(mode), generator=source, dtype=torch.float64)
+    normals = torch.randn(STEP_SIZE.draws, len(mode), generator=source, dtype=torch.float64)
     return mode + (normals * (temperature / _positive(lengths)).sqrt() @ vectors.T).to(mode)
 
 
@@ -199,7 +203,7 @@ def _rows(problem: Problem, draws: Tensor, sampling: Sampling) -> Tensor:
     if size is None:
         return torch.zeros(1, problem.engine.num_latents, dtype=torch.float64)
     batches = problem.batches(1, sampling)
-    run_batches = batches_from(batches, 0, -(-_NOISE_ROWS // (size * len(draws))))
+    run_batches = batches_from(batches, 0, -(-STEP_SIZE.rows // (size * len(draws))))
     own = [[batch.of_chain(0) for batch in run_batches]] * len(draws)
     rows = row_gradients(problem, problem.engine.density, draws, own)
     if rows is None:
@@ -254,7 +258,7 @@ def _error(problem: Problem, modes: Modes, lr: Tensor, steps: Steps, epoch: int 
         return modes.loadings @ of_modes / (modes.loadings @ exact)
 
     offset = over_elements((modes.starts.mean(0) * path).square())
-    variance = covariance[:, 0, 0].clamp(min=_LEAST_VARIANCE * exact)
+    variance = covariance[:, 0, 0].clamp(min=STEP_SIZE.least_variance * exact)
     remembered = modes.starts.square().mean(0) * square
     log_sd = over_elements(variance + remembered).log() / 2
     share = (of_mean / taken).clamp(max=1) / num_chains

@@ -28,8 +28,6 @@ from pyro_scale.errors import NonFiniteError
 from pyro_scale.fullbatch.chunks import is_row_wise
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.kernels import MAP, Kernel
-from pyro_scale.kernels.gaussian import GaussianChain
-from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.model.curvature.prior_hessian import prior_precision
 from pyro_scale.model.nn.hidden_layers import has_hidden_layer
@@ -40,31 +38,11 @@ from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.choice import Asked, Choice, Simulate, lr_in_words
 from pyro_scale.tuning.curvature import steepest_by_products
 from pyro_scale.tuning.early_stopping import EarlyStopping
+from pyro_scale.tuning.policy import TRAINING
+from pyro_scale.tuning.step_size import chain_at
 
-#: Weights up to which a network without hidden layers is sampled as any other posterior.
-FEW_WEIGHTS = 500
-#: Rows of a batch that networks are trained on.
-NETWORK_BATCH = 128
-#: Rows times weights up to which chains take all rows at every step.
-_FEW_NUMBERS = 2**22
-#: Epochs between two looks at the loss, and steps at least; training takes four of these or more.
-_EPOCHS, _STEPS = 5, 50
-#: Looks after which training ends, whether the loss still falls or not.
-_MOST_LOOKS = 60
-#: Rows that the curvature is taken from.
-_ROWS = 2_000
-#: The part of the stable step sizes that is taken: with minibatches, and in units of the prior,
-#: where friction is too small to take off what steeper places heat.
-_SAFETY, _SAFETY_WHITENED = 0.5, 0.25
 #: Steps of 10% that the search for the largest stable step size takes.
-_MOST_STEPS = 400
-#: Steps from the first draw to the last, for each of warm-up.
-_LENGTH = 3
-#: Rows times weights of all of a chain's steps of warm-up that are cheap, a second or less: there
-#: are as many steps, even if training took fewer.
-_CHEAP = 2**26
-#: Draws of the last window at which the curvature is looked at, of each chain.
-_LOOKS = 4
+_MOST_SHORTENINGS = 400
 
 #: Takes steps with an optimizer: (problem, steps, seed, stop, steps between asking it) -> draws.
 Optimize = Callable[[Problem, Steps, int, Callable[[Draws], bool], int], Draws]
@@ -76,7 +54,7 @@ def is_network(problem: Problem) -> bool:
     log_posterior, layout = problem.log_posterior, problem.engine.layout
     if not log_posterior.model_info.weights:
         return False
-    if layout.size > FEW_WEIGHTS:
+    if layout.size > TRAINING.few_weights:
         return True
     params = layout.unflatten(problem.positions[0])
     return has_hidden_layer(log_posterior, params, problem.data.first())
@@ -84,7 +62,7 @@ def is_network(problem: Problem) -> bool:
 
 def is_small(problem: Problem) -> bool:
     """Whether a network's chains can take all rows at every step."""
-    return problem.log_posterior.num_data * problem.engine.layout.size <= _FEW_NUMBERS
+    return problem.log_posterior.num_data * problem.engine.layout.size <= TRAINING.few_numbers
 
 
 def train(
@@ -109,12 +87,12 @@ def train(
     is_learned = asked.lr and problem.chooses_batches and is_network(problem)
     learner = _in_batches(problem) if is_learned else problem
     epoch = -(-num_data // (learner.data.batch_size or num_data))
-    stopping = EarlyStopping(max(_EPOCHS * epoch, _STEPS), size)
+    stopping = EarlyStopping(max(TRAINING.epochs * epoch, TRAINING.steps), size)
     trained, ended, taken, passes = 4 * stopping.window, True, 0, dict[str, float]()
     # with a step size that was set, a warm-up that was set is the run's own
     optimizes = asked.starts or temperature == 0 if asked.lr else asked.warmup_steps is None
     if optimizes:
-        most = min(_MOST_LOOKS * stopping.window, max(1, budget.steps(learner) // 2))
+        most = min(TRAINING.most_looks * stopping.window, max(1, budget.steps(learner) // 2))
 
         def stop(draws: Draws) -> bool:
             if budget.is_over_for_all:
@@ -147,7 +125,7 @@ def train(
         passes["training"] = passes_of(learner, taken)
         problem = dataclasses.replace(problem, positions=draws.state.position.detach())
     whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-    density = whole.of_some_rows(_ROWS, seed)
+    density = whole.of_some_rows(TRAINING.rows, seed)
     if temperature > 0 and problem.data.batch_size is None:
         problem = _in_units_of_the_prior(problem)
     if asked.lr:
@@ -156,23 +134,21 @@ def train(
     steps = Steps(count, asked.warmup_steps or 0, asked.thinning or 1)
     if temperature > 0:
         spent = taken * rows_a_step(learner) // rows_a_step(problem)
-        length = max(trained, _CHEAP // (rows_a_step(problem) * size))
-        length = max(1, min(length, (budget.steps(problem) - spent) // (1 + _LENGTH)))
+        length = max(trained, TRAINING.cheap // (rows_a_step(problem) * size))
+        length = max(1, min(length, (budget.steps(problem) - spent) // (1 + TRAINING.length)))
         warmup_steps = length if asked.warmup_steps is None else asked.warmup_steps
-        every = max(1, warmup_steps // _LOOKS)
+        every = max(1, warmup_steps // TRAINING.looks)
         warmup = Steps(max(1, -(-warmup_steps // every)), 0, every)
         columns = problem.engine.kernel.columns(warmup.total)
         draws = simulate(problem, warmup, derived_seed(seed, 0, Purpose.WINDOW), columns)
         if draws.error is not None:
             raise draws.error
-        positions = problem.positions.clone()
-        positions[draws.finished] = draws.positions[draws.finished, -1].to(positions)
-        problem = dataclasses.replace(problem, positions=positions)
+        problem = problem.moved_to(draws, draws.finished)
         seen = draws.positions[draws.finished].flatten(0, 1).to(problem.positions)
         problem = _with_stable_lr(problem, density, seen)
         taken += draws.num_steps
         passes["windows"] = passes_of(problem, draws.num_steps)
-        thinning = asked.thinning or -(-_LENGTH * length // asked.num_samples)
+        thinning = asked.thinning or -(-TRAINING.length * length // asked.num_samples)
         steps = Steps(asked.num_samples, 0, thinning)
     told = "until the loss no longer fell" if ended else "while the loss still fell"
     lr, whitening = lr_in_words(problem.engine.kernel), problem.engine.whitening
@@ -206,9 +182,9 @@ def _in_batches(problem: Problem) -> Problem:
     if not isinstance(data, TensorData) or data.batch_size is not None:
         return problem
     is_all = rows.count(data.arguments) == num_data
-    if num_data <= NETWORK_BATCH or not is_all or not is_row_wise(problem.log_posterior):
+    if num_data <= TRAINING.network_batch or not is_all or not is_row_wise(problem.log_posterior):
         return problem
-    return problem.in_batches_of(NETWORK_BATCH)
+    return problem.in_batches_of(TRAINING.network_batch)
 
 
 def _in_units_of_the_prior(problem: Problem) -> Problem:
@@ -238,23 +214,17 @@ def _with_stable_lr(problem: Problem, density: FullDataDensity, places: Tensor) 
     lengths = [steepest_by_products(density, whitening, place) for place in places]
     steepest = max([length for length in lengths if math.isfinite(length)], default=1.0)
     kernel = problem.engine.kernel
-    safety = _SAFETY if whitening is None else _SAFETY_WHITENED
+    safety = TRAINING.safety if whitening is None else TRAINING.safety_whitened
     lr = safety * _largest_stable(kernel, max(steepest, 1e-12))
     longest = getattr(kernel.theory, "largest_lr", math.inf)
-    return problem.with_engine(kernel=dataclasses.replace(kernel, lr=min(lr, longest)))
+    return problem.with_lr(min(lr, longest))
 
 
 def _largest_stable(kernel: Kernel, precision: float) -> float:
     """About the largest step size at which the kernel is stable on a Gaussian."""
-    theory = kernel.theory
-    assert theory is not None
-    one, none = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     lr = 10.0
-    for _ in range(_MOST_STEPS):
-        values: Values = dataclasses.replace(kernel, lr=lr).values(0)
-        values = {**values, "temperature": torch.ones((), dtype=torch.float64)}
-        settled, values, _ = theory.linearize(kernel, values, none)
-        if bool(GaussianChain.of(settled, values, one * precision).stable.all()):
+    for _ in range(_MOST_SHORTENINGS):
+        if bool(chain_at(kernel, lr, precision).stable.all()):
             break
         lr /= 1.1
     return lr

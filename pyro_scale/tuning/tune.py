@@ -23,13 +23,10 @@ from pyro_scale.model.curvature.prior_hessian import prior_precision
 from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.tuning import step_size
 from pyro_scale.tuning.gradient_noise import gradient_variance, row_gradients
+from pyro_scale.tuning.policy import NOISE, STEP_SIZE
 
-#: Rows from which the noise of minibatches at the mode is estimated.
-_NOISE_ROWS = 4096
 #: What to do where there is no mode.
 _WITHOUT_MODE = "pass a number for lr, and control_variates as a dict of values"
-#: Posterior sds of predicted error above which a run is of little use.
-_LARGE_ERROR = 1.0
 
 
 class Tuning(NamedTuple):
@@ -68,8 +65,7 @@ def tune(
     if tuning.lr:
         chosen = step_size.choose(problem, density, mode, steps, sampling)
         _warn_of_a_large_error(chosen, bool(tuning.control_variates))
-        kernel = dataclasses.replace(problem.engine.kernel, lr=chosen.lr)
-        problem = problem.with_engine(kernel=kernel)
+        problem = problem.with_lr(chosen.lr)
         choice = {"lr_choice": chosen.reason}
     if tuning.subtract_noise:
         _warn_of_what_is_left(problem)
@@ -77,7 +73,7 @@ def tune(
 
 
 def _warn_of_a_large_error(chosen: step_size.StepSize, control_variates: bool) -> None:
-    if chosen.error > _LARGE_ERROR:
+    if chosen.error > STEP_SIZE.large_error:
         others = "" if control_variates else ", control_variates=True,"
         warn(
             BiasWarning,
@@ -138,7 +134,7 @@ def with_known_noise(problem: Problem, mode: Tensor, sampling: Sampling) -> Prob
     if size is None:
         raise ArgumentError("subtract_noise: the whole data at every step has no noise")
     batches = problem.batches(1, sampling)
-    run_batches = batches_from(batches, 0, -(-_NOISE_ROWS // size))
+    run_batches = batches_from(batches, 0, -(-NOISE.rows // size))
     rows = row_gradients(
         problem, log_posterior, mode[None], [[batch.of_chain(0) for batch in run_batches]]
     )

@@ -35,29 +35,7 @@ from pyro_scale.tuning.curvature import steepest_by_products
 from pyro_scale.tuning.low_rank import learn as learn_low_rank
 from pyro_scale.tuning.low_rank import with_axes
 from pyro_scale.tuning.modes import gaussian_at
-
-#: Steps of the first window, and how many windows there are at most, each twice as long.
-FIRST_WINDOW, _MOST_WINDOWS = 256, 7
-#: Draws of a window, a chain; and the part of a window that is left out.
-_DRAWS, _LEFT_OUT = 256, 0.25
-#: Windows agree where no direction's sd changes by more than this factor beyond chance, and R-hat
-#: is below this.
-_MOST_CHANGE, _MOST_R_HAT = 1.25, 1.1
-#: Dimensions beyond which the draws of a window are too few for a covariance.
-_MATRIX = 128
-#: The factor by which a window may change a direction's sd.
-_LARGEST_CHANGE = 3.0
-#: Times a window is run again with half the step, or none of it is believed.
-_MOST_HALVINGS = 8
-#: Draws at which the curvature is looked at, and the part of them in which a step must be well
-#: within what is stable.
-_LOOKS, _MOST_STEEP = 32, 0.9
-#: Rows of which all are looked at, once a window.
-_MOST_ROWS = 20_000
-#: Dimensions from which on there are fewer looks, each of which costs as many gradients.
-_WIDE, _FEW_LOOKS = 64, 8
-#: Nats below the best draw, for each dimension and in all, where the posterior is not.
-_NATS_EACH, _NATS = 10.0, 20.0
+from pyro_scale.tuning.policy import GEOMETRY, WARM_UP
 
 
 @dataclass(frozen=True)
@@ -119,10 +97,10 @@ def warm_up(
     """
     total = hessians = halvings = 0
     at_first = 1.0 if density is None else float(problem.engine.kernel.lr)
-    length = FIRST_WINDOW
+    length = WARM_UP.first_window
     longest, window = at_first, None
-    for number in range(_MOST_WINDOWS + _MOST_HALVINGS):
-        every = max(1, length // _DRAWS)
+    for number in range(WARM_UP.most_windows + WARM_UP.halvings):
+        every = max(1, length // WARM_UP.draws)
         steps = Steps(length // every, 0, every)
         draws = run(problem, steps, derived_seed(problem.seed, number, Purpose.WINDOW))
         if draws.error is not None:
@@ -131,10 +109,10 @@ def warm_up(
         sound = draws.finished if density is None else _sound_chains(problem, draws, density)
         if len(sound) < len(draws.positions) and density is not None:
             halvings += 1
-            if halvings > _MOST_HALVINGS:
+            if halvings > WARM_UP.halvings:
                 raise NoStableStep(broken_sites(problem, draws))
             longest = float(problem.engine.kernel.lr) / 2
-            problem = _with_lr(_restart(problem, draws, sound), longest)
+            problem = _restart(problem, draws, sound).with_lr(longest)
             continue
         if not sound:
             raise NoStableStep(broken_sites(problem, draws))
@@ -142,13 +120,13 @@ def warm_up(
         if density is not None:
             window, density = _look_again(window, density, whole)
             stable = _stable_lr(density, window)
-            moved = _with_lr(window.problem, min(longest, stable))
+            moved = window.problem.with_lr(min(longest, stable))
             window = dataclasses.replace(window, problem=moved, stable_lr=stable)
             hessians += _num_looks(problem)
             longest = min(at_first, 2 * longest)  # what broke was perhaps the way there
         window = dataclasses.replace(window, steps=total, hessians=hessians)
         problem = window.problem
-        if window.agrees or length >= FIRST_WINDOW * 2 ** (_MOST_WINDOWS - 1):
+        if window.agrees or length >= WARM_UP.first_window * 2 ** (WARM_UP.most_windows - 1):
             break
         if total + 2 * length > most_steps or budget.is_over_for_all:
             break
@@ -163,24 +141,19 @@ def to_whitened(whitening: Whitening, params: Tensor) -> Tensor:
     return whitening.double().to_whitened(params)
 
 
-def _with_lr(problem: Problem, lr: float) -> Problem:
-    return problem.with_engine(kernel=dataclasses.replace(problem.engine.kernel, lr=lr))
-
-
 def _sound_chains(problem: Problem, draws: Draws, density: FullDataDensity) -> list[int]:
     """The chains that have neither broken nor fallen to where the posterior is not."""
-    depth = _NATS + _NATS_EACH * problem.engine.num_latents
     kept, latents = draws.log_joint[draws.finished], problem.engine.num_latents
     if not len(kept):
         return []
     if problem.data.batch_size is None:
-        fallen = (kept.cummax(1).values - kept)[:, int(_LEFT_OUT * kept.shape[1]) :].amax(1)
+        fallen = (kept.cummax(1).values - kept)[:, int(WARM_UP.left_out * kept.shape[1]) :].amax(1)
     else:  # whose estimates of it scatter
         ends = draws.positions[draws.finished][:, [0, -1], :latents].to(problem.positions)
         values = density.values(ends.flatten(0, 1)).double() * problem.log_posterior.num_data
         values = values.nan_to_num(-math.inf).unflatten(0, (-1, 2))
         fallen = values[:, 0] - values[:, 1]
-    sound = fallen < depth
+    sound = fallen < WARM_UP.depth(latents)
     return [chain for chain, good in zip(draws.finished, sound.tolist(), strict=True) if good]
 
 
@@ -193,23 +166,19 @@ def _restart(problem: Problem, draws: Draws, sound: list[int]) -> Problem:
         elif whitening is not None:
             center = whitening.tensors[0]
             positions[chain, : len(center)] = (positions[chain, : len(center)] + center) / 2
-    for chain in sound:
-        positions[chain] = draws.positions[chain, -1].to(positions)
-    return dataclasses.replace(problem, positions=positions)
+    return dataclasses.replace(problem, positions=positions).moved_to(draws, sound)
 
 
 def _learn(problem: Problem, draws: Draws, sound: list[int], every: int, adapts: bool) -> Window:
     """What the draws of a window say."""
     engine, old = problem.engine, problem.engine.whitening
     kept = draws.positions[sound]
-    kept = kept[:, int(_LEFT_OUT * kept.shape[1]) :]
+    kept = kept[:, int(WARM_UP.left_out * kept.shape[1]) :]
     params = kept[..., : engine.num_latents].double()
     z = params if old is None else to_whitened(old, params)
     times = torch.maximum(autocorrelation_time(z), autocorrelation_time(z.square()))
     r_hat = float(split_r_hat(z).max())
-    positions = problem.positions.clone()
-    positions[sound] = draws.positions[sound, -1].to(positions)
-    problem, change = dataclasses.replace(problem, positions=positions), 1.0
+    problem, change = problem.moved_to(draws, sound), 1.0
     if adapts and old is not None:
         count = z.shape[0] * z.shape[1] / float(times.mean())
         change, new = _update(old, z * problem.log_posterior.num_data**0.5, count)
@@ -217,7 +186,7 @@ def _learn(problem: Problem, draws: Draws, sound: list[int], every: int, adapts:
         problem = problem.with_engine(
             whitening=new.with_tensors([old.to_params(center), *new.tensors[1:]])
         )
-    agrees = r_hat < _MOST_R_HAT and change < _MOST_CHANGE
+    agrees = r_hat < WARM_UP.most_r_hat and change < WARM_UP.most_change
     time = float(times.max()) * every
     return Window(problem, 0, 0, agrees, r_hat, change, time, math.inf, kept)
 
@@ -232,7 +201,7 @@ def _look_again(
     So it is where the mode is far from the posterior: in hierarchies of many groups.
     """
     problem, whitening = window.problem, window.problem.engine.whitening
-    if window.r_hat < _MOST_R_HAT or window.change < _LARGEST_CHANGE:
+    if window.r_hat < WARM_UP.most_r_hat or window.change < WARM_UP.largest_change:
         return window, density
     temperature = float(problem.engine.kernel.values(0)["temperature"])
     num_data, like = problem.log_posterior.num_data, problem.positions
@@ -241,13 +210,13 @@ def _look_again(
         elements = DiagonalWhitening(whitening.center, whitening.variance.sqrt())
         new: Whitening = with_axes(elements, density, temperature)
     elif isinstance(whitening, DenseWhitening):
-        some = whole.of_some_rows(_MOST_ROWS, problem.seed)
+        some = whole.of_some_rows(GEOMETRY.most_rows, problem.seed)
         precision = -num_data * some.hessian(whitening.center).double()
         if not bool(torch.isfinite(precision).all()):
             return window, density
         if isinstance(density, AnchoredDensity):
             density = anchored(density, whitening.center, precision)
-        if problem.engine.num_latents <= _MATRIX:
+        if problem.engine.num_latents <= WARM_UP.matrix:
             return window, density
         new = whiten(gaussian_at(whitening.center, precision, temperature), num_data, like)
     else:
@@ -267,7 +236,7 @@ def _update(old: Whitening, z: Tensor, count: float) -> tuple[float, Whitening]:
     """
     flat = z.flatten(0, 1)
     size, new = flat.shape[1], old
-    if isinstance(old, DenseWhitening) and size > _MATRIX:
+    if isinstance(old, DenseWhitening) and size > WARM_UP.matrix:
         share, chance = count / (count + 2), 1.0
         lengths, new = _learn_directions(old, flat, count)
     elif isinstance(old, DenseWhitening):
@@ -275,18 +244,18 @@ def _update(old: Whitening, z: Tensor, count: float) -> tuple[float, Whitening]:
         covariance = torch.cov(flat.mT).reshape(size, size)
         eye = torch.eye(size, dtype=flat.dtype)
         lengths, axes = torch.linalg.eigh(share * covariance + (1 - share) * eye)
-        bounded = lengths.clamp(_LARGEST_CHANGE**-2, _LARGEST_CHANGE**2)
+        bounded = lengths.clamp(WARM_UP.largest_change**-2, WARM_UP.largest_change**2)
         root = torch.linalg.cholesky((axes * bounded) @ axes.mT)
         factor = (old.factor.double() @ root).to(old.factor)
         new = DenseWhitening(old.center, factor)
     elif isinstance(old, LowRankWhitening):
         share, chance = count / (count + 2), 1.0
-        lengths, new = learn_low_rank(old, flat, count, _LARGEST_CHANGE)
+        lengths, new = learn_low_rank(old, flat, count, WARM_UP.largest_change)
     else:
         assert isinstance(old, DiagonalWhitening | KroneckerWhitening)  # of independent z
         share, chance = count / (count + 2), 1.0
         lengths = share * flat.var(0) + 1 - share
-        bounded = lengths.clamp(_LARGEST_CHANGE**-2, _LARGEST_CHANGE**2)
+        bounded = lengths.clamp(WARM_UP.largest_change**-2, WARM_UP.largest_change**2)
         new = dataclasses.replace(old, scale=old.scale * bounded.sqrt().to(old.scale))
     chance += 3 / count**0.5  # of sds, and Marchenko and Pastur's edges of a covariance's
     sds = lengths.clamp(min=1e-300).sqrt()
@@ -300,7 +269,7 @@ def _learn_directions(
     directions that these say): their whole covariance is mostly chance."""
     eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
     plain = LowRankWhitening(torch.zeros_like(z[0]), torch.ones_like(z[0]), eye[:, :1], eye[0, :1])
-    seen, learned = learn_low_rank(plain, z, count, _LARGEST_CHANGE)
+    seen, learned = learn_low_rank(plain, z, count, WARM_UP.largest_change)
     root = old.factor.double() @ learned.push_forward(eye).mT
     variances = torch.cat([seen, learned.stretch.square()])
     return variances, DenseWhitening(old.center, triangular(root).to(old.factor))
@@ -317,12 +286,12 @@ def _stable_lr(density: FullDataDensity, window: Window) -> float:
     finite = [length for length in lengths if math.isfinite(length)]
     if not finite:
         return math.inf
-    return max(1e-12, float(torch.tensor(finite).quantile(_MOST_STEEP))) ** -0.5
+    return max(1e-12, float(torch.tensor(finite).quantile(WARM_UP.steepest))) ** -0.5
 
 
 def _num_looks(problem: Problem) -> int:
     """At how many places the curvature is looked at after a window."""
-    return _LOOKS if problem.engine.num_latents < _WIDE else _FEW_LOOKS
+    return WARM_UP.looks if problem.engine.num_latents < WARM_UP.wide else WARM_UP.looks_if_wide
 
 
 def _steepest(density: FullDataDensity, whitening: Whitening, position: Tensor) -> float:

@@ -17,6 +17,7 @@ from pyro_scale.core.schedules import Cyclical, polynomial_decay
 from pyro_scale.errors import PyroScaleError
 from pyro_scale.run import run as run_module
 from pyro_scale.tuning import adjust, choose, pilot, training, windows
+from pyro_scale.tuning.policy import Pilots, Training, WarmUp
 
 #: Arguments of which None means something.
 NONE = {"precondition", "batch_size", "store"}
@@ -85,10 +86,10 @@ def drawn(number):
 def short(monkeypatch):
     """Windows and pilots of few steps."""
     for module in (choose, windows):
-        monkeypatch.setattr(module, "FIRST_WINDOW", 32)
+        monkeypatch.setattr(module, "WARM_UP", WarmUp(first_window=32))
     for module in (choose, pilot, adjust):
-        monkeypatch.setattr(module, "LEAST_PILOT", 32)
-    monkeypatch.setattr(training, "_STEPS", 20)
+        monkeypatch.setattr(module, "PILOTS", Pilots(least=32))
+    monkeypatch.setattr(training, "TRAINING", Training(steps=20))
 
 
 def outcome(row, options, how, monkeypatch, path):

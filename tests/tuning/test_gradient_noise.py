@@ -127,7 +127,7 @@ def test_a_large_models_noise_is_that_of_rows_one_by_one(model, size, monkeypatc
     """Where a draw's rows fill a block of memory, their own gradients are not formed; smaller
     batches are put together."""
     noise = ran(model, batch_size=size)._results().gradient_noise
-    monkeypatch.setattr(gradient_noise, "AT_ONCE", 1)
+    monkeypatch.setattr(gradient_noise, "NUMBERS_AT_ONCE", 1)
     formed = []
     monkeypatch.setattr(gradient_noise, "row_gradients", lambda *args: formed.append(args))
     found = ran(model, batch_size=size)._results().gradient_noise

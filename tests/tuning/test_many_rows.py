@@ -23,10 +23,10 @@ from pyro_scale.model.control_variates import AnchorCurvature
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.run.run import RunPlan
 from pyro_scale.tuning import heat as heating
-from pyro_scale.tuning import many_rows
-from pyro_scale.tuning.heat import FAR, FAR_AT_FIRST, Cooled, Heat, cool, stays_cool, typical_places
+from pyro_scale.tuning.heat import Cooled, Heat, cool, stays_cool, typical_places
 from pyro_scale.tuning.many_rows import find_modes_of_many_rows
 from pyro_scale.tuning.modes import find_modes
+from pyro_scale.tuning.policy import NOISE, ManyRows, Noise
 from pyro_scale.tuning.row_noise import most_noise
 from pyro_scale.tuning.tune import with_control_variates, with_curvature
 
@@ -259,7 +259,7 @@ def whitened_at_the_mode(model, width=1.0, lr=0.5, batch_size=B):
 def test_a_batch_has_as_few_rows_as_heat_little(width, monkeypatch):
     """The fewest of powers of two; none is taken where its rows are not for the library to choose,
     and no more than there were."""
-    monkeypatch.setattr(heating, "_FEWEST_ROWS", 2)
+    monkeypatch.setattr(heating, "NOISE", Noise(fewest_rows=2))
     problem, whole = whitened_at_the_mode(groups, width, batch_size=128)
     assert cool(problem, "replacement", whole, 0.0).problem.batch_size == 128
     found = cool(dataclasses.replace(problem, chooses_batches=True), "replacement", whole, 0.0)
@@ -275,7 +275,7 @@ def test_a_batch_has_as_few_rows_as_heat_little(width, monkeypatch):
 
 def test_second_order_is_taken_where_it_needs_fewer_rows(monkeypatch):
     """Even where first order would not shorten the step."""
-    monkeypatch.setattr(heating, "_FEWEST_ROWS", 2)
+    monkeypatch.setattr(heating, "NOISE", Noise(fewest_rows=2))
     problem, whole = whitened_at_the_mode(groups, 0.7, batch_size=128)
     assert heat(problem, "replacement") < 0.04
     assert cool(problem, "replacement", whole, 0.0).problem.engine.density.curvature is None
@@ -312,8 +312,8 @@ def test_noise_along_a_direction_grows_with_the_length_of_the_way_to_the_center(
     way = factor @ double(1.0, 1.0) / N**0.5  # one sd along both axes
     after = problem.with_engine(whitening=DenseWhitening(center + way, factor))
     edge = 0.01 / (1 + 2**0.5) ** 2
-    assert stays_cool(Cooled(problem, 0.0, Heat(0.99 * edge, 0.0), FAR_AT_FIRST), after)
-    assert not stays_cool(Cooled(problem, 0.0, Heat(1.01 * edge, 0.0), FAR_AT_FIRST), after)
+    assert stays_cool(Cooled(problem, 0.0, Heat(0.99 * edge, 0.0), NOISE.far_at_first), after)
+    assert not stays_cool(Cooled(problem, 0.0, Heat(1.01 * edge, 0.0), NOISE.far_at_first), after)
 
 
 @pytest.mark.parametrize("order", [1, 2])
@@ -349,7 +349,7 @@ def test_what_stays_cool_is_known_without_a_look(order, grown, away):
     for start in (0.9, 1.1):
         more = grown * further**order
         for edge in (Heat(start * 0.01 / more**2, 0.0), Heat(0.0, start * 2.0 * 2**order / more)):
-            assert stays_cool(Cooled(before, 0.0, edge, FAR_AT_FIRST), after) == (start < 1)
+            assert stays_cool(Cooled(before, 0.0, edge, NOISE.far_at_first), after) == (start < 1)
     plain = at(0.0, 1.0, problem.engine.density)
     places = double(1.0, further)[:, None, None] / N**0.5
     with_heat = torch.tensor([most_noise(plain, place, "replacement", 0) for place in places])
@@ -362,9 +362,9 @@ def test_nothing_is_known_to_stay_cool_without_control_variates():
     """Nor where the first look told nothing."""
     problem, _ = whitened_at_the_mode(groups)
     plain = problem.with_engine(density=problem.log_posterior)
-    assert stays_cool(Cooled(problem, 0.0, Heat(1e-9, 0.0), FAR_AT_FIRST), problem)
-    assert not stays_cool(Cooled(problem, 0.0, None, FAR_AT_FIRST), problem)
-    assert not stays_cool(Cooled(plain, 0.0, Heat(1e-9, 0.0), FAR_AT_FIRST), plain)
+    assert stays_cool(Cooled(problem, 0.0, Heat(1e-9, 0.0), NOISE.far_at_first), problem)
+    assert not stays_cool(Cooled(problem, 0.0, None, NOISE.far_at_first), problem)
+    assert not stays_cool(Cooled(plain, 0.0, Heat(1e-9, 0.0), NOISE.far_at_first), plain)
 
 
 @pytest.mark.parametrize("curved", [False, True])
@@ -458,7 +458,7 @@ def test_rows_that_come_seldom_throw_no_chain_out():
         return most
 
     assert furthest(0.0) > 9
-    assert furthest(FAR) < 7.5
+    assert furthest(NOISE.far) < 7.5
 
 
 # ------------------------------------------------------------------ the curvature of some rows
@@ -501,14 +501,13 @@ def test_an_anchored_density_has_the_curvature_of_all_rows_at_its_anchor():
 
 
 @pytest.mark.parametrize("model", [groups, line, curved])
-def test_modes_are_those_of_all_rows(model, monkeypatch):
+def test_modes_are_those_of_all_rows(model):
     """Followed from 20 rows to 240, they end where a search through all rows ends."""
-    monkeypatch.setattr(many_rows, "_MOST_ROWS", 20)
-    monkeypatch.setattr(many_rows, "_GROWTH", 4)
     problem = problem_of(model, chains=4)
     whole = density_of(problem)
     exact = find_modes(whole, problem.positions, 1.0, 0)
-    found = find_modes_of_many_rows(whole, problem.positions, 1.0, 0)
+    policy = ManyRows(most_rows=20, growth=4)
+    found = find_modes_of_many_rows(whole, problem.positions, 1.0, 0, policy=policy)
     assert found.found
     assert len(found.modes) == len(exact.modes) == 1
     away = found.best.gaussian.mean - exact.best.gaussian.mean
@@ -518,9 +517,7 @@ def test_modes_are_those_of_all_rows(model, monkeypatch):
     close(found.best.gaussian.precision, matrix, 1e-8)
 
 
-def test_all_modes_are_followed(monkeypatch):
-    monkeypatch.setattr(many_rows, "_MOST_ROWS", 20)
-
+def test_all_modes_are_followed():
     def two(y):
         x = pyro.sample("x", dist.Normal(0.0, 3.0))
         with pyro.plate("data", len(y)):
@@ -528,7 +525,8 @@ def test_all_modes_are_followed(monkeypatch):
 
     problem = problem_of(two, (1 + normals(N, seed=3),), chains=4)
     whole = density_of(problem)
-    found = find_modes_of_many_rows(whole, double([-2.0], [-1.0], [1.5], [2.0]), 1.0, 0)
+    starts, policy = double([-2.0], [-1.0], [1.5], [2.0]), ManyRows(most_rows=20)
+    found = find_modes_of_many_rows(whole, starts, 1.0, 0, policy=policy)
     assert found.found
     assert {frozenset(mode.searches) for mode in found.modes} == {
         frozenset({0, 1}),
@@ -539,9 +537,8 @@ def test_all_modes_are_followed(monkeypatch):
     assert ends[0] == pytest.approx(-ends[1], abs=1e-2)
 
 
-def test_where_there_is_no_mode_a_gaussian_stands_for_it_given_all_rows_too(monkeypatch):
+def test_where_there_is_no_mode_a_gaussian_stands_for_it_given_all_rows_too():
     """Groups that are alike: the log density grows without bounds where their sd is 0."""
-    monkeypatch.setattr(many_rows, "_MOST_ROWS", 60)
 
     def funnel(group, y):
         s = pyro.sample("s", dist.HalfNormal(1.0))
@@ -553,7 +550,8 @@ def test_where_there_is_no_mode_a_gaussian_stands_for_it_given_all_rows_too(monk
     y = normals(N, seed=3)
     y = y - torch.stack([y[each == GROUP].mean() for each in range(GROUPS)])[GROUP]
     problem = problem_of(funnel, (GROUP, y), chains=4)
-    found = find_modes_of_many_rows(density_of(problem), problem.positions, 1.0, 0)
+    how = {"policy": ManyRows(most_rows=60)}
+    found = find_modes_of_many_rows(density_of(problem), problem.positions, 1.0, 0, **how)
     assert not found.found
     sds = found.best.gaussian.covariance.diagonal().sqrt()
     assert 0.1 < float(sds[0]) < 3  # of log s

@@ -14,6 +14,7 @@ from pyro_scale import kernels
 from pyro_scale.errors import FileError, NonFiniteError, VerdictWarning
 from pyro_scale.tuning import training
 from pyro_scale.tuning.curvature import steepest_by_products
+from pyro_scale.tuning.policy import Training
 from pyro_scale.tuning.training import _largest_stable
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -157,7 +158,8 @@ def test_a_head_of_few_weights_is_sampled():
 def test_steps_that_are_cheap_are_many(monkeypatch):
     """As many for the first draw as are cheap, and three times as many to the last, where training
     takes fewer."""
-    monkeypatch.setattr(training, "_CHEAP", 512 * 200 * 41)  # steps, rows, weights
+    cheap = Training(cheap=512 * 200 * 41)  # steps, rows, weights
+    monkeypatch.setattr(training, "TRAINING", cheap)
     how = {"num_samples": 12, **QUIET}
     with pytest.warns(VerdictWarning):
         run = ps.BAOA(hidden(), init_strategy=ps.init_to_module).run((X, LABELS.double()), **how)
