@@ -17,10 +17,10 @@ import pyro_scale
 ROOT = Path(pyro_scale.__file__).parent
 #: Of every package: lines without docstrings, comments and blanks.
 CODE_LINES = {
-    ".": 133,
+    ".": 134,
     "calibration": 1885,
     "compile": 1249,
-    "core": 1266,
+    "core": 1272,
     "data": 971,
     "diagnostics": 2413,
     "distributed": 536,
@@ -30,24 +30,24 @@ CODE_LINES = {
     "infer": 4442,
     "kernels": 1102,
     "metrics": 528,
-    "model": 6190,
+    "model": 6278,
     "posterior": 2505,
     "rng": 571,
-    "run": 2132,
+    "run": 2148,
     "storage": 569,
     "tuning": 2523,
 }
 #: Of the whole package.
 MOST = {
-    "files": 324,
+    "files": 326,
     "files of more than 300 code lines": 8,
     "functions of more than 8 parameters": 10,
     "functions of more than 50 code lines": 17,
     "most imports of a file": 42,
-    "numeric constants of modules": 282,
+    "numeric constants of modules": 287,
     "numeric defaults of fields": 215,
     "isinstance, hasattr and case": 513,
-    "Any and object": 1308,
+    "Any and object": 1312,
 }
 _NO_CODE = {
     tokenize.COMMENT,
