@@ -223,7 +223,7 @@ def _warn_of_cut_gradients(
         along = " and ".join(f"'{latent}'" for latent in latents[:3])
         warn(
             ModelWarning,
-            f"site '{name}': the gradient of its log density by {along} is not its slope: "
+            f"site '{name}': its log density depends on {along}, and its gradient does not: "
             "something between them cuts gradients, such as .detach(), .item(), .data, float() or "
             "torch.no_grad(). Methods follow gradients: draws will be wrong, unless that is meant",
             code="cut-gradient",
