@@ -146,23 +146,27 @@ def draw(count: int, seed: int, package: str | None) -> list[Mutant]:
     ]
 
 
+def run_tests(copy: Path, package: str, marks: str) -> subprocess.CompletedProcess[str]:
+    """The tests of a package in a copy of the checkout, until one fails."""
+    folders = [copy / "tests" / name for name in (package, *ALSO.get(package, []))]
+    return subprocess.run(
+        [*PYTEST, "-m", marks, *(str(folder) for folder in folders if folder.exists())],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT,
+    )
+
+
 def fate(mutant: Mutant, copy: Path, marks: str) -> str:
     """`"caught"`, with the test that caught it, or `"SURVIVED"`."""
     place = copy / mutant.path.relative_to(ROOT)
     before = place.read_text()
-    package = mutant.path.relative_to(PACKAGE).parts[0]
-    folders = [copy / "tests" / name for name in (package, *ALSO.get(package, []))]
     place.write_text(mutant.text)
     try:
-        done = subprocess.run(
-            [*PYTEST, "-m", marks, *(str(folder) for folder in folders if folder.exists())],
-            cwd=copy,
-            env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=LIMIT,
-        )
+        done = run_tests(copy, mutant.path.relative_to(PACKAGE).parts[0], marks)
     except subprocess.TimeoutExpired:
         return "caught by the time limit"
     finally:
@@ -187,7 +191,11 @@ def main() -> None:
         copy = Path(folder) / "checkout"
         ignored = shutil.ignore_patterns(".*", "__pycache__", "site", "dist", "build")
         shutil.copytree(ROOT, copy, ignore=ignored)
-        for mutant in draw(asked.count, asked.seed, asked.package):
+        drawn = draw(asked.count, asked.seed, asked.package)
+        for package in sorted({mutant.path.relative_to(PACKAGE).parts[0] for mutant in drawn}):
+            if (sound := run_tests(copy, package, marks)).returncode:
+                sys.exit(f"the tests of {package} fail by themselves:\n{sound.stdout[-2000:]}")
+        for mutant in drawn:
             result = fate(mutant, copy, marks)
             caught, total = caught + result.startswith("caught"), total + 1
             where = f"{mutant.path.relative_to(ROOT)}:{mutant.line}"

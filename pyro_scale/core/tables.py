@@ -191,11 +191,12 @@ def _rounded(values: np.ndarray, where: str) -> Tensor:
                 f"numbers that {dtype_name(default)} cannot hold ({why})",
                 "it less its mean, or rescaled (or call torch.set_default_dtype(torch.float64))",
             )
-    if not is_float and not np.array_equal(rounded.double().numpy(), table):
+    if not is_float and len(rounded.unique()) < len(np.unique(table)):
         raise _refusal(
             where,
-            f"integers that {dtype_name(default)} cannot hold beside columns of floats",
-            "it as an argument of its own, which stays of integers",
+            f"integers, some of which are one in {dtype_name(default)}, beside columns of floats",
+            "it as an argument of its own, which stays of integers (or .astype('float64'), where "
+            "rounding does no harm)",
         )
     return tensor
 

@@ -48,8 +48,10 @@ class Variational(Optimized):
             return fit
         try:
             return self._at_optimum(fit, problem, count)
-        except DataError:  # a loader that does not end after N rows gives batches only
-            return fit
+        except DataError as error:
+            if error.code != "no-length":
+                raise
+            return fit  # a loader that does not end after N rows gives batches only
 
     def _at_optimum(self, fit: Fit, problem: Problem, count: int) -> Fit:
         """The fit, improved if it may be, and how far it is from the bound's optimum."""

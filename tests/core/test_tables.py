@@ -72,6 +72,7 @@ HELD = {
     "integers": (FRAME[["b"]], torch.int64),
     "integers and booleans": (FRAME[["b", "c"]], torch.int64),
     "mixed": (FRAME, torch.float32),
+    "mixed, populations": (FRAME.assign(b=[20_000_001, 331_002_651, 83_783_942, 7]), torch.float32),
     "mixed and nullable": (FRAME.astype({"a": "Float64", "b": "Int64"}), torch.float32),
 }
 
@@ -162,8 +163,8 @@ REFUSED = {
         "column 'b' .*float32 cannot hold",
     ),
     "an id beside floats": (
-        FRAME.assign(b=[1, 5, 2**24 + 1, 7]),
-        "column 'b' has integers that float32 cannot hold .*argument of its own",
+        FRAME.assign(b=[1, 2**24, 2**24 + 1, 7]),
+        "column 'b' has integers, some of which are one in float32.*argument of its own",
     ),
     "two columns of one name": (FRAME[["a", "a"]], r"two columns of one name \(\['a'\]\)"),
     "levels of columns": (pd.concat({"u": FRAME}, axis=1), "columns with a MultiIndex"),

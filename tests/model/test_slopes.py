@@ -12,6 +12,7 @@ from torch import nn
 
 import pyro_scale as ps
 from pyro_scale.errors import ModelWarning, PyroScaleWarning
+from pyro_scale.model.slopes import cut_gradients
 
 X = normals(60, 3, seed=1)
 Y = X @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) + 0.3 * normals(60, seed=2)
@@ -28,6 +29,7 @@ CUTS = {
     "detach": lambda value: value.detach(),
     "data": lambda value: value.data,
     "no_grad": without_gradient,
+    "its mean": lambda value: value.detach().mean().expand(3),
     "some of it": lambda value: torch.cat([value[:1].detach(), value[1:]]),
 }
 WHOLE = {
@@ -88,6 +90,62 @@ def test_every_method_says_so(method):
         warnings.simplefilter("always", ModelWarning)
         getattr(ps, method)(model_of(CUTS["detach"], torch.float64)).run((X, Y), **how, **QUIET)
     assert any("depends on 'w', and its gradient does not" in str(each.message) for each in caught)
+
+
+def half_linear(value):
+    return torch.where(value > 0, value, 0.0)
+
+
+@pytest.mark.parametrize(
+    "kinked",
+    [torch.relu, half_linear, nn.functional.relu6, lambda v: torch.relu(v - 1e-5), torch.abs],
+)
+def test_a_start_at_a_kink_is_not_accused(kinked):
+    """Of its gradients there, torch has 0."""
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=torch.float64), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ kinked(w), 1.0), obs=y)
+
+    start = {"w": torch.zeros(2, 3, dtype=torch.float64)}
+    data, how = (X, Y), {**HOW, **QUIET}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ps.SGLD(model, lr=1e-6, compile=False, init_strategy=start).run(data, **how)
+    assert not [each for each in caught if "its gradient does not" in str(each.message)]
+
+
+def test_a_model_that_raises_elsewhere_is_not_accused():
+    def model(y):
+        r = pyro.sample("r", dist.Normal(0.0, 1.0))
+        if float(r.detach()) > 0.5:
+            raise ZeroDivisionError
+        pyro.sample("y", dist.Normal(r.detach(), 1.0), obs=y)
+
+    log_posterior = ps.LogPosterior(model, num_data=1)
+    log_posterior.prepare((torch.zeros(()),), lambda site: torch.tensor(0.1))
+    data, away, near = (torch.zeros(()),), {"r": torch.tensor(0.1)}, {"r": torch.tensor(0.45)}
+    assert cut_gradients(log_posterior, away, data) == {"y": ["r"]}
+    assert cut_gradients(log_posterior, near, data) == {}
+
+
+def test_many_observed_sites_cost_few_runs(monkeypatch):
+    runs = []
+    run = ps.LogPosterior.run
+    monkeypatch.setattr(ps.LogPosterior, "run", lambda *a, **k: runs.append(0) or run(*a, **k))
+
+    def model(ys):
+        for i in range(20):
+            b = pyro.sample(f"b{i}", dist.Normal(0.0, 1.0))
+            pyro.sample(f"y{i}", dist.Normal(b, 1.0), obs=ys[i])
+
+    log_posterior = ps.LogPosterior(model, num_data=20)
+    log_posterior.prepare((torch.randn(20),))
+    runs.clear()
+    params = {f"b{i}": torch.tensor(0.1) for i in range(20)}
+    assert cut_gradients(log_posterior, params, (torch.randn(20),)) == {}
+    assert len(runs) == 1
 
 
 def test_a_network_of_more_sites_than_groups():
