@@ -75,7 +75,7 @@ class _Likelihood:
             name: torch.zeros_like(value) if slope is None else slope
             for (name, value), slope in zip(params.items(), gradients, strict=True)
         }
-        return {name: float(term) for name, term in terms.items()}, found
+        return {name: float(term.detach()) for name, term in terms.items()}, found
 
     def sloping_sites(
         self, params: Params, along: dict[str, Tensor], here: dict[str, float]

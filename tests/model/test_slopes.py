@@ -59,6 +59,7 @@ def told(model, data, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ps.SGLD(model, lr=1e-6, compile=False).run(data, **HOW, **QUIET, **options)
+    assert not [each for each in caught if "requires_grad" in str(each.message)]
     found = [str(each.message) for each in caught if issubclass(each.category, ModelWarning)]
     return [message for message in found if "its gradient does not" in message]
 
