@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,17 +134,14 @@ def mutants(path: Path) -> Iterator[Mutant]:
 def draw(count: int, seed: int, package: str | None) -> list[Mutant]:
     """Mutants of all packages in turn, each at a place drawn from all of its places."""
     folders = sorted(p for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__")
-    chosen = [folder for folder in folders if package in (None, folder.name)]
     source = random.Random(seed)
-    pools = {}
-    for folder in chosen:
-        pool = [each for path in sorted(folder.rglob("*.py")) for each in mutants(path)]
-        pools[folder] = source.sample(pool, min(count, len(pool)))
-    return [
-        pools[chosen[i % len(chosen)]][i // len(chosen)]
-        for i in range(count)
-        if i // len(chosen) < len(pools[chosen[i % len(chosen)]])
-    ]
+    pools = []
+    for folder in folders:
+        if package in (None, folder.name):
+            pool = [mutant for path in sorted(folder.rglob("*.py")) for mutant in mutants(path)]
+            pools.append(source.sample(pool, min(count, len(pool))))
+    in_turn = (mutant for turn in zip_longest(*pools) for mutant in turn if mutant is not None)
+    return list(islice(in_turn, count))
 
 
 def run_tests(copy: Path, package: str, marks: str) -> subprocess.CompletedProcess[str]:

@@ -485,8 +485,8 @@ class Sampler(Method):
         return facts
 
     def _numbers_of_fit(self) -> dict[str, float]:
-        """What tells a fit that was passed as preconditioner from others: sums over its elements,
-        each with a factor of its own."""
+        """Two weighted sums over the elements of a fit that was passed as preconditioner, by which
+        another fit is noticed at `resume`; empty without one."""
         fit = self._settings.precondition
         if not isinstance(fit, Gaussian):
             return {}

@@ -221,7 +221,16 @@ def start(
     num_data: int | None = None,
     num_steps: int | None = None,
 ) -> ShardedChain:
-    """A method's chain, before its first step of so many, if that is known.
+    """A method's chain before its first step.
+
+    Args:
+        method: the sampler or approximation.
+        network: the sharded network of its model.
+        arguments: the first batch.
+        seed: of the run; None draws one.
+        num_data: N, if the data say it.
+        num_steps: the length of the run, at whose end falling step sizes are 0; None if it is not
+            known, as for `step`.
 
     Raises:
         ArgumentError: a method or an option that sharded networks do not have.

@@ -54,7 +54,14 @@ class Variational(Optimized):
             return fit  # a loader that does not end after N rows gives batches only
 
     def _at_optimum(self, fit: Fit, problem: Problem, count: int) -> Fit:
-        """The fit, improved if it may be, and how far it is from the bound's optimum."""
+        """The fit, moved to the optimum of the bound if `_improves`, with its distance from that
+        optimum in `attrs`.
+
+        Args:
+            fit: where the optimizer ended.
+            problem: of the run.
+            count: draws at which the bound's slope is taken.
+        """
         size = len(fit.places)
         density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
         gaussians, centers, offsets = list[Gaussian](), list[Tensor](), list[Offset]()

@@ -1,4 +1,4 @@
-"""Calls a module with other weights in the place of its own."""
+"""Calls a module with given weights instead of its own."""
 
 from __future__ import annotations
 

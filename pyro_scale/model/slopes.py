@@ -24,7 +24,8 @@ _GROUPS = 8
 def cut_gradients(
     log_posterior: LogPosterior, params: Params, arguments: Arguments
 ) -> dict[str, list[str]]:
-    """Sites whose log density depends on latents by which no gradient of the likelihood is.
+    """Observed sites and factors that depend on latents although the likelihood's gradient by
+    these is 0.
 
     Args:
         log_posterior: the model, after its preflight.
@@ -32,8 +33,8 @@ def cut_gradients(
         arguments: one batch.
 
     Returns:
-        Such a site, a factor or an observed one -> these latents.  None where no slope is known:
-        steps, kinks, too little precision, a model that does not run elsewhere.
+        Site -> these latents, by name.  A site is left out where no slope of it is known: at steps
+        and kinks, with too little precision, where the model does not run at other params.
     """
     likelihood = _Likelihood(log_posterior, arguments)
     cut: dict[str, list[str]] = {}
@@ -43,7 +44,7 @@ def cut_gradients(
         names = list(flat)
         for latents in [names[i::_GROUPS] for i in range(min(_GROUPS, len(names)))]:
             along = {name: flat[name] for name in latents}
-            for site in likelihood.sloping_sites(params, along, here):
+            for site in likelihood.sites_without_gradient(params, along, here):
                 cut.setdefault(site, []).extend(latents)
     except Exception as error:
         raise_if_from_handler(error)
@@ -57,48 +58,51 @@ class _Likelihood:
         self._log_posterior, self._arguments = log_posterior, arguments
         self._indices = log_posterior.first_indices()
 
-    def _terms(self, params: Params) -> dict[str, Tensor]:
-        run = self._log_posterior.run(params, self._arguments, self._indices)
-        terms = terms_of(run.sites).items()
-        return {name: term.log_prob.sum() for name, term in terms if not term.is_prior}
-
-    def slopes(self, params: Params) -> tuple[dict[str, float], dict[str, Tensor]]:
+    def slopes(self, params: Params) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(Log density by site; its total's gradient by latent, 0 where nothing leads there)."""
         with own_generator(), torch.enable_grad():
             free = {name: value.detach().requires_grad_() for name, value in params.items()}
-            terms = self._terms(free)
+            sites = self._log_posterior.run(free, self._arguments, self._indices).sites
+            every = terms_of(sites).items()
+            terms = {name: term.log_prob.sum() for name, term in every if not term.is_prior}
             total = torch.stack([*terms.values()]).sum() if terms else torch.zeros(())
             gradients: tuple[Tensor | None, ...] = (None,) * len(free)
             if total.requires_grad:
                 gradients = torch.autograd.grad(total, list(free.values()), allow_unused=True)
-        found = {
-            name: torch.zeros_like(value) if slope is None else slope
-            for (name, value), slope in zip(params.items(), gradients, strict=True)
+        slopes = {
+            name: torch.zeros_like(value) if gradient is None else gradient
+            for (name, value), gradient in zip(params.items(), gradients, strict=True)
         }
-        return {name: float(term.detach()) for name, term in terms.items()}, found
+        return {name: term.detach() for name, term in terms.items()}, slopes
 
-    def sloping_sites(
-        self, params: Params, along: dict[str, Tensor], here: dict[str, float]
+    def sites_without_gradient(
+        self, params: Params, along: dict[str, Tensor], here: dict[str, Tensor]
     ) -> list[str]:
-        """Sites whose slope along a direction is known and is not 0, though no gradient is."""
+        """Names of sites that have a slope along a direction, where the total has no gradient.
 
-        def moved(step: float) -> dict[str, Tensor]:
-            return {**params, **{name: params[name] + step * way for name, way in along.items()}}
-
-        with own_generator(), torch.no_grad():
-            ahead = self._terms(moved(_STEPS[0]))
-            if {name: float(term) for name, term in ahead.items()} == here:
-                return []
-            pairs = [(s, self._terms(moved(s)), self._terms(moved(-s))) for s in _STEPS]
-        for step in (step * sign for step in _STEPS for sign in (1, -1)):
-            _, slopes = self.slopes(moved(step))
+        Args:
+            params: unconstrained, where to look.
+            along: the direction, of the latents that move.
+            here: log density by site at `params`.
+        """
+        sides: list[dict[str, Tensor]] = []
+        for step in (sign * step for step in _STEPS for sign in (1, -1)):
+            moved = {name: params[name] + step * way for name, way in along.items()}
+            there, slopes = self.slopes({**params, **moved})
+            if not sides and all(torch.equal(there[name], term) for name, term in here.items()):
+                return []  # nothing depends on them
             if any(bool(slopes[name][way != 0].any()) for name, way in along.items()):
-                return []  # at a kink the gradient is one of many
+                return []  # a kink, at which torch's gradient is one of many
+            sides.append(there)
+        ups, downs = sides[::2], sides[1::2]
         return [
             name
-            for name, term in ahead.items()
+            for name, term in here.items()
             if _has_slope(
-                [(step, float(up[name]), float(down[name])) for step, up, down in pairs],
+                [
+                    (step, float(up[name]), float(down[name]))
+                    for step, up, down in zip(_STEPS, ups, downs, strict=True)
+                ],
                 torch.finfo(term.dtype).eps,
             )
         ]

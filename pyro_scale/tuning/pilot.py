@@ -40,7 +40,8 @@ class Bias(NamedTuple):
         return float(torch.maximum(means, sds).max())
 
     def factor(self, order: int) -> float:
-        """Factor on a step size whose significant bias is too large; 1 if it is not.
+        """Factor to multiply a step size by so that its bias falls to the tolerance; 1 if no bias
+        is significantly above it.
 
         Args:
             order: the power of lr with which the bias falls.

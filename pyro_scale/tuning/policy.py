@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Searches for modes: where they start, how long they go on, and which ends are one mode."""
+    """Numbers for the searches for modes: their starts, their cost, and when two ends are the same
+    mode."""
 
     #: Searches: one for each chain, within these bounds.
     fewest: int = 4
@@ -87,7 +88,8 @@ class Geometry:
     work: tuple[int, int] = 2**20, 2**16
 
     def depth(self, size: int) -> float:
-        """Nats below the mode from which on no chain starts, in so many dimensions."""
+        """Drop of the log joint below the mode, in nats, beyond which no chain starts; `size` is
+        the dimension of the posterior."""
         return self.deep_each * size + self.deep
 
 
@@ -127,7 +129,8 @@ class WarmUp:
     fallen: float = 20.0
 
     def depth(self, size: int) -> float:
-        """Nats below its best draw at which a chain has left a posterior of so many dimensions."""
+        """Drop of the log joint below a chain's best draw, in nats, at which the chain has left the
+        posterior, whose dimension is `size`."""
         return self.fallen_each * size + self.fallen
 
 

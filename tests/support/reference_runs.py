@@ -78,14 +78,6 @@ def untuned(method, batch_size=None, **options):
     return lambda: of(method(model, **options).run(DATA, batch_size=batch_size, **UNTUNED))
 
 
-def eager():
-    return of(ps.BAOA(model, lr=0.05, compile=False).run(DATA, **STEPS))
-
-
-def compiled():
-    return of(ps.BAOA(model, lr=0.05, compile=True).run(DATA, **STEPS))
-
-
 def fit(method, draws=20, **options):
     def run():
         found = method(model, **options).run(DATA, num_steps=60, batch_size=16, **QUIET)
@@ -126,8 +118,8 @@ def extended():
         return of(longer.run(DATA, resume=folder, **{**UNTUNED, "num_samples": 80}))
 
 
-def campaign(method=ps.BAOA):
-    found = ps.sbc(method(flat_model), (X[:40], Y[:40]), num_simulations=20, **QUIET)
+def campaign():
+    found = ps.sbc(ps.BAOA(flat_model), (X[:40], Y[:40]), num_simulations=20, **QUIET)
     return {name: torch.as_tensor(ranks) for name, ranks in found.ranks.items()}
 
 
@@ -138,8 +130,8 @@ RUNS = {
     "SGNHT": by_steps(ps.SGNHT),
     "BAOA": by_steps(ps.BAOA),
     "UBU": by_steps(ps.UBU),
-    "eager": eager,
-    "compiled": compiled,
+    "eager": by_steps(ps.BAOA, compile=False),
+    "compiled": by_steps(ps.BAOA, compile=True),
     "by a matrix": untuned(ps.BAOA),
     "by scales": untuned(ps.SGHMC, precondition="diag"),
     "in batches": untuned(ps.BAOA, 24),
