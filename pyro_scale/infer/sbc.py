@@ -20,8 +20,8 @@ from pyro_scale.calibration.quantities import Quantity, check_quantities, check_
 from pyro_scale.calibration.results import SBC
 from pyro_scale.calibration.simulations import Generator
 from pyro_scale.calibration.stack import Stack
+from pyro_scale.calibration.stacked_groups import Kind
 from pyro_scale.calibration.truth import FromPosterior, FromPrior, Truth
-from pyro_scale.calibration.warm_up import Kind
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import AUTO, as_count, as_flag, is_auto
@@ -50,7 +50,7 @@ from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 from pyro_scale.run.resume import digest_of
 from pyro_scale.tuning.plan import is_trained
-from pyro_scale.tuning.policy import GEOMETRY, SIMULATIONS
+from pyro_scale.tuning.policy import GEOMETRY, SIMULATIONS, WARM_UP
 
 From = Literal["prior", "posterior"]
 #: Fewer simulations tell nothing.
@@ -417,6 +417,8 @@ def _stacked(sampler: Sampler, stack: Stack, settings: Mapping[str, Any]) -> cha
     if not (asked is None or isinstance(asked, str)) or asked not in kinds:
         return None
     if lr and asked is None:
+        return None
+    if asked == "dense" and stack.layout.size > WARM_UP.matrix:  # learned for one data set alone
         return None
 
     def number(name: str, least: int) -> int | None:

@@ -18,16 +18,16 @@ ROOT = Path(pyro_scale.__file__).parent
 #: Of every package: lines without docstrings, comments and blanks.
 CODE_LINES = {
     ".": 134,
-    "calibration": 1885,
+    "calibration": 1734,
     "compile": 1249,
-    "core": 1273,
+    "core": 1277,
     "data": 971,
     "diagnostics": 2413,
     "distributed": 536,
     "engine": 1567,
     "exact": 535,
     "fullbatch": 1242,
-    "infer": 4444,
+    "infer": 4446,
     "kernels": 1102,
     "metrics": 528,
     "model": 6298,
@@ -35,7 +35,7 @@ CODE_LINES = {
     "rng": 571,
     "run": 2148,
     "storage": 569,
-    "tuning": 2523,
+    "tuning": 2632,
 }
 #: Of the whole package.
 MOST = {
@@ -46,8 +46,8 @@ MOST = {
     "most imports of a file": 42,
     "numeric constants of modules": 286,
     "numeric defaults of fields": 215,
-    "isinstance, hasattr and case": 513,
-    "Any and object": 1312,
+    "isinstance, hasattr and case": 510,
+    "Any and object": 1311,
 }
 _NO_CODE = {
     tokenize.COMMENT,
