@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.draws import in_chunks
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.rng.streams import NoiseStream
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -192,10 +194,10 @@ class Stack:
         """What the model takes, of one data set."""
         return self.shared, {name: take_one(table, number) for name, table in self.own.items()}
 
-    def each(self, function: Callable[[Tensor], Any]) -> Any:
+    def each(self, function: Callable[[Tensor], T]) -> T:
         """A function of a data set's number, of all of them, as many at a time as memory allows:
         what it gives, `[chains, ...]`."""
-        parts = list(in_chunks(function, [torch.arange(self.num_chains)]))
+        parts: list[T] = list(in_chunks(function, [torch.arange(self.num_chains)]))
         return pytree.tree_map(lambda *leaves: torch.cat(leaves), *parts)
 
     def log_joint(self, position: Tensor, number: Tensor) -> Tensor:
@@ -209,8 +211,7 @@ class Stack:
         def of_one(number: Tensor) -> Tensor:
             return self.log_joint(take_one(positions, number), number)
 
-        values: Tensor = self.each(of_one)
-        return values
+        return self.each(of_one)
 
     def run(
         self,

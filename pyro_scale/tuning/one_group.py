@@ -74,7 +74,7 @@ class OneGroup:
             steps, columns = steps_at_half(kernel, steps)
             shape, like = (kernel.normals, self.num_latents), problem.positions
             noise = RefinedNoise(seed, problem.chains, shape, like.dtype, like.device)
-        draws = self.simulate(problem, steps, seed, columns, noise)
+        draws = self.simulate(problem, steps, seed, columns, noise=noise)
         if draws.error is not None:
             raise draws.error
         return draws

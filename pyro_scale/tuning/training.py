@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,9 +43,6 @@ from pyro_scale.tuning.step_size import chain_at
 #: Steps of 10% that the search for the largest stable step size takes.
 _MOST_SHORTENINGS = 400
 
-#: Takes steps with an optimizer: (problem, steps, seed, stop, steps between asking it) -> draws.
-Optimize = Callable[[Problem, Steps, int, Callable[[Draws], bool], int], Draws]
-
 
 def is_network(problem: Problem) -> bool:
     """Whether weights of an `nn.Module` have no one mode with a geometry: they are of hidden
@@ -65,9 +61,7 @@ def is_small(problem: Problem) -> bool:
     return problem.log_posterior.num_data * problem.engine.layout.size <= TRAINING.few_numbers
 
 
-def train(
-    problem: Problem, asked: Asked, optimize: Optimize, simulate: Simulate, budget: Budget
-) -> Choice:
+def train(problem: Problem, asked: Asked, simulate: Simulate, budget: Budget) -> Choice:
     """Chains at trained networks, with a step size that is stable there.
 
     At temperature 0 what training ends with is the one draw of each chain, unless thinning was set.
@@ -101,12 +95,13 @@ def train(
 
         adam = MAP(optimizer=as_optimizer(None))
         optimizer = learner.with_engine(kernel=adam) if asked.lr else learner
-        draws = optimize(
+        draws = simulate(
             optimizer,
             Steps(most, positions=False),
             derived_seed(seed, 0, Purpose.SEARCH),
-            stop,
-            stopping.window,
+            optimizer.engine.kernel.columns(most),
+            stop=stop,
+            check_every=stopping.window,
         )
         if draws.error is not None:
             raise draws.error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from pyro_scale.model.curvature.observed import observe
 from pyro_scale.model.curvature.prior_hessian import prior_precision
 from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.tuning import step_size
+from pyro_scale.tuning.choice import Asked
 from pyro_scale.tuning.gradient_noise import gradient_variance, row_gradients
 from pyro_scale.tuning.policy import NOISE, STEP_SIZE
 
@@ -29,45 +29,31 @@ from pyro_scale.tuning.policy import NOISE, STEP_SIZE
 _WITHOUT_MODE = "pass a number for lr, and control_variates as a dict of values"
 
 
-class Tuning(NamedTuple):
-    """What is asked for.
-
-    Attributes:
-        lr: whether the step size is to be chosen.
-        control_variates: whether there are any, or where their anchor is.
-        subtract_noise: whether gradient noise is taken off the injected noise.
-    """
-
-    lr: bool
-    control_variates: bool | Mapping[str, Tensor]
-    subtract_noise: bool
-
-
 def tune(
-    problem: Problem, tuning: Tuning, steps: Steps, sampling: Sampling
+    problem: Problem, asked: Asked, steps: Steps, sampling: Sampling
 ) -> tuple[Problem, dict[str, str]]:
-    """(The problem with what was found out, in words).
+    """(The problem with step size, control variates and known noise, the reason of the step size).
 
     Raises:
         ArgumentError: the model has no mode that can be found, or is too large.
         DataError: the data do not hold all N rows.
     """
-    if not any(tuning):
+    if not (asked.lr or asked.anchor or asked.subtract_noise):
         return problem, {}
-    if tuning.lr:
+    if asked.lr:
         step_size.check(problem)
     density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-    mode, choice = _mode(problem, density, tuning.control_variates), {}
-    if tuning.control_variates:
+    mode, choice = _mode(problem, density, asked.anchor), {}
+    if asked.anchor:
         problem = with_control_variates(problem, density, mode)
-    if tuning.subtract_noise:
+    if asked.subtract_noise:
         problem = with_known_noise(problem, mode, sampling)
-    if tuning.lr:
+    if asked.lr:
         chosen = step_size.choose(problem, density, mode, steps, sampling)
-        _warn_of_a_large_error(chosen, bool(tuning.control_variates))
+        _warn_of_a_large_error(chosen, bool(asked.anchor))
         problem = problem.with_lr(chosen.lr)
         choice = {"lr_choice": chosen.reason}
-    if tuning.subtract_noise:
+    if asked.subtract_noise:
         _warn_of_what_is_left(problem)
     return problem, choice
 
