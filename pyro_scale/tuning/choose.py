@@ -35,14 +35,20 @@ from pyro_scale.tuning.adjust import adjust, without_adjustment
 from pyro_scale.tuning.choice import Asked, Choice, Simulate, lr_in_words
 from pyro_scale.tuning.geometry import with_geometry
 from pyro_scale.tuning.groups import Limit
-from pyro_scale.tuning.heat import center_of, cool, stays_cool, with_anchor, with_fewest_rows
+from pyro_scale.tuning.heat import (
+    center_of,
+    cool,
+    stays_cool,
+    with_anchor,
+    with_fewest_rows,
+    with_known_noise,
+)
 from pyro_scale.tuning.modes import Modes
 from pyro_scale.tuning.no_start import what_to_try
 from pyro_scale.tuning.one_group import OneGroup
 from pyro_scale.tuning.pilot import Pilot, pilot
 from pyro_scale.tuning.policy import ACCEPTANCE, NOISE, PILOTS, SEARCH, STEP_SIZE, WARM_UP
 from pyro_scale.tuning.step_size import chain_at, check_target
-from pyro_scale.tuning.tune import with_known_noise
 from pyro_scale.tuning.windows import NoStableStep, Window, warm_up
 
 #: What chains are whitened by, in words.

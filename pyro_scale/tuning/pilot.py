@@ -70,7 +70,8 @@ class Pilot(NamedTuple):
         number: how many there were.
         length: steps of the last one.
         steps: taken by each chain, those of coupled runs included.
-        time: steps per independent draw, of the slowest element or its square.
+        time: steps per independent draw, of the slowest element or its square; not finite where all
+            runs broke.
         biases: of the step size, group by group; None where all coupled runs broke.
         acceptance: the part of proposals that were accepted in the last pilot, `[groups]`; None of
             kernels that accept all.
@@ -85,9 +86,8 @@ class Pilot(NamedTuple):
 
     @property
     def bias(self) -> Bias | None:
-        """That of a single group."""
-        (bias,) = self.biases
-        return bias
+        """That of a single group; None where none was measured."""
+        return next(iter(self.biases), None)
 
 
 def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> tuple[G, Pilot]:
@@ -104,7 +104,7 @@ def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> t
     length = min(policy.longest, max(policy.least, math.ceil(policy.times * time)))
     length = int(min(length, limit.steps / 3)) if fixed is None else fixed.pilot
     biases: list[Bias | None] = [None] * len(groups.lr)
-    time = math.inf
+    times = torch.full_like(groups.lr, math.inf)
     for number in range(1, 1 + (policy.most if fixed is None else fixed.pilots)):
         every = max(1, length // policy.draws)
         steps = Steps(length // every, 0, every)
@@ -113,13 +113,12 @@ def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> t
         total += own.num_steps + half.num_steps
         sound = groups.are_sound(own) & groups.are_sound(half)
         intact = sound.all(1)
-        if bool(intact.any()):
+        if fixed is not None or bool(intact.any()):  # a group's chains depend on no other group
             kept = groups.kept(own, sound), groups.kept(half, sound)
             one, other = (each[..., : groups.num_latents].double() for each in kept)
             for group in torch.nonzero(intact)[:, 0].tolist():
                 biases[group] = bias_of(one[group], other[group], order)
-            times = times_about_mean(one) * every
-            groups, time = groups.moved_to(own, sound), slow_time(times)
+            groups, times = groups.moved_to(own, sound), times_about_mean(one) * every
         factor = torch.tensor(
             [
                 _factor(bias, order, policy) if bias is not None and is_intact else 0.5
@@ -128,22 +127,20 @@ def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> t
             dtype=torch.float64,
         )
         settled = fixed is None and are_most(factor == 1)
-        are_known = all(bias is None or bool(bias.is_known.all()) for bias in biases)
-        if settled and not are_known and lengthened < policy.lengthenings:
+        may_lengthen = settled and lengthened < policy.lengthenings
+        if may_lengthen and not all(bias is None or bias.is_known.all() for bias in biases):
             lengthened, length = lengthened + 1, min(policy.longest, 2 * length)
             if total + 3 * length <= limit.steps:
                 continue
         typical = float(factor.median())
         if fixed is None and not settled and limit.is_passed(total + 3 * length / typical):
             break
-        groups = groups.with_lr(groups.lr * factor)
-        if bool(intact.any()):
-            time = slow_time(times / factor)
+        groups, times = groups.with_lr(groups.lr * factor), times / factor
         if settled:
             break
         if fixed is None:
             length = min(policy.longest, math.ceil(length / typical))
-    return groups, Pilot(number, length, total, time, biases)
+    return groups, Pilot(number, length, total, slow_time(times), biases)
 
 
 def _factor(bias: Bias, order: int, policy: Pilots) -> float:

@@ -21,8 +21,8 @@ from pyro_scale.run.run import RunPlan
 from pyro_scale.tuning.choice import Asked, Choice, Precondition, Simulate
 from pyro_scale.tuning.choose import choose
 from pyro_scale.tuning.policy import STEP_SIZE
+from pyro_scale.tuning.step_size import tune
 from pyro_scale.tuning.training import is_network, train
-from pyro_scale.tuning.tune import tune
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,8 @@ class NoStableStep(Exception):
 def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
     """Windows until most groups agree, or there are no more.
 
-    A group with a broken chain starts again at half its step size; if there is no other group, the
-    window is repeated.
+    A group with a broken chain starts again at half its step size.  While groups decide how many
+    windows there are, one in which all broke is repeated.
 
     Args:
         groups: chains at their starts, with a first geometry and the longest step size.
@@ -94,7 +94,7 @@ def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
         total += draws.num_steps
         sound = groups.are_sound(draws)
         usable = sound.all(1) if groups.learns else sound.any(1)
-        if not bool(usable.any()):
+        if limit.lengths is None and not bool(usable.any()):
             if not groups.learns or halvings == policy.halvings:
                 raise NoStableStep(groups, draws)
             halvings, longest = halvings + 1, groups.lr / 2

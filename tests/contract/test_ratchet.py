@@ -35,11 +35,11 @@ CODE_LINES = {
     "rng": 571,
     "run": 2148,
     "storage": 569,
-    "tuning": 2632,
+    "tuning": 2606,
 }
 #: Of the whole package.
 MOST = {
-    "files": 326,
+    "files": 325,
     "files of more than 300 code lines": 8,
     "functions of more than 8 parameters": 10,
     "functions of more than 50 code lines": 17,
@@ -47,7 +47,7 @@ MOST = {
     "numeric constants of modules": 286,
     "numeric defaults of fields": 215,
     "isinstance, hasattr and case": 510,
-    "Any and object": 1311,
+    "Any and object": 1310,
 }
 _NO_CODE = {
     tokenize.COMMENT,

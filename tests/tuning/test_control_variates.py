@@ -24,7 +24,7 @@ from pyro_scale.errors import ArgumentError
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning.choice import Asked
-from pyro_scale.tuning.tune import tune
+from pyro_scale.tuning.step_size import tune
 
 pytestmark = pytest.mark.usefixtures("float64")
 

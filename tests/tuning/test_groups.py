@@ -109,11 +109,21 @@ def test_a_group_that_broke_may_have_its_step_back():
 
 
 def test_all_groups_that_break_repeat_the_window():
-    groups = Walks(double(0.8, 0.8), double(0.2, 0.1))
-    moved, window = warm_up(groups, Limit(math.inf, lambda: False, Lengths(windows=1)), WarmUp())
+    groups = Walks(double(0.8, 0.8), double(0.2, 0.2))
+    moved, window = warm_up(groups, NO_LIMIT, WarmUp())
     assert window.number == 1
     assert window.steps == 3 * 256
-    assert moved.lr.tolist() == [0.2, 0.1]
+    assert moved.lr.tolist() == [0.2, 0.2]
+
+
+def test_a_group_does_not_depend_on_the_others_where_lengths_are_known():
+    limit = Limit(math.inf, lambda: False, Lengths(windows=2, pilots=2, pilot=600))
+    for groups in (Walks(double(0.8), double(0.3)), Walks(double(0.8, 0.1), double(0.3, 9))):
+        moved, window = warm_up(groups, limit, WarmUp())
+        assert (window.number, window.steps) == (2, 3 * 256)
+        assert float(moved.lr[0]) == 0.2
+        moved, _ = pilot(dataclasses.replace(moved, lr=groups.lr), 1.0, 2, limit, SINGLE_PILOTS)
+        assert float(moved.lr[0]) == 0.2
 
 
 def test_no_step_is_stable():
