@@ -100,8 +100,8 @@ def sbc(
     finds the mode, the geometry and the step size of its own posterior; the lengths of the stages
     are common to all, and found on the first twenty.  `NUTS`, `VI` and `IVON` are run likewise.
     One by one, in seconds each, are run: other methods, networks that are trained first, fits as
-    `precondition=`, and control variates, which `batch_size=` turns on where lr is chosen (pass a
-    number for lr, or `control_variates=False`).
+    `precondition=`, matrices of more than 128 dimensions, and control variates, which `batch_size=`
+    turns on where lr is chosen (pass a number for lr, or `control_variates=False`).
 
     Ranks are among 100 draws of each simulation.  Unless `thinning` is set, it is doubled for
     simulations of fewer than 200 effective draws, at most 8 times, until these are at most 1% of

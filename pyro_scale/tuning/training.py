@@ -37,6 +37,7 @@ from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.choice import Asked, Choice, Simulate, lr_in_words
 from pyro_scale.tuning.curvature import steepest_by_products
 from pyro_scale.tuning.early_stopping import EarlyStopping
+from pyro_scale.tuning.one_group import OneGroup
 from pyro_scale.tuning.policy import TRAINING
 from pyro_scale.tuning.step_size import chain_at
 
@@ -134,10 +135,7 @@ def train(problem: Problem, asked: Asked, simulate: Simulate, budget: Budget) ->
         warmup_steps = length if asked.warmup_steps is None else asked.warmup_steps
         every = max(1, warmup_steps // TRAINING.looks)
         warmup = Steps(max(1, -(-warmup_steps // every)), 0, every)
-        columns = problem.engine.kernel.columns(warmup.total)
-        draws = simulate(problem, warmup, derived_seed(seed, 0, Purpose.WINDOW), columns)
-        if draws.error is not None:
-            raise draws.error
+        draws = OneGroup(problem, simulate, None, whole).run(warmup, Purpose.WINDOW, 0)
         problem = problem.moved_to(draws, draws.finished)
         seen = draws.positions[draws.finished].flatten(0, 1).to(problem.positions)
         problem = _with_stable_lr(problem, density, seen)
