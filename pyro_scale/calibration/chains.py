@@ -102,7 +102,7 @@ def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None
     groups = StackedGroups(stack, moving, starts, None, torch.ones(len(starts)), False)
     if method.kind is not None:
         groups = start_at_modes(stack, moving, starts, method.kind, method.lr)
-    groups, shown, taken = _tuned(groups, method, lengths)
+    groups, shown, taken = _tune(groups, method, lengths)
     groups, draws = _sound_run(groups, method, shown.thinning)
     if method.thinning is None:
         allowed = SIMULATIONS.slow * stack.num_chains + (lengths is None)  # one of a pilot's may be
@@ -128,11 +128,11 @@ def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None
     )
 
 
-def _tuned(
+def _tune(
     groups: StackedGroups, method: Method, lengths: Lengths | None
 ) -> tuple[StackedGroups, Lengths, int]:
-    """(Chains after windows and pilots, the lengths of these stages and of the run, the steps of
-    each chain)."""
+    """Runs windows and pilots.  Returns the groups after them, the lengths of all stages, and the
+    steps of each chain."""
     limit, shown, taken, time = Limit(math.inf, lambda: False, lengths), Lengths(), 0, 1.0
     if method.kind is not None or method.warmup_steps is None:
         with contextlib.suppress(NoStableStep):  # the run tells which chains break

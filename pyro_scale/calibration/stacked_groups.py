@@ -1,4 +1,4 @@
-"""The chains of many data sets, as the groups of one chain each that warm-up moves."""
+"""The chains of many data sets as groups of one chain each, for warm-up and pilots."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.kernels import Kernel
 from pyro_scale.rng.seeds import Purpose
 from pyro_scale.rng.streams import RefinedNoise
-from pyro_scale.tuning.geometry import dispersed, standard_normal
-from pyro_scale.tuning.groups import WindowDraws, have_left, steps_at_half
+from pyro_scale.tuning.geometry import disperse, standard_normal
+from pyro_scale.tuning.groups import WindowDraws, halve_step_size, have_left
 from pyro_scale.tuning.modes import gaussian_at
 from pyro_scale.tuning.policy import GEOMETRY
 from pyro_scale.tuning.windows import learn
@@ -33,11 +33,11 @@ class StackedGroups:
 
     Attributes:
         stack: the data sets.
-        kernel: with the longest step size.
-        positions: `[chains, D]`, in the chains' coordinates.
-        coordinates: of each chain; None where they move in params.
-        lr: the step size of each chain, `[chains]`; the kernel's own where nothing is learned.
-        learns: whether windows change coordinates and step sizes.
+        kernel: the sampler, with the longest step size.
+        positions: positions in each chain's coordinates, `[chains, D]`.
+        coordinates: coordinates of each chain; None if chains move in params.
+        lr: step size of each chain, `[chains]`; 1 if the step size is set.
+        learns: whether windows update coordinates and step sizes.
     """
 
     stack: Stack
@@ -59,7 +59,7 @@ class StackedGroups:
         return dataclasses.replace(self, lr=lr, coordinates=coordinates)
 
     def of(self, chains: Tensor) -> StackedGroups:
-        """Some of the chains."""
+        """The groups of these chains only."""
         return dataclasses.replace(
             self,
             stack=self.stack.of(chains),
@@ -71,7 +71,7 @@ class StackedGroups:
     def run(self, steps: Steps, purpose: Purpose, number: int, halved: bool = False) -> Draws:
         columns, noise = None, None
         if halved:
-            (steps, columns), noise = steps_at_half(self.kernel, steps), RefinedNoise
+            (steps, columns), noise = halve_step_size(self.kernel, steps), RefinedNoise
         where = self.positions, steps, (purpose, number), self.coordinates
         return self.stack.run(self.kernel, *where, columns, noise)
 
@@ -83,15 +83,16 @@ class StackedGroups:
         return sound[:, None]
 
     def moved_to(self, draws: Draws, sound: Tensor) -> StackedGroups:
-        """Broken chains begin halfway to the center; where nothing is learned, they stay."""
+        """The groups with sound chains at their last draws.  Broken chains restart halfway to the
+        center; they stay if the step size is set."""
         last, before = draws.positions[:, -1].to(self.positions), self.positions
         positions = torch.where(sound, last, before / 2 if self.learns else before)
         return dataclasses.replace(self, positions=positions)
 
-    def kept(self, draws: Draws, sound: Tensor) -> Tensor:
+    def select(self, draws: Draws, sound: Tensor) -> Tensor:
         return torch.where(sound[..., None, None], draws.positions[:, None], 0.0)
 
-    def whitened(self, kept: Tensor) -> Tensor:
+    def to_whitened(self, kept: Tensor) -> Tensor:
         return kept.double()
 
     def learn(self, draws: WindowDraws) -> tuple[StackedGroups, Tensor, Tensor]:
@@ -116,7 +117,7 @@ class StackedGroups:
         return learned, change, torch.stack(curvatures, 1)
 
     def _steepest(self, coordinates: Coordinates, params: Tensor) -> Tensor:
-        """The largest curvature over N of each data set at params `[chains, D]`, in coordinates."""
+        """Largest curvature over N of each data set at params `[chains, D]`, in `coordinates`."""
         _, _, curvature = look(self.stack, params)
         pulled = coordinates.mapped("pull_back", curvature.to(params))
         pulled = coordinates.mapped("pull_back", pulled.mT.contiguous()).double()
@@ -126,14 +127,15 @@ class StackedGroups:
 def start_at_modes(
     stack: Stack, kernel: Kernel, starts: Tensor, kind: Kind, learns: bool
 ) -> StackedGroups:
-    """Chains around the modes of their posteriors, in coordinates in which these are isotropic.
+    """Finds every posterior's mode, and starts a chain around it in coordinates that whiten the
+    Gaussian there.
 
     Args:
         stack: the data sets.
-        kernel: with the longest step size.
-        starts: where searches begin, `[chains, D]`.
-        kind: what coordinates are stretched by: a matrix, or elements.
-        learns: whether windows change coordinates and step sizes.
+        kernel: the sampler, with the longest step size.
+        starts: starts of the searches, `[chains, D]`.
+        kind: whether coordinates are scaled by a matrix or by elements.
+        learns: whether windows update coordinates and step sizes.
     """
     modes, size = find_modes(stack, starts), starts.shape[1]
     temperature = float(kernel.values(0)["temperature"])
@@ -150,6 +152,6 @@ def start_at_modes(
         return ~(stack.log_joints(params).double() > lowest)
 
     noise = torch.stack([standard_normal(seed, 0, size) for seed in stack.seeds]).to(starts)
-    away = dispersed(noise / stack.num_data**0.5, is_deep)
+    away = disperse(noise / stack.num_data**0.5, is_deep)
     lr = torch.full((len(starts),), float(kernel.lr) if learns else 1.0, dtype=torch.float64)
     return StackedGroups(stack, kernel, away, coordinates, lr, learns)

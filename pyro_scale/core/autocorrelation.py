@@ -41,8 +41,8 @@ def split_r_hat(draws: Tensor) -> Tensor:
 
 
 def by_group(statistic: Callable[[Tensor], Tensor], draws: Tensor) -> Tensor:
-    """A statistic `[chains, draws, elements]` -> `[elements]` of each group's chains, `[groups,
-    elements]`, from draws `[groups, chains, draws, elements]`."""
+    """Applies a statistic `[chains, draws, elements]` -> `[elements]` to every group of draws
+    `[groups, chains, draws, elements]`.  Returns `[groups, elements]`."""
     groups, chains, count, size = draws.shape
     side_by_side = draws.permute(1, 2, 0, 3).reshape(chains, count, groups * size)
     return statistic(side_by_side).view(groups, size)

@@ -31,15 +31,18 @@ def without_adjustment(kernel: Kernel) -> BAOA:
 
 
 def adjust(groups: G, stable: Tensor, limit: Limit, policy: Acceptance) -> tuple[G, Pilot]:
-    """Pilots until about as many proposals are accepted as are to be by most groups, in one that
-    is long enough.
+    """Adjusts step sizes until most groups have about the target acceptance rate, in a pilot of
+    sufficient length.
 
     Args:
-        groups: chains in their stationary law, in whitened coordinates.
-        stable: about half of the step sizes that are stable, `[groups]`, where that is little: the
-            first is at most twice that.
-        limit: of the pilots.
-        policy: their numbers.
+        groups: chains in their stationary distribution, in whitened coordinates.
+        stable: half of the largest stable step size, `[groups]`; pilots start at no more than twice
+            that.
+        limit: most steps and time, and number and length of pilots if they are set.
+        policy: the numbers of these pilots.
+
+    Returns:
+        The groups with their step sizes, after the last pilot; its measurements.
     """
     fixed, total = limit.lengths, 0
     most, length = (policy.most, PILOTS.least) if fixed is None else (fixed.pilots, fixed.pilot)
@@ -53,7 +56,7 @@ def adjust(groups: G, stable: Tensor, limit: Limit, policy: Acceptance) -> tuple
         accepted = _acceptance(draws, sound)
         time = math.inf
         if bool(sound.any()):
-            kept = groups.kept(draws, sound)[..., : groups.num_latents].double()
+            kept = groups.select(draws, sound)[..., : groups.num_latents].double()
             time = slow_time(times_about_mean(kept)) * every
         groups = groups.moved_to(draws, sound)
         if number == most:
@@ -74,7 +77,7 @@ def adjust(groups: G, stable: Tensor, limit: Limit, policy: Acceptance) -> tuple
 
 
 def _acceptance(draws: Draws, sound: Tensor) -> Tensor:
-    """The part of proposals that each group's sound chains accepted, `[groups]`."""
+    """Acceptance rate of each group's sound chains, `[groups]`; 0 if it has none."""
     accepted = draws.state.accepted.double().cpu().view_as(sound)
     accepted = torch.where(sound, accepted, math.nan).nanmean(1) / draws.num_steps
     return accepted.nan_to_num(0.0)

@@ -140,22 +140,22 @@ def _starts(
         values, slopes = density.grads(centers + away)
         return ~((values > lowest) & slopes.isfinite().all(1))
 
-    return centers + dispersed(torch.stack(draws).to(positions), is_deep)
+    return centers + disperse(torch.stack(draws).to(positions), is_deep)
 
 
 def standard_normal(seed: int, chain: int, size: int) -> Tensor:
-    """The noise of a chain's start, `[size]`, float64."""
+    """Standard normal noise of a chain's start, `[size]`, float64."""
     source = generator(seed, chain, Purpose.INIT, 1)
     return torch.randn(size, generator=source, dtype=torch.float64)
 
 
-def dispersed(draws: Tensor, is_deep: Callable[[Tensor], Tensor]) -> Tensor:
-    """Starts at twice the sd of a mode, where the posterior is: as distances from the modes,
-    `[chains, D]`.
+def disperse(draws: Tensor, is_deep: Callable[[Tensor], Tensor]) -> Tensor:
+    """Overdispersed starts, as distances from each chain's mode, `[chains, D]`: twice as far as the
+    draws, halved until the log joint is not too far below the mode.
 
     Args:
-        draws: of a Gaussian around each chain's mode, likewise.
-        is_deep: which chains would start too far below their modes at such distances, `[chains]`.
+        draws: draws of the Gaussian around each chain's mode, as distances from it, `[chains, D]`.
+        is_deep: distances -> whether the log joint there is too far below the mode, `[chains]`.
     """
     away = GEOMETRY.dispersion * draws
     for _ in range(GEOMETRY.halvings):

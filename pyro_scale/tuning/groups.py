@@ -1,9 +1,9 @@
-"""What warm-up moves: chains in groups.
+"""Groups of chains, which warm-up and pilots move.
 
-The chains of a group sample one posterior, and share its geometry and step size.  A run is one
-group of several chains (`one_group.py`), a calibration many groups of one chain each
-(`calibration/stacked_groups.py`).  R-hat, autocorrelation, geometry, bias and acceptance are those
-of a group; the lengths of windows and pilots are common to all groups.
+The chains of a group sample one posterior and share a geometry and a step size.  A run is one group
+of several chains (`one_group.py`).  A calibration has many groups of one chain each
+(`calibration/stacked_groups.py`).  R-hat, autocorrelation, geometry, bias and acceptance rate are
+computed for each group.  All groups have windows and pilots of the same lengths.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _SLOW_GROUP = 0.95
 
 
 class WindowDraws(NamedTuple):
-    """Draws of a window, and how well they mix.
+    """Draws of a window, with their autocorrelation times and R-hat.
 
     Attributes:
-        places: some of them, at which the curvature is looked at, `[groups, places, D]`.
-        z: in whitened coordinates, `[groups, chains, draws, d]`.
-        times: draws per independent one, `[groups, d]`.
-        r_hat: the largest of a group, `[groups]`.
-        usable: the groups to learn from, `[groups]`.
+        places: a few of the draws, where the curvature is evaluated, `[groups, places, D]`.
+        z: the draws in whitened coordinates, `[groups, chains, draws, d]`.
+        times: autocorrelation times in draws, `[groups, d]`.
+        r_hat: the largest R-hat of each group, `[groups]`.
+        usable: whether a group's chains are sound, so that its geometry is updated, `[groups]`.
     """
 
     places: Tensor
@@ -44,67 +44,71 @@ class WindowDraws(NamedTuple):
 
     @property
     def counts(self) -> Tensor:
-        """How many independent draws each group's are worth, `[groups]`."""
+        """Effective number of draws of each group, `[groups]`."""
         return self.z.shape[1] * self.z.shape[2] / self.times.mean(1)
 
 
 class Groups(Protocol):
-    """Chains in groups, and the density that they sample."""
+    """Groups of chains, with their positions, geometries and step sizes."""
 
     @property
     def learns(self) -> bool:
-        """Whether windows change geometry and step size."""
+        """Whether windows update the geometry and the step size."""
 
     @property
     def num_latents(self) -> int:
-        """The dimension of a posterior."""
+        """Dimension of each posterior."""
 
     @property
     def lr(self) -> Tensor:
-        """The step size of each group, `[groups]`, float64."""
+        """Step size of each group, `[groups]`, float64."""
 
     def with_lr(self, lr: Tensor) -> Self:
-        """The same with other step sizes, `[groups]`."""
+        """The groups with other step sizes, `[groups]`."""
 
     def run(self, steps: Steps, purpose: Purpose, number: int, halved: bool = False) -> Draws:
-        """Takes steps from where the chains are.
+        """Runs all chains from their positions and returns the draws.
 
         Args:
-            steps: how many, and which are kept.
-            purpose: of the steps, from which their seeds are derived.
-            number: of the window or pilot, likewise.
-            halved: whether to take twice as many steps of half the size, on the same noise.
+            steps: how many steps to take, and which draws to keep.
+            purpose: window or pilot; seeds depend on it.
+            number: number of the window or pilot; seeds depend on it.
+            halved: whether to take twice as many steps of half the size, on the same noise path.
 
         Raises:
             Exception: what ended the steps before their time.
         """
 
     def are_sound(self, draws: Draws) -> Tensor:
-        """Which chains have neither broken nor left the posterior, `[groups, chains]`."""
+        """Whether each chain is finite and has not left the posterior, `[groups, chains]`."""
 
     def moved_to(self, draws: Draws, sound: Tensor) -> Self:
-        """The same with sound chains at their last draws; the others start again."""
+        """The groups with sound chains at their last draws, and the other chains restarted."""
 
-    def kept(self, draws: Draws, sound: Tensor) -> Tensor:
-        """The draws of sound chains, `[groups, chains, draws, D]`."""
+    def select(self, draws: Draws, sound: Tensor) -> Tensor:
+        """Draws of the sound chains, `[groups, chains, draws, D]`."""
 
-    def whitened(self, kept: Tensor) -> Tensor:
-        """Such draws of latents in whitened coordinates, in float64; latents themselves where
-        there are none."""
+    def to_whitened(self, kept: Tensor) -> Tensor:
+        """Latents of selected draws in whitened coordinates, in float64; unchanged if the groups
+        have no geometry."""
 
     def learn(self, draws: WindowDraws) -> tuple[Self, Tensor, Tensor]:
-        """(The same chains in the geometry that the draws have; the largest factor by which a
-        direction's sd changes beyond chance, `[groups]`; the largest curvatures over N at the
-        places, in whitened coordinates, `[groups, places]`)."""
+        """Updates the geometry to that of the draws.
+
+        Returns:
+            The groups with the new geometry; the largest factor by which the sd of a direction
+            changes beyond chance, `[groups]`; the largest curvature over N at each place, in
+            whitened coordinates, `[groups, places]`.
+        """
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of the stages, which are common to all groups.
+    """Lengths of the stages of a calibration, the same for all groups.
 
     Attributes:
-        windows: of warm-up.
-        pilots: of the step size.
+        windows: number of warm-up windows.
+        pilots: number of pilots.
         pilot: steps of one pilot.
         thinning: steps from one draw to the next.
     """
@@ -117,12 +121,12 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Limit:
-    """How long windows and pilots may take.
+    """Limits of windows and pilots.
 
     Attributes:
-        steps: of each chain.
-        is_over: whether the time is.
-        lengths: of the stages, where other groups have shown them; None has these groups decide.
+        steps: most steps of each chain.
+        is_over: whether the run's time is over.
+        lengths: lengths that earlier groups have determined; None lets these groups determine them.
     """
 
     steps: float
@@ -130,41 +134,41 @@ class Limit:
     lengths: Lengths | None = None
 
     def is_passed(self, steps: float) -> bool:
-        """Whether there is no time for so many steps."""
+        """Whether this number of steps is beyond the limit, or the time is over."""
         return steps > self.steps or self.is_over()
 
 
-def steps_at_half(kernel: Kernel, steps: Steps) -> tuple[Steps, dict[str, Tensor]]:
-    """(As many draws from twice the steps, the hyperparameters' values at half the step size)."""
+def halve_step_size(kernel: Kernel, steps: Steps) -> tuple[Steps, dict[str, Tensor]]:
+    """Steps and hyperparameter values of a coupled run: twice the steps, half the step size."""
     twice = Steps(steps.num_samples, 0, 2 * steps.thinning)
     columns: dict[str, Tensor] = dict(kernel.columns(twice.total))
     return twice, {**columns, "lr": columns["lr"] / 2}
 
 
 def are_most(groups: Tensor) -> bool:
-    """Whether enough groups are among these, `[groups]` of booleans, to end a stage."""
+    """Whether enough groups agree to end a stage, from one boolean per group."""
     return float(groups.double().mean()) >= WARM_UP.most_groups
 
 
 def times_of(draws: Tensor, center: Tensor | float) -> Tensor:
-    """Draws per independent one, of elements or of their squares about a center, `[groups,
-    elements]`, from draws `[groups, chains, draws, elements]`."""
+    """Autocorrelation times in draws, `[groups, elements]`: the larger of an element's own and that
+    of its square about a center.  Draws are `[groups, chains, draws, elements]`."""
     squares = (draws - center).square()
     return torch.maximum(*(by_group(autocorrelation_time, each) for each in (draws, squares)))
 
 
 def times_about_mean(draws: Tensor) -> Tensor:
-    """The same about each group's mean, of the slowest element, `[groups]`."""
+    """Autocorrelation time of each group's slowest element, squares about the mean, `[groups]`."""
     return times_of(draws, draws.mean((1, 2), keepdim=True)).amax(1)
 
 
 def slow_time(times: Tensor) -> float:
-    """The time of a group that is among the slowest, from all groups' own, `[groups]`."""
+    """Autocorrelation time by which lengths are chosen: the 95% quantile over groups."""
     return float(times.quantile(_SLOW_GROUP))
 
 
 def have_left(log_joint: Tensor, size: int) -> Tensor:
-    """Which chains have fallen to where the posterior is not, `[chains]`, from the log joint of
-    their draws, `[chains, draws]`, of a posterior of so many dimensions."""
+    """Whether each chain has left the posterior, `[chains]`: its log joint `[chains, draws]` has
+    fallen too far below its best draw.  `size` is the posterior's dimension."""
     drop = (log_joint.cummax(1).values - log_joint)[:, int(WARM_UP.left_out * log_joint.shape[1]) :]
     return ~(drop.amax(1) < WARM_UP.depth(size))

@@ -1,4 +1,4 @@
-"""The chains of a run, as the one group that warm-up moves."""
+"""The chains of a run as one group, for warm-up and pilots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pyro_scale.rng.streams import RefinedNoise
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.choice import Simulate
 from pyro_scale.tuning.curvature import steepest_by_products
-from pyro_scale.tuning.groups import WindowDraws, have_left, steps_at_half
+from pyro_scale.tuning.groups import WindowDraws, halve_step_size, have_left
 from pyro_scale.tuning.low_rank import with_axes
 from pyro_scale.tuning.modes import gaussian_at
 from pyro_scale.tuning.policy import GEOMETRY, WARM_UP
@@ -35,11 +35,11 @@ class OneGroup:
     """All chains of a problem.
 
     Attributes:
-        problem: with the chains, their geometry and step size.
-        simulate: takes the steps.
-        density: whose curvature can be looked at often; None where geometry and step size are set,
-            and windows only tell how long they take.
-        whole: the density of all rows.
+        problem: holds positions, geometry and step size.
+        simulate: runs the chains.
+        density: log density for frequent evaluations of the curvature; None if geometry and step
+            size are set and windows only measure mixing.
+        whole: log density of all rows.
     """
 
     problem: Problem
@@ -48,7 +48,7 @@ class OneGroup:
     whole: FullDataDensity
 
     def of(self, problem: Problem) -> OneGroup:
-        """The chains of another problem."""
+        """The group with another problem."""
         return dataclasses.replace(self, problem=problem)
 
     @property
@@ -71,7 +71,7 @@ class OneGroup:
         seed, noise = derived_seed(problem.seed, number, purpose), None
         columns = kernel.columns(steps.total)
         if halved:
-            steps, columns = steps_at_half(kernel, steps)
+            steps, columns = halve_step_size(kernel, steps)
             shape, like = (kernel.normals, self.num_latents), problem.positions
             noise = RefinedNoise(seed, problem.chains, shape, like.dtype, like.device)
         draws = self.simulate(problem, steps, seed, columns, noise=noise)
@@ -97,8 +97,8 @@ class OneGroup:
         return sound
 
     def moved_to(self, draws: Draws, sound: Tensor) -> OneGroup:
-        """Broken chains begin where a sound one is, or halfway to the center; where nothing is
-        learned, they stay."""
+        """The group with sound chains at their last draws.  Broken chains restart where a sound
+        chain is, else halfway to the center; they stay if the geometry is set."""
         chains, problem = torch.nonzero(sound[0])[:, 0].tolist(), self.problem
         positions, whitening = problem.positions.clone(), problem.engine.whitening
         for chain in torch.nonzero(~sound[0])[:, 0].tolist() if self.learns else ():
@@ -109,10 +109,10 @@ class OneGroup:
                 positions[chain, : len(center)] = (positions[chain, : len(center)] + center) / 2
         return self.of(dataclasses.replace(problem, positions=positions).moved_to(draws, chains))
 
-    def kept(self, draws: Draws, sound: Tensor) -> Tensor:
+    def select(self, draws: Draws, sound: Tensor) -> Tensor:
         return draws.positions[sound[0]][None]
 
-    def whitened(self, kept: Tensor) -> Tensor:
+    def to_whitened(self, kept: Tensor) -> Tensor:
         params, whitening = kept[..., : self.num_latents].double(), self.problem.engine.whitening
         return params if whitening is None else whitening.double().to_whitened(params)
 
@@ -127,10 +127,10 @@ class OneGroup:
         return learned, change.view(1).cpu(), torch.tensor([steepest])
 
     def _look_again(self) -> OneGroup:
-        """In the directions that the curvature has where the draws are, for chains that have left
-        the place whose curvature was looked at: such draws do not tell which directions are stiff.
+        """Recomputes the geometry from the curvature at the draws' mean, as their covariance does
+        not show stiff directions once chains have moved away from the mode without mixing.
 
-        So it is where the mode is far from the posterior: in hierarchies of many groups.
+        This happens in hierarchies of many groups, whose mode is far from the posterior.
         """
         problem, whitening, density = self.problem, self.problem.engine.whitening, self.density
         assert density is not None

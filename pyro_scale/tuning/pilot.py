@@ -64,17 +64,17 @@ class Bias(NamedTuple):
 
 
 class Pilot(NamedTuple):
-    """What pilots have come to.
+    """Measurements of the pilots of a step size.
 
     Attributes:
-        number: how many there were.
-        length: steps of the last one.
-        steps: taken by each chain, those of coupled runs included.
-        time: steps per independent draw, of the slowest element or its square; not finite where all
-            runs broke.
-        biases: of the step size, group by group; None where all coupled runs broke.
-        acceptance: the part of proposals that were accepted in the last pilot, `[groups]`; None of
-            kernels that accept all.
+        number: number of pilots.
+        length: steps of the last pilot.
+        steps: steps of each chain in all pilots, coupled runs included.
+        time: autocorrelation time in steps, of the slowest element or its square; not finite if all
+            pilots broke.
+        biases: step-size bias of each group; None if all its coupled runs broke.
+        acceptance: acceptance rate of the last pilot, `[groups]`; None for kernels that accept
+            every step.
     """
 
     number: int
@@ -86,19 +86,24 @@ class Pilot(NamedTuple):
 
     @property
     def bias(self) -> Bias | None:
-        """That of a single group; None where none was measured."""
+        """Step-size bias of a single group; None if it was not measured."""
         return next(iter(self.biases), None)
 
 
 def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> tuple[G, Pilot]:
-    """Shortens the step sizes of groups until most of them have a small bias.
+    """Shortens step sizes until the bias of most groups is small.
+
+    A pilot is a run and a coupled run at half the step size, whose difference shows the bias.
 
     Args:
-        groups: chains in their stationary law.
-        time: steps per independent draw, about.
-        order: the power of lr with which the bias falls.
-        limit: of the pilots.
-        policy: their numbers.
+        groups: chains in their stationary distribution.
+        time: rough autocorrelation time in steps.
+        order: power of lr with which the bias falls.
+        limit: most steps and time, and number and length of pilots if they are set.
+        policy: the numbers of pilots.
+
+    Returns:
+        The groups with their step sizes, after the last pilot; its measurements.
     """
     fixed, total, lengthened, number = limit.lengths, 0, 0, 0
     length = min(policy.longest, max(policy.least, math.ceil(policy.times * time)))
@@ -114,7 +119,7 @@ def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> t
         sound = groups.are_sound(own) & groups.are_sound(half)
         intact = sound.all(1)
         if fixed is not None or bool(intact.any()):  # a group's chains depend on no other group
-            kept = groups.kept(own, sound), groups.kept(half, sound)
+            kept = groups.select(own, sound), groups.select(half, sound)
             one, other = (each[..., : groups.num_latents].double() for each in kept)
             for group in torch.nonzero(intact)[:, 0].tolist():
                 biases[group] = bias_of(one[group], other[group], order)
@@ -144,8 +149,8 @@ def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> t
 
 
 def _factor(bias: Bias, order: int, policy: Pilots) -> float:
-    """Factor for the step size of a group; where its paths have parted, a bias as large as may be
-    would not be seen."""
+    """Factor on the step size of a group.  If coupled paths have parted, a bias at the tolerance
+    would not be detected, and the step is shortened as well."""
     factor = bias.factor(order)
     return policy.if_vague if factor == 1 and bias.is_vague else factor
 

@@ -43,17 +43,17 @@ G = TypeVar("G", bound=Groups)
 
 @dataclass(frozen=True)
 class Window:
-    """What the last window of a warm-up has shown.
+    """Measurements of the last window of a warm-up.
 
     Attributes:
-        number: how many windows there were.
-        steps: of all windows, by each chain.
-        looks: at how many places of a group the curvature was looked at.
-        agrees: whether the draws of most groups have the geometry that they were run with.
-        r_hat: the largest, of whitened elements.
-        change: the largest factor of a direction's sd.
-        time: steps per independent draw, of whitened elements and their squares, at most.
-        stable_lr: the step size that is half of what is stable, `[groups]`.
+        number: number of windows.
+        steps: steps of each chain in all windows.
+        looks: evaluations of the curvature per group in all windows.
+        agrees: whether most groups mix and have the geometry that the window was run with.
+        r_hat: the largest R-hat of a whitened element.
+        change: the largest factor by which the sd of a direction changes beyond chance.
+        time: autocorrelation time in steps, of the slowest whitened element or its square.
+        stable_lr: half of the largest stable step size, `[groups]`.
     """
 
     number: int
@@ -67,19 +67,20 @@ class Window:
 
 
 class NoStableStep(Exception):
-    """Chains break at any step size; its arguments are the groups and their last draws."""
+    """All chains break at any step size.  The arguments are the groups and their last draws."""
 
 
 def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
-    """Windows until most groups agree, or there are no more.
+    """Runs windows until most groups agree, and returns the groups after the last window.
 
-    A group with a broken chain starts again at half its step size.  While groups decide how many
-    windows there are, one in which all broke is repeated.
+    After each window, a group gets the geometry of its draws and a stable step size.  A group with
+    a broken chain restarts at half its step size.  If all groups break, the window is repeated,
+    unless the number of windows is set.
 
     Args:
         groups: chains at their starts, with a first geometry and the longest step size.
-        limit: of the windows.
-        policy: their numbers.
+        limit: most steps and time, and the number of windows if it is set.
+        policy: the numbers of warm-up.
 
     Raises:
         NoStableStep: all chains break at any step.
@@ -100,15 +101,15 @@ def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
             halvings, longest = halvings + 1, groups.lr / 2
             groups = groups.moved_to(draws, sound).with_lr(longest)
             continue
-        kept = groups.kept(draws, sound)
+        kept = groups.select(draws, sound)
         kept = kept[:, :, int(policy.left_out * kept.shape[2]) :]
-        z = groups.whitened(kept)
+        z = groups.to_whitened(kept)
         times, r_hat = times_of(z, 0.0), by_group(split_r_hat, z).amax(1)
         groups = groups.moved_to(draws, sound)
         change, stable = torch.ones_like(r_hat), torch.full_like(r_hat, math.inf)
         if groups.learns:
             num_looks = policy.looks if groups.num_latents < policy.wide else policy.looks_if_wide
-            shown = WindowDraws(_some_of(kept, num_looks), z, times, r_hat, usable)
+            shown = WindowDraws(_pick_evenly(kept, num_looks), z, times, r_hat, usable)
             groups, change, curvatures = groups.learn(shown)
             stable = _stable_lr(curvatures, policy.steepest)
             lr = torch.where(usable, torch.minimum(longest, stable), groups.lr / 2)
@@ -127,15 +128,15 @@ def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
     return groups, window
 
 
-def _some_of(kept: Tensor, count: int) -> Tensor:
-    """So many of each group's draws, evenly spread over its chains, `[groups, count, D]`."""
+def _pick_evenly(kept: Tensor, count: int) -> Tensor:
+    """`count` draws of each group, evenly spread over its chains, `[groups, count, D]`."""
     flat = kept.flatten(1, 2)
     return flat[:, torch.linspace(0, flat.shape[1] - 1, count).round().long()]
 
 
 def _stable_lr(curvatures: Tensor, steepest: float) -> Tensor:
-    """The step size that is half of what is stable at such a part of the places where the curvature
-    was looked at, `[groups, places]`: `[groups]`."""
+    """Half of the largest stable step size of each group, `[groups]`, at this quantile of the
+    curvatures at its places, `[groups, places]`."""
     finite = torch.where(curvatures.isfinite(), curvatures, math.nan)
     lengths = finite.nanquantile(steepest, 1).tolist()
     stable = [math.inf if math.isnan(each) else max(1e-12, each) ** -0.5 for each in lengths]
@@ -143,17 +144,19 @@ def _stable_lr(curvatures: Tensor, steepest: float) -> Tensor:
 
 
 def learn(old: Whitening, z: Tensor, num_data: int, count: Tensor) -> tuple[Tensor, Whitening]:
-    """(The largest factor by which a direction's sd changes beyond chance, the new geometry), of
-    one group.
+    """Updates one group's geometry to that of its draws.
 
-    Under `torch.vmap` of many groups, if their maps are scales, or matrices of at most
-    `WARM_UP.matrix` dimensions: how many directions a low rank map has, the draws say.
+    `torch.vmap` updates many groups at once, for diagonal maps and for matrices of at most
+    `WARM_UP.matrix` dimensions.  The rank of other maps depends on the draws: one group only.
 
     Args:
-        old: the geometry of the window.
-        z: its draws in that, `[chains, draws, d]`, of variance 1/N where the geometry is right.
+        old: geometry of the window.
+        z: draws in that geometry, `[chains, draws, d]`; of variance 1/N if the geometry is right.
         num_data: N.
-        count: how many independent ones they are worth.
+        count: effective number of draws.
+
+    Returns:
+        The largest factor by which the sd of a direction changes beyond chance; the new geometry.
     """
     change, new = learn_spread(old, z * num_data**0.5, count)
     center = z.flatten(0, 1).mean(0).to(old.tensors[0])
@@ -161,7 +164,7 @@ def learn(old: Whitening, z: Tensor, num_data: int, count: Tensor) -> tuple[Tens
 
 
 def learn_spread(old: Whitening, z: Tensor, count: Tensor) -> tuple[Tensor, Whitening]:
-    """The same about the old center, from draws of variance 1 where the geometry is right."""
+    """The same with the old center, from draws of variance 1 if the geometry is right."""
     flat = z.flatten(0, 1)
     size, new = flat.shape[1], old
     if isinstance(old, DenseWhitening) and size > WARM_UP.matrix:

@@ -53,10 +53,10 @@ class Walks:
         last = draws.positions[:, -1, 0].view_as(sound)
         return dataclasses.replace(self, starts=torch.where(sound, last, 0.0))
 
-    def kept(self, draws, sound):
+    def select(self, draws, sound):
         return draws.positions.nan_to_num().unflatten(0, (-1, self.chains))
 
-    whitened = staticmethod(torch.Tensor.double)
+    to_whitened = staticmethod(torch.Tensor.double)
 
     def learn(self, draws):
         return self, torch.ones(len(self.lr)), torch.full((len(self.lr), 2), 1e-4)
