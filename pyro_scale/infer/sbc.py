@@ -416,9 +416,8 @@ def _stacked(sampler: Sampler, stack: Stack, settings: Mapping[str, Any]) -> cha
     asked = own.precondition
     if not (asked is None or isinstance(asked, str)) or asked not in kinds:
         return None
-    if lr and asked is None:
-        return None
-    if asked == "dense" and stack.layout.size > WARM_UP.matrix:  # learned for one data set alone
+    # a larger matrix is learned for one data set alone
+    if (lr and asked is None) or (asked == "dense" and stack.layout.size > WARM_UP.matrix):
         return None
 
     def number(name: str, least: int) -> int | None:
