@@ -90,7 +90,7 @@ def rows_by_stage(baoa: Any, chains: int = 4) -> dict[str, float]:
     latents = choice.problem.engine.num_latents
     return {
         "modes": 0 if modes is None else modes.evaluations,
-        "curvature": window.hessians * latents,
+        "curvature": window.looks * latents,
         "windows": chains * window.steps,
         "pilots": 0 if pilot is None else chains * pilot.steps,
         "draws": chains * attrs["num_samples"] * attrs["thinning"],

@@ -20,7 +20,6 @@ from pyro_scale.calibration.results import SBC
 from pyro_scale.calibration.simulations import AT_ONCE
 from pyro_scale.calibration.stack import Stack
 from pyro_scale.calibration.truth import Truth
-from pyro_scale.calibration.warm_up import Lengths
 from pyro_scale.core.memory import bytes_of
 from pyro_scale.core.warn import warn
 from pyro_scale.engine.progress import Progress
@@ -28,6 +27,7 @@ from pyro_scale.errors import ArgumentError, NonFiniteError, PyroScaleWarning
 from pyro_scale.model.identity import evaluations, first_difference
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.resume import digest_of
+from pyro_scale.tuning.groups import Lengths
 from pyro_scale.tuning.policy import SIMULATIONS
 
 #: Copies of a data set, and numbers of draws and their neighbors, that a simulation takes.

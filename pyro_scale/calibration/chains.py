@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -13,27 +14,26 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_scale.calibration.acceptance import adjust_steps
 from pyro_scale.calibration.stack import Stack
-from pyro_scale.calibration.warm_up import (
-    Kind,
-    Lengths,
-    Warm,
-    are_sound,
-    move_in_windows,
-    of_each,
-    shorten_steps,
-    start_at_modes,
-)
-from pyro_scale.core.autocorrelation import autocorrelation_time
+from pyro_scale.calibration.stacked_groups import Kind, StackedGroups, start_at_modes
+from pyro_scale.core.autocorrelation import autocorrelation_time, by_group
 from pyro_scale.data.stacked import StackedBatches
 from pyro_scale.engine.checkpoint import Checkpoint
 from pyro_scale.engine.draws import Draws, Failure, Steps
 from pyro_scale.kernels import Kernel
 from pyro_scale.run.extend import every_second
-from pyro_scale.tuning.adjust import without_adjustment
-from pyro_scale.tuning.choose import longest_lr
-from pyro_scale.tuning.policy import SIMULATIONS, STEP_SIZE, WARM_UP
+from pyro_scale.tuning.adjust import adjust, first_lr, without_adjustment
+from pyro_scale.tuning.choose import kernel_at_first
+from pyro_scale.tuning.groups import Lengths, Limit
+from pyro_scale.tuning.pilot import pilot
+from pyro_scale.tuning.policy import (
+    SIMULATIONS,
+    SINGLE_ACCEPTANCE,
+    SINGLE_PILOTS,
+    SINGLE_WARM_UP,
+    WARM_UP,
+)
+from pyro_scale.tuning.windows import NoStableStep, warm_up
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,11 @@ class Method:
     kind: Kind | None
     warmup_steps: int | None
     thinning: int | None
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the step size is chosen by the part of proposals that are accepted."""
+        return self.lr and self.kernel.adjusted
 
 
 @dataclass(frozen=True)
@@ -91,58 +96,73 @@ def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None
         starts: where chains begin, or searches for modes, params `[chains, D]`.
         lengths: of the stages; None has these data sets decide.
     """
-    kernel, adjusts = method.kernel, method.lr and method.kernel.adjusted
     # a chain that rejects all proposals would stay where it starts
-    moving: Kernel = without_adjustment(kernel) if adjusts else kernel
-    if method.friction and hasattr(moving, "friction"):
-        moving = dataclasses.replace(moving, friction=STEP_SIZE.friction)  # type: ignore[call-arg]
-    if method.lr:
-        moving = dataclasses.replace(moving, lr=longest_lr(moving))
-    warm = Warm(moving, starts, None, Lengths(), 0)
+    kernel = without_adjustment(method.kernel) if method.adjusts else method.kernel
+    moving = kernel_at_first(kernel, method.lr, method.friction)
+    groups = StackedGroups(stack, moving, starts, None, torch.ones(len(starts)), False)
     if method.kind is not None:
-        warm = start_at_modes(stack, moving, starts, method.kind)
-    if method.kind is not None or method.warmup_steps is None:
-        adapts = method.kind is not None
-        warm = move_in_windows(stack, warm, lengths, adapts, method.lr)
-    if adjusts:
-        warm = adjust_steps(stack, warm, kernel, lengths)
-    elif method.lr:
-        order = 1 if moving.theory is None else moving.theory.order
-        warm = shorten_steps(stack, warm, order, lengths)
-    thinning = method.thinning or max(1, math.ceil(SIMULATIONS.thinning * warm.lengths.thinning))
-    if lengths is not None and method.thinning is None:
-        thinning = lengths.thinning
-    warm, draws = _sound_run(stack, warm, method, thinning)
+        groups = start_at_modes(stack, moving, starts, method.kind, method.lr)
+    groups, shown, taken = _tune(groups, method, lengths)
+    groups, draws = _sound_run(groups, method, shown.thinning)
     if method.thinning is None:
         allowed = SIMULATIONS.slow * stack.num_chains + (lengths is None)  # one of a pilot's may be
-        warm, draws = _until_effective(stack, warm, method, thinning, draws, allowed)
+        groups, draws = _until_effective(groups, method, shown.thinning, draws, allowed)
     every = draws.positions.shape[1] // SIMULATIONS.ranked
-    params = draws.positions[:, every - 1 :: every]
-    if warm.coordinates is not None:
-        params = warm.coordinates.mapped("to_params", params.to(starts)).cpu()
-    factor = torch.ones(stack.num_chains) if warm.coordinates is None else warm.coordinates.factor
-    first_lr = warm.kernel.columns(1)["lr"].flatten()[0]
+    params, lr = draws.positions[:, every - 1 :: every], groups.kernel.columns(1)["lr"].flatten()[0]
+    if groups.coordinates is not None:
+        params = groups.coordinates.mapped("to_params", params.to(starts))
+        lr = groups.coordinates.factor * lr
     return Sampled(
-        positions=params,
+        positions=params.cpu(),
         ess=_effective(draws),
         # a thinning that is set is judged
         enough=SIMULATIONS.least_ess if method.thinning is None else 0,
         failed={each.chain: _why(each) for each in draws.failures},
-        lengths=dataclasses.replace(warm.lengths, thinning=thinning),
+        lengths=shown,
         steps={
-            "warm-up": warm.steps + (method.warmup_steps or 0),
+            "warm-up": taken + (method.warmup_steps or 0),
             "draws": draws.num_steps - (method.warmup_steps or 0),
         },
-        facts={"lr": _in_words(factor * first_lr)},
+        facts={"lr": _in_words(lr)},
         program=draws.program,
     )
 
 
+def _tune(
+    groups: StackedGroups, method: Method, lengths: Lengths | None
+) -> tuple[StackedGroups, Lengths, int]:
+    """Runs windows and pilots.  Returns the groups after them, the lengths of all stages, and the
+    steps of each chain."""
+    limit, shown, taken, time = Limit(math.inf, lambda: False, lengths), Lengths(), 0, 1.0
+    if method.kind is not None or method.warmup_steps is None:
+        with contextlib.suppress(NoStableStep):  # the run tells which chains break
+            groups, window = warm_up(groups, limit, SINGLE_WARM_UP)
+            shown = dataclasses.replace(shown, windows=window.number)
+            taken, time = window.steps, window.time
+    if method.lr:
+        if method.adjusts:
+            stable, lr = groups.lr, first_lr(groups.num_latents)
+            kernel = dataclasses.replace(method.kernel, lr=lr)
+            groups = dataclasses.replace(groups, kernel=kernel)
+            groups, tried = adjust(groups, stable, limit, SINGLE_ACCEPTANCE)
+        else:
+            theory = groups.kernel.theory
+            order = 1 if theory is None else theory.order
+            groups, tried = pilot(groups, time, order, limit, SINGLE_PILOTS)
+        shown = dataclasses.replace(shown, pilots=tried.number, pilot=tried.length)
+        taken, time = taken + tried.steps, tried.time if math.isfinite(tried.time) else time
+    thinning = method.thinning or max(1, math.ceil(SIMULATIONS.thinning * math.ceil(time)))
+    if lengths is not None and method.thinning is None:
+        thinning = lengths.thinning
+    return groups, dataclasses.replace(shown, thinning=thinning), taken
+
+
 def _until_effective(
-    stack: Stack, warm: Warm, method: Method, thinning: int, draws: Draws, allowed: float
-) -> tuple[Warm, Draws]:
+    groups: StackedGroups, method: Method, thinning: int, draws: Draws, allowed: float
+) -> tuple[StackedGroups, Draws]:
     """(Chains with the step sizes that they were run with; draws of which at most as many chains as
     allowed have too few effective ones): these go on at twice the thinning, again and again."""
+    stack = groups.stack
     passes = draws.num_steps * stack.share_of_rows * stack.num_chains
     for _ in range(SIMULATIONS.doublings):
         ess = _effective(draws)
@@ -153,48 +173,46 @@ def _until_effective(
             break
         thinning *= 2
         last = partial(every_second, _some(draws, slow))
-        own, more = _sound_run(stack.of(slow), warm.of(slow), method, thinning, last)
-        warm, draws = warm.with_factors(slow, own), _replaced(draws, slow, more)
-    return warm, draws
+        own, more = _sound_run(groups.of(slow), method, thinning, last)
+        draws = _replaced(draws, slow, more)
+        if method.lr:
+            groups = groups.with_lr(groups.lr.index_copy(0, slow, own.lr))
+    return groups, draws
 
 
 def _sound_run(
-    stack: Stack,
-    warm: Warm,
+    groups: StackedGroups,
     method: Method,
     thinning: int,
     last: Callable[[StackedBatches], Checkpoint] | None = None,
-) -> tuple[Warm, Draws]:
+) -> tuple[StackedGroups, Draws]:
     """(Chains with the step sizes that they were run with; their draws).
 
     A chain whose step size was chosen begins again at half of it, where it has broken or left the
     posterior.
     """
-    draws = _run(stack, warm, method, thinning, last)
-    for _ in range(WARM_UP.halvings):
-        places = torch.nonzero(~are_sound(stack, warm, draws))[:, 0]
-        if not method.lr or not len(places) or warm.coordinates is None:
+    draws = _run(groups, method, thinning, last)
+    for _ in range(WARM_UP.halvings if method.lr else 0):
+        places = torch.nonzero(~groups.are_sound(draws))[:, 0]
+        if not len(places):
             break
-        factor = warm.coordinates.factor.clone()
-        factor[places] /= 2
-        coordinates = dataclasses.replace(warm.coordinates, factor=factor)
-        warm = dataclasses.replace(warm, coordinates=coordinates)
-        own = warm.of(places)
+        halves = groups.lr[places] / 2
+        groups = groups.with_lr(groups.lr.index_copy(0, places, halves))
+        own = groups.of(places)
         own = dataclasses.replace(own, positions=torch.zeros_like(own.positions))
-        draws = _replaced(draws, places, _run(stack.of(places), own, method, thinning))
-    return warm, draws
+        draws = _replaced(draws, places, _run(own, method, thinning))
+    return groups, draws
 
 
 def _run(
-    stack: Stack,
-    warm: Warm,
+    groups: StackedGroups,
     method: Method,
     thinning: int,
     last: Callable[[StackedBatches], Checkpoint] | None = None,
 ) -> Draws:
     count = SIMULATIONS.draws if method.thinning is None else SIMULATIONS.ranked
-    steps = Steps(count, method.warmup_steps or 0, thinning)
-    return stack.run(warm.kernel, warm.positions, steps, coordinates=warm.coordinates, last=last)
+    steps, where = Steps(count, method.warmup_steps or 0, thinning), groups.coordinates
+    return groups.stack.run(groups.kernel, groups.positions, steps, coordinates=where, last=last)
 
 
 def _replaced(draws: Draws, places: Tensor, own: Draws) -> Draws:
@@ -236,7 +254,7 @@ def effective(series: Tensor) -> Tensor:
     elements]`; 0 of chains that broke."""
     sound = series.isfinite().all(-1).all(-1)
     series = torch.where(sound[:, None, None], series, 0.0)
-    times = of_each(autocorrelation_time, series).amax(1)
+    times = by_group(autocorrelation_time, series[:, None]).amax(1)
     return torch.where(sound, series.shape[1] / times, 0.0)
 
 

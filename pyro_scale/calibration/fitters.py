@@ -14,7 +14,6 @@ from pyro_scale.calibration import chains
 from pyro_scale.calibration.chains import Sampled, effective
 from pyro_scale.calibration.modes import find_modes
 from pyro_scale.calibration.stack import Stack
-from pyro_scale.calibration.warm_up import Lengths
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import evenly
 from pyro_scale.engine.draws import Steps
@@ -25,6 +24,7 @@ from pyro_scale.exact.nutpie_api import Settings
 from pyro_scale.model.log_posterior import MOST_STARTS
 from pyro_scale.model.preflight import InitFunction
 from pyro_scale.posterior.gaussians import Fit
+from pyro_scale.tuning.groups import Lengths
 from pyro_scale.tuning.policy import SIMULATIONS
 
 #: Letters of what a failure says.

@@ -13,19 +13,16 @@ from pyro_scale.core.warn import without_vmap_warnings
 #: Steps of Levenberg's and Marquardt's at most; the gain in nats that ends a search; the damping
 #: at first, and how it changes after a step that is taken or not.
 _SEARCH_STEPS, _GAIN_NATS, _DAMPING, _EASED, _DAMPED = 60, 1e-4, 0.1, 0.2, 5.0
-#: Curvatures below this part of the largest one count as that.
-_LEAST_CURVATURE = 1e-6
 #: The least curvature, over the square of the slope.
 _SLOPE_CURVATURE = 1e-2
 
 
-class Gaussians(NamedTuple):
+class FoundModes(NamedTuple):
     """What each search found.
 
     Attributes:
         mean: the mode, or where the search ended, `[chains, D]`.
-        precision: minus the Hessian there, its eigenvalues made positive, in float64,
-            `[chains, D, D]`.
+        precision: minus the Hessian there, in float64, `[chains, D, D]`.
         value: the log joint there, in nats, `[chains]`.
         found: whether it is a mode, `[chains]`.
     """
@@ -36,7 +33,7 @@ class Gaussians(NamedTuple):
     found: Tensor
 
 
-def find_modes(stack: Stack, starts: Tensor) -> Gaussians:
+def find_modes(stack: Stack, starts: Tensor) -> FoundModes:
     """Newton's method from each start, `[chains, D]`, damped by curvature as it is needed, in units
     of each element's own curvature."""
     position = starts.clone()
@@ -67,7 +64,7 @@ def find_modes(stack: Stack, starts: Tensor) -> Gaussians:
         position[taken] = there[taken]
         for kept, new in zip((value, slope, curvature), ahead, strict=True):
             kept[taken] = new[better]
-    return Gaussians(position, positive(curvature), value, found)
+    return FoundModes(position, curvature, value, found)
 
 
 def look(stack: Stack, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,16 +92,3 @@ def look(stack: Stack, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         torch.where(finite[:, None], slope, 0.0),
         torch.where(finite[:, None, None], -hessian, torch.eye(hessian.shape[-1]).double()),
     )
-
-
-def positive(curvature: Tensor) -> Tensor:
-    """Curvatures `[..., D, D]` with the absolute values of their eigenvalues, and none that is next
-    to nothing."""
-    units = curvature.diagonal(dim1=-2, dim2=-1).abs()
-    units = torch.where(units > 0, units, 1.0).sqrt()
-    scaled = curvature / units[..., :, None] / units[..., None, :]
-    lengths, axes = torch.linalg.eigh(scaled)
-    lengths = lengths.abs()
-    lengths = torch.maximum(lengths, _LEAST_CURVATURE * lengths.amax(-1, keepdim=True))
-    fixed = (axes * lengths[..., None, :]) @ axes.mT
-    return fixed * units[..., :, None] * units[..., None, :]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_scale.calibration.stacked_density import StackedDensity, turned
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
@@ -30,6 +29,8 @@ from pyro_scale.posterior.draws import in_chunks
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.rng.streams import NoiseStream
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Coordinates:
@@ -42,6 +43,12 @@ class Coordinates:
 
     whitening: Whitening
     factor: Tensor
+
+    @classmethod
+    def of_each(cls, whitenings: Sequence[Whitening], factor: Tensor) -> Coordinates:
+        """From each chain's whitening."""
+        tensors = zip(*(whitening.tensors for whitening in whitenings), strict=True)
+        return cls(whitenings[0].with_tensors([torch.stack(each) for each in tensors]), factor)
 
     @property
     def tables(self) -> list[Tensor]:
@@ -61,6 +68,74 @@ class Coordinates:
             return mapped
 
         return torch.vmap(of_chain)(list(self.whitening.tensors), vectors)
+
+
+@dataclass(frozen=True)
+class StackedDensity:
+    """What the engine sees of a model and many data sets: batches are those of `StackedBatches`.
+
+    A chain's coordinates and the factor of its step size come with the batch, in that order:
+    params are m + S z.
+
+    Attributes:
+        log_posterior: of the model of (shared rows, own rows).
+        layout: of a position.
+        whitening: the form of the coordinates, whose tensors batches bring; None where chains move
+            in params themselves.
+        in_batches: whether a step takes some of the rows; all of them come by column, tables as
+            `[columns, N]`.
+    """
+
+    log_posterior: LogPosterior
+    layout: Layout
+    whitening: Whitening | None
+    in_batches: bool
+
+    @property
+    def num_data(self) -> int:
+        """N, of each data set."""
+        return self.log_posterior.num_data
+
+    def grad(
+        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Any]:
+        """(The gradient of a chain's log joint by z, by site; the evaluation)."""
+        return self._pulled(self.log_posterior.grad, params, batch)
+
+    def plain_grad(
+        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Any]:
+        """The same by plain autograd."""
+        return self._pulled(self.log_posterior.plain_grad, params, batch)
+
+    def row_gradients(
+        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Nothing that chains with a data set each ask for."""
+        raise NotImplementedError
+
+    def own_values(self, values: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
+        """The hyperparameters of one chain, whose step size is its own."""
+        constants, _, _ = batch
+        if not constants:
+            return dict(values)
+        return {**values, "lr": values["lr"] * constants[-1][0]}
+
+    def _pulled(
+        self, grad: Callable[..., Any], params: Mapping[str, Tensor], batch: Any
+    ) -> tuple[dict[str, Tensor], Any]:
+        constants, shared, own = batch
+        if not self.in_batches:
+            shared, own = turned(shared), rows.take(own, 0)
+        arguments = shared, own
+        if self.whitening is None:
+            gradient: tuple[dict[str, Tensor], Any] = grad(params, arguments)
+            return gradient
+        whitening = self.whitening.with_tensors([tensor[0] for tensor in constants[:-1]])
+        here = self.layout.unflatten(whitening.to_params(self.layout.flatten(params)))
+        by_site, evaluation = grad(here, arguments)
+        pulled = whitening.pull_back(self.layout.flatten(by_site))
+        return self.layout.unflatten(pulled), evaluation
 
 
 @dataclass(frozen=True)
@@ -119,10 +194,10 @@ class Stack:
         """What the model takes, of one data set."""
         return self.shared, {name: take_one(table, number) for name, table in self.own.items()}
 
-    def each(self, function: Callable[[Tensor], Any]) -> Any:
+    def each(self, function: Callable[[Tensor], T]) -> T:
         """A function of a data set's number, of all of them, as many at a time as memory allows:
         what it gives, `[chains, ...]`."""
-        parts = list(in_chunks(function, [torch.arange(self.num_chains)]))
+        parts: list[T] = list(in_chunks(function, [torch.arange(self.num_chains)]))
         return pytree.tree_map(lambda *leaves: torch.cat(leaves), *parts)
 
     def log_joint(self, position: Tensor, number: Tensor) -> Tensor:
@@ -136,8 +211,7 @@ class Stack:
         def of_one(number: Tensor) -> Tensor:
             return self.log_joint(take_one(positions, number), number)
 
-        values: Tensor = self.each(of_one)
-        return values
+        return self.each(of_one)
 
     def run(
         self,
@@ -217,3 +291,8 @@ class Stack:
 def take_one(table: Tensor, number: Tensor) -> Tensor:
     """A table's entry at a number, 0-d, as a tensor of its own."""
     return table.index_select(0, number[None])[0]
+
+
+def turned(shared: Arguments) -> Arguments:
+    """Rows with tables turned over: sums over rows then run along what lies side by side."""
+    return rows.map_rows(lambda table: table.mT if table.dim() == 2 else table, shared)

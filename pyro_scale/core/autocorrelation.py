@@ -40,6 +40,14 @@ def split_r_hat(draws: Tensor) -> Tensor:
     return _by_element(_split_r_hat, draws)
 
 
+def by_group(statistic: Callable[[Tensor], Tensor], draws: Tensor) -> Tensor:
+    """Applies a statistic `[chains, draws, elements]` -> `[elements]` to every group of draws
+    `[groups, chains, draws, elements]`.  Returns `[groups, elements]`."""
+    groups, chains, count, size = draws.shape
+    side_by_side = draws.permute(1, 2, 0, 3).reshape(chains, count, groups * size)
+    return statistic(side_by_side).view(groups, size)
+
+
 def mixing_of(draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(Rank-normalized split R-hat, bulk and tail effective draws), each `[elements]`, as ArviZ has
     them (Vehtari et al. 2021); NaN of constants, which have not been seen to mix.

@@ -20,8 +20,8 @@ from pyro_scale.calibration.quantities import Quantity, check_quantities, check_
 from pyro_scale.calibration.results import SBC
 from pyro_scale.calibration.simulations import Generator
 from pyro_scale.calibration.stack import Stack
+from pyro_scale.calibration.stacked_groups import Kind
 from pyro_scale.calibration.truth import FromPosterior, FromPrior, Truth
-from pyro_scale.calibration.warm_up import Kind
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import AUTO, as_count, as_flag, is_auto
@@ -50,7 +50,7 @@ from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 from pyro_scale.run.resume import digest_of
 from pyro_scale.tuning.plan import is_trained
-from pyro_scale.tuning.policy import GEOMETRY, SIMULATIONS
+from pyro_scale.tuning.policy import GEOMETRY, SIMULATIONS, WARM_UP
 
 From = Literal["prior", "posterior"]
 #: Fewer simulations tell nothing.
@@ -100,8 +100,8 @@ def sbc(
     finds the mode, the geometry and the step size of its own posterior; the lengths of the stages
     are common to all, and found on the first twenty.  `NUTS`, `VI` and `IVON` are run likewise.
     One by one, in seconds each, are run: other methods, networks that are trained first, fits as
-    `precondition=`, and control variates, which `batch_size=` turns on where lr is chosen (pass a
-    number for lr, or `control_variates=False`).
+    `precondition=`, matrices of more than 128 dimensions, and control variates, which `batch_size=`
+    turns on where lr is chosen (pass a number for lr, or `control_variates=False`).
 
     Ranks are among 100 draws of each simulation.  Unless `thinning` is set, it is doubled for
     simulations of fewer than 200 effective draws, at most 8 times, until these are at most 1% of
@@ -416,7 +416,8 @@ def _stacked(sampler: Sampler, stack: Stack, settings: Mapping[str, Any]) -> cha
     asked = own.precondition
     if not (asked is None or isinstance(asked, str)) or asked not in kinds:
         return None
-    if lr and asked is None:
+    # a larger matrix is learned for one data set alone
+    if (lr and asked is None) or (asked == "dense" and stack.layout.size > WARM_UP.matrix):
         return None
 
     def number(name: str, least: int) -> int | None:

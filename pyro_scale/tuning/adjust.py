@@ -9,47 +9,20 @@ about as lr^3, so that an acceptance that was seen says how much longer or short
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
-from pyro_scale.core.autocorrelation import autocorrelation_time
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.kernels import BAOA, Kernel
-from pyro_scale.rng.seeds import Purpose, derived_seed
-from pyro_scale.run.budget import Budget
-from pyro_scale.run.problem import Problem
-from pyro_scale.tuning.policy import ACCEPTANCE, PILOTS
+from pyro_scale.rng.seeds import Purpose
+from pyro_scale.tuning.groups import Groups, Limit, are_most, slow_time, times_about_mean
+from pyro_scale.tuning.pilot import Pilot
+from pyro_scale.tuning.policy import ACCEPTANCE, PILOTS, Acceptance
 
-#: Runs chains: (problem, steps, seed) -> draws.
-Run = Callable[[Problem, Steps, int], Draws]
-
-
-class Adjusted(NamedTuple):
-    """What pilots have come to.
-
-    Attributes:
-        problem: with the step size, and the chains' positions after them.
-        steps: taken by each chain.
-        acceptance: the part of proposals that were accepted in the last pilot.
-        time: steps per independent draw, of the slowest element or its square.
-    """
-
-    problem: Problem
-    steps: int
-    acceptance: float
-    time: float
-
-    @property
-    def reason(self) -> str:
-        """What was chosen, in words."""
-        lr = float(self.problem.engine.kernel.lr)
-        return (
-            f"lr={lr:.3g} in whitened coordinates: {self.acceptance:.0%} of proposals were "
-            f"accepted (about {ACCEPTANCE.target:.0%} are to be)"
-        )
+G = TypeVar("G", bound=Groups)
 
 
 def without_adjustment(kernel: Kernel) -> BAOA:
@@ -57,42 +30,57 @@ def without_adjustment(kernel: Kernel) -> BAOA:
     return BAOA(lr=1.0, temperature=kernel.temperature)
 
 
-def adjust(problem: Problem, run: Run, stable: float, most_steps: int, budget: Budget) -> Adjusted:
-    """Pilots until about as many proposals are accepted as are to be, in one that is long enough.
+def adjust(groups: G, stable: Tensor, limit: Limit, policy: Acceptance) -> tuple[G, Pilot]:
+    """Adjusts step sizes until most groups have about the target acceptance rate, in a pilot of
+    sufficient length.
 
     Args:
-        problem: chains in their stationary law, in whitened coordinates.
-        run: takes steps.
-        stable: about half of the step size that is stable, where that is little: the first is at
-            most twice that.
-        most_steps: of each chain.
-        budget: whose time may be over.
+        groups: chains in their stationary distribution, in whitened coordinates.
+        stable: half of the largest stable step size, `[groups]`; pilots start at no more than twice
+            that.
+        limit: most steps and time, and number and length of pilots if they are set.
+        policy: the numbers of these pilots.
+
+    Returns:
+        The groups with their step sizes, after the last pilot; its measurements.
     """
-    total, length, accepted, time = 0, PILOTS.least, math.nan, math.inf
-    lr = min(first_lr(problem.engine.num_latents), ACCEPTANCE.longer * stable)
-    for number in range(ACCEPTANCE.most):
-        problem = problem.with_lr(lr)
-        every = max(1, length // ACCEPTANCE.draws)
-        steps = Steps(length // every, 0, every)
-        draws = run(problem, steps, derived_seed(problem.seed, number, Purpose.PILOT))
-        if draws.error is not None:
-            raise draws.error
+    fixed, total = limit.lengths, 0
+    most, length = (policy.most, PILOTS.least) if fixed is None else (fixed.pilots, fixed.pilot)
+    lr = (policy.longer * stable).clamp(max=first_lr(groups.num_latents))
+    for number in range(1, most + 1):
+        groups = groups.with_lr(lr)
+        every = max(1, length // policy.draws)
+        draws = groups.run(Steps(length // every, 0, every), Purpose.PILOT, number - 1)
         total += draws.num_steps
-        problem = problem.moved_to(draws, draws.finished)
-        accepted = acceptance_rate(draws)
-        time = _time(draws.positions[draws.finished][..., : problem.engine.num_latents]) * every
-        wanted = length
-        if math.isfinite(time):
-            wanted = min(ACCEPTANCE.longest, math.ceil(ACCEPTANCE.times * time))
-        is_settled = 1 / ACCEPTANCE.settled < _factor(accepted) < ACCEPTANCE.settled
-        if is_settled and length >= wanted:
+        sound = groups.are_sound(draws)
+        accepted = _acceptance(draws, sound)
+        time = math.inf
+        if bool(sound.any()):
+            kept = groups.select(draws, sound)[..., : groups.num_latents].double()
+            time = slow_time(times_about_mean(kept)) * every
+        groups = groups.moved_to(draws, sound)
+        if number == most:
             break
-        longer = max(length, wanted) if is_settled else length
-        if total + longer > most_steps or budget.is_over_for_all:
-            break
-        if number < ACCEPTANCE.most - 1:
-            length, lr = longer, next_lr(lr, accepted)
-    return Adjusted(problem, total, accepted, time)
+        factors = torch.tensor([_factor(each) for each in accepted.tolist()])
+        is_settled = are_most((factors > 1 / policy.settled) & (factors < policy.settled))
+        if fixed is None:
+            wanted = length
+            if math.isfinite(time):
+                wanted = min(policy.longest, math.ceil(policy.times * time))
+            longer = max(length, wanted) if is_settled else length
+            if (is_settled and length >= wanted) or limit.is_passed(total + longer):
+                break
+            length = longer
+        sizes = zip(lr.tolist(), accepted.tolist(), strict=True)
+        lr = torch.tensor([next_lr(*each) for each in sizes], dtype=torch.float64)
+    return groups, Pilot(number, length, total, time, acceptance=accepted)
+
+
+def _acceptance(draws: Draws, sound: Tensor) -> Tensor:
+    """Acceptance rate of each group's sound chains, `[groups]`; 0 if it has none."""
+    accepted = draws.state.accepted.double().cpu().view_as(sound)
+    accepted = torch.where(sound, accepted, math.nan).nanmean(1) / draws.num_steps
+    return accepted.nan_to_num(0.0)
 
 
 def acceptance_rate(draws: Draws) -> float:
@@ -122,12 +110,3 @@ def _spread(accepted: float) -> float:
 
 def _short(number: float) -> float:
     return float(f"{number:.3g}")
-
-
-def _time(draws: Tensor) -> float:
-    """Draws per independent one, of the slowest element or its square."""
-    if not len(draws):
-        return math.inf
-    z = draws.double()
-    squares = (z - z.mean((0, 1))).square()
-    return max(float(autocorrelation_time(each).max()) for each in (z, squares))

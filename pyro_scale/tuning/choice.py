@@ -20,7 +20,7 @@ from pyro_scale.tuning.windows import Window
 #: few directions, or by elements; or latents themselves.
 Precondition: TypeAlias = Literal["auto", "dense", "kron", "low_rank", "diag"] | Gaussian | None
 
-#: Runs chains: (problem, values, steps, seed, noise) -> draws.
+#: Runs chains: (problem, steps, seed, values of each step, ... for `simulate`) -> draws.
 Simulate = Callable[..., Draws]
 
 

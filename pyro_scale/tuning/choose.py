@@ -22,26 +22,33 @@ from pyro_scale.core.whitening import (
     LowRankWhitening,
 )
 from pyro_scale.data.row_sampler import Sampling
-from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.kernels import Kernel
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
-from pyro_scale.rng.streams import RefinedNoise
-from pyro_scale.run.blame import WITHIN, Broken
+from pyro_scale.run.blame import WITHIN, Broken, broken_sites
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.adjust import adjust, without_adjustment
 from pyro_scale.tuning.choice import Asked, Choice, Simulate, lr_in_words
 from pyro_scale.tuning.geometry import with_geometry
-from pyro_scale.tuning.heat import center_of, cool, stays_cool, with_anchor, with_fewest_rows
+from pyro_scale.tuning.groups import Limit
+from pyro_scale.tuning.heat import (
+    center_of,
+    cool,
+    stays_cool,
+    with_anchor,
+    with_fewest_rows,
+    with_known_noise,
+)
 from pyro_scale.tuning.modes import Modes
 from pyro_scale.tuning.no_start import what_to_try
+from pyro_scale.tuning.one_group import OneGroup
 from pyro_scale.tuning.pilot import Pilot, pilot
-from pyro_scale.tuning.policy import NOISE, PILOTS, SEARCH, STEP_SIZE, WARM_UP
+from pyro_scale.tuning.policy import ACCEPTANCE, NOISE, PILOTS, SEARCH, STEP_SIZE, WARM_UP
 from pyro_scale.tuning.step_size import chain_at, check_target
-from pyro_scale.tuning.tune import with_known_noise
 from pyro_scale.tuning.windows import NoStableStep, Window, warm_up
 
 #: What chains are whitened by, in words.
@@ -71,20 +78,14 @@ def choose(
         problem, modes, density = with_geometry(problem, asked, whole, budget.of_tuning)
         passes["modes"] = 0 if modes is None else modes.evaluations
         problem = with_anchor(problem, asked, whole)
-        problem = problem.with_engine(kernel=_kernel(problem.engine.kernel, asked))
+        problem = problem.with_engine(
+            kernel=kernel_at_first(problem.engine.kernel, asked.lr, asked.friction)
+        )
         if asked.lr:
             cooled = cool(problem, sampling, whole, NOISE.far_at_first)
             problem, passes["noise"] = cooled.problem, cooled.passes
         if asked.subtract_noise:
             problem = with_known_noise(problem, center_of(problem), sampling)
-
-    def run(problem: Problem, steps: Steps, seed: int) -> Draws:
-        return simulate(problem, steps, seed, problem.engine.kernel.columns(steps.total))
-
-    def coupled(problem: Problem, steps: Steps, seed: int, halved: bool) -> Draws:
-        return (
-            _at_half_step(problem, steps, seed, simulate) if halved else run(problem, steps, seed)
-        )
 
     def left_over(budget: Budget) -> Budget:
         return budget.after(sum(passes.values()), problem.log_posterior.num_data)
@@ -96,33 +97,37 @@ def choose(
     def for_pilots() -> int:
         return max(3 * PILOTS.least, for_tuning(0))
 
+    def limit(steps: int) -> Limit:
+        return Limit(steps, lambda: budget.is_over_for_all)
+
     _check(left_over(budget), problem, asked)
     for_windows = max(WARM_UP.first_window, for_tuning(_for_pilots(asked)))
     kernel, adjusts = problem.engine.kernel, asked.lr and problem.engine.kernel.adjusted
     if adjusts:  # a chain that rejects all proposals would stay where it starts
-        problem = problem.with_engine(kernel=_kernel(without_adjustment(kernel), asked))
-    looked_at = density if asked.lr else None
+        problem = problem.with_engine(
+            kernel=kernel_at_first(without_adjustment(kernel), asked.lr, asked.friction)
+        )
+    group = OneGroup(problem, simulate, density if asked.lr else None, whole)
     try:
-        window = warm_up(problem, run, looked_at, whole, for_windows, budget)
+        group, window = warm_up(group, limit(for_windows), WARM_UP)
     except NoStableStep as broken:
-        raise _no_warm_up(problem, density, asked.lr, *broken.args) from None
-    problem, tried, time = window.problem, None, window.time
+        last, draws = broken.args
+        sites = broken_sites(last.problem, draws)
+        raise _no_warm_up(problem, density, asked.lr, sites) from None
+    problem, tried, time = group.problem, None, window.time
     passes["windows"] = passes_of(problem, window.steps)
     if density is not None:
         in_all = problem.log_posterior.num_data
         share = (density.num_rows or in_all) / in_all
-        passes["curvature"] = window.hessians * len(problem.positions[0]) * share
-    adjusted = None
+        passes["curvature"] = window.looks * len(problem.positions[0]) * share
     if adjusts:
-        stable = float(problem.engine.kernel.lr)
-        tuned = problem.with_engine(kernel=kernel)
-        adjusted = adjust(tuned, run, stable, for_pilots(), budget)
-        problem, time = adjusted.problem, adjusted.time
-        passes["pilots"] = passes_of(problem, adjusted.steps)
+        stable, tuned = group.lr, group.of(problem.with_engine(kernel=kernel))
+        group, tried = adjust(tuned, stable, limit(for_pilots()), ACCEPTANCE)
     elif asked.lr:
         if cooled is not None and problem.data.batch_size is not None:
             # what is noisy at first may not be so here, and the other way round
-            problem = problem.with_lr(min(longest_lr(problem.engine.kernel), window.stable_lr))
+            stable_lr = float(window.stable_lr)
+            problem = problem.with_lr(min(longest_lr(problem.engine.kernel), stable_lr))
             if not stays_cool(cooled, problem):
                 if problem.chooses_batches:
                     problem = problem.in_batches_of(most_rows)
@@ -133,19 +138,18 @@ def choose(
                 passes["noise"] += cooled.passes
         theory = problem.engine.kernel.theory
         order = 1 if theory is None else theory.order
-        tried = pilot(problem, coupled, time, order, for_pilots(), budget)
-        problem = tried.problem
+        group, tried = pilot(group.of(problem), time, order, limit(for_pilots()), PILOTS)
+    if tried is not None:
+        problem = group.problem
         time = tried.time if math.isfinite(tried.time) else time
         passes["pilots"] = passes_of(problem, tried.steps)
     heat = None if cooled is None or cooled.heat is None else cooled.heat.added
-    taken = window.steps + sum(each.steps for each in (tried, adjusted) if each is not None)
+    taken = window.steps + (0 if tried is None else tried.steps)
     most = max(1, left_over(budget).steps(problem) // asked.num_samples)
     needed = max(1, math.ceil(time)) if math.isfinite(time) else most
     thinning = asked.thinning or min(most, needed)
     steps = Steps(asked.num_samples, asked.warmup_steps or 0, thinning)
     reasons = _reasons(problem, modes, window, tried, thinning)
-    if adjusted is not None:
-        reasons["step size"] = adjusted.reason
     attrs: dict[str, Any] = {"lr_choice": reasons["step size"]} if asked.lr else {}
     attrs["thinning"] = thinning
     attrs |= {f"passes_{stage}": round(count, 2) for stage, count in passes.items()}
@@ -214,17 +218,6 @@ def _no_warm_up(
     )
 
 
-def _at_half_step(problem: Problem, steps: Steps, seed: int, simulate: Simulate) -> Draws:
-    """As many draws at half the step size, on the same path of noise."""
-    engine, positions = problem.engine, problem.positions
-    steps = Steps(steps.num_samples, 0, 2 * steps.thinning)
-    columns = dict(engine.kernel.columns(steps.total))
-    columns["lr"] = columns["lr"] / 2
-    shape = engine.kernel.normals, engine.num_latents
-    noise = RefinedNoise(seed, problem.chains, shape, positions.dtype, positions.device)
-    return simulate(problem, steps, seed, columns, noise)
-
-
 def _reasons(
     problem: Problem, modes: Modes | None, window: Window, tried: Pilot | None, thinning: int
 ) -> dict[str, str]:
@@ -250,6 +243,11 @@ def _reasons(
     lr = lr_in_words(kernel)
     if tried is None:
         found["step size"] = f"{lr}, as it was set"
+    elif tried.acceptance is not None:
+        found["step size"] = (
+            f"{lr} in whitened coordinates: {float(tried.acceptance):.0%} of proposals were "
+            f"accepted (about {ACCEPTANCE.target:.0%} are to be)"
+        )
     elif tried.bias is None:
         found["step size"] = f"{lr}; its bias could not be measured"
     else:
@@ -263,12 +261,18 @@ def _reasons(
     return found
 
 
-def _kernel(kernel: Kernel, asked: Asked) -> Kernel:
-    """With the friction of whitened coordinates, and the longest step size there."""
-    if asked.friction and hasattr(kernel, "friction") and not kernel.adjusted:
+def kernel_at_first(kernel: Kernel, lr: bool, friction: bool) -> Kernel:
+    """The kernel with the friction of whitened coordinates, and the longest step size there.
+
+    Args:
+        kernel: the method.
+        lr: whether the step size is chosen.
+        friction: whether the friction is.
+    """
+    if friction and hasattr(kernel, "friction") and not kernel.adjusted:
         own: dict[str, Any] = {"friction": STEP_SIZE.friction}
         kernel = dataclasses.replace(kernel, **own)
-    if asked.lr and not kernel.adjusted:
+    if lr and not kernel.adjusted:
         kernel = dataclasses.replace(kernel, lr=longest_lr(kernel))
     return kernel
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -127,20 +127,40 @@ def _on_all_rows(gaussian: Gaussian, whole: FullDataDensity, like: Tensor) -> Te
 def _starts(
     problem: Problem, density: FullDataDensity, modes: Modes | None, gaussian: Gaussian
 ) -> Tensor:
-    """Draws at twice the sd of each chain's own mode, where the posterior is."""
-    positions, num_data = problem.positions.clone(), problem.log_posterior.num_data
+    """Starts around each chain's own mode, `[chains, D]`."""
+    positions, num_data = problem.positions, problem.log_posterior.num_data
     found = modes.starting_points(len(positions)) if modes else [gaussian] * len(positions)
-    for chain, own in enumerate(found):
-        source = generator(problem.seed, chain, Purpose.INIT, 1)
-        noise = torch.randn(len(own.mean), generator=source, dtype=torch.float64)
-        center = own.mean.to(positions)
-        away = GEOMETRY.dispersion * (own.sample(noise) - own.mean).to(positions)
-        lowest = float(density.values(center[None])) - GEOMETRY.depth(len(away)) / num_data
-        for _ in range(GEOMETRY.halvings):
-            with contextlib.suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
-                value, gradient = density.grad(center + away)
-                if float(value) > lowest and bool(torch.isfinite(gradient).all()):
-                    break
-            away = away / 2
-        positions[chain] = center + away
-    return positions
+    size = len(gaussian.mean)
+    centers = torch.stack([own.mean.to(positions) for own in found])
+    lowest = density.values(centers) - GEOMETRY.depth(size) / num_data
+    noise = [standard_normal(problem.seed, chain, size) for chain in range(len(found))]
+    draws = [own.sample(z) - own.mean for own, z in zip(found, noise, strict=True)]
+
+    def is_deep(away: Tensor) -> Tensor:
+        values, slopes = density.grads(centers + away)
+        return ~((values > lowest) & slopes.isfinite().all(1))
+
+    return centers + disperse(torch.stack(draws).to(positions), is_deep)
+
+
+def standard_normal(seed: int, chain: int, size: int) -> Tensor:
+    """Standard normal noise of a chain's start, `[size]`, float64."""
+    source = generator(seed, chain, Purpose.INIT, 1)
+    return torch.randn(size, generator=source, dtype=torch.float64)
+
+
+def disperse(draws: Tensor, is_deep: Callable[[Tensor], Tensor]) -> Tensor:
+    """Overdispersed starts, as distances from each chain's mode, `[chains, D]`: twice as far as the
+    draws, halved until the log joint is not too far below the mode.
+
+    Args:
+        draws: draws of the Gaussian around each chain's mode, as distances from it, `[chains, D]`.
+        is_deep: distances -> whether the log joint there is too far below the mode, `[chains]`.
+    """
+    away = GEOMETRY.dispersion * draws
+    for _ in range(GEOMETRY.halvings):
+        deep = is_deep(away)
+        if not bool(deep.any()):
+            break
+        away = torch.where(deep[:, None], away / 2, away)
+    return away

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -10,16 +11,22 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.whitening import DenseWhitening
+from pyro_scale.data.batches import batches_from
 from pyro_scale.data.row_sampler import Sampling
+from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.model.control_variates import ControlVariates
+from pyro_scale.fullbatch.precision import expansion_at
+from pyro_scale.model.control_variates import AnchorCurvature, ControlVariates
+from pyro_scale.model.curvature.observations import Exact
+from pyro_scale.model.curvature.observed import observe
+from pyro_scale.model.curvature.prior_hessian import prior_precision
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.budget import rows_a_step
 from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.tuning.choice import Asked
+from pyro_scale.tuning.gradient_noise import gradient_variance, row_gradients
 from pyro_scale.tuning.policy import GEOMETRY, NOISE
 from pyro_scale.tuning.row_noise import most_noise
-from pyro_scale.tuning.tune import with_control_variates, with_curvature
 
 
 def center_of(problem: Problem) -> Tensor:
@@ -66,6 +73,63 @@ def with_anchor(problem: Problem, asked: Asked, whole: FullDataDensity) -> Probl
     if isinstance(before, ControlVariates) and before.curvature is not None:
         return with_curvature(problem, whole) or problem
     return problem
+
+
+def with_control_variates(problem: Problem, density: FullDataDensity, anchor: Tensor) -> Problem:
+    """The problem with control variates at an anchor, [D]."""
+    log_posterior, layout = problem.log_posterior, problem.engine.layout
+    _, gradient = density.grad(anchor)
+    total = {
+        name: part * log_posterior.num_data for name, part in layout.unflatten(gradient).items()
+    }
+    return problem.with_engine(
+        density=ControlVariates(log_posterior, layout.unflatten(anchor), total)
+    )
+
+
+def with_curvature(problem: Problem, density: FullDataDensity) -> Problem | None:
+    """The problem whose control variates have the likelihood's curvature at their anchor, too;
+    None where the model has none that single batches give as well."""
+    log_posterior, first = problem.log_posterior, problem.data.first()
+    first_order = problem.engine.density
+    assert isinstance(first_order, ControlVariates)
+    anchor, names = first_order.anchor, density.layout.names
+    try:
+        leaves = {name: value.detach().requires_grad_() for name, value in anchor.items()}
+        observed = observe(log_posterior, leaves, first, None, "ggn", 1).observations
+        exact = tuple(each for each in observed if isinstance(each, Exact))
+        if len(exact) < len(observed) or log_posterior.model_info.own_plate is not None:
+            return None
+        position = density.layout.flatten(anchor)
+        total = expansion_at(density, position, names, "ggn", dense=True).precision
+        total = total - prior_precision(log_posterior, anchor, first, None, dense=True)
+        curved = dataclasses.replace(first_order, curvature=AnchorCurvature(total, exact))
+        curved.grad(anchor, first)
+    except (ModelError, SiteError, RuntimeError, NotImplementedError):
+        return None
+    return problem.with_engine(density=curved)
+
+
+def with_known_noise(problem: Problem, mode: Tensor, sampling: Sampling) -> Problem:
+    """The problem with the noise of minibatches at the mode known."""
+    log_posterior, engine = problem.log_posterior, problem.engine
+    size = problem.data.batch_size
+    if size is None:
+        raise ArgumentError("subtract_noise: the whole data at every step has no noise")
+    batches = problem.batches(1, sampling)
+    run_batches = batches_from(batches, 0, -(-NOISE.rows // size))
+    rows = row_gradients(
+        problem, log_posterior, mode[None], [[batch.of_chain(0) for batch in run_batches]]
+    )
+    if rows is None:
+        raise ArgumentError(
+            "subtract_noise needs the gradient of single rows, which this model does not give: "
+            "leave it out and lower lr"
+        )
+    if engine.whitening is not None:
+        rows = engine.whitening.pull_back(rows)
+    variance = gradient_variance(rows, size, log_posterior.num_data, sampling)
+    return problem.with_engine(known_noise=engine.pad(variance))
 
 
 class Heat(NamedTuple):

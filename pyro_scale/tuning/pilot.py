@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from pyro_scale.core.autocorrelation import autocorrelation_time
-from pyro_scale.engine.draws import Draws, Steps
-from pyro_scale.rng.seeds import Purpose, derived_seed
-from pyro_scale.run.budget import Budget
-from pyro_scale.run.problem import Problem
-from pyro_scale.tuning.policy import PILOTS, TOLERANCE
+from pyro_scale.engine.draws import Steps
+from pyro_scale.rng.seeds import Purpose
+from pyro_scale.tuning.groups import Groups, Limit, are_most, slow_time, times_about_mean
+from pyro_scale.tuning.policy import PILOTS, TOLERANCE, Pilots
+
+G = TypeVar("G", bound=Groups)
 
 
 class Bias(NamedTuple):
@@ -64,81 +64,95 @@ class Bias(NamedTuple):
 
 
 class Pilot(NamedTuple):
-    """What pilots have come to.
+    """Measurements of the pilots of a step size.
 
     Attributes:
-        problem: with the step size, and the chains' positions after them.
-        steps: taken by each chain, those of coupled runs included.
-        bias: of the step size; None where all coupled runs broke.
-        time: steps per independent draw, of the slowest element or its square.
-        draws: of the last pilot, `[chains, draws, D]`.
+        number: number of pilots.
+        length: steps of the last pilot.
+        steps: steps of each chain in all pilots, coupled runs included.
+        time: autocorrelation time in steps, of the slowest element or its square; not finite if all
+            pilots broke.
+        biases: step-size bias of each group; None if all its coupled runs broke.
+        acceptance: acceptance rate of the last pilot, `[groups]`; None for kernels that accept
+            every step.
     """
 
-    problem: Problem
+    number: int
+    length: int
     steps: int
-    bias: Bias | None
     time: float
-    draws: Tensor
+    biases: Sequence[Bias | None] = ()
+    acceptance: Tensor | None = None
+
+    @property
+    def bias(self) -> Bias | None:
+        """Step-size bias of a single group; None if it was not measured."""
+        return next(iter(self.biases), None)
 
 
-#: Runs chains: (problem, steps, seed, whether at half the step on the same noise) -> draws.
-CoupledRun = Callable[[Problem, Steps, int, bool], Draws]
+def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> tuple[G, Pilot]:
+    """Shortens step sizes until the bias of most groups is small.
 
-
-def pilot(
-    problem: Problem, run: CoupledRun, time: float, order: int, most_steps: int, budget: Budget
-) -> Pilot:
-    """Shortens the step size until its bias is small.
+    A pilot is a run and a coupled run at half the step size, whose difference shows the bias.
 
     Args:
-        problem: chains in their stationary law.
-        run: takes steps.
-        time: steps per independent draw, about.
-        order: the power of lr with which the bias falls.
-        most_steps: of each chain.
-        budget: whose time may be over.
+        groups: chains in their stationary distribution.
+        time: rough autocorrelation time in steps.
+        order: power of lr with which the bias falls.
+        limit: most steps and time, and number and length of pilots if they are set.
+        policy: the numbers of pilots.
+
+    Returns:
+        The groups with their step sizes, after the last pilot; its measurements.
     """
-    total, length = 0, max(PILOTS.least, math.ceil(PILOTS.times * time))
-    length = min(PILOTS.longest, length, most_steps // 3)
-    bias, draws, every = None, None, 1
-    lengthened = 0
-    for number in range(PILOTS.most):
-        every = max(1, length // PILOTS.draws)
+    fixed, total, lengthened, number = limit.lengths, 0, 0, 0
+    length = min(policy.longest, max(policy.least, math.ceil(policy.times * time)))
+    length = int(min(length, limit.steps / 3)) if fixed is None else fixed.pilot
+    biases: list[Bias | None] = [None] * len(groups.lr)
+    times = torch.full_like(groups.lr, math.inf)
+    for number in range(1, 1 + (policy.most if fixed is None else fixed.pilots)):
+        every = max(1, length // policy.draws)
         steps = Steps(length // every, 0, every)
-        seed = derived_seed(problem.seed, number, Purpose.PILOT)
-        own, half = run(problem, steps, seed, False), run(problem, steps, seed, True)
-        for ran in (own, half):
-            if ran.error is not None:
-                raise ran.error
+        own = groups.run(steps, Purpose.PILOT, number - 1)
+        half = groups.run(steps, Purpose.PILOT, number - 1, halved=True)
         total += own.num_steps + half.num_steps
-        both = [chain for chain in own.finished if chain in half.finished]
-        if len(both) == len(own.positions):
-            draws = own.positions
-            latents = problem.engine.num_latents
-            one, other = (ran.positions[..., :latents].double() for ran in (own, half))
-            bias = bias_of(one, other, order)
-            problem = problem.moved_to(own, both)
-            factor = bias.factor(order)
-            if factor == 1 and bias.is_vague:
-                factor = PILOTS.if_vague
-            elif factor == 1 and not bool(bias.is_known.all()) and lengthened < PILOTS.lengthenings:
-                lengthened, length = lengthened + 1, min(PILOTS.longest, 2 * length)
-                if total + 3 * length <= most_steps:
-                    continue
-        else:
-            factor = 0.5
-        if factor == 1:
+        sound = groups.are_sound(own) & groups.are_sound(half)
+        intact = sound.all(1)
+        if fixed is not None or bool(intact.any()):  # a group's chains depend on no other group
+            kept = groups.select(own, sound), groups.select(half, sound)
+            one, other = (each[..., : groups.num_latents].double() for each in kept)
+            for group in torch.nonzero(intact)[:, 0].tolist():
+                biases[group] = bias_of(one[group], other[group], order)
+            groups, times = groups.moved_to(own, sound), times_about_mean(one) * every
+        factor = torch.tensor(
+            [
+                _factor(bias, order, policy) if bias is not None and is_intact else 0.5
+                for bias, is_intact in zip(biases, intact.tolist(), strict=True)
+            ],
+            dtype=torch.float64,
+        )
+        settled = fixed is None and are_most(factor == 1)
+        may_lengthen = settled and lengthened < policy.lengthenings
+        if may_lengthen and not all(bias is None or bias.is_known.all() for bias in biases):
+            lengthened, length = lengthened + 1, min(policy.longest, 2 * length)
+            if total + 3 * length <= limit.steps:
+                continue
+        typical = float(factor.median())
+        if fixed is None and not settled and limit.is_passed(total + 3 * length / typical):
             break
-        if total + 3 * length / factor > most_steps or budget.is_over_for_all:
+        groups, times = groups.with_lr(groups.lr * factor), times / factor
+        if settled:
             break
-        problem = problem.with_lr(float(problem.engine.kernel.lr) * factor)
-        length = min(PILOTS.longest, math.ceil(length / factor))
-    if draws is None:
-        return Pilot(problem, total, None, math.inf, problem.positions[:, None])
-    z = draws[..., : problem.engine.num_latents].double()
-    center = z.mean((0, 1))
-    times = torch.maximum(autocorrelation_time(z), autocorrelation_time((z - center).square()))
-    return Pilot(problem, total, bias, float(times.max()) * every, draws)
+        if fixed is None:
+            length = min(policy.longest, math.ceil(length / typical))
+    return groups, Pilot(number, length, total, slow_time(times), biases)
+
+
+def _factor(bias: Bias, order: int, policy: Pilots) -> float:
+    """Factor on the step size of a group.  If coupled paths have parted, a bias at the tolerance
+    would not be detected, and the step is shortened as well."""
+    factor = bias.factor(order)
+    return policy.if_vague if factor == 1 and bias.is_vague else factor
 
 
 def bias_of(own: Tensor, half: Tensor, order: int) -> Bias:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
-from pyro_scale.rng.streams import NoiseStream
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.by_rank import gather
 from pyro_scale.run.config import RunConfig
@@ -22,8 +21,8 @@ from pyro_scale.run.run import RunPlan
 from pyro_scale.tuning.choice import Asked, Choice, Precondition, Simulate
 from pyro_scale.tuning.choose import choose
 from pyro_scale.tuning.policy import STEP_SIZE
-from pyro_scale.tuning.training import Optimize, is_network, train
-from pyro_scale.tuning.tune import Tuning, tune
+from pyro_scale.tuning.step_size import tune
+from pyro_scale.tuning.training import is_network, train
 
 
 @dataclass(frozen=True)
@@ -57,35 +56,33 @@ def plan_run(
     anchor = settings.control_variates
     if isinstance(anchor, str):
         anchor = problem.data.batch_size is not None
+    asked = Asked(
+        lr=lr,
+        friction="friction" in settings.chosen,
+        precondition=settings.precondition,
+        starts=settings.starts,
+        anchor=anchor,
+        subtract_noise=settings.subtract_noise,
+        num_samples=config.num_samples,
+        warmup_steps=config.warmup_steps,
+        thinning=config.thinning,
+    )
     noted, choice = dict[str, Any](), None
     trains = is_trained(problem, settings, steps is None)
     whitens = settings.precondition is not None and not trains
     if not whitens and not (trains and lr):
         nominal = steps or Steps(config.num_samples, config.num_samples, STEP_SIZE.thinning)
-        tuning = Tuning(lr, anchor, settings.subtract_noise)
-        problem, reasons = tune(problem, tuning, nominal, config.sampling)
+        problem, reasons = tune(problem, asked, nominal, config.sampling)
         noted |= reasons
     # with lengths to choose, a run repays compilation
     compiles = settings.compile if isinstance(settings.compile, bool) else True
     if steps is None or whitens or trains:
-        asked = Asked(
-            lr=lr,
-            friction="friction" in settings.chosen,
-            precondition=settings.precondition,
-            starts=settings.starts,
-            anchor=anchor if whitens else False,
-            subtract_noise=settings.subtract_noise and whitens,
-            num_samples=config.num_samples,
-            warmup_steps=config.warmup_steps,
-            thinning=config.thinning,
-        )
         title = f"{settings.name}, warm-up"
         with Progress(None, title, config.progress) as bar:
             simulate = _simulation(bar, config, compiles, earlier)
-            optimize = _optimization(bar, config, compiles, earlier)
             try:
                 if trains:
-                    choice = train(problem, asked, optimize, simulate, budget)
+                    choice = train(problem, asked, simulate, budget)
                 else:
                     choice = choose(problem, asked, config.sampling, simulate, budget)
             except KeyboardInterrupt as interrupt:
@@ -115,32 +112,17 @@ def is_trained(problem: Problem, settings: Settings, chooses_length: bool) -> bo
 
 
 def _simulation(bar: Progress, config: RunConfig, compile: bool, earlier: Earlier) -> Simulate:
-    """What takes the steps of warm-up."""
+    """What takes the steps of training and of warm-up."""
 
     def simulate(
         problem: Problem,
         steps: Steps,
         seed: int,
         columns: Mapping[str, Tensor],
-        noise: NoiseStream | None = None,
+        **how: Any,
     ) -> Draws:
-        how = config.sampling, config.share_batches, compile, False
-        plan = RunPlan(dataclasses.replace(problem, seed=seed), columns, steps, *how, earlier)
-        return gather(plan.execute("", bar=bar, noise=noise).draws, problem)
+        own = config.sampling, config.share_batches, compile, False
+        plan = RunPlan(dataclasses.replace(problem, seed=seed), columns, steps, *own, earlier)
+        return gather(plan.execute("", bar=bar, **how).draws, problem)
 
     return simulate
-
-
-def _optimization(bar: Progress, config: RunConfig, compile: bool, earlier: Earlier) -> Optimize:
-    """What trains."""
-
-    def optimize(
-        problem: Problem, steps: Steps, seed: int, stop: Callable[[Draws], bool], every: int
-    ) -> Draws:
-        columns = problem.engine.kernel.columns(steps.total)
-        how = config.sampling, config.share_batches, compile, False
-        plan = RunPlan(dataclasses.replace(problem, seed=seed), columns, steps, *how, earlier)
-        draws = plan.execute("", bar=bar, stop=stop, check_every=every).draws
-        return gather(draws, problem)
-
-    return optimize

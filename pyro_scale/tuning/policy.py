@@ -109,8 +109,8 @@ class WarmUp:
     most_change: float = 1.25
     #: And where R-hat is below this.
     most_r_hat: float = 1.1
-    #: In calibration: the fraction of chains that must agree.
-    most_chains: float = 0.75
+    #: The fraction of groups that must agree, or have settled, to end a stage.
+    most_groups: float = 0.75
     #: Factor by which a window may change a direction's sd.
     largest_change: float = 3.0
     #: Dimensions above which a window has too few draws for a covariance.
@@ -315,9 +315,12 @@ class Simulations:
 SEARCH = Search()
 MANY_ROWS = ManyRows()
 GEOMETRY = Geometry()
-WARM_UP, SINGLE_WARM_UP = WarmUp(), WarmUp(looks=2)
+WARM_UP = WarmUp()
+SINGLE_WARM_UP = WarmUp(looks=2, looks_if_wide=2, steepest=1.0)
 TOLERANCE = Tolerance()
-PILOTS, SINGLE_PILOTS = Pilots(), Pilots(most=4)
+PILOTS = Pilots()
+#: The standard errors of one chain are too rough to tell a bias that is not known.
+SINGLE_PILOTS = Pilots(most=4, if_vague=1.0, lengthenings=0)
 ACCEPTANCE = Acceptance()
 SINGLE_ACCEPTANCE = Acceptance(most=6, draws=256, times=30.0, settled=1.3)
 NOISE = Noise()

@@ -1,4 +1,5 @@
-"""`lr="auto"`: the step size of least predicted error, by the Laplace approximation at the mode.
+"""What is chosen without a geometry, at the mode: control variates, known noise, and the step size
+of least predicted error, by the Laplace approximation.
 
 On that Gaussian a kernel's behavior is known exactly (`kernels/gaussian.py`): the bias of the step
 and of minibatches, how long the start is remembered, and how far averages over the run scatter.
@@ -9,29 +10,35 @@ error is taken.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import batches_from
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Steps
-from pyro_scale.errors import ArgumentError
+from pyro_scale.errors import ArgumentError, BiasWarning
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.kernels import Kernel
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Linearized, Theory
 from pyro_scale.rng.seeds import Purpose, generator
-from pyro_scale.run.problem import Problem
+from pyro_scale.run.problem import Problem, position_of
+from pyro_scale.tuning.choice import Asked
 from pyro_scale.tuning.gradient_noise import row_gradients
+from pyro_scale.tuning.heat import with_control_variates, with_known_noise
 from pyro_scale.tuning.no_start import what_to_try
 from pyro_scale.tuning.policy import STEP_SIZE
 
 #: Step sizes that are compared: down from the largest that is used, so many to a decade.
 _PER_DECADE, _DECADES = 12, 5
+#: What to do where there is no mode.
+_WITHOUT_MODE = "pass a number for lr, and control_variates as a dict of values"
 
 
 class StepSize(NamedTuple):
@@ -62,6 +69,43 @@ class Modes:
     starts: Tensor
     loadings: Tensor
     scale: Tensor
+
+
+def tune(
+    problem: Problem, asked: Asked, steps: Steps, sampling: Sampling
+) -> tuple[Problem, dict[str, str]]:
+    """(The problem with step size, control variates and known noise, the reason of the step size).
+
+    Raises:
+        ArgumentError: the model has no mode that can be found, or is too large.
+        DataError: the data do not hold all N rows.
+    """
+    if not (asked.lr or asked.anchor or asked.subtract_noise):
+        return problem, {}
+    if asked.lr:
+        check(problem)
+    density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
+    mode, choice = _mode(problem, density, asked.anchor), {}
+    if asked.anchor:
+        problem = with_control_variates(problem, density, mode)
+    if asked.subtract_noise:
+        problem = with_known_noise(problem, mode, sampling)
+    if asked.lr:
+        chosen = choose_step_size(problem, density, mode, steps, sampling)
+        _warn_of_a_large_error(chosen, bool(asked.anchor))
+        problem = problem.with_lr(chosen.lr)
+        choice = {"lr_choice": chosen.reason}
+    if asked.subtract_noise:
+        _warn_of_what_is_left(problem)
+    return problem, choice
+
+
+def _mode(
+    problem: Problem, density: FullDataDensity, anchor: bool | Mapping[str, Tensor]
+) -> Tensor:
+    if isinstance(anchor, Mapping):
+        return position_of(problem, anchor, "control_variates")
+    return density.mode(problem.positions[0], _WITHOUT_MODE)
 
 
 def check_target(problem: Problem) -> None:
@@ -98,7 +142,7 @@ def check(problem: Problem) -> None:
         )
 
 
-def choose(
+def choose_step_size(
     problem: Problem, density: FullDataDensity, mode: Tensor, steps: Steps, sampling: Sampling
 ) -> StepSize:
     """The step size of least predicted error.
@@ -268,3 +312,33 @@ def _error(problem: Problem, modes: Modes, lr: Tensor, steps: Steps, epoch: int 
     error = torch.stack([bias, scatter.mean() + spread.mean()])
     sound = bool(chain.stable.all()) and bool(torch.isfinite(error).all())
     return error if sound else torch.full_like(error, torch.inf)
+
+
+def _warn_of_a_large_error(chosen: StepSize, control_variates: bool) -> None:
+    if chosen.error > STEP_SIZE.large_error:
+        others = "" if control_variates else ", control_variates=True,"
+        warn(
+            BiasWarning,
+            f"lr='auto': with these steps, even the best step size is predicted to leave an error "
+            f"of {chosen.error:.2g} posterior sds ({chosen.reason}): take more steps or larger "
+            f"batches{others} or bring the sites to one scale (standardized data, mass by site)",
+            code="step-size",
+        )
+
+
+def _warn_of_what_is_left(problem: Problem) -> None:
+    """Warns where minibatches bring more noise than the step injects: subtracting stops at none."""
+    engine, kernel = problem.engine, problem.engine.kernel
+    values = engine.kernel_values(kernel.values(0))
+    added = kernel.theory.added_temperature(values, engine.known_noise)[: engine.num_latents]
+    injected = values["temperature"].expand(engine.layout.size)[: engine.num_latents]
+    over = added > injected
+    if bool(over.any()):
+        first = int(torch.nonzero(over)[0])
+        warn(
+            BiasWarning,
+            f"subtract_noise: minibatch noise exceeds the injected noise at {int(over.sum())} of "
+            f"{len(over)} elements (site '{engine.layout.site_at(first)}'), so their temperature "
+            f"stays up to {float((added / injected).max()):.3g} times too high: multiply lr by "
+            f"less than {float((injected / added).min()):.2g}, or raise batch_size",
+        )

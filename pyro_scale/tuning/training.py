@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,14 +37,12 @@ from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.choice import Asked, Choice, Simulate, lr_in_words
 from pyro_scale.tuning.curvature import steepest_by_products
 from pyro_scale.tuning.early_stopping import EarlyStopping
+from pyro_scale.tuning.one_group import OneGroup
 from pyro_scale.tuning.policy import TRAINING
 from pyro_scale.tuning.step_size import chain_at
 
 #: Steps of 10% that the search for the largest stable step size takes.
 _MOST_SHORTENINGS = 400
-
-#: Takes steps with an optimizer: (problem, steps, seed, stop, steps between asking it) -> draws.
-Optimize = Callable[[Problem, Steps, int, Callable[[Draws], bool], int], Draws]
 
 
 def is_network(problem: Problem) -> bool:
@@ -65,9 +62,7 @@ def is_small(problem: Problem) -> bool:
     return problem.log_posterior.num_data * problem.engine.layout.size <= TRAINING.few_numbers
 
 
-def train(
-    problem: Problem, asked: Asked, optimize: Optimize, simulate: Simulate, budget: Budget
-) -> Choice:
+def train(problem: Problem, asked: Asked, simulate: Simulate, budget: Budget) -> Choice:
     """Chains at trained networks, with a step size that is stable there.
 
     At temperature 0 what training ends with is the one draw of each chain, unless thinning was set.
@@ -101,12 +96,13 @@ def train(
 
         adam = MAP(optimizer=as_optimizer(None))
         optimizer = learner.with_engine(kernel=adam) if asked.lr else learner
-        draws = optimize(
+        draws = simulate(
             optimizer,
             Steps(most, positions=False),
             derived_seed(seed, 0, Purpose.SEARCH),
-            stop,
-            stopping.window,
+            optimizer.engine.kernel.columns(most),
+            stop=stop,
+            check_every=stopping.window,
         )
         if draws.error is not None:
             raise draws.error
@@ -139,10 +135,7 @@ def train(
         warmup_steps = length if asked.warmup_steps is None else asked.warmup_steps
         every = max(1, warmup_steps // TRAINING.looks)
         warmup = Steps(max(1, -(-warmup_steps // every)), 0, every)
-        columns = problem.engine.kernel.columns(warmup.total)
-        draws = simulate(problem, warmup, derived_seed(seed, 0, Purpose.WINDOW), columns)
-        if draws.error is not None:
-            raise draws.error
+        draws = OneGroup(problem, simulate, None, whole).run(warmup, Purpose.WINDOW, 0)
         problem = problem.moved_to(draws, draws.finished)
         seen = draws.positions[draws.finished].flatten(0, 1).to(problem.positions)
         problem = _with_stable_lr(problem, density, seen)

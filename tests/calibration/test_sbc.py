@@ -17,6 +17,7 @@ import pyro_scale as ps
 from pyro_scale.calibration.simulations import Generator
 from pyro_scale.errors import ArgumentError, CallError, ModelError, SiteError
 from pyro_scale.infer import sbc
+from pyro_scale.tuning.policy import WARM_UP
 
 QUIET = {"progress": False, "seed": 3}
 X = torch.linspace(-1, 1, 12)
@@ -100,6 +101,25 @@ def test_networks_that_are_trained_are_fitted_one_by_one(monkeypatch, layers, se
     monkeypatch.setattr(sbc, "_fitter", chosen)
     with pytest.raises(Chosen, match=expected):
         ps.sbc(ps.BAOA(model, **settings), (X, Y), num_simulations=20, **QUIET)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("dense", "OneByOne"), ("diag", "Stacked")])
+def test_matrices_of_many_dimensions_are_learned_one_by_one(monkeypatch, kind, expected):
+    """Draws teach these a few directions, as many as each posterior has."""
+
+    def model(y):
+        z = pyro.sample("z", dist.Normal(torch.zeros(WARM_UP.matrix + 1), 1.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(z.mean(), 0.5), obs=y)
+
+    fitter_of = sbc._fitter
+
+    def chosen(*args):
+        raise Chosen(type(fitter_of(*args)).__name__)
+
+    monkeypatch.setattr(sbc, "_fitter", chosen)
+    with pytest.raises(Chosen, match=expected):
+        ps.sbc(ps.BAOA(model, precondition=kind), Y, num_simulations=20, **QUIET)
 
 
 @pytest.mark.slow

@@ -18,9 +18,9 @@ ROOT = Path(pyro_scale.__file__).parent
 #: Of every package: lines without docstrings, comments and blanks.
 CODE_LINES = {
     ".": 134,
-    "calibration": 1885,
+    "calibration": 1734,
     "compile": 1249,
-    "core": 1273,
+    "core": 1277,
     "data": 971,
     "diagnostics": 2413,
     "distributed": 536,
@@ -35,19 +35,19 @@ CODE_LINES = {
     "rng": 571,
     "run": 2148,
     "storage": 569,
-    "tuning": 2523,
+    "tuning": 2602,
 }
 #: Of the whole package.
 MOST = {
-    "files": 326,
+    "files": 325,
     "files of more than 300 code lines": 8,
     "functions of more than 8 parameters": 10,
     "functions of more than 50 code lines": 17,
     "most imports of a file": 42,
     "numeric constants of modules": 286,
     "numeric defaults of fields": 215,
-    "isinstance, hasattr and case": 513,
-    "Any and object": 1312,
+    "isinstance, hasattr and case": 510,
+    "Any and object": 1310,
 }
 _NO_CODE = {
     tokenize.COMMENT,

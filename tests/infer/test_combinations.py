@@ -16,7 +16,7 @@ from warned import quiet
 from pyro_scale.core.schedules import Cyclical, polynomial_decay
 from pyro_scale.errors import PyroScaleError
 from pyro_scale.run import run as run_module
-from pyro_scale.tuning import adjust, choose, pilot, training, windows
+from pyro_scale.tuning import adjust, choose, training
 from pyro_scale.tuning.policy import Pilots, Training, WarmUp
 
 #: Arguments of which None means something.
@@ -85,9 +85,8 @@ def drawn(number):
 @pytest.fixture
 def short(monkeypatch):
     """Windows and pilots of few steps."""
-    for module in (choose, windows):
-        monkeypatch.setattr(module, "WARM_UP", WarmUp(first_window=32))
-    for module in (choose, pilot, adjust):
+    monkeypatch.setattr(choose, "WARM_UP", WarmUp(first_window=32))
+    for module in (choose, adjust):
         monkeypatch.setattr(module, "PILOTS", Pilots(least=32))
     monkeypatch.setattr(training, "TRAINING", Training(steps=20))
 

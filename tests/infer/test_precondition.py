@@ -8,7 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torchopt
-from reference import close, normals
+from reference import close, double, normals
 
 import pyro_scale as ps
 from pyro_scale import kernels
@@ -21,7 +21,7 @@ from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning.choice import Asked
 from pyro_scale.tuning.geometry import whitened_by, with_geometry
-from pyro_scale.tuning.windows import _update
+from pyro_scale.tuning.windows import learn_spread
 
 pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
@@ -120,7 +120,7 @@ def test_draws_teach_the_scales_of_the_factors_directions():
     """Of draws that are 1.5 times as wide, in all directions, as the factors say."""
     old = whitened(fitted("kron").fit.gaussians[0]).engine.whitening
     count = 20_000
-    change, new = _update(old, 1.5 * normals(1, count, 7, seed=7), count)
+    change, new = learn_spread(old, 1.5 * normals(1, count, 7, seed=7), double(count)[0])
     ratio = new.variance / old.variance
     assert 1.45 < change < 1.55
     close(ratio, torch.full((7,), 1.5**2), 0.1)

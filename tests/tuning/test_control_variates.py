@@ -23,7 +23,8 @@ from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.run.problem import as_log_posterior, prepare
-from pyro_scale.tuning.tune import Tuning, tune
+from pyro_scale.tuning.choice import Asked
+from pyro_scale.tuning.step_size import tune
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -81,20 +82,33 @@ def _store_of_its_own():
         yield
 
 
+#: Nothing is to be chosen.
+NOTHING = Asked(
+    lr=False,
+    friction=False,
+    precondition=None,
+    starts=False,
+    anchor=False,
+    subtract_noise=False,
+    num_samples=10,
+    warmup_steps=10,
+    thinning=1,
+)
+
+
 def found_out(model, data, *, kernel=None, num_chains=1, sampling="shuffle", asked, **kwargs):
-    """The problem of a run with what `asked` (as `Tuning`'s fields) found out."""
+    """The problem of a run with what was `asked` for (fields of `Asked`)."""
     data = open_data(data, **kwargs)
     log_posterior = as_log_posterior(model, data.num_data)
     kernel = kernel or kernels.SGLD(lr=0.01)
     problem = prepare(log_posterior, data, kernel, None, num_chains, 3)
-    known = {"lr": False, "control_variates": False, "subtract_noise": False}
-    tuning = Tuning(**(known | asked))
-    return tune(problem, tuning, Steps(10, 10, 1), sampling)[0]
+    asked = dataclasses.replace(NOTHING, **asked)
+    return tune(problem, asked, Steps(10, 10, 1), sampling)[0]
 
 
 def with_control_variates(case, anchor=True):
     model, data, kwargs = CASES[case]
-    return found_out(model, data, asked={"control_variates": anchor}, **kwargs)
+    return found_out(model, data, asked={"anchor": anchor}, **kwargs)
 
 
 def partition(problem):

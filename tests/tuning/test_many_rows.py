@@ -23,12 +23,19 @@ from pyro_scale.model.control_variates import AnchorCurvature
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.run.run import RunPlan
 from pyro_scale.tuning import heat as heating
-from pyro_scale.tuning.heat import Cooled, Heat, cool, stays_cool, typical_places
+from pyro_scale.tuning.heat import (
+    Cooled,
+    Heat,
+    cool,
+    stays_cool,
+    typical_places,
+    with_control_variates,
+    with_curvature,
+)
 from pyro_scale.tuning.many_rows import find_modes_of_many_rows
 from pyro_scale.tuning.modes import find_modes
 from pyro_scale.tuning.policy import NOISE, ManyRows, Noise
 from pyro_scale.tuning.row_noise import most_noise
-from pyro_scale.tuning.tune import with_control_variates, with_curvature
 
 pytestmark = pytest.mark.usefixtures("float64")
 

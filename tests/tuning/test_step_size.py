@@ -84,7 +84,7 @@ def chosen(problem, kernel, steps, seed):
     problem = set_up_for(problem, kernel, seed)
     density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
     mode = density.mode(problem.positions[0])
-    choice = step_size.choose(problem, density, mode, steps, kernel.sampling)
+    choice = step_size.choose_step_size(problem, density, mode, steps, kernel.sampling)
     return choice, problem.positions[0]
 
 

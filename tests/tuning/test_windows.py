@@ -7,11 +7,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from reference import normals
+from reference import double, normals
 
 import pyro_scale as ps
 from pyro_scale.core.whitening import DenseWhitening
-from pyro_scale.tuning.windows import _update
+from pyro_scale.tuning.windows import learn_spread
 
 SIZE, DRAWS = 200, 768
 
@@ -20,7 +20,7 @@ def _learned(true_root, old_root, count=DRAWS):
     """The sds that the truth has in the geometry that draws of it lead to from an old one."""
     old = DenseWhitening(torch.zeros(SIZE).double(), old_root)
     draws = normals(4, DRAWS // 4, SIZE, seed=1).double() @ true_root.mT
-    change, new = _update(old, old.to_whitened(draws), count)
+    change, new = learn_spread(old, old.to_whitened(draws), double(count)[0])
     assert torch.equal(new.factor, new.factor.tril())
     inverse = torch.linalg.solve_triangular(new.factor, true_root, upper=False)
     return change, torch.linalg.svdvals(inverse)

@@ -1,0 +1,166 @@
+"""The chains of a run as one group, for warm-up and pilots."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.whitening import (
+    DenseWhitening,
+    DiagonalWhitening,
+    LowRankWhitening,
+    whiten,
+)
+from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.fullbatch.gauss_newton import AnchoredDensity, anchored
+from pyro_scale.rng.seeds import Purpose, derived_seed
+from pyro_scale.rng.streams import RefinedNoise
+from pyro_scale.run.problem import Problem
+from pyro_scale.tuning.choice import Simulate
+from pyro_scale.tuning.curvature import steepest_by_products
+from pyro_scale.tuning.groups import WindowDraws, halve_step_size, have_left
+from pyro_scale.tuning.low_rank import with_axes
+from pyro_scale.tuning.modes import gaussian_at
+from pyro_scale.tuning.policy import GEOMETRY, WARM_UP
+from pyro_scale.tuning.windows import learn
+
+
+@dataclass(frozen=True)
+class OneGroup:
+    """All chains of a problem.
+
+    Attributes:
+        problem: holds positions, geometry and step size.
+        simulate: runs the chains.
+        density: log density for frequent evaluations of the curvature; None if geometry and step
+            size are set and windows only measure mixing.
+        whole: log density of all rows.
+    """
+
+    problem: Problem
+    simulate: Simulate
+    density: FullDataDensity | None
+    whole: FullDataDensity
+
+    def of(self, problem: Problem) -> OneGroup:
+        """The group with another problem."""
+        return dataclasses.replace(self, problem=problem)
+
+    @property
+    def learns(self) -> bool:
+        return self.density is not None
+
+    @property
+    def num_latents(self) -> int:
+        return self.problem.engine.num_latents
+
+    @property
+    def lr(self) -> Tensor:
+        return torch.tensor([float(self.problem.engine.kernel.lr)], dtype=torch.float64)
+
+    def with_lr(self, lr: Tensor) -> OneGroup:
+        return self.of(self.problem.with_lr(float(lr[0])))
+
+    def run(self, steps: Steps, purpose: Purpose, number: int, halved: bool = False) -> Draws:
+        problem, kernel = self.problem, self.problem.engine.kernel
+        seed, noise = derived_seed(problem.seed, number, purpose), None
+        columns = kernel.columns(steps.total)
+        if halved:
+            steps, columns = halve_step_size(kernel, steps)
+            shape, like = (kernel.normals, self.num_latents), problem.positions
+            noise = RefinedNoise(seed, problem.chains, shape, like.dtype, like.device)
+        draws = self.simulate(problem, steps, seed, columns, noise=noise)
+        if draws.error is not None:
+            raise draws.error
+        return draws
+
+    def are_sound(self, draws: Draws) -> Tensor:
+        sound = torch.zeros(1, len(draws.positions), dtype=torch.bool)
+        sound[:, draws.finished] = True
+        if self.density is None or not draws.finished:
+            return sound
+        problem = self.problem
+        if problem.data.batch_size is None:
+            left = have_left(draws.log_joint[draws.finished], self.num_latents)
+        else:  # whose estimates of it scatter
+            ends = draws.positions[draws.finished][:, [0, -1], : self.num_latents]
+            values = self.density.values(ends.flatten(0, 1).to(problem.positions)).double()
+            values = (values * problem.log_posterior.num_data).nan_to_num(-math.inf)
+            first, last = values.unflatten(0, (-1, 2)).mT
+            left = ~(first - last < WARM_UP.depth(self.num_latents))
+        sound[0, draws.finished] = ~left.cpu()
+        return sound
+
+    def moved_to(self, draws: Draws, sound: Tensor) -> OneGroup:
+        """The group with sound chains at their last draws.  Broken chains restart where a sound
+        chain is, else halfway to the center; they stay if the geometry is set."""
+        chains, problem = torch.nonzero(sound[0])[:, 0].tolist(), self.problem
+        positions, whitening = problem.positions.clone(), problem.engine.whitening
+        for chain in torch.nonzero(~sound[0])[:, 0].tolist() if self.learns else ():
+            if chains:
+                positions[chain] = draws.positions[chains[chain % len(chains)], -1].to(positions)
+            elif whitening is not None:
+                center = whitening.tensors[0]
+                positions[chain, : len(center)] = (positions[chain, : len(center)] + center) / 2
+        return self.of(dataclasses.replace(problem, positions=positions).moved_to(draws, chains))
+
+    def select(self, draws: Draws, sound: Tensor) -> Tensor:
+        return draws.positions[sound[0]][None]
+
+    def to_whitened(self, kept: Tensor) -> Tensor:
+        params, whitening = kept[..., : self.num_latents].double(), self.problem.engine.whitening
+        return params if whitening is None else whitening.double().to_whitened(params)
+
+    def learn(self, draws: WindowDraws) -> tuple[OneGroup, Tensor, Tensor]:
+        problem, old = self.problem, self.problem.engine.whitening
+        assert old is not None
+        change, new = learn(old, draws.z[0], problem.log_posterior.num_data, draws.counts[0])
+        learned = self.of(problem.with_engine(whitening=new))
+        if float(draws.r_hat) >= WARM_UP.most_r_hat and change >= WARM_UP.largest_change:
+            learned = learned._look_again()
+        steepest = [learned._steepest(place.to(problem.positions)) for place in draws.places[0]]
+        return learned, change.view(1).cpu(), torch.tensor([steepest])
+
+    def _look_again(self) -> OneGroup:
+        """Recomputes the geometry from the curvature at the draws' mean, as their covariance does
+        not show stiff directions once chains have moved away from the mode without mixing.
+
+        This happens in hierarchies of many groups, whose mode is far from the posterior.
+        """
+        problem, whitening, density = self.problem, self.problem.engine.whitening, self.density
+        assert density is not None
+        temperature = float(problem.engine.kernel.values(0)["temperature"])
+        num_data, like = problem.log_posterior.num_data, problem.positions
+        if isinstance(whitening, LowRankWhitening):
+            # whole variances for scales: of some rows' axes, none must make elements longer
+            elements = DiagonalWhitening(whitening.center, whitening.variance.sqrt())
+            return self.of(problem.with_engine(whitening=with_axes(elements, density, temperature)))
+        if not isinstance(whitening, DenseWhitening):
+            return self
+        some = self.whole.of_some_rows(GEOMETRY.most_rows, problem.seed)
+        precision = -num_data * some.hessian(whitening.center).double()
+        if not bool(torch.isfinite(precision).all()):
+            return self
+        if isinstance(density, AnchoredDensity):
+            density = anchored(density, whitening.center, precision)
+        if self.num_latents > WARM_UP.matrix:
+            gaussian = gaussian_at(whitening.center, precision, temperature)
+            problem = problem.with_engine(whitening=whiten(gaussian, num_data, like))
+        return dataclasses.replace(self, problem=problem, density=density)
+
+    def _steepest(self, position: Tensor) -> float:
+        """The largest curvature over N at a position, in whitened coordinates."""
+        density, whitening = self.density, self.problem.engine.whitening
+        assert density is not None
+        if not isinstance(whitening, DenseWhitening):
+            return steepest_by_products(density, whitening, position)
+        curvature = -density.hessian(position)
+        if not bool(torch.isfinite(curvature).all()):
+            return math.nan
+        whitened = whitening.pull_back(whitening.pull_back(curvature).mT).double()
+        return float(torch.linalg.eigvalsh(whitened).max())

@@ -1,0 +1,157 @@
+"""Chains in groups: what is learned within one does not depend on the others."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from reference import close, double, normals
+
+from pyro_scale.core.autocorrelation import autocorrelation_time, by_group, split_r_hat
+from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening
+from pyro_scale.engine.draws import Draws
+from pyro_scale.tuning.groups import Lengths, Limit, are_most, slow_time
+from pyro_scale.tuning.pilot import pilot
+from pyro_scale.tuning.policy import SINGLE_PILOTS, WarmUp
+from pyro_scale.tuning.windows import NoStableStep, learn, warm_up
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+NO_LIMIT = Limit(math.inf, lambda: False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Walks:
+    """Groups of independent draws of N(0, 1) in one dimension, whose step sizes are too long from
+    given ones on: there chains break, or have a bias of three of them."""
+
+    lr: torch.Tensor
+    longest: torch.Tensor
+    chains: int = 1
+    breaks: bool = True
+    learns: bool = True
+    num_latents: int = 1
+    starts: torch.Tensor | None = None
+
+    def with_lr(self, lr):
+        return dataclasses.replace(self, lr=lr)
+
+    def run(self, steps, purpose, number, halved=False):
+        lr = self.lr / 2 if halved else self.lr
+        lr, longest = (each.repeat_interleave(self.chains) for each in (lr, self.longest))
+        shape = len(lr), steps.num_samples, 1
+        bias = torch.where(lr > longest, math.nan if self.breaks else 3 * lr, 0.0)
+        positions = normals(*shape, seed=number) + bias[:, None, None]
+        draws = Draws.of(positions[:, 0], steps)
+        draws.positions, draws.num_steps = positions, (1 + halved) * steps.total
+        return draws
+
+    def are_sound(self, draws):
+        return draws.positions.isfinite().all(-1).all(-1).view(-1, self.chains)
+
+    def moved_to(self, draws, sound):
+        last = draws.positions[:, -1, 0].view_as(sound)
+        return dataclasses.replace(self, starts=torch.where(sound, last, 0.0))
+
+    def select(self, draws, sound):
+        return draws.positions.nan_to_num().unflatten(0, (-1, self.chains))
+
+    to_whitened = staticmethod(torch.Tensor.double)
+
+    def learn(self, draws):
+        return self, torch.ones(len(self.lr)), torch.full((len(self.lr), 2), 1e-4)
+
+
+def test_statistics_are_those_of_each_group_alone():
+    draws = normals(3, 2, 40, 4, seed=1).cumsum(2)
+    for statistic in (autocorrelation_time, split_r_hat):
+        together = by_group(statistic, draws)
+        assert together.shape == (3, 4)
+        assert torch.equal(together, torch.stack([statistic(each) for each in draws]))
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_geometries_of_many_groups_are_those_of_each_alone(dense):
+    count, size = 5, 3
+    factor = normals(count, size, size, seed=2).tril() + 3 * torch.eye(size)
+    tensors = [normals(count, size, seed=3), factor if dense else factor.diagonal(0, 1, 2)]
+    kind = DenseWhitening if dense else DiagonalWhitening
+    z, worth = normals(count, 2, 50, size, seed=4) + 0.3, 20 + 50 * torch.rand(count)
+
+    def learned(tensors, z, worth):
+        change, new = learn(kind(*tensors), z, 1, worth)
+        return change, list(new.tensors)
+
+    changes, new = torch.vmap(learned)(tensors, z, worth)
+    for group in range(count):
+        change, alone = learned([each[group] for each in tensors], z[group], worth[group])
+        close(changes[group], change)
+        for one, other in zip(new, alone, strict=True):
+            close(one[group], other)
+
+
+def test_a_group_that_breaks_halves_its_step_and_the_others_go_on():
+    groups = Walks(torch.full((4,), 0.4), double(9, 9, 9, 0.1), chains=2)
+    moved, window = warm_up(groups, NO_LIMIT, WarmUp(first_window=64))
+    assert window.number == 1  # as three of four groups agree
+    assert window.agrees
+    assert moved.lr.tolist() == [0.4, 0.4, 0.4, 0.2]
+    assert moved.starts[:3].abs().min() > 0
+    assert not moved.starts[3].any()
+
+
+def test_a_group_that_broke_may_have_its_step_back():
+    groups = Walks(double(0.4, 0.4), double(9, 0.1))
+    lengths = Lengths(windows=4)
+    moved, window = warm_up(groups, Limit(math.inf, lambda: False, lengths), WarmUp())
+    assert window.number == 4
+    assert moved.lr.tolist() == [0.4, 0.2]  # 0.2 broke, 0.1 did not, 0.2 was tried again
+
+
+def test_all_groups_that_break_repeat_the_window():
+    groups = Walks(double(0.8, 0.8), double(0.2, 0.2))
+    moved, window = warm_up(groups, NO_LIMIT, WarmUp())
+    assert window.number == 1
+    assert window.steps == 3 * 256
+    assert moved.lr.tolist() == [0.2, 0.2]
+
+
+def test_a_group_does_not_depend_on_the_others_where_lengths_are_known():
+    limit = Limit(math.inf, lambda: False, Lengths(windows=2, pilots=2, pilot=600))
+    for groups in (Walks(double(0.8), double(0.3)), Walks(double(0.8, 0.1), double(0.3, 9))):
+        moved, window = warm_up(groups, limit, WarmUp())
+        assert (window.number, window.steps) == (2, 3 * 256)
+        assert float(moved.lr[0]) == 0.2
+        moved, _ = pilot(dataclasses.replace(moved, lr=groups.lr), 1.0, 2, limit, SINGLE_PILOTS)
+        assert float(moved.lr[0]) == 0.2
+
+
+def test_no_step_is_stable():
+    with pytest.raises(NoStableStep) as told:
+        warm_up(Walks(double(0.8, 0.8), double(0, 0)), NO_LIMIT, WarmUp(halvings=2))
+    groups, draws = told.value.args
+    assert groups.lr.tolist() == [0.2, 0.2]
+    assert draws.positions.isnan().all()
+
+
+def test_steps_are_shortened_where_they_are_biased():
+    groups = Walks(double(0.4, 0.4, 0.4), double(9, 0.3, 0.09), breaks=False)
+    moved, tried = pilot(groups, 1.0, 2, NO_LIMIT, SINGLE_PILOTS)
+    short, shorter = 0.4 * SINGLE_PILOTS.shorter, 0.4 * SINGLE_PILOTS.shorter**2
+    close(moved.lr, double(0.4, short, shorter))
+    assert len(tried.biases) == 3
+    assert tried.steps > 3 * tried.number * 512
+
+
+def test_lengths_that_are_known_are_kept():
+    groups = Walks(double(0.4, 0.4), double(9, 0.3), breaks=False)
+    lengths = Lengths(pilots=2, pilot=600)
+    _, tried = pilot(groups, 1.0, 2, Limit(math.inf, lambda: False, lengths), SINGLE_PILOTS)
+    assert (tried.number, tried.length, tried.steps) == (2, 600, 2 * 3 * 600)
+
+
+def test_a_stage_ends_with_most_groups_and_its_time_is_that_of_a_slow_one():
+    assert are_most(torch.tensor([True, True, True, False]))
+    assert not are_most(torch.tensor([True, True, False, False]))
+    assert slow_time(torch.arange(101.0)) == 95
+    assert slow_time(double(3.7)) == 3.7
