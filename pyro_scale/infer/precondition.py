@@ -8,7 +8,7 @@ from typing import Any
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.validation import AUTO, is_auto
 from pyro_scale.errors import ArgumentError
-from pyro_scale.infer.method import Method
+from pyro_scale.infer.approximation import Approximation
 from pyro_scale.kernels import Kernel
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.tuning.choice import Precondition
@@ -67,7 +67,7 @@ def gaussian_of(asked: Any) -> Gaussian | None:
     Raises:
         ArgumentError: the fit's temperature is 0.
     """
-    fit = getattr(asked, "_fit", None) if isinstance(asked, Method) else None
+    fit = asked.fit if isinstance(asked, Approximation) else None
     if isinstance(fit, Fit) and fit.gaussians and fit.temperature == 0:
         raise ArgumentError(
             "precondition: at temperature 0 the fit has no spread, hence no scales to move in: "

@@ -375,8 +375,8 @@ def test_a_run_says_what_it_chose_and_has_it():
     words, lr = words_of(sampler), sampler.kernel.lr
     assert isinstance(lr, float)
     assert words.startswith(f"lr={lr:g}, the least error")
-    assert sampler._results().attrs["lr"] == lr
-    assert bool((sampler._results().sample_stats["lr"] == lr).all())
+    assert sampler.posterior.draws.attrs["lr"] == lr
+    assert bool((sampler.posterior.draws.sample_stats["lr"] == lr).all())
     problem = PROBLEMS["linear"]()
     choice, _ = chosen(problem, kernels.BAOA(lr=1.0), Steps(400, 100, 1), 0)
     assert (choice.lr, choice.reason) == (lr, words)
@@ -391,7 +391,7 @@ def test_a_run_says_what_it_chose_and_has_it():
 @pytest.mark.slow
 def test_a_number_is_no_choice():
     sampler = ran(lr=0.1)
-    assert "lr_choice" not in sampler._results().attrs
+    assert "lr_choice" not in sampler.posterior.draws.attrs
     assert sampler.kernel.lr == 0.1
 
 
@@ -500,7 +500,7 @@ def test_it_is_halved_until_no_chain_diverges(method):
     times = int(words.split("halved ")[1].split(" times")[0])
     assert times >= 2
     assert words.startswith(f"lr={far.kernel.lr:.2g}: halved {times} times, as a chain diverged")
-    assert far._results().attrs["lr"] == far.kernel.lr
+    assert far.posterior.draws.attrs["lr"] == far.kernel.lr
     assert bool(torch.isfinite(far.get_samples()["w"]).all())
     assert far.get_samples(group_by_chain=True)["w"].shape == (2, 300, 1)
 
