@@ -27,7 +27,7 @@ _COMPARED_DRAWS = 1000
 
 
 def ksd(result: PosteriorDraws, data: Data, num_samples: int | None, num_rows: int | None) -> float:
-    """See `Method.ksd`."""
+    """See `Posterior.ksd`."""
     temperature = _temperature(result)
     if message := explosion(result):
         raise ArgumentError(f"ksd: {message}")

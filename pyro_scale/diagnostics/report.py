@@ -27,7 +27,7 @@ from pyro_scale.posterior.draws import PosteriorDraws
 
 
 def diagnostics(result: PosteriorDraws, predict_at: Any = None) -> Any:
-    """A table, one row a site; see `Method.diagnostics`."""
+    """A table, one row a site; see `Posterior.diagnostics`."""
     import pandas
 
     if result.tables is not None and predict_at is None:

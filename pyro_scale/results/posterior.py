@@ -505,7 +505,8 @@ class Posterior:
             return self._open(data)
         if self.draws.data is None:
             raise ArgumentError(
-                "step() keeps no data, and a file keeps no data: pass the whole data as data="
+                "the posterior is of step() or from a file, which keep no data: pass the whole data "
+                "as data="
             )
         return self.draws.data
 

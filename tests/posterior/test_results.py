@@ -733,7 +733,9 @@ def test_results_of_step_are_one_draw():
     samples = fit.get_samples()
     assert samples["w"].shape == (1, 2)
     close(fit.log_likelihood((X, Y))["y"], log_density(samples))
-    with pytest.raises(ArgumentError, match=r"step.. keeps no data: .*data="):  # not the batch's
+    with pytest.raises(
+        ArgumentError, match=r"of step.. or from a file, which keep no data: .*data="
+    ):  # not the batch's
         fit.log_likelihood()
     assert groups_of(fit.to_arviz()) == {"posterior", "sample_stats"}
     assert fit.to_arviz().posterior.sizes["draw"] == 1
