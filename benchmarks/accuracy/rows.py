@@ -34,7 +34,7 @@ from more import EVERYTHING
 
 import pyro_scale as ps
 from pyro_scale.exact.nutpie_api import Chain
-from pyro_scale.infer import sampler
+from pyro_scale.infer import sampler_run
 from pyro_scale.tuning.choice import Choice
 
 HERE = Path(__file__).parent
@@ -105,7 +105,7 @@ def measure(
     """Both runs."""
     quiet: dict[str, Any] = {"progress": False}
     baoa, nuts, leapfrogs = ps.BAOA(posterior.model), ps.NUTS(posterior.model), []
-    read, plan_run, choices = Chain._read, sampler.plan_run, list[Any]()
+    read, plan_run, choices = Chain._read, sampler_run.plan_run, list[Any]()
 
     def counting(self: Any, results: Any) -> Any:
         trace = results.get_arrow_trace()  # which can be taken once
@@ -118,7 +118,7 @@ def measure(
         choices.append(choice)
         return plan, choice
 
-    sampler.plan_run = choosing  # type: ignore[attr-defined]
+    sampler_run.plan_run = choosing  # type: ignore[attr-defined]
     seconds = timed(lambda seed: baoa.run(data, seed=seed, **quiet), seed, once)
     errors = judge(baoa.get_samples(group_by_chain=True), posterior.sites, truth)
     Chain._read = counting  # type: ignore[method-assign]
@@ -130,7 +130,7 @@ def measure(
         print(f"{posterior.name}: NUTS: {error}", flush=True)
     finally:
         Chain._read = read  # type: ignore[method-assign]
-        sampler.plan_run = plan_run  # type: ignore[attr-defined]
+        sampler_run.plan_run = plan_run  # type: ignore[attr-defined]
     return Cost(
         posterior=posterior.name,
         dimensions=choices[-1].problem.engine.num_latents,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.evidence import GaussianStructure
 from pyro_scale.infer.method import Method, asks
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.results.gaussian import GaussianPosterior
+from pyro_scale.storage.files import FilePath
 
 #: Which elements a Gaussian knows to be correlated: none, or all.
 Structure = Literal["diag", "dense"]
@@ -56,6 +57,13 @@ class Approximation(Method):
             NotRunError: nothing has been run.
         """
         return self.posterior.fit
+
+    @classmethod
+    def load(cls, path: FilePath, model: Any) -> Self:
+        """A method that holds the fit that `save` wrote; see `Method.load`."""
+        loaded = super().load(path, model)
+        loaded.structure = loaded.fit.attrs["structure"]
+        return loaded
 
     sample = asks(GaussianPosterior.sample)
     psis = asks(GaussianPosterior.psis)

@@ -3,58 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
-from pyro_scale.core.rows import Arguments
 from pyro_scale.core.schedules import Schedule
 from pyro_scale.core.validation import as_count, as_flag, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.data.sources import Data
-from pyro_scale.diagnostics.divergence import all_stopped
 from pyro_scale.diagnostics.step_size_bias import step_size_bias
 from pyro_scale.distributed.ranks import Distributed, Ranks
-from pyro_scale.engine.draws import Draws
 from pyro_scale.engine.reuse import Earlier
-from pyro_scale.errors import ArgumentError, CallError, NonFiniteError
-from pyro_scale.infer.method import Chain, Finished, NotRun, asks
-from pyro_scale.infer.sampler_outcome import (
-    broken_chains,
-    check_step,
-    draws_of_run,
-    end_early,
-    measured,
-    method_facts,
-    shared,
-    warn_of_run,
-)
-from pyro_scale.infer.sampler_setup import run_config, run_facts, run_problem
+from pyro_scale.errors import ArgumentError, CallError
+from pyro_scale.infer.method import Chain, Finished, asks
+from pyro_scale.infer.sampler_outcome import check_step, posterior_of_step
+from pyro_scale.infer.sampler_run import run_stages
+from pyro_scale.infer.sampler_setup import run_config
 from pyro_scale.infer.settings import settings_of
 from pyro_scale.infer.sharded import begin_sharded, or_sharded
 from pyro_scale.infer.stepwise import SteppedChain, Stepwise
 from pyro_scale.kernels import Kernel
-from pyro_scale.posterior.collect import collect
-from pyro_scale.posterior.draws import PosteriorDraws
-from pyro_scale.posterior.moment_sink import ToMoments
-from pyro_scale.posterior.sinks import ToDisk, sink_for
 from pyro_scale.results.call_checks import unknown_argument
 from pyro_scale.results.posterior import Posterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.budget import Budget
-from pyro_scale.run.by_rank import check_same_call, gather_trajectory
-from pyro_scale.run.config import RunConfig, Store
-from pyro_scale.run.execute import execute
+from pyro_scale.run.by_rank import check_same_call
+from pyro_scale.run.config import Store
 from pyro_scale.run.problem import Problem, as_log_posterior
 from pyro_scale.run.resume import Journal
-from pyro_scale.run.run import Trajectory
 from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.storage.files import FilePath
-from pyro_scale.tuning.choice import Choice
-from pyro_scale.tuning.plan import plan_run
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -314,78 +296,8 @@ class Sampler(Stepwise):
                 )
             budget = Budget.of(max_rows, config.num_samples, max_seconds, ranks)
             journal = Journal.open(checkpoint, checkpoint_every, resume, ranks)
-            self._run(data, config, budget, journal, seed, ranks, rows_by_rank)
+            run_stages(self, data, config, budget, journal, seed, ranks, rows_by_rank)
         return self
-
-    def _run(
-        self,
-        data: Any,
-        config: RunConfig,
-        budget: Budget,
-        journal: Journal,
-        seed: int | None,
-        ranks: Ranks,
-        rows_by_rank: bool,
-    ) -> None:
-        """The stages of a run."""
-        seed = journal.seed(seed)
-        chosen = choose_seed(seed)
-        seed = ranks.of_first(chosen, "the choice of a seed") if seed is None else chosen
-        problem = run_problem(self, data, config, seed, ranks, rows_by_rank)
-        facts = run_facts(self, problem, config, journal)
-        with sink_for(config.store, problem, config.num_samples, journal.last is not None) as sink:
-            self._forget()
-            plan, choice = plan_run(problem, config, self._settings, self._earlier, budget)
-            if choice is not None:
-                spent = sum(choice.passes.values())
-                budget = budget.after(spent, problem.log_posterior.num_data)
-            name, may_halve = type(self).__name__, "lr" in self._settings.chosen
-            trajectory = execute(plan, name, may_halve, budget, journal, facts, sink)
-            trajectory = gather_trajectory(trajectory)
-            result, error = self._collect(trajectory, config, choice, sink)
-        is_split = trajectory.problem.is_split
-        if is_split and not ranks.keeps_all:
-            result = shared(result, ranks)
-            if result is not None and not ranks.is_first:
-                self._last = Finished(Posterior(result))
-            elif result is None and not ranks.has_all:
-                self._last = NotRun(
-                    name, "has no draws on this rank, as all of its chains have stopped"
-                )
-        if not ranks.has_all and is_split:
-            return  # rank 0 says what there is to be said
-        if error is not None:
-            end_early(name, trajectory.draws, result, error, journal.hint)
-        if trajectory.draws.failures:
-            told = broken_chains(name, trajectory, result, journal)
-            if result is None:
-                path = sink.store.path if isinstance(sink, ToDisk) else None
-                self._last = NotRun(name, all_stopped(path, told))
-            raise NonFiniteError(told)
-        assert result is not None
-        warn_of_run(trajectory, result, choice)
-
-    def _collect(
-        self,
-        trajectory: Trajectory,
-        config: RunConfig,
-        choice: Choice | None,
-        sink: ToDisk | ToMoments | None,
-    ) -> tuple[PosteriorDraws | None, BaseException | None]:
-        """(The run's draws with what is measured of them, if there are any; what ended the run, or
-        was in the way of its measurements)."""
-        draws, name = trajectory.draws, type(self).__name__
-        result = draws_of_run(name, trajectory, config, choice, sink)
-        if result is None:
-            return None, draws.error
-        plan = dataclasses.replace(trajectory.plan, finished=tuple(draws.finished))
-        # at once, as measuring can be interrupted
-        self._last = Finished(Posterior(result), plan)
-        if trajectory.problem.is_split and not trajectory.problem.ranks.has_all:
-            return result, draws.error  # rank 0, which has all draws, measures
-        result, error = measured(trajectory, result, config, choice, sink)
-        self._last = Finished(Posterior(result), plan)
-        return result, error
 
     def begin(self, *args: Any, **kwargs: Any) -> Chain:
         """A chain at its start, for loops of your own; see `Stepwise.begin`."""
@@ -409,7 +321,8 @@ class Sampler(Stepwise):
             )
         data = batch_as_data(self.model, self._num_data, args, kwargs)
         problem = self._prepare(data, self._num_data, 1, choose_seed(None))
-        return SteppedChain(Stepping(problem, self.kernel), check_step, self._posterior_of_step)
+        posterior = functools.partial(posterior_of_step, type(self).__name__)
+        return SteppedChain(Stepping(problem, self.kernel), check_step, posterior)
 
     report = asks(Posterior.report)
 
@@ -476,14 +389,6 @@ class Sampler(Stepwise):
         log_posterior = as_log_posterior(self.model, num_data)
         starts = self._starts(num_chains, seed)
         return self._understand(log_posterior, data, self.kernel, starts, num_chains, seed)
-
-    def _posterior_of_step(
-        self, problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
-    ) -> Posterior:
-        """The state after a single step."""
-        facts = method_facts(type(self).__name__, self.kernel)
-        result = collect(problem, draws, values, facts)
-        return Posterior(dataclasses.replace(result, data=None), batch)
 
 
 def _count_or_auto(name: str, value: Any, least: int = 1) -> int | None:

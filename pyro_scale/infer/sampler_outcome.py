@@ -188,6 +188,14 @@ def check_step(
         raise NonFiniteError(message(draws, values["lr"], sites))
 
 
+def posterior_of_step(
+    name: str, problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
+) -> Posterior:
+    """A method's chain after a single step."""
+    result = collect(problem, draws, values, method_facts(name, problem.engine.kernel))
+    return Posterior(dataclasses.replace(result, data=None), batch)
+
+
 def _held_by(result: PosteriorDraws | None) -> str:
     """Which method gives the results."""
     return "moments()" if result is not None and result.online else "get_samples()"

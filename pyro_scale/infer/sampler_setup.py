@@ -115,7 +115,7 @@ def run_facts(
     facts = identity_of(
         problem,
         about,
-        _asked_hyperparameters(sampler),
+        asked_hyperparameters(sampler),
         _numbers_of_fit(sampler._settings.precondition),
     )
     trains = is_trained(problem, sampler._settings, config.steps is None)
@@ -182,7 +182,7 @@ def _num_rows(sampler: Sampler, own: Data, ranks: Ranks) -> int | None:
     return ranks.own_rows(own.num_data or 1, sampler._num_data, digest_of(own.first()))
 
 
-def _asked_hyperparameters(sampler: Sampler) -> dict[str, Any]:
+def asked_hyperparameters(sampler: Sampler) -> dict[str, Any]:
     """The hyperparameters as they were asked for, before any was chosen."""
     asked = dict(sampler.kernel.hyperparameters())
     asked |= dict.fromkeys(sampler._settings.chosen, AUTO)

@@ -39,6 +39,7 @@ from pyro_scale.infer.map import MAP
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.nuts import NUTS
 from pyro_scale.infer.sampler import Sampler
+from pyro_scale.infer.sampler_setup import asked_hyperparameters
 from pyro_scale.infer.stochastic import check_length, count_steps
 from pyro_scale.infer.svgd import SVGD
 from pyro_scale.infer.vi import IVON, VI
@@ -502,6 +503,6 @@ def _seed_of(resume: Any, count: int) -> int:
 def _in_words(inference: Method) -> str:
     """A method and its settings."""
     if isinstance(inference, Sampler):
-        asked = inference._asked_hyperparameters()
+        asked = asked_hyperparameters(inference)
         return f"{type(inference).__name__}({', '.join(f'{n}={v}' for n, v in asked.items())})"
     return repr(inference)

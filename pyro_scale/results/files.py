@@ -75,13 +75,16 @@ def posterior_of(path: files.FilePath, contents: Mapping[str, Any], model: Any) 
         FileError: the contents are not those of a posterior, or of another model's.
     """
     with check_contents(path):
-        log_posterior, batch = understood(contents, model), contents["arguments"]
-        draws = draws_of(contents, log_posterior)
+        draws = draws_of(contents, understood(contents, model))
+        posterior: Posterior
         if "gaussians" in contents:
-            return GaussianPosterior.of_contents(contents, draws, batch)
-        if "trace" in contents:
-            return ParticlePosterior(draws, contents["trace"], batch)
-        return Posterior(draws, batch)
+            posterior = GaussianPosterior.of_contents(contents, draws)
+        elif "trace" in contents:
+            posterior = ParticlePosterior(draws, contents["trace"])
+        else:
+            posterior = Posterior(draws)
+        posterior.read = contents
+        return posterior
 
 
 @contextmanager

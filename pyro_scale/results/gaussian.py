@@ -50,20 +50,19 @@ class GaussianPosterior(Posterior):
         self._fit, self._batch = fit, batch
 
     @classmethod
-    def of_contents(
-        cls, contents: Mapping[str, Any], draws: PosteriorDraws, batch: Arguments
-    ) -> Self:
+    def of_contents(cls, contents: Mapping[str, Any], draws: PosteriorDraws) -> Self:
         """What `contents` gave, read from a file.
 
         Args:
             contents: of the file.
             draws: of the fit, in the file.
-            batch: the batch that the model was understood on.
         """
         structures: Any = {"dense": Dense, "diag": Diagonal, "kron": Kronecker, "low_rank": LowRank}
         kind = structures[contents["structure"]]
-        objectives = {"MAP": "log joint", "EKF": "log_lik"}  # of files of version 0.2
-        attrs = {"objective": objectives.get(contents["method"], "ELBO"), **draws.attrs}
+        attrs = draws.attrs
+        if contents["trace"] is not None and "objective" not in attrs:  # a file of version 0.2
+            objectives = {"MAP": "log joint", "EKF": "log_lik"}
+            attrs["objective"] = objectives.get(contents["method"], "ELBO")
         fit = Fit(
             draws.log_posterior,
             None,
@@ -72,13 +71,13 @@ class GaussianPosterior(Posterior):
             tuple(contents["sites"]),
             tuple(kind.of_contents(**each) for each in contents["gaussians"]),
             attrs["seed"],
-            {"structure": contents["structure"], **attrs},
+            attrs,
             contents["trace"],
         )
         if fit.centers.shape[1:] != (fit.layout.size,):
             raise ValueError(f"centers of shape {list(fit.centers.shape)}")
         fit.by_start(torch.arange(fit.num_starts))  # which raises where shapes differ
-        return cls(fit, batch)
+        return cls(fit)
 
     @property
     def fit(self) -> Fit:

@@ -59,6 +59,9 @@ class Posterior:
         [-0.0, 1.0]
     """
 
+    #: The contents of the file that it was read from; None for others.
+    read: Mapping[str, Any] | None = None
+
     def __init__(self, draws: PosteriorDraws, batch: Arguments | None = None):
         self._draws, self._batch = draws, batch
 
@@ -475,7 +478,7 @@ class Posterior:
             FileError: the file cannot be written, or an argument of the model is neither a
                 tensor nor a plain value.
         """
-        files.write(path, self.contents())
+        files.write(path, self.contents() if self.read is None else dict(self.read))
 
     def contents(self) -> dict[str, Any]:
         """What `save` writes: tensors and plain values by name."""
@@ -505,8 +508,8 @@ class Posterior:
             return self._open(data)
         if self.draws.data is None:
             raise ArgumentError(
-                "the posterior is of step() or from a file, which keep no data: pass the whole data "
-                "as data="
+                "the posterior is of step() or from a file, which keep no data: pass the whole "
+                "data as data="
             )
         return self.draws.data
 

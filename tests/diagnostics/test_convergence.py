@@ -14,7 +14,7 @@ from repetitions import long_but
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError
-from pyro_scale.run.measurements import Measurements, VirialTemperature
+from pyro_scale.run.measurements import VirialTemperature
 
 pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
@@ -62,7 +62,8 @@ def told(fit, **how):
 
 def altered(draws, positions, virial=None):
     """The posterior with other positions, and other parts in the temperature."""
-    measurements = Measurements(virial=None if virial is None else VirialTemperature(virial))
+    temperature = None if virial is None else VirialTemperature(virial)
+    measurements = dataclasses.replace(draws.measurements, virial=temperature)
     return ps.Posterior(dataclasses.replace(draws, positions=positions, measurements=measurements))
 
 

@@ -227,7 +227,8 @@ def test_what_is_said_of_them_does_not_contradict_itself(hot):
     size = fit.posterior.draws.positions.shape[-1]
     positions = normals(8, 30, size) + 9 * (torch.arange(8) // 4)[:, None, None]
     virial = 1 + 8 * hot + 0.01 * normals(8, 30, len(fit.posterior.draws.log_posterior.latents), 2)
-    measurements = Measurements(virial=VirialTemperature(virial))
+    virial = VirialTemperature(virial)
+    measurements = dataclasses.replace(fit.posterior.draws.measurements, virial=virial)
     changed = dataclasses.replace(
         fit.posterior.draws, positions=positions, measurements=measurements
     )
