@@ -57,13 +57,13 @@ def test_it_is_right_with_nothing_set(temperature):
     told = f"no step size biases the draws: {rate:.0%} of proposals were accepted"
     assert (finding.verdict, finding.told) == ("yes", told)
     assert "of proposals were accepted (about 90% are to be)" in report.choices["step size"]
-    assert run.kernel.friction == 0.5
+    assert run.posterior.attrs["friction"] == 0.5
 
 
 @pytest.mark.slow
 def test_a_number_is_never_changed():
     run = ps.GHMC(line, lr=0.9, friction=0.3, precondition="dense").run((X, Y), **QUIET)
-    assert (run.kernel.lr, run.kernel.friction) == (0.9, 0.3)
+    assert (run.posterior.attrs["lr"], run.posterior.attrs["friction"]) == (0.9, 0.3)
     check(run)
 
 

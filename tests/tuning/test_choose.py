@@ -102,11 +102,11 @@ def test_choices_do_not_depend_on_the_number_of_draws():
 def test_what_is_set_is_not_changed():
     run = ps.BAOA(line, lr=0.2, friction=2.0, precondition="dense")
     run.run((X, Y), num_samples=50, warmup_steps=10, thinning=3, **QUIET)
-    assert (run.kernel.lr, run.kernel.friction) == (0.2, 2.0)
+    assert (run.posterior.attrs["lr"], run.posterior.attrs["friction"]) == (0.2, 2.0)
     steps = run.posterior.draws.sample_stats["step"][0]
     assert steps.tolist() == list(range(12, 12 + 150, 3))
     alone = ps.BAOA(line, friction=2.0).run((X, Y), num_samples=50, **QUIET)
-    assert alone.kernel.friction == 2.0
+    assert alone.posterior.attrs["friction"] == 2.0
 
 
 def test_a_number_for_lr_moves_the_parameters_themselves():
