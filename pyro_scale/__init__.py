@@ -29,6 +29,10 @@ from pyro_scale.model.nn.bayesianize import bayesianize
 from pyro_scale.model.nn.norm import FilterResponseNorm, replace_batchnorm
 from pyro_scale.model.nn.priors import weight_decay
 from pyro_scale.model.scaling import Evaluation
+from pyro_scale.results.files import load
+from pyro_scale.results.gaussian import GaussianPosterior
+from pyro_scale.results.particles import ParticlePosterior
+from pyro_scale.results.posterior import Posterior
 
 __all__ = [
     "BAOA",
@@ -46,8 +50,11 @@ __all__ = [
     "Curvature",
     "Evaluation",
     "FilterResponseNorm",
+    "GaussianPosterior",
     "Laplace",
     "LogPosterior",
+    "ParticlePosterior",
+    "Posterior",
     "Replay",
     "Sampler",
     "bayesianize",
@@ -55,6 +62,7 @@ __all__ = [
     "errors",
     "explain",
     "init_to_module",
+    "load",
     "metrics",
     "pSGLD",
     "replace_batchnorm",

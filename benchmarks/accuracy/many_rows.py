@@ -158,7 +158,7 @@ def report(name: str, data: tuple[Tensor, ...], model: Callable[..., Any], seed:
     begun = time.perf_counter()
     mcmc = ps.BAOA(model).run(data, seed=seed, progress=False)
     seconds = time.perf_counter() - begun
-    attrs = mcmc._results().attrs
+    attrs = mcmc.posterior.draws.attrs
     passes = {key[7:]: value for key, value in attrs.items() if key.startswith("passes_")}
     total = sum(passes.values())
     print(

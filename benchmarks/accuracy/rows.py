@@ -34,6 +34,8 @@ from more import EVERYTHING
 
 import pyro_scale as ps
 from pyro_scale.exact.nutpie_api import Chain
+from pyro_scale.infer import sampler_run
+from pyro_scale.tuning.choice import Choice
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -83,9 +85,9 @@ def timed(run: Callable[[int], Any], seed: int, once: bool) -> float:
     return time.perf_counter() - begin
 
 
-def rows_by_stage(baoa: Any, chains: int = 4) -> dict[str, float]:
+def rows_by_stage(baoa: Any, choice: Choice, chains: int = 4) -> dict[str, float]:
     """Gradients of all rows that a run took."""
-    choice, attrs = baoa._choice, baoa._result.attrs
+    attrs = baoa.posterior.attrs
     window, modes, pilot = choice.window, choice.modes, choice.pilot
     latents = choice.problem.engine.num_latents
     return {
@@ -103,7 +105,7 @@ def measure(
     """Both runs."""
     quiet: dict[str, Any] = {"progress": False}
     baoa, nuts, leapfrogs = ps.BAOA(posterior.model), ps.NUTS(posterior.model), []
-    read = Chain._read
+    read, plan_run, choices = Chain._read, sampler_run.plan_run, list[Any]()
 
     def counting(self: Any, results: Any) -> Any:
         trace = results.get_arrow_trace()  # which can be taken once
@@ -111,6 +113,12 @@ def measure(
         leapfrogs.append(int(steps.sum()))
         return read(self, SimpleNamespace(get_arrow_trace=lambda: trace))
 
+    def choosing(*args: Any) -> Any:
+        plan, choice = plan_run(*args)
+        choices.append(choice)
+        return plan, choice
+
+    sampler_run.plan_run = choosing  # type: ignore[attr-defined]
     seconds = timed(lambda seed: baoa.run(data, seed=seed, **quiet), seed, once)
     errors = judge(baoa.get_samples(group_by_chain=True), posterior.sites, truth)
     Chain._read = counting  # type: ignore[method-assign]
@@ -122,10 +130,11 @@ def measure(
         print(f"{posterior.name}: NUTS: {error}", flush=True)
     finally:
         Chain._read = read  # type: ignore[method-assign]
+        sampler_run.plan_run = plan_run  # type: ignore[attr-defined]
     return Cost(
         posterior=posterior.name,
-        dimensions=baoa._choice.problem.engine.num_latents,
-        rows=rows_by_stage(baoa),
+        dimensions=choices[-1].problem.engine.num_latents,
+        rows=rows_by_stage(baoa, choices[-1]),
         nuts_rows=float(sum(leapfrogs[-4:])),
         seconds=seconds,
         nuts_seconds=nuts_seconds,

@@ -74,7 +74,7 @@ def run(posterior: Posterior, truth: Mapping[str, Any], seed: int, in_batches: b
     except ps.errors.PyroScaleError as error:
         seconds = time.perf_counter() - begin
         return Outcome(posterior.name, seed, *NOTHING, "raised", 0, seconds, str(error))
-    seconds, attrs, report = time.perf_counter() - begin, mcmc._result.attrs, mcmc.report()
+    seconds, attrs, report = time.perf_counter() - begin, mcmc.posterior.draws.attrs, mcmc.report()
     steps = attrs["warmup_steps"] + attrs["num_samples"] * attrs["thinning"]
     rows = 4 * steps * (2 * size["batch_size"] / len(data[0]) if size else 1)
     errors = judge(mcmc.get_samples(group_by_chain=True), posterior.sites, truth)

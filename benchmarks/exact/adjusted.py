@@ -26,7 +26,7 @@ def nuts(model: Any, data: Any, num_data: int | None) -> Callable[[int], tuple[f
     sampler = ps.NUTS(model, num_data=num_data)
 
     def run(seed: int) -> tuple[float, str]:
-        result = sampler.run(data, seed=seed, progress=False)._results()
+        result = sampler.run(data, seed=seed, progress=False).posterior.draws
         gradients = int(result.sample_stats["n_steps"].sum())
         return least_ess(result.positions.numpy()) / gradients, ""
 
@@ -38,7 +38,7 @@ def adjusted(model: Any, data: Any, num_data: int | None) -> Callable[[int], tup
     sampler = ps.GHMC(model, num_data=num_data)
 
     def run(seed: int) -> tuple[float, str]:
-        result = sampler.run(data, seed=seed, progress=False)._results()
+        result = sampler.run(data, seed=seed, progress=False).posterior.draws
         chains, draws, _ = result.positions.shape
         gradients = chains * draws * result.attrs["thinning"]
         told = (

@@ -183,7 +183,7 @@ def main() -> None:
         model, data, num_data = MODELS[name]()
         nuts, rates = ps.NUTS(model, num_data=num_data), []
         for seed in range(1, 1 + SEEDS):
-            result = nuts.run(data, seed=seed, progress=False)._results()
+            result = nuts.run(data, seed=seed, progress=False).posterior.draws
             gradients = int(result.sample_stats["n_steps"].sum())
             rates.append(least_ess(result.positions.numpy()) / gradients)
         draws = result.positions.flatten(0, 1).numpy()

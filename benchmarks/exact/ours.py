@@ -83,7 +83,7 @@ def main() -> None:
             data, num_samples=problem.draws, warmup_steps=problem.draws, seed=seed + 1, **quiet
         )
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        result = nuts._results()
+        result = nuts.posterior.draws
         samples = nuts.get_samples(group_by_chain=True)
         return Answer(
             cpu=cpu,

@@ -18,7 +18,7 @@ from pyro_scale.errors import ArgumentError, CallError, ConvergenceWarning, Pyro
 from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.recorder import LatentShapeChanged
 from pyro_scale.posterior import arviz_api
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.like_run import check_like_run
 from pyro_scale.posterior.predictive import predictive_means
 from pyro_scale.posterior.site_rows import data_sites
@@ -30,7 +30,7 @@ APART = (
 )
 
 
-def some_elements(result: Result, name: str) -> Tensor:
+def some_elements(result: PosteriorDraws, name: str) -> Tensor:
     """Up to 200 elements of a site, evenly spread, `[chains, draws, some]`: ArviZ takes some
     milliseconds for each."""
     return result.elements(name, evenly(result.shapes[name].numel(), MIXING.elements))
@@ -76,7 +76,7 @@ def mixing_of_moments(moments: Mapping[str, Moments], sites: Sequence[str]) -> A
     return table
 
 
-def mixing_of_predictions(result: Result, predict_at: Any) -> Any:
+def mixing_of_predictions(result: PosteriorDraws, predict_at: Any) -> Any:
     """The same of each data site's predictive means for the rows of `predict_at`.
 
     Args:
@@ -116,7 +116,7 @@ def mixing_of_predictions(result: Result, predict_at: Any) -> Any:
     )
 
 
-def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool:
+def warn_of_unmixed(result: PosteriorDraws, table: Any, probed: bool, hot: bool) -> bool:
     """Warns where R-hat says that chains do not agree; one chain alone cannot tell.
 
     Args:
@@ -152,7 +152,7 @@ def warn_of_unmixed(result: Result, table: Any, probed: bool, hot: bool) -> bool
     return unmixed
 
 
-def are_apart(result: Result, name: str, r_hat: float) -> bool:
+def are_apart(result: PosteriorDraws, name: str, r_hat: float) -> bool:
     """Whether the halves of each chain agree in a site, where chains do not, by their R-hat: each
     is in a place of its own then, and none on its way.  Not known of draws that were not kept, and
     no news of a network's weights."""
@@ -182,7 +182,7 @@ def warn_of_frozen(name: str, accepted: float = 1.0) -> bool:
     return True
 
 
-def _has_weights(result: Result) -> bool:
+def _has_weights(result: PosteriorDraws) -> bool:
     """Whether latents are weights of a network."""
     sites = result.log_posterior.model_info.sites.values()
     return any(WEIGHT in site.infer for site in sites if site.kind == "latent")

@@ -14,14 +14,16 @@ import torch
 from pyro_scale.diagnostics.divergence import message
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import NonFiniteError
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.rng.streams import RefinedNoise
 from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.run import RunPlan
 
 
-def run_coupled(plan: RunPlan, result: Result, count: int) -> tuple[Result, Result]:
+def run_coupled(
+    plan: RunPlan, result: PosteriorDraws, count: int
+) -> tuple[PosteriorDraws, PosteriorDraws]:
     """The first `count` draws of the run and of the coupled run, of chains that finished in both.
 
     Raises:

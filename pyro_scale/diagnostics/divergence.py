@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.diagnostics.policy import EXPLOSION
 from pyro_scale.engine.draws import Draws, Failure
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.run.blame import WITHIN, Broken
 
 #: What is wrong where the log joint is not finite.
@@ -130,7 +130,7 @@ def all_stopped(store: Path | None, why: str) -> str:
     return f"{message} ({why})"
 
 
-def explosion(result: Result) -> str | None:
+def explosion(result: PosteriorDraws) -> str | None:
     """What to say of chains that have exploded, though their states are finite yet; None where
     none has."""
     last = result.positions[torch.arange(result.num_chains), -1].abs().amax(0)
@@ -162,7 +162,7 @@ def explosion(result: Result) -> str | None:
     )
 
 
-def _runaway(result: Result) -> tuple[str, float] | None:
+def _runaway(result: PosteriorDraws) -> tuple[str, float] | None:
     """(The site that has become hottest, its temperature over the one asked for in the last quarter
     of the draws), where that is what a step above the stable range does to it.
 
@@ -170,9 +170,9 @@ def _runaway(result: Result) -> tuple[str, float] | None:
     start is as hot, but first and not last, and on the way from there it is pulled on, away from
     the mean.
     """
-    if result.virial is None:
+    if (virial := result.measurements.virial) is None:
         return None
-    heat = result.virial / result.sample_stats["temperature"].mean()
+    heat = virial.parts / result.sample_stats["temperature"].mean()
     quarter = heat.shape[1] // 4
     if quarter * result.num_chains < EXPLOSION.fewest_draws:
         return None

@@ -19,15 +19,15 @@ from pyro_scale.model import derivatives
 from pyro_scale.model.derivatives import Params
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.scaling import Evaluation
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.predictive import resample_equally
 
 #: Draws that are compared, unless the user asks for others.
 _COMPARED_DRAWS = 1000
 
 
-def ksd(result: Result, data: Data, num_samples: int | None, num_rows: int | None) -> float:
-    """See `Method.ksd`."""
+def ksd(result: PosteriorDraws, data: Data, num_samples: int | None, num_rows: int | None) -> float:
+    """See `Posterior.ksd`."""
     temperature = _temperature(result)
     if message := explosion(result):
         raise ArgumentError(f"ksd: {message}")
@@ -49,7 +49,9 @@ def ksd(result: Result, data: Data, num_samples: int | None, num_rows: int | Non
     return float(metrics.ksd(draws / sd, gradients.to(draws) * sd))
 
 
-def scores(result: Result, data: Data, num_rows: int | None = None, seed: int = 0) -> Tensor:
+def scores(
+    result: PosteriorDraws, data: Data, num_rows: int | None = None, seed: int = 0
+) -> Tensor:
     """The gradient of the log joint of all rows, or of some for all, in the latents' unconstrained
     elements, at every draw, `[chains * draws, d]`.
 
@@ -104,7 +106,7 @@ def _parts(
         raise DataError(f"the data do not hold N = {total} rows: pass all of them as data=")
 
 
-def _gradient(result: Result, part: _Part, params: Params) -> Tensor:
+def _gradient(result: PosteriorDraws, part: _Part, params: Params) -> Tensor:
     """Of a part of the log joint at one draw, as a vector [D]."""
 
     def of(params: Params) -> Evaluation:
@@ -120,7 +122,7 @@ def _gradient(result: Result, part: _Part, params: Params) -> Tensor:
     return result.layout.flatten(gradient)
 
 
-def _temperature(result: Result) -> float:
+def _temperature(result: PosteriorDraws) -> float:
     """Of the run.
 
     Raises:

@@ -20,7 +20,7 @@ from pyro_scale.errors import ApproximationWarning, ArgumentError
 from pyro_scale.fullbatch.chunks import chunks_of, chunks_with
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.by_rank import Readers, readers_of
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.predictive import row_log_likelihood
 
 
@@ -60,7 +60,7 @@ class Loo:
         return len(self.rows) < self.num_data
 
 
-def loo(result: Result, data: Data, num_rows: int | None, seed: int) -> Loo:
+def loo(result: PosteriorDraws, data: Data, num_rows: int | None, seed: int) -> Loo:
     """PSIS-LOO (Vehtari, Gelman and Gabry 2017) of all rows, or of some drawn at random.
 
     Of some, the sum over all is estimated by the difference to a cheap approximation of every
@@ -104,7 +104,7 @@ def loo(result: Result, data: Data, num_rows: int | None, seed: int) -> Loo:
 
 
 def _estimate(
-    result: Result, data: Data, every: Tensor, chosen: Tensor | None, near: Tensor | None
+    result: PosteriorDraws, data: Data, every: Tensor, chosen: Tensor | None, near: Tensor | None
 ) -> Loo:
     """The estimate from chosen rows' log densities and tails, `[m, 2]`; of all by default."""
     pointwise, pareto_k = every.unbind(1)
@@ -133,7 +133,7 @@ def _estimate(
     )
 
 
-def _left_out(result: Result, parts: Sequence[Tensor]) -> list[Tensor]:
+def _left_out(result: PosteriorDraws, parts: Sequence[Tensor]) -> list[Tensor]:
     """Each row's log density given the others and the shape of its weights' tail, `[rows, 2]`,
     from log likelihoods of some rows after others, `[draws, rows]`."""
     if not parts:
@@ -144,7 +144,9 @@ def _left_out(result: Result, parts: Sequence[Tensor]) -> list[Tensor]:
     return list(values.split([part.shape[1] for part in parts]))
 
 
-def _warn_of_tails(result: Result, data: Data, pareto_k: Tensor, chosen: Tensor, total: int) -> str:
+def _warn_of_tails(
+    result: PosteriorDraws, data: Data, pareto_k: Tensor, chosen: Tensor, total: int
+) -> str:
     """Warns of rows with heavy-tailed weights (Pareto k). Returns the cause as a sentence for the
     user, "" where it is not known."""
     draws = result.positions.shape[:2].numel()
@@ -167,7 +169,7 @@ def _warn_of_tails(result: Result, data: Data, pareto_k: Tensor, chosen: Tensor,
     return note
 
 
-def _own_latents(result: Result, data: Data, heavy: Tensor, total: int) -> str:
+def _own_latents(result: PosteriorDraws, data: Data, heavy: Tensor, total: int) -> str:
     """What to do where most of some rows have a latent of their own, else nothing."""
     for name, is_own in own_latents(result, data, total).items():
         count = int(is_own[heavy].sum())
@@ -180,7 +182,7 @@ def _own_latents(result: Result, data: Data, heavy: Tensor, total: int) -> str:
     return ""
 
 
-def _relative_ess(result: Result) -> float:
+def _relative_ess(result: PosteriorDraws) -> float:
     """Draws' worth in independent ones, as a part of their number: the mean over elements."""
     chains, draws, size = result.positions.shape
     every = max(1, -(-size // MIXING.elements))
@@ -195,7 +197,7 @@ def _relative_ess(result: Result) -> float:
     return min(1.0, float(ess["x"].mean()) / (chains * draws))
 
 
-def _at_the_mean(result: Result, data: Data, readers: Readers) -> Tensor:
+def _at_the_mean(result: PosteriorDraws, data: Data, readers: Readers) -> Tensor:
     """Each row's log likelihood at the mean of the unconstrained draws, `[N]`."""
     total = result.positions.shape[:2].numel()
     mean = torch.stack([block.sum(0) / total for block in result.blocks()]).sum(0)

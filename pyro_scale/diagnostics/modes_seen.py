@@ -8,7 +8,7 @@ import torch
 
 from pyro_scale.diagnostics.finding import Finding, Verdict
 from pyro_scale.diagnostics.policy import MIXING
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.storage.lazy_draws import spread
 from pyro_scale.tuning.modes import Mode, Modes
 
@@ -18,7 +18,7 @@ _MODES_SHOWN = 4
 _ADVICE = "a model without the other modes (an order, a sign), or more chains (num_chains=8)"
 
 
-def modes_seen(result: Result, modes: Modes) -> list[Finding]:
+def modes_seen(result: PosteriorDraws, modes: Modes) -> list[Finding]:
     """What there is to say of a posterior of several modes; nothing of one with one.
 
     A draw is at the mode whose Gaussian, weighed by its evidence, is densest there.  Chains that
@@ -57,7 +57,7 @@ def modes_seen(result: Result, modes: Modes) -> list[Finding]:
     return [Finding(site, "modes", verdict, told, _ADVICE)]
 
 
-def _where_they_differ(result: Result, modes: tuple[Mode, ...]) -> tuple[str, int]:
+def _where_they_differ(result: PosteriorDraws, modes: tuple[Mode, ...]) -> tuple[str, int]:
     """The site, and its element, at which modes are furthest apart, in the best one's sds."""
     best = modes[0].gaussian
     means = torch.stack([mode.gaussian.mean for mode in modes])
@@ -67,7 +67,7 @@ def _where_they_differ(result: Result, modes: tuple[Mode, ...]) -> tuple[str, in
     return site, place - result.layout.slices()[site].start
 
 
-def _value(result: Result, mode: Mode, site: str, element: int) -> float:
+def _value(result: PosteriorDraws, mode: Mode, site: str, element: int) -> float:
     """A site's element at a mode, as the model has it; the last one where it has fewer."""
     layout, size = result.layout, len(mode.gaussian.mean)
     position = result.positions[0, -1].clone()

@@ -9,10 +9,10 @@ from pyro_scale.diagnostics.convergence import APART, are_apart
 from pyro_scale.diagnostics.policy import MIXING
 from pyro_scale.errors import ConvergenceWarning
 from pyro_scale.metrics.nested_rhat import r_hat_of, variances
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 
 
-def nested_r_hats(result: Result) -> list[float] | None:
+def nested_r_hats(result: PosteriorDraws) -> list[float] | None:
     """Each latent site's worst nested R-hat, of the superchains all of whose chains finished; None
     of a run without superchains, or with too few of those, of which it warns."""
     asked = result.attrs.get("superchains")
@@ -33,7 +33,7 @@ def nested_r_hats(result: Result) -> list[float] | None:
     return [float(r_hat_of(each).max()) for each in parts]
 
 
-def warn_of_remembered_starts(result: Result, hot: bool = False) -> bool:
+def warn_of_remembered_starts(result: PosteriorDraws, hot: bool = False) -> bool:
     """Warns where superchains differ by more than their chains' own scatter lets them.
 
     Were the starts forgotten, the variance between superchains would be that between a
@@ -76,7 +76,7 @@ def warn_of_remembered_starts(result: Result, hot: bool = False) -> bool:
     return False
 
 
-def _complete_superchains(result: Result) -> tuple[int, list[int]]:
+def _complete_superchains(result: PosteriorDraws) -> tuple[int, list[int]]:
     """(How many superchains there are all of whose chains finished, these chains' places)."""
     started, asked = result.attrs["num_chains"], result.attrs["superchains"]
     each = started // asked

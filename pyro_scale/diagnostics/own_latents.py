@@ -7,14 +7,14 @@ from torch import Tensor
 
 from pyro_scale.data.sources import Data
 from pyro_scale.fullbatch.chunks import chunks_of
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.predictive import log_likelihood_of_rows
 
 #: By how much what is equal may differ, relatively: rounding of float32, and less than rows do.
 _TOL = 1e-5
 
 
-def own_latents(result: Result, data: Data, num_rows: int) -> dict[str, Tensor]:
+def own_latents(result: PosteriorDraws, data: Data, num_rows: int) -> dict[str, Tensor]:
     """Latent sites with an element that is one row's alone -> these rows, booleans `[N]`.
 
     Each row has a weight w of its own.  With g its log likelihood's gradient in an element, the

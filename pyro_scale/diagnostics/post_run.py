@@ -11,15 +11,16 @@ from torch import Tensor
 from pyro_scale.diagnostics.kinetic_temperature import kinetic
 from pyro_scale.diagnostics.temperature import virial
 from pyro_scale.distributed.ranks import Ranks
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
+from pyro_scale.run.measurements import Measurements, VirialTemperature
 from pyro_scale.run.run import Trajectory
 from pyro_scale.tuning.gradient_noise import gradient_noise, warn_of_a_bad_anchor
 from pyro_scale.tuning.policy import NOISE
 
 
 def measure(
-    trajectory: Trajectory, result: Result, values: Mapping[str, Tensor]
-) -> tuple[Result, BaseException | None]:
+    trajectory: Trajectory, result: PosteriorDraws, values: Mapping[str, Tensor]
+) -> tuple[PosteriorDraws, BaseException | None]:
     """(The result with what minibatches did and the temperatures of draws and momenta, an error in
     reading the batches).
 
@@ -41,18 +42,16 @@ def measure(
                 heat = virial(*known, step + NOISE.draws, variance)
         except (Exception, KeyboardInterrupt) as raised:
             error = raised
-    measured = dataclasses.replace(
-        result,
-        gradient_noise=noise,
-        virial=None if heat is None else heat.parts,
-        element_temperatures=None if heat is None else torch.stack([heat.of_elements, heat.errors]),
-        kinetic=kinetic(problem, draws, values, noise, heat),
-    )
-    return measured, error
+    temperature = None
+    if heat is not None:
+        temperature = VirialTemperature(heat.parts, torch.stack([heat.of_elements, heat.errors]))
+    momenta = kinetic(problem, draws, values, noise, heat)
+    return dataclasses.replace(
+        result, measurements=Measurements(noise, temperature, momenta)
+    ), error
 
 
-def as_measured_by_first(result: Result, ranks: Ranks) -> Result:
-    """The result with what rank 0 has measured, of the same draws."""
-    names = "gradient_noise", "virial", "element_temperatures", "kinetic"
-    measured = {name: getattr(result, name) for name in names}
-    return dataclasses.replace(result, **ranks.of_first(measured, "what was measured"))
+def as_measured_by_first(result: PosteriorDraws, ranks: Ranks) -> PosteriorDraws:
+    """The draws with what rank 0 has measured of them."""
+    measured = ranks.of_first(result.measurements, "what was measured")
+    return dataclasses.replace(result, measurements=measured)

@@ -21,7 +21,7 @@ from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch.chunks import Chunk, chunks_of, chunks_with, is_row_wise
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.posterior import arviz_api
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.gaussians import Fit
 
 #: The weights' sd in nats that is rounding.
@@ -67,7 +67,7 @@ class Psis(NamedTuple):
 
 def psis(
     fit: Fit,
-    drawn: Result,
+    drawn: PosteriorDraws,
     num_rows: int | None = None,
     evaluations: int = _MOST_EVALUATIONS,
     sums: Sums | None = None,
@@ -196,7 +196,7 @@ def log_density(fit: Fit, positions: Tensor) -> Tensor:
     return (torch.logsumexp(parts, 0) - math.log(len(parts))).cpu()
 
 
-def sums_at(fit: Fit, drawn: Result, ranks: Ranks) -> Sums:
+def sums_at(fit: Fit, drawn: PosteriorDraws, ranks: Ranks) -> Sums:
     """Sums over the rows at draws of a fit, as `psis` needs them, each rank its share."""
     terms = _Terms(fit, drawn, ranks.share)
     named: dict[str, Terms] = {
@@ -218,7 +218,7 @@ class _Terms:
     """
 
     fit: Fit
-    drawn: Result
+    drawn: PosteriorDraws
     share: Share
 
     def log_joint(self) -> tuple[Tensor, Tensor]:
@@ -272,7 +272,7 @@ class _Terms:
 
 
 def _from_some(
-    fit: Fit, drawn: Result, positions: Tensor, num_rows: int, sums: Sums
+    fit: Fit, drawn: PosteriorDraws, positions: Tensor, num_rows: int, sums: Sums
 ) -> tuple[Tensor, float]:
     """(The log joint of all rows at every draw up to a constant, `[n]`, its error in nats), from
     differences of some rows to their linearizations at the center of the draws.

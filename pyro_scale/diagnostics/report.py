@@ -23,11 +23,11 @@ from pyro_scale.diagnostics.policy import MIXING, TEMPERATURE
 from pyro_scale.diagnostics.resolution import frozen_latents
 from pyro_scale.errors import BiasWarning
 from pyro_scale.posterior import arviz_api
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 
 
-def diagnostics(result: Result, predict_at: Any = None) -> Any:
-    """A table, one row a site; see `Method.diagnostics`."""
+def diagnostics(result: PosteriorDraws, predict_at: Any = None) -> Any:
+    """A table, one row a site; see `Posterior.diagnostics`."""
     import pandas
 
     if result.tables is not None and predict_at is None:
@@ -49,7 +49,7 @@ def diagnostics(result: Result, predict_at: Any = None) -> Any:
         table[f"{name}_mcse"] = [each.error for each in heat if each.of == kind]
     if nested is not None:
         table["nested_r_hat"] = nested
-    noise = result.gradient_noise
+    noise = result.measurements.gradient_noise
     if noise is not None and result.attrs["temperature"] != 0:
         places = [result.layout.slices()[name] for name in table.index]
         table["gradient_variance"] = [float(noise.variance[place].max()) for place in places]
@@ -57,12 +57,12 @@ def diagnostics(result: Result, predict_at: Any = None) -> Any:
             table["variance_reduction"] = [float(noise.reduction[place].min()) for place in places]
         if noise.inflation is not None:
             table["minibatch_heating"] = [float(noise.inflation[place].max()) for place in places]
-    if result.kinetic is not None:
-        measured = result.kinetic.measured
+    if (kinetic := result.measurements.kinetic) is not None:
+        measured = kinetic.measured
         errors = [standard_error(each, TEMPERATURE.fewest_moments) for each in measured.unbind(-1)]
         table["kinetic_temperature"] = measured.mean((0, 1)).tolist()
         table["kinetic_temperature_mcse"] = errors
-        table["kinetic_temperature_expected"] = result.kinetic.expected.tolist()
+        table["kinetic_temperature_expected"] = kinetic.expected.tolist()
     if result.attrs.get("share_batches") and result.num_chains > 1:
         table["chain_correlation"] = [
             chain_correlation(result.samples[name]) for name in table.index
@@ -77,7 +77,7 @@ def diagnostics(result: Result, predict_at: Any = None) -> Any:
     return table
 
 
-def _warn(result: Result, table: Any, heat: list[_Heat], predicted: Any) -> None:
+def _warn(result: PosteriorDraws, table: Any, heat: list[_Heat], predicted: Any) -> None:
     """Warns of what the table says, and of a cause once."""
     inflation = 1.0
     # a step that was chosen has weighed it, and what is measured counts more
@@ -151,12 +151,12 @@ class _Heat(NamedTuple):
         return abs(self.mean - 1) + TEMPERATURE.errors * self.error < TEMPERATURE.hot - 1
 
 
-def _heat(result: Result) -> list[_Heat]:
+def _heat(result: PosteriorDraws) -> list[_Heat]:
     """Every latent site's temperatures; none where they are not known."""
-    if result.virial is None:
+    if (virial := result.measurements.virial) is None:
         return []
     asked = result.sample_stats.get("temperature")
-    relative = result.virial / (1.0 if asked is None else float(asked.mean()))
+    relative = virial.parts / (1.0 if asked is None else float(asked.mean()))
     rows, slices = [], result.layout.slices()
     for site, parts in zip(result.log_posterior.latents, relative.unbind(2), strict=True):
         chance = errors_of_the_worst(slices[site].stop - slices[site].start)  # it was picked
@@ -166,7 +166,7 @@ def _heat(result: Result) -> list[_Heat]:
     return rows
 
 
-def is_off(result: Result) -> bool:
+def is_off(result: PosteriorDraws) -> bool:
     """Whether some temperature is known to be off."""
     heat = _heat(result)
     return any(each.is_hot or each.is_cold or not math.isfinite(each.mean) for each in heat)
@@ -185,7 +185,7 @@ def _hot_momenta(table: Any) -> list[str]:
     return [*table.index[least > table["kinetic_temperature_expected"] + gap]]
 
 
-def _warn_of_momenta(result: Result, table: Any, hot: list[str]) -> None:
+def _warn_of_momenta(result: PosteriorDraws, table: Any, hot: list[str]) -> None:
     """Warns of the hottest of sites whose momenta are too hot."""
     heat = table["kinetic_temperature"] - table["kinetic_temperature_expected"]
     site = heat[hot].idxmax()
@@ -200,7 +200,7 @@ def _warn_of_momenta(result: Result, table: Any, hot: list[str]) -> None:
     )
 
 
-def warn_of_the_temperature(result: Result, heat: list[_Heat], unmixed: bool) -> None:
+def warn_of_the_temperature(result: PosteriorDraws, heat: list[_Heat], unmixed: bool) -> None:
     """Warns where draws are known to be hotter or colder than they should be; chains that are
     still on their way look hot, too."""
 
@@ -229,11 +229,12 @@ def warn_of_the_temperature(result: Result, heat: list[_Heat], unmixed: bool) ->
         warn(BiasWarning, said(worst, "colder", advice), code="too-narrow")
 
 
-def warn_of_inflation(factor: float, result: Result) -> None:
+def warn_of_inflation(factor: float, result: PosteriorDraws) -> None:
     """Warns when minibatches make the posterior too wide."""
     if factor > TEMPERATURE.hot:
         shuffled = result.attrs.get("sampling") != "replacement"
-        anchored = result.gradient_noise is not None and result.gradient_noise.reduction is not None
+        noise = result.measurements.gradient_noise
+        anchored = noise is not None and noise.reduction is not None
         warn(
             BiasWarning,
             f"the noise of minibatches multiplies the temperature by up to {factor:.3g}, so the "
@@ -250,7 +251,7 @@ def warn_of_inflation(factor: float, result: Result) -> None:
         )
 
 
-def _cooler(result: Result, factor: float) -> str:
+def _cooler(result: PosteriorDraws, factor: float) -> str:
     """What to do about a temperature that was measured to be so many times too high.
 
     Minibatches heat in proportion to lr; of a long step alone it is the precision that falls so,
@@ -261,20 +262,20 @@ def _cooler(result: Result, factor: float) -> str:
     return f"{_lower_lr(result, factor)}; where minibatches heat, raise batch_size"
 
 
-def _what_heats(result: Result) -> Literal["step-size", "minibatch-heat"]:
+def _what_heats(result: PosteriorDraws) -> Literal["step-size", "minibatch-heat"]:
     """The section of the page of symptoms on draws that are too hot: without noise of minibatches,
     it is the length of the steps."""
-    noise = result.gradient_noise
+    noise = result.measurements.gradient_noise
     is_exact = noise is not None and not noise.variance.any()
     return "step-size" if is_exact else "minibatch-heat"
 
 
-def _lower_lr(result: Result, factor: float) -> str:
+def _lower_lr(result: PosteriorDraws, factor: float) -> str:
     """What to do about a temperature that is so many times too high, to first order in lr."""
     return lower_lr(result, (TEMPERATURE.hot - 1) / (factor - 1))
 
 
-def lower_lr(result: Result, share: float) -> str:
+def lower_lr(result: PosteriorDraws, share: float) -> str:
     """The advice to lower lr to so much of it; one that was chosen has been weighed against how
     little chains move at a smaller one."""
     if "lr_choice" in result.attrs:

@@ -27,7 +27,7 @@ from pyro_scale.core.validation import evenly
 from pyro_scale.diagnostics.convergence import some_elements
 from pyro_scale.diagnostics.finding import Finding, Verdict
 from pyro_scale.diagnostics.policy import MIXING
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.storage.lazy_draws import spread
 from pyro_scale.tuning.policy import TOLERANCE
 
@@ -39,7 +39,7 @@ _DRAWS_SEEN = 1000
 _LENGTHS, _PROPORTIONAL = (1.0, math.e, math.e**2), 1e-2
 
 
-def resolution(result: Result) -> list[Finding]:
+def resolution(result: PosteriorDraws) -> list[Finding]:
     """What there is to say of sites, deterministic ones too, whose draws are rounded or constant.
 
     A constant that no latent has an influence on is right as it is.
@@ -82,7 +82,7 @@ def _finding(name: str, verdict: Verdict, told: str) -> Finding:
     return Finding(name, "resolution", verdict, told, advice)
 
 
-def frozen_latents(result: Result) -> list[str]:
+def frozen_latents(result: PosteriorDraws) -> list[str]:
     """Latents with an unconstrained element that is the same in all draws of a chain."""
     if result.attrs.get("temperature") == 0 or result.positions.shape[1] < MIXING.fewest_each:
         return []
@@ -90,13 +90,13 @@ def frozen_latents(result: Result) -> list[str]:
     return [name for name in latents if bool(_is_constant(_unconstrained(result, name)).any())]
 
 
-def _unconstrained(result: Result, name: str) -> Tensor:
+def _unconstrained(result: PosteriorDraws, name: str) -> Tensor:
     """Some draws of some elements of a latent, `[chains, some, elements]`."""
     chains, places = torch.arange(result.num_chains)[:, None], spread(result.positions, _DRAWS_SEEN)
     return result.positions[chains, places][..., _columns(result, name)]
 
 
-def _columns(result: Result, name: str) -> Tensor:
+def _columns(result: PosteriorDraws, name: str) -> Tensor:
     place = result.layout.slices()[name]
     return place.start + evenly(place.stop - place.start, MIXING.elements)
 
@@ -121,7 +121,7 @@ def spacing(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.finfo(dtype).eps * torch.exp2(exponent.double() - 1)
 
 
-def _rounds_moves(result: Result, name: str) -> bool:
+def _rounds_moves(result: PosteriorDraws, name: str) -> bool:
     """Whether a sampler's moves in a latent's own coordinates may be lost in rounding."""
     step = result.sample_stats.get("step")
     if step is None or result.attrs.get("whitened") or step.shape[1] < 2:
@@ -135,7 +135,7 @@ def _rounds_moves(result: Result, name: str) -> bool:
     return bool((rounding > _MOST_ROUNDED * least).any())
 
 
-def _depends(result: Result, name: str, chain: int) -> Tensor:
+def _depends(result: PosteriorDraws, name: str, chain: int) -> Tensor:
     """Which elements of a site latents have an influence on, `[elements]`: by derivatives in a
     random direction at a chain's last draw, in float64 if the model runs in it.  They are
     proportional to the direction's length, where rounding is not: that of the ones of a correlation

@@ -25,7 +25,7 @@ from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.diagnostics.extrapolation import LEAST_VARIANCE, Law, law_of
 from pyro_scale.diagnostics.report import errors_of_the_worst, lower_lr, standard_error
 from pyro_scale.errors import ArgumentError, BiasWarning
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.run.run import RunPlan
 from pyro_scale.tuning.policy import TOLERANCE
 
@@ -57,7 +57,7 @@ class Bias(NamedTuple):
     orders: tuple[float, float]
 
 
-def step_size_bias(plan: RunPlan, result: Result, num_samples: int | None) -> Any:
+def step_size_bias(plan: RunPlan, result: PosteriorDraws, num_samples: int | None) -> Any:
     """A table, one row a latent site; see `Sampler.step_size_bias`."""
     import pandas
 
@@ -87,7 +87,7 @@ def step_size_bias(plan: RunPlan, result: Result, num_samples: int | None) -> An
     return table
 
 
-def _check(plan: RunPlan, result: Result, num_samples: int | None) -> None:
+def _check(plan: RunPlan, result: PosteriorDraws, num_samples: int | None) -> None:
     """Refuses what has no bias to be found this way.
 
     Raises:
@@ -119,9 +119,11 @@ def _check(plan: RunPlan, result: Result, num_samples: int | None) -> None:
         raise ArgumentError(f"num_samples={num_samples}: the run has {kept} draws a chain")
 
 
-def _laws(plan: RunPlan, result: Result, short: Result, coupled: Result) -> dict[str, Law]:
+def _laws(
+    plan: RunPlan, result: PosteriorDraws, short: PosteriorDraws, coupled: PosteriorDraws
+) -> dict[str, Law]:
     """The law of every latent site's unconstrained elements, where there is one."""
-    noise, problem = result.gradient_noise, plan.problem
+    noise, problem = result.measurements.gradient_noise, plan.problem
     theory, in_batches = plan.kernel.theory, problem.data.batch_size is not None
     is_heated = in_batches and theory is not None and theory.heated
     if noise is None or not is_heated or problem.engine.known_noise is not None:
@@ -217,7 +219,7 @@ def _extrapolate(ratio: Tensor, order: Tensor, in_variance: Tensor) -> Tensor:
     return inflation.sqrt()
 
 
-def _warn_of_the_worst(biases: Mapping[str, Bias], result: Result, plan: RunPlan) -> None:
+def _warn_of_the_worst(biases: Mapping[str, Bias], result: PosteriorDraws, plan: RunPlan) -> None:
     """Warns where a bias is known to be large."""
 
     def excess(bias: Bias) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from pyro_scale.core.online_moments import Moments
 from pyro_scale.diagnostics.convergence import some_elements
 from pyro_scale.diagnostics.run_report import Report
 from pyro_scale.posterior import arviz_api
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.export import to_inference_data
 from pyro_scale.posterior.predictive import in_proportion
 
@@ -23,7 +23,7 @@ _LISTED_ELEMENTS = 100
 _LEVELS = 0.05, 0.5, 0.95
 
 
-def summary(result: Result, var_names: list[str] | None) -> Any:
+def summary(result: PosteriorDraws, var_names: list[str] | None) -> Any:
     """ArviZ's table; a large site is one row, with its worst R-hat and least ESS.
 
     A run that chose something has its verdict in the last column.  Where draws have weights, means
@@ -60,7 +60,7 @@ def summary(result: Result, var_names: list[str] | None) -> Any:
     return table
 
 
-def _as_arviz_has_it(result: Result, name: str, values: Tensor) -> Any:
+def _as_arviz_has_it(result: PosteriorDraws, name: str, values: Tensor) -> Any:
     values = values.byte() if values.dtype == torch.bool else values  # for their quantiles
     data = to_inference_data(result, {"posterior": {name: values}})
     table, flat = arviz_api.summary(data), values.reshape(values.shape[:2].numel(), -1)

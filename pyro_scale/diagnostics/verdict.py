@@ -25,7 +25,7 @@ from pyro_scale.diagnostics.policy import MIXING, TEMPERATURE
 from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.diagnostics.run_report import Report
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.run.blame import WITHIN
 from pyro_scale.tuning.choice import Choice
 from pyro_scale.tuning.policy import TOLERANCE
@@ -34,7 +34,7 @@ from pyro_scale.tuning.policy import TOLERANCE
 _TEMPERATURE = ((1 - TOLERANCE.sd) ** 2, (1 + TOLERANCE.sd) ** 2)
 
 
-def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
+def report(result: PosteriorDraws, choice: Choice | None, num_samples: int) -> Report:
     """What is known of a run.
 
     Args:
@@ -64,7 +64,7 @@ def report(result: Result, choice: Choice | None, num_samples: int) -> Report:
     return Report.of(_with_advice(result, findings), choices)
 
 
-def report_on_exact(result: Result, num_samples: int) -> Report:
+def report_on_exact(result: PosteriorDraws, num_samples: int) -> Report:
     """What is known of a run of an exact sampler, whose draws are right once chains have mixed and
     nothing has diverged.
 
@@ -84,7 +84,7 @@ def report_on_exact(result: Result, num_samples: int) -> Report:
     )
 
 
-def _divergences(result: Result) -> list[Finding]:
+def _divergences(result: PosteriorDraws) -> list[Finding]:
     """Whether trajectories diverged, which leaves out where the posterior is narrow."""
     diverged = result.sample_stats["diverging"]
     count, advice = int(diverged.sum()), "target_accept=0.95, or another parametrization"
@@ -96,7 +96,7 @@ def _divergences(result: Result) -> list[Finding]:
     return [Finding("", "divergences", verdict, told, advice)]
 
 
-def _length(result: Result, num_samples: int) -> list[Finding]:
+def _length(result: PosteriorDraws, num_samples: int) -> list[Finding]:
     """Whether the run has come to its end."""
     kept = result.sample_stats["lp"].shape[1]
     if kept == num_samples:
@@ -105,7 +105,7 @@ def _length(result: Result, num_samples: int) -> list[Finding]:
     return [Finding("", "length", "unknown", told, "more max_seconds=, or resume=")]
 
 
-def _with_advice(result: Result, findings: list[Finding]) -> list[Finding]:
+def _with_advice(result: PosteriorDraws, findings: list[Finding]) -> list[Finding]:
     """The findings; where a latent is centered, they say so, and what to do."""
     if result.data is None or all(finding.verdict == "yes" for finding in findings):
         return findings
@@ -123,14 +123,14 @@ def _with_advice(result: Result, findings: list[Finding]) -> list[Finding]:
     return [advised(finding) for finding in findings]
 
 
-def _thinned_mixing(result: Result) -> list[Finding]:
+def _thinned_mixing(result: PosteriorDraws) -> list[Finding]:
     """That of draws whose thinning was chosen so that most of them are effective."""
     enough = MIXING.effective * result.num_chains * result.positions.shape[1]
     return _mixing(result, enough, enough / 2)
 
 
 def _mixing(
-    result: Result, enough: float, too_few: float, more: str = "a larger max_rows="
+    result: PosteriorDraws, enough: float, too_few: float, more: str = "a larger max_rows="
 ) -> list[Finding]:
     """Whether chains agree, and how many draws they are worth: enough, or surely too few; `more`
     gets more of them."""
@@ -179,7 +179,7 @@ def _tails(name: str, draws: Tensor) -> list[Finding]:
     return [Finding(name, "tails", "unknown", told, advice)]
 
 
-def _agreement(result: Result) -> list[Finding]:
+def _agreement(result: PosteriorDraws) -> list[Finding]:
     """Whether a network's chains agree in what they predict for some of their rows: weights have
     equivalent modes."""
     advice = "nothing, if an ensemble will do; a larger warmup_steps= and thinning="
@@ -200,20 +200,21 @@ def _family_wise(count: int) -> float:
     return -NormalDist().inv_cdf(TEMPERATURE.family_wise / 2 / max(1, count))
 
 
-def _temperatures(result: Result) -> list[Finding]:
+def _temperatures(result: PosteriorDraws) -> list[Finding]:
     """The virial temperature of each site's element that is furthest off."""
-    if result.element_temperatures is None:
+    virial = result.measurements.virial
+    if virial is None or virial.elements is None:
         return []
     column = result.sample_stats.get("temperature")
     asked = 1.0 if column is None else float(column.mean())
     if asked == 0:
         return []
-    means, errors = (each / asked for each in result.element_temperatures)
+    means, errors = (each / asked for each in virial.elements)
     slices = result.layout.slices()
     latents = list(result.log_posterior.latents)
     far = _family_wise(sum(slices[n].stop - slices[n].start for n in latents))
     # a bar that is wider than the tolerance tells nothing, unless draws are but few
-    draws = 1 if result.virial is None else result.virial.shape[0] * result.virial.shape[1]
+    draws = virial.parts.shape[0] * virial.parts.shape[1]
     too_wide = max((_TEMPERATURE[1] - 1) / 2, TEMPERATURE.wide * (2 / draws) ** 0.5)
     found = []
     for name in latents:
@@ -236,7 +237,7 @@ def _temperatures(result: Result) -> list[Finding]:
     return found
 
 
-def _heating(result: Result, choice: Choice | None) -> list[Finding]:
+def _heating(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
     """What minibatches add to the temperature, to first order in the step size: by the gradients of
     all rows where these were looked at, else by those of some batches."""
     if int(result.attrs.get("batch_size", 0)) >= int(result.attrs["num_data"]):
@@ -245,7 +246,7 @@ def _heating(result: Result, choice: Choice | None) -> list[Finding]:
         told = f"minibatches multiply the temperature by {1 + choice.heat:.3g} at most, by all rows"
         verdict: Verdict = "yes" if 1 + choice.heat <= TEMPERATURE.hot else "no"
         return [Finding("", "minibatch heat", verdict, told, "larger batches (batch_size=)")]
-    noise = result.gradient_noise
+    noise = result.measurements.gradient_noise
     if noise is None or noise.inflation is None:
         told = "the noise of minibatches is not known for this model or method"
         return [Finding("", "minibatch heat", "unknown", told, "batch_size=None")]
@@ -261,7 +262,7 @@ def _heating(result: Result, choice: Choice | None) -> list[Finding]:
     return found
 
 
-def _bias(result: Result, choice: Choice | None) -> list[Finding]:
+def _bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
     """What the step size does to means and sds, by the coupled run."""
     if "acceptance_rate" in result.attrs:
         rate = float(result.attrs["acceptance_rate"])
@@ -299,7 +300,7 @@ def _bias(result: Result, choice: Choice | None) -> list[Finding]:
     return found
 
 
-def _warmup(result: Result, choice: Choice | None) -> list[Finding]:
+def _warmup(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
     """Whether warm-up settled, and whether draws are at all modes that were found."""
     if choice is None or choice.window is None:
         return []

@@ -16,16 +16,16 @@ from pyro_scale.diagnostics.report import is_off
 from pyro_scale.diagnostics.summary import weighted_moments
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.fullbatch.chunks import chunks_of
-from pyro_scale.infer.approximation import Approximation
-from pyro_scale.infer.call_checks import check_calls
 from pyro_scale.infer.comparison_plot import plot
 from pyro_scale.infer.method import Method
-from pyro_scale.infer.nuts import NUTS
-from pyro_scale.infer.svgd import SVGD
 from pyro_scale.metrics.regression import log_predictive_density
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.predictive import resample_equally, row_log_likelihood
 from pyro_scale.posterior.site_rows import data_sites
+from pyro_scale.results.call_checks import check_calls
+from pyro_scale.results.gaussian import GaussianPosterior
+from pyro_scale.results.particles import ParticlePosterior
+from pyro_scale.results.posterior import Posterior
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,7 +64,7 @@ class Comparison:
 
 @check_calls
 def compare(
-    methods: Mapping[str, Method], data: Any = None, reference: str | None = None
+    methods: Mapping[str, Method | Posterior], data: Any = None, reference: str | None = None
 ) -> Comparison:
     """What each of several fitted methods cost, and what came out.
 
@@ -78,7 +78,8 @@ def compare(
     are known better).
 
     Args:
-        methods: fitted methods by name, on models with the same latent sites.
+        methods: fitted methods, or their posteriors, by name, on models with the same latent
+            sites.
         data: held-out rows, in any form that `run` takes; without, there is no `lpd`.
         reference: the name of the method to measure from.  By default the one to be trusted most:
             a NUTS at temperature 1 with an R-hat below 1.01 and no divergences; else, of other
@@ -110,37 +111,37 @@ def compare(
     if not isinstance(methods, Mapping) or not methods:
         raise ArgumentError("methods: pass fitted methods by name, {'SGLD': sampler, ...}")
     for name, method in methods.items():
-        if not isinstance(method, Method):
+        if not isinstance(method, Method | Posterior):
             raise ArgumentError(f"methods[{name!r}] is a {type(method).__name__}: pass a method")
     if reference is not None and reference not in methods:
         raise ArgumentError(f"reference={reference!r}: pass one of {list(methods)}")
     import pandas
 
-    results = {name: _draws_of(name, method) for name, method in methods.items()}
-    _check_posteriors(results)
-    rows: dict[str, dict[str, float]] = {}
-    for name, result in results.items():
-        rows[name] = _costs(result, isinstance(methods[name], Approximation | SVGD))
-    reference = reference or _most_trusted(methods, rows)
-    moments = {name: _moments(result) for name, result in results.items()}
-    for name, method in methods.items():
+    posteriors = {name: _posterior_of(name, method) for name, method in methods.items()}
+    _check_posteriors({name: posterior.draws for name, posterior in posteriors.items()})
+    rows = {name: _costs(posterior) for name, posterior in posteriors.items()}
+    reference = reference or _most_trusted(posteriors, rows)
+    moments = {name: _moments(posterior.draws) for name, posterior in posteriors.items()}
+    for name, posterior in posteriors.items():
         rows[name] |= _distances(*moments[name], *moments[reference])
         if data is not None:
-            rows[name] |= _held_out(name, method, data)
+            rows[name] |= _held_out(name, posterior, data)
     table = pandas.DataFrame.from_dict(rows, orient="index")
     table.index.name = "method"
     return Comparison(table, reference)
 
 
-def _draws_of(name: str, method: Method) -> Result:
-    """Its results, where there are draws; an error names it."""
+def _posterior_of(name: str, method: Method | Posterior) -> Posterior:
+    """A method's posterior, where there are draws; an error names the method."""
     try:
-        return method._draws()
+        posterior = method.posterior if isinstance(method, Method) else method
+        posterior.kept_draws  # noqa: B018  (which raises)
     except (ArgumentError, NotRunError) as error:
         raise type(error)(f"methods[{name!r}]: {error}", code=error.code) from None
+    return posterior
 
 
-def _check_posteriors(results: Mapping[str, Result]) -> None:
+def _check_posteriors(results: Mapping[str, PosteriorDraws]) -> None:
     first, *others = results
     expected, size = _shapes(results[first]), results[first].log_posterior.num_data
     for name in others:
@@ -159,16 +160,17 @@ def _check_posteriors(results: Mapping[str, Result]) -> None:
                 )
 
 
-def _shapes(result: Result) -> dict[str, list[int]]:
+def _shapes(result: PosteriorDraws) -> dict[str, list[int]]:
     return {name: list(result.shapes[name]) for name in result.log_posterior.latents}
 
 
-def _costs(result: Result, approximate: bool) -> dict[str, float]:
+def _costs(posterior: Posterior) -> dict[str, float]:
     """What a run took, and how its chains mixed."""
+    result = posterior.draws
     times = ("tuning_time", "compile_time", "sampling_time", "fitting_time")
     seconds = math.fsum(result.attrs.get(name, 0.0) for name in times)
     ess = r_hat = math.nan
-    if not approximate:
+    if not isinstance(posterior, GaussianPosterior | ParticlePosterior):
         latents = result.log_posterior.latents
         table = mixing({name: some_elements(result, name) for name in latents})
         ess, r_hat = float(table.ess_bulk.min()), float(table.r_hat.max())
@@ -180,34 +182,37 @@ def _costs(result: Result, approximate: bool) -> dict[str, float]:
     }
 
 
-def _most_trusted(methods: Mapping[str, Method], rows: Mapping[str, Mapping[str, float]]) -> str:
+def _most_trusted(
+    posteriors: Mapping[str, Posterior], rows: Mapping[str, Mapping[str, float]]
+) -> str:
     """The name of the default reference."""
 
     def find_untrusted(name: str) -> tuple[float, ...]:
-        method, row = methods[name], rows[name]
-        if isinstance(method, Approximation):
-            return 2, not method.fit.gaussians, method.structure != "dense"
-        if isinstance(method, SVGD):
+        posterior, row = posteriors[name], rows[name]
+        if isinstance(posterior, GaussianPosterior):
+            return 2, not posterior.fit.gaussians, posterior.attrs["structure"] != "dense"
+        if isinstance(posterior, ParticlePosterior):
             return 2, False, True
-        r_hat = math.inf if math.isnan(row["r_hat"]) else row["r_hat"]
-        if isinstance(method, NUTS):
-            is_exact = method._results().attrs["temperature"] == 1 and not bool(
-                method._results().sample_stats["diverging"].any()
+        result, r_hat = posterior.draws, row["r_hat"]
+        r_hat = math.inf if math.isnan(r_hat) else r_hat
+        if "diverging" in result.sample_stats:
+            is_exact = result.attrs["temperature"] == 1 and not bool(
+                result.sample_stats["diverging"].any()
             )
             return (-1, -row["ess"]) if is_exact and r_hat < MIXING.agree else (4, r_hat)
-        if not _is_at_temperature_1(method._results()) or is_off(method._results()):
+        if not _is_at_temperature_1(result) or is_off(result):
             return 3, r_hat
         return (0, -row["ess"]) if r_hat < MIXING.disagree else (1, r_hat)
 
-    return min(methods, key=find_untrusted)
+    return min(posteriors, key=find_untrusted)
 
 
-def _is_at_temperature_1(result: Result) -> bool:
+def _is_at_temperature_1(result: PosteriorDraws) -> bool:
     column = result.sample_stats.get("temperature")
     return column is not None and bool((column == 1).all())
 
 
-def _moments(result: Result) -> tuple[Tensor, Tensor]:
+def _moments(result: PosteriorDraws) -> tuple[Tensor, Tensor]:
     """(Means, sds) of all elements of the latent sites, over draws as they count."""
     latents = result.log_posterior.latents
     if result.weights is None:  # in one pass, as draws may be more than memory holds
@@ -232,13 +237,13 @@ def _distances(
     return {"mean_distance": float(gaps.max()), "sd_distance": float(ratios.max())}
 
 
-def _held_out(name: str, method: Method, data: Any) -> dict[str, float]:
+def _held_out(name: str, posterior: Posterior, data: Any) -> dict[str, float]:
     """The log predictive density of rows, its mean and standard error."""
-    drawn = resample_equally(method._results(), None)
+    drawn = resample_equally(posterior.draws, None)
     if not data_sites(drawn):
         raise ArgumentError(f"data: the model of '{name}' has no data site with a value a row")
     parts = []
-    for chunk in chunks_of(drawn.log_posterior, method._data(data)):
+    for chunk in chunks_of(drawn.log_posterior, posterior.open_data(data)):
         log_lik = row_log_likelihood(drawn, chunk)
         parts.append(log_predictive_density(log_lik.double()))
     density = torch.cat(parts)

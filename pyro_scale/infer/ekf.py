@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data, IndexedData, TensorData
+from pyro_scale.diagnostics.check_fit import check_fit
 from pyro_scale.engine.choose_executor import check_compile
 from pyro_scale.engine.progress import Progress
-from pyro_scale.errors import ArgumentError, DataError, ModelError
+from pyro_scale.errors import ArgumentError, DataError, ModelError, NotRunError
 from pyro_scale.fullbatch.chunks import num_rows_in, split
 from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.ekf_filter import PATH_NUMBERS, Filter, Settings
@@ -29,10 +31,13 @@ from pyro_scale.infer.ekf_walk import (
     does_walk,
     drift_of,
 )
+from pyro_scale.infer.method import NotRun
+from pyro_scale.infer.stepwise import Stepwise
 from pyro_scale.kernels.ekf import EKFState
 from pyro_scale.model.curvature.ggn import RowKind
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.gaussians import Fit
+from pyro_scale.results.gaussian import GaussianPosterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import as_log_posterior, module_device
 from pyro_scale.run.single_step import batch_as_data, check_rows
@@ -57,7 +62,7 @@ class Filtered(NamedTuple):
     log_lik: Tensor
 
 
-class EKF(Approximation):
+class EKF(Stepwise, Approximation):
     """The extended Kalman filter over the params: a Gaussian that absorbs the data batch by batch,
     once and in their order (the paper's A.4; Ollivier 2018), for online learning.
 
@@ -107,10 +112,6 @@ class EKF(Approximation):
         >>> ekf.filtered.sd["mu"]
         tensor([0.9950, 0.7053, 0.5764])
     """
-
-    #: What it is at, if it has begun.
-    _filter: Filter | None = None
-    _made_fit: Fit | None = None
 
     def __init__(
         self,
@@ -176,7 +177,7 @@ class EKF(Approximation):
                 "before: pass a DataLoader or the tensors, or call step() with each batch"
             )
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
-        self._filter, self._fit = None, None
+        self._forget()
         ekf_filter = self._begin(opened, opened.first(), choose_seed(seed))
         count = ekf_filter.log_posterior.num_data
         if isinstance(opened, TensorData | IndexedData):  # whatever N they are to stand for
@@ -187,56 +188,30 @@ class EKF(Approximation):
         with Progress(total, type(self).__name__, progress, "log likelihood") as bar:
             for log_lik in ekf_filter.absorb_all(opened, self._last_program if compiles else None):
                 bar.update(len(log_lik), float(log_lik[-1]))
-        self._filter = ekf_filter
         compiling = ekf_filter.compile_seconds
         times = {"fitting_time": time.perf_counter() - begun - compiling, "compile_time": compiling}
-        self._fit = ekf_filter.fit(times)
-        self._check_the_fit(3 * count)
+        fit = self._fit_of(ekf_filter, times)
+        self._last = FilterChain(self, ekf_filter, GaussianPosterior(fit))
+        check_fit(fit, 3 * count)
         return self
 
-    def step(self, *args: Any, **kwargs: Any) -> float:
-        """Absorbs one batch, given as the model's own arguments; of any size.  One without rows
-        brings the params' walk alone.
+    def begin(self, *args: Any, **kwargs: Any) -> FilterChain:
+        """A filter before its first batch, for loops of your own; see `Stepwise.begin`.  A batch is
+        of any size; one without rows brings the params' walk alone."""
+        opened = batch_as_data(self.model, self._num_data, args, kwargs)
+        return FilterChain(self, self._begin(opened, opened.first(), choose_seed(None)))
 
-        Returns:
-            The batch's log likelihood at the mean before it, in nats.
-
-        Raises:
-            NonFiniteError: the state became NaN or infinite.
-        """
-        begins = self._filter is None
-        if self._filter is None:
-            opened = batch_as_data(self.model, self._num_data, args, kwargs)
-            self._filter = self._begin(opened, opened.first(), choose_seed(None))
-        ekf_filter, log_posterior = self._filter, self._filter.log_posterior
-        if log_posterior.model_info.own_plate is not None:
-            raise ModelError(
-                "the model subsamples by itself, so that a step does not say which rows are new: "
-                "pass batches to a model of batches"
-            )
-        arguments = log_posterior.bind(args, kwargs)
-        check_rows(arguments)
-        if ekf_filter.takes_rows(arguments):
-            batches = rows.map_rows(lambda leaf: leaf[None], arguments)
-            if begins and self._compile is True:
-                ekf_filter.compile(batches, self._last_program)
-            value = float(ekf_filter.absorb(batches))
-        else:
-            (chunk,) = split(log_posterior, [arguments])
-            value = float(ekf_filter.absorb_chunk(chunk))
-        self._fit = None
-        return value
-
-    @property
-    def _fit(self) -> Fit | None:
-        """What the filter knows now, which single steps leave to be made when it is asked for."""
-        if self._made_fit is None and self._filter is not None and self._filter.num_steps:
-            self._made_fit = self._filter.fit({}).replaced(data=None)
-        return self._made_fit
-
-    @_fit.setter
-    def _fit(self, fit: Fit | None) -> None:
-        self._made_fit = fit
+    def predict(self, *args: Any, calibrate: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """As `GaussianPosterior.predict`; before the first step, from the prior's Gaussian."""
+        if isinstance(self._last, NotRun):
+            if calibrate is not None:
+                raise NotRunError("calibrate: EKF has no fit yet: run it first")
+            names = inspect.signature(GaussianPosterior.predict).parameters
+            options = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
+            posterior, arguments = self._prior(args, kwargs)
+            by_place, by_name = ((), arguments) if isinstance(arguments, dict) else (arguments, {})
+            return posterior.predict(*by_place, **options, **by_name)
+        return self.posterior.predict(*args, calibrate=calibrate, **kwargs)
 
     @property
     def filtered(self) -> Filtered:
@@ -246,50 +221,40 @@ class EKF(Approximation):
             NotRunError: nothing has been run.
             ArgumentError: there were too many to keep.
         """
-        self.fit  # noqa: B018  (which raises)
-        if self._filter is None or self._filter.path is None:
+        self.posterior  # noqa: B018  (which raises)
+        chain = self._last
+        if not isinstance(chain, FilterChain) or chain.filter.path is None:
             raise ArgumentError(
                 f"the path of a filter is kept up to {PATH_NUMBERS:,} numbers, and this one was "
                 "longer, or comes from a file: run it in parts with step(), and read fit after each"
             )
-        layout = self._filter.layout
-        mean, sd = self._filter.path
-        return Filtered(layout.unflatten(mean), layout.unflatten(sd), self._filter.log_lik)
-
-    def diagnostics(self) -> Any:  # type: ignore[override]  # of no chains
-        """A DataFrame of one row: how many steps there were, and the sum of the batches' log
-        likelihoods, each at the mean before it, in nats; and the Pareto k of its draws' importance
-        weights (see `psis`), NaN where it is not known."""
-        import pandas
-
-        trace = self.fit.trace
-        assert trace is not None
-        table = pandas.DataFrame({"steps": [trace.shape[1]], "log_lik": [float(trace.sum())]})
-        table.attrs.update(self.fit.attrs)
-        return self._with_k(table)
-
-    def _check_targets(self) -> None:
-        walks = does_walk(self.transition_sd)
-        if self.lr != 1 or walks or isinstance(self._init_strategy, Approximation):
-            raise ArgumentError(
-                "psis: with lr, transition_sd or a fit for its prior, a filter is not meant to be "
-                "the model's posterior"
-            )
-
-    def _first_batch(self) -> Arguments:
-        return self._filter.data.first() if self._filter is not None else super()._first_batch()
+        layout = chain.filter.layout
+        mean, sd = chain.filter.path
+        return Filtered(layout.unflatten(mean), layout.unflatten(sd), chain.filter.log_lik)
 
     def _begin(self, data: Data, arguments: Arguments, seed: int) -> Filter:
         return self._filter_of(as_log_posterior(self.model, data.num_data), data, arguments, seed)
 
-    def _to_predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Fit, Arguments]:
-        if self._fit is not None:
-            return super()._to_predict(args, kwargs)
+    def _prior(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[GaussianPosterior, Arguments]:
+        """(The prior's Gaussian; the rows to predict, with observations drawn from the prior)."""
         data, seed = batch_as_data(self.model, self._num_data, args, kwargs), choose_seed(None)
         log_posterior = as_log_posterior(self.model, data.num_data)
         observed, arguments = log_posterior.with_drawn_observations(data.first(), seed)
         start = self._filter_of(observed, data, arguments, seed)
-        return start.fit({}).replaced(data=None), arguments
+        return GaussianPosterior(start.fit({}).replaced(data=None)), arguments
+
+    def _fit_of(self, ekf_filter: Filter, times: dict[str, Any]) -> Fit:
+        """What a filter knows now."""
+        fit = ekf_filter.fit(times)
+        starts_from_fit = isinstance(self._init_strategy, Approximation)
+        if self.lr == 1 and not does_walk(self.transition_sd) and not starts_from_fit:
+            return fit
+        return fit.replaced(
+            other_target="with lr, transition_sd or a fit for its prior, a filter is not meant to "
+            "be the model's posterior"
+        )
 
     def _filter_of(
         self, log_posterior: LogPosterior, data: Data, arguments: Arguments, seed: int
@@ -301,3 +266,51 @@ class EKF(Approximation):
         sds = as_plain(self.transition_sd)
         settings = Settings(self.structure, self.curvature, self.lr, sds)
         return Filter(settings, log_posterior, data, layout, EKFState.of(start), drift, seed)
+
+
+class FilterChain:
+    """A filter that absorbs batch after batch.
+
+    Args:
+        method: whose filter it is.
+        ekf_filter: what it knows.
+        posterior: the same as a value, if it has been made.
+    """
+
+    def __init__(self, method: EKF, ekf_filter: Filter, posterior: GaussianPosterior | None = None):
+        self.filter, self._method, self._posterior = ekf_filter, method, posterior
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Absorbs one batch; returns its log likelihood at the mean before it, in nats."""
+        ekf_filter, log_posterior = self.filter, self.filter.log_posterior
+        if log_posterior.model_info.own_plate is not None:
+            raise ModelError(
+                "the model subsamples by itself, so that a step does not say which rows are new: "
+                "pass batches to a model of batches"
+            )
+        arguments = log_posterior.bind(args, kwargs)
+        check_rows(arguments)
+        if ekf_filter.takes_rows(arguments):
+            batches = rows.map_rows(lambda leaf: leaf[None], arguments)
+            if ekf_filter.num_steps == 0 and self._method._compile is True:
+                ekf_filter.compile(batches, self._method._last_program)
+            value = float(ekf_filter.absorb(batches))
+        else:
+            (chunk,) = split(log_posterior, [arguments])
+            value = float(ekf_filter.absorb_chunk(chunk))
+        self._posterior = None
+        return value
+
+    @property
+    def posterior(self) -> GaussianPosterior:
+        """What the filter knows now.
+
+        Raises:
+            NotRunError: it has absorbed nothing.
+        """
+        if self._posterior is None:
+            if not self.filter.num_steps:
+                raise NotRunError("the filter has absorbed nothing yet: call step(*batch) first")
+            fit = self._method._fit_of(self.filter, {}).replaced(data=None)
+            self._posterior = GaussianPosterior(fit, self.filter.data.first())
+        return self._posterior

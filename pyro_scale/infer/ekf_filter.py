@@ -180,7 +180,12 @@ class Filter:
     def fit(self, attrs: dict[str, Any]) -> Fit:
         """What it knows now."""
         gaussian = self._state.gaussian
-        facts = {"method": "EKF", **self._settings._asdict(), "num_steps": self.num_steps}
+        facts = {
+            "method": "EKF",
+            "objective": "log_lik",
+            **self._settings._asdict(),
+            "num_steps": self.num_steps,
+        }
         points = {name: p.unconstrained for name, p in self.log_posterior.points.items()}
         layout = Layout.of({**self.layout.unflatten(gaussian.mean), **points})
         center = layout.flatten({**self.layout.unflatten(gaussian.mean), **points})

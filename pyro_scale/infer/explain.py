@@ -13,13 +13,13 @@ from torch.distributions import ComposeTransform, IndependentTransform
 
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
-from pyro_scale.infer.call_checks import check_calls
 from pyro_scale.model.curvature.gaussian_prior import exact_moments
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import ModelInfo, model_warnings
 from pyro_scale.model.scaling import Rule
 from pyro_scale.model.sites import Point, Site
 from pyro_scale.model.transforms import bijection
+from pyro_scale.results.call_checks import check_calls
 from pyro_scale.run.problem import as_log_posterior, check_all_rows, module_device
 
 #: Sites that differ by numbers in their names alone, from which they are one line.

@@ -18,6 +18,7 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.core.validation import as_count, as_flag
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
+from pyro_scale.diagnostics.check_fit import check_fit
 from pyro_scale.distributed.ranks import ALONE, Distributed, Ranks
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ApproximationWarning, ArgumentError, ModelError
@@ -25,11 +26,13 @@ from pyro_scale.fullbatch.chunks import chunks_of, is_row_wise
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.evidence import OF_ROWS, Candidate, GaussianStructure, Search
 from pyro_scale.fullbatch.precision import CurvatureKind
-from pyro_scale.infer.approximation import Approximation, as_prior
+from pyro_scale.infer.approximation import Approximation
+from pyro_scale.infer.method import Finished
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.curvature.ggn import Curvature
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
+from pyro_scale.results.gaussian import GaussianPosterior, as_prior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.by_rank import check_same, check_same_call
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, position_of, prepare
@@ -119,7 +122,6 @@ class Laplace(Approximation):
         num_data: int | None = None,
     ):
         super().__init__(model, structure=structure, init_strategy=init_strategy, num_data=num_data)
-        self._auto = structure == "auto"
         kinds = [kind for part in get_args(CurvatureKind) for kind in (get_args(part) or (part,))]
         if curvature not in kinds:
             raise ArgumentError(f"curvature={curvature!r}: pass one of {kinds}")
@@ -291,10 +293,11 @@ class Laplace(Approximation):
         other.temperature = _as_temperature(temperature)
         warm = [fit.at_temperature_1(start) for start in range(fit.num_starts)]
         attrs = {k: v for k, v in fit.attrs.items() if k not in ("pareto_k", "psis")}
-        other._fit = fit.replaced(
+        tempered = fit.replaced(
             gaussians=tuple(gaussian.temper(other.temperature) for gaussian in warm),
             attrs={**attrs, "temperature": other.temperature},
         )
+        other._last = Finished(GaussianPosterior(tempered))
         return other
 
     def log_marginal_likelihood(self) -> Tensor:
@@ -316,19 +319,6 @@ class Laplace(Approximation):
             )
         return torch.tensor(evidence[best], dtype=torch.float64)
 
-    def diagnostics(self) -> Any:  # type: ignore[override]  # of no chains
-        """A DataFrame, one row a start: its log evidence in nats; and how far the point is from
-        the mode, in posterior sds, by one step of Newton's method; and the Pareto k of all draws'
-        importance weights (see `psis`), NaN where it is not known: `attrs["psis"]` says why."""
-        import pandas
-
-        attrs = self.fit.attrs
-        distance = [square**0.5 for square in attrs["distance"]]
-        table = pandas.DataFrame({"log_evidence": attrs["log_evidence"], "distance": distance})
-        table.index.name = "start"
-        table.attrs.update(attrs)
-        return self._with_k(table)
-
     # ------------------------------------------------------------------ inside
 
     def _search(
@@ -341,33 +331,37 @@ class Laplace(Approximation):
         tuned: Tensor | None = None,
     ) -> Search:
         density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-        if self._auto:
-            few = len(problem.engine.layout.places(sites)) <= _MOST_DENSE
-            self.structure = "dense" if few else "diag"
+        structure = self._structure_for(len(problem.engine.layout.places(sites)))
         kind, notes = self._kind(problem, problem.positions[0] if fixed is None else fixed)
         prior = problem.log_posterior.gaussian_prior
-        if self.structure in OF_ROWS and not isinstance(prior, Diagonal | None):
+        if structure in OF_ROWS and not isinstance(prior, Diagonal | None):
             raise ArgumentError(
-                f"structure={self.structure!r}: the prior is another fit's Gaussian, whose "
+                f"structure={structure!r}: the prior is another fit's Gaussian, whose "
                 "correlations it cannot keep: run it on all rows together, or use "
                 "structure='dense' (or 'diag') for both"
             )
-        if self.structure in OF_ROWS and kind == "hessian":
+        if structure in OF_ROWS and kind == "hessian":
             raise ArgumentError(
-                f"structure={self.structure!r}: the data are one joint density, and factors are "
+                f"structure={structure!r}: the data are one joint density, and factors are "
                 "sums over rows: use structure='diag' or 'dense'"
             )
-        how = self.structure, problem.seed, notes, num_rows, held, tuned, self.rank
+        how = structure, problem.seed, notes, num_rows, held, tuned, self.rank
         search = Search(density, sites, kind, *how, self.corrected)
         search.check_fits(problem.positions)
         return search
+
+    def _structure_for(self, size: int) -> GaussianStructure:
+        """The structure of a Gaussian in so many dimensions."""
+        if self.structure == "auto":
+            return "dense" if size <= _MOST_DENSE else "diag"
+        return self.structure
 
     def _check_same(self, problem: Problem, ranks: Ranks) -> None:
         """Refuses ranks with other data, another model or other arguments."""
         if not ranks.is_alone:
             about = {
                 "method": type(self).__name__,
-                "structure": "auto" if self._auto else self.structure,
+                "structure": self.structure,
                 "curvature": self.curvature,
                 "corrected": self.corrected,
                 "rank": self.rank,
@@ -412,7 +406,7 @@ class Laplace(Approximation):
         gaussians = [candidate.gaussian.temper(self.temperature) for candidate in candidates]
         attrs = {
             "method": type(self).__name__,
-            "structure": self.structure,
+            "structure": search.structure,
             "curvature": ", ".join([search.kind, *search.notes])
             + _NO_GGN * (search.kind != self.curvature),
             "temperature": self.temperature,
@@ -422,7 +416,7 @@ class Laplace(Approximation):
             **_factors_of(candidates[0].gaussian, search.sites, problem.engine.layout),
             **facts_of(problem.log_posterior, problem.seed),
         }
-        self._fit = Fit(
+        fit = Fit(
             log_posterior=problem.log_posterior,
             data=problem.data,
             layout=problem.engine.layout,
@@ -434,8 +428,9 @@ class Laplace(Approximation):
             ranks=ranks if ranks.keeps_all else ALONE,
         )
         square = max(candidate.distance for candidate in candidates)
-        reason = _far_away(square, len(self._fit.places)) if is_given else None
-        self._check_the_fit(_PASSES * problem.log_posterior.num_data, ranks, reason)
+        reason = _far_away(square, len(fit.places)) if is_given else None
+        self._last = Finished(GaussianPosterior(fit))
+        check_fit(fit, _PASSES * problem.log_posterior.num_data, ranks, reason)
 
 
 def _far_away(square: float, size: int) -> str | None:

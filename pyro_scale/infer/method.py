@@ -1,45 +1,102 @@
-"""What every inference method offers once it has run."""
+"""What every inference method has in common."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, Self, cast, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import (
+    Any,
+    ClassVar,
+    Concatenate,
+    NamedTuple,
+    Never,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeVar,
+    cast,
+    runtime_checkable,
+)
 
-import torch
 from torch import Tensor
 
-from pyro_scale.core.online_moments import Moments
-from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
-from pyro_scale.core.warn import warn
-from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
-from pyro_scale.diagnostics.ksd import ksd
-from pyro_scale.diagnostics.loo import Loo, loo
-from pyro_scale.diagnostics.report import diagnostics
-from pyro_scale.diagnostics.summary import summary
-from pyro_scale.errors import ArgumentError, NotRunError, PyroScaleWarning
-from pyro_scale.infer.call_checks import ATTRIBUTES, check_calls
-from pyro_scale.infer.sharded import WHOLE_NOWHERE, predict_sharded
+from pyro_scale.errors import ArgumentError, FileError, NotRunError
+from pyro_scale.infer.loaded import Loaded
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.networks import check_model
-from pyro_scale.posterior import export, predictive, result_files
-from pyro_scale.posterior.draws import Result
-from pyro_scale.posterior.like_run import check_like_run
-from pyro_scale.posterior.prediction_sets import check_asked, predict_sets
-from pyro_scale.posterior.reductions import Reduce, Reduction
-from pyro_scale.posterior.serialization import contents_of, result_of, understood
-from pyro_scale.posterior.site_rows import data_sites
-from pyro_scale.rng.seeds import choose_seed
-from pyro_scale.run.problem import Problem, module_device, prepare
-from pyro_scale.run.single_step import Stepping
+from pyro_scale.results.call_checks import ATTRIBUTES, check_calls
+from pyro_scale.results.files import check_contents, posterior_of, read
+from pyro_scale.results.posterior import Posterior
+from pyro_scale.run.problem import Problem, prepare
+from pyro_scale.run.run import RunPlan
 from pyro_scale.run.understood import Understood
 from pyro_scale.storage import files
 
-#: Bytes of pointwise log likelihood that `to_arviz` computes without being asked.
-_LOG_LIKELIHOOD_BYTES = 2**30
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def asks(question: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """The same question, asked of the posterior of a method's last run."""
+
+    @functools.wraps(question)
+    def answer(method: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return cast(T, getattr(method.posterior, question.__name__)(*args, **kwargs))
+
+    return check_calls(answer)
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """A method without a posterior.
+
+    Attributes:
+        name: of the method.
+        reason: why there is none.
+    """
+
+    name: str
+    reason: str
+
+    @property
+    def posterior(self) -> Never:
+        """Refuses.
+
+        Raises:
+            NotRunError: always.
+        """
+        raise NotRunError(f"{self.name} {self.reason}")
+
+
+class Finished(NamedTuple):
+    """What a run leaves.
+
+    Attributes:
+        posterior: as a value.
+        plan: how the run was run, where the method can take its steps again.
+    """
+
+    posterior: Posterior
+    plan: RunPlan | None = None
+
+
+class Chain(Protocol):
+    """A chain that is moved step by step, as `begin` returns it."""
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Takes one step on a batch, given as the model's own arguments."""
+        ...
+
+    @property
+    def posterior(self) -> Posterior:
+        """The state after the latest step."""
+        ...
 
 
 @runtime_checkable
@@ -68,12 +125,10 @@ class Method:
     elsewhere: ClassVar[Mapping[str, str]] = {}
     #: What the last run understood of the model, for the next one.
     _understood: Understood | None = None
-    #: What single steps go on from, where a method takes them.
-    _stepping: Stepping | None = None
-    #: What there is instead where the model's network is sharded over processes.
-    _sharded: Any = None
-    #: Why there are no results, while there are none.
-    _why_none: str = "has no draws yet: call run(data, ...) first"
+    #: Why there is no posterior before the first run.
+    _not_run: ClassVar[str] = "has no draws yet: call run(data, ...) first"
+    #: What the last call left: nothing, a run or a chain.
+    _last: NotRun | Finished | Chain
 
     def __init__(self, model: Any, *, init_strategy: Any = None, num_data: int | None = None):
         if not isinstance(model, LogPosterior):
@@ -92,7 +147,7 @@ class Method:
         self.model = model
         self._init_strategy = init_strategy
         self._num_data = None if num_data is None else as_count("num_data", num_data)
-        self._result: Result | None = None
+        self._forget()
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -108,405 +163,56 @@ class Method:
         raise AttributeError(ATTRIBUTES.get(name, missing).format(name=own))
 
     def __repr__(self) -> str:
-        own = type(self).__name__
-        hyperparameters = self.kernel.hyperparameters() if hasattr(self, "kernel") else {}
+        own, posterior = type(self).__name__, None
+        with contextlib.suppress(NotRunError):
+            posterior = self.posterior
+        settings = self._settings_in_words({} if posterior is None else posterior.attrs)
+        return f"<{own}({settings}), {'not run' if posterior is None else posterior.size}>"
+
+    def _settings_in_words(self, facts: Mapping[str, Any]) -> str:
+        """Numbers and words among the hyperparameters, as asked for, or as the run chose them."""
+        values = self.kernel.hyperparameters() if hasattr(self, "kernel") else {}
         if hasattr(self, "structure"):
-            hyperparameters = {"structure": self.structure, **hyperparameters}
-        settings = ", ".join(
+            values = {"structure": self.structure, **values}
+        values = {name: facts.get(name, value) for name, value in values.items()}
+        return ", ".join(
             f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
-            for name, value in hyperparameters.items()
+            for name, value in values.items()
             if isinstance(value, int | float | str)
         )
-        fit, result = getattr(self, "_fit", None), self.__dict__.get("_result")
-        if fit is not None:
-            rows, kept = fit.log_posterior.num_data, f"starts: {fit.num_starts}"
-        elif result is not None:
-            chains, draws = result.positions.shape[:2]
-            rows, kept = result.log_posterior.num_data, f"{chains} x {draws:,} draws"
-        elif self._sharded is not None:
-            return f"<{own}({settings}), on a sharded network>"
-        else:
-            return f"<{own}({settings}), not run>"
-        return f"<{own}({settings}), N = {rows:,}, {kept}>"
 
-    # ------------------------------------------------------------------ results
+    # ------------------------------------------------------------------ after a run
 
-    @check_calls
-    def get_samples(
-        self, num_samples: int | None = None, group_by_chain: bool = False
-    ) -> dict[str, Tensor]:
-        """Draws of the latent sites, constrained, and of deterministic sites outside the data's
-        plate.
-
-        Args:
-            num_samples: about how many draws in all (per chain, if grouped), evenly thinned.
-            group_by_chain: `[chains, draws, ...]` instead of `[chains * draws, ...]`.  Draws of
-                chains that Ctrl-C ended before the others are then left out; they come last
-                otherwise.
+    @property
+    def posterior(self) -> Posterior:
+        """What the last run, or the last step, left: a value, which later runs do not change.
 
         Raises:
-            NotRunError: nothing has been run.
-            ArgumentError: more draws are asked for than there are.
+            NotRunError: nothing has been run, or the run ended without draws.
         """
-        if self._sharded is not None:
-            return cast(dict[str, Tensor], self._sharded.draws.samples(num_samples, group_by_chain))
-        result = self._draws() if group_by_chain else self._draws().every_draw
-        chains, draws = result.positions.shape[:2]
-        if group_by_chain:
-            chosen = predictive.spread_evenly(draws, draws if num_samples is None else num_samples)
-            return result.samples_at(torch.arange(chains)[:, None], chosen)
-        if num_samples is None:
-            return result.all_samples()
-        chosen = predictive.spread_evenly(chains * draws, num_samples)
-        return result.samples_at(chosen // draws, chosen % draws)
+        return self._last.posterior
 
-    @check_calls
-    def moments(self, levels: Sequence[float] = (0.05, 0.5, 0.95)) -> dict[str, Moments]:
-        """Posterior mean, sd, quantiles `[levels, ...]`, split R-hat and ESS of every site, by
-        element, in double precision.
-
-        Takes one pass through draws in a store, and none with `store=False`.  Quantiles of more
-        than 127 draws are from t-digests (Dunning and Ertl 2019).  Their error in rank is at most
-        half a percent at 5% and 95%, and 1.6% at the median.  With `store=False` they are NaN if a
-        chain broke, because its draws are already in the digest.
-
-        Args:
-            levels: of the quantiles, from 0 to 1.
-
-        Raises:
-            ArgumentError: a level out of range; draws with weights, which `summary` knows.
-        """
-        result = self._results()
-        quantiles = levels if isinstance(levels, Sequence) else ()
-        if not quantiles or not all(isinstance(p, int | float) and 0 <= p <= 1 for p in quantiles):
-            raise ArgumentError(f"levels={levels!r}: pass some numbers from 0 to 1")
-        if result.weights is not None:
-            raise ArgumentError(
-                "moments: the draws have weights (a step size that changes), which "
-                "summary() takes into account"
-            )
-        return result.moments(levels)
-
-    @check_calls
-    def summary(self, var_names: list[str] | None = None) -> Any:
-        """ArviZ's summary, a DataFrame; a site of over 100 elements is one row with the worst
-        R-hat and least ESS of up to 200 of them, evenly spread, unless it is named.
-
-        With `store=False` it is made of `moments()`: 5%, 50% and 95% quantiles, split R-hat, and
-        `ess` for the mean, NaN of fewer than 250 draws a chain.
-        """
-        result = self._results()
-        if var_names is not None and not isinstance(var_names, list | tuple):
-            raise ArgumentError(f"var_names={var_names!r}: pass a list of sites' names")
-        for name in var_names or ():
-            if name not in result.shapes:
-                raise ArgumentError(f"var_names: no site '{name}'; there are {list(result.shapes)}")
-        return summary(result, var_names)
-
-    @check_calls
-    def diagnostics(self, predict_at: Any = None) -> Any:
-        """Whether the draws can be trusted: a DataFrame, one row a latent site; the run's facts
-        are in `.attrs`.
-
-        Args:
-            predict_at: rows to predict for, as the model's own arguments (a tensor, a tuple, a
-                dict).  Adds R-hat and ESS of each data site's predictive means there.  For
-                networks, check predictions: weights have equivalent modes.
-
-        Raises:
-            ArgumentError: the model cannot be run on `predict_at`.
-
-        Columns:
-
-        - `r_hat`, `ess_bulk`, `ess_tail`: the worst of the site's elements (of 200, evenly spread,
-          for large sites).  With `superchains`, `nested_r_hat`: the worst of those whose chains
-          all finished.
-        - `temperature`: the temperature of the draws over the one asked for, by the virial
-          theorem, E[-(w - mean) d log joint / dw], on batches that the draws have not seen.  It is
-          the mean over the site's elements; 1 is right.  It reacts to long steps, to minibatch
-          noise and to short runs.  `max_gradient_temperature` is that of the element whose
-          gradient varies most.
-        - `kinetic_temperature`, for methods with a momentum: N p^2 / (m T), averaged over up to 32
-          moments of the run.  `kinetic_temperature_expected` is its value on a Gaussian posterior
-          at this step size without minibatches; what is above it is heat.
-        - `gradient_variance`: the largest variance of the minibatch gradient of the log joint over
-          N.  With control variates, `variance_reduction`: the least factor by which they divide
-          it.
-        - `minibatch_heating`: the factor by which minibatch noise multiplies the temperature, to
-          first order in lr: 1 + lr N V / (2 friction mass B T), V the variance over rows of a row's
-          log likelihood gradient.  It is computed by element; combinations of elements may be
-          heated more.  Shuffled batches cancel part of it where lr is small.
-        - `chain_correlation`, with shared batches, which R-hat and ESS do not detect.
-
-        `*_mcse` are Monte Carlo standard errors.
-
-        Warns:
-            ConvergenceWarning: chains do not agree: R-hat above 1.05 for a site, or with
-                `predict_at` for a prediction (two or more chains of 50 draws each and 400 in all);
-                superchains that have not forgotten their starts, or fewer than two whose chains
-                all finished.
-            BiasWarning: a temperature that is known to be off by more than a tenth; where it is
-                not known to be right, a `minibatch_heating` above 1.1.  The message names the lr
-                that would bring it below.  With lr="auto" it advises more steps instead, because
-                the choice already weighs heat against slow mixing.
-        """
-        result = self._results() if predict_at is None else self._draws()
-        return diagnostics(result, predict_at)
-
-    @check_calls
-    def log_likelihood(self, data: Any = None) -> dict[str, Tensor]:
-        """Each data site's log likelihood, `[chains * draws, N]` in nats, a value a row.
-
-        Without N/B, with the user's own scale and mask; in the order of the data set.  Where rows
-        depend on each other, each is given the others; a joint density of all rows is left out.
-        After `run(distributed="all")`, to be called on every rank, as they share the rows out; so
-        are `loo`, `predict`, and `to_arviz` for these.
-
-        Args:
-            data: other data than the run's, in any form that `run` takes.
-
-        Raises:
-            ArgumentError: the log posterior was made from a function.
-        """
-        result = self._draws()
-        predictive.check_model(result.log_posterior, "log_likelihood")
-        return predictive.log_likelihood(result.every_draw, self._data(data))
-
-    @check_calls
-    def loo(self, num_rows: int | None = None, data: Any = None, seed: int = 0) -> Loo:
-        """What the model predicts of rows that it has not seen: leave-one-out cross-validation by
-        Pareto-smoothed importance sampling (Vehtari, Gelman and Gabry 2017), in nats, the sum over
-        all rows.
-
-        A row is left out as a whole, with all its data sites.  For all rows it is `arviz.loo` of
-        `to_arviz()`; of many rows, some are enough.
-
-        Args:
-            num_rows: how many rows to evaluate, drawn at random; the others are accounted for by
-                their log likelihood at the mean of the draws, and `subsampling_se` says what that
-                costs (Magnusson et al. 2020), but of ten rows too little one time in three.  All
-                rows by default.
-            data: other data than the run's.
-            seed: which rows are drawn.
-
-        Draws are taken as draws of the posterior.  For an approximation, the result is only as good
-        as the approximation.  Where rows depend on other rows (lags), each is left out given the
-        others: its term of the likelihood is, and what it is to other rows stays.
-
-        Raises:
-            ArgumentError: no data site with a value a row, such as a joint density of all rows;
-                sites with different numbers of values; under two rows, under 20 draws.
-
-        Warns:
-            ApproximationWarning: the estimate may be unreliable for some rows (Pareto k).
-        """
-        result, source = self._draws(), self._data(data)
-        return loo(predictive.resample_equally(result, None), source, num_rows, choose_seed(seed))
-
-    @check_calls
-    def ksd(
-        self,
-        data: Any = None,
-        num_samples: int | None = None,
-        num_rows: int | None = None,
-    ) -> float:
-        """How far the draws are from the posterior: the squared kernel Stein discrepancy
-        `ps.metrics.ksd` of the latent sites in unconstrained space, each element over its own sd,
-        from gradients of the log joint of all rows at the draws.
-
-        Of n exact draws it is about (d + the sum over the d elements of sd^2 E[score^2]) / n: 2 d /
-        n of independent ones, more of correlated ones.  What minibatches, long steps or an
-        approximation make of a posterior comes on top.  The target
-        is at the temperature of the run.  Params of `pyro.param` are taken as they are.
-
-        Args:
-            data: all rows; the run's by default.
-            num_samples: how many draws, evenly thinned; up to 1,000 by default, as n^2 pairs of
-                them count.
-            num_rows: how many rows to take for all, drawn at random, the same for every draw.
-                What they leave out is noise in the gradients, which adds to the squared
-                discrepancy, so that on average over the choice of rows it is an upper bound; it
-                compares methods on the same rows.
-
-        Raises:
-            ArgumentError: temperature 0, or not the same for all draws; an element that is the
-                same in all of them; some rows where the model takes none but all together.
-            DataError: the data do not hold N rows.
-        """
-        return ksd(self._draws().every_draw, self._data(data), num_samples, num_rows)
-
-    def predict(
-        self,
-        *args: Any,
-        num_samples: int | None = None,
-        batch_size: int | None = None,
-        return_sites: Sequence[str] | None = None,
-        reduce: Reduce | None = None,
-        interval: float | None = None,
-        calibrate: Any = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Posterior predictive draws, `[draws, ...]`, one for each posterior draw, or what is
-        asked for of them.
-
-        Observed sites are drawn anew, whether their data are passed or not, from torch's
-        generator.
-
-        Args:
-            *args: the model's own.
-            **kwargs: the model's own.
-            num_samples: how many of the posterior draws to use, evenly thinned; all by default.
-            batch_size: rows to hold at a time; all by default, and 4,096 with `reduce` where rows
-                do not depend on each other.
-            return_sites: which sites; observed ones and deterministic ones inside the data's
-                plate by default.
-            reduce: what to keep, added up a few draws at a time, so that memory is needed for
-                some draws of `batch_size` rows and not for all:
-
-                - `"mean"`: of the predictive distribution, in closed form for each draw; for
-                  classes their probabilities, `[rows, classes]` (a Bernoulli's, `[rows]`);
-                - `"entropy"`: of classes, `metrics.Uncertainty(total, aleatoric, epistemic)`,
-                  `[rows]` each, in nats (the paper's equation 2);
-                - `"variance"`: the same by the law of total variance, for anything that has one;
-                - levels such as `[0.05, 0.5, 0.95]`: quantiles of the draws, `[levels, rows]`,
-                  which holds all draws of `batch_size` rows.
-            interval: a probability: where observations lie with it.  Of numbers, the central
-                interval of the draws, `metrics.Interval(lower, upper)`, `[rows]` each; of classes
-                (Categorical, OneHotCategorical, Bernoulli), the smallest set whose predictive
-                probabilities add up to it, booleans `[rows, classes]`.  Where the posterior has
-                fewer than 1,000 draws (`MAP` has one) and the model one observed site, several
-                observations are drawn for each.  It is right if the model and the posterior are.
-            calibrate: rows that the fit has not seen, as for `run`, observations included: they
-                make the intervals and sets conformal, which is right of any model and fit.
-
-                A new row's observation is in its set with a probability of at least `interval`,
-                and of at most interval + 1/(n + 1) where scores have no ties, n the number of
-                held-out rows, if the new row is exchangeable with them.  The probability is over
-                held-out and new rows together, not given x.  Where a row has several elements, it
-                is that of all of them at once.  Each site has a threshold of its own.
-
-                Of numbers, the score is the distance from the central interval over its width,
-                and intervals are widened or narrowed in proportion to it (CQR-r: Romano, Patterson
-                and Candes 2019; Sesia and Candes 2020).  One factor corrects a wrong noise sd, has
-                no unit, and leaves noisy rows wider than others, as the model has them.  Intervals
-                of counts end at whole numbers and are never empty.  Of classes, the score is
-                that of adaptive prediction sets, randomized by torch's generator (Romano, Sesia
-                and Candes 2020).  A set may be empty where the most probable class is right more
-                often than `interval` asks for.
-
-        Raises:
-            ArgumentError: `batch_size` of rows that depend on each other; `reduce` is none of
-                these, or a site has no such thing; `interval` beside it or out of range, or of too
-                few draws; `calibrate` without `interval`, or of a site whose rows are not predicted
-                apart from each other; the log posterior was made from a function.
-            DataError: no rows; held-out rows that are too few for the level, or not observed.
-            CallError: not the model's arguments; rows of other dimensions than the run's, or frames
-                of other columns.
-            CannotDrawError: a distribution that has no draws.
-        """
-        check_asked(interval, calibrate, reduce)
-        if self._sharded is not None:
-            chosen = num_samples, batch_size, return_sites, reduce, interval
-            return predict_sharded(self._sharded.draws, args, kwargs, *chosen)
-        result = self._draws().every_draw
-        predictive.check_model(result.log_posterior, "predict")
-        check_like_run(result.log_posterior, result.data, args, kwargs)
-        arguments = result.log_posterior.bind(args, kwargs)
-
-        def predict(
-            arguments: Arguments, names: Sequence[str] | None, reduce: Reduce | Reduction | None
-        ) -> dict[str, Any]:
-            return predictive.predict(result, arguments, num_samples, batch_size, names, reduce)
-
-        if interval is None:
-            return predict(arguments, return_sites, reduce)
-        held_out = None if calibrate is None else self._open(calibrate)
-        total = result.positions.shape[0] * result.positions.shape[1]
-        count = total if num_samples is None else len(predictive.spread_evenly(total, num_samples))
-        return predict_sets(result, predict, arguments, return_sites, interval, held_out, count)
-
-    @check_calls
-    def to_arviz(
-        self,
-        log_likelihood: bool | None = None,
-        posterior_predictive: bool = False,
-        data: Any = None,
-    ) -> Any:
-        """The run as ArviZ's InferenceData (with ArviZ 1, a DataTree).
-
-        Groups: `posterior`, `sample_stats` (`lp`, the log joint's estimate from the batch of
-        the step before the draw; `lr`, `temperature`, ... at it; `step`), `observed_data`,
-        `log_likelihood` (a value a row, without N/B, ready for `arviz.loo`) and, if asked for,
-        `posterior_predictive`.  `attrs` holds method, hyperparameters, N, B, seed, versions.
-        Where chains broke, `chain` has the numbers of the others, as `NonFiniteError` counts them.
-
-        Args:
-            log_likelihood: whether to compute it; by default, if it fits in 1 GiB.
-            posterior_predictive: whether to draw it for the run's data.
-            data: other data than the run's for all but the posterior.
-
-        Raises:
-            ArgumentError: a group is asked for that a log posterior made from a function lacks.
-        """
-        result = self._draws()
-        asked = {"log_likelihood": log_likelihood, "posterior_predictive": posterior_predictive}
-        for name in (name for name, is_asked in asked.items() if is_asked):
-            predictive.check_model(result.log_posterior, name)
-        groups: dict[str, Mapping[str, Tensor]] = {
-            "posterior": result.samples,
-            "sample_stats": result.sample_stats,
-        }
-        if data is None and result.data is None:  # single steps, a file
-            return export.to_inference_data(result, groups)
-        source, sites = self._data(data), data_sites(result)
-        observed = predictive.observed_data(result, source)
-        if observed:
-            groups["observed_data"] = observed
-        if log_likelihood is None:
-            log_likelihood = self._affordable(result, len(sites))
-        if log_likelihood and sites:
-            pointwise = predictive.log_likelihood(result, source)
-            groups["log_likelihood"] = export.grouped(result, pointwise)
-        if posterior_predictive and sites:
-            drawn = predictive.predict_all(result, source)
-            groups["posterior_predictive"] = export.grouped(result, drawn)
-        return export.to_inference_data(result, groups)
+    get_samples = asks(Posterior.get_samples)
+    moments = asks(Posterior.moments)
+    summary = asks(Posterior.summary)
+    diagnostics = asks(Posterior.diagnostics)
+    log_likelihood = asks(Posterior.log_likelihood)
+    loo = asks(Posterior.loo)
+    ksd = asks(Posterior.ksd)
+    predict = asks(Posterior.predict)
+    to_arviz = asks(Posterior.to_arviz)
+    write_params = asks(Posterior.write_params)
+    save = asks(Posterior.save)
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """`pyro.param` sites and unfrozen weights: one value each, shared by the chains, as the
-        last step left it.  (What a draw predicts is with their values at the draw's step.)"""
-        return self._results().params
-
-    def write_params(self) -> None:
-        """Puts `params` into Pyro's param store, and weights into their modules."""
-        self._results().log_posterior.write_points(self.params)
-
-    # ------------------------------------------------------------------ files
-
-    @check_calls
-    def save(self, path: files.FilePath) -> None:
-        """Writes the results to a file, from which `load` gives them back.
-
-        In it are the draws, their statistics, the run's facts (`attrs`), and the first batch,
-        on which the model is understood again; that is all of the data where a run has no
-        batches.  Not in it are the other data, the model, and tensors that the model holds.
-        A file of the same name is replaced when the new one is complete.
-
-        Args:
-            path: where to, a str or a Path.
-
-        Raises:
-            NotRunError: nothing has been run.
-            ArgumentError: `path` is no path.
-            FileError: the file cannot be written, or an argument of the model is neither a
-                tensor nor a plain value.
-        """
-        files.write(path, self._contents())
+        """`pyro.param` sites and unfrozen weights, as the last step left them."""
+        return self.posterior.params
 
     @classmethod
     def load(cls, path: files.FilePath, model: Any) -> Self:
-        """The results that `save` wrote, bit for bit; only `run` and `step` are refused.
+        """A method that holds the posterior that `save` wrote, bit for bit; only `run` and `step`
+        are refused.
 
         What reads the run's data (`log_likelihood`, most groups of `to_arviz`) needs `data=`.
 
@@ -520,35 +226,26 @@ class Method:
             ArgumentError: `path` is no path, or `model` is not callable.
             FileError: the file cannot be read, is damaged, or is of another method or model.
         """
-        loaded, contents = result_files.open_results(path, cls)
+        contents = read(path)
+        with check_contents(path):
+            name = contents["method"]
+        kind = next((kind for kind in _family(cls) if kind.__name__ == name), None)
+        if kind is None:
+            raise FileError(
+                f"'{path}' holds the results of {name}, not of {cls.__name__}: call "
+                f"{name}.load(path, model)"
+            )
+        namespace = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+        loaded: Any = object.__new__(type(name, (Loaded, kind), namespace))
         Method.__init__(loaded, model)  # a method's own makes what only a run needs
-        with result_files.check_contents(path):
-            loaded._restore(contents, understood(contents, model))
+        loaded._last = Finished(posterior_of(path, contents, model))
         return cast(Self, loaded)
 
-    def _contents(self) -> dict[str, Any]:
-        """What `save` writes: tensors and plain values by name.  A method with more adds it."""
-        kept = contents_of(self._results(), self._first_batch())
-        return {"method": type(self).__name__, **kept}
-
-    def _restore(self, contents: Mapping[str, Any], log_posterior: LogPosterior) -> None:
-        """Takes the results out of what `_contents` gave.  A method with more takes that too.
-
-        Args:
-            contents: of the file.
-            log_posterior: the model, understood as it was.
-        """
-        self._result = result_of(contents, log_posterior)
-
-    def _first_batch(self) -> Arguments:
-        """The batch that the model was understood on."""
-        data = self._results().data
-        if data is None and self._stepping is not None:
-            data = self._stepping.problem.data
-        assert data is not None
-        return data.first()
-
     # ------------------------------------------------------------------ inside
+
+    def _forget(self) -> None:
+        """Drops what earlier runs and steps left, at the start of a run."""
+        self._last = NotRun(type(self).__name__, self._not_run)
 
     def _understand(
         self,
@@ -573,47 +270,11 @@ class Method:
             return self._init_strategy.starts(num_chains, seed)
         return self._init_strategy
 
-    def _results(self) -> Result:
-        if self._sharded is not None:
-            raise ArgumentError(WHOLE_NOWHERE)
-        if self._result is None:
-            raise NotRunError(f"{type(self).__name__} {self._why_none}")
-        return self._result
 
-    def _draws(self) -> Result:
-        """The results, where there are draws."""
-        result = self._results()
-        if result.online is not None:
-            raise ArgumentError(
-                "the run kept no draws (store=False): summary() and moments() have what they come "
-                "to; run it with store='draws.zarr' for draws on disk"
-            )
-        return result
-
-    def _data(self, data: Any) -> Data:
-        result = self._results()
-        if data is None:
-            if result.data is None:
-                raise ArgumentError("step() keeps no data: pass the whole data as data=")
-            return result.data
-        return self._open(data)
-
-    def _open(self, data: Any) -> Data:
-        """Data of a call, on the model's device, which are like the run's."""
-        result = self._results()
-        check_like_run(result.log_posterior, result.data, data)
-        opened = open_data(data, None, None, module_device(self.model))
-        opened.first()
-        return opened
-
-    @staticmethod
-    def _affordable(result: Result, num_sites: int) -> bool:
-        size = export.log_likelihood_bytes(result, num_sites)
-        if size > _LOG_LIKELIHOOD_BYTES:
-            warn(
-                PyroScaleWarning,
-                f"the pointwise log likelihood would take {size / 2**30:.1f} GiB and is left out: "
-                "pass log_likelihood=True to have it, or thin the draws",
-                code="log-likelihood",
-            )
-        return size <= _LOG_LIKELIHOOD_BYTES
+def _family(kind: type) -> Iterator[type]:
+    """A class and all below it."""
+    yield kind
+    below: type
+    for below in kind.__subclasses__():
+        if not issubclass(below, Loaded):
+            yield from _family(below)

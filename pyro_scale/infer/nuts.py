@@ -17,19 +17,18 @@ from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.resolution import resolution
-from pyro_scale.diagnostics.run_report import Report
-from pyro_scale.diagnostics.verdict import report_on_exact
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleWarning
 from pyro_scale.exact.chains import sample
 from pyro_scale.exact.log_density import EarlierFunction, LogDensity, log_density
 from pyro_scale.exact.nutpie_api import Settings, version
 from pyro_scale.exact.pointer_check import takes_pointers
-from pyro_scale.infer.method import Method
+from pyro_scale.infer.method import Finished, Method, asks
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.examine import examine
 from pyro_scale.posterior.collect import facts_of
-from pyro_scale.posterior.draws import Result
-from pyro_scale.rng.seeds import Purpose, choose_seed, generator
+from pyro_scale.posterior.draws import PosteriorDraws
+from pyro_scale.results.posterior import Posterior
+from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.blame import WITHIN
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 
@@ -189,7 +188,7 @@ class NUTS(Method):
         def with_points(latents: Tensor) -> Tensor:
             return torch.cat([latents.to(points), points.expand(*latents.shape[:-1], -1)], -1)
 
-        result = Result(
+        result = PosteriorDraws(
             log_posterior=problem.log_posterior,
             data=problem.data,
             layout=problem.engine.layout,
@@ -212,33 +211,12 @@ class NUTS(Method):
         )
         if draws.is_broken:
             result.attrs["diverged_where"] = _what_broke(problem, density)
-        self._result = _with_enough_digits(result, problem)
-        self._warn(self._result, draws.interrupted)
+        self._last = Finished(Posterior(_with_enough_digits(result, problem)))
+        self._warn(self.posterior.draws, draws.interrupted)
         return self
 
-    def report(self) -> Report:
-        """How far to trust the draws, and what to do if not: chains agree (R-hat up to 1.01), are
-        worth at least 400 draws in bulk and tails, and nothing has diverged.
-
-        `str(report)` is the text, `.verdict` is `"yes"`, `"no"` or `"unknown"`, `.to_frame()` has
-        a row for each site and check.
-
-        Raises:
-            NotRunError: nothing has been run.
-        """
-        result = self._draws()
-        return report_on_exact(result, int(result.attrs["num_samples"]))
-
-    def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
-        """Where chains begin that start from these draws: some of them, drawn at random,
-        `[num_chains, ...]`."""
-        result = self._draws().every_draw
-        chains, draws = result.positions.shape[:2]
-        source = generator(seed, 0, Purpose.INIT)
-        places = torch.randint(chains * draws, (num_chains,), generator=source)
-        sites = result.samples_at(places // draws, places % draws)
-        params = {n: v.expand(num_chains, *v.shape) for n, v in result.params.items()}
-        return {name: sites[name] for name in result.log_posterior.latents} | params
+    report = asks(Posterior.report)
+    starts = asks(Posterior.starts)
 
     def _problem(self, data: Any, num_chains: int, batch_size: int | None, seed: int) -> Problem:
         """The model on all rows, with chains at their starts."""
@@ -256,7 +234,7 @@ class NUTS(Method):
         return prepare(log_posterior, opened, Hyperparameters(), starts, num_chains, seed)
 
     @staticmethod
-    def _warn(result: Result, interrupted: bool) -> None:
+    def _warn(result: PosteriorDraws, interrupted: bool) -> None:
         if interrupted:
             chains, draws = result.positions.shape[:2]
             others = 0 if result.unfinished is None else len(result.unfinished)
@@ -280,7 +258,7 @@ class NUTS(Method):
             )
 
 
-def _with_enough_digits(result: Result, problem: Problem) -> Result:
+def _with_enough_digits(result: PosteriorDraws, problem: Problem) -> PosteriorDraws:
     """The result with latents in float64 whose draws, or whose deterministic sites, their own dtype
     would round; as it is, if the model does not take such values."""
     layout, rounded = result.layout, {finding.site for finding in resolution(result)}

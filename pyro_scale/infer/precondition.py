@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.validation import AUTO, is_auto
-from pyro_scale.errors import ArgumentError
-from pyro_scale.infer.method import Method
+from pyro_scale.errors import ArgumentError, NotRunError
+from pyro_scale.infer.approximation import Approximation
 from pyro_scale.kernels import Kernel
-from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.tuning.choice import Precondition
 
 #: What has a Gaussian, in words.
@@ -67,12 +67,16 @@ def gaussian_of(asked: Any) -> Gaussian | None:
     Raises:
         ArgumentError: the fit's temperature is 0.
     """
-    fit = getattr(asked, "_fit", None) if isinstance(asked, Method) else None
-    if isinstance(fit, Fit) and fit.gaussians and fit.temperature == 0:
+    fit = None
+    if isinstance(asked, Approximation):
+        with contextlib.suppress(NotRunError):
+            fit = asked.fit
+    if fit is None or not fit.gaussians:
+        return None
+    if fit.temperature == 0:
         raise ArgumentError(
             "precondition: at temperature 0 the fit has no spread, hence no scales to move in: "
             "pass fit.at_temperature(1), or a fit at another temperature"
         )
-    if isinstance(fit, Fit) and fit.gaussians and fit.sites == tuple(fit.log_posterior.latents):
-        return fit.gaussians[0].double()
-    return None
+    has_all_sites = fit.sites == tuple(fit.log_posterior.latents)
+    return fit.gaussians[0].double() if has_all_sites else None

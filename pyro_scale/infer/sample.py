@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from typing import Any
 
@@ -12,11 +11,11 @@ from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import TensorData
 from pyro_scale.errors import ArgumentError
-from pyro_scale.infer.call_checks import check_calls
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.nuts import NUTS
 from pyro_scale.infer.samplers import BAOA, GHMC
 from pyro_scale.kernels import Hyperparameters
+from pyro_scale.results.call_checks import check_calls
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import as_log_posterior, module_device, prepare
 from pyro_scale.tuning.training import is_network
@@ -130,6 +129,5 @@ def sample(
 
 def _explained(method: Method, why: str) -> Method:
     """The method, whose facts say why it was chosen."""
-    result = method._results()
-    method._result = dataclasses.replace(result, attrs={**result.attrs, "sample": why})
+    method.posterior.attrs["sample"] = why
     return method

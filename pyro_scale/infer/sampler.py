@@ -3,81 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-import torch
 from torch import Tensor
 
-from pyro_scale.core.gaussian import Gaussian
-from pyro_scale.core.schedules import Cyclical, Schedule
-from pyro_scale.core.validation import AUTO, as_count, as_flag, is_auto
-from pyro_scale.core.warn import warn, without_vmap_warnings
-from pyro_scale.data.open import open_data
-from pyro_scale.data.row_sampler import Sampling, check_sampling
+from pyro_scale.core.schedules import Schedule
+from pyro_scale.core.validation import as_count, as_flag, is_auto
+from pyro_scale.core.warn import without_vmap_warnings
+from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.data.sources import Data
-from pyro_scale.diagnostics import crash_dump
-from pyro_scale.diagnostics.divergence import all_stopped, explosion, message
-from pyro_scale.diagnostics.post_run import as_measured_by_first, measure
-from pyro_scale.diagnostics.run_report import Report
 from pyro_scale.diagnostics.step_size_bias import step_size_bias
-from pyro_scale.diagnostics.verdict import report
 from pyro_scale.distributed.ranks import Distributed, Ranks
-from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.reuse import Earlier
-from pyro_scale.errors import (
-    ArgumentError,
-    BiasWarning,
-    CallError,
-    FileError,
-    NonFiniteError,
-    PyroScaleWarning,
-    VerdictWarning,
-)
-from pyro_scale.infer.call_checks import unknown_argument
-from pyro_scale.infer.method import Method
+from pyro_scale.errors import ArgumentError, CallError
+from pyro_scale.infer.method import Chain, Finished, asks
+from pyro_scale.infer.sampler_outcome import check_step, posterior_of_step
+from pyro_scale.infer.sampler_run import run_stages
+from pyro_scale.infer.sampler_setup import run_config
 from pyro_scale.infer.settings import settings_of
-from pyro_scale.infer.sharded import or_sharded, step_sharded
+from pyro_scale.infer.sharded import begin_sharded, or_sharded
+from pyro_scale.infer.stepwise import SteppedChain, Stepwise
 from pyro_scale.kernels import Kernel
-from pyro_scale.posterior.collect import collect, warn_of_short_warmup
-from pyro_scale.posterior.moment_sink import ToMoments
-from pyro_scale.posterior.sinks import ToDisk, sink_for
+from pyro_scale.results.call_checks import unknown_argument
+from pyro_scale.results.posterior import Posterior
 from pyro_scale.rng.seeds import choose_seed
-from pyro_scale.run.blame import broken_sites
-from pyro_scale.run.budget import Budget, passes_of
-from pyro_scale.run.by_rank import (
-    check_same,
-    check_same_call,
-    gather_trajectory,
-    warn_of_reading,
-)
-from pyro_scale.run.config import RunConfig, Store
-from pyro_scale.run.execute import execute
-from pyro_scale.run.limits import check_equal_weights, check_length, check_memory
-from pyro_scale.run.problem import (
-    Problem,
-    as_log_posterior,
-    check_can_adjust,
-    check_rows_can_be_shared,
-    module_device,
-)
-from pyro_scale.run.resume import Journal, digest_of, identity_of
-from pyro_scale.run.run import RunPlan, Trajectory
-from pyro_scale.run.shared_starts import check_superchains, with_shared_starts
+from pyro_scale.run.budget import Budget
+from pyro_scale.run.by_rank import check_same_call
+from pyro_scale.run.config import Store
+from pyro_scale.run.problem import Problem, as_log_posterior
+from pyro_scale.run.resume import Journal
 from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.storage.files import FilePath
-from pyro_scale.tuning.adjust import acceptance_rate
-from pyro_scale.tuning.batches import prepare_in_batches
-from pyro_scale.tuning.choice import Choice
-from pyro_scale.tuning.plan import is_trained, plan_run
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Sampler(Method):
+class Sampler(Stepwise):
     """A stochastic-gradient MCMC sampler on a Pyro model.
 
     Args:
@@ -116,9 +81,6 @@ class Sampler(Method):
     """
 
     kernel_class: ClassVar[type[Kernel]]
-    #: How the run was run, and what was chosen before it.
-    _plan: RunPlan | None = None
-    _choice: Choice | None = None
 
     def __init__(
         self,
@@ -312,7 +274,8 @@ class Sampler(Method):
         }
         with ranks.together():
             check_same_call(ranks, asked)
-            config = self._config(
+            config = run_config(
+                self,
                 num_samples=as_count("num_samples", num_samples),
                 warmup_steps=_count_or_auto("warmup_steps", warmup_steps, least=0),
                 thinning=_count_or_auto("thinning", thinning),
@@ -333,340 +296,13 @@ class Sampler(Method):
                 )
             budget = Budget.of(max_rows, config.num_samples, max_seconds, ranks)
             journal = Journal.open(checkpoint, checkpoint_every, resume, ranks)
-            self._run(data, config, budget, journal, seed, ranks, rows_by_rank)
+            run_stages(self, data, config, budget, journal, seed, ranks, rows_by_rank)
         return self
 
-    def _run(
-        self,
-        data: Any,
-        config: RunConfig,
-        budget: Budget,
-        journal: Journal,
-        seed: int | None,
-        ranks: Ranks,
-        rows_by_rank: bool,
-    ) -> None:
-        """The stages of a run."""
-        seed = journal.seed(seed)
-        chosen = choose_seed(seed)
-        seed = ranks.of_first(chosen, "the choice of a seed") if seed is None else chosen
-        problem = self._problem(data, config, seed, ranks, rows_by_rank)
-        facts = self._facts(problem, config, journal)
-        with sink_for(config.store, problem, config.num_samples, journal.last is not None) as sink:
-            self._result = self._stepping = self._plan = None
-            self._why_none, self._choice = Method._why_none, None
-            plan, self._choice = plan_run(problem, config, self._settings, self._earlier, budget)
-            if self._choice is not None:
-                spent = sum(self._choice.passes.values())
-                budget = budget.after(spent, problem.log_posterior.num_data)
-            name, may_halve = type(self).__name__, "lr" in self._settings.chosen
-            trajectory = execute(plan, name, may_halve, budget, journal, facts, sink)
-            trajectory = gather_trajectory(trajectory)
-            error = self._collect(trajectory, config, sink)
-        if trajectory.problem.is_split and not ranks.keeps_all:
-            self._share(ranks)
-            if not ranks.has_all and self._result is None:
-                self._why_none = "has no draws on this rank, as all of its chains have stopped"
-        if ranks.has_all or not trajectory.problem.is_split:
-            self._report(trajectory, error, journal, sink)
-
-    # ------------------------------------------------------------------ the stages of a run
-
-    def _config(
-        self, *, superchains: int | None, sampling: Sampling | None, **asked: Any
-    ) -> RunConfig:
-        """What was asked for; it refuses arguments."""
-        num_chains, kernel = asked["num_chains"], self.kernel
-        if superchains is not None:
-            superchains = check_superchains(superchains, num_chains, self._init_strategy)
-        config = RunConfig(
-            superchains=superchains,
-            sampling=self._sampling(sampling, asked["batch_size"] not in (None, AUTO)),
-            keeps=kernel.lr.keeps if isinstance(kernel.lr, Cyclical) else None,
-            **asked,
-        )
-        steps = config.steps
-        if steps is None:
-            self._check_constant()
-        chooses = "lr" in self._settings.chosen or self._settings.precondition is not None
-        if chooses and callable(kernel.hyperparameters()["temperature"]):
-            raise ArgumentError(
-                "temperature is a schedule, but lr='auto' and precondition are chosen at one "
-                "temperature: pass a number for lr, and precondition=None"
-            )
-        least = Steps(config.num_samples, config.warmup_steps or 0, config.thinning or 1)
-        length = least.warmup_steps + least.num_samples * least.thinning
-        check_length(config.num_samples, num_chains, length)
-        columns = kernel.columns((steps or least).total)  # which refuses values out of range
-        if config.store is False and steps is not None:
-            check_equal_weights(kernel.lr, columns["lr"][steps.kept])
-        return config
-
-    def _check_constant(self) -> None:
-        """Refuses schedules in runs whose length is not known.
-
-        Raises:
-            ArgumentError: it names the hyperparameter.
-        """
-        defaults = {field.name: field.default for field in dataclasses.fields(self.kernel)}
-        for name, value in self.kernel.hyperparameters().items():
-            parts = value.values() if isinstance(value, Mapping) else [value]
-            if value is not defaults[name] and any(callable(part) for part in parts):
-                raise ArgumentError(
-                    f"{name} is a schedule, which needs to know how long the run is: pass "
-                    "warmup_steps= and thinning= as numbers"
-                )
-
-    def _problem(
-        self, data: Any, config: RunConfig, seed: int, ranks: Ranks, rows_by_rank: bool
-    ) -> Problem:
-        """The model on the data, understood, with chains at their starts; it refuses models."""
-        device, adjusted = module_device(self.model), self.kernel.adjusted
-        size = None if config.batch_size == AUTO else config.batch_size
-        first = open_data(data, size, self._num_data, device)
-        num_data = self._num_rows(first, ranks) if rows_by_rank else first.num_data
-
-        def in_batches_of(size: int | None) -> Data:
-            return open_data(data, size, self._num_data, device)
-
-        def prepare(opened: Data) -> Problem:
-            return self._prepare(opened, num_data, config.num_chains, seed)
-
-        if config.batch_size == AUTO:
-            whitens = self._settings.precondition is not None
-            tunes = "lr" in self._settings.chosen and whitens and not adjusted
-            problem = prepare_in_batches(prepare, first, in_batches_of, tunes)
-        else:
-            is_all = adjusted and size is not None and size == first.num_data
-            problem = prepare(in_batches_of(None) if is_all else first)
-        problem = dataclasses.replace(problem, ranks=ranks)
-        check_rows_can_be_shared(problem)
-        warn_of_reading(problem)
-        if adjusted:
-            check_can_adjust(problem, type(self).__name__)
-        if config.superchains is not None:
-            problem = with_shared_starts(problem, config.superchains)
-        if config.store is None:
-            kept = slice(None) if ranks.has_all else list(problem.chains)
-            check_memory(problem.positions[kept], config.num_samples, config.memory_budget)
-        return problem
-
-    def _num_rows(self, own: Data, ranks: Ranks) -> int | None:
-        """N, where each rank has rows of its own.
-
-        Raises:
-            ArgumentError: something is chosen, for which all rows are needed.
-        """
-        needs_all = self._settings.control_variates or self._settings.subtract_noise
-        if "lr" in self._settings.chosen or self._settings.precondition or needs_all:
-            raise ArgumentError(
-                "rows_by_rank=True: lr='auto', precondition, control_variates and subtract_noise "
-                "look at all rows, and no rank has them: pass a number for lr and leave these out"
-            )
-        return ranks.own_rows(own.num_data or 1, self._num_data, digest_of(own.first()))
-
-    def _facts(self, problem: Problem, config: RunConfig, journal: Journal) -> dict[str, Any]:
-        """What has to be alike for one run to go on with another; it refuses to where it is not."""
-        if journal.path is None and problem.ranks.is_alone:
-            return {}
-        store = config.store
-        kept = "nowhere" if store is False else "memory" if store is None else "a store"
-        about = {"method": type(self).__name__, "draws in": kept, **config.facts}
-        facts = identity_of(problem, about, self._asked_hyperparameters(), self._numbers_of_fit())
-        trains = is_trained(problem, self._settings, config.steps is None)
-        by_length = trains or (
-            "lr" in self._settings.chosen and self._settings.precondition is None
-        )
-        if by_length or store is False:  # which depend on the run's length
-            facts["num_samples"] = config.num_samples
-        own = {"draws": config.num_samples, **self._size_of_starts(problem)}
-        check_same(problem.ranks, {**facts, **own})
-        journal.check_same_run(facts, config.num_samples)
-        return facts
-
-    def _numbers_of_fit(self) -> dict[str, float]:
-        """Two weighted sums over the elements of a fit that was passed as preconditioner, by which
-        another fit is noticed at `resume`; empty without one."""
-        fit = self._settings.precondition
-        if not isinstance(fit, Gaussian):
-            return {}
-        factors = torch.arange(1, len(fit.mean) + 1).to(fit.mean).sin()
-        return {
-            "mean of the precondition": float(factors @ fit.mean),
-            "variance of the precondition": float(factors @ fit.variance.log()),
-        }
-
-    def _size_of_starts(self, problem: Problem) -> dict[str, str]:
-        """What tells a start or a preconditioner from others that were drawn or fitted, but for
-        rounding."""
-        sizes = {"starts": problem.positions}
-        fit = self._settings.precondition
-        if fit is not None and not isinstance(fit, str):
-            sizes |= {"precondition.mean": fit.mean, "precondition.sd": fit.variance.sqrt()}
-        return {name: f"{float(value.double().norm()):.4g}" for name, value in sizes.items()}
-
-    def _collect(
-        self, trajectory: Trajectory, config: RunConfig, sink: ToDisk | ToMoments | None
-    ) -> BaseException | None:
-        """Makes results of a run's draws, if there are any; what ended the run, or was in the way
-        of its results."""
-        plan, problem, _, draws = trajectory
-        self.kernel = plan.kernel
-        kept = len(draws.kept_steps)
-        if isinstance(sink, ToDisk):
-            there = sink.store.count if sink.store.path.exists() else 0
-            kept = min(kept, there)  # the disk may be full
-        if not draws.finished or not kept:
-            return draws.error
-        facts = config.facts
-        if self._choice is not None:
-            facts["passes_draws"] = round(passes_of(problem, draws.num_steps), 2)
-        # last, as a run that went on has more steps between draws than were chosen
-        lengths = {"num_samples": kept, "thinning": plan.steps.thinning}
-        whitened = {"whitened": int(plan.problem.engine.whitening is not None)}
-        attrs = {**self._attrs(), **facts, **plan.choice, **lengths, **whitened}
-        if plan.kernel.adjusted:
-            attrs["acceptance_rate"] = acceptance_rate(draws)
-        self._plan = dataclasses.replace(plan, finished=tuple(draws.finished))
-        # at once: what is found out about it can be interrupted
-        self._result = collect(problem, draws, plan.columns, attrs, sink)
-        if problem.ranks.keeps_all and problem.has_all_rows:
-            self._result = dataclasses.replace(self._result, ranks=problem.ranks)
-        if trajectory.problem.is_split and not problem.ranks.has_all:
-            self._plan = None
-            return draws.error  # the rest is found out by rank 0, which has all draws
-        self._result, error = measure(trajectory, self._result, _on_average(plan, draws))
-        all_measure = problem.ranks.keeps_all or not problem.is_split
-        if problem.ranks.rows is not None and all_measure:  # each on rows of its own
-            self._result = as_measured_by_first(self._result, problem.ranks)
-        if not isinstance(sink, ToMoments):
-            try:
-                found = report(self._result, self._choice, config.num_samples)
-                attrs = self._result.attrs | {"report": found.to_json()}
-                self._result = dataclasses.replace(self._result, attrs=attrs)
-            except (Exception, KeyboardInterrupt) as raised:  # the data may be gone
-                error = error or raised
-        error = draws.error or error
-        if isinstance(sink, ToDisk):
-            try:
-                sink.describe(self._result)
-            except FileError as raised:
-                error = error or raised
-        return error
-
-    def _share(self, ranks: Ranks) -> None:
-        """Gives what rank 0 has found out about all chains to the others."""
-        told = None
-        if ranks.is_first and self._result is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                tables = {"summary": self.summary(), "diagnostics": self.diagnostics()}
-            told = self._result.attrs, tables
-        told = ranks.of_first(told, "what all chains have come to")
-        if not ranks.is_first and self._result is not None and told is not None:
-            attrs, tables = told
-            self._result = dataclasses.replace(self._result, attrs=attrs, tables=tables)
-
-    def _report(
-        self,
-        trajectory: Trajectory,
-        error: BaseException | None,
-        journal: Journal,
-        sink: ToDisk | ToMoments | None,
-    ) -> None:
-        """Raises what went wrong, or warns of it."""
-        plan, problem, _, draws = trajectory
-        if error is not None:
-            self._end_early(draws, error, journal.hint)
-        if draws.failures:
-            replay = crash_dump.written(problem, type(self).__name__, draws, journal.path)
-            sites = broken_sites(problem, draws)
-            told = message(draws, plan.columns["lr"], sites, replay, self._held_by)
-            if self._result is None:
-                path = sink.store.path if isinstance(sink, ToDisk) else None
-                self._why_none = all_stopped(path, told)
-            raise NonFiniteError(told)
-        if explosion_message := explosion(self._results()):
-            warn(BiasWarning, explosion_message, code="exploded")
-        elif self._choice is not None:
-            found = self.report() if "report" in self._results().attrs else None
-            is_known = self._results().attrs.get("temperature") == 0  # by who asked for it
-            if found is not None and found.verdict != "yes" and not is_known:
-                warn(
-                    VerdictWarning,
-                    f"{found.headline}; report() says more",
-                    code="ensemble" if found.verdict == "ensemble" else "verdict",
-                )
-        else:
-            values, warmup_steps = _on_average(plan, draws), plan.steps.warmup_steps
-            warn_of_short_warmup(problem, self._results(), values, warmup_steps)
-
-    def _end_early(self, draws: Draws, error: BaseException, hint: str) -> None:
-        """Raises what ended a run before its time, or warns of it where that was the user."""
-        result = self._result
-        kept = 0 if result is None else len(result.sample_stats["step"][0])
-        held = f"{self._held_by} holds the {kept} draws a chain until then" if kept else "no draws"
-        lost = len(draws.kept_steps) - kept if draws.finished else 0  # the disk may be full
-        more = f", {lost} more could not be written" if lost else ""
-        message = f"after {draws.num_steps} steps; {held}{more}{hint}"
-        if self._result is None or not isinstance(error, KeyboardInterrupt):
-            error.add_note(f"{type(self).__name__}: {message}")
-            raise error
-        warn(PyroScaleWarning, f"interrupted {message}")
-
-    @property
-    def _held_by(self) -> str:
-        """Which method gives the results."""
-        return "moments()" if self._result and self._result.online else "get_samples()"
-
-    def _asked_hyperparameters(self) -> dict[str, Any]:
-        """The hyperparameters as they were asked for, before any was chosen."""
-        asked = dict(self.kernel.hyperparameters())
-        asked |= dict.fromkeys(self._settings.chosen, AUTO)
-        precondition = self._settings.precondition
-        kind = precondition if isinstance(precondition, str) else type(precondition).__name__
-        return asked | {
-            "precondition": kind,
-            "control_variates": self._settings.control_variates,
-            "subtract_noise": self._settings.subtract_noise,
-        }
-
-    def _sampling(self, sampling: Sampling | None, in_batches: bool) -> Sampling:
-        """How rows are drawn: as given, or as the method needs it."""
-        if sampling is None:
-            return "replacement" if self._settings.subtract_noise else self.kernel.sampling
-        check_sampling(sampling)
-        if sampling != "replacement" and self._settings.subtract_noise:
-            raise ArgumentError(
-                f"subtract_noise with sampling='{sampling}' would take off noise that batches in "
-                "that order cancel themselves: leave sampling out, or pass 'replacement'"
-            )
-        if sampling != "replacement" and self.kernel.sampling == "replacement" and in_batches:
-            warn(
-                BiasWarning,
-                f"{type(self).__name__} with sampling='{sampling}' makes the posterior too narrow: "
-                "its thermostat cools for noise that batches in that order cancel themselves; "
-                "leave sampling out",
-                code="too-narrow",
-            )
-        return sampling
-
-    @without_vmap_warnings()
-    def step(self, *args: Any, **kwargs: Any) -> float:
-        """Moves one chain by one step on a batch, given as the model's own arguments.
-
-        For loops of your own.  `num_data` is needed, unless the model's plate says it; the seed
-        is drawn from torch's generator at the first step.  `get_samples` holds the latest state.
-
-        Returns:
-            The log joint's estimate from the batch, in nats, at the state before the step.
-
-        Raises:
-            ArgumentError: an option that needs the whole data.
-            NonFiniteError: the state became NaN or infinite.
-        """
-        if (log_joint := step_sharded(self, args, kwargs)) is not None:
-            return log_joint
+    def begin(self, *args: Any, **kwargs: Any) -> Chain:
+        """A chain at its start, for loops of your own; see `Stepwise.begin`."""
+        if (chain := begin_sharded(self, args, kwargs)) is not None:
+            return chain
         if self.kernel.adjusted:
             raise ArgumentError(
                 f"step() sees one batch at a time, but {type(self).__name__} compares log joints "
@@ -683,36 +319,12 @@ class Sampler(Method):
                 "precondition, control_variates and subtract_noise need it: pass a number for lr "
                 "and leave these out, or use run"
             )
-        if self._stepping is None:
-            data = batch_as_data(self.model, self._num_data, args, kwargs)
-            problem = self._prepare(data, self._num_data, 1, choose_seed(None))
-            self._stepping = Stepping(problem, self.kernel)
-        draws, values = self._stepping.step(args, kwargs)
-        if draws.failures:
-            problem = self._stepping.problem
-            sites = broken_sites(problem, draws, problem.log_posterior.bind(args, kwargs))
-            raise NonFiniteError(message(draws, values["lr"], sites))
-        result = collect(self._stepping.problem, draws, values, self._attrs())
-        self._result, self._plan = dataclasses.replace(result, data=None), None
-        return float(draws.log_joint)
+        data = batch_as_data(self.model, self._num_data, args, kwargs)
+        problem = self._prepare(data, self._num_data, 1, choose_seed(None))
+        posterior = functools.partial(posterior_of_step, type(self).__name__)
+        return SteppedChain(Stepping(problem, self.kernel), check_step, posterior)
 
-    def report(self) -> Report:
-        """What the run chose and why, how far to trust its draws, and what to do if not.
-
-        `str(report)` is the text, `.verdict` is `"yes"`, `"no"`, `"unknown"` or
-        `"ensemble"`, `.to_frame()` has a row for each site and check.
-
-        Raises:
-            NotRunError: nothing has been run.
-            ArgumentError: draws of `step()`, or that were not kept.
-        """
-        attrs = self._draws().attrs
-        if "report" not in attrs:
-            raise ArgumentError(
-                "report: there are no checks of draws of step(), or that were not kept; "
-                "diagnostics() tells what is known"
-            )
-        return Report.from_json(attrs["report"])
+    report = asks(Posterior.report)
 
     def step_size_bias(self, *, num_samples: int | None = None) -> Any:
         """How far the run is off because its step is finite and its batches are small: a
@@ -758,38 +370,25 @@ class Sampler(Method):
             >>> bool(abs(table.sd_inflation["x"] - 1) < 0.1)  # of a Gaussian BAOA has none
             True
         """
-        result = self._draws()
-        if self._plan is None:
+        result = self.posterior.kept_draws
+        plan = self._last.plan if isinstance(self._last, Finished) else None
+        if plan is None:
             raise ArgumentError(
                 "step_size_bias runs the sampler again, but step() keeps no data: use run"
             )
-        if self._plan.kernel.adjusted:
+        if plan.kernel.adjusted:
             raise ArgumentError(
                 f"step_size_bias: {type(self).__name__} accepts or rejects, so that no step size "
                 "biases it: there is nothing to measure"
             )
         if num_samples is not None:
             num_samples = as_count("num_samples", num_samples)
-        return step_size_bias(self._plan, result, num_samples)
+        return step_size_bias(plan, result, num_samples)
 
     def _prepare(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Problem:
         log_posterior = as_log_posterior(self.model, num_data)
         starts = self._starts(num_chains, seed)
         return self._understand(log_posterior, data, self.kernel, starts, num_chains, seed)
-
-    def _attrs(self) -> dict[str, Any]:
-        hyperparameters = {
-            name: {site: _in_words(value) for site, value in hyper.items()}
-            if isinstance(hyper, Mapping)
-            else _in_words(hyper)
-            for name, hyper in self.kernel.hyperparameters().items()
-        }
-        return {"method": type(self).__name__, **hyperparameters}
-
-
-def _on_average(plan: RunPlan, draws: Draws) -> dict[str, Tensor]:
-    """The hyperparameters' values, over the draws."""
-    return {name: column[draws.kept_steps].mean(0) for name, column in plan.columns.items()}
 
 
 def _count_or_auto(name: str, value: Any, least: int = 1) -> int | None:
@@ -797,9 +396,3 @@ def _count_or_auto(name: str, value: Any, least: int = 1) -> int | None:
     if is_auto(value):
         return None
     return as_count(name, value, least=least, hint=", or 'auto'")
-
-
-def _in_words(hyper: Any) -> float | str:
-    if callable(hyper):
-        return "schedule"
-    return "tensor" if isinstance(hyper, Tensor) else float(hyper)

@@ -34,18 +34,19 @@ from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, CallError
 from pyro_scale.exact.pointer_check import takes_pointers
 from pyro_scale.infer.approximation import Approximation
-from pyro_scale.infer.call_checks import check_calls
 from pyro_scale.infer.laplace import Laplace
 from pyro_scale.infer.map import MAP
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.nuts import NUTS
 from pyro_scale.infer.sampler import Sampler
+from pyro_scale.infer.sampler_setup import asked_hyperparameters
 from pyro_scale.infer.stochastic import check_length, count_steps
 from pyro_scale.infer.svgd import SVGD
 from pyro_scale.infer.vi import IVON, VI
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.gaussians import Fit
+from pyro_scale.results.call_checks import check_calls
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 from pyro_scale.run.resume import digest_of
@@ -259,7 +260,7 @@ def _truth(
                 "method='posterior' draws data from the model that is fitted, at the data's own "
                 "covariates: leave simulator and resample out"
             )
-        result = inference._draws()
+        result = inference.posterior.kept_draws
         held = result.data.arguments if isinstance(result.data, TensorData) else None
         if held is not None and digest_of(held) != digest_of(arguments):
             raise ArgumentError(
@@ -444,13 +445,16 @@ def _alone(
         arguments: Arguments, seed: int, mode: Mapping[str, Tensor] | None
     ) -> tuple[Tensor, bool]:
         own: Any = copy.copy(inference)
-        own.model, own._num_data, own._result = stack.log_posterior.model, None, None
+        own.model, own._num_data = stack.log_posterior.model, None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of one of many fits, whose ranks tell
             known = {} if mode is None else {"mode": mode}
             own.run(arguments, seed=seed, progress=False, **known, **how, **settings)
             is_gaussian = isinstance(own, Approximation)
-            result = own._draw(SIMULATIONS.ranked, seed) if is_gaussian else own._draws()
+            posterior = own.posterior
+            result = posterior.kept_draws
+            if is_gaussian:
+                result = posterior.drawn(SIMULATIONS.ranked, seed)
             draws = torch.stack(list(result.blocks()))
             return draws, is_gaussian or isinstance(own, SVGD)
 
@@ -500,6 +504,6 @@ def _seed_of(resume: Any, count: int) -> int:
 def _in_words(inference: Method) -> str:
     """A method and its settings."""
     if isinstance(inference, Sampler):
-        asked = inference._asked_hyperparameters()
+        asked = asked_hyperparameters(inference)
         return f"{type(inference).__name__}({', '.join(f'{n}={v}' for n, v in asked.items())})"
     return repr(inference)

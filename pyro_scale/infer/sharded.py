@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,9 +22,12 @@ from pyro_scale.distributed.shards import Holders
 from pyro_scale.engine.draws import Steps
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError
+from pyro_scale.infer.method import Finished
+from pyro_scale.infer.sampler_setup import checked_sampling
 from pyro_scale.kernels import IVON, Kernel
 from pyro_scale.model.nn.sharded import ShardedModule
 from pyro_scale.posterior.sharded import ShardedDraws
+from pyro_scale.results.sharded import ShardedPosterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.by_rank import check_same, check_same_call
 from pyro_scale.run.limits import check_memory
@@ -36,29 +39,23 @@ from pyro_scale.run.sharded.execute import check_data, execute
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: What is said where something would need whole weights.
-WHOLE_NOWHERE = (
-    "the network is sharded, so no process has whole draws of it: there are get_samples(), whose "
-    "weights are DTensors, and predict()"
-)
-
 
 class ShardedSteps:
-    """A chain of a sharded network that is moved step by step, and its latest draw."""
+    """A chain of a sharded network that is moved step by step."""
 
     def __init__(self, chain: ShardedChain):
         self.chain = chain
 
+    @without_vmap_warnings()
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Takes one step on a batch of this rank's own, given as the model's own arguments."""
+        return self.chain.step(self.chain.problem.log_posterior.bind(args, kwargs))
+
     @property
-    def draws(self) -> ShardedDraws:
+    def posterior(self) -> ShardedPosterior:
         """The state as a draw, or as a fit."""
-        return draws_of(self.chain, self.chain.state.position.detach().cpu(), torch.empty(0))
-
-
-class ShardedResult(NamedTuple):
-    """What a run leaves."""
-
-    draws: ShardedDraws
+        position = self.chain.state.position.detach().cpu()
+        return ShardedPosterior(draws_of(self.chain, position, torch.empty(0)))
 
 
 def or_sharded(run: F) -> F:
@@ -67,7 +64,6 @@ def or_sharded(run: F) -> F:
 
     @functools.wraps(run)
     def either(method: Any, *args: Any, **kwargs: Any) -> Any:
-        method._sharded = None
         if not ShardedModule.alive:
             return run(method, *args, **kwargs)
         asked = signature.bind(method, *args, **kwargs)
@@ -130,7 +126,7 @@ def run_sharded(method: Any, network: ShardedModule, data: Data, asked: Mapping[
     chain = start(method, network, data.first(), seed, data.num_data, steps.total)
     problem, sampling = chain.problem, "shuffle"
     if steps.positions:
-        sampling = method._sampling(asked["sampling"], True)
+        sampling = checked_sampling(method, asked["sampling"], True)
         check_memory(problem.position[None], steps.num_samples, asked["memory_budget"])
     facts = {
         "method": name,
@@ -150,8 +146,7 @@ def run_sharded(method: Any, network: ShardedModule, data: Data, asked: Mapping[
         bar = stack.enter_context(Progress(steps.total, title, shown))
         kept = execute(chain, batches, steps, bar, checkpoints)
     positions = kept.positions if steps.positions else chain.state.position.detach().cpu()
-    method._result, method._stepping = None, None
-    method._sharded = ShardedResult(draws_of(chain, positions, kept.log_joint))
+    method._last = Finished(ShardedPosterior(draws_of(chain, positions, kept.log_joint)))
 
 
 def _call_of(asked: Mapping[str, Any], data: Data, steps: Steps) -> dict[str, Any]:
@@ -196,21 +191,25 @@ def _steps_of(method: Any, data: Data, asked: Mapping[str, Any]) -> Steps:
     )
 
 
-def step_sharded(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """A step of a model with a sharded network on a batch of this rank's own; None for others.
+def begin_sharded(
+    method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ShardedSteps | None:
+    """A chain at its start, of a model with a sharded network; None for others.
+
+    Args:
+        method: the sampler or approximation.
+        args: a batch of this rank's own, as the model's own arguments.
+        kwargs: likewise.
 
     Raises:
         ArgumentError: a method or an option that sharded networks do not have.
     """
     arguments = as_log_posterior(method.model, None).bind(args, kwargs)
-    if not isinstance(method._sharded, ShardedSteps):
-        network = None if method._stepping else sharded_network(method.model, arguments)
-        if network is None:
-            return None
-        with without_vmap_warnings():
-            method._sharded = ShardedSteps(start(method, network, arguments, None))
-    log_joint: float = method._sharded.chain.step(arguments)
-    return log_joint
+    network = sharded_network(method.model, arguments)
+    if network is None:
+        return None
+    with without_vmap_warnings():
+        return ShardedSteps(start(method, network, arguments, None))
 
 
 def start(
@@ -264,32 +263,6 @@ def draws_of(chain: ShardedChain, positions: Tensor, log_joint: Tensor) -> Shard
         curvature = chain.state.curvature[0, : problem.engine.num_latents]
         spread = torch.sqrt(values["temperature"].to(curvature) / curvature).cpu()
     return ShardedDraws(problem, positions, log_joint, spread)
-
-
-def predict_sharded(
-    draws: ShardedDraws,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    num_samples: int | None,
-    batch_size: int | None,
-    return_sites: Sequence[str] | None,
-    reduce: Any,
-    interval: float | None,
-) -> dict[str, Tensor]:
-    """What `predict` gives of a sharded network.
-
-    Raises:
-        ArgumentError: an option that it does not have there.
-    """
-    unknown = {"batch_size": batch_size, "reduce": reduce, "interval": interval}
-    for name, value in unknown.items():
-        if value is not None:
-            raise ArgumentError(
-                f"{name}={value!r}: predict has none of a sharded network: leave it out, and pass "
-                "some rows at a time"
-            )
-    arguments = draws.problem.log_posterior.bind(args, kwargs)
-    return draws.predict(arguments, num_samples, return_sites)
 
 
 def _check_settings(name: str, settings: Any) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -15,6 +15,7 @@ from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
+from pyro_scale.diagnostics.check_fit import check_fit
 from pyro_scale.diagnostics.divergence import NOT_A_DENSITY, beyond_its_domain, where
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.engine.choose_executor import check_compile
@@ -24,11 +25,14 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, NonFiniteError
 from pyro_scale.infer.approximation import Approximation, Structure
-from pyro_scale.infer.sharded import or_sharded, step_sharded
+from pyro_scale.infer.method import Chain, Finished
+from pyro_scale.infer.sharded import begin_sharded, or_sharded
+from pyro_scale.infer.stepwise import SteppedChain, Stepwise
 from pyro_scale.kernels.optimizer import is_pure
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
+from pyro_scale.results.gaussian import GaussianPosterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.by_rank import check_same, check_same_call, gather, warn_of_reading
@@ -42,7 +46,7 @@ from pyro_scale.run.problem import (
 )
 from pyro_scale.run.resume import digest_of, identity_of
 from pyro_scale.run.single_step import Stepping, batch_as_data
-from pyro_scale.tuning.early_stopping import EarlyStopping, got_worse, has_converged, still_rises
+from pyro_scale.tuning.early_stopping import EarlyStopping, got_worse, still_rises
 from pyro_scale.tuning.geometry import whitened_by
 
 if TYPE_CHECKING:
@@ -52,7 +56,7 @@ if TYPE_CHECKING:
 _WINDOW = 100
 
 
-class Optimized(Approximation):
+class Optimized(Stepwise, Approximation):
     """What MAP and VI share."""
 
     #: What the objective is called.
@@ -152,7 +156,7 @@ class Optimized(Approximation):
         check_length(num_steps, num_epochs)
         ranks.check(num_chains)
         seed = ranks.of_first(choose_seed(seed), "the choice of a seed")
-        self._fit, self._stepping = None, None
+        self._forget()
         problem = self._prepare(opened, num_data, num_chains, seed)
         problem = dataclasses.replace(problem, ranks=ranks)
         check_rows_can_be_shared(problem)
@@ -197,81 +201,30 @@ class Optimized(Approximation):
         check_failures(problem, draws, "start")
         rows = problem.data.batch_size or problem.log_posterior.num_data
         taken = draws.num_steps * num_chains * rows
-        self._fit = self._finish(self._make_fit(problem, draws), problem, taken)
+        fit = self._finish(self._make_fit(problem, draws), problem, taken)
+        self._last = Finished(GaussianPosterior(fit))
         if not self._ends_exactly:
-            self._warn_of_the_trace(draws)
+            self._warn_of_the_trace(fit)
         if problem.has_all_rows:
-            self._check_the_fit(3 * taken)  # gradients are worth 3
+            check_fit(fit, 3 * taken)  # gradients are worth 3
 
-    def step(self, *args: Any, **kwargs: Any) -> float:
-        """Takes one step on a batch, given as the model's own arguments.
-
-        For loops of your own.  `num_data` is needed, unless the model's plate says it; the seed
-        is drawn from torch's generator at the first step.
-
-        Returns:
-            The objective's estimate from the batch, in nats, before the step.
-
-        Raises:
-            NonFiniteError: the state became NaN or infinite.
-        """
-        if (objective := step_sharded(self, args, kwargs)) is not None:
-            return objective
-        if self._stepping is None:
-            data = batch_as_data(self.model, self._num_data, args, kwargs)
-            problem = self._prepare(data, self._num_data, 1, choose_seed(None))
-            self._stepping = Stepping(problem, self.kernel)
-        with without_vmap_warnings():
-            draws, _ = self._stepping.step(args, kwargs)
-        problem = self._stepping.problem
-        check_failures(problem, draws, "start", problem.log_posterior.bind(args, kwargs))
-        self._fit = self._make_fit(self._stepping.problem, draws).replaced(data=None)
-        return float(draws.log_joint)
+    def begin(self, *args: Any, **kwargs: Any) -> Chain:
+        """The optimizer at its start, for loops of your own; see `Stepwise.begin`."""
+        if (chain := begin_sharded(self, args, kwargs)) is not None:
+            return chain
+        data = batch_as_data(self.model, self._num_data, args, kwargs)
+        stepping = Stepping(self._prepare(data, self._num_data, 1, choose_seed(None)), self.kernel)
+        return SteppedChain(stepping, _check_start, self._posterior_of_step)
 
     @property
     def trace(self) -> Tensor:
         """The objective's estimate at every step, in nats, a total: `[starts, steps]`."""
-        if self._sharded is not None:
-            return cast(Tensor, self._sharded.draws.log_joint[None])
-        trace = self.fit.trace
-        assert trace is not None
-        return trace
+        return self.posterior.trace
 
     @property
     def converged(self) -> bool:
-        """Whether every start's fit is where it is to be.
-
-        Of a Gaussian in up to 100 dimensions, where all rows' gradients at its draws cost no more
-        than the run: whether no mean is more than 0.1 sds, and no sd more than 3%, from where the
-        bound is largest, but for chance (one fit in a thousand).  Else, whether the objective is
-        known to change by less than 0.1 nats times the root of the dimensions from the third
-        quarter of the steps to the last, and has not fallen since the first; where noise hides
-        that, it is not.  At a constant lr the fit may then still be moving about."""
-        return bool(self._converged.all())
-
-    @property
-    def _converged(self) -> Tensor:
-        """The same of each start, `[starts]`."""
-        measured = self.fit.attrs.get("at_optimum")
-        if measured is not None:
-            return torch.tensor(measured, dtype=torch.bool)
-        return has_converged(self.trace, self.fit.layout.size)
-
-    def diagnostics(self) -> Any:  # type: ignore[override]  # of no chains
-        """A DataFrame, one row a start: the objective's mean over the last tenth of the steps, in
-        nats, a total; how many steps there were; and whether it is known to rise no more; of a
-        Gaussian, the Pareto k of all draws' importance weights (see `psis`), NaN where it is not
-        known."""
-        import pandas
-
-        trace = self.trace
-        last = trace[:, -max(1, trace.shape[1] // 10) :].mean(1)
-        table = pandas.DataFrame(
-            {self.objective: last, "steps": trace.shape[1], "converged": self._converged}
-        )
-        table.index.name = "start"
-        table.attrs.update(self.fit.attrs)
-        return self._with_k(table)
+        """Whether every start's fit is where it is to be; see `GaussianPosterior.converged`."""
+        return self.posterior.converged
 
     # ------------------------------------------------------------------ inside
 
@@ -315,7 +268,8 @@ class Optimized(Approximation):
     def _make_fit(self, problem: Problem, draws: Draws) -> Fit:
         log_posterior, state = problem.log_posterior, draws.state
         values = self.kernel.values(draws.num_steps - 1)
-        attrs = {**self._attrs(), **facts_of(log_posterior, problem.seed), **times_of(draws)}
+        own = {**self._attrs(), "objective": self.objective}
+        attrs = {**own, **facts_of(log_posterior, problem.seed), **times_of(draws)}
         places, gaussians = slice(0, problem.engine.num_latents), []
         if "temperature" in values:
             attrs["temperature"] = float(values["temperature"])
@@ -346,26 +300,34 @@ class Optimized(Approximation):
         }
         return {"method": type(self).__name__, "structure": self.structure, **hypers}
 
-    def _warn_of_the_trace(self, draws: Draws) -> None:
-        trace, size = draws.log_joint[:, : draws.num_steps], self.fit.layout.size
-        measured = self.fit.attrs.get("at_optimum")
+    def _posterior_of_step(
+        self, problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
+    ) -> GaussianPosterior:
+        """The fit after a single step."""
+        return GaussianPosterior(self._make_fit(problem, draws).replaced(data=None), batch)
+
+    def _warn_of_the_trace(self, fit: Fit) -> None:
+        trace, size = fit.trace, fit.layout.size
+        assert trace is not None
+        num_steps = trace.shape[1]
+        measured = fit.attrs.get("at_optimum")
         if measured is not None and all(measured):
             return
         if bool(got_worse(trace, size).any()):
             message = (
-                f"fell over the {draws.num_steps} steps, so the fit is worse than its start: lower "
+                f"fell over the {num_steps} steps, so the fit is worse than its start: lower "
                 "the learning rate"
             )
         elif bool(still_rises(trace, size).any()):
             message = (
-                f"still rose over the last quarter of the {draws.num_steps} steps: take more "
+                f"still rose over the last quarter of the {num_steps} steps: take more "
                 "steps, or a larger learning rate at first"
             )
         elif measured is not None:
-            mean, sd = (max(self.fit.attrs[name]) for name in ("mean_offset", "sd_offset"))
+            mean, sd = (max(fit.attrs[name]) for name in ("mean_offset", "sd_offset"))
             warn(
                 ConvergenceWarning,
-                f"not converged after {draws.num_steps} steps: where the {self.objective} is "
+                f"not converged after {num_steps} steps: where the {self.objective} is "
                 f"largest, some mean is {mean:.2g} sds away and some sd {100 * sd:.2g}%: take more "
                 "steps, or let the learning rate fall to 0",
             )
@@ -373,6 +335,13 @@ class Optimized(Approximation):
         else:
             return
         warn(ConvergenceWarning, f"the {self.objective} {message}")
+
+
+def _check_start(
+    problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
+) -> None:
+    """Raises where a step broke the fit."""
+    check_failures(problem, draws, "start", batch)
 
 
 def check_length(num_steps: int | None, num_epochs: int | None) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Never, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 from pyro_scale import kernels
-from pyro_scale.core.online_moments import Moments
+from pyro_scale.core.rows import Arguments
 from pyro_scale.core.schedules import Schedule
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
@@ -22,27 +22,21 @@ from pyro_scale.engine.loop import simulate
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, ConvergenceWarning
-from pyro_scale.infer.method import Method
+from pyro_scale.infer.method import Finished, asks
+from pyro_scale.infer.stepwise import SteppedChain, Stepwise
 from pyro_scale.infer.stochastic import check_failures, check_length, count_steps, times_of
 from pyro_scale.kernels.optimizer import as_optimizer, is_pure
-from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
+from pyro_scale.results.particles import ParticlePosterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.frozen_features import with_frozen_features
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device
 from pyro_scale.run.single_step import Stepping, batch_as_data
-from pyro_scale.tuning.early_stopping import has_converged, still_rises
-
-#: Why there is no R-hat and no ESS.
-_COUPLED = (
-    "SVGD has no R-hat and no ESS: its particles are coupled and deterministic, so they are no "
-    "draws of chains: ksd() says how far they are from the posterior, and converged whether their "
-    "log joint has come to rest"
-)
+from pyro_scale.tuning.early_stopping import still_rises
 
 
-class SVGD(Method):
+class SVGD(Stepwise):
     """Stein variational gradient descent (Liu and Wang 2016): particles that climb to the posterior
     and repel each other (the equations are at `kernels.SVGD`), in unconstrained space.
 
@@ -106,7 +100,6 @@ class SVGD(Method):
         self.num_particles = as_count("num_particles", num_particles)
         self.kernel = kernels.SVGD(optimizer=as_optimizer(optimizer), temperature=temperature)
         self._compile, self._earlier = compile, Earlier()
-        self._trace: Tensor | None = None
 
     @without_vmap_warnings()
     def run(
@@ -142,7 +135,7 @@ class SVGD(Method):
             ConvergenceWarning: the particles' log joint was still changing at the end.
         """
         check_length(num_steps, num_epochs)
-        self._result = self._trace = self._stepping = None
+        self._forget()
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
         problem = with_frozen_features(self._prepare(opened, choose_seed(seed)))
         steps = Steps(count_steps(problem, num_steps, num_epochs), positions=False)
@@ -161,8 +154,9 @@ class SVGD(Method):
         if draws.error is not None:
             raise draws.error
         check_failures(problem, draws, "particle")
-        self._result, self._trace = self._collect(problem, draws), draws.log_joint.mean(0)
-        if bool(still_rises(self._trace, self._size) | still_rises(-self._trace, self._size)):
+        trace, size = draws.log_joint.mean(0), problem.engine.layout.size
+        self._last = Finished(ParticlePosterior(self._collect(problem, draws), trace))
+        if bool(still_rises(trace, size) | still_rises(-trace, size)):
             warn(
                 ConvergenceWarning,
                 "the particles' log joint still changed over the last quarter of the "
@@ -170,81 +164,29 @@ class SVGD(Method):
             )
         return self
 
-    @without_vmap_warnings()
-    def step(self, *args: Any, **kwargs: Any) -> float:
-        """Moves all particles by one step on a batch, given as the model's own arguments.
-
-        For loops of your own.  `num_data` is needed, unless the model's plate says it; the seed
-        is drawn from torch's generator at the first step.  `get_samples` gives the particles after
-        the latest one, `trace` what it returned.
-
-        Returns:
-            The mean of the particles' log joints, estimated from the batch, in nats, before the
-            step.
-
-        Raises:
-            NonFiniteError: the state became NaN or infinite.
-        """
-        if self._stepping is None:
-            data = batch_as_data(self.model, self._num_data, args, kwargs)
-            self._stepping = Stepping(self._prepare(data, choose_seed(None)), self.kernel)
-        draws, _ = self._stepping.step(args, kwargs)
-        problem = self._stepping.problem
-        check_failures(problem, draws, "particle", problem.log_posterior.bind(args, kwargs))
-        result = self._collect(problem, draws)
-        self._result = dataclasses.replace(result, data=None)
-        self._trace = draws.log_joint.mean(0)
-        return float(self._trace)
+    def begin(self, *args: Any, **kwargs: Any) -> SteppedChain:
+        """Particles at their starts, for loops of your own; see `Stepwise.begin`."""
+        data = batch_as_data(self.model, self._num_data, args, kwargs)
+        stepping = Stepping(self._prepare(data, choose_seed(None)), self.kernel)
+        return SteppedChain(stepping, _check_particles, self._posterior_of_step)
 
     @property
     def trace(self) -> Tensor:
         """The mean of the particles' log joints at every step, estimated from its batch, in nats,
         a total: `[steps]`; of `step`, of the latest one."""
-        self._results()
-        assert self._trace is not None
-        return self._trace
+        return self.posterior.trace
 
     @property
     def converged(self) -> bool:
         """Whether the particles' mean log joint is known neither to rise nor to fall from the third
         quarter of the steps to the last, by 0.1 nats times the root of the dimensions."""
-        return bool(has_converged(self.trace, self._size).all())
+        return self.posterior.converged
 
-    def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
-        """Where chains begin that start from particles, from each in turn, and `params`,
-        `[num_chains, ...]`."""
-        result = self._results()
-        particles = torch.arange(num_chains) % result.positions.shape[1]
-        sites = result.samples_at(torch.zeros_like(particles), particles)
-        params = {n: v.expand(num_chains, *v.shape) for n, v in result.params.items()}
-        return {name: sites[name] for name in result.log_posterior.latents} | params
-
-    def summary(self, var_names: list[str] | None = None) -> Any:
-        """As for samplers, of the particles; without R-hat, ESS and Monte Carlo errors, which are
-        of draws of chains."""
-        table = super().summary(var_names)
-        of_chains = [name for name in table.columns if name.startswith(("mcse", "ess", "r_hat"))]
-        return table.drop(columns=of_chains)
-
-    def moments(self, levels: Sequence[float] = (0.05, 0.5, 0.95)) -> dict[str, Moments]:
-        """As for samplers, of the particles; R-hat and ESS, which are of draws of chains, are
-        NaN."""
-        moments = super().moments(levels)
-        nothing = {name: torch.full_like(each.mean, torch.nan) for name, each in moments.items()}
-        return {
-            name: each._replace(r_hat=nothing[name], ess=nothing[name])
-            for name, each in moments.items()
-        }
-
-    def diagnostics(self, predict_at: Any = None) -> Never:
-        """Refuses: R-hat and ESS are of draws of chains.
-
-        Raises:
-            ArgumentError: always.
-        """
-        raise ArgumentError(_COUPLED)
+    starts = asks(ParticlePosterior.starts)
 
     # ------------------------------------------------------------------ inside
+
+    posterior: ParticlePosterior
 
     def _prepare(self, data: Data, seed: int) -> Problem:
         log_posterior = as_log_posterior(self.model, data.num_data)
@@ -259,9 +201,9 @@ class SVGD(Method):
             )
         return problem if is_pure(self.kernel.optimizer) else problem.with_engine(vectorized=False)
 
-    def _collect(self, problem: Problem, draws: Draws) -> Result:
+    def _collect(self, problem: Problem, draws: Draws) -> PosteriorDraws:
         last = draws.log_joint[:, -1]
-        return Result(
+        return PosteriorDraws(
             log_posterior=problem.log_posterior,
             data=problem.data,
             layout=problem.engine.layout,
@@ -277,14 +219,16 @@ class SVGD(Method):
             },
         )
 
-    @property
-    def _size(self) -> int:
-        """Dimensions."""
-        return self._results().layout.size
+    def _posterior_of_step(
+        self, problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
+    ) -> ParticlePosterior:
+        """The particles after a single step."""
+        result = dataclasses.replace(self._collect(problem, draws), data=None)
+        return ParticlePosterior(result, draws.log_joint.mean(0), batch)
 
-    def _contents(self) -> dict[str, Any]:
-        return {**super()._contents(), "trace": self.trace}
 
-    def _restore(self, contents: Mapping[str, Any], log_posterior: LogPosterior) -> None:
-        super()._restore(contents, log_posterior)
-        self._trace = contents["trace"]
+def _check_particles(
+    problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
+) -> None:
+    """Raises where a step broke a particle."""
+    check_failures(problem, draws, "particle", batch)

@@ -15,7 +15,7 @@ from pyro_scale.data.sources import Data
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.distributed.shares import Share
 from pyro_scale.fullbatch.chunks import Chunk
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.rng.seeds import Purpose, choose_seed, derived_seed
 from pyro_scale.run.by_rank import check_same_call
 from pyro_scale.run.resume import digest_of, fingerprint
@@ -70,7 +70,7 @@ class Readers:
 
 @contextlib.contextmanager
 def readers_of(
-    result: Result, what: str, data: Data | Arguments, draws: bool = False, **asked: object
+    result: PosteriorDraws, what: str, data: Data | Arguments, draws: bool = False, **asked: object
 ) -> Iterator[Readers]:
     """The ranks of the run, if each has all of its draws and their group is there; else this
     process.  What ends on one of them ends on all.

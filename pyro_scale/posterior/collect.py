@@ -17,7 +17,7 @@ from pyro_scale.core.warn import warn
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ConvergenceWarning
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.moment_sink import ToMoments
 from pyro_scale.posterior.sinks import ToDisk
 from pyro_scale.run.problem import Problem
@@ -35,7 +35,7 @@ def collect(
     columns: Mapping[str, Tensor],
     attrs: Mapping[str, Any],
     sink: ToDisk | ToMoments | None = None,
-) -> Result:
+) -> PosteriorDraws:
     """The finished chains of a simulation, whose draws may have gone into a sink."""
     finished, numbers = torch.tensor(draws.finished), problem.numbers(len(draws.log_joint))
     if isinstance(sink, ToDisk):
@@ -63,7 +63,7 @@ def collect(
         "compile_time": draws.compile_seconds,
         "program": draws.program,
     }
-    return Result(
+    return PosteriorDraws(
         log_posterior=problem.log_posterior,
         data=problem.data,
         layout=problem.engine.layout,
@@ -110,7 +110,7 @@ def _weights(lr: Tensor) -> Tensor | None:
 
 
 def warn_of_short_warmup(
-    problem: Problem, result: Result, values: Mapping[str, Tensor], warmup_steps: int
+    problem: Problem, result: PosteriorDraws, values: Mapping[str, Tensor], warmup_steps: int
 ) -> None:
     """Warns when warm-up is under five relaxation times, judged by the draws' own variance."""
     chains, _, size = result.positions.shape

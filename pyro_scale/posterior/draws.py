@@ -1,4 +1,4 @@
-"""The result of a run: draws in the sites' own coordinates, and the facts of the run."""
+"""The draws of a run, and the facts of the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.module_trace import trace_modules
 from pyro_scale.posterior.online import OnlineSamples, SampleTotals
-from pyro_scale.run.measurements import GradientNoise, Kinetic
+from pyro_scale.run.measurements import Measurements
 from pyro_scale.storage.lazy_draws import Positions, StoredPositions, StoredSamples
 
 #: Bytes of the largest tensor of one vmapped call over draws.
@@ -31,8 +31,8 @@ _CHUNK_BYTES = 2**24
 
 
 @dataclass(frozen=True)
-class Result:
-    """The finished chains of a run.
+class PosteriorDraws:
+    """The draws of a run's finished chains.
 
     Attributes:
         log_posterior: what was sampled.
@@ -42,12 +42,7 @@ class Result:
             them and the chains' last states.
         sample_stats: by name, `[chains, draws]`.
         attrs: strings and numbers: method, hyperparameters, N, B, seed, versions, seconds, ...
-        gradient_noise: what minibatches did; None where that is not known.
-        virial: some draws' part in the temperature, `[chains, some, latent sites, 2]`, on average
-            over a site's elements and at the steepest one; None where that is not known.
-        element_temperatures: each element's temperature and its standard error, `[2, D]`; None
-            where they are not known.
-        kinetic: what momenta did; None for a method without.
+        measurements: what was measured besides.
         online: what draws came to that were not kept.
         chains: the chains' numbers; None where they are all that were started.
         tables: `"summary"` and `"diagnostics"` of the chains of all processes, where these are
@@ -63,10 +58,7 @@ class Result:
     positions: Positions
     sample_stats: dict[str, Tensor]
     attrs: dict[str, Any] = field(default_factory=dict)
-    gradient_noise: GradientNoise | None = None
-    virial: Tensor | None = None
-    element_temperatures: Tensor | None = None
-    kinetic: Kinetic | None = None
+    measurements: Measurements = field(default_factory=Measurements)
     online: SampleTotals | None = None
     chains: Sequence[int] | None = None
     tables: Mapping[str, Any] | None = None
@@ -74,7 +66,7 @@ class Result:
     unfinished: Tensor | None = None
 
     @property
-    def every_draw(self) -> Result:
+    def every_draw(self) -> PosteriorDraws:
         """The result for what does not tell chains apart: draws of unfinished chains come last, in
         one chain with all others."""
         if self.unfinished is None:

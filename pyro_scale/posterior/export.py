@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.posterior import arviz_api
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.site_rows import data_sites
 from pyro_scale.storage.lazy_draws import StoredSamples
 
@@ -19,7 +19,7 @@ from pyro_scale.storage.lazy_draws import StoredSamples
 ROWS = "row"
 
 
-def to_inference_data(result: Result, groups: Mapping[str, Mapping[str, Tensor]]) -> Any:
+def to_inference_data(result: PosteriorDraws, groups: Mapping[str, Mapping[str, Tensor]]) -> Any:
     """ArviZ's InferenceData, or, with ArviZ 1, the DataTree that took its place.
 
     Args:
@@ -46,7 +46,7 @@ def to_inference_data(result: Result, groups: Mapping[str, Mapping[str, Tensor]]
     return arviz_api.tree_of(datasets, attributes(result.attrs))
 
 
-def _array(result: Result, group: str, name: str, value: Tensor) -> Any:
+def _array(result: PosteriorDraws, group: str, name: str, value: Tensor) -> Any:
     import xarray
 
     value = value.detach().cpu()
@@ -59,7 +59,7 @@ def _array(result: Result, group: str, name: str, value: Tensor) -> Any:
     return xarray.DataArray(array, dims=dims, coords=coords)
 
 
-def dims_of(result: Result, group: str, name: str, count: int) -> list[str]:
+def dims_of(result: PosteriorDraws, group: str, name: str, count: int) -> list[str]:
     """A variable's dims after chain and draw: plates by their names, the rest by the site's."""
     info = result.log_posterior.model_info
     if group == "sample_stats":
@@ -81,14 +81,14 @@ def dims_of(result: Result, group: str, name: str, count: int) -> list[str]:
     return dims
 
 
-def own_dims(result: Result, name: str, count: int) -> list[str]:
+def own_dims(result: PosteriorDraws, name: str, count: int) -> list[str]:
     """A site's dims named after itself, none of which is another site."""
     sites = result.log_posterior.model_info.sites
     taken = "_" if any(f"{name}_dim_{i}" in sites for i in range(count)) else ""
     return [f"{name}_dim_{i}{taken}" for i in range(count)]
 
 
-def _rows_dim(result: Result, name: str) -> str:
+def _rows_dim(result: PosteriorDraws, name: str) -> str:
     """The name of the dimension of a site's rows: that of the data's plate, or of the site's own
     plate if the site needs the whole data, as it may have fewer values than there are rows."""
     info = result.log_posterior.model_info
@@ -112,13 +112,13 @@ def attributes(attrs: Mapping[str, Any]) -> dict[str, str | int | float]:
     }
 
 
-def grouped(result: Result, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def grouped(result: PosteriorDraws, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`[chains * draws, ...]` -> `[chains, draws, ...]`."""
     chains, draws = result.positions.shape[:2]
     return {k: v.reshape(chains, draws, *v.shape[1:]) for k, v in values.items()}
 
 
-def log_likelihood_bytes(result: Result, num_sites: int) -> int:
+def log_likelihood_bytes(result: PosteriorDraws, num_sites: int) -> int:
     """The size of the pointwise log likelihood of all draws."""
     chains, draws = result.positions.shape[:2]
     size = torch.finfo(result.layout.dtype).bits // 8

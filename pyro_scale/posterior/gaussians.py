@@ -16,7 +16,7 @@ from pyro_scale.data.sources import Data
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.rng.seeds import Purpose, generator
 
 #: Draws of each start, unless the user asks for others.
@@ -41,6 +41,7 @@ class Fit:
         attrs: strings and numbers: method, N, B, seed, versions, seconds, ...
         trace: the objective's estimate at every step, in nats, a total: `[starts, steps]`.
         ranks: the processes that share out what reads rows again; every one of them has the fit.
+        other_target: why the fit is not meant to be the model's posterior; empty where it is.
     """
 
     log_posterior: LogPosterior
@@ -53,9 +54,10 @@ class Fit:
     attrs: dict[str, Any] = field(default_factory=dict)
     trace: Tensor | None = None
     ranks: Ranks = ALONE
+    other_target: str = ""
 
     @cached_property
-    def result(self) -> Result:
+    def result(self) -> PosteriorDraws:
         """The draws of the run's seed: 1,000 a start, the same at each call; of a MAP, one."""
         every = torch.arange(self.num_draws)
         return self._result_of(torch.stack([self.drawn(i, every) for i in range(self.num_starts)]))
@@ -87,11 +89,11 @@ class Fit:
         starts, draws = chosen // self.num_draws, chosen % self.num_draws
         return [self.drawn(start, draws[starts == start]) for start in range(self.num_starts)]
 
-    def thin(self, chosen: Tensor) -> Result:
+    def thin(self, chosen: Tensor) -> PosteriorDraws:
         """The same as one chain, `[1, n, D]`, without holding the others."""
         return self._result_of(torch.cat(self.by_start(chosen))[None])
 
-    def draws(self, noise: Tensor) -> Result:
+    def draws(self, noise: Tensor) -> PosteriorDraws:
         """Draws `[1, n]`, from each start in turn, given standard normals `[n, d]`."""
         starts = torch.arange(len(noise)) % len(self.centers)
         positions = self.centers[starts]
@@ -138,8 +140,10 @@ class Fit:
         positions[:, self.places] = self.gaussians[start].sample(noise)
         return positions
 
-    def _result_of(self, positions: Tensor) -> Result:
-        result = Result(self.log_posterior, self.data, self.layout, positions, {}, self.attrs)
+    def _result_of(self, positions: Tensor) -> PosteriorDraws:
+        result = PosteriorDraws(
+            self.log_posterior, self.data, self.layout, positions, {}, self.attrs
+        )
         return dataclasses.replace(result, ranks=self.ranks)
 
     def replaced(self, **changes: Any) -> Fit:

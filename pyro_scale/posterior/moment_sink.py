@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_scale.core.online_moments import Totals
 from pyro_scale.core.validation import evenly
 from pyro_scale.engine.draws import Draws
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.online import OnlineSamples, SampleTotals
 from pyro_scale.posterior.sound_draws import samples_of
 from pyro_scale.run.parts import Part
@@ -38,7 +38,9 @@ class ToMoments:
 
     totals: SampleTotals | None
 
-    def __init__(self, starts: Result, first: Tensor, problem: Problem, num_draws: int, chunk: int):
+    def __init__(
+        self, starts: PosteriorDraws, first: Tensor, problem: Problem, num_draws: int, chunk: int
+    ):
         self._starts, self._none, self._problem = starts, first[:, :0], problem
         self._num_draws, self._chunk = num_draws, chunk
         width = first.numel() * first.element_size()
@@ -109,7 +111,7 @@ class PartToMoments:
 
     def __init__(
         self,
-        starts: Result,
+        starts: PosteriorDraws,
         chains: Sequence[int],
         none: Tensor,
         moments: OnlineSamples,

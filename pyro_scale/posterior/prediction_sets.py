@@ -19,7 +19,7 @@ from pyro_scale.metrics.conformal import Interval, conformal, rank_of
 from pyro_scale.model.curvature.fisher import NoInformation, mask_of
 from pyro_scale.model.recorder import Reader
 from pyro_scale.model.sites import Site
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.predictive import join
 from pyro_scale.posterior.reductions import Central, Ranked, Reduction, is_of_classes, is_one_hot
 from pyro_scale.posterior.site_rows import data_sites
@@ -44,7 +44,7 @@ def check_asked(interval: float | None, calibrate: Any, reduce: Any) -> None:
 
 
 def predict_sets(
-    result: Result,
+    result: PosteriorDraws,
     predict: Predict,
     arguments: Arguments,
     return_sites: Sequence[str] | None,
@@ -199,7 +199,9 @@ class _Classes:
         return axis + 1 if is_one_hot(self.site) else axis
 
 
-def _observations(result: Result, arguments: Arguments, names: Sequence[str]) -> dict[str, Tensor]:
+def _observations(
+    result: PosteriorDraws, arguments: Arguments, names: Sequence[str]
+) -> dict[str, Tensor]:
     """The observed values of some sites.
 
     Raises:
@@ -239,7 +241,7 @@ def _is_masked(site: Site) -> bool:
     return not (torch.as_tensor(own).all() and inner.all())
 
 
-def _check_rows_apart(result: Result, names: Sequence[str]) -> None:
+def _check_rows_apart(result: PosteriorDraws, names: Sequence[str]) -> None:
     """Refuses sites whose rows are not predicted one by one, alike."""
     known = data_sites(result)
     for name in names:
@@ -251,7 +253,7 @@ def _check_rows_apart(result: Result, names: Sequence[str]) -> None:
             )
 
 
-def _check_unseen(result: Result, held_out: Data) -> None:
+def _check_unseen(result: PosteriorDraws, held_out: Data) -> None:
     """Refuses the very tensors that the fit has seen."""
     if result.data is None:
         return

@@ -22,7 +22,7 @@ from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.recorder import LatentShapeChanged
 from pyro_scale.model.sites import Site
 from pyro_scale.posterior.by_rank import Readers, readers_of
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.reductions import Mean, Reduce, Reduction, Values, reduction_of
 from pyro_scale.posterior.row_batches import RowBatches, row_batches, run_at_first_draw
 from pyro_scale.posterior.site_rows import chosen_sites, data_sites, row_axes
@@ -41,7 +41,7 @@ def check_model(log_posterior: LogPosterior, asked: str) -> None:
         )
 
 
-def log_likelihood(result: Result, data: Data) -> dict[str, Tensor]:
+def log_likelihood(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
     """Per data site `[chains * draws, N]` in the data's order, in nats, without N/B."""
     with readers_of(result, "log_likelihood", data) as readers:
         chunks = chunks_of(result.log_posterior, data, share=readers.share)
@@ -49,7 +49,7 @@ def log_likelihood(result: Result, data: Data) -> dict[str, Tensor]:
         return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
 
 
-def log_likelihood_of(result: Result, chunk: Chunk) -> dict[str, Tensor]:
+def log_likelihood_of(result: PosteriorDraws, chunk: Chunk) -> dict[str, Tensor]:
     """The same of a chunk's new rows."""
 
     def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -58,7 +58,7 @@ def log_likelihood_of(result: Result, chunk: Chunk) -> dict[str, Tensor]:
     return {name: value[:, chunk.keep] for name, value in result.over_draws(values).items()}
 
 
-def log_likelihood_of_rows(result: Result, params: Params, chunk: Chunk) -> Tensor:
+def log_likelihood_of_rows(result: PosteriorDraws, params: Params, chunk: Chunk) -> Tensor:
     """The same at params, of all sites together, `[rows]`: a row is one with all its sites.
 
     Raises:
@@ -75,7 +75,7 @@ def log_likelihood_of_rows(result: Result, params: Params, chunk: Chunk) -> Tens
     return torch.stack(list(values.values())).sum(0)[chunk.keep]
 
 
-def row_log_likelihood(result: Result, chunk: Chunk) -> Tensor:
+def row_log_likelihood(result: PosteriorDraws, chunk: Chunk) -> Tensor:
     """The same of all draws, `[draws, rows]`."""
 
     def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ def row_log_likelihood(result: Result, chunk: Chunk) -> Tensor:
     return result.over_draws(values)["rows"]
 
 
-def observed_data(result: Result, data: Data) -> dict[str, Tensor]:
+def observed_data(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
     """The observed values of each site; those with a value a row in the data's order."""
     params = result.layout.unflatten(result.positions[0, 0])
     parts = []
@@ -103,7 +103,7 @@ _NEW_GROUPS = (
 
 
 def predict(
-    result: Result,
+    result: PosteriorDraws,
     arguments: Arguments,
     num_samples: int | None,
     batch_size: int | None,
@@ -122,7 +122,7 @@ def predict(
 
 
 def _predict(
-    result: Result,
+    result: PosteriorDraws,
     arguments: Arguments,
     num_samples: int | None,
     batch_size: int | None,
@@ -143,7 +143,7 @@ def _predict(
 
 @contextlib.contextmanager
 def explain_failures(
-    result: Result, arguments: Arguments, batch_size: int | None
+    result: PosteriorDraws, arguments: Arguments, batch_size: int | None
 ) -> Iterator[None]:
     """Says why a model fails on rows that it has not been run on.
 
@@ -175,7 +175,7 @@ def explain_failures(
         ) from error
 
 
-def predictive_means(result: Result, arguments: Arguments) -> dict[str, Tensor]:
+def predictive_means(result: PosteriorDraws, arguments: Arguments) -> dict[str, Tensor]:
     """Every draw's predictive mean of each data site, `[draws, elements]`; of classes, their
     probabilities.  Rows that the model takes twice are there twice."""
     mean, parts = Mean(), []
@@ -189,7 +189,7 @@ def predictive_means(result: Result, arguments: Arguments) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
 
 
-def predict_all(result: Result, data: Data) -> dict[str, Tensor]:
+def predict_all(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
     """Draws of the data sites for all rows of the data, in their order."""
     with readers_of(result, "draws for all rows", data, draws=True) as readers:
         chunks = chunks_of(result.log_posterior, data, share=readers.share)
@@ -198,7 +198,10 @@ def predict_all(result: Result, data: Data) -> dict[str, Tensor]:
 
 
 def _make_predictions(
-    result: Result, batches: RowBatches, return_sites: Sequence[str] | None, readers: Readers
+    result: PosteriorDraws,
+    batches: RowBatches,
+    return_sites: Sequence[str] | None,
+    readers: Readers,
 ) -> dict[str, Tensor]:
     def draws(chunk: Chunk) -> dict[str, Tensor]:
         def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -212,7 +215,7 @@ def _make_predictions(
 
 
 def _reduce(
-    result: Result,
+    result: PosteriorDraws,
     batches: RowBatches,
     return_sites: Sequence[str] | None,
     reduction: Reduction,
@@ -243,7 +246,7 @@ def _reduce(
     return join([(totals, chunk) for (totals, _), chunk in parts], parts[0][0][1])
 
 
-def _without_draws(result: Result, chunk: Chunk) -> dict[str, Tensor]:
+def _without_draws(result: PosteriorDraws, chunk: Chunk) -> dict[str, Tensor]:
     """Sites whose distributions have no draws, with NaN for one: what moments need not know."""
     run = run_at_first_draw(result, chunk.arguments, chunk.indices)
     values = {name: run.sites[name].value for name in run.drawn}
@@ -251,7 +254,7 @@ def _without_draws(result: Result, chunk: Chunk) -> dict[str, Tensor]:
 
 
 def _sites(
-    result: Result,
+    result: PosteriorDraws,
     params: dict[str, Tensor],
     chunk: Chunk,
     return_sites: Sequence[str] | None,
@@ -266,7 +269,7 @@ def _sites(
     return {name: sites[name] for name in names}
 
 
-def resample_equally(result: Result, num_samples: int | None) -> Result:
+def resample_equally(result: PosteriorDraws, num_samples: int | None) -> PosteriorDraws:
     """The result with `num_samples` draws in all that count alike, evenly spaced over chains and
     draws; by default as many as there are.
 

@@ -23,7 +23,7 @@ from pyro_scale.model.log_posterior import Params
 from pyro_scale.model.module_trace import trace_modules
 from pyro_scale.model.recorder import LatentShapeChanged, Recorder
 from pyro_scale.model.sites import Site
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.site_rows import chosen_sites, data_sites, row_axes
 
 
@@ -40,7 +40,7 @@ class RowBatches(NamedTuple):
 
 
 def row_batches(
-    result: Result,
+    result: PosteriorDraws,
     arguments: Arguments,
     batch_size: int | None,
     return_sites: Sequence[str] | None = None,
@@ -105,7 +105,7 @@ def row_batches(
     return RowBatches(share.of(split(result.log_posterior, parts)), axes)
 
 
-def _num_rows(result: Result, arguments: Arguments) -> int | None:
+def _num_rows(result: PosteriorDraws, arguments: Arguments) -> int | None:
     """How many rows the arguments have; None without any."""
     check_tensors(arguments)
     for name, leaf in rows.named_leaves(arguments):
@@ -126,7 +126,7 @@ def _num_rows(result: Result, arguments: Arguments) -> int | None:
     return num_rows
 
 
-def _is_drawn_by_row(result: Result) -> bool:
+def _is_drawn_by_row(result: PosteriorDraws) -> bool:
     """Whether what is drawn of some rows is nothing to the others."""
     log_posterior = result.log_posterior
     observed = {n for n, site in log_posterior.model_info.sites.items() if site.kind == "observed"}
@@ -138,7 +138,7 @@ class _RowsDepend(Exception):
 
 
 def _axes_of_batches(
-    result: Result,
+    result: PosteriorDraws,
     arguments: Arguments,
     size: int,
     num_rows: int,
@@ -181,7 +181,7 @@ def _axes_of_batches(
 
 
 def run_at_first_draw(
-    result: Result,
+    result: PosteriorDraws,
     arguments: Arguments,
     indices: Tensor | None = None,
     drawn: Params | None = None,
@@ -217,7 +217,7 @@ def _axis(site: Site, alone: Site, count: int) -> int | None:
 
 
 def _are_alike(
-    result: Result, site: Site, other: Site, axis: int | None, part: slice = slice(None)
+    result: PosteriorDraws, site: Site, other: Site, axis: int | None, part: slice = slice(None)
 ) -> bool:
     """Whether some rows are distributed as they are in another run, or have the same values."""
     (here, event_dim), (there, _) = _compared(site), _compared(other)

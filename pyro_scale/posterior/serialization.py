@@ -17,9 +17,14 @@ from pyro_scale.errors import FileError
 from pyro_scale.model.identity import evaluations, first_difference
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.preflight import InitFunction
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.online import SampleTotals
-from pyro_scale.run.measurements import GradientNoise, Kinetic
+from pyro_scale.run.measurements import (
+    GradientNoise,
+    Kinetic,
+    Measurements,
+    VirialTemperature,
+)
 from pyro_scale.run.problem import as_log_posterior, module_device
 from pyro_scale.storage.lazy_draws import Positions, StoredPositions
 from pyro_scale.storage.zarr_store import DrawStore
@@ -29,21 +34,22 @@ from pyro_scale.storage.zarr_store import DrawStore
 _ROUNDING = 1e-3
 
 
-def contents_of(result: Result, arguments: Arguments) -> dict[str, Any]:
+def contents_of(result: PosteriorDraws, arguments: Arguments) -> dict[str, Any]:
     """What is kept of a run.
 
     Args:
         result: of the run.
         arguments: the batch that the model was understood on.
     """
-    noise, kinetic = result.gradient_noise, result.kinetic
+    noise, kinetic = result.measurements.gradient_noise, result.measurements.kinetic
+    virial = result.measurements.virial
     return {
         **model_contents(result.log_posterior, result.layout, arguments),
         **_plain_draws(result),
         "sample_stats": result.sample_stats,
         "attrs": result.attrs,
         "gradient_noise": None if noise is None else dict(vars(noise)),
-        "virial": result.virial,
+        "virial": None if virial is None else virial.parts,
         "kinetic": kinetic and {"measured": kinetic.measured, "expected": kinetic.expected},
         "chains": result.chains,
         "unfinished": result.unfinished,
@@ -82,16 +88,16 @@ def layout_of(contents: Mapping[str, Any]) -> Layout:
     return Layout(tuple(contents["names"]), shapes, dtypes)
 
 
-def result_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Result:
-    """The run again, without its data.
+def draws_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> PosteriorDraws:
+    """The draws of a run again, without its data.
 
     Args:
         contents: of a file.
         log_posterior: the model, as `understood` gives it.
     """
-    noise = contents["gradient_noise"]
+    noise, virial, kinetic = (contents[k] for k in ("gradient_noise", "virial", "kinetic"))
     layout = layout_of(contents)
-    result = Result(
+    result = PosteriorDraws(
         log_posterior=log_posterior,
         data=None,
         layout=layout,
@@ -99,9 +105,11 @@ def result_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Resul
         online=_running(contents["running"]),
         sample_stats=contents["sample_stats"],
         attrs=contents["attrs"],
-        gradient_noise=None if noise is None else GradientNoise(**noise),
-        virial=contents["virial"],
-        kinetic=None if contents["kinetic"] is None else Kinetic.of(**contents["kinetic"]),
+        measurements=Measurements(
+            gradient_noise=None if noise is None else GradientNoise(**noise),
+            virial=None if virial is None else VirialTemperature(virial),
+            kinetic=None if kinetic is None else Kinetic.of(**kinetic),
+        ),
         chains=contents["chains"],
         unfinished=contents.get("unfinished"),
     )
@@ -109,7 +117,7 @@ def result_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Resul
     return result
 
 
-def _check_shapes(result: Result) -> None:
+def _check_shapes(result: PosteriorDraws) -> None:
     """Raises a ValueError where a file's tensors do not belong together."""
     shape, size = tuple(result.positions.shape), result.layout.size
     if len(shape) != 3 or shape[2] != size:
@@ -129,7 +137,7 @@ def _plain_layout(layout: Layout) -> dict[str, list[Any]]:
     }
 
 
-def _plain_draws(result: Result) -> dict[str, Any]:
+def _plain_draws(result: PosteriorDraws) -> dict[str, Any]:
     """The draws, where they are, or what they came to."""
     positions, online, kept = result.positions, result.online, None
     if isinstance(positions, StoredPositions):

@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_scale.core.layout import dtype_name
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, FileError
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.export import attributes, dims_of, own_dims
 from pyro_scale.posterior.moment_sink import ToMoments
 from pyro_scale.posterior.sound_draws import samples_of
@@ -54,7 +54,7 @@ def sink_for(
         yield None
         return
     first = problem.positions[:, None].cpu()
-    starts = Result(problem.log_posterior, problem.data, problem.engine.layout, first, {})
+    starts = PosteriorDraws(problem.log_posterior, problem.data, problem.engine.layout, first, {})
     if store is False:
         width = first.numel() * first.element_size()
         chunk = max(1, min(_MOST_DRAWS, _FILE_BYTES // width))
@@ -85,7 +85,7 @@ class ToDisk:
     """
 
     def __init__(
-        self, starts: Result, first: Tensor, problem: Problem, path: FilePath, resumes: bool
+        self, starts: PosteriorDraws, first: Tensor, problem: Problem, path: FilePath, resumes: bool
     ):
         self._starts, self._problem, self._none = starts, problem, first[:, :0]
         self._parts: list[PartToDisk] = []
@@ -160,7 +160,7 @@ class ToDisk:
         count = min(self.store.count, len(draws.kept_steps))
         return StoredPositions(self.store, self._starts.layout, chains, count)
 
-    def describe(self, result: Result) -> None:
+    def describe(self, result: PosteriorDraws) -> None:
         """Writes down the facts of the run, next to its draws; rank 0 does.
 
         Raises:
@@ -325,7 +325,7 @@ class PartToDisk:
         self._due = now + max(_WAIT_SECONDS, _WAIT_TIMES * (now - begun))
 
 
-def _transformed(starts: Result) -> list[str]:
+def _transformed(starts: PosteriorDraws) -> list[str]:
     """Sites whose value is not their unconstrained one, points among them."""
     elsewhere = starts.positions[0, 0] + 1 / 3  # at a start the two may be equal by chance
     bare = starts.layout.unflatten(elsewhere)
@@ -340,7 +340,7 @@ def _transformed(starts: Result) -> list[str]:
     ]
 
 
-def _field(starts: Result, path: str, value: Tensor) -> Field:
+def _field(starts: PosteriorDraws, path: str, value: Tensor) -> Field:
     """How a site's draws `[chains, n, ...]` are stored."""
     group, _, name = path.partition("/")
     if "/" in name or name.startswith((".", "__")) or len(name.encode()) > _LONGEST_NAME:

@@ -8,10 +8,10 @@ from pyro_scale.errors import ArgumentError
 from pyro_scale.model.model_info import ModelInfo
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import unwrap
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 
 
-def data_sites(result: Result) -> dict[str, int]:
+def data_sites(result: PosteriorDraws) -> dict[str, int]:
     """Observed sites that have a value a row -> the rows' axis in their value, from the right."""
     return data_axes(result.log_posterior.model_info)
 
@@ -33,13 +33,13 @@ def data_axes(info: ModelInfo, apart: bool = False) -> dict[str, int]:
     return axes
 
 
-def row_axes(result: Result) -> dict[str, int]:
+def row_axes(result: PosteriorDraws) -> dict[str, int]:
     """Sites that have a value a row -> the rows' axis in it, from the right."""
     return {**result.log_posterior.model_info.row_axes, **data_sites(result)}
 
 
 def chosen_sites(
-    result: Result, sites: Mapping[str, Site], return_sites: Sequence[str] | None
+    result: PosteriorDraws, sites: Mapping[str, Site], return_sites: Sequence[str] | None
 ) -> Sequence[str]:
     """What `predict` returns; unless it is told, neither latents nor what `get_samples` has.
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
 
 
-def samples_of(starts: Result, positions: Tensor) -> dict[str, Tensor]:
+def samples_of(starts: PosteriorDraws, positions: Tensor) -> dict[str, Tensor]:
     """Constrained values by site of draws `[chains, n, D]`; NaN (0 of whole numbers) of chains that
     broke, from the state on at which the model cannot be evaluated."""
     sound = torch.isfinite(positions).all(-1)

@@ -52,3 +52,33 @@ class Kinetic:
 
     def __reduce__(self) -> Any:
         return Kinetic.of, (self.measured, self.expected)
+
+
+@dataclass(frozen=True)
+class VirialTemperature:
+    """The temperature of the draws by the virial theorem.
+
+    Attributes:
+        parts: of some draws, `[chains, some, latent sites, 2]`: the mean over a site's elements,
+            and that of the site's steepest element.
+        elements: each element's temperature and its standard error, `[2, D]`; None in files, which
+            keep `parts` alone.
+    """
+
+    parts: Tensor
+    elements: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What was measured of a run besides its draws; each is None where it is not known.
+
+    Attributes:
+        gradient_noise: of minibatches.
+        virial: temperature of the draws.
+        kinetic: temperature of the momenta.
+    """
+
+    gradient_noise: GradientNoise | None = None
+    virial: VirialTemperature | None = None
+    kinetic: Kinetic | None = None

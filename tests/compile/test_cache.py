@@ -228,7 +228,7 @@ HOSTILE = """
         chosen = dict(num_samples=5, warmup_steps=0, thinning=1, seed=0, progress=False)
         sampler = ps.BAOA(model, lr=0.1, compile=True)
         sampler.run(torch.ones(9, 3), num_chains=num_chains, **chosen)
-        return sampler._results().attrs["program"]
+        return sampler.posterior.draws.attrs["program"]
 
     warnings.simplefilter("error", ps.errors.CompileWarning)
 """

@@ -24,6 +24,7 @@ LAYERS = [
     {"tuning", "exact"},
     {"posterior"},
     {"diagnostics"},
+    {"results"},
     {"calibration"},
     {"infer"},
     {"__init__"},

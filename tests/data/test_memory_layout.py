@@ -74,8 +74,8 @@ def test_a_run_is_the_same_bit_for_bit(dtype, monkeypatch):
         sampler = ps.BAOA(model, lr=0.1, friction=1.0, compile=True)
         chosen = {"num_samples": 60, "warmup_steps": 0, "thinning": 1, "num_chains": 2}
         sampler.run(data, batch_size=13, seed=0, progress=False, **chosen)
-        assert sampler._results().attrs["program"] == "compiled loop"
-        return sampler._results().positions
+        assert sampler.posterior.draws.attrs["program"] == "compiled loop"
+        return sampler.posterior.draws.positions
 
     side_by_side = positions()
     monkeypatch.setattr(memory_layout, "_MOST_ROW_BYTES", 0)
@@ -111,8 +111,8 @@ def test_a_run_on_all_rows_is_the_same_by_column_to_rounding(monkeypatch):
         sampler = ps.BAOA(linear, lr=0.1, friction=1.0, compile=True)
         chosen = {"num_samples": 40, "warmup_steps": 0, "thinning": 1, "num_chains": 1}
         sampler.run(data, batch_size=None, seed=0, progress=False, **chosen)
-        assert sampler._results().attrs["program"] == "compiled loop"
-        return sampler._results().positions
+        assert sampler.posterior.draws.attrs["program"] == "compiled loop"
+        return sampler.posterior.draws.positions
 
     by_column = positions()
     monkeypatch.setattr(memory_layout, "_WIDE_BYTES", 0)

@@ -14,6 +14,7 @@ from repetitions import long_but
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError
+from pyro_scale.run.measurements import VirialTemperature
 
 pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
@@ -59,6 +60,13 @@ def told(fit, **how):
     return table, [each for each in said if "do not agree" in each]
 
 
+def altered(draws, positions, virial=None):
+    """The posterior with other positions, and other parts in the temperature."""
+    temperature = None if virial is None else VirialTemperature(virial)
+    measurements = dataclasses.replace(draws.measurements, virial=temperature)
+    return ps.Posterior(dataclasses.replace(draws, positions=positions, measurements=measurements))
+
+
 def stuck(model=two_modes, apart=4.0, **how):
     starts = apart * double(-1.0, 1.0, 1.0, -1.0).repeat(3)[: how.get("num_chains", 4)]
     return ps.BAOA(model, lr=0.05, init_strategy={"w": starts})
@@ -92,10 +100,9 @@ def test_false_alarms_are_rare():
     """50 runs of 4 chains that mix, taken together."""
     starts = {"w": torch.full((200,), 4.0)}
     fit = run(ps.BAOA(two_modes, lr=0.5, init_strategy=starts), num_samples=100, num_chains=200)
-    whole = fit._result
+    whole = fit.posterior.draws
     for positions in whole.positions.split(4):
-        fit._result = dataclasses.replace(whole, positions=positions, virial=None)
-        assert not told(fit)[1]
+        assert not told(altered(whole, positions))[1]
 
 
 @pytest.mark.slow
@@ -118,11 +125,10 @@ def test_few_draws_say_only_what_is_not_chance(apart, num_chains, num_samples, i
     """R-hats of about 1.1 and 2.2, as variances between chains are apart^2 of those within."""
     how = {"num_samples": num_samples, "num_chains": num_chains}
     fit = run(stuck(**how), **how)
-    independent = normals(num_chains, num_samples, fit._result.positions.shape[-1])
+    independent = normals(num_chains, num_samples, fit.posterior.draws.positions.shape[-1])
     sides = double(-1.0, 1.0).repeat(6)[:num_chains, None, None]
     positions = independent + apart * sides
-    fit._result = dataclasses.replace(fit._result, positions=positions, virial=None)
-    assert bool(told(fit)[1]) is is_said
+    assert bool(told(altered(fit.posterior.draws, positions))[1]) is is_said
 
 
 @pytest.mark.slow
@@ -138,10 +144,9 @@ def test_a_step_that_was_chosen_gets_more_steps_for_advice():
     starts = {"w": 4.0 * double(-1.0, 1.0, 1.0, -1.0)}
     sampler = ps.SGLD(sign, lr="auto", precondition=None, init_strategy=starts)
     fit = run(sampler, (X, Y), batch_size=1, num_samples=40, warmup_steps=0)
-    positions = fit._result.positions + 50 * torch.arange(4)[:, None, None]
+    positions = fit.posterior.draws.positions + 50 * torch.arange(4)[:, None, None]
     virial = 9.0 + 0.1 * normals(4, 40, 1, 1).expand(-1, -1, -1, 2)
-    fit._result = dataclasses.replace(fit._result, positions=positions, virial=virial)
-    _, said = warned.told(fit.diagnostics)
+    _, said = warned.told(altered(fit.posterior.draws, positions, virial).diagnostics)
     (unmixed,) = [each for each in said if "do not agree" in each]
     (hot,) = [each for each in said if "is hotter" in each]
     assert "larger lr" not in unmixed
@@ -210,7 +215,7 @@ def test_chains_on_their_way_to_infinity_have_exploded(method, lr, how):
     """Just above the stable range: 2 of SGLD and BAOA, 1.236 of SGHMC."""
     how = {**QUIET, "num_samples": 60, "warmup_steps": 0, "thinning": 1, "num_chains": 4, **how}
     fit, said = warned.told(method(five, lr=lr).run, None, **how)
-    assert fit._result.positions.abs().max() < 1e13
+    assert fit.posterior.draws.positions.abs().max() < 1e13
     for (exploded,) in (said, warned.told(fit.diagnostics)[1]):
         assert exploded.startswith("the chains have exploded: site 'x' has grown ever hotter")
         assert exploded.endswith(f"pass a smaller lr, {lr / 3:.2g} instead of {lr:.2g}")
@@ -227,7 +232,7 @@ def test_chains_from_afar_have_not_exploded(lr, start):
     sampler = ps.BAOA(five, lr=lr, init_strategy={"x": torch.full((4, 5), start)})
     how = {"num_samples": 200, "warmup_steps": 0, "thinning": 1, "num_chains": 4}
     fit, said = warned.told(sampler.run, None, **QUIET, **how)
-    assert (fit._result.virial.mean() > 100) == (start > 1)
+    assert (fit.posterior.draws.measurements.virial.parts.mean() > 100) == (start > 1)
     assert not [each for each in said if "exploded" in each]
 
 
@@ -243,9 +248,8 @@ def test_of_an_explosion_nothing_is_computed_silently():
 def test_a_step_too_long_is_not_said_to_be_too_short():
     """Minibatches heat, which is not measured in so few draws, and chains do not agree."""
     fit = run(ps.SGLD(sign, lr=0.5), (X, Y), batch_size=1, num_samples=21, warmup_steps=0)
-    positions = fit._result.positions + 50 * torch.arange(4)[:, None, None]
-    fit._result = dataclasses.replace(fit._result, positions=positions, virial=None)
-    _, said = warned.told(fit.diagnostics)
+    positions = fit.posterior.draws.positions + 50 * torch.arange(4)[:, None, None]
+    _, said = warned.told(altered(fit.posterior.draws, positions).diagnostics)
     (unmixed,) = [each for each in said if "do not agree" in each]
     assert "larger lr" not in unmixed
     assert [each for each in said if "lower lr from 0.5" in each]

@@ -122,7 +122,7 @@ def test_of_minibatches(batches, monkeypatch):
 @pytest.mark.slow
 def test_heat_that_nobody_else_sees_is_said():
     sampler = run(ps.BAOA(location, lr=0.02), (Y,), batch_size=B, sampling="replacement")
-    result = sampler._result
+    result = sampler.posterior.draws
     for unknown in ("gradient_noise", "virial"):
         object.__setattr__(result, unknown, None)
     (said,) = [line for line in told(sampler.diagnostics)[1] if "hotter" in line]
@@ -159,7 +159,7 @@ def test_without_momenta_or_noise_there_is_none(method):
 def test_single_steps_have_none():
     sampler = ps.BAOA(location, lr=0.1, num_data=N)
     sampler.step(Y)
-    assert sampler._result.kinetic is None
+    assert sampler.posterior.draws.measurements.kinetic is None
 
 
 # ------------------------------------------------------------------ moments
@@ -182,7 +182,7 @@ def test_they_are_of_the_states_at_those_steps(compile, num_samples):
     how = {"batch_size": B, "num_chains": 3, "warmup_steps": 0, "thinning": 1}
     sampler = run(ps.BAOA(location, lr=0.1, compile=compile), (Y,), num_samples=num_samples, **how)
     every = Steps(num_samples).look_every
-    measured = sampler._result.kinetic.measured[..., 0]
+    measured = sampler.posterior.draws.measurements.kinetic.measured[..., 0]
     assert measured.shape == (3, num_samples // every)
     for look in (0, 3, num_samples // every - 1):
         states = []
@@ -210,8 +210,14 @@ def test_a_run_that_went_on_has_the_same(first, tmp_path):
     whole = run(sampler(), (Y,), num_samples=170, **how)
     run(sampler(), (Y,), num_samples=first, **how, checkpoint=tmp_path)
     again = run(sampler(), (Y,), num_samples=170, **how, resume=tmp_path)
-    assert torch.equal(again._result.kinetic.measured, whole._result.kinetic.measured)
-    assert torch.equal(again._result.kinetic.expected, whole._result.kinetic.expected)
+    assert torch.equal(
+        again.posterior.draws.measurements.kinetic.measured,
+        whole.posterior.draws.measurements.kinetic.measured,
+    )
+    assert torch.equal(
+        again.posterior.draws.measurements.kinetic.expected,
+        whole.posterior.draws.measurements.kinetic.expected,
+    )
 
 
 @pytest.mark.slow
@@ -219,7 +225,10 @@ def test_an_interrupted_run_has_those_until_then(cut):
     whole = run(ps.BAOA(location, lr=0.1), (Y,), num_samples=100, num_chains=2)
     cut(500)
     part = run(ps.BAOA(location, lr=0.1), (Y,), num_samples=100, num_chains=2)
-    found, every = part._result.kinetic.measured, whole._result.kinetic.measured
+    found, every = (
+        part.posterior.draws.measurements.kinetic.measured,
+        whole.posterior.draws.measurements.kinetic.measured,
+    )
     assert found.shape[1] == 10
     assert torch.equal(found, every[:, :10])
 
@@ -230,8 +239,8 @@ def test_it_comes_back_from_a_file(tmp_path):
     fit.save(tmp_path / "run.ps")
     again = ps.SGHMC.load(tmp_path / "run.ps", three_sites)
     for name in ("measured", "expected"):
-        kept = getattr(fit._result.kinetic, name)
-        assert torch.equal(getattr(again._result.kinetic, name), kept)
+        kept = getattr(fit.posterior.draws.measurements.kinetic, name)
+        assert torch.equal(getattr(again.posterior.draws.measurements.kinetic, name), kept)
     assert told(again.diagnostics)[0].equals(told(fit.diagnostics)[0])
 
 

@@ -164,7 +164,7 @@ def positive(y=None):
 def test_the_jacobian_is_part_of_it_and_points_are_not(num_samples, store):
     fit = run(ps.BAOA(positive, lr=0.02), Y)
     chosen = torch.arange(300) if num_samples is None else torch.linspace(0, 299, 50).round().long()
-    u, offset = fit._result.positions[0, chosen].T  # latents first
+    u, offset = fit.posterior.draws.positions[0, chosen].T  # latents first
     slope = -u + ((Y - offset[:, None]) / u.exp()[:, None]).square().sum(1) - N
     sd = u.std(0, correction=0)
     expected = ksd((u / sd)[:, None], (slope * sd)[:, None])

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import choices
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -32,9 +33,10 @@ def found():
     torch.set_default_dtype(torch.float64)
     # chains that stay in two modes would go on for long
     how = {"num_samples": 100, "seed": 0, "progress": False, "max_rows": 30_000}
-    fit = ps.BAOA(mirrored).run(None, **how)
+    with choices.recorded() as made:
+        fit = ps.BAOA(mirrored).run(None, **how)
     torch.set_default_dtype(before)
-    return fit._result, fit._choice.modes
+    return fit.posterior.draws, made[-1].modes
 
 
 def at(result, centers):

@@ -15,6 +15,7 @@ import pyro_scale as ps
 from pyro_scale.diagnostics.nested_rhat import warn_of_remembered_starts
 from pyro_scale.errors import ArgumentError, FileError, NonFiniteError
 from pyro_scale.metrics import nested_r_hat
+from pyro_scale.run.measurements import Measurements, VirialTemperature
 
 pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
@@ -204,10 +205,10 @@ def test_false_alarms_are_rare(num_samples, each):
     """One in a thousand for each site by design; 30 runs of 4 superchains, taken together."""
     how = {"num_samples": num_samples, "num_chains": 120 * each, "superchains": 120}
     fit = run(ps.BAOA(wide, lr=0.5), warmup_steps=60, **how)
-    whole, said = fit._result, 0
+    whole, said = fit.posterior.draws, 0
     some = {"attrs": {**whole.attrs, "num_chains": 4 * each, "superchains": 4}, "chains": None}
     for positions in whole.positions.split(4 * each):
-        few = dataclasses.replace(whole, positions=positions, virial=None, **some)
+        few = dataclasses.replace(whole, positions=positions, measurements=Measurements(), **some)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             warn_of_remembered_starts(few)
@@ -223,11 +224,15 @@ def test_at_temperature_0_nothing_is_said():
 def test_what_is_said_of_them_does_not_contradict_itself(hot):
     """Chains on their way look hot, and a longer step is no advice to those that are."""
     fit = run(ps.SGLD(flat, lr=0.001), num_samples=30)
-    size = fit._result.positions.shape[-1]
+    size = fit.posterior.draws.positions.shape[-1]
     positions = normals(8, 30, size) + 9 * (torch.arange(8) // 4)[:, None, None]
-    virial = 1 + 8 * hot + 0.01 * normals(8, 30, len(fit._result.log_posterior.latents), 2)
-    fit._result = dataclasses.replace(fit._result, positions=positions, virial=virial)
-    _, said = warned.told(fit.diagnostics)
+    virial = 1 + 8 * hot + 0.01 * normals(8, 30, len(fit.posterior.draws.log_posterior.latents), 2)
+    virial = VirialTemperature(virial)
+    measurements = dataclasses.replace(fit.posterior.draws.measurements, virial=virial)
+    changed = dataclasses.replace(
+        fit.posterior.draws, positions=positions, measurements=measurements
+    )
+    _, said = warned.told(ps.Posterior(changed).diagnostics)
     (remembered,) = [each for each in said if "remember their starts" in each]
     assert ("a larger lr" in remembered) is not hot
     found = [each for each in said if "is hotter" in each]
@@ -252,7 +257,7 @@ def broken(*starts):
 def test_superchains_that_lost_a_chain_are_left_out():
     sampler = broken(0.0, 1.4999, -1.0, 1.0)
     draws = sampler.get_samples(group_by_chain=True)["w"].double()
-    whole = [chain // 2 != 1 for chain in sampler._result.chains]
+    whole = [chain // 2 != 1 for chain in sampler.posterior.draws.chains]
     assert sum(whole) == 6
     expected = float(nested_r_hat(draws[whole], 3))
     table, said = told(sampler)

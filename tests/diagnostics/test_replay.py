@@ -182,7 +182,7 @@ def same(positions, sampler, chain, step, equal):
         sampler.run((X, Y), **steps)
     except NonFiniteError:  # of the other chain
         chain = 0  # of those that have finished
-    kept = sampler._results().positions[chain]
+    kept = sampler.posterior.draws.positions[chain]
     assert all(map(equal, positions, kept[len(kept) - len(positions) :]))
 
 

@@ -13,7 +13,8 @@ from pyro_scale.core.autocorrelation import mixing_of
 from pyro_scale.diagnostics.convergence import mixing
 from pyro_scale.diagnostics.resolution import resolution, spacing
 from pyro_scale.errors import ConvergenceWarning
-from pyro_scale.posterior.draws import Result
+from pyro_scale.posterior.draws import PosteriorDraws
+from pyro_scale.run.measurements import Measurements
 
 CHAINS, DRAWS, SD = 4, 1000, 0.1
 
@@ -42,14 +43,14 @@ def fitted(model):
 
 def with_draws(sampler, positions, thinning=1, whitened=True):
     """The sampler with other draws `[chains, draws, D]`."""
-    result, shape = sampler._results(), positions.shape[:2]
+    result, shape = sampler.posterior.draws, positions.shape[:2]
     stats = {
         name: values[:, :1].expand(shape).clone() for name, values in result.sample_stats.items()
     }
     stats["step"] = (torch.arange(shape[1]) * thinning).expand(shape)
     attrs = {**result.attrs, "whitened": whitened}
     return dataclasses.replace(
-        result, positions=positions, sample_stats=stats, attrs=attrs, virial=None, kinetic=None
+        result, positions=positions, sample_stats=stats, attrs=attrs, measurements=Measurements()
     )
 
 
@@ -119,8 +120,7 @@ def test_what_is_constant_but_for_rounding_is_right(dtype):
     data = torch.zeros(3, dtype=dtype), 4 / torch.finfo(dtype).eps
     sampler.run(data, seed=0, progress=False, **steps)
     result = with_draws(sampler, 0.5 * normals(CHAINS, DRAWS, 6).to(dtype))
-    sampler._result = result
-    ones = sampler.get_samples()["correlations"].diagonal(dim1=-2, dim2=-1)
+    ones = ps.Posterior(result).get_samples()["correlations"].diagonal(dim1=-2, dim2=-1)
     assert 0 < (ones - 1).abs().max() < 8 * torch.finfo(dtype).eps
     (finding,) = resolution(result)
     assert (finding.site, finding.verdict) == ("shifted", "no")
@@ -158,21 +158,19 @@ def test_draws_of_one_number_have_neither_r_hat_nor_effective_draws():
     assert table.loc["moves"].notna().all()
     assert table.loc["constant"].isna().all()
 
-    sampler = fitted(location)
-    sampler._result = with_draws(sampler, torch.full((CHAINS, DRAWS, 1), 1e7))
+    posterior = ps.Posterior(with_draws(fitted(location), torch.full((CHAINS, DRAWS, 1), 1e7)))
     with pytest.warns(ConvergenceWarning, match="'mu': an element is the same number"):
-        table = sampler.diagnostics()
+        table = posterior.diagnostics()
     assert table.loc["mu", ["r_hat", "ess_bulk", "ess_tail"]].isna().all()
-    summary = sampler.summary()
+    summary = posterior.summary()
     assert summary.loc["mu", ["r_hat", "ess_bulk", "ess_tail"]].isna().all()
 
 
 def test_constants_of_a_site_do_not_hide_how_its_other_elements_mix():
-    sampler = fitted(mixed)
-    sampler._result = with_draws(sampler, normals(CHAINS, DRAWS, 4).float())
-    table = sampler.diagnostics()
+    posterior = ps.Posterior(with_draws(fitted(mixed), normals(CHAINS, DRAWS, 4).float()))
+    table = posterior.diagnostics()
     assert 0.99 < table.r_hat["L"] < 1.02
-    summary = sampler.summary(["L", "three", "mu"])
+    summary = posterior.summary(["L", "three", "mu"])
     assert summary.r_hat.isna().sum() == 4 + 1  # (1, 0, 0) and a 0 of the second row; 3
     assert summary.ess_bulk.min() > 3000
 
@@ -192,6 +190,6 @@ def test_a_sampler_whose_state_cannot_move_has_no_yes():
 
 
 def test_too_few_draws_say_nothing():
-    result = fitted(location)._results()
-    assert isinstance(result, Result)
+    result = fitted(location).posterior.draws
+    assert isinstance(result, PosteriorDraws)
     assert not resolution(dataclasses.replace(result, positions=result.positions[:, :5]))

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import choices
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -56,7 +57,7 @@ def test_by_hand_on_another_model():
     fit = run(
         ps.BAOA(two_sites, lr=0.1), num_samples=50, warmup_steps=100, thinning=1, num_chains=2
     )
-    w = fit._result.positions.flatten(0, 1).clone().requires_grad_()
+    w = fit.posterior.draws.positions.flatten(0, 1).clone().requires_grad_()
     a, log_b = w[:, :3], w[:, 3:]
     prior = dist.Normal(0.0, 1.0)
     likelihood = dist.Normal(a.sum(1, keepdim=True), log_b.exp()).log_prob(Y)
@@ -64,7 +65,7 @@ def test_by_hand_on_another_model():
     (gradient,) = torch.autograd.grad(log_joint, w)
     parts = -((w - w.mean(0)) * gradient).detach()
     expected = torch.stack([parts[:, :3].mean(1), parts[:, 3]], 1).unflatten(0, (2, 50))
-    whole, steepest = fit._result.virial.unbind(-1)
+    whole, steepest = fit.posterior.draws.measurements.virial.parts.unbind(-1)
     assert torch.allclose(whole, expected, rtol=1e-9, atol=1e-9)
     own = steepest.flatten(0, 1)
     assert any(torch.allclose(own[:, 0], parts[:, i], rtol=1e-9, atol=1e-9) for i in range(3))
@@ -86,14 +87,17 @@ def test_elements_of_whitened_chains_are_measured_along_their_covariance(precond
     which -(w - c) g has not where elements are correlated."""
     sampler = ps.BAOA(correlated, precondition=precondition)
     fit = quiet(sampler.run, None, num_samples=500, **QUIET)
-    whitening, draws = fit._plan.problem.engine.whitening, fit._result.positions.flatten(0, 1)
+    whitening, draws = (
+        fit._last.plan.problem.engine.whitening,
+        fit.posterior.draws.positions.flatten(0, 1),
+    )
     root = torch.stack([whitening.push_forward(each) for each in torch.eye(3).double()], 1)
     covariance, away = root @ root.T, draws - draws.mean(0)
     gradient = -away @ torch.linalg.inv(ROOT @ ROOT.T) - draws.mean(0) @ torch.linalg.inv(
         ROOT @ ROOT.T
     )
     parts = -away * (gradient @ covariance) / covariance.diagonal()
-    means, errors = fit._result.element_temperatures
+    means, errors = fit.posterior.draws.measurements.virial.elements
     assert torch.allclose(means, parts.mean(0), rtol=1e-8)
     of_draws = (parts.var(0, correction=0).clamp(min=2) / 2000).sqrt()
     assert torch.allclose(errors, of_draws, rtol=1e-6)
@@ -207,7 +211,7 @@ def test_too_cold_is_said():
 def test_another_temperature_than_asked_for_is_said():
     fit = run(ps.BAOA(mean_of_normal, lr=0.3, temperature=1.5))
     assert not told(fit.diagnostics)[1]
-    fit._result.sample_stats["temperature"] = torch.ones(4, 2000)
+    fit.posterior.draws.sample_stats["temperature"] = torch.ones(4, 2000)
     assert any("hotter" in each for each in told(fit.diagnostics)[1])
 
 
@@ -246,7 +250,10 @@ def test_it_comes_back_from_a_file(tmp_path):
     fit = run(ps.SGLD(mean_of_normal, lr=0.5), num_samples=100)
     fit.save(tmp_path / "run.ps")
     again = ps.SGLD.load(tmp_path / "run.ps", mean_of_normal)
-    assert torch.equal(again._result.virial, fit._result.virial)
+    assert torch.equal(
+        again.posterior.draws.measurements.virial.parts,
+        fit.posterior.draws.measurements.virial.parts,
+    )
 
 
 @pytest.mark.slow
@@ -259,8 +266,12 @@ def test_it_comes_back_from_a_file(tmp_path):
 )
 def test_a_bar_that_is_wider_than_the_tolerance_tells_nothing(error, draws, verdict):
     """2 x 0.06 is more than 1.05^2 - 1.  Of 400 draws even a normal has 0.07, which is no fault."""
-    fit = quiet(ps.BAOA(mean_of_normal, compile=False).run, (Y,), num_samples=draws, **QUIET)
+    with choices.recorded() as made:
+        fit = quiet(ps.BAOA(mean_of_normal, compile=False).run, (Y,), num_samples=draws, **QUIET)
     assert fit.report().of_site("mu") == "yes"
     temperatures = torch.tensor([[1.0], [error]]).double()
-    result = dataclasses.replace(fit._result, element_temperatures=temperatures)
-    assert verdict_on(result, fit._choice, draws).of_site("mu") == verdict
+    measurements = fit.posterior.draws.measurements
+    virial = dataclasses.replace(measurements.virial, elements=temperatures)
+    measurements = dataclasses.replace(measurements, virial=virial)
+    result = dataclasses.replace(fit.posterior.draws, measurements=measurements)
+    assert verdict_on(result, made[-1], draws).of_site("mu") == verdict

@@ -28,6 +28,7 @@ from pyro_scale.errors import (
     SiteError,
 )
 from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.run.measurements import Measurements
 
 N, B = 40, 20
 X = torch.randn(N, 2, generator=torch.Generator().manual_seed(0))
@@ -253,7 +254,7 @@ def test_frozen_chains_of_rejected_proposals():
 def result_of(positions):
     """A run's result with other draws, `[chains, draws, 2]`."""
     chains, draws = positions.shape[:2]
-    result = run(regression(), num_samples=draws, num_chains=chains)._results()
+    result = run(regression(), num_samples=draws, num_chains=chains).posterior.draws
     return dataclasses.replace(result, positions=positions)
 
 
@@ -310,5 +311,5 @@ def test_chains_that_run_away_uphill_are_not_told_to_take_shorter_steps():
         log_joint = torch.tensor([[0.0] * 7 + [fallen]] * 2, dtype=torch.double)
         downhill = dataclasses.replace(result, sample_stats=stats | {"lp": log_joint})
         assert "pass a smaller lr" in explosion(downhill)
-    of_approximation = dataclasses.replace(result, sample_stats={}, virial=None)
+    of_approximation = dataclasses.replace(result, sample_stats={}, measurements=Measurements())
     assert "pass a smaller lr" in explosion(of_approximation)

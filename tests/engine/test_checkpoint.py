@@ -197,7 +197,9 @@ def same(one, other):
     for name, value in expected.items():
         assert torch.equal(draws[name], value), name
     for name in ("lp", "step"):
-        assert torch.equal(one._results().sample_stats[name], other._results().sample_stats[name])
+        assert torch.equal(
+            one.posterior.draws.sample_stats[name], other.posterior.draws.sample_stats[name]
+        )
     assert one.params.keys() == other.params.keys()
     assert all(torch.equal(value, other.params[name]) for name, value in one.params.items())
 
@@ -417,7 +419,7 @@ def test_a_run_is_extended_by_the_program_that_it_was_run_by(compiled, tmp_path,
     same(extended, longer)
     finished = ran("auto", num_samples=70, resume=tmp_path)  # nothing is left to do
     for each in (extended, finished):
-        assert each._results().attrs["program"] == ("compiled loop" if compiled else "eager")
+        assert each.posterior.draws.attrs["program"] == ("compiled loop" if compiled else "eager")
 
 
 @pytest.mark.slow

@@ -60,14 +60,14 @@ def ran(model, compile, data=(X, Y), method=ps.BAOA, lr=0.2, **kwargs):
 
 def program_of(sampler):
     """What the run and its export say of how the steps were run."""
-    name = sampler._results().attrs["program"]
+    name = sampler.posterior.draws.attrs["program"]
     assert sampler.to_arviz(log_likelihood=False).posterior.attrs["program"] == name
     return name
 
 
 def same(one, other):
-    close(one._results().positions, other._results().positions)
-    close(one._results().sample_stats["lp"], other._results().sample_stats["lp"])
+    close(one.posterior.draws.positions, other.posterior.draws.positions)
+    close(one.posterior.draws.sample_stats["lp"], other.posterior.draws.sample_stats["lp"])
 
 
 def reasons(caught):
@@ -154,7 +154,7 @@ def test_then_the_step_itself(module, step, monkeypatch, tmp_path):
         warnings.simplefilter("always")
         sampler = ran(logistic, True)
     assert program_of(sampler) == EAGER
-    assert torch.equal(sampler._results().positions, plain()._results().positions)
+    assert torch.equal(sampler.posterior.draws.positions, plain().posterior.draws.positions)
     (reason,) = reasons(caught)
     assert f"(RuntimeError: no compiler; torch {torch.__version__})" in reason
     assert "compile=False" in reason
@@ -188,7 +188,7 @@ def test_then_chain_by_chain(model):
     assert "reads a tensor's value" in reason
     expected = ran(model, False, num_samples=60)
     assert program_of(expected) == ONE_BY_ONE
-    assert torch.equal(sampler._results().positions, expected._results().positions)
+    assert torch.equal(sampler.posterior.draws.positions, expected.posterior.draws.positions)
 
 
 # ------------------------------------------------------------------ whether to compile
@@ -281,7 +281,7 @@ def test_zero_is_false_or_refused():
 
 @pytest.mark.slow
 def test_the_times_add_up():
-    fast, slow = ran(logistic, True)._results().attrs, plain()._results().attrs
+    fast, slow = ran(logistic, True).posterior.draws.attrs, plain().posterior.draws.attrs
     assert fast["compile_time"] > 0
     assert 0 < fast["sampling_time"] < slow["sampling_time"]
     assert slow["compile_time"] < 0.5
@@ -492,7 +492,7 @@ def test_a_bad_row_stops_each_chain_when_it_comes_to_it(thinning, warmup):
     same(fast, slow)
     healthy = ran(two_sites, True, data=rows, num_chains=6, **steps)
     sound = [chain for chain in range(6) if chain not in expected]
-    close(fast._results().positions, healthy._results().positions[sound])
+    close(fast.posterior.draws.positions, healthy.posterior.draws.positions[sound])
 
 
 @pytest.mark.slow
@@ -671,7 +671,7 @@ def test_memory_does_not_grow_with_the_steps():
     for thinning in (50, 500, 4000):
         sampler = ps.SGHMC(model, lr=0.1, compile=True)
         sampler.run(x, batch_size=2, num_samples=100, thinning=thinning, seed=0, progress=False)
-        assert sampler._results().attrs["program"] == "compiled loop"
+        assert sampler.posterior.draws.attrs["program"] == "compiled loop"
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
     print(*peaks)
     """)

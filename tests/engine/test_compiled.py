@@ -60,7 +60,7 @@ def ran(make, compile, data, **kwargs):
 
 def same(fast, slow, tolerance=1e-10):
     """Asserts that two samplers hold the same draws and statistics, and moved at all."""
-    mine, theirs = fast._results(), slow._results()
+    mine, theirs = fast.posterior.draws, slow.posterior.draws
     close(mine.positions, theirs.positions, tolerance)
     assert mine.positions.dtype == theirs.positions.dtype
     assert mine.sample_stats.keys() == theirs.sample_stats.keys()
@@ -73,8 +73,8 @@ def same(fast, slow, tolerance=1e-10):
 def checked(make, data, program=LOOP, tolerance=1e-10, **kwargs):
     """The compiled sampler, found equal to the eager one."""
     fast, slow = (ran(make, compile, data, **kwargs) for compile in (True, False))
-    assert fast._results().attrs["program"].startswith(program)
-    assert slow._results().attrs["program"].startswith("eager")
+    assert fast.posterior.draws.attrs["program"].startswith(program)
+    assert slow.posterior.draws.attrs["program"].startswith("eager")
     same(fast, slow, tolerance)
     return fast
 
@@ -127,7 +127,7 @@ def hypers(method, kind):
 def test_every_kernel(method, kind):
     make = functools.partial(method, logistic, **hypers(method, kind))
     fast = checked(make, (X, Y), batch_size=B, num_chains=3, warmup_steps=3, seed=4)
-    apart = fast._results().positions
+    apart = fast.posterior.draws.positions
     assert not torch.isclose(apart[0, 9], apart[1, 9]).any()
 
 
@@ -153,7 +153,7 @@ def test_values_by_site(method):
     by_site = {name: given[name] for name in row.kernel.per_site}
     make = functools.partial(method, scaled, **{**row.others, **by_site})
     fast = checked(make, (X, Y), batch_size=B, num_chains=3, thinning=2, num_samples=60)
-    assert "lr_s" in fast._results().sample_stats
+    assert "lr_s" in fast.posterior.draws.sample_stats
 
 
 @pytest.mark.slow
@@ -164,7 +164,7 @@ def test_cycles(thinning):
     make = functools.partial(ps.BAOA, logistic, lr=cycle, friction=0.7)
     fast = checked(make, (X, Y), batch_size=B, warmup_steps=9, num_samples=90, thinning=thinning)
     steps = [step for step in range(9, 1200) if step % 20 >= 13][thinning - 1 :: thinning][:90]
-    assert fast._results().sample_stats["step"].tolist() == [steps] * 2
+    assert fast.posterior.draws.sample_stats["step"].tolist() == [steps] * 2
 
 
 class Moving(NamedTuple):
@@ -267,7 +267,7 @@ def test_two_kernels_that_differ_in_what_is_kept_alone():
         make = functools.partial(
             type("Own", (Sampler,), {"kernel_class": kernel}), logistic, lr=0.1
         )
-        draws.append(checked(make, (X, Y), batch_size=B)._results().positions)
+        draws.append(checked(make, (X, Y), batch_size=B).posterior.draws.positions)
     assert not torch.isclose(*draws).all(-1).any()
 
 
@@ -283,9 +283,9 @@ def test_many_chains_over_threads(method):
         three = ran(make, True, (X, Y), batch_size=B, num_chains=12, thinning=2)
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(one._results().positions, three._results().positions)
+    assert torch.equal(one.posterior.draws.positions, three.posterior.draws.positions)
     single = ran(make, True, (X, Y), batch_size=B, num_chains=1, thinning=2)
-    assert torch.equal(one._results().positions[:1], single._results().positions)
+    assert torch.equal(one.posterior.draws.positions[:1], single.posterior.draws.positions)
 
 
 # ------------------------------------------------------------------ data
@@ -440,7 +440,7 @@ def test_rows_of_several_types_beside_float32_latents(batch_size):
     data = ((X[:, 0] * 3).abs().long(), Y > 0, X.float(), normals(N, seed=9))
     make = functools.partial(ps.BAOA, mixed, lr=0.2)
     fast = checked(make, data, tolerance=1e-5, batch_size=batch_size)
-    assert fast._results().positions.dtype == torch.float32
+    assert fast.posterior.draws.positions.dtype == torch.float32
 
 
 @pytest.mark.slow
@@ -453,7 +453,7 @@ def test_float32(method):
         fast = checked(make, (X.float(), Y.float()), tolerance=1e-5, batch_size=B)
     finally:
         torch.set_default_dtype(torch.float64)
-    assert fast._results().positions.dtype == torch.float32
+    assert fast.posterior.draws.positions.dtype == torch.float32
 
 
 # ------------------------------------------------------------------ which steps are kept
@@ -477,7 +477,12 @@ def every_state():
         )
     same(fast, slow)
     assert programs[0].name == LOOP
-    return calls[0], programs[0], slow._results().positions, slow._results().sample_stats["lp"]
+    return (
+        calls[0],
+        programs[0],
+        slow.posterior.draws.positions,
+        slow.posterior.draws.sample_stats["lp"],
+    )
 
 
 @pytest.mark.slow
@@ -770,7 +775,7 @@ def test_points_are_the_same(model, settings):
     model = model(point=True) if model is PartlyFrozen else model
     make = functools.partial(ps.SGHMC, model, lr=0.1)
     fast, slow = (ran(make, c, (X, Y), **settings) for c in (True, False))
-    assert fast._results().attrs["program"] == LOOP
+    assert fast.posterior.draws.attrs["program"] == LOOP
     same(fast, slow)
     assert fast.params.keys() == slow.params.keys()
     for name, value in slow.params.items():
@@ -814,9 +819,9 @@ def test_data_written_to_between_two_runs_are_read_anew():
         "seed": 0,
         "progress": False,
     }
-    before = sampler.run((x, y), **kwargs)._results()
+    before = sampler.run((x, y), **kwargs).posterior.draws
     x.neg_()
-    after = sampler.run((x, y), **kwargs)._results()
+    after = sampler.run((x, y), **kwargs).posterior.draws
     assert not torch.isclose(before.positions[0, -1], after.positions[0, -1]).any()
     same(sampler, ps.BAOA(logistic, lr=0.3, compile=False).run((x, y), **kwargs))
 

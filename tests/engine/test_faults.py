@@ -106,7 +106,7 @@ def test_checkpoints_fill_the_disk(disk):
     room(disk)
     resumed = wide_run(1200, resume=disk / "run")
     same(draws_of(resumed), draws_of(whole))
-    same(resumed._results().sample_stats, whole._results().sample_stats)
+    same(resumed.posterior.draws.sample_stats, whole.posterior.draws.sample_stats)
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_draws_fill_the_disk(chunk, disk, tmp_path, monkeypatch):
     room(disk)
     resumed = wide_run(1200, resume=tmp_path / "run", store=disk / "draws.zarr")
     same(unconstrained(resumed), unconstrained(whole))
-    same(resumed._results().sample_stats, whole._results().sample_stats)
+    same(resumed.posterior.draws.sample_stats, whole.posterior.draws.sample_stats)
 
 
 def test_a_disk_that_is_full_from_the_beginning(disk):

@@ -58,7 +58,7 @@ def ran(method, data=(X, Y), **how):
     if isinstance(method, ps.MAP | ps.VI):
         return method.run(data, num_steps=30, **how).trace
     steps = {"num_samples": 20, "warmup_steps": 0, "thinning": 1, "num_chains": 1}
-    return method.run(data, **(steps | how))._results().positions
+    return method.run(data, **(steps | how)).posterior.draws.positions
 
 
 HOW = [

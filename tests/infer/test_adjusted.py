@@ -57,13 +57,13 @@ def test_it_is_right_with_nothing_set(temperature):
     told = f"no step size biases the draws: {rate:.0%} of proposals were accepted"
     assert (finding.verdict, finding.told) == ("yes", told)
     assert "of proposals were accepted (about 90% are to be)" in report.choices["step size"]
-    assert run.kernel.friction == 0.5
+    assert run.posterior.attrs["friction"] == 0.5
 
 
 @pytest.mark.slow
 def test_a_number_is_never_changed():
     run = ps.GHMC(line, lr=0.9, friction=0.3, precondition="dense").run((X, Y), **QUIET)
-    assert (run.kernel.lr, run.kernel.friction) == (0.9, 0.3)
+    assert (run.posterior.attrs["lr"], run.posterior.attrs["friction"]) == (0.9, 0.3)
     check(run)
 
 
@@ -114,7 +114,7 @@ def test_resumed_is_uninterrupted(tmp_path, compile):
     assert torch.equal(resumed.get_samples()["beta"], whole.get_samples()["beta"])
     for name in ("lp", "step"):
         assert torch.equal(
-            resumed._results().sample_stats[name], whole._results().sample_stats[name]
+            resumed.posterior.draws.sample_stats[name], whole.posterior.draws.sample_stats[name]
         )
     rates = [each.diagnostics().attrs["acceptance_rate"] for each in (resumed, whole)]
     assert rates[0] == rates[1]
@@ -123,7 +123,7 @@ def test_resumed_is_uninterrupted(tmp_path, compile):
 @pytest.mark.slow
 def test_lp_is_that_of_the_draw():
     run = ps.GHMC(line, lr=0.05, compile=False).run((X, Y), **BY_HAND)
-    density, result = run._results().log_posterior, run._results()
+    density, result = run.posterior.draws.log_posterior, run.posterior.draws
     for place in (0, 17, 49):
         params = result.layout.unflatten(result.positions[1, place])
         expected = density(params, {"x": X, "y": Y}).log_joint

@@ -24,6 +24,7 @@ from reference import close, double
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, NotRunError
+from pyro_scale.infer.method import Finished
 
 pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
@@ -74,12 +75,13 @@ def compared(*names, data=None, **how):
 
 def moved(fit, shift=0.0, scale=1.0):
     """The fit whose draws are moved and stretched about their mean."""
-    other, result = ps.Laplace(regression(), structure="dense"), fit._results()
+    other, result = ps.Laplace(regression(), structure="dense"), fit.posterior.draws
     positions = result.positions
     mean = positions.mean((0, 1))
     positions = mean + scale * (positions - mean) + shift
-    other._fit = dataclasses.replace(fit.fit)
-    other._fit.__dict__["result"] = dataclasses.replace(result, positions=positions)
+    moved = dataclasses.replace(fit.fit)
+    moved.__dict__["result"] = dataclasses.replace(result, positions=positions)
+    other._last = Finished(ps.GaussianPosterior(moved))
     return other
 
 
@@ -177,7 +179,7 @@ def test_sites_of_a_row_belong_together(monkeypatch):
 def test_draws_with_weights_count_as_much():
     fit = run(ps.SGLD(regression(), lr=lambda step: 0.5 / (1 + step)), num_samples=300, **ONE_CHAIN)
     table = ps.compare({"SGLD": fit, "dense": fitted("dense")}, reference="dense").table
-    weights, w = fit._result.weights[0], fit.get_samples()["w"]
+    weights, w = fit.posterior.draws.weights[0], fit.get_samples()["w"]
     mean = (weights[:, None] * w).sum(0) / weights.sum()
     reference = fitted("dense").get_samples()["w"]
     gap = ((mean - reference.mean(0)) / reference.std(0)).abs().max()

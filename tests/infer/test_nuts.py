@@ -59,7 +59,7 @@ def test_a_conjugate_posterior(temperature, mass, compiled):
         square = (draws[..., i] - MEAN[i]).square()
         assert abs(z_of_mean(square, temperature * COVARIANCE[i, i])) < 4.4
     assert float(nuts.diagnostics().r_hat.max()) < 1.02
-    program = nuts._results().attrs["program"]
+    program = nuts.posterior.draws.attrs["program"]
     assert program.startswith("compiled" if compiled else "eager")
 
 
@@ -156,7 +156,7 @@ def test_a_gaussian_process_against_quadrature(compiled):
     nuts = ps.NUTS(gaussian_process, num_data=12, compile=compiled)
     few = {} if compiled else {"num_samples": 250, "warmup_steps": 250, "num_chains": 2}
     draws = nuts.run((x, y), **few, **QUIET).get_samples(group_by_chain=True)
-    assert nuts._results().attrs["program"].startswith("compiled" if compiled else "eager")
+    assert nuts.posterior.draws.attrs["program"].startswith("compiled" if compiled else "eager")
     for name, grid in (("scale", s.log()), ("noise", n.log())):
         for power in (1, 2):
             assert abs(z_of_mean(draws[name].log() ** power, (weight * grid**power).sum())) < 4.4
@@ -203,7 +203,7 @@ def test_float32_is_sampled_in_float64_and_given_back_as_it_is():
     frozen = torch.nn.Linear(3, 3)
     with pytest.warns(PyroScaleWarning, match=r"does not run in float64.*net\.double\(\)"):
         within = ps.NUTS(lambda x, y: model(frozen(x), y)).run(data, **few, **QUIET)
-    assert within._results().attrs["program"] == "compiled log density"
+    assert within.posterior.draws.attrs["program"] == "compiled log density"
 
 
 @pytest.mark.slow
@@ -217,19 +217,21 @@ def test_what_a_model_holds_in_float32_may_stay_so():
     nuts = ps.NUTS(process.model, num_data=20)
     with pytest.warns(PyroScaleWarning, match="computes in torch.float32 in places"):
         nuts.run(None, num_samples=20, warmup_steps=50, num_chains=1, **QUIET)
-    assert nuts._results().attrs["program"] == "compiled log density"
+    assert nuts.posterior.draws.attrs["program"] == "compiled log density"
 
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_draws_whatever_the_number_of_chains():
     runs = [
-        ps.NUTS(linear).run((X, Y), num_samples=50, num_chains=chains, **QUIET)._results().positions
+        ps.NUTS(linear)
+        .run((X, Y), num_samples=50, num_chains=chains, **QUIET)
+        .posterior.draws.positions
         for chains in (3, 3, 1)
     ]
     assert torch.equal(runs[0], runs[1])
     assert torch.equal(runs[0][:1], runs[2])
     other = ps.NUTS(linear).run((X, Y), num_samples=50, num_chains=1, seed=2, progress=False)
-    assert not torch.equal(other._results().positions, runs[2])
+    assert not torch.equal(other.posterior.draws.positions, runs[2])
 
 
 @pytest.mark.slow
@@ -250,15 +252,15 @@ def test_a_second_run_sees_what_has_changed():
     nuts, changes = ps.NUTS(model), (lambda: y.add_(1.0), change_array, lambda: scale.mul_(0.1))
     for change in (lambda: None, *changes):
         change()
-        again = nuts.run(y, **few)._results().positions
-        assert torch.equal(again, ps.NUTS(model).run(y, **few)._results().positions)
+        again = nuts.run(y, **few).posterior.draws.positions
+        assert torch.equal(again, ps.NUTS(model).run(y, **few).posterior.draws.positions)
 
 
 @pytest.mark.slow
 def test_runs_in_two_threads_are_those_of_one():
     def positions(seed):
         nuts = ps.NUTS(linear).run((X, Y), num_samples=100, seed=seed, progress=False)
-        return nuts._results().positions
+        return nuts.posterior.draws.positions
 
     with ThreadPoolExecutor(2) as threads:
         side_by_side = list(threads.map(positions, (1, 2, 3, 4)))
@@ -268,7 +270,7 @@ def test_runs_in_two_threads_are_those_of_one():
 def test_a_loader_is_read_once_and_in_order():
     loader = DataLoader(TensorDataset(X, Y), batch_size=7, shuffle=True)
     runs = [
-        ps.NUTS(linear).run(data, num_samples=50, num_chains=1, **QUIET)._results().positions
+        ps.NUTS(linear).run(data, num_samples=50, num_chains=1, **QUIET).posterior.draws.positions
         for data in (loader, (X, Y))
     ]
     assert torch.equal(*runs)
@@ -312,7 +314,7 @@ def funnel():
 def test_divergences_are_reported():
     with pytest.warns(ConvergenceWarning, match=r"trajectories diverged: raise target_accept"):
         nuts = ps.NUTS(funnel).run(None, **QUIET)
-    assert bool(nuts._results().sample_stats["diverging"].any())
+    assert bool(nuts.posterior.draws.sample_stats["diverging"].any())
 
 
 def test_arviz_plots_energies_and_divergences():
@@ -331,11 +333,11 @@ def test_arviz_plots_energies_and_divergences():
 
 
 def with_divergence(nuts):
-    nuts._results().sample_stats["diverging"][0, 0] = True
+    nuts.posterior.draws.sample_stats["diverging"][0, 0] = True
 
 
 def apart(nuts):
-    nuts._results().positions[0] += 1.0
+    nuts.posterior.draws.positions[0] += 1.0
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def test_means_and_mean_squares_are_those_of_pyro(name):
     posterior = POSTERIORS[name]()
     nuts = ps.NUTS(posterior.model)
     nuts.run(posterior.data or None, num_samples=4000, seed=1, progress=False)
-    assert nuts._results().attrs["program"] == "compiled log density"
+    assert nuts.posterior.draws.attrs["program"] == "compiled log density"
     columns = elements(nuts.get_samples(group_by_chain=True))
     expected = REFERENCES[name]["elements"]
     assert set(columns) == set(expected)

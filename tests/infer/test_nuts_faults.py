@@ -146,12 +146,12 @@ def test_data_of_another_dtype_get_an_error_that_says_what_to_do():
 def test_versions_and_interfaces_that_are_not_known_get_a_python_function(monkeypatch):
     """And the same draws."""
     few = {"num_samples": 50, "warmup_steps": 50, "num_chains": 2, **QUIET}
-    pointer = ps.NUTS(linear).run((X, Y), **few)._results()
+    pointer = ps.NUTS(linear).run((X, Y), **few).posterior.draws
     assert pointer.attrs["program"] == "compiled log density"
     monkeypatch.setattr(pointer_check, "KNOWN_VERSIONS", ())
     monkeypatch.setattr(nutpie_api, "KNOWN_VERSIONS", ())
     pointer_check.takes_pointers.cache_clear()
-    python = ps.NUTS(linear).run((X, Y), **few)._results()
+    python = ps.NUTS(linear).run((X, Y), **few).posterior.draws
     pointer_check.takes_pointers.cache_clear()
     assert "called from Python (nutpie" in python.attrs["program"]
     assert torch.equal(pointer.positions, python.positions)
@@ -230,5 +230,5 @@ def test_without_a_compiler_it_runs_eagerly(monkeypatch, tmp_path):
 
     few = {"num_samples": 5, "warmup_steps": 5, "num_chains": 1, **QUIET}
     with pytest.warns(CompileWarning, match=r"there is no C\+\+ compiler.*compile=False"):
-        program = ps.NUTS(unseen).run(Y, **few)._results().attrs["program"]
+        program = ps.NUTS(unseen).run(Y, **few).posterior.draws.attrs["program"]
     assert program.startswith("eager log density (there is no C++ compiler")

@@ -127,7 +127,7 @@ def rank(case, number, power):
         seed=number,
         progress=False,
     )
-    assert nuts._results().attrs["program"] == "compiled log density"
+    assert nuts.posterior.draws.attrs["program"] == "compiled log density"
     draws = {name: values[EVERY - 1 :: EVERY] for name, values in nuts.get_samples().items()}
     truth = {name: nodes[name]["value"][None] for name in draws}
     true_values = case.quantities(truth, case.design, y)

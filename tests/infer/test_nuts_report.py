@@ -28,9 +28,7 @@ def sampled(float64):
 
 def changed(nuts, **tensors):
     """The same run, with other draws or statistics."""
-    other = ps.NUTS(nuts.model)
-    other._result = dataclasses.replace(nuts._results(), **tensors)
-    return other.report()
+    return ps.Posterior(dataclasses.replace(nuts.posterior.draws, **tensors)).report()
 
 
 def checks(report):
@@ -49,13 +47,13 @@ def test_what_has_mixed_is_right(sampled):
 @pytest.mark.parametrize(("away", "verdict"), [(0.0, "yes"), (0.25, "unknown"), (1.0, "no")])
 def test_chains_that_are_apart(sampled, away, verdict):
     """One of four chains is moved by so many sds: R-hat is about (1 + 3/16 away^2)^0.5."""
-    positions = sampled._results().positions.clone()
+    positions = sampled.posterior.draws.positions.clone()
     positions[0] += away * positions.flatten(0, 1).std(0)
     assert checks(changed(sampled, positions=positions))["mixing"] == verdict
 
 
 def test_a_trajectory_that_diverged_leaves_it_unknown(sampled):
-    stats = dict(sampled._results().sample_stats)
+    stats = dict(sampled.posterior.draws.sample_stats)
     stats["diverging"] = stats["diverging"].clone()
     stats["diverging"][1, 7] = True
     report = changed(sampled, sample_stats=stats)
@@ -64,7 +62,7 @@ def test_a_trajectory_that_diverged_leaves_it_unknown(sampled):
 
 
 def test_few_draws_and_one_chain_tell_nothing(sampled):
-    result = sampled._results()
+    result = sampled.posterior.draws
     few = {"positions": result.positions[:, :90]}  # 360 draws cannot be worth 400
     few["sample_stats"] = {name: each[:, :90] for name, each in result.sample_stats.items()}
     assert checks(changed(sampled, **few))["mixing"] == "unknown"
@@ -87,5 +85,5 @@ def test_where_a_funnel_diverges_the_advice_is_how_to_mend_it():
             pyro.sample("y", dist.Normal(effect, 1.0), obs=y)
 
     nuts = ps.NUTS(funnel).run(0.1 * torch.arange(8.0), num_samples=1000, **HOW)
-    assert bool(nuts._results().sample_stats["diverging"].any())
+    assert bool(nuts.posterior.draws.sample_stats["diverging"].any())
     assert "non-centered 'effect', whose prior's scale is 'tau'" in nuts.report().headline

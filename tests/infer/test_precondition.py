@@ -92,7 +92,7 @@ def test_draws_have_the_law_of_the_posterior():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", VerdictWarning)  # of a step size that is set
             sampler.run((X, Y), batch_size=None, **how | more)
-        assert ("compiled" in sampler._results().attrs["program"]) == compile
+        assert ("compiled" in sampler.posterior.draws.attrs["program"]) == compile
         found = sampler.get_samples(group_by_chain=True)
         return torch.cat([found["w"].flatten(2), found["u"][:, :, None]], 2)
 

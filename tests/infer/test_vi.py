@@ -23,7 +23,7 @@ from torch.distributions import MultivariateNormal, constraints
 
 import pyro_scale as ps
 from pyro_scale import kernels
-from pyro_scale.errors import ApproximationWarning, ArgumentError, NonFiniteError
+from pyro_scale.errors import ApproximationWarning, ArgumentError, NonFiniteError, NotRunError
 from pyro_scale.kernels.optimizer import is_pure
 from pyro_scale.kernels.vi import VIState
 from pyro_scale.rng.streams import NoiseStream
@@ -779,7 +779,8 @@ def test_a_fit_that_becomes_infinite_says_where_and_leaves_none():
     vi = ps.VI(linear, optimizer=torchopt.sgd(1e4))
     with pytest.raises(NonFiniteError, match=r"start 0 at step \d+, site 'w'"):
         vi.run((X, Y), num_steps=300, **SETTINGS)
-    assert vi._fit is None
+    with pytest.raises(NotRunError, match="no fit yet"):
+        vi.posterior  # noqa: B018
 
 
 def test_a_start_may_be_a_function_of_pyros():

@@ -82,7 +82,7 @@ def test_draws_are_constrained_positions_in_memory_of_their_own(bare):
             pyro.sample("y", dist.Normal(x @ a.sum(1)[:2] + b, 1.0), obs=y)
 
     fit = fitted(model, lr=0.01)
-    positions, before = fit._result.positions.clone(), len(calls)
+    positions, before = fit.posterior.draws.positions.clone(), len(calls)
     expected = {"a": positions[..., :6].unflatten(-1, (2, 3)), "b": positions[..., 6]}
     expected["b"] = expected["b"] if bare else expected["b"].exp()
     for _ in range(2):
@@ -91,8 +91,8 @@ def test_draws_are_constrained_positions_in_memory_of_their_own(bare):
             value.zero_()  # which is the caller's
         for name, value in fit.get_samples(group_by_chain=True).items():
             assert torch.equal(value, expected[name])
-    fit._result.samples["a"].zero_()
-    assert torch.equal(fit._result.positions, positions)
+    fit.posterior.draws.samples["a"].zero_()
+    assert torch.equal(fit.posterior.draws.positions, positions)
     assert not bare or len(calls) == before
 
 
@@ -592,7 +592,7 @@ def test_lp_of_a_minibatch_is_a_total_over_the_data():
 def test_log_likelihood_is_left_out_when_it_is_large_or_unwanted(monkeypatch):
     fit = fitted()
     assert "log_likelihood" not in groups_of(fit.to_arviz(log_likelihood=False))
-    monkeypatch.setattr("pyro_scale.infer.method._LOG_LIKELIHOOD_BYTES", 30 * SIZE * 8 - 1)
+    monkeypatch.setattr("pyro_scale.results.posterior._LOG_LIKELIHOOD_BYTES", 30 * SIZE * 8 - 1)
     with pytest.warns(UserWarning, match=r"log likelihood would take.*log_likelihood=True"):
         assert "log_likelihood" not in groups_of(fit.to_arviz())
     assert "log_likelihood" in groups_of(fit.to_arviz(log_likelihood=True))
@@ -733,7 +733,9 @@ def test_results_of_step_are_one_draw():
     samples = fit.get_samples()
     assert samples["w"].shape == (1, 2)
     close(fit.log_likelihood((X, Y))["y"], log_density(samples))
-    with pytest.raises(ArgumentError, match=r"step.. keeps no data: .*data="):  # not the batch's
+    with pytest.raises(
+        ArgumentError, match=r"of step.. or from a file, which keep no data: .*data="
+    ):  # not the batch's
         fit.log_likelihood()
     assert groups_of(fit.to_arviz()) == {"posterior", "sample_stats"}
     assert fit.to_arviz().posterior.sizes["draw"] == 1

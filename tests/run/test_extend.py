@@ -27,8 +27,8 @@ def test_it_is_the_run_at_twice_the_thinning(batch_size):
         x = torch.linspace(-1, 1, 20)
         sampler.run(x, num_samples=6, thinning=thinning, batch_size=batch_size, **how)
         if not twice:
-            return sampler._result.positions
-        plan = sampler._plan
+            return sampler.posterior.draws.positions
+        plan = sampler._last.plan
         trajectory = plan.execute("test")
         longer = extended(trajectory, "test")
         assert isinstance(longer, Trajectory)

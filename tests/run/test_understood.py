@@ -55,7 +55,7 @@ def data():
 def ran(sampler, rows, **how):
     steps = {"num_samples": 5, "warmup_steps": 0, "thinning": 1, "num_chains": 2, "seed": 0}
     sampler.run(rows, **{**steps, "batch_size": B, "progress": False, **how})
-    return sampler._results().positions
+    return sampler.posterior.draws.positions
 
 
 def sampler(model):

@@ -503,7 +503,7 @@ def test_what_was_loaded_is_not_run(tmp_path):
     ):
         with pytest.raises(NotRunError, match=r"make a new one, BAOA\(model, ...\)"):
             go_on()
-    with pytest.raises(ArgumentError, match=r"a file keeps no data: .*data="):
+    with pytest.raises(ArgumentError, match=r"or from a file, which keep no data: .*data="):
         after.log_likelihood()
 
 
@@ -518,26 +518,6 @@ def test_a_class_loads_its_own_files_and_those_of_classes_below_it(tmp_path):
         assert type(after).__name__ == "SGHMC"
     with pytest.raises(FileError, match=r"results of SGHMC, not of BAOA: call SGHMC\.load"):
         ps.BAOA.load(tmp_path / "run.ps", regression)
-
-
-class Extended(ps.BAOA):
-    """A method that keeps something of its own."""
-
-    def _contents(self):
-        return {**super()._contents(), "gaussian": {"mean": double(1.0, 2.0), "rank": 1}}
-
-    def _restore(self, contents, log_posterior):
-        super()._restore(contents, log_posterior)
-        self.gaussian = contents["gaussian"]
-
-
-def test_a_method_may_keep_more(tmp_path):
-    fit = fitted(method=Extended)
-    fit.save(tmp_path / "run.ps")
-    after = Extended.load(tmp_path / "run.ps", regression)
-    assert torch.equal(after.gaussian["mean"], double(1.0, 2.0))
-    assert after.gaussian["rank"] == 1
-    same(after.get_samples(), fit.get_samples())
 
 
 # ------------------------------------------------------------------ other models

@@ -59,9 +59,9 @@ def at(kept, tmp_path):
 def same_outcome(fit, whole):
     """Bit for bit, but for what is added up: its rounding is that of blocks as they came."""
     stored.near(outcome(fit), outcome(whole))
-    same(fit._results().sample_stats, whole._results().sample_stats)
+    same(fit.posterior.draws.sample_stats, whole.posterior.draws.sample_stats)
     same(fit.params, whole.params)
-    if fit._results().online is None:
+    if fit.posterior.draws.online is None:
         same(unconstrained(fit), unconstrained(whole))
 
 
@@ -103,7 +103,7 @@ def test_an_interrupt_leaves_the_moments_until_then(cut):
     whole = draws_of(fitted(num_samples=300))
     cut(100)
     fit = fitted(num_samples=300, store=False)
-    count = fit._results().sample_stats["lp"].shape[1]
+    count = fit.posterior.draws.sample_stats["lp"].shape[1]
     assert 0 < count <= 100
     for name, found in fit.moments().items():
         until = whole[name][:, :count].flatten(0, 1)

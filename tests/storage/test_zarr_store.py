@@ -269,7 +269,7 @@ def test_chains_that_broke_are_left_out(tmp_path, float64):
     inside, said = with_broken_chains()
     stored, told = with_broken_chains(store=tmp_path / "draws.zarr")
     assert without_replay(told) == without_replay(said)
-    chains = inside._results().num_chains
+    chains = inside.posterior.draws.num_chains
     assert 0 < chains < 6
     for alike in ALIKE.values():
         alike(stored, inside)
@@ -338,7 +338,7 @@ def test_of_chains_that_broke_the_store_has_what_there_was(tmp_path, float64):
     tree = opened(tmp_path / "draws.zarr")
     assert tree.posterior.w.shape == (6, 31)
     finished = tree.sample_stats.chain.values
-    assert len(finished) == inside._results().num_chains
+    assert len(finished) == inside.posterior.draws.num_chains
     found = tree.posterior.w.sel(chain=finished).values
     np.testing.assert_array_equal(found, draws_of(inside)["w"])
     broken = sorted({*range(6)} - {*finished.tolist()})

@@ -72,7 +72,7 @@ def near(actual, expected):
 
 def unconstrained(fit):
     """Unconstrained draws by site, `[chains, draws, ...]`, wherever they are."""
-    result = fit._results()
+    result = fit.posterior.draws
     chains, draws = result.positions.shape[:2]
     found = result.positions[torch.arange(chains)[:, None], torch.arange(draws)]
     assert found.dtype == result.layout.dtype
@@ -86,7 +86,7 @@ def predicted(fit, arguments, **kwargs):
 
 def same_draws(stored, inside):
     """In all the ways that they are asked for."""
-    draws = inside._results().positions.shape[1]
+    draws = inside.posterior.draws.positions.shape[1]
     for how in ({}, {"num_samples": 1}, {"num_samples": draws // 2}, {"num_samples": draws}):
         near(draws_of(stored, **how), draws_of(inside, **how))
         near(stored.get_samples(**how), inside.get_samples(**how))
@@ -106,7 +106,7 @@ def same_predictions(stored, inside, arguments):
 
 def same_likelihoods(stored, inside):
     near(stored.log_likelihood(), inside.log_likelihood())
-    if inside._results().positions.shape[:2].numel() >= 20:
+    if inside.posterior.draws.positions.shape[:2].numel() >= 20:
         one, other = (quiet(fit.loo) for fit in (stored, inside))
         assert str(one) == str(other)
         torch.testing.assert_close(
@@ -142,7 +142,7 @@ def without_times(dataset):
 
 def outcome(fit):
     """What a run leaves behind, as tensors."""
-    if fit._results().online is None:
+    if fit.posterior.draws.online is None:
         return dict(draws_of(fit))
     return {
         f"{name} {part}": value

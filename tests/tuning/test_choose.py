@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import re
 
+import choices
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -77,9 +78,11 @@ def test_minibatches_are_right_with_nothing_set():
     assert "variance_reduction" in run.diagnostics()  # by control variates
     told = run.report().choices["minibatches"]
     assert told == f"20 of {len(X)} rows a step, with control variates of first order"
-    result = run._results()
-    hot = dataclasses.replace(result.gradient_noise, inflation=torch.full((len(X[0]),), 2.0))
-    advice = verdict_on(dataclasses.replace(result, gradient_noise=hot), None, 1000).headline
+    result = run.posterior.draws
+    noise = result.measurements.gradient_noise
+    hot = dataclasses.replace(noise, inflation=torch.full((len(X[0]),), 2.0))
+    measurements = dataclasses.replace(result.measurements, gradient_noise=hot)
+    advice = verdict_on(dataclasses.replace(result, measurements=measurements), None, 1000).headline
     assert advice.endswith("try: larger batches (batch_size=), or a smaller lr")  # they are on
 
 
@@ -90,7 +93,7 @@ def test_choices_do_not_depend_on_the_number_of_draws():
         return sampler.run((X, Y), num_samples=num_samples, **QUIET)
 
     few, many = run(100), run(150)
-    assert few.kernel == many.kernel
+    assert few.posterior.attrs["lr"] == many.posterior.attrs["lr"]
     few, many = (each.get_samples(group_by_chain=True)["beta"] for each in (few, many))
     assert torch.equal(few, many[:, :100])
 
@@ -99,11 +102,11 @@ def test_choices_do_not_depend_on_the_number_of_draws():
 def test_what_is_set_is_not_changed():
     run = ps.BAOA(line, lr=0.2, friction=2.0, precondition="dense")
     run.run((X, Y), num_samples=50, warmup_steps=10, thinning=3, **QUIET)
-    assert (run.kernel.lr, run.kernel.friction) == (0.2, 2.0)
-    steps = run._result.sample_stats["step"][0]
+    assert (run.posterior.attrs["lr"], run.posterior.attrs["friction"]) == (0.2, 2.0)
+    steps = run.posterior.draws.sample_stats["step"][0]
     assert steps.tolist() == list(range(12, 12 + 150, 3))
     alone = ps.BAOA(line, friction=2.0).run((X, Y), num_samples=50, **QUIET)
-    assert alone.kernel.friction == 2.0
+    assert alone.posterior.attrs["friction"] == 2.0
 
 
 def test_a_number_for_lr_moves_the_parameters_themselves():
@@ -165,7 +168,7 @@ def test_work_is_bounded(monkeypatch):
     with pytest.raises(ArgumentError, match=r"max_rows=1,000 is 1 steps a chain.*pass max_rows="):
         ps.BAOA(line).run((X, Y), max_rows=1000, **QUIET)
     run = ps.BAOA(line).run((X, Y), max_rows=2_400_000, **QUIET)
-    attrs = run._result.attrs
+    attrs = run.posterior.draws.attrs
     passes = {key: value for key, value in attrs.items() if key.startswith("passes_")}
     steps = attrs["warmup_steps"] + 1000 * attrs["thinning"]
     chains = passes["passes_windows"] + passes["passes_pilots"] + passes["passes_draws"]
@@ -275,9 +278,10 @@ def test_a_run_that_went_on_says_its_own_thinning():
         pyro.factor("no data", torch.zeros(()))
         pyro.sample("x", dist.StudentT(3.0, 0.0, 1.0))
 
-    run = ps.BAOA(heavy).run(None, **QUIET)
+    with choices.recorded() as made:
+        run = ps.BAOA(heavy).run(None, **QUIET)
     thinning = run.diagnostics().attrs["thinning"]
-    assert thinning == run._plan.steps.thinning > run._choice.steps.thinning
+    assert thinning == run._last.plan.steps.thinning > made[-1].steps.thinning
     assert f"thinning: {thinning} steps from one draw to the next, as draws" in str(run.report())
 
 

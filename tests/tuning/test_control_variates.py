@@ -271,7 +271,7 @@ def test_on_the_whole_data_they_change_nothing(case):
     varied = ran(ps.BAOA, model, data, control_variates=True, **steps)
     for name, draws in plain.get_samples().items():
         close(varied.get_samples()[name], draws, 1e-8)
-    close(varied._results().sample_stats["lp"], plain._results().sample_stats["lp"], 1e-8)
+    close(varied.posterior.draws.sample_stats["lp"], plain.posterior.draws.sample_stats["lp"], 1e-8)
 
 
 @pytest.mark.slow
@@ -311,7 +311,7 @@ def test_every_method_goes_with_them(row):
         init_strategy={name: value[None] for name, value in mode.items()},
     )
     sampler.run((X, Y), batch_size=B, num_samples=30, seed=4, **ONE_CHAIN, **QUIET)
-    noise = sampler._results().gradient_noise
+    noise = sampler.posterior.draws.measurements.gradient_noise
     assert float(noise.reduction.min()) > 5
 
 
@@ -341,7 +341,7 @@ def test_the_reduction_that_is_reported_is_the_rows_own():
     share = share * 72 / 71
     with_them = (here - there).var(0, unbiased=False) * share
     without = here.var(0, unbiased=False) * share
-    noise = sampler._results().gradient_noise
+    noise = sampler.posterior.draws.measurements.gradient_noise
     close(noise.variance, with_them, 1e-6)
     close(noise.reduction, without / with_them, 1e-6)
     table = sampler.diagnostics()
@@ -425,7 +425,7 @@ def test_the_inflation_is_known_to_rounding(row):
     sampler.run(
         PAIRS, batch_size=32, num_samples=20, seed=0, sampling="shuffle", **ONE_CHAIN, **QUIET
     )
-    found = sampler._results().gradient_noise
+    found = sampler.posterior.draws.measurements.gradient_noise
     close(found.variance, noise, 1e-9)
     close(found.inflation, 1 + added / (0.7 / 64), 1e-9)
     with warnings.catch_warnings():
@@ -460,7 +460,7 @@ def test_the_inflation_is_what_comes_out(name):
         seed=1,
         **QUIET,
     )
-    inflation = sampler._results().gradient_noise.inflation
+    inflation = sampler.posterior.draws.measurements.gradient_noise.inflation
     kernel = type(sampler.kernel)
     for i, site in enumerate("ab"):
         own = {key: value[site] for key, value in hyperparameters.items()}
@@ -661,7 +661,7 @@ class TestWhereTheNoiseIsTooMuch:
         noise = float(VARIANCES[1] * 63 / 64 / 8)
         with pytest.warns(UserWarning, match="subtract_noise"):
             sampler = self.run(3 * 2 / 64 / noise)
-        inflation = sampler._results().gradient_noise.inflation
+        inflation = sampler.posterior.draws.measurements.gradient_noise.inflation
         assert float(inflation[0]) == pytest.approx(1, abs=0.05)
         assert float(inflation[1]) == pytest.approx(3, rel=0.1)
 

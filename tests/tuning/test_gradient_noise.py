@@ -72,7 +72,7 @@ def ran(model, batch_size=B, **others):
 
 @pytest.mark.parametrize("others", [{}, {"control_variates": True}])
 def test_alone_they_are_what_they_are_in_a_batch(others):
-    problem = ran(network(), **others)._plan.problem
+    problem = ran(network(), **others)._last.plan.problem
     at, batches = problem.positions, [[((X[:B], Y[:B]), None)], [((X[B:], Y[B:]), None)]]
     density = problem.engine.density
     alone, together = (
@@ -91,7 +91,7 @@ def test_alone_they_are_what_they_are_in_a_batch(others):
 
 def test_rows_that_are_others_alone_are_taken_in_batches():
     sampler = ran(another_alone)
-    problem = sampler._plan.problem
+    problem = sampler._last.plan.problem
     assert not takes_single_rows(problem, problem.positions[0], (X[:B], Y[:B]))
     w = problem.positions[0]
     mine = (Y.double() - torch.sigmoid(X @ w))[:, None] * X
@@ -102,17 +102,17 @@ def test_rows_that_are_others_alone_are_taken_in_batches():
 def test_the_variance_is_that_of_some_rows_of_a_batch():
     """With all rows of one batch in place of 64 of them, it would be another number."""
     sampler = ran(squares_of_rows)
-    batches = sampler._plan.problem.batches(2, "shuffle")
+    batches = sampler._last.plan.problem.batches(2, "shuffle")
     rows = batches.take(12, 24)  # after the 12 steps of the run
     indices = pytree.tree_leaves(rows)[0]
     seen = X[:, 0][indices[:, :, :64]]  # [chains, steps, 64]
     expected = seen.var(-1).mean() / B * (1 - B / N)
-    close(sampler._results().gradient_noise.variance, expected[None], 1e-9)
+    close(sampler.posterior.draws.measurements.gradient_noise.variance, expected[None], 1e-9)
 
 
 @pytest.mark.parametrize("model", [network(), used_twice])
 def test_moments_are_those_of_rows(model):
-    problem = ran(model)._plan.problem
+    problem = ran(model)._last.plan.problem
     params = problem.engine.layout.unflatten(problem.positions[1])
     rows = problem.log_posterior.row_gradients(params, (X[:B], Y[:B]))
     sums, squares = row_moments(problem.log_posterior, params, (X[:B], Y[:B]))
@@ -126,11 +126,11 @@ def test_moments_are_those_of_rows(model):
 def test_a_large_models_noise_is_that_of_rows_one_by_one(model, size, monkeypatch):
     """Where a draw's rows fill a block of memory, their own gradients are not formed; smaller
     batches are put together."""
-    noise = ran(model, batch_size=size)._results().gradient_noise
+    noise = ran(model, batch_size=size).posterior.draws.measurements.gradient_noise
     monkeypatch.setattr(gradient_noise, "NUMBERS_AT_ONCE", 1)
     formed = []
     monkeypatch.setattr(gradient_noise, "row_gradients", lambda *args: formed.append(args))
-    found = ran(model, batch_size=size)._results().gradient_noise
+    found = ran(model, batch_size=size).posterior.draws.measurements.gradient_noise
     assert not formed
     close(found.variance / noise.variance, torch.ones_like(noise.variance), 1e-10)
     close(found.inflation / noise.inflation, torch.ones_like(noise.variance), 1e-10)

@@ -119,7 +119,7 @@ def test_a_posterior_of_many_dimensions_is_right_with_nothing_set():
     assert float(along.mean(0).abs().max()) < 0.15
     close(along.std(0), double(1.0, 1.0), 0.1)
     assert "a few directions" in mcmc.report().choices["geometry"]
-    assert mcmc._results().attrs["thinning"] < 60
+    assert mcmc.posterior.draws.attrs["thinning"] < 60
 
 
 def test_what_is_no_geometry_is_refused():

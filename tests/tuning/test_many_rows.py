@@ -589,8 +589,8 @@ def test_a_hierarchy_of_rare_groups_is_right_from_minibatches():
 
     mcmc = ps.BAOA(model).run((group, y), seed=0, progress=False)
     assert mcmc.report().verdict == "yes"
-    assert mcmc._results().attrs["batch_size"] < count
-    assert mcmc._results().attrs["thinning"] <= 30
+    assert mcmc.posterior.draws.attrs["batch_size"] < count
+    assert mcmc.posterior.draws.attrs["thinning"] <= 30
     exact = ps.NUTS(model).run((group, y), seed=0, progress=False)
     for name, draws in exact.get_samples().items():
         mine = mcmc.get_samples()[name]

@@ -372,11 +372,10 @@ def words_of(sampler):
 @pytest.mark.slow
 def test_a_run_says_what_it_chose_and_has_it():
     sampler = ran()
-    words, lr = words_of(sampler), sampler.kernel.lr
+    words, lr = words_of(sampler), sampler.posterior.attrs["lr"]
     assert isinstance(lr, float)
     assert words.startswith(f"lr={lr:g}, the least error")
-    assert sampler._results().attrs["lr"] == lr
-    assert bool((sampler._results().sample_stats["lr"] == lr).all())
+    assert bool((sampler.posterior.draws.sample_stats["lr"] == lr).all())
     problem = PROBLEMS["linear"]()
     choice, _ = chosen(problem, kernels.BAOA(lr=1.0), Steps(400, 100, 1), 0)
     assert (choice.lr, choice.reason) == (lr, words)
@@ -391,15 +390,15 @@ def test_a_run_says_what_it_chose_and_has_it():
 @pytest.mark.slow
 def test_a_number_is_no_choice():
     sampler = ran(lr=0.1)
-    assert "lr_choice" not in sampler._results().attrs
-    assert sampler.kernel.lr == 0.1
+    assert "lr_choice" not in sampler.posterior.draws.attrs
+    assert sampler.posterior.attrs["lr"] == 0.1
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_same_seed_chooses_and_draws_the_same():
     one, two = ran(seed=3), ran(seed=3)
-    assert one.kernel.lr == two.kernel.lr
+    assert one.posterior.attrs["lr"] == two.posterior.attrs["lr"]
     assert words_of(one) == words_of(two)
     assert torch.equal(one.get_samples()["w"], two.get_samples()["w"])
 
@@ -408,7 +407,7 @@ def test_the_same_seed_chooses_and_draws_the_same():
 @pytest.mark.long
 def test_draws_are_those_of_the_number_that_was_chosen():
     auto = ran(seed=3)
-    given = ran(seed=3, lr=auto.kernel.lr)
+    given = ran(seed=3, lr=auto.posterior.attrs["lr"])
     assert torch.equal(auto.get_samples()["w"], given.get_samples()["w"])
 
 
@@ -419,7 +418,7 @@ def test_a_second_run_chooses_afresh():
     steps = {"batch_size": 8, "sampling": "replacement"}
     for count in (60, 1200, 60):
         sampler.run(PAIRS, num_samples=count, seed=0, **ONE_CHAIN, **steps, **QUIET)
-        found.append(sampler.kernel.lr)
+        found.append(sampler.posterior.attrs["lr"])
     assert found[0] == found[2]
     assert found[1] < found[0] / 2
 
@@ -429,12 +428,14 @@ def test_less_noise_lets_steps_be_larger():
     """The rows' gradients of a normal mean differ by constants from the mode's, which leaves
     SGLD's own bias."""
     steps = {"data": PAIRS, "num_samples": 200, "method": ps.SGLD, "sampling": "replacement"}
-    found = [ran(normal_mean, batch_size=size, **steps).kernel.lr for size in (8, 48, None)]
+    found = [
+        ran(normal_mean, batch_size=size, **steps).posterior.attrs["lr"] for size in (8, 48, None)
+    ]
     assert found[0] < found[1] < found[2]
-    varied = ran(normal_mean, batch_size=8, control_variates=True, **steps).kernel.lr
+    varied = ran(normal_mean, batch_size=8, control_variates=True, **steps).posterior.attrs["lr"]
     assert varied == found[2]
     # where all the noise can be taken off, as much is as of none
-    subtracted = ran(normal_mean, batch_size=48, subtract_noise=True, **steps).kernel.lr
+    subtracted = ran(normal_mean, batch_size=48, subtract_noise=True, **steps).posterior.attrs["lr"]
     assert found[1] < subtracted <= found[2]
 
 
@@ -499,8 +500,9 @@ def test_it_is_halved_until_no_chain_diverges(method):
     words = words_of(far)
     times = int(words.split("halved ")[1].split(" times")[0])
     assert times >= 2
-    assert words.startswith(f"lr={far.kernel.lr:.2g}: halved {times} times, as a chain diverged")
-    assert far._results().attrs["lr"] == far.kernel.lr
+    lr = far.posterior.attrs["lr"]
+    assert words.startswith(f"lr={lr:.2g}: halved {times} times, as a chain diverged")
+    assert bool((far.posterior.draws.sample_stats["lr"] == lr).all())
     assert bool(torch.isfinite(far.get_samples()["w"]).all())
     assert far.get_samples(group_by_chain=True)["w"].shape == (2, 300, 1)
 

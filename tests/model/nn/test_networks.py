@@ -159,10 +159,10 @@ def test_predictions_are_the_plain_networks_with_a_draw_for_its_weights(kind):
             **QUIET,
         )
         samplers.append(sampler)
-    close(*(sampler._results().positions for sampler in samplers))
-    assert samplers[1]._results().attrs["program"] == "eager, chain by chain"
+    close(*(sampler.posterior.draws.positions for sampler in samplers))
+    assert samplers[1].posterior.draws.attrs["program"] == "eager, chain by chain"
     if kind not in ("masked Bert", "LoRA"):  # whose masks are read
-        assert samplers[0]._results().attrs["program"] == "eager"
+        assert samplers[0].posterior.draws.attrs["program"] == "eager"
     draws = samplers[0].get_samples()
     logits, looped = (s.predict(*made.data, return_sites=["logits"])["logits"] for s in samplers)
     close(looped, logits)
@@ -442,7 +442,7 @@ def test_a_deep_ensemble_is_sgd_from_every_start():
             sgd.step()
         for name, weight in weights.items():
             close(found[name][chain, 0], weight.detach(), 1e-9)
-    ends = ensemble._results().positions[:, 0]
+    ends = ensemble.posterior.draws.positions[:, 0]
     assert torch.nn.functional.pdist(ends).min() > 0.1
 
 
@@ -484,6 +484,6 @@ def test_a_part_of_a_network_is_compiled(rest):
         )
         for compile in (True, False)
     )
-    assert fast._results().attrs["program"] == "compiled loop"
-    close(fast._results().positions, slow._results().positions)
+    assert fast.posterior.draws.attrs["program"] == "compiled loop"
+    close(fast.posterior.draws.positions, slow.posterior.draws.positions)
     assert set(fast.params) == ({"0.weight", "0.bias"} if rest == "point" else set())

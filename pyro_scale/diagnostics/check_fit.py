@@ -1,0 +1,115 @@
+"""Whether a fit is the posterior, by its importance weights, at no more than the fit's cost."""
+
+from __future__ import annotations
+
+from pyro_scale.core.warn import warn
+from pyro_scale.diagnostics.policy import WEIGHTS
+from pyro_scale.diagnostics.psis import Psis, psis, rows_for, sums_at
+from pyro_scale.diagnostics.resolution import resolution
+from pyro_scale.distributed.ranks import ALONE, Ranks
+from pyro_scale.errors import ApproximationWarning, ArgumentError, DataError
+from pyro_scale.posterior.gaussians import Fit
+
+#: Dimensions up to which a run looks at its fit's importance weights: beyond them, their tail is
+#: heavy however well a network's fit predicts.
+_MOST_DIMENSIONS = 100
+#: Evaluations of rows at draws that are always cheap.
+_CHEAP = 2**22
+#: Numbers of draws, sites without a Gaussian included, that are few.
+_MOST_NUMBERS = 2**22
+
+
+def check_fit(fit: Fit, evaluations: int, ranks: Ranks = ALONE, reason: str | None = None) -> None:
+    """Looks at the importance weights where that costs less than the fit did, keeps what they say
+    in the fit's facts, and warns of a fit that is wrong.
+
+    Args:
+        fit: of a run that is about to end.
+        evaluations: what the fit cost, in evaluations of a row's log density.
+        ranks: the processes that share the rows out.
+        reason: why the fit is wrong, where that is known; the one reason that is given then.
+
+    Warns:
+        ApproximationWarning: the fit is not the posterior.
+    """
+    if reason is not None:
+        warn(ApproximationWarning, reason, code="pareto-k")
+    if not fit.gaussians or fit.data is None:
+        return
+    if len(fit.places) > _MOST_DIMENSIONS:
+        fit.attrs["psis"] = (
+            f"not known: of {len(fit.places):,} dimensions; beyond {_MOST_DIMENSIONS} the "
+            "weights say nothing of a network: look at predictions of held-out rows"
+        )
+        return
+    draws, budget = fit.num_starts * fit.num_draws, max(_CHEAP, evaluations)
+    rows = rows_for(fit.log_posterior, len(fit.places), draws, budget)
+    if rows is None or draws * fit.layout.size > _MOST_NUMBERS:
+        fit.attrs["psis"] = "not known: dearer than the fit; call psis()"
+        return
+    for finding in resolution(fit.result) if fit.temperature else ():
+        if finding.site in fit.sites:  # others are held where they are
+            told = f"site '{finding.site}': {finding.told}; try: {finding.advice}"
+            warn(ApproximationWarning, told)
+    sums = sums_at(fit, fit.result, ranks)
+
+    def look() -> Psis | str:
+        try:
+            check_targets(fit)
+            return psis(fit, fit.result, rows, sums=sums)
+        except (DataError, RuntimeError, ValueError, NotImplementedError) as error:
+            return f"not known: {error}"
+
+    table = sums.run(look)
+    if isinstance(table, str):
+        fit.attrs["psis"] = table
+        return
+    note_weights(fit, table)
+    if reason is not None:
+        return
+    if table.pareto_k > WEIGHTS.pareto_k:
+        warn(ApproximationWarning, advice_on(fit, table.pareto_k), code="pareto-k")
+    elif table.shift > WEIGHTS.shift:
+        warn(
+            ApproximationWarning,
+            "the approximation does not fit the posterior: importance weights move its mean "
+            f"by {table.shift:.2g} of its sds: take sample(n, resample=True), "
+            f"{_denser(fit)}or a sampler such as BAOA",
+            code="pareto-k",
+        )
+    elif table.spread > WEIGHTS.spread:
+        warn(
+            ApproximationWarning,
+            "the approximation does not fit the posterior: it is too narrow, by the log joint "
+            f"at its draws {table.spread:.2g} times: take {_denser(fit)}a sampler such as BAOA",
+            code="too-narrow",
+        )
+
+
+def check_targets(fit: Fit) -> None:
+    """Refuses importance weights of a fit that is not meant to be the model's posterior.
+
+    Raises:
+        ArgumentError: it says why.
+    """
+    if fit.other_target:
+        raise ArgumentError(f"psis: {fit.other_target}")
+
+
+def note_weights(fit: Fit, table: Psis) -> None:
+    """Keeps what the weights say in the fit's facts."""
+    fit.attrs.update(pareto_k=table.pareto_k, psis=table.words)
+
+
+def advice_on(fit: Fit, pareto_k: float) -> str:
+    """What a Pareto k above the bound means, and what to do."""
+    return (
+        f"the approximation does not fit the posterior: Pareto k of its importance weights is "
+        f"{pareto_k:.2f}, above {WEIGHTS.pareto_k}: use {_denser(fit)}another parametrization, "
+        "or a sampler such as BAOA, which may start from it (init_strategy=)"
+    )
+
+
+def _denser(fit: Fit) -> str:
+    """Advice for a fit that leaves correlations out."""
+    return "" if fit.attrs["structure"] == "dense" else "structure='dense', "

@@ -1,0 +1,216 @@
+"""What a sampler's run needs before its first step: arguments checked, chains at their starts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pyro_scale.core.gaussian import Gaussian
+from pyro_scale.core.schedules import Cyclical
+from pyro_scale.core.validation import AUTO
+from pyro_scale.core.warn import warn
+from pyro_scale.data.open import open_data
+from pyro_scale.data.row_sampler import Sampling, check_sampling
+from pyro_scale.data.sources import Data
+from pyro_scale.distributed.ranks import Ranks
+from pyro_scale.engine.draws import Steps
+from pyro_scale.errors import ArgumentError, BiasWarning
+from pyro_scale.kernels import Kernel
+from pyro_scale.run.by_rank import check_same, warn_of_reading
+from pyro_scale.run.config import RunConfig
+from pyro_scale.run.limits import check_equal_weights, check_length, check_memory
+from pyro_scale.run.problem import (
+    Problem,
+    check_can_adjust,
+    check_rows_can_be_shared,
+    module_device,
+)
+from pyro_scale.run.resume import Journal, digest_of, identity_of
+from pyro_scale.run.shared_starts import check_superchains, with_shared_starts
+from pyro_scale.tuning.batches import prepare_in_batches
+from pyro_scale.tuning.plan import is_trained
+
+if TYPE_CHECKING:
+    from pyro_scale.infer.sampler import Sampler
+
+
+def run_config(
+    sampler: Sampler, *, superchains: int | None, sampling: Sampling | None, **asked: Any
+) -> RunConfig:
+    """What was asked for; it refuses arguments."""
+    num_chains, kernel = asked["num_chains"], sampler.kernel
+    if superchains is not None:
+        superchains = check_superchains(superchains, num_chains, sampler._init_strategy)
+    config = RunConfig(
+        superchains=superchains,
+        sampling=checked_sampling(sampler, sampling, asked["batch_size"] not in (None, AUTO)),
+        keeps=kernel.lr.keeps if isinstance(kernel.lr, Cyclical) else None,
+        **asked,
+    )
+    steps = config.steps
+    if steps is None:
+        _check_constant(kernel)
+    chooses = "lr" in sampler._settings.chosen or sampler._settings.precondition is not None
+    if chooses and callable(kernel.hyperparameters()["temperature"]):
+        raise ArgumentError(
+            "temperature is a schedule, but lr='auto' and precondition are chosen at one "
+            "temperature: pass a number for lr, and precondition=None"
+        )
+    least = Steps(config.num_samples, config.warmup_steps or 0, config.thinning or 1)
+    length = least.warmup_steps + least.num_samples * least.thinning
+    check_length(config.num_samples, num_chains, length)
+    columns = kernel.columns((steps or least).total)  # which refuses values out of range
+    if config.store is False and steps is not None:
+        check_equal_weights(kernel.lr, columns["lr"][steps.kept])
+    return config
+
+
+def run_problem(
+    sampler: Sampler, data: Any, config: RunConfig, seed: int, ranks: Ranks, rows_by_rank: bool
+) -> Problem:
+    """The model on the data, understood, with chains at their starts; it refuses models."""
+    device, adjusted = module_device(sampler.model), sampler.kernel.adjusted
+    size = None if config.batch_size == AUTO else config.batch_size
+    first = open_data(data, size, sampler._num_data, device)
+    num_data = _num_rows(sampler, first, ranks) if rows_by_rank else first.num_data
+
+    def in_batches_of(size: int | None) -> Data:
+        return open_data(data, size, sampler._num_data, device)
+
+    def prepare(opened: Data) -> Problem:
+        return sampler._prepare(opened, num_data, config.num_chains, seed)
+
+    if config.batch_size == AUTO:
+        whitens = sampler._settings.precondition is not None
+        tunes = "lr" in sampler._settings.chosen and whitens and not adjusted
+        problem = prepare_in_batches(prepare, first, in_batches_of, tunes)
+    else:
+        is_all = adjusted and size is not None and size == first.num_data
+        problem = prepare(in_batches_of(None) if is_all else first)
+    problem = dataclasses.replace(problem, ranks=ranks)
+    check_rows_can_be_shared(problem)
+    warn_of_reading(problem)
+    if adjusted:
+        check_can_adjust(problem, type(sampler).__name__)
+    if config.superchains is not None:
+        problem = with_shared_starts(problem, config.superchains)
+    if config.store is None:
+        kept = slice(None) if ranks.has_all else list(problem.chains)
+        check_memory(problem.positions[kept], config.num_samples, config.memory_budget)
+    return problem
+
+
+def run_facts(
+    sampler: Sampler, problem: Problem, config: RunConfig, journal: Journal
+) -> dict[str, Any]:
+    """What has to be alike for one run to go on with another; it refuses to where it is not."""
+    if journal.path is None and problem.ranks.is_alone:
+        return {}
+    store = config.store
+    kept = "nowhere" if store is False else "memory" if store is None else "a store"
+    about = {"method": type(sampler).__name__, "draws in": kept, **config.facts}
+    facts = identity_of(
+        problem,
+        about,
+        asked_hyperparameters(sampler),
+        _numbers_of_fit(sampler._settings.precondition),
+    )
+    trains = is_trained(problem, sampler._settings, config.steps is None)
+    by_length = trains or (
+        "lr" in sampler._settings.chosen and sampler._settings.precondition is None
+    )
+    if by_length or store is False:  # which depend on the run's length
+        facts["num_samples"] = config.num_samples
+    own = {"draws": config.num_samples, **_size_of_starts(problem, sampler._settings.precondition)}
+    check_same(problem.ranks, {**facts, **own})
+    journal.check_same_run(facts, config.num_samples)
+    return facts
+
+
+def _check_constant(kernel: Kernel) -> None:
+    """Refuses schedules in runs whose length is not known.
+
+    Raises:
+        ArgumentError: it names the hyperparameter.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(kernel)}
+    for name, value in kernel.hyperparameters().items():
+        parts = value.values() if isinstance(value, Mapping) else [value]
+        if value is not defaults[name] and any(callable(part) for part in parts):
+            raise ArgumentError(
+                f"{name} is a schedule, which needs to know how long the run is: pass "
+                "warmup_steps= and thinning= as numbers"
+            )
+
+
+def checked_sampling(sampler: Sampler, sampling: Sampling | None, in_batches: bool) -> Sampling:
+    """How rows are drawn: as given, or as the method needs it."""
+    if sampling is None:
+        return "replacement" if sampler._settings.subtract_noise else sampler.kernel.sampling
+    check_sampling(sampling)
+    if sampling != "replacement" and sampler._settings.subtract_noise:
+        raise ArgumentError(
+            f"subtract_noise with sampling='{sampling}' would take off noise that batches in "
+            "that order cancel themselves: leave sampling out, or pass 'replacement'"
+        )
+    if sampling != "replacement" and sampler.kernel.sampling == "replacement" and in_batches:
+        warn(
+            BiasWarning,
+            f"{type(sampler).__name__} with sampling='{sampling}' makes the posterior too narrow: "
+            "its thermostat cools for noise that batches in that order cancel themselves; "
+            "leave sampling out",
+            code="too-narrow",
+        )
+    return sampling
+
+
+def _num_rows(sampler: Sampler, own: Data, ranks: Ranks) -> int | None:
+    """N, where each rank has rows of its own.
+
+    Raises:
+        ArgumentError: something is chosen, for which all rows are needed.
+    """
+    needs_all = sampler._settings.control_variates or sampler._settings.subtract_noise
+    if "lr" in sampler._settings.chosen or sampler._settings.precondition or needs_all:
+        raise ArgumentError(
+            "rows_by_rank=True: lr='auto', precondition, control_variates and subtract_noise "
+            "look at all rows, and no rank has them: pass a number for lr and leave these out"
+        )
+    return ranks.own_rows(own.num_data or 1, sampler._num_data, digest_of(own.first()))
+
+
+def asked_hyperparameters(sampler: Sampler) -> dict[str, Any]:
+    """The hyperparameters as they were asked for, before any was chosen."""
+    asked = dict(sampler.kernel.hyperparameters())
+    asked |= dict.fromkeys(sampler._settings.chosen, AUTO)
+    precondition = sampler._settings.precondition
+    kind = precondition if isinstance(precondition, str) else type(precondition).__name__
+    return asked | {
+        "precondition": kind,
+        "control_variates": sampler._settings.control_variates,
+        "subtract_noise": sampler._settings.subtract_noise,
+    }
+
+
+def _numbers_of_fit(fit: Any) -> dict[str, float]:
+    """Two weighted sums over the elements of a fit that was passed as preconditioner, by which
+    another fit is noticed at `resume`; empty without one."""
+    if not isinstance(fit, Gaussian):
+        return {}
+    factors = torch.arange(1, len(fit.mean) + 1).to(fit.mean).sin()
+    return {
+        "mean of the precondition": float(factors @ fit.mean),
+        "variance of the precondition": float(factors @ fit.variance.log()),
+    }
+
+
+def _size_of_starts(problem: Problem, fit: Any) -> dict[str, str]:
+    """What tells a start or a preconditioner from others that were drawn or fitted, but for
+    rounding."""
+    sizes = {"starts": problem.positions}
+    if fit is not None and not isinstance(fit, str):
+        sizes |= {"precondition.mean": fit.mean, "precondition.sd": fit.variance.sqrt()}
+    return {name: f"{float(value.double().norm()):.4g}" for name, value in sizes.items()}

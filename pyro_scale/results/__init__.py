@@ -1,0 +1,1 @@
+"""What can be asked after a run: the posterior as a value."""

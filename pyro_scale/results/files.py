@@ -1,0 +1,105 @@
+"""Reads posteriors from files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pyro_scale.errors import FileError
+from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.networks import check_model
+from pyro_scale.posterior.serialization import draws_of, understood
+from pyro_scale.results.call_checks import check_calls
+from pyro_scale.results.gaussian import GaussianPosterior
+from pyro_scale.results.particles import ParticlePosterior
+from pyro_scale.results.posterior import Posterior
+from pyro_scale.storage import files
+
+
+@check_calls
+def load(path: files.FilePath, model: Any) -> Posterior:
+    """The posterior that `save` wrote, bit for bit.
+
+    What reads the run's data (`log_likelihood`, most groups of `to_arviz`) needs `data=`.
+
+    Args:
+        path: the file.
+        model: what was run, a Pyro model, a `PyroModule` or a `LogPosterior`.  It is run on the
+            file's batch, and must have the sites that it had, and at two points their log prior
+            and log likelihood.
+
+    Returns:
+        A `Posterior`; of an approximation a `GaussianPosterior`, of SVGD a `ParticlePosterior`.
+
+    Raises:
+        ArgumentError: `path` is no path, or `model` is not callable.
+        FileError: the file cannot be read, is damaged, or is of another model.
+
+    Examples:
+        >>> import pyro, pyro.distributions as dist, pyro_scale as ps, tempfile, torch
+        >>> def model(y):
+        ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        >>> fit = ps.Laplace(model).run(torch.linspace(-1, 2, 30), seed=0, progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fit.save(f"{folder}/fit.ps")
+        ...     again = ps.load(f"{folder}/fit.ps", model)
+        >>> bool((again.get_samples()["mu"] == fit.get_samples()["mu"]).all())
+        True
+    """
+    if not isinstance(model, LogPosterior):
+        check_model(model)
+    return posterior_of(path, read(path), model)
+
+
+def read(path: files.FilePath) -> dict[str, Any]:
+    """The contents of a file.
+
+    Raises:
+        FileError: it cannot be read, or is damaged.
+    """
+    contents = files.read(path)
+    with check_contents(path):
+        if contents.get("store"):
+            contents["store"]["path"] = _beside(contents["store"]["path"], files.as_path(path))
+    return contents
+
+
+def posterior_of(path: files.FilePath, contents: Mapping[str, Any], model: Any) -> Posterior:
+    """The posterior in a file's contents.
+
+    Raises:
+        FileError: the contents are not those of a posterior, or of another model's.
+    """
+    with check_contents(path):
+        draws = draws_of(contents, understood(contents, model))
+        posterior: Posterior
+        if "gaussians" in contents:
+            posterior = GaussianPosterior.of_contents(contents, draws)
+        elif "trace" in contents:
+            posterior = ParticlePosterior(draws, contents["trace"])
+        else:
+            posterior = Posterior(draws)
+        posterior.read = contents
+        return posterior
+
+
+@contextmanager
+def check_contents(path: files.FilePath) -> Iterator[None]:
+    """Our error for contents that are not those of a method's results."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise FileError(
+            f"'{path}' does not hold results as Pyro Scale writes them "
+            f"({type(error).__name__}: {error}): save them again"
+        ) from error
+
+
+def _beside(store: str, file: Path) -> str:
+    """Where a store is that may have been moved together with the file."""
+    moved = file.parent / Path(store).name
+    return str(moved) if moved.exists() and not Path(store).exists() else store
