@@ -73,3 +73,12 @@ class Approximation(Method):
     mass = asks(GaussianPosterior.mass)
     as_prior = asks(GaussianPosterior.as_prior)
     diagnostics = asks(GaussianPosterior.diagnostics)  # type: ignore[arg-type]  # of no chains
+
+
+def fit_of(value: Any) -> Fit | None:
+    """The fit of an approximation that has been run, or of its posterior; None of anything else.
+
+    Raises:
+        NotRunError: the approximation has not been run.
+    """
+    return value.fit if isinstance(value, Approximation | GaussianPosterior) else None

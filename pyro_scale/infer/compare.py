@@ -112,7 +112,9 @@ def compare(
         raise ArgumentError("methods: pass fitted methods by name, {'SGLD': sampler, ...}")
     for name, method in methods.items():
         if not isinstance(method, Method | Posterior):
-            raise ArgumentError(f"methods[{name!r}] is a {type(method).__name__}: pass a method")
+            raise ArgumentError(
+                f"methods[{name!r}] is a {type(method).__name__}: pass a method, or its posterior"
+            )
     if reference is not None and reference not in methods:
         raise ArgumentError(f"reference={reference!r}: pass one of {list(methods)}")
     import pandas

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import time
@@ -31,7 +32,7 @@ from pyro_scale.infer.ekf_walk import (
     does_walk,
     drift_of,
 )
-from pyro_scale.infer.method import NotRun
+from pyro_scale.infer.method import NotRun, Starts
 from pyro_scale.infer.stepwise import Stepwise
 from pyro_scale.kernels.ekf import EKFState
 from pyro_scale.model.curvature.ggn import RowKind
@@ -201,7 +202,10 @@ class EKF(Stepwise, Approximation):
         opened = batch_as_data(self.model, self._num_data, args, kwargs)
         return FilterChain(self, self._begin(opened, opened.first(), choose_seed(None)))
 
-    def predict(self, *args: Any, calibrate: Any = None, **kwargs: Any) -> dict[str, Any]:
+    @functools.wraps(GaussianPosterior.predict)
+    def predict(  # type: ignore[override]  # of a wrapped function
+        self, *args: Any, calibrate: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """As `GaussianPosterior.predict`; before the first step, from the prior's Gaussian."""
         if isinstance(self._last, NotRun):
             if calibrate is not None:
@@ -248,7 +252,7 @@ class EKF(Stepwise, Approximation):
     def _fit_of(self, ekf_filter: Filter, times: dict[str, Any]) -> Fit:
         """What a filter knows now."""
         fit = ekf_filter.fit(times)
-        starts_from_fit = isinstance(self._init_strategy, Approximation)
+        starts_from_fit = isinstance(self._init_strategy, Starts)
         if self.lr == 1 and not does_walk(self.transition_sd) and not starts_from_fit:
             return fit
         return fit.replaced(

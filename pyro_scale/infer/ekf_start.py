@@ -10,7 +10,8 @@ from pyro_scale.core.gaussian import Gaussian, as_structure
 from pyro_scale.core.memory import check_fits
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError, ModelError
-from pyro_scale.infer.approximation import Approximation
+from pyro_scale.infer.approximation import fit_of
+from pyro_scale.infer.method import Starts
 from pyro_scale.model.curvature.gaussian_prior import gaussian_prior
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.run.initialize import check_sites, init_of
@@ -45,7 +46,7 @@ def start_of(
     if dense:
         device = log_posterior.model_info.sites[layout.names[0]].value.device
         check_fits(layout.size, layout.dtype, device, _MATRICES, "EKF")
-    if isinstance(init_strategy, Approximation):
+    if isinstance(init_strategy, Starts):
         return _gaussian_of(init_strategy, log_posterior, dense)
     prior = gaussian_prior(log_posterior, arguments, dense, seed)
     if init_strategy is None:
@@ -57,8 +58,11 @@ def start_of(
     return dataclasses.replace(prior, mean=layout.flatten(start))
 
 
-def _gaussian_of(fitted: Approximation, log_posterior: LogPosterior, dense: bool) -> Gaussian:
-    fit, layout = fitted.fit, log_posterior.layout
+def _gaussian_of(fitted: Any, log_posterior: LogPosterior, dense: bool) -> Gaussian:
+    """That of a fit, or of its posterior."""
+    fit, layout = fit_of(fitted), log_posterior.layout
+    if fit is None:
+        raise ArgumentError("init_strategy: it has no Gaussian: pass a Laplace, VI or EKF")
     shapes = dict(zip(fit.layout.names, fit.layout.shapes, strict=True))
     same = [shapes.get(name) for name in fit.sites] == list(layout.shapes)
     if not fit.gaussians:

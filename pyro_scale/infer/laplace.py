@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, get_args
@@ -16,37 +15,38 @@ from pyro_scale.core.gaussian import Diagonal, Gaussian
 from pyro_scale.core.kronecker import Kronecker
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.validation import as_count, as_flag
-from pyro_scale.core.warn import warn, without_vmap_warnings
+from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.diagnostics.check_fit import check_fit
 from pyro_scale.distributed.ranks import ALONE, Distributed, Ranks
 from pyro_scale.engine.progress import Progress
-from pyro_scale.errors import ApproximationWarning, ArgumentError, ModelError
+from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.fullbatch.chunks import chunks_of, is_row_wise
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.fullbatch.evidence import OF_ROWS, Candidate, GaussianStructure, Search
 from pyro_scale.fullbatch.precision import CurvatureKind
-from pyro_scale.infer.approximation import Approximation
-from pyro_scale.infer.method import Finished
+from pyro_scale.infer.approximation import Approximation, fit_of
+from pyro_scale.infer.method import Finished, asks
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.curvature.ggn import Curvature
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
-from pyro_scale.results.gaussian import GaussianPosterior, as_prior
+from pyro_scale.results.gaussian import GaussianPosterior, as_prior, as_temperature
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.by_rank import check_same, check_same_call
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, position_of, prepare
 from pyro_scale.run.resume import identity_of
 
-#: The square of the distance to the mode, in posterior sds, from which evidence is in doubt.
-_FAR = 0.01
-#: The same from which a mode that was passed is not the density's, in all and for each dimension:
-#: the mode of the sites' own values, and networks trained without the prior, are nearer.
+#: The square of the distance to the mode, in posterior sds, from which a mode that was passed is
+#: not the density's, in all and for each dimension: the mode of the sites' own values, and networks
+#: trained without the prior, are nearer.
 _AWAY, _AWAY_EACH = 1.0, 0.1
 #: Dimensions up to which structure="auto" is dense.
 _MOST_DENSE = 1000
 #: Passes through the data, in evaluations of the log joint, that a fit is worth.
 _PASSES = 100
+#: Where a Gaussian is to be: at a fit's center, or at values by site; None where it is found.
+Mode = Mapping[str, Tensor] | Approximation | GaussianPosterior | None
 #: What is said of a Hessian that takes the GGN's place.
 _NO_GGN = ", of the whole log joint, as the data have no GGN"
 
@@ -131,7 +131,7 @@ class Laplace(Approximation):
             )
         if isinstance(sites, str) or (sites is not None and not list(sites)):
             raise ArgumentError(f"sites={sites!r}: pass a list of sites' names")
-        self.curvature, self.temperature = curvature, _as_temperature(temperature)
+        self.curvature, self.temperature = curvature, as_temperature(temperature)
         self._sites = None if sites is None else list(sites)
         if rank is not None and structure != "low_rank":
             raise ArgumentError(
@@ -151,7 +151,7 @@ class Laplace(Approximation):
         self,
         data: Any,
         *,
-        mode: Mapping[str, Tensor] | Approximation | None = None,
+        mode: Mode = None,
         tune: Sequence[str] | None = None,
         batch_size: int | None = None,
         num_chains: int = 1,
@@ -203,8 +203,8 @@ class Laplace(Approximation):
             num_chains = as_count("num_chains", num_chains)
             if tune and mode is not None:
                 raise ArgumentError("tune moves the mode: leave mode out")
-            if isinstance(mode, Approximation):
-                num_chains = len(mode.fit.centers)
+            if (fit := fit_of(mode)) is not None:
+                num_chains = len(fit.centers)
             chosen = choose_seed(seed)
             seed = ranks.of_first(chosen, "the choice of a seed") if seed is None else chosen
             opened = open_data(data, batch_size, self._num_data, module_device(self.model))
@@ -217,6 +217,7 @@ class Laplace(Approximation):
             sites, tuned = self._sites_of(problem), _tuned_places(problem, tune or ())
             fixed = [_fixed_center(problem, mode, start) for start in range(num_chains)]
             search = self._search(problem, sites, batch_size, fixed[0], tuned=tuned)
+            self._forget()
 
             def candidates(search: Search) -> list[Candidate]:
                 found = []
@@ -235,7 +236,7 @@ class Laplace(Approximation):
         self,
         data: Any,
         *,
-        mode: Mapping[str, Tensor] | Approximation | None = None,
+        mode: Mode = None,
         batch_size: int | None = None,
         progress: bool = True,
         distributed: Distributed = "auto",
@@ -282,42 +283,13 @@ class Laplace(Approximation):
         return self
 
     def at_temperature(self, temperature: float) -> Laplace:
-        """The fit with the covariance of another temperature, without another pass through the
-        data.
-
-        Raises:
-            ArgumentError: a temperature below 0; a fit at temperature 0, which has no spread.
-            NotRunError: nothing has been run.
-        """
-        fit, other = self.fit, copy.copy(self)
-        other.temperature = _as_temperature(temperature)
-        warm = [fit.at_temperature_1(start) for start in range(fit.num_starts)]
-        attrs = {k: v for k, v in fit.attrs.items() if k not in ("pareto_k", "psis")}
-        tempered = fit.replaced(
-            gaussians=tuple(gaussian.temper(other.temperature) for gaussian in warm),
-            attrs={**attrs, "temperature": other.temperature},
-        )
-        other._last = Finished(GaussianPosterior(tempered))
+        """The same, with the fit of `GaussianPosterior.at_temperature`."""
+        other = copy.copy(self)
+        other._last = Finished(self.posterior.at_temperature(temperature))
+        other.temperature = other.fit.temperature
         return other
 
-    def log_marginal_likelihood(self) -> Tensor:
-        """The evidence, in nats: log joint + D/2 log 2 pi - log det(precision)/2 at the mode, of
-        the start where it is largest; over the sites that have a Gaussian, at temperature 1.
-
-        Warns:
-            UserWarning: the point is not the mode of the density in unconstrained space.
-        """
-        fit = self.fit
-        evidence = fit.attrs["log_evidence"]
-        best = max(range(len(evidence)), key=evidence.__getitem__)
-        far = fit.attrs["distance"][best]
-        if far > _FAR:
-            warn(
-                ApproximationWarning,
-                f"the given mode is {far**0.5:.2g} posterior sds away from that in unconstrained "
-                "space, so its evidence is too low: leave mode= out to have it found",
-            )
-        return torch.tensor(evidence[best], dtype=torch.float64)
+    log_marginal_likelihood = asks(GaussianPosterior.log_marginal_likelihood)
 
     # ------------------------------------------------------------------ inside
 
@@ -457,28 +429,24 @@ def _factors_of(gaussian: Gaussian, sites: Sequence[str], layout: Layout) -> dic
     }
 
 
-def _as_temperature(temperature: float) -> float:
-    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
-        raise ArgumentError(f"temperature={temperature!r}: pass a number >= 0")
-    return float(temperature)
-
-
 def _points(problem: Problem) -> Tensor:
     """Where in a position the points are."""
     return torch.arange(problem.engine.num_latents, problem.engine.layout.size)
 
 
 def _fixed_center(
-    problem: Problem, mode: Mapping[str, Tensor] | Approximation | None, start: int
+    problem: Problem,
+    mode: Mode,
+    start: int,
 ) -> Tensor | None:
     """Where the Gaussian is to be, [D], if the user says so."""
     if mode is None:
         return None
     if isinstance(mode, Mapping):
         return position_of(problem, mode, "mode")
-    if not isinstance(mode, Approximation):
+    layout, fit = problem.engine.layout, fit_of(mode)
+    if fit is None:
         raise ArgumentError(f"mode={mode!r}: pass a fitted MAP, or a dict of constrained values")
-    layout, fit = problem.engine.layout, mode.fit
     if (fit.layout.names, fit.layout.shapes) != (layout.names, layout.shapes):
         raise ArgumentError(
             f"mode: it has the sites {list(fit.layout.names)}, the model {list(layout.names)}"

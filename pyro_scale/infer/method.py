@@ -26,7 +26,6 @@ from torch import Tensor
 from pyro_scale.core.validation import as_count
 from pyro_scale.data.sources import Data
 from pyro_scale.errors import ArgumentError, FileError, NotRunError
-from pyro_scale.infer.loaded import Loaded
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.networks import check_model
@@ -139,7 +138,8 @@ class Method:
         is_strategy = (
             init_strategy is None or isinstance(init_strategy, dict) or callable(init_strategy)
         )
-        if not is_strategy and not isinstance(init_strategy, Starts):
+        is_class = isinstance(init_strategy, type)
+        if is_class or not (is_strategy or isinstance(init_strategy, Starts)):
             raise ArgumentError(
                 f"init_strategy={init_strategy!r} is unknown: pass one of Pyro's, such as "
                 "pyro.infer.autoguide.init_to_median, a dict of tensors [num_chains, ...], or a fit"
@@ -174,11 +174,14 @@ class Method:
         values = self.kernel.hyperparameters() if hasattr(self, "kernel") else {}
         if hasattr(self, "structure"):
             values = {"structure": self.structure, **values}
-        values = {name: facts.get(name, value) for name, value in values.items()}
+        values = {
+            name: facts.get(name, value)
+            for name, value in values.items()
+            if isinstance(value, int | float | str)
+        }
         return ", ".join(
             f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
             for name, value in values.items()
-            if isinstance(value, int | float | str)
         )
 
     # ------------------------------------------------------------------ after a run
@@ -269,6 +272,25 @@ class Method:
         if isinstance(self._init_strategy, Starts):
             return self._init_strategy.starts(num_chains, seed)
         return self._init_strategy
+
+
+class Loaded:
+    """What comes before a method's own class in an object that `load` gives."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Never:
+        """Refuses: the file has no hyperparameters to run with.
+
+        Raises:
+            NotRunError: always.
+        """
+        name = type(self).__name__
+        raise NotRunError(
+            f"this {name} was loaded from a file, which holds results only, so it cannot be run: "
+            f"make a new one, {name}(model, ...). To start from a loaded fit, pass it as "
+            "init_strategy, or its as_prior() as the model"
+        )
+
+    step = begin = update = step_size_bias = run
 
 
 def _family(kind: type) -> Iterator[type]:

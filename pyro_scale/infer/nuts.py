@@ -164,6 +164,7 @@ class NUTS(Method):
         by_pointer = takes_pointers()
         seed, begun = choose_seed(seed), time.perf_counter()
         problem = self._problem(data, as_count("num_chains", num_chains), batch_size, seed)
+        self._forget()
         size = problem.engine.num_latents
         if self.mass == "low_rank" and size > _MOST_LOW_RANK:
             raise ArgumentError(f"mass='low_rank': the model has {size:,} dimensions; pass 'diag'")

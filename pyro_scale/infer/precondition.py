@@ -9,7 +9,7 @@ from typing import Any
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.validation import AUTO, is_auto
 from pyro_scale.errors import ArgumentError, NotRunError
-from pyro_scale.infer.approximation import Approximation
+from pyro_scale.infer.approximation import fit_of
 from pyro_scale.kernels import Kernel
 from pyro_scale.tuning.choice import Precondition
 
@@ -68,9 +68,8 @@ def gaussian_of(asked: Any) -> Gaussian | None:
         ArgumentError: the fit's temperature is 0.
     """
     fit = None
-    if isinstance(asked, Approximation):
-        with contextlib.suppress(NotRunError):
-            fit = asked.fit
+    with contextlib.suppress(NotRunError):
+        fit = fit_of(asked)
     if fit is None or not fit.gaussians:
         return None
     if fit.temperature == 0:

@@ -26,7 +26,6 @@ from pyro_scale.infer.method import Finished
 from pyro_scale.infer.sampler_setup import checked_sampling
 from pyro_scale.kernels import IVON, Kernel
 from pyro_scale.model.nn.sharded import ShardedModule
-from pyro_scale.posterior.sharded import ShardedDraws
 from pyro_scale.results.sharded import ShardedPosterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.by_rank import check_same, check_same_call
@@ -55,7 +54,7 @@ class ShardedSteps:
     def posterior(self) -> ShardedPosterior:
         """The state as a draw, or as a fit."""
         position = self.chain.state.position.detach().cpu()
-        return ShardedPosterior(draws_of(self.chain, position, torch.empty(0)))
+        return posterior_of(self.chain, position, torch.empty(0))
 
 
 def or_sharded(run: F) -> F:
@@ -146,7 +145,7 @@ def run_sharded(method: Any, network: ShardedModule, data: Data, asked: Mapping[
         bar = stack.enter_context(Progress(steps.total, title, shown))
         kept = execute(chain, batches, steps, bar, checkpoints)
     positions = kept.positions if steps.positions else chain.state.position.detach().cpu()
-    method._last = Finished(ShardedPosterior(draws_of(chain, positions, kept.log_joint)))
+    method._last = Finished(posterior_of(chain, positions, kept.log_joint))
 
 
 def _call_of(asked: Mapping[str, Any], data: Data, steps: Steps) -> dict[str, Any]:
@@ -255,14 +254,14 @@ def start(
     return ShardedChain(problem, problem.engine.kernel)
 
 
-def draws_of(chain: ShardedChain, positions: Tensor, log_joint: Tensor) -> ShardedDraws:
+def posterior_of(chain: ShardedChain, positions: Tensor, log_joint: Tensor) -> ShardedPosterior:
     """What a chain leaves."""
     problem, spread = chain.problem, None
     if isinstance(problem.engine.kernel, IVON):
         values = problem.engine.kernel.at(max(0, chain.count - 1), problem.log_posterior.num_data)
         curvature = chain.state.curvature[0, : problem.engine.num_latents]
         spread = torch.sqrt(values["temperature"].to(curvature) / curvature).cpu()
-    return ShardedDraws(problem, positions, log_joint, spread)
+    return ShardedPosterior(problem, positions, log_joint, spread)
 
 
 def _check_settings(name: str, settings: Any) -> None:

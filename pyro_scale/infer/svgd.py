@@ -183,6 +183,9 @@ class SVGD(Stepwise):
         return self.posterior.converged
 
     starts = asks(ParticlePosterior.starts)
+    summary = asks(ParticlePosterior.summary)
+    moments = asks(ParticlePosterior.moments)
+    diagnostics = asks(ParticlePosterior.diagnostics)
 
     # ------------------------------------------------------------------ inside
 

@@ -116,12 +116,12 @@ def unknown_argument(method: Any, name: str, names: Iterable[str]) -> str:
         names: what there is.
     """
     names = [each for each in names if each != "self"]
-    places = ((type(method).run, "run()"), (type(method), "the constructor")) if method else ()
-    for other, place in places:
+    run = getattr(type(method), "run", None)  # which posteriors have not
+    for other, place in ((run, "run()"), (type(method), "the constructor")) if run else ():
         its = inspect.signature(other).parameters.get(name)
         if its is not None and its.kind not in (its.VAR_POSITIONAL, its.VAR_KEYWORD):
             return f"pass it to {place}"
-    if name in (elsewhere := ELSEWHERE | (method.elsewhere if method else {})):
+    if name in (elsewhere := ELSEWHERE | getattr(method, "elsewhere", {})):
         return f"here it is {elsewhere[name]}"
     near = difflib.get_close_matches(name, names, 1)
     return f"did you mean {near[0]}=?" if near else f"it takes {', '.join(names)}"

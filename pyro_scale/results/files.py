@@ -75,14 +75,14 @@ def posterior_of(path: files.FilePath, contents: Mapping[str, Any], model: Any) 
         FileError: the contents are not those of a posterior, or of another model's.
     """
     with check_contents(path):
-        draws = draws_of(contents, understood(contents, model))
+        draws, batch = draws_of(contents, understood(contents, model)), contents["arguments"]
         posterior: Posterior
         if "gaussians" in contents:
             posterior = GaussianPosterior.of_contents(contents, draws)
         elif "trace" in contents:
-            posterior = ParticlePosterior(draws, contents["trace"])
+            posterior = ParticlePosterior(draws, contents["trace"], batch)
         else:
-            posterior = Posterior(draws)
+            posterior = Posterior(draws, batch)
         posterior.read = contents
         return posterior
 

@@ -35,6 +35,8 @@ from pyro_scale.tuning.early_stopping import has_converged
 
 #: Draws of each start that are weighed, at least.
 _PROPOSALS = 1000
+#: The square of the distance to the mode, in posterior sds, from which evidence is in doubt.
+_FAR = 0.01
 
 
 class GaussianPosterior(Posterior):
@@ -77,7 +79,7 @@ class GaussianPosterior(Posterior):
         if fit.centers.shape[1:] != (fit.layout.size,):
             raise ValueError(f"centers of shape {list(fit.centers.shape)}")
         fit.by_start(torch.arange(fit.num_starts))  # which raises where shapes differ
-        return cls(fit)
+        return cls(fit, contents["arguments"])
 
     @property
     def fit(self) -> Fit:
@@ -99,6 +101,7 @@ class GaussianPosterior(Posterior):
         """N, and how many starts there are, in words."""
         return f"N = {self.fit.log_posterior.num_data:,}, starts: {self.fit.num_starts}"
 
+    @check_calls
     def sample(
         self, num_samples: int, seed: int | None = None, resample: bool = False
     ) -> dict[str, Tensor]:
@@ -123,6 +126,7 @@ class GaussianPosterior(Posterior):
             return self._resample(count, seed)
         return {name: value[0] for name, value in self.drawn(count, seed).samples.items()}
 
+    @check_calls
     def psis(self, num_rows: int | None = None) -> Psis:
         """Pareto-smoothed importance weights of the fit's draws (those of `get_samples`) against
         the log joint of all rows at the fit's temperature, in unconstrained space.  Their tail's
@@ -147,10 +151,11 @@ class GaussianPosterior(Posterior):
         note_weights(self.fit, table)
         return table
 
+    @check_calls
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
         """Where chains begin that start from this fit: draws of the latent sites, and `params`,
         `[num_chains, ...]`."""
-        drawn = self.sample(num_chains, seed)
+        drawn = self.sample(as_count("num_chains", num_chains), seed)
         params = {n: value.expand(num_chains, *value.shape) for n, value in self.params.items()}
         return {name: drawn[name] for name in self.fit.log_posterior.latents} | params
 
@@ -224,12 +229,14 @@ class GaussianPosterior(Posterior):
         here = fit.thin(torch.arange(1))
         return predict_sets(here, predict, arguments, return_sites, interval, held_out, count)
 
+    @check_calls
     def guide(self) -> Guide:
         """The Gaussian as a Pyro guide, for `pyro.infer.Predictive(model, guide=...)`, and `SVI`,
         which goes on from it; of the first start.  Params of `pyro.param` are read from Pyro's
         store: `write_params()` puts those of the fit there."""
         return Guide(self.fit)
 
+    @check_calls
     def mass(self) -> dict[str, Tensor]:
         """A sampler's `mass` with which all elements move about alike: the diagonal of the
         precision over N, by site, in unconstrained space.  With it, `lr` is in units of what one
@@ -248,6 +255,7 @@ class GaussianPosterior(Posterior):
         of_sites = fit.layout.unflatten(mass)
         return {site: of_sites[site] for site in fit.sites}
 
+    @check_calls
     def as_prior(self) -> LogPosterior:
         """The model with this Gaussian for its prior: what the data have taught, for any method
         to go on from with other data (the paper's equation 1); at temperature 1, whatever the
@@ -260,6 +268,48 @@ class GaussianPosterior(Posterior):
                 change.
         """
         return as_prior(self.fit, 0)
+
+    @check_calls
+    def at_temperature(self, temperature: float) -> GaussianPosterior:
+        """The fit with the covariance of another temperature, without another pass through the
+        data.
+
+        Raises:
+            ArgumentError: a temperature below 0; a fit at temperature 0, which has no spread.
+        """
+        fit, temperature = self.fit, as_temperature(temperature)
+        warm = [fit.at_temperature_1(start) for start in range(len(fit.gaussians))]
+        attrs = {k: v for k, v in fit.attrs.items() if k not in ("pareto_k", "psis")}
+        tempered = fit.replaced(
+            gaussians=tuple(gaussian.temper(temperature) for gaussian in warm),
+            attrs={**attrs, "temperature": temperature},
+        )
+        return GaussianPosterior(tempered, self._batch)
+
+    @check_calls
+    def log_marginal_likelihood(self) -> Tensor:
+        """The evidence of a `Laplace`, in nats: log joint + D/2 log 2 pi - log det(precision)/2 at
+        the mode, of the start where it is largest; over the sites that have a Gaussian, at
+        temperature 1.
+
+        Raises:
+            ArgumentError: the fit is not at a mode.
+
+        Warns:
+            ApproximationWarning: the point is not the mode of the density in unconstrained space.
+        """
+        evidence = self.attrs.get("log_evidence")
+        if evidence is None:
+            raise ArgumentError("log_marginal_likelihood: it is of Laplace, which is at the mode")
+        best = max(range(len(evidence)), key=evidence.__getitem__)
+        far = self.attrs["distance"][best]
+        if far > _FAR:
+            warn(
+                ApproximationWarning,
+                f"the given mode is {far**0.5:.2g} posterior sds away from that in unconstrained "
+                "space, so its evidence is too low: leave mode= out to have it found",
+            )
+        return torch.tensor(evidence[best], dtype=torch.float64)
 
     @property
     def trace(self) -> Tensor:
@@ -361,6 +411,17 @@ class GaussianPosterior(Posterior):
         weights = table.log_weights.exp()
         chosen = torch.multinomial(weights, count, replacement=True, generator=source)
         return {name: value[0, chosen] for name, value in proposed.samples.items()}
+
+
+def as_temperature(temperature: float) -> float:
+    """A temperature of 0 or more.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        raise ArgumentError(f"temperature={temperature!r}: pass a number >= 0")
+    return float(temperature)
 
 
 def as_prior(fit: Fit, start: int) -> LogPosterior:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_scale.core.online_moments import Moments
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.validation import as_count
 from pyro_scale.errors import ArgumentError
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.results.call_checks import check_calls
@@ -49,11 +50,12 @@ class ParticlePosterior(Posterior):
         quarter of the steps to the last, by 0.1 nats times the root of the dimensions."""
         return bool(has_converged(self.trace, self.draws.layout.size).all())
 
+    @check_calls
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
         """Where chains begin that start from particles, from each in turn, and `params`,
         `[num_chains, ...]`."""
         result = self.draws
-        particles = torch.arange(num_chains) % result.positions.shape[1]
+        particles = torch.arange(as_count("num_chains", num_chains)) % result.positions.shape[1]
         sites = result.samples_at(torch.zeros_like(particles), particles)
         params = {n: v.expand(num_chains, *v.shape) for n, v in result.params.items()}
         return {name: sites[name] for name in result.log_posterior.latents} | params

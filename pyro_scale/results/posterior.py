@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_scale.core.online_moments import Moments
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
@@ -219,8 +220,8 @@ class Posterior:
         if "diverging" in self.draws.sample_stats:  # trajectories, whose draws are exact
             return report_on_exact(self.draws, int(attrs["num_samples"]))
         raise ArgumentError(
-            "report: there are no checks of draws of step(), or that were not kept; "
-            "diagnostics() tells what is known"
+            "report: it is of a sampler's run, and not of step(), of store=False or of an "
+            "approximation; diagnostics() tells what is known"
         )
 
     @check_calls
@@ -446,17 +447,20 @@ class Posterior:
         last step left it.  (What a draw predicts is with their values at the draw's step.)"""
         return self.draws.params
 
+    @check_calls
     def write_params(self) -> None:
         """Puts `params` into Pyro's param store, and weights into their modules."""
         self.draws.log_posterior.write_points(self.params)
 
+    @check_calls
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
         """Where chains begin that start from these draws: some of them, drawn at random,
         `[num_chains, ...]`."""
         result = self.kept_draws.every_draw
         chains, draws = result.positions.shape[:2]
         source = generator(seed, 0, Purpose.INIT)
-        places = torch.randint(chains * draws, (num_chains,), generator=source)
+        count = as_count("num_chains", num_chains)
+        places = torch.randint(chains * draws, (count,), generator=source)
         sites = result.samples_at(places // draws, places % draws)
         params = {n: v.expand(num_chains, *v.shape) for n, v in result.params.items()}
         return {name: sites[name] for name in result.log_posterior.latents} | params

@@ -78,6 +78,6 @@ class Stepping:
         draws = Draws.of(problem.positions, steps)
         chains.recent.forget()  # their batches were others
         chains.move(eager(problem.engine, batches), batches, columns, steps, draws)
-        draws.failures, draws.last_steps = chains.failures, chains.last_steps
+        draws.failures, draws.last_steps = list(chains.failures), chains.last_steps
         draws.state, draws.num_steps = chains.state, count + 1
         return draws, {k: v.expand(count + 1, *v.shape[1:]) for k, v in values.items()}

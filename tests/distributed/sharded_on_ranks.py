@@ -99,7 +99,7 @@ def stepped(name, **how):
         place += size
         log_joint = method.step(mine(X[rows]), mine(Y[rows]))
         if name == "IVON":  # its mean: draws of it have noise of their own
-            fit = None if RANK < 0 else method.posterior.shards
+            fit = None if RANK < 0 else method.posterior
             position = method.fit.centers[0] if RANK < 0 else fit.positions[0]
             layout = method.fit.layout if RANK < 0 else fit.problem.layout
             params = layout.unflatten(position[None])

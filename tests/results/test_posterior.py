@@ -12,7 +12,7 @@ from linear import linear_data
 from reference import double
 
 import pyro_scale as ps
-from pyro_scale.errors import ArgumentError, FileError, NonFiniteError, NotRunError
+from pyro_scale.errors import ArgumentError, CallError, FileError, NonFiniteError, NotRunError
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -249,3 +249,68 @@ def test_they_say_what_they_are():
     fit = ps.Laplace(model).run(DATA, **QUIET).posterior
     assert repr(fit) == "<GaussianPosterior by Laplace, N = 40, starts: 1>"
     assert isinstance(fit, ps.GaussianPosterior)
+
+
+# ------------------------------------------------------------------ bad input
+
+
+@quiet
+@pytest.mark.parametrize("kind", ["BAOA", "EKF", "VI", "MAP", "SVGD"])
+def test_a_step_that_breaks_leaves_the_state_before_it(kind):
+    make, _ = KINDS[kind]
+    torch.manual_seed(1)
+    method = make()
+    method._num_data = len(X)
+    method.step(X[:10], Y[:10])
+    expected = copy.deepcopy(method).get_samples()
+    with pytest.raises(NonFiniteError):
+        method.step(X[:10], Y[:10] * torch.nan)
+    same(method.get_samples(), expected)
+
+
+@quiet
+@every_kind
+def test_what_it_cannot_be_asked_is_said(kind):
+    make, run = KINDS[kind]
+    posterior = run(make()).posterior
+    with pytest.raises(CallError, match="did you mean var_names="):
+        posterior.summary(var_name=["w"])
+    with pytest.raises(CallError):
+        posterior.starts(1)
+    with pytest.raises(ArgumentError, match="num_chains"):
+        posterior.starts("a", 0)
+    if kind not in ("BAOA", "NUTS"):
+        with pytest.raises(ArgumentError, match="of a sampler's run"):
+            posterior.report()
+
+
+def test_fits_go_on_from_a_posterior():
+    fit = ps.Laplace(model).run(DATA, **QUIET)
+    for start in (fit, fit.posterior):
+        ekf = ps.EKF(model, init_strategy=start).run(OTHER, **QUIET)
+        with pytest.raises(ArgumentError, match="not meant to be the model's posterior"):
+            ekf.psis()
+        again = ps.Laplace(model).run(DATA, mode=start, **QUIET)
+        assert torch.equal(again.fit.centers, fit.fit.centers)
+        method = baoa(ps.BAOA(model, lr=0.1, precondition=start))
+        assert method.posterior.attrs["whitened"] == 1
+    draws = baoa(sampler()).posterior
+    with pytest.raises(ArgumentError, match="it has no Gaussian"):
+        ps.EKF(model, init_strategy=draws).run(DATA, **QUIET)
+    with pytest.raises(ArgumentError, match="a fitted MAP"):
+        ps.Laplace(model).run(DATA, mode=draws, **QUIET)
+    with pytest.raises(ArgumentError, match="init_strategy"):
+        ps.BAOA(model, init_strategy=ps.Posterior)
+
+
+def test_a_fit_at_another_temperature_goes_into_a_file(tmp_path):
+    ps.Laplace(model).run(DATA, **QUIET).save(tmp_path / "fit.ps")
+    warm = ps.Laplace.load(tmp_path / "fit.ps", model).at_temperature(4.0)
+    warm.save(tmp_path / "warm.ps")
+    again = ps.load(tmp_path / "warm.ps", model)
+    cold = ps.load(tmp_path / "fit.ps", model)
+    variances = [each.fit.gaussians[0].variance for each in (cold, again)]
+    torch.testing.assert_close(variances[1], 4 * variances[0], rtol=1e-12, atol=0)
+    assert again.log_marginal_likelihood() == cold.log_marginal_likelihood()
+    with pytest.raises(ArgumentError, match="it is of Laplace"):
+        steps(ps.MAP(model)).posterior.log_marginal_likelihood()
