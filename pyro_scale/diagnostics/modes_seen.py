@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from pyro_scale.diagnostics.finding import Finding, Verdict
 from pyro_scale.diagnostics.policy import MIXING
+from pyro_scale.diagnostics.run_report import Finding, Verdict
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.storage.lazy_draws import spread
 from pyro_scale.tuning.modes import Mode, Modes

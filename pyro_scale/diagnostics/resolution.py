@@ -25,8 +25,8 @@ from torch import Tensor
 from pyro_scale.core.layout import Layout, dtype_name
 from pyro_scale.core.validation import evenly
 from pyro_scale.diagnostics.convergence import some_elements
-from pyro_scale.diagnostics.finding import Finding, Verdict
 from pyro_scale.diagnostics.policy import MIXING
+from pyro_scale.diagnostics.run_report import Finding, Verdict
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.storage.lazy_draws import spread
 from pyro_scale.tuning.policy import TOLERANCE

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
-
-from pyro_scale.diagnostics.finding import Finding, Verdict, worst
+from typing import Any, Literal, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -84,3 +82,33 @@ class Report:
                     where = f"{finding.site}: " if finding.site else ""
                     lines.append(f"[{title}] {finding.check}: {where}{finding.told}")
         return "\n".join(lines)
+
+
+#: Whether means and sds are within a tenth of a posterior sd, and 5%; or whether draws are those of
+#: an ensemble, which is not the posterior.
+Verdict: TypeAlias = Literal["yes", "no", "unknown", "ensemble"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check of one site.
+
+    Attributes:
+        site: whose; empty for the whole run.
+        check: what was looked at.
+        verdict: of the check.
+        told: what was found, with figures.
+        advice: what to try.
+    """
+
+    site: str
+    check: str
+    verdict: Verdict
+    told: str
+    advice: str = ""
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """Ensemble, if any is; else no, if any is; else unknown, if any is."""
+    kinds: tuple[Verdict, ...] = ("ensemble", "no", "unknown")
+    return next((kind for kind in kinds if kind in verdicts), "yes")

@@ -24,13 +24,13 @@ from pyro_scale.fullbatch.chunks import num_rows_in, split
 from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.ekf_filter import PATH_NUMBERS, Filter, Settings
 from pyro_scale.infer.ekf_program import LastProgram
-from pyro_scale.infer.ekf_start import start_of
-from pyro_scale.infer.ekf_walk import (
+from pyro_scale.infer.ekf_start import (
     TransitionSd,
     as_plain,
     check_transition_sd,
     does_walk,
     drift_of,
+    start_of,
 )
 from pyro_scale.infer.method import NotRun, Starts
 from pyro_scale.infer.stepwise import Stepwise

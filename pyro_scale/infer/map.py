@@ -13,7 +13,7 @@ from pyro_scale.core.warn import warn
 from pyro_scale.errors import ApproximationWarning, ArgumentError
 from pyro_scale.fullbatch.density import NEAR, FullDataDensity
 from pyro_scale.infer.approximation import Approximation, Structure
-from pyro_scale.infer.precondition import A_FIT, gaussian_of
+from pyro_scale.infer.settings import A_FIT, gaussian_of
 from pyro_scale.infer.stochastic import Optimized
 from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.model.log_posterior import LogPosterior

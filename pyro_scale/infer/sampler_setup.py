@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.schedules import Cyclical
-from pyro_scale.core.validation import AUTO
+from pyro_scale.core.validation import AUTO, as_count
 from pyro_scale.core.warn import warn
 from pyro_scale.data.open import open_data
 from pyro_scale.data.row_sampler import Sampling, check_sampling
@@ -20,8 +21,7 @@ from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, BiasWarning
 from pyro_scale.kernels import Kernel
 from pyro_scale.run.by_rank import check_same, warn_of_reading
-from pyro_scale.run.config import RunConfig
-from pyro_scale.run.limits import check_equal_weights, check_length, check_memory
+from pyro_scale.run.config import RunConfig, check_equal_weights, check_length, check_memory
 from pyro_scale.run.problem import (
     Problem,
     check_can_adjust,
@@ -29,8 +29,7 @@ from pyro_scale.run.problem import (
     module_device,
 )
 from pyro_scale.run.resume import Journal, digest_of, identity_of
-from pyro_scale.run.shared_starts import check_superchains, with_shared_starts
-from pyro_scale.tuning.batches import prepare_in_batches
+from pyro_scale.tuning.many_rows import prepare_in_batches
 from pyro_scale.tuning.plan import is_trained
 
 if TYPE_CHECKING:
@@ -214,3 +213,37 @@ def _size_of_starts(problem: Problem, fit: Any) -> dict[str, str]:
     if fit is not None and not isinstance(fit, str):
         sizes |= {"precondition.mean": fit.mean, "precondition.sd": fit.variance.sqrt()}
     return {name: f"{float(value.double().norm()):.4g}" for name, value in sizes.items()}
+
+
+def check_superchains(superchains: Any, num_chains: int, init_strategy: Any) -> int:
+    """How many groups of chains share a start.
+
+    Raises:
+        ArgumentError: they do not divide the chains into groups of two or more; a dict of starts
+            that differ within a group.
+    """
+    superchains = as_count("superchains", superchains, least=2)
+    each, left = divmod(num_chains, superchains)
+    if left or each < 2:
+        raise ArgumentError(
+            f"superchains={superchains} of num_chains={num_chains}: each needs as many chains as "
+            f"the others, two or more; pass num_chains={superchains * max(2, each + bool(left))}"
+        )
+    if isinstance(init_strategy, dict):
+        for name, value in init_strategy.items():
+            if not isinstance(value, Tensor) or value.shape[:1] != (num_chains,):
+                continue  # which is refused with the model's own shapes
+            starts = value.unflatten(0, (superchains, each))
+            if not torch.equal(starts, starts[:, :1].expand_as(starts)):
+                raise ArgumentError(
+                    f"init_strategy['{name}']: chains of a superchain share their start, but these "
+                    f"differ; pass each {each} times, starts.repeat_interleave({each}, dim=0)"
+                )
+    return superchains
+
+
+def with_shared_starts(problem: Problem, superchains: int) -> Problem:
+    """The problem whose chains start where the first of their superchain does."""
+    each = len(problem.positions) // superchains
+    first = problem.positions[::each]
+    return dataclasses.replace(problem, positions=first.repeat_interleave(each, dim=0))

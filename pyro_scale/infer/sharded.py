@@ -29,7 +29,7 @@ from pyro_scale.model.nn.sharded import ShardedModule
 from pyro_scale.results.sharded import ShardedPosterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.by_rank import check_same, check_same_call
-from pyro_scale.run.limits import check_memory
+from pyro_scale.run.config import check_memory
 from pyro_scale.run.problem import as_log_posterior
 from pyro_scale.run.resume import digest_of
 from pyro_scale.run.sharded.chain import ShardedChain, check_kernel, prepare, sharded_network

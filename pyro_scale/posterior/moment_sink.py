@@ -11,9 +11,8 @@ from torch import Tensor
 from pyro_scale.core.online_moments import Totals
 from pyro_scale.core.validation import evenly
 from pyro_scale.engine.draws import Draws
-from pyro_scale.posterior.draws import PosteriorDraws
+from pyro_scale.posterior.draws import PosteriorDraws, samples_of
 from pyro_scale.posterior.online import OnlineSamples, SampleTotals
-from pyro_scale.posterior.sound_draws import samples_of
 from pyro_scale.run.parts import Part
 from pyro_scale.run.problem import Problem
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from pyro_scale.core.layout import dtype_name
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, FileError
-from pyro_scale.posterior.draws import PosteriorDraws
+from pyro_scale.posterior.draws import PosteriorDraws, samples_of
 from pyro_scale.posterior.export import attributes, dims_of, own_dims
 from pyro_scale.posterior.moment_sink import ToMoments
-from pyro_scale.posterior.sound_draws import samples_of
 from pyro_scale.run.config import Store
 from pyro_scale.run.parts import Part
 from pyro_scale.run.problem import Problem

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
+from pyro_scale.core.rows import Arguments
 from pyro_scale.data.loaders import check_tensors, to_device
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.model.transforms import bijection
@@ -124,7 +125,14 @@ class ShardedPosterior(Posterior):
                     f"{name}={value!r}: predict has none of a sharded network: leave it out, and "
                     "pass some rows at a time"
                 )
-        arguments = self.problem.log_posterior.bind(args, kwargs)
+        return self._predict(
+            self.problem.log_posterior.bind(args, kwargs), num_samples, return_sites
+        )
+
+    def _predict(
+        self, arguments: Arguments, num_samples: int | None, return_sites: Sequence[str] | None
+    ) -> dict[str, Tensor]:
+        """Draws of observed sites at rows."""
         check_tensors(arguments)
         holders, log_posterior = self.problem.holders, self.problem.log_posterior
         count = rows.count(arguments)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_scale.core.whitening import DiagonalWhitening, LowRankWhitening
+from pyro_scale.core.whitening import DiagonalWhitening, LowRankWhitening, Whitening
 from pyro_scale.fullbatch.density import FullDataDensity
 
 #: Directions, half of them at either end of the curvature's spectrum.
@@ -96,3 +96,23 @@ def _of_axes(center: Tensor, scale: Tensor, axes: Tensor, sds: Tensor) -> LowRan
     return LowRankWhitening(
         center, scale, axes[:, chosen].to(scale).contiguous(), stretch.to(scale)
     )
+
+
+#: Steps of the power method.
+_POWERS = 8
+
+
+def steepest_by_products(
+    density: FullDataDensity, whitening: Whitening | None, position: Tensor
+) -> float:
+    """The largest curvature over N at a position, `[D]`, in whitened coordinates if there are any;
+    from below, by the power method on products with the Hessian."""
+    vector, length = torch.ones_like(position), math.nan
+    for _ in range(_POWERS):
+        vector = vector / vector.norm()
+        along = vector if whitening is None else whitening.push_forward(vector)
+        moved = -density.hessian_times(position, along)
+        if whitening is not None:
+            moved = whitening.pull_back(moved)
+        length, vector = float(vector @ moved), moved
+    return length

@@ -22,9 +22,8 @@ from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.rng.streams import RefinedNoise
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.choice import Simulate
-from pyro_scale.tuning.curvature import steepest_by_products
 from pyro_scale.tuning.groups import WindowDraws, halve_step_size, have_left
-from pyro_scale.tuning.low_rank import with_axes
+from pyro_scale.tuning.low_rank import steepest_by_products, with_axes
 from pyro_scale.tuning.modes import gaussian_at
 from pyro_scale.tuning.policy import GEOMETRY, WARM_UP
 from pyro_scale.tuning.windows import learn

@@ -35,8 +35,8 @@ from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.choice import Asked, Choice, Simulate, lr_in_words
-from pyro_scale.tuning.curvature import steepest_by_products
 from pyro_scale.tuning.early_stopping import EarlyStopping
+from pyro_scale.tuning.low_rank import steepest_by_products
 from pyro_scale.tuning.one_group import OneGroup
 from pyro_scale.tuning.policy import TRAINING
 from pyro_scale.tuning.step_size import chain_at

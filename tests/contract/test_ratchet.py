@@ -22,7 +22,7 @@ CODE_LINES = {
     "compile": 1249,
     "core": 1277,
     "data": 971,
-    "diagnostics": 2497,
+    "diagnostics": 2491,
     "distributed": 536,
     "engine": 1567,
     "exact": 535,
@@ -31,12 +31,12 @@ CODE_LINES = {
     "kernels": 1102,
     "metrics": 528,
     "model": 6298,
-    "posterior": 2367,
-    "results": 856,
+    "posterior": 2360,
+    "results": 862,
     "rng": 571,
-    "run": 2157,
+    "run": 2124,
     "storage": 569,
-    "tuning": 2602,
+    "tuning": 2594,
 }
 #: Of the whole package.
 MOST = {
@@ -47,8 +47,8 @@ MOST = {
     "most imports of a file": 42,
     "numeric constants of modules": 286,
     "numeric defaults of fields": 215,
-    "isinstance, hasattr and case": 510,
-    "Any and object": 1310,
+    "isinstance, hasattr and case": 512,
+    "Any and object": 1336,
 }
 _NO_CODE = {
     tokenize.COMMENT,

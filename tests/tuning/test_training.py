@@ -13,7 +13,7 @@ import pyro_scale as ps
 from pyro_scale import kernels
 from pyro_scale.errors import FileError, NonFiniteError, VerdictWarning
 from pyro_scale.tuning import training
-from pyro_scale.tuning.curvature import steepest_by_products
+from pyro_scale.tuning.low_rank import steepest_by_products
 from pyro_scale.tuning.policy import Training
 from pyro_scale.tuning.training import _largest_stable
 
