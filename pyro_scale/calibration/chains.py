@@ -246,7 +246,10 @@ def _some(draws: Draws, places: Tensor) -> Draws:
 
 
 def _effective(draws: Draws) -> Tensor:
-    return effective(torch.cat([draws.positions.double(), draws.log_joint[..., None]], -1))
+    """Effective draws of each chain, `[chains]`: 1 of a chain that does not move."""
+    ess = effective(torch.cat([draws.positions.double(), draws.log_joint[..., None]], -1))
+    moves = (draws.positions != draws.positions[:, :1]).any(1).all(-1)
+    return torch.where(moves, ess, ess.clamp(max=1.0))
 
 
 def effective(series: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_scale.calibration.modes import find_modes, look
 from pyro_scale.calibration.stack import Coordinates, Stack
 from pyro_scale.core.gaussian import as_structure
-from pyro_scale.core.whitening import whiten
+from pyro_scale.core.whitening import Whitening, whiten
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.kernels import Kernel
 from pyro_scale.rng.seeds import Purpose
@@ -121,7 +121,9 @@ class StackedGroups:
         _, _, curvature = look(self.stack, params)
         pulled = coordinates.mapped("pull_back", curvature.to(params))
         pulled = coordinates.mapped("pull_back", pulled.mT.contiguous()).double()
-        return torch.linalg.eigvalsh(pulled / self.stack.num_data)[:, -1]
+        finite = pulled.isfinite().all(-1).all(-1)  # else no data set's would be found
+        matrices = torch.where(finite[:, None, None], pulled, 0.0) / self.stack.num_data
+        return torch.where(finite, torch.linalg.eigvalsh(matrices)[:, -1], torch.nan)
 
 
 def start_at_modes(
@@ -139,11 +141,18 @@ def start_at_modes(
     """
     modes, size = find_modes(stack, starts), starts.shape[1]
     temperature = float(kernel.values(0)["temperature"])
-    gaussians = [
-        as_structure(gaussian_at(mean, precision, temperature), dense=kind == "dense")
-        for mean, precision in zip(modes.mean, modes.precision, strict=True)
-    ]
-    whitenings = [whiten(gaussian, stack.num_data, starts) for gaussian in gaussians]
+
+    def whitening_at(mean: Tensor, precision: Tensor) -> Whitening:
+        gaussian = as_structure(gaussian_at(mean, precision, temperature), dense=kind == "dense")
+        return whiten(gaussian, stack.num_data, starts)
+
+    whitenings = []
+    for mean, precision in zip(modes.mean, modes.precision, strict=True):
+        whitening = whitening_at(mean, precision)
+        if not all(bool(tensor.isfinite().all()) for tensor in whitening.tensors):
+            # the search ended in a spike: the run tells whether the chain breaks there
+            whitening = whitening_at(mean, torch.eye(size, dtype=precision.dtype))
+        whitenings.append(whitening)
     coordinates = Coordinates.of_each(whitenings, torch.ones(len(starts), dtype=starts.dtype))
     lowest = modes.value - GEOMETRY.depth(size)
 

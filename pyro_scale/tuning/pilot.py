@@ -108,10 +108,10 @@ def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> t
     fixed, total, lengthened, number = limit.lengths, 0, 0, 0
     length = min(policy.longest, max(policy.least, math.ceil(policy.times * time)))
     length = int(min(length, limit.steps / 3)) if fixed is None else fixed.pilot
-    biases: list[Bias | None] = [None] * len(groups.lr)
+    ran, biases = length, list[Bias | None]([None] * len(groups.lr))
     times = torch.full_like(groups.lr, math.inf)
     for number in range(1, 1 + (policy.most if fixed is None else fixed.pilots)):
-        every = max(1, length // policy.draws)
+        ran, every = length, max(1, length // policy.draws)
         steps = Steps(length // every, 0, every)
         own = groups.run(steps, Purpose.PILOT, number - 1)
         half = groups.run(steps, Purpose.PILOT, number - 1, halved=True)
@@ -145,7 +145,7 @@ def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> t
             break
         if fixed is None:
             length = min(policy.longest, math.ceil(length / typical))
-    return groups, Pilot(number, length, total, slow_time(times), biases)
+    return groups, Pilot(number, ran, total, slow_time(times), biases)
 
 
 def _factor(bias: Bias, order: int, policy: Pilots) -> float:
