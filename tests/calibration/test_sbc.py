@@ -453,3 +453,33 @@ def test_control_c_keeps_the_simulations_that_are_done(tmp_path):
             run.send_signal(signal.SIGINT)
             break
     assert "kept" in run.communicate(timeout=300)[0]
+
+
+@pytest.mark.long  # a minute of warm-up in spikes
+def test_one_data_set_without_a_mode_breaks_alone():
+    """A centered hierarchy: of some data sets the search ends in the spike at tau = 0."""
+    place = torch.arange(80) % 8
+
+    def centered(place, y):
+        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+        tau = pyro.sample("tau", dist.HalfNormal(1.0))
+        with pyro.plate("groups", 8):
+            effect = pyro.sample("effect", dist.Normal(mu, tau))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(effect[place], 1.0), obs=y)
+
+    how = {"num_simulations": 20, "seed": 5, "progress": False}
+    found = ps.sbc(ps.BAOA(centered), (place, torch.zeros(80)), **how)
+    assert 0 < len(found.failed) < 20
+
+
+@pytest.mark.slow
+def test_chains_that_do_not_move_are_not_effective():
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+    method = ps.GHMC(model, lr=50.0, friction=1.0)
+    found = ps.sbc(method, torch.zeros(10), num_simulations=30, seed=1, progress=False)
+    assert str(found).startswith("NOT KNOWN: 30 of 30 simulations")

@@ -35,7 +35,7 @@ from pyro_scale.engine import chains, checkpoint, loop
 from pyro_scale.engine import draws as drive_draws
 from pyro_scale.errors import ArgumentError, FileError, PyroScaleError
 from pyro_scale.posterior import online, sinks
-from pyro_scale.run import limits
+from pyro_scale.run import config
 from pyro_scale.storage import zarr_store
 
 zarr = pytest.importorskip("zarr")
@@ -888,7 +888,7 @@ def test_runs_that_memory_does_not_hold_are_refused(tmp_path):
 
 
 def test_by_default_half_of_the_machine_is_for_draws(monkeypatch):
-    monkeypatch.setattr(limits, "bytes_of", lambda device: 1440)
+    monkeypatch.setattr(config, "bytes_of", lambda device: 1440)
     fitted(num_samples=10)
     with pytest.raises(ArgumentError, match="792 bytes of memory, and 720 bytes are for them"):
         fitted(num_samples=11)
