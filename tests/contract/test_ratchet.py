@@ -18,7 +18,7 @@ ROOT = Path(pyro_scale.__file__).parent
 #: Of every package: lines without docstrings, comments and blanks.
 CODE_LINES = {
     ".": 142,
-    "calibration": 1734,
+    "calibration": 1742,
     "compile": 1249,
     "core": 1277,
     "data": 971,
@@ -36,7 +36,7 @@ CODE_LINES = {
     "rng": 571,
     "run": 2124,
     "storage": 569,
-    "tuning": 2594,
+    "tuning": 2592,
 }
 #: Of the whole package.
 MOST = {
