@@ -115,7 +115,8 @@ class StackedDensity:
         raise NotImplementedError
 
     def own_values(self, values: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
-        """The hyperparameters of one chain, whose step size is its own."""
+        """Hyperparameter values of one chain: the step size is multiplied by the chain's factor,
+        which comes with the batch."""
         constants, _, _ = batch
         if not constants:
             return dict(values)

@@ -168,24 +168,23 @@ def end_early(
     held = f"{_held_by(result)} holds the {kept} draws a chain until then" if kept else "no draws"
     lost = len(draws.kept_steps) - kept if draws.finished else 0  # the disk may be full
     more = f", {lost} more could not be written" if lost else ""
-    message = f"after {draws.num_steps} steps; {held}{more}{hint}"
+    when = f"after {draws.num_steps} steps; {held}{more}{hint}"
     if result is None or not isinstance(error, KeyboardInterrupt):
-        error.add_note(f"{name}: {message}")
+        error.add_note(f"{name}: {when}")
         raise error
-    warn(PyroScaleWarning, f"interrupted {message}")
+    warn(PyroScaleWarning, f"interrupted {when}")
 
 
 def check_step(
     problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
 ) -> None:
-    """Raises where a single step broke the chain.
+    """Raises for a single step that broke the chain.
 
     Raises:
         NonFiniteError: it says where.
     """
-    if draws.failures:
-        sites = broken_sites(problem, draws, batch)
-        raise NonFiniteError(message(draws, values["lr"], sites))
+    sites = broken_sites(problem, draws, batch)
+    raise NonFiniteError(message(draws, values["lr"], sites))
 
 
 def posterior_of_step(
@@ -204,10 +203,10 @@ def _held_by(result: PosteriorDraws | None) -> str:
 def method_facts(name: str, kernel: Kernel) -> dict[str, Any]:
     """The method and its hyperparameters, as results keep them."""
     hyperparameters = {
-        name: {site: _in_words(value) for site, value in hyper.items()}
+        label: {site: _in_words(value) for site, value in hyper.items()}
         if isinstance(hyper, Mapping)
         else _in_words(hyper)
-        for name, hyper in kernel.hyperparameters().items()
+        for label, hyper in kernel.hyperparameters().items()
     }
     return {"method": name, **hyperparameters}
 

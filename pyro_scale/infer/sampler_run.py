@@ -46,7 +46,7 @@ def run_stages(
     ranks: Ranks,
     rows_by_rank: bool,
 ) -> None:
-    """From arguments to a posterior; each stage has a type of its own.
+    """Runs a sampler from its checked arguments to its posterior, which it stores in the sampler.
 
     Args:
         sampler: whose run it is, and which is given the posterior.

@@ -29,8 +29,8 @@ from pyro_scale.run.problem import (
     module_device,
 )
 from pyro_scale.run.resume import Journal, digest_of, identity_of
-from pyro_scale.tuning.many_rows import prepare_in_batches
 from pyro_scale.tuning.plan import is_trained
+from pyro_scale.tuning.training import prepare_in_batches
 
 if TYPE_CHECKING:
     from pyro_scale.infer.sampler import Sampler
@@ -39,7 +39,11 @@ if TYPE_CHECKING:
 def run_config(
     sampler: Sampler, *, superchains: int | None, sampling: Sampling | None, **asked: Any
 ) -> RunConfig:
-    """What was asked for; it refuses arguments."""
+    """The arguments of `Sampler.run`, checked against each other and the method.
+
+    Raises:
+        ArgumentError: it names the argument.
+    """
     num_chains, kernel = asked["num_chains"], sampler.kernel
     if superchains is not None:
         superchains = check_superchains(superchains, num_chains, sampler._init_strategy)
@@ -70,7 +74,11 @@ def run_config(
 def run_problem(
     sampler: Sampler, data: Any, config: RunConfig, seed: int, ranks: Ranks, rows_by_rank: bool
 ) -> Problem:
-    """The model on the data, understood, with chains at their starts; it refuses models."""
+    """The analyzed model on the data, with all chains at their starts.
+
+    Raises:
+        ModelError, SiteError, PlateError: the model cannot be run so.
+    """
     device, adjusted = module_device(sampler.model), sampler.kernel.adjusted
     size = None if config.batch_size == AUTO else config.batch_size
     first = open_data(data, size, sampler._num_data, device)
@@ -105,7 +113,12 @@ def run_problem(
 def run_facts(
     sampler: Sampler, problem: Problem, config: RunConfig, journal: Journal
 ) -> dict[str, Any]:
-    """What has to be alike for one run to go on with another; it refuses to where it is not."""
+    """Facts by which a checkpoint is recognized as this run's; empty without checkpoints or ranks.
+
+    Raises:
+        RankError: ranks have other data or arguments.
+        FileError: the checkpoint to resume is of another run.
+    """
     if journal.path is None and problem.ranks.is_alone:
         return {}
     store = config.store
@@ -167,10 +180,10 @@ def checked_sampling(sampler: Sampler, sampling: Sampling | None, in_batches: bo
 
 
 def _num_rows(sampler: Sampler, own: Data, ranks: Ranks) -> int | None:
-    """N, where each rank has rows of its own.
+    """N of the whole run, from the rows that each rank holds (`rows_by_rank=True`).
 
     Raises:
-        ArgumentError: something is chosen, for which all rows are needed.
+        ArgumentError: an option that needs all rows.
     """
     needs_all = sampler._settings.control_variates or sampler._settings.subtract_noise
     if "lr" in sampler._settings.chosen or sampler._settings.precondition or needs_all:
@@ -207,8 +220,8 @@ def _numbers_of_fit(fit: Any) -> dict[str, float]:
 
 
 def _size_of_starts(problem: Problem, fit: Any) -> dict[str, str]:
-    """What tells a start or a preconditioner from others that were drawn or fitted, but for
-    rounding."""
+    """Norms of the starts and of the preconditioner, to 4 digits, by which ranks notice that they
+    hold different ones."""
     sizes = {"starts": problem.positions}
     if fit is not None and not isinstance(fit, str):
         sizes |= {"precondition.mean": fit.mean, "precondition.sd": fit.variance.sqrt()}
@@ -243,7 +256,7 @@ def check_superchains(superchains: Any, num_chains: int, init_strategy: Any) -> 
 
 
 def with_shared_starts(problem: Problem, superchains: int) -> Problem:
-    """The problem whose chains start where the first of their superchain does."""
+    """The problem with all chains of a superchain at the start of its first chain."""
     each = len(problem.positions) // superchains
     first = problem.positions[::each]
     return dataclasses.replace(problem, positions=first.repeat_interleave(each, dim=0))

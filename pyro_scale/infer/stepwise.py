@@ -62,7 +62,7 @@ class SteppedChain:
 
     Args:
         stepping: the chain at its start.
-        check: raises where the step broke the chain: (problem, draws, values, batch).
+        check: raises for a step that broke the chain: (problem, draws, values, batch).
         posterior_of: the posterior of one step's draws: (problem, draws, values, first batch).
     """
 
@@ -81,7 +81,8 @@ class SteppedChain:
         problem = self._stepping.problem
         with without_vmap_warnings():
             draws, values = self._stepping.step(args, kwargs)
-        self._check(problem, draws, values, problem.log_posterior.bind(args, kwargs))
+        if draws.failures:
+            self._check(problem, draws, values, problem.log_posterior.bind(args, kwargs))
         self._last, self._posterior = (draws, values), None
         return float(draws.log_joint.mean())
 

@@ -214,7 +214,11 @@ class Optimized(Stepwise, Approximation):
             return chain
         data = batch_as_data(self.model, self._num_data, args, kwargs)
         stepping = Stepping(self._prepare(data, self._num_data, 1, choose_seed(None)), self.kernel)
-        return SteppedChain(stepping, _check_start, self._posterior_of_step)
+        return SteppedChain(
+            stepping,
+            lambda problem, draws, _, batch: check_failures(problem, draws, "start", batch),
+            self._posterior_of_step,
+        )
 
     @property
     def trace(self) -> Tensor:
@@ -335,13 +339,6 @@ class Optimized(Stepwise, Approximation):
         else:
             return
         warn(ConvergenceWarning, f"the {self.objective} {message}")
-
-
-def _check_start(
-    problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
-) -> None:
-    """Raises where a step broke the fit."""
-    check_failures(problem, draws, "start", batch)
 
 
 def check_length(num_steps: int | None, num_epochs: int | None) -> None:

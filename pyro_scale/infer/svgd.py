@@ -168,7 +168,11 @@ class SVGD(Stepwise):
         """Particles at their starts, for loops of your own; see `Stepwise.begin`."""
         data = batch_as_data(self.model, self._num_data, args, kwargs)
         stepping = Stepping(self._prepare(data, choose_seed(None)), self.kernel)
-        return SteppedChain(stepping, _check_particles, self._posterior_of_step)
+        return SteppedChain(
+            stepping,
+            lambda problem, draws, _, batch: check_failures(problem, draws, "particle", batch),
+            self._posterior_of_step,
+        )
 
     @property
     def trace(self) -> Tensor:
@@ -228,10 +232,3 @@ class SVGD(Stepwise):
         """The particles after a single step."""
         result = dataclasses.replace(self._collect(problem, draws), data=None)
         return ParticlePosterior(result, draws.log_joint.mean(0), batch)
-
-
-def _check_particles(
-    problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
-) -> None:
-    """Raises where a step broke a particle."""
-    check_failures(problem, draws, "particle", batch)

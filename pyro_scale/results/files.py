@@ -83,7 +83,7 @@ def posterior_of(path: files.FilePath, contents: Mapping[str, Any], model: Any) 
             posterior = ParticlePosterior(draws, contents["trace"], batch)
         else:
             posterior = Posterior(draws, batch)
-        posterior.read = contents
+        posterior._file = contents
         return posterior
 
 

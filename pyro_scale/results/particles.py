@@ -14,7 +14,7 @@ from pyro_scale.core.validation import as_count
 from pyro_scale.errors import ArgumentError
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.results.call_checks import check_calls
-from pyro_scale.results.posterior import Posterior
+from pyro_scale.results.posterior import Posterior, starts_at
 from pyro_scale.tuning.early_stopping import has_converged
 
 #: Why there is no R-hat and no ESS.
@@ -54,11 +54,9 @@ class ParticlePosterior(Posterior):
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
         """Where chains begin that start from particles, from each in turn, and `params`,
         `[num_chains, ...]`."""
-        result = self.draws
-        particles = torch.arange(as_count("num_chains", num_chains)) % result.positions.shape[1]
-        sites = result.samples_at(torch.zeros_like(particles), particles)
-        params = {n: v.expand(num_chains, *v.shape) for n, v in result.params.items()}
-        return {name: sites[name] for name in result.log_posterior.latents} | params
+        count = as_count("num_chains", num_chains)
+        particles = torch.arange(count) % self.draws.positions.shape[1]
+        return starts_at(self.draws, torch.zeros_like(particles), particles)
 
     @check_calls
     def summary(self, var_names: list[str] | None = None) -> Any:

@@ -61,7 +61,7 @@ class Posterior:
     """
 
     #: The contents of the file that it was read from; None for others.
-    read: Mapping[str, Any] | None = None
+    _file: Mapping[str, Any] | None = None
 
     def __init__(self, draws: PosteriorDraws, batch: Arguments | None = None):
         self._draws, self._batch = draws, batch
@@ -461,9 +461,7 @@ class Posterior:
         source = generator(seed, 0, Purpose.INIT)
         count = as_count("num_chains", num_chains)
         places = torch.randint(chains * draws, (count,), generator=source)
-        sites = result.samples_at(places // draws, places % draws)
-        params = {n: v.expand(num_chains, *v.shape) for n, v in result.params.items()}
-        return {name: sites[name] for name in result.log_posterior.latents} | params
+        return starts_at(result, places // draws, places % draws)
 
     @check_calls
     def save(self, path: files.FilePath) -> None:
@@ -482,7 +480,7 @@ class Posterior:
             FileError: the file cannot be written, or an argument of the model is neither a
                 tensor nor a plain value.
         """
-        files.write(path, self.contents() if self.read is None else dict(self.read))
+        files.write(path, self.contents() if self._file is None else dict(self._file))
 
     def contents(self) -> dict[str, Any]:
         """What `save` writes: tensors and plain values by name."""
@@ -536,3 +534,11 @@ class Posterior:
                 code="log-likelihood",
             )
         return size <= _LOG_LIKELIHOOD_BYTES
+
+
+def starts_at(result: PosteriorDraws, chains: Tensor, draws: Tensor) -> dict[str, Tensor]:
+    """Constrained values to start chains from, `[len(draws), ...]`: the latent sites at (chains,
+    draws), and the point-estimated params."""
+    sites, params = result.samples_at(chains, draws), result.params
+    starts = {name: sites[name] for name in result.log_posterior.latents}
+    return starts | {name: v.expand(len(draws), *v.shape) for name, v in params.items()}

@@ -88,8 +88,8 @@ def with_control_variates(problem: Problem, density: FullDataDensity, anchor: Te
 
 
 def with_curvature(problem: Problem, density: FullDataDensity) -> Problem | None:
-    """The problem whose control variates have the likelihood's curvature at their anchor, too;
-    None where the model has none that single batches give as well."""
+    """The problem with control variates of second order: with the likelihood's curvature at the
+    anchor.  None if single batches of the model do not give that curvature."""
     log_posterior, first = problem.log_posterior, problem.data.first()
     first_order = problem.engine.density
     assert isinstance(first_order, ControlVariates)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense
-from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.distributed.ranks import ALONE, Ranks
-from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.fullbatch.density import NEAR, FullDataDensity
 from pyro_scale.fullbatch.gauss_newton import with_gauss_newton
 from pyro_scale.fullbatch.newton import Ascent, ascend
-from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.modes import (
     Check,
     Mode,
@@ -31,8 +26,7 @@ from pyro_scale.tuning.modes import (
     mode_at,
     some_places,
 )
-from pyro_scale.tuning.policy import MANY_ROWS, TRAINING, ManyRows
-from pyro_scale.tuning.training import is_network, is_small
+from pyro_scale.tuning.policy import MANY_ROWS, ManyRows
 
 #: Newton steps of a stage, at most.
 _STAGE_STEPS = 20
@@ -166,42 +160,3 @@ def _refine(
         Ascent(position, num_data * refined.value, curvature, True, position[None]),
         passes,
     )
-
-
-def prepare_in_batches(
-    prepare: Callable[[Data], Problem],
-    data: Data,
-    in_batches_of: Callable[[int], Data],
-    tunes: bool,
-) -> Problem:
-    """The model on its data: in batches where it has many rows, and takes some at a time.
-
-    Args:
-        prepare: understands the model on some data.
-        data: as they come: whole, or in a loader's batches.
-        in_batches_of: the same, so many rows at a time.
-        tunes: whether control variates and step size are to be chosen, too; if not, tensors are
-            taken whole.
-    """
-    if data.batch_size is not None:  # a loader's
-        return prepare(data)
-    problem = None
-    if tunes and (data.num_data or 0) > TRAINING.few_rows:
-        problem = _prepared(prepare, in_batches_of, TRAINING.batch)
-    problem = problem or prepare(data)
-    num_data = problem.log_posterior.num_data
-    size = TRAINING.network_batch
-    if tunes and is_network(problem) and not is_small(problem) and num_data > size:
-        problem = _prepared(prepare, in_batches_of, size) or problem
-    # a model that subsamples by itself has batches of its own
-    is_plain = isinstance(problem.data, TensorData)
-    return dataclasses.replace(problem, chooses_batches=is_plain)
-
-
-def _prepared(
-    prepare: Callable[[Data], Problem], in_batches_of: Callable[[int], Data], size: int
-) -> Problem | None:
-    """The problem in batches of a size; None for a model of all rows together."""
-    with contextlib.suppress(ModelError, ArgumentError):
-        return prepare(in_batches_of(size))
-    return None

@@ -129,8 +129,8 @@ class WarmUp:
     fallen: float = 20.0
 
     def depth(self, size: int) -> float:
-        """Drop of the log joint below a chain's best draw, in nats, at which the chain has left the
-        posterior, whose dimension is `size`."""
+        """Drop of the log joint below a chain's best draw, in nats, from which the chain counts as
+        having left a posterior of `size` dimensions."""
         return self.fallen_each * size + self.fallen
 
 

@@ -12,8 +12,10 @@ where the likelihood is steepest, as along the noise's scale of a regression.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,9 +23,9 @@ from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.core.whitening import DiagonalWhitening
-from pyro_scale.data.sources import TensorData
+from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.engine.draws import Draws, Steps
-from pyro_scale.errors import NonFiniteError
+from pyro_scale.errors import ArgumentError, ModelError, NonFiniteError
 from pyro_scale.fullbatch.chunks import is_row_wise
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.kernels import MAP, Kernel
@@ -221,3 +223,42 @@ def _largest_stable(kernel: Kernel, precision: float) -> float:
             break
         lr /= 1.1
     return lr
+
+
+def prepare_in_batches(
+    prepare: Callable[[Data], Problem],
+    data: Data,
+    in_batches_of: Callable[[int], Data],
+    tunes: bool,
+) -> Problem:
+    """The model on its data, in batches of a size that fits many rows, or a network.
+
+    Args:
+        prepare: understands the model on some data.
+        data: as the user passed them: all rows, or in a loader's batches.
+        in_batches_of: the data in batches of a size.
+        tunes: whether control variates and step size are chosen, too; if not, a step takes all rows
+            of tensors.
+    """
+    if data.batch_size is not None:  # a loader's
+        return prepare(data)
+    problem = None
+    if tunes and (data.num_data or 0) > TRAINING.few_rows:
+        problem = _prepared(prepare, in_batches_of, TRAINING.batch)
+    problem = problem or prepare(data)
+    num_data = problem.log_posterior.num_data
+    size = TRAINING.network_batch
+    if tunes and is_network(problem) and not is_small(problem) and num_data > size:
+        problem = _prepared(prepare, in_batches_of, size) or problem
+    # a model that subsamples by itself has batches of its own
+    is_plain = isinstance(problem.data, TensorData)
+    return dataclasses.replace(problem, chooses_batches=is_plain)
+
+
+def _prepared(
+    prepare: Callable[[Data], Problem], in_batches_of: Callable[[int], Data], size: int
+) -> Problem | None:
+    """The problem in batches of a size; None for a model of all rows together."""
+    with contextlib.suppress(ModelError, ArgumentError):
+        return prepare(in_batches_of(size))
+    return None

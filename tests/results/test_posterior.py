@@ -10,6 +10,7 @@ import torch
 import torchopt
 from linear import linear_data
 from reference import double
+from stored import same
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, CallError, FileError, NonFiniteError, NotRunError
@@ -59,11 +60,6 @@ KINDS = {
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 quiet = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-def same(one, other):
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @quiet
