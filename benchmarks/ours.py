@@ -1,4 +1,4 @@
-"""Pyro Scale on plain Pyro models."""
+"""Pyro Scale on plain Pyro models, as a user calls it: what is not named here is left alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ import pyro_scale as ps
 
 def sampler(model: Any, lr: float) -> Any:
     """The contender."""
-    return ps.SGHMC(model, lr=lr, friction=FRICTION, compile=True)
+    return ps.SGHMC(model, lr=lr, friction=FRICTION)
 
 
 def mlp_model(net: nn.Module) -> Callable[..., Tensor]:
@@ -52,16 +52,16 @@ def logistic(
     batch_size: int | None = LOGISTIC_BATCH,
     chains: int = 1,
     steps: int = 200_000,
-    sampling: str = "replacement",
+    **special: Any,
 ) -> Callable[[], Timing]:
-    """`batch_size` None takes all rows at every step."""
+    """`batch_size` None takes all rows at every step; `special` goes to `run`."""
     mcmc = sampler(logistic_model, LOGISTIC_LR)
     options = {
         "batch_size": batch_size,
         "num_chains": chains,
-        "sampling": sampling,
         "warmup_steps": WARMUP,
         "thinning": LOGISTIC_THINNING,
+        **special,
     }
     run = _timed_run(mcmc, logistic_data(rows), steps, options)
 
@@ -76,18 +76,18 @@ def network(
     chains: int = 1,
     steps: int = 1000,
     rows: int | None = None,
-    sampling: str = "replacement",
+    **special: Any,
 ) -> Callable[[], Timing]:
-    """A Bayesian network on digits."""
+    """A Bayesian network on digits; `special` goes to `run`."""
     net = mlp(hidden)
     mcmc = sampler(mlp_model(net), MLP_LR)
     x, y = digits(rows)
     options = {
         "batch_size": MLP_BATCH,
         "num_chains": chains,
-        "sampling": sampling,
         "warmup_steps": MLP_THINNING,
         "thinning": MLP_THINNING,
+        **special,
     }
     run = _timed_run(mcmc, (x, y), steps, options)
     seen_x, seen_y = torch.from_numpy(x[:2000]), torch.from_numpy(y[:2000])

@@ -11,14 +11,14 @@ import importlib
 import multiprocessing
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
-#: The environment of every worker: one thread, whatever the library.
+#: The environment of a worker with one thread, whatever the library.
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -55,12 +55,14 @@ class Contender:
         problem: "module:function"; the function sets up and returns a `() -> Timing`.
         arguments: of that function.
         pinned: whether to one core.
+        one_thread: whether to one thread; otherwise the library's own choice is left alone.
     """
 
     name: str
     problem: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     pinned: bool = True
+    one_thread: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, contender), daemon=True)
-        self._process.start()
+        with _environment(ONE_THREAD if contender.one_thread else {}):
+            self._process.start()
         theirs.close()
 
     def answer(self) -> Answer:
@@ -108,6 +111,18 @@ class Worker:
         self._process.join(timeout=10)
         self._process.terminate()
         self._process.join()
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """The environment that a process started within inherits."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _serve(connection: Connection, contender: Contender) -> None:

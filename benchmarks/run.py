@@ -19,10 +19,9 @@ Needs the extra: `pip install -e '.[bench]'`.
 from __future__ import annotations
 
 import argparse
-import os
 
 import report
-from protocol import ONE_THREAD, Answer, Worker
+from protocol import Answer, Worker
 from suites import SUITES, Suite
 
 
@@ -59,7 +58,6 @@ def main() -> None:
     chosen = [suite for suite in SUITES if suite.name.startswith(arguments.only)]
     if not chosen:
         parser.error(f"--only takes the start of one of {[suite.name for suite in SUITES]}")
-    os.environ.update(ONE_THREAD)
     for suite in chosen:
         print(f"{suite.name}: {suite.title}", flush=True)
         rows = report.rows_of(suite, measure(suite, arguments.rounds))
