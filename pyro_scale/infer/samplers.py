@@ -34,7 +34,24 @@ class Options(TypedDict, total=False):
     subtract_noise: bool
 
 
-class BAOA(Sampler):
+class Underdamped(Sampler):
+    """The arguments of samplers with momentum, friction and mass."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        lr: StepSize = "auto",
+        friction: Friction = "auto",
+        mass: Mass = 1.0,
+        temperature: Rate = 1.0,
+        **options: Unpack[Options],
+    ):
+        rates = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
+        super().__init__(model, **rates, **options)
+
+
+class BAOA(Underdamped):
     """Underdamped Langevin dynamics: kick, drift, noise, drift.
 
     Use this unless you have a reason for another: on a Gaussian its variance is exact at any
@@ -61,21 +78,8 @@ class BAOA(Sampler):
 
     kernel_class = kernels.BAOA
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        lr: StepSize = "auto",
-        friction: Friction = "auto",
-        mass: Mass = 1.0,
-        temperature: Rate = 1.0,
-        **options: Unpack[Options],
-    ):
-        own = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
-        super().__init__(model, **own, **options)
 
-
-class GHMC(Sampler):
+class GHMC(Underdamped):
     """Generalized Hamiltonian Monte Carlo: one leapfrog step at a time, accepted or rejected.
 
     Use this where all rows fit into every step and draws have to be exact, as NUTS's are, without
@@ -106,21 +110,8 @@ class GHMC(Sampler):
 
     kernel_class = kernels.GHMC
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        lr: StepSize = "auto",
-        friction: Friction = "auto",
-        mass: Mass = 1.0,
-        temperature: Rate = 1.0,
-        **options: Unpack[Options],
-    ):
-        own = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
-        super().__init__(model, **own, **options)
 
-
-class SGHMC(Sampler):
+class SGHMC(Underdamped):
     """Stochastic gradient Hamiltonian Monte Carlo.
 
     Use this to reproduce published results; BAOA costs the same and has less bias.  One gradient
@@ -145,19 +136,6 @@ class SGHMC(Sampler):
     """
 
     kernel_class = kernels.SGHMC
-
-    def __init__(
-        self,
-        model: Any,
-        *,
-        lr: StepSize = "auto",
-        friction: Friction = "auto",
-        mass: Mass = 1.0,
-        temperature: Rate = 1.0,
-        **options: Unpack[Options],
-    ):
-        own = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
-        super().__init__(model, **own, **options)
 
 
 class SGLD(Sampler):
@@ -231,11 +209,11 @@ class SGNHT(Sampler):
         temperature: Rate = 1.0,
         **options: Unpack[Options],
     ):
-        own = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
-        super().__init__(model, **own, **options)
+        rates = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
+        super().__init__(model, **rates, **options)
 
 
-class UBU(Sampler):
+class UBU(Underdamped):
     """Underdamped Langevin dynamics: free motion, kick, free motion.
 
     Use this with `sampling="symmetric"`, for paths and not only laws of second order in lr.  One
@@ -261,19 +239,6 @@ class UBU(Sampler):
     """
 
     kernel_class = kernels.UBU
-
-    def __init__(
-        self,
-        model: Any,
-        *,
-        lr: StepSize = "auto",
-        friction: Friction = "auto",
-        mass: Mass = 1.0,
-        temperature: Rate = 1.0,
-        **options: Unpack[Options],
-    ):
-        own = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
-        super().__init__(model, **own, **options)
 
 
 class pSGLD(Sampler):
@@ -313,5 +278,5 @@ class pSGLD(Sampler):
         damping: Rate = kernels.pSGLD.damping,
         **options: Unpack[Options],
     ):
-        own = {"lr": lr, "temperature": temperature, "forgetting": forgetting, "damping": damping}
-        super().__init__(model, **own, **options)
+        rates = {"lr": lr, "temperature": temperature}
+        super().__init__(model, **rates, forgetting=forgetting, damping=damping, **options)

@@ -37,25 +37,25 @@ from pyro_scale.tuning.early_stopping import still_rises
 
 
 class SVGD(Stepwise):
-    """Stein variational gradient descent (Liu and Wang 2016): particles that climb to the posterior
-    and repel each other (the equations are at `kernels.SVGD`), in unconstrained space.
+    """Stein variational gradient descent (Liu and Wang 2016): particles in unconstrained space that
+    climb the posterior density and repel each other.  `kernels.SVGD` has the equations.
 
-    Use this where a few points have to stand for a posterior of few dimensions.  In many, the
-    repulsion vanishes against the gradients and the particles' variance is far too small (Ba et
-    al. 2022): for networks, an ensemble, `MAP` with `num_chains`, predicts as well, and costs less.
+    Use this if a few points have to represent a posterior of few dimensions.  In many dimensions
+    the repulsion is small beside the gradients, and the particles' variance is far too small (Ba et
+    al. 2022).  For networks, an ensemble, `MAP` with `num_chains`, predicts as well and costs less.
 
-    `get_samples` gives the particles, as draws of one chain.  `pyro.param` sites are moved by the
-    particles' mean gradient.  There are no checkpoints: `save` keeps the particles, and another run
-    starts from them by `init_strategy=SVGD.load(...)`, with its optimizer afresh.
+    `get_samples` returns the particles as draws of one chain.  `pyro.param` sites are moved by the
+    particles' mean gradient.  There are no checkpoints: `save` keeps the particles, and
+    `init_strategy=SVGD.load(...)` starts another run from them, with a new optimizer.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
-        num_particles: how many; one alone climbs to the mode, in unconstrained space.
+        num_particles: number of particles; a single one climbs to the mode, in unconstrained space.
         optimizer: one of TorchOpt's functional ones, `torchopt.adam(1e-2)` by default, or a
             factory of one of torch.optim's, as for `MAP`.
-        temperature: 1 is the posterior; below, a cold one; a float or a schedule.
-        init_strategy: where particles start, as for `MAP`, dicts `[num_particles, ...]`, or another
-            `SVGD`; each in a place of its own, as two in one place never part.
+        temperature: 1 is the posterior, below 1 a cold one; a float or a schedule.
+        init_strategy: where particles start, as for `MAP`: dicts are `[num_particles, ...]`; or
+            another `SVGD`.  All starts must differ, as two particles in one place never part.
         num_data: N, which overrides what the data say.
         compile: as for samplers.
 
@@ -112,12 +112,12 @@ class SVGD(Stepwise):
         seed: int | None = None,
         progress: bool = True,
     ) -> Self:
-        """Takes `num_steps` steps with all particles, or as many as `num_epochs` epochs have; one
-        batch a step, for all of them.
+        """Takes `num_steps` steps with all particles, or as many as `num_epochs` epochs have.  All
+        particles have the same batch.
 
         Args:
             data: as for samplers: a `DataLoader`, or the model's own arguments.
-            num_steps: steps; one of this and `num_epochs` is needed.
+            num_steps: number of steps; pass this or `num_epochs`.
             num_epochs: passes through the data.
             batch_size: rows a step, for tensors; all of them by default.
             seed: the same seed gives the same particles; drawn from torch's generator by default.
@@ -165,7 +165,7 @@ class SVGD(Stepwise):
         return self
 
     def begin(self, *args: Any, **kwargs: Any) -> SteppedChain:
-        """Particles at their starts, for loops of your own; see `Stepwise.begin`."""
+        """Particles at their starts, for your own loops; see `Stepwise.begin`."""
         data = batch_as_data(self.model, self._num_data, args, kwargs)
         stepping = Stepping(self._prepare(data, choose_seed(None)), self.kernel)
         return SteppedChain(
@@ -176,14 +176,14 @@ class SVGD(Stepwise):
 
     @property
     def trace(self) -> Tensor:
-        """The mean of the particles' log joints at every step, estimated from its batch, in nats,
-        a total: `[steps]`; of `step`, of the latest one."""
+        """Mean of the particles' log joints at every step, estimated from its batch, in nats, a sum
+        over rows: `[steps]`; after `step`, of the latest step."""
         return self.posterior.trace
 
     @property
     def converged(self) -> bool:
-        """Whether the particles' mean log joint is known neither to rise nor to fall from the third
-        quarter of the steps to the last, by 0.1 nats times the root of the dimensions."""
+        """Whether the particles' mean log joint changes, from the third quarter of the steps to the
+        last, by significantly less than 0.1 nats times the root of the number of dimensions."""
         return self.posterior.converged
 
     starts = asks(ParticlePosterior.starts)
@@ -196,10 +196,12 @@ class SVGD(Stepwise):
     posterior: ParticlePosterior
 
     def _prepare(self, data: Data, seed: int) -> Problem:
+        """The analyzed model on the data, with particles at their starts."""
         log_posterior = as_log_posterior(self.model, data.num_data)
         starts = self._starts(self.num_particles, seed)
-        how = self.kernel, starts, self.num_particles, seed
-        problem = self._understand(log_posterior, data, *how)
+        problem = self._understand(
+            log_posterior, data, self.kernel, starts, self.num_particles, seed
+        )
         latents = problem.positions[:, : problem.engine.num_latents]
         if len(torch.unique(latents, dim=0)) < self.num_particles:
             raise ArgumentError(
@@ -209,6 +211,7 @@ class SVGD(Stepwise):
         return problem if is_pure(self.kernel.optimizer) else problem.with_engine(vectorized=False)
 
     def _collect(self, problem: Problem, draws: Draws) -> PosteriorDraws:
+        """The particles' last positions as draws of one chain."""
         last = draws.log_joint[:, -1]
         return PosteriorDraws(
             log_posterior=problem.log_posterior,
@@ -229,6 +232,6 @@ class SVGD(Stepwise):
     def _posterior_of_step(
         self, problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
     ) -> ParticlePosterior:
-        """The particles after a single step."""
+        """The posterior of the particles after a single step."""
         result = dataclasses.replace(self._collect(problem, draws), data=None)
         return ParticlePosterior(result, draws.log_joint.mean(0), batch)
