@@ -146,6 +146,7 @@ class EarlierFunction:
 
 
 def _facts(eager: EagerFunction, arguments: Arguments) -> Any:
+    """What must be equal for machine code to be used again."""
     return eager.layout, [mark(tensor) for tensor in rows.leaves(arguments)]
 
 
@@ -273,9 +274,7 @@ def _coarsest_dtype(graph: Graph) -> torch.dtype:
 def _in_float64(log_posterior: LogPosterior) -> LogPosterior:
     """A copy of the model with its module in float64, before its preflight."""
     double = log_posterior.renew(log_posterior.num_data)
-    module = getattr(
-        double.model, "__self__", double.model
-    )  # if the model is a method, as a GP's is
+    module = getattr(double.model, "__self__", double.model)  # a GP's model is a method
     if isinstance(module, nn.Module):
         copied = copy.deepcopy(module).double()
         is_whole = module is double.model

@@ -190,6 +190,7 @@ class Chain:
             return None
 
     def _read(self, results: Any) -> ChainDraws:
+        """The draws after warm-up in nutpie's Arrow tables."""
         import pyarrow
 
         (trace,), (stats,) = results.get_arrow_trace()
@@ -227,6 +228,7 @@ class _Model:
     def _make_sampler(
         self, settings: Any, init_mean: Any, cores: int, progress: Any, *others: Any
     ) -> Any:
+        """nutpie's sampler of this model.  nutpie calls this method; the arguments are its own."""
         from nutpie import _lib
 
         reports = _lib.ProgressType.template_callback(_PROGRESS_EVERY, _PROGRESS, 1, self._listen)
@@ -237,6 +239,7 @@ class _Model:
         return _lib.PySampler.from_pymc(settings, cores, model, reports, *others)
 
     def _by_pointer(self, library: Any, native: NativeFunction) -> Any:
+        """nutpie's model of one variable "x", which calls machine code."""
         size = self.n_dim
         sizes: dict[str, int] = {}  # the same dict for both: the first call adds to it
         variables = library.PyVariable.new_variables(["x"], ["float64"], [(size,)], sizes, {})
@@ -259,6 +262,7 @@ class _Model:
         )
 
     def _evaluate(self, x: Any) -> tuple[float, Any]:
+        """(The log density at x, its gradient), in Python."""
         try:
             value, gradient = self._density.function(torch.from_numpy(np.array(x)))
         except Exception as error:  # whatever the model raises; it would make Rust panic
@@ -268,9 +272,11 @@ class _Model:
         return float(value) if gradient.isfinite().all() else np.nan, gradient.numpy()
 
     def _listen(self, progress: str) -> None:
+        """Receives the chain's reports."""
         self.progress = progress
 
     def _begin(self, _: int) -> Any:
+        """The first position; nutpie passes a seed."""
         return self._start.copy()
 
 

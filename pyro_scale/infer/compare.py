@@ -237,9 +237,8 @@ def _moments(result: PosteriorDraws) -> tuple[Tensor, Tensor]:
     if result.weights is None:  # in one pass, as draws may be more than memory holds
         moments = result.moments([0.5])
         mean = torch.cat([moments[name].mean.reshape(-1) for name in latents])
-        sd = torch.cat([moments[name].sd.reshape(-1) for name in latents]).nan_to_num(
-            0.0
-        )  # of one draw
+        sd = torch.cat([moments[name].sd.reshape(-1) for name in latents])
+        sd = sd.nan_to_num(0.0)  # if there is one draw
     else:
         parts = [weighted_moments(result.samples[name], result.weights) for name in latents]
         mean, sd = (torch.cat(values) for values in zip(*parts, strict=True))

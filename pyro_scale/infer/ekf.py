@@ -27,8 +27,7 @@ from pyro_scale.errors import ArgumentError, DataError, ModelError, NotRunError
 from pyro_scale.fullbatch.chunks import num_rows_in
 from pyro_scale.infer.approximation import Approximation, Structure, fit_of
 from pyro_scale.infer.ekf_filter import PATH_NUMBERS, Filter, LastProgram, Rates, Step
-from pyro_scale.infer.method import NotRun, Starts
-from pyro_scale.infer.stepwise import Stepwise
+from pyro_scale.infer.method import NotRun, Starts, Stepwise
 from pyro_scale.model.curvature.gaussian_prior import gaussian_prior
 from pyro_scale.model.curvature.ggn import RowKind
 from pyro_scale.model.log_posterior import LogPosterior

@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,7 +118,7 @@ class Filter:
             )
         arguments = self.log_posterior.bind(args, kwargs)
         check_rows(arguments)
-        if self._takes_rows(arguments):
+        if rows.count(arguments) is not None:
             return float(self._absorb(rows.map_rows(lambda leaf: leaf[None], arguments)))
         (chunk,) = split(self.log_posterior, [arguments])
         return float(self._absorb_chunk(chunk))
@@ -127,7 +127,7 @@ class Filter:
         """Absorbs all batches of the data in their order; yields the log likelihoods of a few steps
         at a time, `[steps]`."""
         first = data.first()
-        if not self._takes_rows(first):
+        if self.log_posterior.model_info.own_plate is not None or rows.count(first) is None:
             for chunk in split(self.log_posterior, data.in_order(data.batch_size)):
                 yield self._absorb_chunk(chunk)
             return
@@ -138,10 +138,6 @@ class Filter:
         for batches in blocks_in_order(data, data.batch_size, most):
             yield self._absorb(batches)
 
-    def _takes_rows(self, batch: Arguments) -> bool:
-        """Whether the batch consists of rows that the model takes as they are."""
-        return self.log_posterior.model_info.own_plate is None and rows.count(batch) is not None
-
     def _compile(self, programs: LastProgram, batches: Arguments) -> None:
         """Compiles the steps on batches like these, whose rows are `[steps, B, ...]`.
 
@@ -151,11 +147,7 @@ class Filter:
         begun = time.perf_counter()
         try:
             self._step.check_is_traceable(self._state, rows.take(batches, 0))
-            step, threads = self._step, torch.get_num_threads()
-            structure = self._state.precision.dim()
-            facts = self.layout, structure, step.curvature, step.drifts, threads
-            inputs = self._state, self._rates, batches
-            self._program = programs.compile(step.on_rows, facts, *inputs)
+            self._program = programs.compile(self._step, self._state, self._rates, batches)
         except Exception as error:  # of the model, of make_fx, of Inductor, of the C++ compiler
             raise_if_from_handler(error)
             reason = why_not(error)
@@ -349,9 +341,6 @@ class Step:
 
 # ---------------------------------------------------------------------- the compiled loop
 
-#: (State, rates, a batch) -> (the state after it, its log likelihood).
-StepOnRows: TypeAlias = Callable[[EKFState, Rates, Arguments], tuple[EKFState, Tensor]]
-
 
 @dataclass(frozen=True)
 class Program:
@@ -371,6 +360,9 @@ class Program:
     loop: Loop
     constants: Sequence[Tensor]
     recall: Callable[[], list[Tensor] | None]
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # None in copies, which compile their own
 
     def takes(self, batch: Arguments) -> bool:
         """Whether the batch has the example's shapes."""
@@ -396,7 +388,7 @@ class Program:
 
     def agrees_with(
         self,
-        step: StepOnRows,
+        step: Step,
         state: EKFState,
         rates: Rates,
         batches: Arguments,
@@ -415,7 +407,7 @@ class Program:
         state = state._replace(mean=state.mean + _ELSEWHERE * signs * state.sd)
         last = rows.take(batches, slice(-1, None))
         moved, _, log_lik = self.run(state, rates, last)
-        expected, expected_log_lik = step(state, rates, rows.take(last, 0))
+        expected, expected_log_lik = step.on_rows(state, rates, rows.take(last, 0))
         compared = [(log_lik[0], expected_log_lik, expected_log_lik)]
         compared += [(a - b, e - b, b) for a, e, b in zip(moved, expected, state, strict=True)]
         return all(
@@ -427,25 +419,13 @@ class Program:
 class LastProgram:
     """Keeps the latest program of an `EKF`, for its next run on batches of the same shape."""
 
-    def __init__(self) -> None:
-        self.program: Program | None = None
+    program: Program | None = None
 
-    def __reduce__(self) -> Any:
-        return LastProgram, ()  # a copy compiles its own
-
-    def compile(
-        self,
-        step: StepOnRows,
-        facts: Hashable,
-        state: EKFState,
-        rates: Rates,
-        batches: Arguments,
-    ) -> Program:
+    def compile(self, step: Step, state: EKFState, rates: Rates, batches: Arguments) -> Program:
         """The program of steps from this state on: the latest one if it takes them, else a new one.
 
         Args:
             step: what is compiled.
-            facts: what differs between runs with different steps.
             state, rates: as at the first step.
             batches: the first ones, whose rows are `[steps, B, ...]`.
 
@@ -453,25 +433,26 @@ class LastProgram:
             RuntimeError: the program computes something else than the step.
             Exception: whatever the model raises when it cannot be traced, and the compiler.
         """
-        inputs, example = (state, rates, batches), rows.take(batches, 0)
+        example, structure = rows.take(batches, 0), state.precision.dim()
+        facts = step.layout, structure, step.curvature, step.drifts, torch.get_num_threads()
         last, self.program = self.program, None
         is_same = last is not None and last.takes(example) and last.facts == facts
         if last is not None and is_same and (constants := last.recall()) is not None:
             again = dataclasses.replace(last, constants=constants)
             tolerance = _OF_THE_SAME * torch.finfo(state.mean.dtype).eps
             with contextlib.suppress(RuntimeError):  # a matrix that cannot be factorized there
-                if again.agrees_with(step, *inputs, tolerance, _OF_THE_SAME):
+                if again.agrees_with(step, state, rates, batches, tolerance, _OF_THE_SAME):
                     self.program = again
                     return again
         program = _compile(step, facts, state, rates, example)
-        if not program.agrees_with(step, *inputs, _TOLERANCE, _ROUNDINGS):
+        if not program.agrees_with(step, state, rates, batches, _TOLERANCE, _ROUNDINGS):
             raise RuntimeError(IS_FROZEN)
         self.program = program
         return program
 
 
 def _compile(
-    step: StepOnRows, facts: Hashable, state: EKFState, rates: Rates, batch: Arguments
+    step: Step, facts: Hashable, state: EKFState, rates: Rates, batch: Arguments
 ) -> Program:
     leaves, structure = pytree.tree_flatten(batch)
     places = [place for place, leaf in enumerate(leaves) if rows.is_rows(leaf)]
@@ -482,7 +463,9 @@ def _compile(
         for place, leaf in zip(places, row_leaves, strict=True):
             filled[place] = leaf
         before = _state(mean_and_sd, precision, state.precision.shape)
-        after, log_lik = step(before, Rates(lr, drift), pytree.tree_unflatten(filled, structure))
+        after, log_lik = step.on_rows(
+            before, Rates(lr, drift), pytree.tree_unflatten(filled, structure)
+        )
         return [*_leaves(after), log_lik[None]]
 
     inputs = [*_leaves(state), *rows.leaves(batch), *rates]

@@ -322,7 +322,10 @@ class Laplace(Approximation):
             ArgumentError: the structure does not fit the model, or not into memory.
         """
         density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-        structure = self._structure_for(len(problem.engine.layout.places(sites)))
+        structure = self.structure
+        if structure == "auto":
+            size = len(problem.engine.layout.places(sites))
+            structure = "dense" if size <= _MOST_DENSE else "diag"
         kind, notes = self._kind(problem, problem.positions[0] if fixed is None else fixed)
         prior = problem.log_posterior.gaussian_prior
         if structure in OF_ROWS and not isinstance(prior, Diagonal | None):
@@ -340,12 +343,6 @@ class Laplace(Approximation):
         search = Search(density, sites, kind, *how, self.corrected)
         search.check_fits(problem.positions)
         return search
-
-    def _structure_for(self, size: int) -> GaussianStructure:
-        """The structure of a Gaussian in `size` dimensions."""
-        if self.structure == "auto":
-            return "dense" if size <= _MOST_DENSE else "diag"
-        return self.structure
 
     def _check_same(self, problem: Problem, ranks: Ranks) -> None:
         """Checks that all ranks have the same data, model and arguments."""

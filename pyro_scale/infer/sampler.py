@@ -18,12 +18,11 @@ from pyro_scale.diagnostics.step_size_bias import step_size_bias
 from pyro_scale.distributed.ranks import Distributed, Ranks
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError
-from pyro_scale.infer.method import Chain, Finished, asks
+from pyro_scale.infer.method import Chain, Finished, SteppedChain, Stepwise, asks
 from pyro_scale.infer.sampler_run import posterior_of_step, raise_broken_step, run_stages
 from pyro_scale.infer.sampler_setup import check_config, check_superchains, checked_sampling
 from pyro_scale.infer.settings import count_or_auto, needs_all_rows, settings_of
 from pyro_scale.infer.sharded import begin_sharded, or_sharded
-from pyro_scale.infer.stepwise import SteppedChain, Stepwise
 from pyro_scale.kernels import Kernel
 from pyro_scale.results.posterior import Posterior
 from pyro_scale.rng.seeds import choose_seed
@@ -382,6 +381,7 @@ class Sampler(Stepwise):
         return step_size_bias(plan, result, num_samples)
 
     def _prepare(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Problem:
+        """The analyzed model on the data, with chains at their starts."""
         log_posterior = as_log_posterior(self.model, num_data)
         starts = self._starts(num_chains, seed)
         return self._understand(log_posterior, data, self.kernel, starts, num_chains, seed)

@@ -130,7 +130,7 @@ def _collect(
         choice: what warm-up chose; None if everything was set by the user.
         sink: where draws went; None for memory.
     """
-    draws, ranks = trajectory.draws, trajectory.problem.ranks
+    draws, ranks, values = trajectory.draws, trajectory.problem.ranks, _mean_values(trajectory)
     result = _draws_of(type(sampler).__name__, trajectory, config, choice, sink)
     if result is None:
         return None, draws.error
@@ -140,7 +140,6 @@ def _collect(
     is_split = trajectory.problem.is_split
     if is_split and not ranks.has_all:
         return result, draws.error  # rank 0, which has all draws, measures
-    values = _mean_values(trajectory)
     result, error = measure(trajectory, result, values)
     if ranks.rows is not None and (ranks.keeps_all or not is_split):  # ranks with rows of their own
         result = as_measured_by_first(result, ranks)

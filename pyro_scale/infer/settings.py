@@ -115,6 +115,7 @@ def _chosen_of(kernel_class: type[Kernel], hyperparameters: Mapping[str, Any]) -
 
 
 def _check_anchor(control_variates: Anchor) -> None:
+    """Checks that `control_variates` has one of its values."""
     is_one = isinstance(control_variates, bool | Mapping) and control_variates != {}
     if not (is_auto(control_variates) or is_one):
         raise ArgumentError(

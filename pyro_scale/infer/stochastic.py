@@ -13,6 +13,7 @@ from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
+from pyro_scale.data.batches import Batches
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.check_fit import check_fit
@@ -25,14 +26,14 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, NonFiniteError
 from pyro_scale.infer.approximation import Approximation, Structure
-from pyro_scale.infer.method import Chain, Finished
+from pyro_scale.infer.method import Chain, Finished, SteppedChain, Stepwise
 from pyro_scale.infer.sharded import begin_sharded, or_sharded
-from pyro_scale.infer.stepwise import SteppedChain, Stepwise
 from pyro_scale.kernels.optimizer import is_pure
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.results.gaussian import GaussianPosterior
+from pyro_scale.results.posterior import Posterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.by_rank import check_same, check_same_call, gather, warn_of_reading
@@ -64,11 +65,113 @@ class Options(TypedDict, total=False):
     compile: bool | Literal["auto"]
 
 
-class Optimized(Stepwise, Approximation):
-    """An approximation that a stochastic optimizer finds: what `MAP`, `VI` and `IVON` share."""
+class Stochastic(Stepwise):
+    """A method whose points a stochastic optimizer moves: what `MAP`, `VI`, `IVON` and `SVGD`
+    share."""
 
     #: Name of the objective, in reports and warnings.
     objective: ClassVar[str] = "log joint"
+    #: Name of a point, in titles and errors.
+    mover: ClassVar[str] = "start"
+
+    def _set_kernel(self, kernel: Any, compile: bool | Literal["auto"]) -> None:
+        check_compile(compile)
+        self.kernel, self._compile, self._earlier = kernel, compile, Earlier()
+
+    @property
+    def _is_pure(self) -> bool:
+        """Whether the optimizer is a function, which can be compiled and vmapped."""
+        return is_pure(self.kernel.optimizer)
+
+    def _simulate(
+        self,
+        problem: Problem,
+        batches: Batches,
+        steps: Steps,
+        progress: bool,
+        stopping: EarlyStopping | None = None,
+    ) -> Draws:
+        """Takes the optimizer's steps from every start, or from this rank's, until early stopping;
+        returns the last states of all starts, and the objective at every step.
+
+        Raises:
+            NonFiniteError: a point's state became NaN or infinite.
+        """
+        ranks, num_chains = problem.ranks, len(problem.positions)
+
+        def stop(draws: Draws) -> bool:
+            return all(ranks.of_all(stopping is not None and stopping.reached(draws), "a window"))
+
+        title = f"{type(self).__name__}, {num_chains} {self.mover}{'s' * (num_chains > 1)}"
+        engine, batches = on_own_rows(problem, batches)
+        with Progress(steps.total, title, progress, self.objective) as bar, without_vmap_warnings():
+            draws = simulate(
+                engine,
+                problem.positions[list(problem.chains)],
+                batches,
+                self.kernel.columns(steps.total),
+                steps,
+                problem.seed,
+                self._compile if self._is_pure else False,
+                bar,
+                self._earlier,
+                stop=stop if stopping else None,
+                check_every=stopping.window if stopping else None,
+                numbers=problem.chains,
+                num_chains=num_chains,
+                agree=None if ranks.rows is None else ranks.rows.agree,
+            )
+        if draws.error is not None:
+            raise draws.error
+        draws = gather(draws, problem)
+        self._check_draws(problem, draws)
+        return draws
+
+    def _begin(self, problem: Problem) -> SteppedChain:
+        """The points at their starts, to be moved step by step."""
+
+        def check(problem: Problem, draws: Draws, _: Any, batch: Arguments) -> None:
+            self._check_draws(problem, draws, batch)
+
+        return SteppedChain(Stepping(problem, self.kernel), check, self._posterior_of_step)
+
+    def _posterior_of_step(
+        self, problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
+    ) -> Posterior:
+        """The posterior after a single step; see `SteppedChain`."""
+        raise NotImplementedError
+
+    def _check_draws(self, problem: Problem, draws: Draws, batch: Arguments | None = None) -> None:
+        """Checks that no point broke.
+
+        Args:
+            problem: of the run.
+            draws: of the run.
+            batch: of a single step; None if the batches are the problem's.
+
+        Raises:
+            NonFiniteError: for the first point that broke; it says why.
+        """
+        if not draws.failures:
+            return
+        first, sites = draws.failures[0], broken_sites(problem, draws, batch)
+        what = "the state became NaN or infinite"
+        if first.error is not None:
+            what = f"the model raised {first.error}"
+        if first.in_density:
+            what = NOT_A_DENSITY
+        advice = "lower the optimizer's lr, scale the data, or start nearer to the mode"
+        if beyond_its_domain(sites) and not first.bad_batch:
+            advice = f"{beyond_its_domain(sites)}, or start nearer to the mode"
+        raise NonFiniteError(
+            f"{what}: {self.mover} {first.chain} at step {first.step}{where(first, sites)}. "
+            f"{advice[0].upper()}{advice[1:]} (init_strategy=)"
+        )
+
+
+class Optimized(Stochastic, Approximation):
+    """An approximation that a stochastic optimizer finds: what `MAP`, `VI` and `IVON` share."""
+
     #: Whether the run ends with exact steps, so that the optimizer need only come near.
     _ends_exactly = False
     #: Gaussian in whose coordinates the optimizer moves; None for the params themselves.
@@ -86,10 +189,8 @@ class Optimized(Stepwise, Approximation):
         compile: bool | Literal["auto"] = "auto",
     ):
         super().__init__(model, structure=structure, init_strategy=init_strategy, num_data=num_data)
-        check_compile(compile)
-        self.kernel = kernel
-        self._compile, self._early_stopping = compile, early_stopping
-        self._earlier = Earlier()
+        self._set_kernel(kernel, compile)
+        self._early_stopping = early_stopping
 
     @or_sharded
     def run(
@@ -159,12 +260,17 @@ class Optimized(Stepwise, Approximation):
             check_rows_can_be_shared(problem)
             warn_of_reading(problem)
             if not ranks.is_alone:
-                facts = self._attrs(), self.kernel.hyperparameters()
-                check_same(ranks, identity_of(problem, *facts))
+                check_same(
+                    ranks, identity_of(problem, self._attrs(), self.kernel.hyperparameters())
+                )
             problem = with_frozen_features(problem)
             steps = Steps(count_steps(problem, num_steps, num_epochs), positions=False)
-            draws = self._simulate(problem, steps, progress and ranks.is_first)
-            check_failures(problem, draws, "start")
+            stopping = None
+            if self._early_stopping:
+                window = max(count_steps(problem, None, 1), _WINDOW)
+                stopping = EarlyStopping(window, problem.engine.layout.size)
+            batches = problem.batches(num_chains, "shuffle", chains=problem.chains)
+            draws = self._simulate(problem, batches, steps, progress and ranks.is_first, stopping)
             rows = problem.data.batch_size or problem.log_posterior.num_data
             num_gradients = draws.num_steps * num_chains * rows
             fit = self._finish(self._make_fit(problem, draws), problem, num_gradients)
@@ -180,12 +286,7 @@ class Optimized(Stepwise, Approximation):
         if (chain := begin_sharded(self, args, kwargs)) is not None:
             return chain
         data = batch_as_data(self.model, self._num_data, args, kwargs)
-        stepping = Stepping(self._prepare(data, self._num_data, 1, choose_seed(None)), self.kernel)
-        return SteppedChain(
-            stepping,
-            lambda problem, draws, _, batch: check_failures(problem, draws, "start", batch),
-            self._posterior_of_step,
-        )
+        return self._begin(self._prepare(data, self._num_data, 1, choose_seed(None)))
 
     @property
     def trace(self) -> Tensor:
@@ -216,11 +317,6 @@ class Optimized(Stepwise, Approximation):
         """
         return fit
 
-    @property
-    def _is_pure(self) -> bool:
-        """Whether the optimizer is a function, which can be compiled and vmapped."""
-        return is_pure(self.kernel.optimizer)
-
     def _prepare(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Problem:
         """The analyzed model on the data, with starts and coordinates."""
         log_posterior = self._target(as_log_posterior(self.model, num_data))
@@ -230,42 +326,6 @@ class Optimized(Stepwise, Approximation):
         if self._preconditioner is not None:
             problem = whitened_by(problem, self._preconditioner)
         return problem if self._is_pure else problem.with_engine(vectorized=False)
-
-    def _simulate(self, problem: Problem, steps: Steps, progress: bool) -> Draws:
-        """Takes the optimizer's steps from every start, or from this rank's, until early stopping;
-        returns the last states of all starts, and the objective at every step."""
-        ranks, chains, num_chains = problem.ranks, problem.chains, len(problem.positions)
-        stopping = None
-        if self._early_stopping:
-            window = max(count_steps(problem, None, 1), _WINDOW)
-            stopping = EarlyStopping(window, problem.engine.layout.size)
-
-        def stop(draws: Draws) -> bool:
-            return all(ranks.of_all(stopping is not None and stopping.reached(draws), "a window"))
-
-        title = f"{type(self).__name__}, {num_chains} start{'s' * (num_chains > 1)}"
-        batches = problem.batches(num_chains, "shuffle", chains=chains)
-        engine, batches = on_own_rows(problem, batches)
-        with Progress(steps.total, title, progress, self.objective) as bar, without_vmap_warnings():
-            draws = simulate(
-                engine,
-                problem.positions[list(chains)],
-                batches,
-                self.kernel.columns(steps.total),
-                steps,
-                problem.seed,
-                self._compile if self._is_pure else False,
-                bar,
-                self._earlier,
-                stop=stop if stopping else None,
-                check_every=stopping.window if stopping else None,
-                numbers=chains,
-                num_chains=num_chains,
-                agree=None if ranks.rows is None else ranks.rows.agree,
-            )
-        if draws.error is not None:
-            raise draws.error
-        return gather(draws, problem)
 
     def _make_fit(self, problem: Problem, draws: Draws) -> Fit:
         """The fit of the last states."""
@@ -317,7 +377,6 @@ class Optimized(Stepwise, Approximation):
     def _posterior_of_step(
         self, problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
     ) -> GaussianPosterior:
-        """The fit after a single step."""
         return GaussianPosterior(self._make_fit(problem, draws).replaced(data=None), batch)
 
     def _warn_of_trace(self, fit: Fit) -> None:
@@ -374,37 +433,6 @@ def count_steps(problem: Problem, num_steps: int | None, num_epochs: int | None)
     num_data = problem.log_posterior.num_data
     epoch = -(-num_data // (problem.data.batch_size or num_data))
     return epoch * as_count("num_epochs", num_epochs)
-
-
-def check_failures(
-    problem: Problem, draws: Draws, mover: str, batch: Arguments | None = None
-) -> None:
-    """Checks that no start or particle broke.
-
-    Args:
-        problem: of the run.
-        draws: of the run.
-        mover: name of what moves: "start" or "particle".
-        batch: of a single step; None if the batches are the problem's.
-
-    Raises:
-        NonFiniteError: for the first that broke; it says why.
-    """
-    if draws.failures:
-        first = draws.failures[0]
-        sites = broken_sites(problem, draws, batch)
-        what = "the state became NaN or infinite"
-        if first.error is not None:
-            what = f"the model raised {first.error}"
-        if first.in_density:
-            what = NOT_A_DENSITY
-        advice = "lower the optimizer's lr, scale the data, or start nearer to the mode"
-        if beyond_its_domain(sites) and not first.bad_batch:
-            advice = f"{beyond_its_domain(sites)}, or start nearer to the mode"
-        raise NonFiniteError(
-            f"{what}: {mover} {first.chain} at step {first.step}{where(first, sites)}. "
-            f"{advice[0].upper()}{advice[1:]} (init_strategy=)"
-        )
 
 
 def times_of(draws: Draws) -> dict[str, Any]:

@@ -16,27 +16,22 @@ from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
-from pyro_scale.engine.choose_executor import check_compile
 from pyro_scale.engine.draws import Draws, Steps
-from pyro_scale.engine.loop import simulate
-from pyro_scale.engine.progress import Progress
-from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, ConvergenceWarning
-from pyro_scale.infer.method import Finished, asks
-from pyro_scale.infer.stepwise import SteppedChain, Stepwise
-from pyro_scale.infer.stochastic import check_failures, check_length, count_steps, times_of
-from pyro_scale.kernels.optimizer import as_optimizer, is_pure
+from pyro_scale.infer.method import Finished, SteppedChain, asks
+from pyro_scale.infer.stochastic import Stochastic, check_length, count_steps, times_of
+from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.results.particles import ParticlePosterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.frozen_features import with_frozen_features
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device
-from pyro_scale.run.single_step import Stepping, batch_as_data
+from pyro_scale.run.single_step import batch_as_data
 from pyro_scale.tuning.early_stopping import still_rises
 
 
-class SVGD(Stepwise):
+class SVGD(Stochastic):
     """Stein variational gradient descent (Liu and Wang 2016): particles in unconstrained space that
     climb the posterior density and repel each other.  `kernels.SVGD` has the equations.
 
@@ -76,6 +71,7 @@ class SVGD(Stepwise):
         (20, 1.99)
     """
 
+    mover = "particle"
     elsewhere: ClassVar[Mapping[str, str]] = {
         "num_chains": "num_particles=, of the constructor",
         "num_samples": "num_particles=, of the constructor: particles are the draws",
@@ -96,10 +92,9 @@ class SVGD(Stepwise):
         compile: bool | Literal["auto"] = "auto",
     ):
         super().__init__(model, init_strategy=init_strategy, num_data=num_data)
-        check_compile(compile)
         self.num_particles = as_count("num_particles", num_particles)
-        self.kernel = kernels.SVGD(optimizer=as_optimizer(optimizer), temperature=temperature)
-        self._compile, self._earlier = compile, Earlier()
+        kernel = kernels.SVGD(optimizer=as_optimizer(optimizer), temperature=temperature)
+        self._set_kernel(kernel, compile)
 
     @without_vmap_warnings()
     def run(
@@ -139,21 +134,7 @@ class SVGD(Stepwise):
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
         problem = with_frozen_features(self._prepare(opened, choose_seed(seed)))
         steps = Steps(count_steps(problem, num_steps, num_epochs), positions=False)
-        with Progress(steps.total, f"SVGD, {self.num_particles} particles", progress) as bar:
-            draws = simulate(
-                problem.engine,
-                problem.positions,
-                problem.batches(1, "shuffle"),
-                self.kernel.columns(steps.total),
-                steps,
-                problem.seed,
-                self._compile if is_pure(self.kernel.optimizer) else False,
-                bar,
-                self._earlier,
-            )
-        if draws.error is not None:
-            raise draws.error
-        check_failures(problem, draws, "particle")
+        draws = self._simulate(problem, problem.batches(1, "shuffle"), steps, progress)
         trace, size = draws.log_joint.mean(0), problem.engine.layout.size
         self._last = Finished(ParticlePosterior(self._collect(problem, draws), trace))
         if bool(still_rises(trace, size) | still_rises(-trace, size)):
@@ -167,12 +148,7 @@ class SVGD(Stepwise):
     def begin(self, *args: Any, **kwargs: Any) -> SteppedChain:
         """Particles at their starts, for your own loops; see `Stepwise.begin`."""
         data = batch_as_data(self.model, self._num_data, args, kwargs)
-        stepping = Stepping(self._prepare(data, choose_seed(None)), self.kernel)
-        return SteppedChain(
-            stepping,
-            lambda problem, draws, _, batch: check_failures(problem, draws, "particle", batch),
-            self._posterior_of_step,
-        )
+        return self._begin(self._prepare(data, choose_seed(None)))
 
     @property
     def trace(self) -> Tensor:
@@ -208,7 +184,7 @@ class SVGD(Stepwise):
                 "init_strategy: two particles start in the same place, and would never part: pass "
                 "one that draws, such as pyro.infer.autoguide.init_to_sample, or other values"
             )
-        return problem if is_pure(self.kernel.optimizer) else problem.with_engine(vectorized=False)
+        return problem if self._is_pure else problem.with_engine(vectorized=False)
 
     def _collect(self, problem: Problem, draws: Draws) -> PosteriorDraws:
         """The particles' last positions as draws of one chain."""
@@ -232,6 +208,5 @@ class SVGD(Stepwise):
     def _posterior_of_step(
         self, problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
     ) -> ParticlePosterior:
-        """The posterior of the particles after a single step."""
         result = dataclasses.replace(self._collect(problem, draws), data=None)
         return ParticlePosterior(result, draws.log_joint.mean(0), batch)
