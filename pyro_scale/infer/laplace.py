@@ -77,8 +77,8 @@ class Laplace(Approximation):
             information of a distribution is not known, the GGN is estimated from 100 draws a row;
             `fit.attrs["curvature"]` says so.  Data that are one joint density (a Gaussian process,
             a loop over time, a `pyro.factor`) have no GGN; then `"ggn"` means the Hessian.
-        sites: names of the sites that get a Gaussian, such as a network's last layer; others stay
-            at the mode.  All by default.
+        sites: names of the sites that get a Gaussian, or patterns, such as `"net.2.*"` for a
+            network's last layer; others stay at the mode.  All by default.
         temperature: multiplies the covariance.
         rank: number of directions of `"low_rank"`; 20 by default.
         corrected: for `"kron"`, whether each block has the curvature's exact diagonal in the basis

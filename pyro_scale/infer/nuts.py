@@ -20,7 +20,7 @@ from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.engine.choose_executor import check_compile
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleWarning
-from pyro_scale.exact.chains import chain_seed, sample
+from pyro_scale.exact.chains import Draws, chain_seed, sample
 from pyro_scale.exact.log_density import EarlierFunction, LogDensity, log_density
 from pyro_scale.exact.nutpie_api import Settings, takes_pointers, version
 from pyro_scale.infer.method import Finished, Method, asks
@@ -186,33 +186,12 @@ class NUTS(Method):
         seeds = [chain_seed(seed, number) for number in range(num_chains)]
         with Progress(num_chains * settings.length, title, progress) as bar:
             draws = sample([density] * num_chains, starts, settings, seeds, bar)
-        finished = time.perf_counter()
-        points = problem.positions[0, size:].double()
-
-        def with_points(latents: Tensor) -> Tensor:
-            return torch.cat([latents.to(points), points.expand(*latents.shape[:-1], -1)], -1)
-
-        result = PosteriorDraws(
-            log_posterior=problem.log_posterior,
-            data=problem.data,
-            layout=problem.engine.layout,
-            positions=with_points(draws.positions),
-            sample_stats=draws.sample_stats,
-            chains=None if len(draws.numbers) == num_chains else draws.numbers,
-            unfinished=with_points(draws.unfinished) if len(draws.unfinished) else None,
-            attrs={
-                "method": type(self).__name__,
-                "max_depth": self.max_depth,
-                "target_accept": self.target_accept,
-                "mass": self.mass,
-                "temperature": self.temperature,
-                "num_samples": settings.num_samples,
-                **facts_of(problem.log_posterior, seed),
-                "sampling_time": finished - compiled,
-                "compile_time": compiled - begun,
-                "program": program,
-            },
-        )
+        times = {
+            "sampling_time": time.perf_counter() - compiled,
+            "compile_time": compiled - begun,
+            "program": program,
+        }
+        result = self._result(problem, draws, settings, times)
         if draws.is_broken:
             result.attrs["diverged_where"] = _what_broke(problem, density)
         self._last = Finished(Posterior(_with_enough_digits(result, problem)))
@@ -236,6 +215,36 @@ class NUTS(Method):
         log_posterior = as_log_posterior(self.model, opened.num_data)
         starts = self._starts(num_chains, seed)
         return prepare(log_posterior, opened, Hyperparameters(), starts, num_chains, seed)
+
+    def _result(
+        self, problem: Problem, draws: Draws, settings: Settings, times: Mapping[str, Any]
+    ) -> PosteriorDraws:
+        """The draws with the model's points, and with the settings in `attrs`."""
+        num_chains, layout = len(problem.positions), problem.engine.layout
+        points = problem.positions[0, problem.engine.num_latents :].double()
+
+        def with_points(latents: Tensor) -> Tensor:
+            return torch.cat([latents.to(points), points.expand(*latents.shape[:-1], -1)], -1)
+
+        return PosteriorDraws(
+            log_posterior=problem.log_posterior,
+            data=problem.data,
+            layout=layout,
+            positions=with_points(draws.positions),
+            sample_stats=draws.sample_stats,
+            chains=None if len(draws.numbers) == num_chains else draws.numbers,
+            unfinished=with_points(draws.unfinished) if len(draws.unfinished) else None,
+            attrs={
+                "method": type(self).__name__,
+                "max_depth": self.max_depth,
+                "target_accept": self.target_accept,
+                "mass": self.mass,
+                "temperature": self.temperature,
+                "num_samples": settings.num_samples,
+                **facts_of(problem.log_posterior, problem.seed),
+                **times,
+            },
+        )
 
     @staticmethod
     def _warn(result: PosteriorDraws, interrupted: bool) -> None:

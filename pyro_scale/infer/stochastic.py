@@ -256,14 +256,7 @@ class Optimized(Stochastic, Approximation):
             seed = ranks.of_first(choose_seed(seed), "the choice of a seed")
             self._forget()
             problem = self._prepare(opened, num_data, num_chains, seed)
-            problem = dataclasses.replace(problem, ranks=ranks)
-            check_rows_can_be_shared(problem)
-            warn_of_reading(problem)
-            if not ranks.is_alone:
-                check_same(
-                    ranks, identity_of(problem, self._attrs(), self.kernel.hyperparameters())
-                )
-            problem = with_frozen_features(problem)
+            problem = self._on_ranks(problem, ranks)
             steps = Steps(count_steps(problem, num_steps, num_epochs), positions=False)
             stopping = None
             if self._early_stopping:
@@ -326,6 +319,16 @@ class Optimized(Stochastic, Approximation):
         if self._preconditioner is not None:
             problem = whitened_by(problem, self._preconditioner)
         return problem if self._is_pure else problem.with_engine(vectorized=False)
+
+    def _on_ranks(self, problem: Problem, ranks: Ranks) -> Problem:
+        """The problem as the ranks share it, with features of a frozen base, if there is one."""
+        problem = dataclasses.replace(problem, ranks=ranks)
+        check_rows_can_be_shared(problem)
+        warn_of_reading(problem)
+        if not ranks.is_alone:
+            hyperparameters = self.kernel.hyperparameters()
+            check_same(ranks, identity_of(problem, self._attrs(), hyperparameters))
+        return with_frozen_features(problem)
 
     def _make_fit(self, problem: Problem, draws: Draws) -> Fit:
         """The fit of the last states."""
