@@ -218,8 +218,8 @@ def log_density(
         dtype = next(iter(latents.values())).dtype
         warn(
             PyroScaleWarning,
-            f"NUTS: the model does not run in float64 ({why_not(error)}), so its log density has "
-            f"the digits of {dtype}: convert what the model holds (net.double()) and the data",
+            f"NUTS: the model does not run in float64 ({why_not(error)}), so its log density is "
+            f"only as precise as {dtype}: convert what the model holds (net.double()) and the data",
         )
         eager = EagerFunction(log_posterior, arguments, latents, temperature)
     return _fastest(eager, compiled, earlier, arguments)
@@ -255,9 +255,9 @@ def _fastest(
     if coarsest is not eager.layout.dtype:
         warn(
             PyroScaleWarning,
-            f"NUTS: the model computes in {coarsest} in places (.float(), or data and modules that "
-            f"it holds by itself), so its log density has the digits of {coarsest}: convert them "
-            "to float64",
+            f"NUTS: the model computes in {coarsest} in places (by .float(), or with data and "
+            f"modules that it holds itself), so its log density is only as precise as {coarsest}: "
+            "convert them to float64",
         )
     earlier.keep(native, eager, arguments)
     return LogDensity(native, eager.layout, "compiled log density")

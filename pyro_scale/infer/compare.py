@@ -261,7 +261,7 @@ def _held_out(name: str, posterior: Posterior, data: Any) -> dict[str, float]:
     """Mean over rows of the log predictive density, and the standard error of the mean."""
     drawn = resample_equally(posterior.draws, None)
     if not data_sites(drawn):
-        raise ArgumentError(f"data: the model of '{name}' has no data site with a value a row")
+        raise ArgumentError(f"data: the model of '{name}' has no data site with one value per row")
     parts = []
     for chunk in chunks_of(drawn.log_posterior, posterior.open_data(data)):
         log_lik = row_log_likelihood(drawn, chunk)

@@ -166,15 +166,15 @@ class EKF(Stepwise, Approximation):
         """
         if num_epochs != 1:
             raise ArgumentError(
-                f"num_epochs={num_epochs}: a filter absorbs every row once; seen again, rows would "
-                "count again"
+                f"num_epochs={num_epochs}: a filter absorbs every row once; rows that are read "
+                "again would count again"
             )
         if num_chains != 1:
             raise ArgumentError(f"num_chains={num_chains}: a filter has one start, the prior")
         if isinstance(data, Iterator):
             raise DataError(
-                "data is an iterator, which can be read once, but the first batch is looked at "
-                "before: pass a DataLoader or the tensors, or call step() with each batch"
+                "data is an iterator, which can be read only once, but the first batch is read "
+                "twice: pass a DataLoader or the tensors, or call step() with each batch"
             )
         opened = open_data(data, batch_size, self._num_data, module_device(self.model))
         self._forget()
@@ -233,8 +233,8 @@ class EKF(Stepwise, Approximation):
         self.posterior  # noqa: B018  (which raises)
         if not isinstance(self._last, Filter) or (path := self._last.path) is None:
             raise ArgumentError(
-                f"the path of a filter is kept up to {PATH_NUMBERS:,} numbers, and this one was "
-                "longer, or comes from a file: run it in parts with step(), and read fit after each"
+                f"filtered: the path of a filter is kept up to {PATH_NUMBERS:,} numbers; this one "
+                "was longer, or comes from a file: take steps with step(), and read fit after each"
             )
         layout, (mean, sd) = self._last.layout, path
         return Filtered(layout.unflatten(mean), layout.unflatten(sd), self._last.log_lik)
@@ -357,7 +357,7 @@ def _drift(transition_sd: TransitionSd, layout: Layout) -> Tensor:
         return torch.full((layout.size,), transition_sd, dtype=layout.dtype).square()
     if unknown := sorted(transition_sd.keys() - set(layout.names)):
         raise ArgumentError(
-            f"transition_sd: {unknown} are no latent sites of the model, which has "
+            f"transition_sd: {unknown} are not latent sites of the model, which has "
             f"{list(layout.names)}"
         )
     sds = {}

@@ -496,7 +496,7 @@ def _tuned_places(problem: Problem, names: Sequence[str]) -> Tensor | None:
     for name in names:
         if name not in points:
             raise ArgumentError(
-                f"tune: no pyro.param '{name}'; the model has {list(points)}; make what is to be "
-                "tuned one, such as pyro.param('scale', torch.tensor(1.0), constraints.positive)"
+                f"tune: no pyro.param '{name}'; the model has {list(points)}; make it one, such as "
+                "pyro.param('scale', torch.tensor(1.0), constraints.positive)"
             )
     return problem.engine.layout.places(names) if names else None

@@ -287,8 +287,8 @@ class Sampler(Stepwise):
             ranks.check(num_chains)
             if max_seconds is not None and ranks.rows is not None:
                 raise ArgumentError(
-                    "max_seconds: ranks that share batches out take the same steps, and have "
-                    "clocks of their own: leave it out, and pass max_rows= or the run's length"
+                    "max_seconds: ranks that share batches take the same steps, but their clocks "
+                    "differ: leave it out, and pass max_rows= or the run's length"
                 )
             budget = Budget.of(max_rows, config.num_samples, max_seconds, ranks)
             journal = Journal.open(checkpoint, checkpoint_every, resume, ranks)
@@ -306,8 +306,8 @@ class Sampler(Stepwise):
             )
         if needs_all_rows(self._settings):
             raise ArgumentError(
-                "step() sees one batch at a time, but lr='auto' is chosen from the whole data, and "
-                "precondition, control_variates and subtract_noise need it: pass a number for lr "
+                "step() sees one batch at a time, but lr='auto' is chosen from all rows, and "
+                "precondition, control_variates and subtract_noise need them: pass a number for lr "
                 "and leave these out, or use run"
             )
         data = batch_as_data(self.model, self._num_data, args, kwargs)
@@ -373,8 +373,8 @@ class Sampler(Stepwise):
             )
         if plan.kernel.adjusted:
             raise ArgumentError(
-                f"step_size_bias: {type(self).__name__} accepts or rejects, so that no step size "
-                "biases it: there is nothing to measure"
+                f"step_size_bias: {type(self).__name__} accepts or rejects proposals, so that no "
+                "step size biases it: there is nothing to measure"
             )
         if num_samples is not None:
             num_samples = as_count("num_samples", num_samples)

@@ -138,7 +138,7 @@ def _check_constant(kernel: Kernel) -> None:
         parts = value.values() if isinstance(value, Mapping) else [value]
         if value is not defaults[name] and any(callable(part) for part in parts):
             raise ArgumentError(
-                f"{name} is a schedule, which needs to know how long the run is: pass "
+                f"{name} is a schedule, which needs the length of the run: pass "
                 "warmup_steps= and thinning= as numbers"
             )
 
@@ -163,15 +163,15 @@ def checked_sampling(sampler: Sampler, sampling: Sampling | None, in_batches: bo
     check_sampling(sampling)
     if sampling != "replacement" and sampler._settings.subtract_noise:
         raise ArgumentError(
-            f"subtract_noise with sampling='{sampling}' would take off noise that batches in "
-            "that order cancel themselves: leave sampling out, or pass 'replacement'"
+            f"subtract_noise with sampling='{sampling}' would subtract noise that such batches "
+            "already cancel: leave sampling out, or pass 'replacement'"
         )
     if sampling != "replacement" and sampler.kernel.sampling == "replacement" and in_batches:
         warn(
             BiasWarning,
             f"{type(sampler).__name__} with sampling='{sampling}' makes the posterior too narrow: "
-            "its thermostat cools for noise that batches in that order cancel themselves; "
-            "leave sampling out",
+            "its thermostat corrects for noise that such batches already cancel; leave sampling "
+            "out",
             code="too-narrow",
         )
     return sampling
@@ -186,7 +186,7 @@ def _num_rows_of_all(sampler: Sampler, data: Data, ranks: Ranks) -> int | None:
     if needs_all_rows(sampler._settings):
         raise ArgumentError(
             "rows_by_rank=True: lr='auto', precondition, control_variates and subtract_noise "
-            "look at all rows, and no rank has them: pass a number for lr and leave these out"
+            "need all rows, which no rank has: pass a number for lr and leave these out"
         )
     return ranks.own_rows(data.num_data or 1, sampler._num_data, digest_of(data.first()))
 

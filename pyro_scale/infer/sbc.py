@@ -160,7 +160,7 @@ def sbc(
                 "resume: only one method can be resumed: pass it by itself, not in a dict"
             )
         if not inference:
-            raise ArgumentError("inference={}: pass a method, or a dict of some by name")
+            raise ArgumentError("inference={}: pass a method, or a dict of methods by name")
         for one in inference.values():
             _check(one, method, settings)
         call = {
@@ -341,10 +341,10 @@ def _check(inference: Any, method: Any, settings: Mapping[str, Any]) -> None:
     names = inspect.signature(inference.run).parameters
     for name in settings:
         if name in _SET:
-            raise CallError(f"sbc: {name} is not a setting: ranks are among 100 draws of one chain")
+            raise CallError(f"sbc: {name} cannot be set: ranks are among 100 draws of one chain")
         if name in _OF_ONE_RUN:
             raise CallError(
-                f"sbc: {name} is of one long run, not of many simulations: leave it out"
+                f"sbc: {name} is for one long run, not for many simulations: leave it out"
             )
         if name not in names:
             settable = [n for n in names if n not in ("self", *_SET, *_OF_ONE_RUN)]

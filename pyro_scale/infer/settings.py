@@ -67,8 +67,8 @@ def settings_of(
     coordinates = as_precondition(precondition, kernel_class, hyperparameters, chosen)
     if kernel_class.adjusted and "lr" in chosen and coordinates is None:
         raise ArgumentError(
-            f"lr='auto': {name} finds it in whitened coordinates: leave precondition and mass out, "
-            "or pass a number for lr"
+            f"lr='auto': {name} chooses it in whitened coordinates: leave precondition and mass "
+            "out, or pass a number for lr"
         )
     has_anchor = control_variates
     if is_auto(control_variates) and (
@@ -211,8 +211,8 @@ def gaussian_of(value: Any) -> Gaussian | None:
         return None
     if fit.temperature == 0:
         raise ArgumentError(
-            "precondition: at temperature 0 the fit has no spread, hence no scales to move in: "
-            "pass fit.at_temperature(1), or a fit at another temperature"
+            "precondition: at temperature 0 the fit has no spread, hence no scales for "
+            "coordinates: pass fit.at_temperature(1), or a fit at another temperature"
         )
     has_all_sites = fit.sites == tuple(fit.log_posterior.latents)
     return fit.gaussians[0].double() if has_all_sites else None

@@ -355,7 +355,7 @@ def test_models_of_which_no_data_can_be_drawn(model, error, match):
     ("how", "error", "match"),
     [
         ({"num_simulations": 19}, ArgumentError, "num_simulations"),
-        ({"num_samples": 100}, CallError, "num_samples is not a setting"),
+        ({"num_samples": 100}, CallError, "num_samples cannot be set"),
         ({"thining": 3}, CallError, "no setting 'thining'"),
         ({"method": "both"}, ArgumentError, "method='both'"),
         ({"batch_size": 100}, ArgumentError, "batch_size=100"),

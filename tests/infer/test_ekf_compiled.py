@@ -307,8 +307,8 @@ def test_what_is_no_sd_is_refused(given, words):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"v": 0.1}, r"\['v'\] are no latent sites of the model, which has \['w', 'a'\]"),
-        ({"y": 0.1}, r"\['y'\] are no latent sites"),
+        ({"v": 0.1}, r"\['v'\] are not latent sites of the model, which has \['w', 'a'\]"),
+        ({"y": 0.1}, r"\['y'\] are not latent sites"),
         ({"w": double(0.1, 0.2, 0.3)}, r"\['w'\] has the shape \[3\], the site \[2\]"),
         ({"a": double(0.1)}, r"\['a'\] has the shape \[1\], the site \[\]"),
     ],
