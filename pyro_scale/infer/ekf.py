@@ -18,7 +18,6 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.core.memory import check_fits
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import without_vmap_warnings
-from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data, IndexedData, TensorData
 from pyro_scale.diagnostics.check_fit import check_fit
 from pyro_scale.engine.choose_executor import check_compile
@@ -34,8 +33,7 @@ from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.results.gaussian import GaussianPosterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.initialize import check_sites, init_of
-from pyro_scale.run.problem import as_log_posterior, module_device
-from pyro_scale.run.single_step import batch_as_data
+from pyro_scale.run.problem import as_log_posterior
 
 #: One sd for all params, or one a site: a number, or a tensor of the site's unconstrained shape.
 TransitionSd: TypeAlias = float | Mapping[str, float | Tensor]
@@ -176,7 +174,7 @@ class EKF(Stepwise, Approximation):
                 "data is an iterator, which can be read only once, but the first batch is read "
                 "twice: pass a DataLoader or the tensors, or call step() with each batch"
             )
-        opened = open_data(data, batch_size, self._num_data, module_device(self.model))
+        opened = self._open(data, batch_size)
         self._forget()
         log_posterior = as_log_posterior(self.model, opened.num_data)
         ekf_filter = self._filter(log_posterior, opened, opened.first(), choose_seed(seed))
@@ -200,7 +198,7 @@ class EKF(Stepwise, Approximation):
     def begin(self, *args: Any, **kwargs: Any) -> Filter:
         """A filter before its first batch, for your own loops; see `Stepwise.begin`.  A batch may
         have any number of rows; without rows, the params only walk."""
-        data = batch_as_data(self.model, self._num_data, args, kwargs)
+        data = self._open_batch(args, kwargs)
         log_posterior = as_log_posterior(self.model, data.num_data)
         ekf_filter = self._filter(log_posterior, data, data.first(), choose_seed(None))
         if self._compile is True:
@@ -243,7 +241,7 @@ class EKF(Stepwise, Approximation):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[GaussianPosterior, Arguments]:
         """(The prior's Gaussian; the rows to predict, with observations drawn from the prior)."""
-        data, seed = batch_as_data(self.model, self._num_data, args, kwargs), choose_seed(None)
+        data, seed = self._open_batch(args, kwargs), choose_seed(None)
         log_posterior = as_log_posterior(self.model, data.num_data)
         observed, arguments = log_posterior.with_drawn_observations(data.first(), seed)
         prior = self._filter(observed, data, arguments, seed).fit({}).replaced(data=None)

@@ -211,12 +211,9 @@ class Laplace(Approximation):
                 num_chains = len(fit.centers)
             chosen = choose_seed(seed)
             seed = ranks.of_first(chosen, "the choice of a seed") if seed is None else chosen
-            opened = open_data(data, batch_size, self._num_data, module_device(self.model))
-            log_posterior = as_log_posterior(self.model, opened.num_data)
-            starts = self._starts(num_chains, seed)
-            problem = self._understand(
-                log_posterior, opened, Hyperparameters(), starts, num_chains, seed, mode is None
-            )
+            opened = self._open(data, batch_size)
+            kernel, searches = Hyperparameters(), mode is None
+            problem = self._analyze(opened, opened.num_data, kernel, num_chains, seed, searches)
             self._check_same(problem, ranks)
             sites, tuned = self._sites_of(problem), _tuned_places(problem, tune or ())
             fixed = [_fixed_center(problem, mode, start) for start in range(num_chains)]

@@ -26,6 +26,7 @@ from torch import Tensor
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
+from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, FileError, NotRunError
@@ -35,9 +36,9 @@ from pyro_scale.model.networks import check_model
 from pyro_scale.results.call_checks import ATTRIBUTES, check_calls
 from pyro_scale.results.files import check_contents, posterior_of, read
 from pyro_scale.results.posterior import Posterior
-from pyro_scale.run.problem import Problem, prepare
+from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 from pyro_scale.run.run import RunPlan
-from pyro_scale.run.single_step import Stepping
+from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.run.understood import Understood
 from pyro_scale.storage import files
 
@@ -255,20 +256,38 @@ class Method:
         """Drops the results of earlier runs and steps, at the start of a run."""
         self._last = NotRun(type(self).__name__, self._not_run)
 
-    def _understand(
+    def _open(self, data: Any, batch_size: int | None) -> Data:
+        """What a user passed as data, on the model's device."""
+        return open_data(data, batch_size, self._num_data, module_device(self.model))
+
+    def _target(self, log_posterior: LogPosterior) -> LogPosterior:
+        """The density that the method works on; by default the posterior in unconstrained space."""
+        return log_posterior
+
+    def _analyze(
         self,
-        log_posterior: LogPosterior,
         data: Data,
+        num_data: int | None,
         kernel: Hyperparameters,
-        starts: Any,
         num_chains: int,
         seed: int,
         must_be_usable: bool = True,
     ) -> Problem:
-        """The analyzed model on the data, by the preflight or by reusing the last run's analysis;
-        arguments as for `prepare`."""
+        """The analyzed model on the data, with chains at their starts.  If possible, the analysis
+        of the last run is reused.
+
+        Args:
+            data: of the run.
+            num_data: N; None if the model says it.
+            kernel: moves the chains; `Hyperparameters()` if nothing is moved step by step.
+            num_chains: number of chains.
+            seed: of the run.
+            must_be_usable: as for `prepare`.
+        """
+        log_posterior = self._target(as_log_posterior(self.model, num_data))
+        starts, earlier = self._starts(num_chains, seed), self._understood
         problem = prepare(
-            log_posterior, data, kernel, starts, num_chains, seed, must_be_usable, self._understood
+            log_posterior, data, kernel, starts, num_chains, seed, must_be_usable, earlier
         )
         self._understood = problem.understood or Understood.of(problem.log_posterior, data)
         return problem
@@ -319,23 +338,30 @@ class Stepwise(Method):
         self._last = chain
         return value
 
+    def _open_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Data:
+        """A batch, given as the model's own arguments, as data."""
+        return batch_as_data(self.model, self._num_data, args, kwargs)
+
 
 class SteppedChain:
     """A chain, or particles, that a kernel moves step by step.
 
     Args:
-        stepping: the chain at its start.
+        problem: the analyzed model with the chain's start.
+        kernel: moves the chain, with its schedules.
         check: (problem, draws, values, batch) -> None; raises an error if the step broke the chain.
         posterior_of: (problem, draws, values, first batch) -> the posterior of one step's draws.
     """
 
     def __init__(
         self,
-        stepping: Stepping,
+        problem: Problem,
+        kernel: Hyperparameters,
         check: Callable[[Problem, Draws, Mapping[str, Tensor], Arguments], None],
         posterior_of: Callable[[Problem, Draws, Mapping[str, Tensor], Arguments], Posterior],
     ):
-        self._stepping, self._check, self._posterior_of = stepping, check, posterior_of
+        self._stepping = Stepping(problem, kernel)
+        self._check, self._posterior_of = check, posterior_of
         self._last: tuple[Draws, Mapping[str, Tensor]] | None = None
         self._posterior: Posterior | None = None
 

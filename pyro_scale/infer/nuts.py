@@ -14,7 +14,6 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
-from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.engine.choose_executor import check_compile
@@ -31,7 +30,7 @@ from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.results.posterior import Posterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.blame import WITHIN
-from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
+from pyro_scale.run.problem import Problem, as_log_posterior, prepare
 
 Mass = Literal["diag", "low_rank"]
 #: Dimensions up to which mass="low_rank" is allowed.
@@ -203,7 +202,7 @@ class NUTS(Method):
 
     def _problem(self, data: Any, num_chains: int, batch_size: int | None, seed: int) -> Problem:
         """The analyzed model on all rows, with chains at their starts."""
-        opened = open_data(data, None, self._num_data, module_device(self.model))
+        opened = self._open(data, None)
         if opened.batch_size is not None or not isinstance(opened, TensorData):  # a loader
             arguments = rows.concatenate(list(opened.in_order()))
             opened = TensorData(arguments, rows.count(arguments))

@@ -13,7 +13,6 @@ from pyro_scale.core.schedules import Cyclical, Schedule
 from pyro_scale.core.validation import AUTO, as_count, as_flag, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.row_sampler import Sampling
-from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.step_size_bias import step_size_bias
 from pyro_scale.distributed.ranks import Distributed, Ranks
 from pyro_scale.engine.reuse import Earlier
@@ -29,9 +28,7 @@ from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.by_rank import check_same_call
 from pyro_scale.run.config import RunConfig, Store
-from pyro_scale.run.problem import Problem, as_log_posterior
 from pyro_scale.run.resume import Journal
-from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.storage.files import FilePath
 
 if TYPE_CHECKING:
@@ -310,10 +307,10 @@ class Sampler(Stepwise):
                 "precondition, control_variates and subtract_noise need them: pass a number for lr "
                 "and leave these out, or use run"
             )
-        data = batch_as_data(self.model, self._num_data, args, kwargs)
-        problem = self._prepare(data, self._num_data, 1, choose_seed(None))
+        data = self._open_batch(args, kwargs)
+        problem = self._analyze(data, self._num_data, self.kernel, 1, choose_seed(None))
         posterior = functools.partial(posterior_of_step, type(self).__name__)
-        return SteppedChain(Stepping(problem, self.kernel), raise_broken_step, posterior)
+        return SteppedChain(problem, self.kernel, raise_broken_step, posterior)
 
     report = asks(Posterior.report)
 
@@ -379,9 +376,3 @@ class Sampler(Stepwise):
         if num_samples is not None:
             num_samples = as_count("num_samples", num_samples)
         return step_size_bias(plan, result, num_samples)
-
-    def _prepare(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Problem:
-        """The analyzed model on the data, with chains at their starts."""
-        log_posterior = as_log_posterior(self.model, num_data)
-        starts = self._starts(num_chains, seed)
-        return self._understand(log_posterior, data, self.kernel, starts, num_chains, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ from torch import Tensor
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.validation import AUTO, as_count
 from pyro_scale.core.warn import warn
-from pyro_scale.data.open import open_data
 from pyro_scale.data.row_sampler import Sampling, check_sampling
 from pyro_scale.data.sources import Data
 from pyro_scale.distributed.ranks import Ranks
@@ -26,7 +26,6 @@ from pyro_scale.run.problem import (
     Problem,
     check_can_adjust,
     check_rows_can_be_shared,
-    module_device,
 )
 from pyro_scale.run.resume import Journal, digest_of, identity_of
 from pyro_scale.tuning.plan import is_trained
@@ -68,24 +67,22 @@ def run_problem(
         ArgumentError: an option cannot be used with these data.
         ModelError, SiteError, PlateError: the model cannot be run on these data.
     """
-    device, adjusted = module_device(sampler.model), sampler.kernel.adjusted
+    adjusted = sampler.kernel.adjusted
     size = None if config.batch_size == AUTO else config.batch_size
-    first = open_data(data, size, sampler._num_data, device)
+    open_batches = functools.partial(sampler._open, data)
+    first = open_batches(size)
     num_data = _num_rows_of_all(sampler, first, ranks) if rows_by_rank else first.num_data
 
-    def in_batches_of(size: int | None) -> Data:
-        return open_data(data, size, sampler._num_data, device)
-
     def prepare(opened: Data) -> Problem:
-        return sampler._prepare(opened, num_data, config.num_chains, seed)
+        return sampler._analyze(opened, num_data, sampler.kernel, config.num_chains, seed)
 
     if config.batch_size == AUTO:
         whitens = sampler._settings.precondition is not None
         tunes = "lr" in sampler._settings.chosen and whitens and not adjusted
-        problem = prepare_in_batches(prepare, first, in_batches_of, tunes)
+        problem = prepare_in_batches(prepare, first, open_batches, tunes)
     else:
         is_all = adjusted and size is not None and size == first.num_data
-        problem = prepare(in_batches_of(None) if is_all else first)
+        problem = prepare(open_batches(None) if is_all else first)
     problem = dataclasses.replace(problem, ranks=ranks)
     check_rows_can_be_shared(problem)
     warn_of_reading(problem)

@@ -35,7 +35,7 @@ from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.rng.seeds import choose_seed
-from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
+from pyro_scale.run.problem import Problem, as_log_posterior, prepare
 from pyro_scale.run.resume import digest_of
 
 From = Literal["prior", "posterior"]
@@ -231,7 +231,7 @@ def _truth(
     Raises:
         ArgumentError: a simulator or resampled covariates are combined with a posterior.
     """
-    opened = open_data(data, None, inference._num_data, module_device(inference.model))
+    opened = inference._open(data, None)
     arguments = opened.first()
     if opened.batch_size is not None:  # a loader
         arguments = rows.concatenate(list(opened.in_order()))

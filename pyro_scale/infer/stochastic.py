@@ -14,7 +14,6 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.batches import Batches
-from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.check_fit import check_fit
 from pyro_scale.diagnostics.divergence import NOT_A_DENSITY, beyond_its_domain, where
@@ -29,7 +28,6 @@ from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.method import Chain, Finished, SteppedChain, Stepwise
 from pyro_scale.infer.sharded import begin_sharded, or_sharded
 from pyro_scale.kernels.optimizer import is_pure
-from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.results.gaussian import GaussianPosterior
@@ -41,12 +39,9 @@ from pyro_scale.run.frozen_features import with_frozen_features
 from pyro_scale.run.own_rows import on_own_rows
 from pyro_scale.run.problem import (
     Problem,
-    as_log_posterior,
     check_rows_can_be_shared,
-    module_device,
 )
 from pyro_scale.run.resume import digest_of, identity_of
-from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.tuning.early_stopping import EarlyStopping, got_worse, still_rises
 from pyro_scale.tuning.geometry import whitened_by
 
@@ -133,7 +128,7 @@ class Stochastic(Stepwise):
         def check(problem: Problem, draws: Draws, _: Any, batch: Arguments) -> None:
             self._check_draws(problem, draws, batch)
 
-        return SteppedChain(Stepping(problem, self.kernel), check, self._posterior_of_step)
+        return SteppedChain(problem, self.kernel, check, self._posterior_of_step)
 
     def _posterior_of_step(
         self, problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
@@ -245,7 +240,7 @@ class Optimized(Stochastic, Approximation):
         }
         with ranks.together():
             check_same_call(ranks, call)
-            opened = open_data(data, batch_size, self._num_data, module_device(self.model))
+            opened = self._open(data, batch_size)
             num_data = opened.num_data
             if rows_by_rank:
                 count, digest = opened.num_data or 1, digest_of(opened.first())
@@ -278,7 +273,7 @@ class Optimized(Stochastic, Approximation):
         """The optimizer at its start, for your own loops; see `Stepwise.begin`."""
         if (chain := begin_sharded(self, args, kwargs)) is not None:
             return chain
-        data = batch_as_data(self.model, self._num_data, args, kwargs)
+        data = self._open_batch(args, kwargs)
         return self._begin(self._prepare(data, self._num_data, 1, choose_seed(None)))
 
     @property
@@ -292,10 +287,6 @@ class Optimized(Stochastic, Approximation):
         return self.posterior.converged
 
     # ------------------------------------------------------------------ inside
-
-    def _target(self, log_posterior: LogPosterior) -> LogPosterior:
-        """The density whose log the method works on."""
-        return log_posterior
 
     def _check(self, problem: Problem) -> None:
         """Checks that the method's matrices fit into memory."""
@@ -312,9 +303,7 @@ class Optimized(Stochastic, Approximation):
 
     def _prepare(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Problem:
         """The analyzed model on the data, with starts and coordinates."""
-        log_posterior = self._target(as_log_posterior(self.model, num_data))
-        starts = self._starts(num_chains, seed)
-        problem = self._understand(log_posterior, data, self.kernel, starts, num_chains, seed)
+        problem = self._analyze(data, num_data, self.kernel, num_chains, seed)
         self._check(problem)
         if self._preconditioner is not None:
             problem = whitened_by(problem, self._preconditioner)

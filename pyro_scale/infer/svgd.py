@@ -14,7 +14,6 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.core.schedules import Schedule
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
-from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import ArgumentError, ConvergenceWarning
@@ -26,8 +25,7 @@ from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.results.particles import ParticlePosterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.frozen_features import with_frozen_features
-from pyro_scale.run.problem import Problem, as_log_posterior, module_device
-from pyro_scale.run.single_step import batch_as_data
+from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.early_stopping import still_rises
 
 
@@ -131,7 +129,7 @@ class SVGD(Stochastic):
         """
         check_length(num_steps, num_epochs)
         self._forget()
-        opened = open_data(data, batch_size, self._num_data, module_device(self.model))
+        opened = self._open(data, batch_size)
         problem = with_frozen_features(self._prepare(opened, choose_seed(seed)))
         steps = Steps(count_steps(problem, num_steps, num_epochs), positions=False)
         draws = self._simulate(problem, problem.batches(1, "shuffle"), steps, progress)
@@ -147,7 +145,7 @@ class SVGD(Stochastic):
 
     def begin(self, *args: Any, **kwargs: Any) -> SteppedChain:
         """Particles at their starts, for your own loops; see `Stepwise.begin`."""
-        data = batch_as_data(self.model, self._num_data, args, kwargs)
+        data = self._open_batch(args, kwargs)
         return self._begin(self._prepare(data, choose_seed(None)))
 
     @property
@@ -173,11 +171,7 @@ class SVGD(Stochastic):
 
     def _prepare(self, data: Data, seed: int) -> Problem:
         """The analyzed model on the data, with particles at their starts."""
-        log_posterior = as_log_posterior(self.model, data.num_data)
-        starts = self._starts(self.num_particles, seed)
-        problem = self._understand(
-            log_posterior, data, self.kernel, starts, self.num_particles, seed
-        )
+        problem = self._analyze(data, data.num_data, self.kernel, self.num_particles, seed)
         latents = problem.positions[:, : problem.engine.num_latents]
         if len(torch.unique(latents, dim=0)) < self.num_particles:
             raise ArgumentError(
