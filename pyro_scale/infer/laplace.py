@@ -40,7 +40,7 @@ from pyro_scale.run.resume import identity_of
 #: A mode that the user passed is far from the density's if the square of its distance, in posterior
 #: sds, exceeds the first number plus the second times the number of dimensions.  The mode of the
 #: sites' values (without Jacobians), and networks trained without the prior, are nearer.
-_FAR, _FAR_PER_DIMENSION = 1.0, 0.1
+_FAR_MODE, _FAR_PER_DIMENSION = 1.0, 0.1
 #: Dimensions up to which structure="auto" is dense.
 _MOST_DENSE = 1000
 #: Directions of structure="low_rank", by default.
@@ -439,7 +439,7 @@ def _why_far(square: float, size: int) -> str | None:
         square: of the distance in posterior sds, by a step of Newton's method.
         size: number of dimensions.
     """
-    if square <= _FAR + _FAR_PER_DIMENSION * size:
+    if square <= _FAR_MODE + _FAR_PER_DIMENSION * size:
         return None
     return (
         f"mode: the given mode is {square**0.5:.3g} posterior sds away from that of the density, "

@@ -161,10 +161,9 @@ class NUTS(Method):
             self.target_accept,
             self.mass == "low_rank",
         )
-        by_pointer = takes_pointers()
+        takes_pointers()  # raises if nutpie is missing
         seed, begun = choose_seed(seed), time.perf_counter()
-        num_chains = as_count("num_chains", num_chains)
-        problem = self._problem(data, num_chains, batch_size, seed)
+        problem = self._problem(data, as_count("num_chains", num_chains), batch_size, seed)
         self._forget()
         size = problem.engine.num_latents
         if settings.low_rank and size > _MOST_LOW_RANK:
@@ -177,9 +176,7 @@ class NUTS(Method):
             bool(self._compile),
             self._earlier,
         )
-        program = density.program
-        if density.native is not None and not by_pointer:
-            program += f", called from Python (nutpie {version()} is not known to take pointers)"
+        program = _program_of(density)
         title = f"NUTS, {num_chains} chain{'s' * (num_chains > 1)}, {program}"
         compiled, starts = time.perf_counter(), problem.positions[:, :size]
         seeds = [chain_seed(seed, number) for number in range(num_chains)]
@@ -269,6 +266,15 @@ class NUTS(Method):
                 ),
                 code="divergences",
             )
+
+
+def _program_of(density: LogDensity) -> str:
+    """How nutpie evaluates the density, in words."""
+    if density.native is None or takes_pointers():
+        return density.program
+    return (
+        f"{density.program}, called from Python (nutpie {version()} is not known to take pointers)"
+    )
 
 
 def _with_enough_digits(result: PosteriorDraws, problem: Problem) -> PosteriorDraws:

@@ -9,7 +9,7 @@ from pyro_scale.core import rows
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
-from pyro_scale.data.sources import TensorData
+from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.nuts import NUTS
@@ -81,8 +81,7 @@ def sample(
         >>> type(run).__name__, round(float(run.get_samples()["mu"].mean()), 1)
         ('NUTS', 0.5)
     """
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not seconds > 0:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise ArgumentError(f"seconds={seconds!r}: pass a number above 0")
     num_samples = as_count("num_samples", num_samples)
     num_chains, seed = as_count("num_chains", num_chains), choose_seed(seed)
@@ -90,9 +89,7 @@ def sample(
     log_posterior = as_log_posterior(model, opened.num_data)
     problem = prepare(log_posterior, opened, Hyperparameters(), None, 1, seed)
     num_data = problem.log_posterior.num_data
-    batch = opened.arguments if isinstance(opened, TensorData) else opened.first()
-    leaves = [leaf for leaf in rows.leaves(batch) if rows.is_rows(leaf)]
-    numbers_per_row = sum(leaf.numel() / max(1, len(leaf)) for leaf in leaves) + 1
+    numbers_per_row = _numbers_per_row(opened)
 
     def seconds_per_gradient(num_rows: int) -> float:
         return _SECONDS + numbers_per_row * num_rows / _NUMBERS_PER_SECOND
@@ -126,6 +123,13 @@ def sample(
         return _with_reason(NUTS(model).run(data, **arguments), why)
     run = BAOA(model).run(data, max_seconds=seconds + _COMPILATION, **arguments)
     return _with_reason(run, why)
+
+
+def _numbers_per_row(data: Data) -> float:
+    """How many numbers a gradient reads for a row of the data."""
+    batch = data.arguments if isinstance(data, TensorData) else data.first()
+    leaves = [leaf for leaf in rows.leaves(batch) if rows.is_rows(leaf)]
+    return sum(leaf.numel() / max(1, len(leaf)) for leaf in leaves) + 1
 
 
 def _with_reason(method: Method, why: str) -> Method:

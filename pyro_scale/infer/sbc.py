@@ -40,7 +40,7 @@ from pyro_scale.run.resume import digest_of
 
 From = Literal["prior", "posterior"]
 #: The fewest simulations.
-_LEAST = 20
+_FEWEST_SIMULATIONS = 20
 #: Arguments of a method's `run` that `sbc` sets.
 _SET = ("data", "num_samples", "num_chains", "seed", "progress")
 #: Arguments of a method's `run` that simulations do not have.
@@ -155,14 +155,7 @@ def sbc(
     """
     seed = choose_seed(seed)
     if isinstance(inference, Mapping):
-        if resume is not None:
-            raise ArgumentError(
-                "resume: only one method can be resumed: pass it by itself, not in a dict"
-            )
-        if not inference:
-            raise ArgumentError("inference={}: pass a method, or a dict of methods by name")
-        for one in inference.values():
-            _check(one, method, settings)
+        _check_all(inference, method, settings, resume)
         call = {
             "num_simulations": num_simulations,
             "method": method,
@@ -176,7 +169,7 @@ def sbc(
             **settings,
         }
         return SBCComparison({name: sbc(one, data, **call) for name, one in inference.items()})
-    count = as_count("num_simulations", num_simulations, least=_LEAST)
+    count = as_count("num_simulations", num_simulations, least=_FEWEST_SIMULATIONS)
     if memory_budget is not None:
         memory_budget = as_count("memory_budget", memory_budget, hint=" of bytes")
     if resume is not None:
@@ -351,6 +344,22 @@ def _check(inference: Any, method: Any, settings: Mapping[str, Any]) -> None:
             raise CallError(
                 f"sbc: {type(inference).__name__}.run has no setting '{name}': it has {settable}"
             )
+
+
+def _check_all(inference: Mapping[str, Any], method: Any, settings: Any, resume: Any) -> None:
+    """Checks that there are methods, that all have the settings, and that none is resumed.
+
+    Raises:
+        ArgumentError, CallError: as `_check`; or `resume` is not None.
+    """
+    if resume is not None:
+        raise ArgumentError(
+            "resume: only one method can be resumed: pass it by itself, not in a dict"
+        )
+    if not inference:
+        raise ArgumentError("inference={}: pass a method, or a dict of methods by name")
+    for one in inference.values():
+        _check(one, method, settings)
 
 
 def _seed_of(resume: Any, count: int) -> int:

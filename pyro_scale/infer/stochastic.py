@@ -253,12 +253,9 @@ class Optimized(Stochastic, Approximation):
             problem = self._prepare(opened, num_data, num_chains, seed)
             problem = self._on_ranks(problem, ranks)
             steps = Steps(count_steps(problem, num_steps, num_epochs), positions=False)
-            stopping = None
-            if self._early_stopping:
-                window = max(count_steps(problem, None, 1), _WINDOW)
-                stopping = EarlyStopping(window, problem.engine.layout.size)
             batches = problem.batches(num_chains, "shuffle", chains=problem.chains)
-            draws = self._simulate(problem, batches, steps, progress and ranks.is_first, stopping)
+            stopping, shows = self._stopping(problem), progress and ranks.is_first
+            draws = self._simulate(problem, batches, steps, shows, stopping)
             rows = problem.data.batch_size or problem.log_posterior.num_data
             num_gradients = draws.num_steps * num_chains * rows
             fit = self._finish(self._make_fit(problem, draws), problem, num_gradients)
@@ -308,6 +305,13 @@ class Optimized(Stochastic, Approximation):
         if self._preconditioner is not None:
             problem = whitened_by(problem, self._preconditioner)
         return problem if self._is_pure else problem.with_engine(vectorized=False)
+
+    def _stopping(self, problem: Problem) -> EarlyStopping | None:
+        """Early stopping, if the user wants it, with windows of at least an epoch."""
+        if not self._early_stopping:
+            return None
+        window = max(count_steps(problem, None, 1), _WINDOW)
+        return EarlyStopping(window, problem.engine.layout.size)
 
     def _on_ranks(self, problem: Problem, ranks: Ranks) -> Problem:
         """The problem as the ranks share it, with features of a frozen base, if there is one."""

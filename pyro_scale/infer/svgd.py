@@ -53,7 +53,7 @@ class SVGD(Stochastic):
         compile: as for samplers.
 
     Raises:
-        ArgumentError: an argument that is unknown or out of range.
+        ArgumentError: an argument is unknown or out of range.
 
     Examples:
         >>> import torch, torchopt, pyro, pyro.distributions as dist
