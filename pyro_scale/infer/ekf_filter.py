@@ -411,8 +411,8 @@ class Program:
         compared = [(log_lik[0], expected_log_lik, expected_log_lik)]
         compared += [(a - b, e - b, b) for a, e, b in zip(moved, expected, state, strict=True)]
         return all(
-            is_close(actual, wanted, tolerance, roundings * float(size.abs().max()))
-            for actual, wanted, size in compared
+            is_close(actual, target, tolerance, roundings * float(size.abs().max()))
+            for actual, target, size in compared
         )
 
 

@@ -61,12 +61,12 @@ class Options(TypedDict, total=False):
 
 
 class Stochastic(Stepwise):
-    """A method whose points a stochastic optimizer moves: what `MAP`, `VI`, `IVON` and `SVGD`
-    share."""
+    """A method whose chains (starts or particles) a stochastic optimizer moves: what `MAP`, `VI`,
+    `IVON` and `SVGD` share."""
 
     #: Name of the objective, in reports and warnings.
     objective: ClassVar[str] = "log joint"
-    #: Name of a point, in titles and errors.
+    #: Name of a chain, in titles and errors.
     mover: ClassVar[str] = "start"
 
     def _set_kernel(self, kernel: Any, compile: bool | Literal["auto"]) -> None:
@@ -90,7 +90,7 @@ class Stochastic(Stepwise):
         returns the last states of all starts, and the objective at every step.
 
         Raises:
-            NonFiniteError: a point's state became NaN or infinite.
+            NonFiniteError: a chain's state became NaN or infinite.
         """
         ranks, num_chains = problem.ranks, len(problem.positions)
 
@@ -123,7 +123,7 @@ class Stochastic(Stepwise):
         return draws
 
     def _begin(self, problem: Problem) -> SteppedChain:
-        """The points at their starts, to be moved step by step."""
+        """The chains at their starts, to be moved step by step."""
 
         def check(problem: Problem, draws: Draws, _: Any, batch: Arguments) -> None:
             self._check_draws(problem, draws, batch)
@@ -137,7 +137,7 @@ class Stochastic(Stepwise):
         raise NotImplementedError
 
     def _check_draws(self, problem: Problem, draws: Draws, batch: Arguments | None = None) -> None:
-        """Checks that no point broke.
+        """Checks that no chain broke.
 
         Args:
             problem: of the run.
@@ -145,7 +145,7 @@ class Stochastic(Stepwise):
             batch: of a single step; None if the batches are the problem's.
 
         Raises:
-            NonFiniteError: for the first point that broke; it says why.
+            NonFiniteError: for the first chain that broke; it says why.
         """
         if not draws.failures:
             return
